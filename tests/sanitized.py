@@ -18,6 +18,7 @@ from test_training_kernels import SEEDS, adamw, model, on_device
 from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import device as devices
+from linattn_np.backends.cupy import small_heads as small
 from linattn_np.backends.cupy import source
 from linattn_np.declarations import (
     GLA,
@@ -72,10 +73,16 @@ GRADIENTS = (  # as for OPERATORS, all with gradients of the final state
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),
     ((1, 1, 1100, 64, 64), BFLOAT16, GROWS, None, {}),
     ((1, 2, 70, 128, 72), HALF, GROWS, SINGLE, {}),
+    ((1, 66, 40, 136, 200), BFLOAT16, "logsigmoid", None, {}),  # tiles of the state, which add up
     ((1, 1, 133, 70, 100), SINGLE, GROWS, None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
 )
 UNEVEN_ROWS = (1, 2, 1100, 60, 65)  # gradients in bfloat16 by copies with longer rows
+SMALL_HEADS = (  # as for OPERATORS, and with gradients; in segments, but for the last
+    ((1, 3, 300, 8, 8), BFLOAT16, "some-inf", None, {}),
+    ((1, 1, 300, 16, 12), SINGLE, "logsigmoid", None, {}),
+    ((1, 9, 133, 6, 5), HALF, GROWS, SINGLE, {"cu_seqlens": PACKED}),
+)
 GATED_VALUES = (  # as for OPERATORS, and with gradients
     ((1, 2, 40, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 1, 37, 136, 40), HALF, "logsigmoid", SINGLE, {}),
@@ -147,6 +154,20 @@ def gradients(rng, run, as_filled):
             yield run(backward, op, *arrays, **keywords, initial_state=state)
         arrays, (state,) = drawn(declared, rng, UNEVEN_ROWS, BFLOAT16)
         yield as_filled(run, backward, op, *arrays, initial_state=state)
+
+
+def small_heads(rng, run):
+    """By kernels that take many more tokens, where nobody asks otherwise."""
+    least = small.AT_LEAST, small.AT_LEAST_ON_HOPPER
+    small.AT_LEAST = small.AT_LEAST_ON_HOPPER = 0
+    try:
+        for op, declared in DECLARED:
+            for sizes, dtype, gate, gate_dtype, keywords in SMALL_HEADS:
+                arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
+                yield run(op, *arrays, **keywords, initial_state=state, output_final_state=True)
+                yield run(backward, op, *arrays, **keywords, initial_state=state)
+    finally:
+        small.AT_LEAST, small.AT_LEAST_ON_HOPPER = least
 
 
 def gated_values(rng, run):
@@ -237,6 +258,7 @@ def calls(rng, run, as_older, as_filled, device):
     return chain(
         operators(rng, run),
         gradients(rng, run, as_filled),
+        small_heads(rng, run),
         gated_values(rng, run),
         attention(rng, run),
         attention(rng, as_older),

@@ -80,7 +80,7 @@ def targets(instances):
 # 1.04 at 4,4096,64,128 on an H200.
 SPILLED = {
     ("gated/sm90/backward_queries", "sm_90a"): 120,
-    ("gated/sm90/backward_keys", "sm_90a"): 224,
+    ("gated/sm90/backward_keys", "sm_90a"): 228,
     ("float64/backwards", "sm_86"): 12,
     ("float64/backwards", "sm_89"): 12,
     ("float64/forwards", "sm_100"): 16,  # of 64 columns, in 40 registers, as the assembler chooses
@@ -93,6 +93,7 @@ SPILLED = {
     ("gated/forward", "sm_120"): 212,
     ("gated/backward_channels", "sm_120"): 236,
     ("gated/backward_values", "sm_120"): 8,
+    ("gated/segment_states", "sm_120"): 120,  # of one instance in float32: the 8 bytes of an address, again and again
     ("recurrent/step", "sm_100"): 68,
     ("recurrent/step", "sm_120"): 44,
     ("rwkv6/norm_shift", "sm_100"): 96,
@@ -115,7 +116,7 @@ SPILLED = {
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
 # for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
 # theirs to functions out of line, for gates that grow.
-STACK = {"gated/sm90/backward_queries": 192, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
+STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
 
 
 @pytest.fixture
@@ -242,7 +243,7 @@ class KeptTooRarely(instances.GatedBackwardQueriesSm90):
 
 
 def test_another_number_of_kept_states_does_not_compile():
-    kernel = KeptTooRarely("AfterWrite", BFLOAT16, BFLOAT16, 64, 64)
+    kernel = KeptTooRarely("AfterWrite", BFLOAT16, BFLOAT16, 64, 64, instances.ONE_EACH)
     with pytest.raises(RuntimeError, match="the host and the kernel differ on a size, an offset or a con"):
         nvrtc.translate(source.program([kernel]), [kernel.expression], kernel.arch)
     nvrtc.translate(source.text(kernel.file), [kernel.expression], kernel.arch)

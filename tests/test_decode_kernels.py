@@ -19,6 +19,7 @@ from linattn_np.backends.cupy.execute import Compiled
 from linattn_np.backends.cupy.plan import Draft, Plan, describe_array, whole
 from linattn_np.models import RWKV6
 from linattn_np.models.matrices import quantised
+from linattn_np.models.rwkv6 import cuda_decode
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 
@@ -77,6 +78,21 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
         close(found[:, t], wanted[:, 0], LIMIT)
     for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, LIMIT)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("changed", [{}, {"F": 72}, {"D": 1096, "N": 8, "H": 137, "F": 1024}], ids=str)
+@pytest.mark.parametrize("blocks", [16, 70])
+def test_one_sequence_of_any_size(hopper, monkeypatch, blocks, changed, dtype, rng):
+    """Wider and narrower than a stage of weights, with more and fewer tiles, or heads, than blocks."""
+    monkeypatch.setattr(cuda_decode, "PHASE_BLOCKS", blocks)
+    sizes = SIZES["odd"] | changed
+    weights = synthetic(rng, sizes, dtype)
+    tokens = rng.integers(0, sizes["V"], (1, 3))
+    decoder = CudaDecoder(weights, dtype, 1, hopper)
+    found = decoded(decoder, hopper, tokens, decoder.initial_state())
+    close(found, RWKV6(weights).forward(tokens)[0], LIMIT)
 
 
 @pytest.mark.pairwise
@@ -161,7 +177,7 @@ def test_turns_of_words_begin_anew(hopper, rng):
     weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (1, 4))
     decoder = CudaDecoder(weights, BFLOAT16, 1, hopper)
     wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
-    decoder.buffers.arrived[...] = 2**16 - 3 * decoder.sizes["L"]
+    decoder.buffers.arrived[...] = 2**32 - 3 * decoder.sizes["L"]
     np.testing.assert_array_equal(decoded(decoder, hopper, tokens, decoder.initial_state()), wanted)
 
 
@@ -271,12 +287,54 @@ def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
     assert relative_error(host(arrays["y"]).sum(0), wanted) <= 1e-6
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", products.BatchProduct.DTYPES, ids=str)
+@pytest.mark.parametrize("B, K, M", [(3, 48, 35), (16, 2048, 160), (37, 2312, 40)])
+@pytest.mark.parametrize("width", products.NarrowProduct.WIDTHS)
+def test_products_of_few_rows_with_a_batch(hopper, rng, dtype, B, K, M, width):
+    kernel = products.NarrowProduct(dtype, width)
+    (w,), scales = weights_of(rng, dtype, 1, kernels.padded(M, 16), K)
+    x = rng.standard_normal((B, K)).astype(BFLOAT16 if dtype == np.int8 else dtype)
+    arrays = {"w": w, "scales": scales, "x": x, "y": np.full((kernel.PARTS, B, M), np.nan, np.float32)}
+    launched(hopper, kernel, kernel.blocks(B, M), arrays, B=B, K=K, M=M)
+    wanted = x.astype(float) @ w[:M].astype(float).T
+    if scales is not None:
+        wanted *= scales[0, :M]
+    close(arrays["y"].sum(0), wanted, 1e-6)
+
+
+def launched(device, kernel, blocks, arrays, **numbers):
+    """Runs it on `arrays`, which are then what it left."""
+    uploaded = {name: None if array is None else device.upload(array) for name, array in arrays.items()}
+    at = {name: None if array is None else device.pointer(array) for name, array in uploaded.items()}
+    device.launch(kernel, blocks, kernel.pack(**at, **numbers))
+    arrays.update((name, host(array)) for name, array in uploaded.items() if array is not None)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("A", [6, 32, 40])
+@pytest.mark.parametrize("D", [48, 328])
+@pytest.mark.parametrize("B", [3, 16, 37])
+def test_five_mixes(hopper, rng, dtype, A, D, B):
+    kernel = kernels.FiveMixes.fitting(dtype, 64, A, hopper)
+    single = partial(rng.standard_normal, dtype=np.float32)
+    arrays = {"low": 0.5 * single((products.NarrowProduct.PARTS, B, 5, A)), "up": single((5, A, D)).astype(dtype)}
+    arrays |= {"maa": single((5, D)), "xx": single((B, D)), "d": single((B, D))}
+    arrays["mixed"] = np.full((5, B, D), np.nan).astype(dtype)
+    launched(hopper, kernel, kernel.blocks(B, D), arrays, B=B, D=D, A=A)
+    low = np.tanh(arrays["low"].sum(0, dtype=float)).swapaxes(0, 1)
+    mixes = arrays["maa"][:, None] + low @ arrays["up"].astype(float)
+    close(arrays["mixed"].astype(float), arrays["xx"] + arrays["d"] * mixes, ml_dtypes.finfo(dtype).eps / 2)
+
+
 @pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
-def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, turns):
+@pytest.mark.parametrize("state", [DTYPES[0], BFLOAT16], ids=str)
+def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, turns, state):
     """A warp has one sequence, or takes several in turn."""
     weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (21, 2))
-    decoder = CudaDecoder(weights, BFLOAT16, 21, hopper)
+    decoder = CudaDecoder(weights, BFLOAT16, 21, hopper, state_dtype=state)
     wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
     monkeypatch.setattr(kernels.TimeMixBatch, "WIDTHS", (width,))
     monkeypatch.setattr(kernels.TimeMixMany, "SEQUENCES", 8 if turns else 9)
@@ -293,7 +351,8 @@ def test_all_blocks_of_many_sequences_run_at_once(B, H, turns):
     kernel, more = kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes)
     assert kernel.turns(B, H, card) == turns
     assert 2 * (kernel.shared_bytes + more) < card.shared_per_multiprocessor
-    assert kernels.TimeMixMany.fitting(BFLOAT16, BFLOAT16, 1, **sizes) is None
+    assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 3, **sizes) is None
+    assert (kernels.TimeMixMany.fitting(BFLOAT16, BFLOAT16, 1, **sizes) is None) == (turns == 1)
     assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes | {"B": 9, "H": 2}) is None
 
 

@@ -127,6 +127,7 @@ def test_shuffles_past_the_end_keep_the_own_value(device):
 
 @pytest.mark.parametrize("case, dtype, depth", [
     ("Tf32Product", np.float32, 8), ("Bf16Product", ml_dtypes.bfloat16, 16), ("F16Product", np.float16, 16),
+    ("F16ProductAndSum", np.float16, 16),
     ("Bf16Products", ml_dtypes.bfloat16, 16), ("F16Products", np.float16, 16),
 ])  # fmt: skip
 def test_mma(device, rng, case, dtype, depth):

@@ -6,6 +6,7 @@ import growth
 import numpy as np
 import pytest
 from growth import Call, assert_near, magnitude
+from reference import double
 
 from linattn_np.arrays import BFLOAT16
 from linattn_np.declarations import GLA, RWKV6
@@ -45,6 +46,15 @@ def check(op, device, rng, gates, dtype, *more, **sizes):
     assert_near(call.gradients(device), wanted, off)
 
 
+def judged_by_terms(op, call, device):
+    """A gate's gradient by those of all later tokens."""
+    wanted, found, sums = call.exact(), call.gradients(device), call.sizes()
+    dq, dk, dg = (f"d{name}" for name in ([*op.arrays][n] for n in (0, 1, growth.GATE)))
+    terms = magnitude(call.arrays[0]) * sums[dq] + magnitude(call.arrays[1]) * sums[dk] + sums[dg]
+    sums[dg] = np.maximum.accumulate(terms[:, :, ::-1], axis=2)[:, :, ::-1]
+    assert_near(found, wanted, {name: CLOSE[BFLOAT16] * size + 1e-37 for name, size in sums.items()})
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("gates", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("gate_dtype", (None, "float32"))
@@ -53,6 +63,20 @@ def check(op, device, rng, gates, dtype, *more, **sizes):
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_growth_beside_decay(op, hopper, rng, gates, dtype, K, V, gate_dtype):
     check(op, hopper, rng, gates, dtype, gate_dtype, K=K, V=V)
+
+
+@pytest.mark.parametrize("gate_dtype", (None, "float32"))
+@pytest.mark.parametrize("every", (1, 21))
+@pytest.mark.parametrize("q, k", ((1e-6, 1), (1, 1e-7), (1e6, 1), (1e-3, 1e5), (1e-30, 1e20), (1e-10, 1e-10), (0, 0)))
+@pytest.mark.parametrize("K, V", ((64, 64), (40, 128), (128, 72)))
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+@pytest.mark.pairwise
+def test_rows_of_any_size(op, hopper, rng, K, V, q, k, every, gate_dtype):
+    """Queries and keys, all of them or some, and so of what the first kernel leaves in float16."""
+    call = Call(op, rng, lambda rng, shape: -0.2 * rng.random(shape), BFLOAT16, gate_dtype, K=K, V=V)
+    for x, by in zip(call.arrays, (q, k)):
+        x[:, :, 3::every] = (double(x[:, :, 3::every]) * by).astype(BFLOAT16)
+    judged_by_terms(op, call, hopper)
 
 
 @pytest.mark.pairwise

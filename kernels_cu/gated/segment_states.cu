@@ -153,6 +153,19 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
   }
 }
 
+// What a block computes: of segment n the part-th part, columns of head h; `pair` is the place of what it leaves.
+template <int BV> struct WorkTile {
+  u32 n, part, h, pair;
+  int v_tile;
+
+  template <class Args> __device__ __forceinline__ WorkTile(const Args& args, u32 block) {
+    const u32 tiles = u32(args.shape.V + BV - 1) / BV, H = u32(args.shape.H), parts = u32(args.parts);
+    const u32 index = block / tiles / H / parts, needed = u32(args.needed);
+    n = index / needed * u32(args.of) + index % needed, part = block / tiles / H % parts, h = block / tiles % H;
+    pair = (n * parts + part) * H + h, v_tile = block % tiles * BV;
+  }
+};
+
 template <typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const Args<T, G> args) {
   using M = Math<T, PRODUCTS>;
@@ -160,18 +173,16 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, own = 16 * (threadIdx.x >> 5);
-  const u32 tiles = u32(shape.V + BV - 1) / BV, H = u32(shape.H), count = u32(shape.count), needed = u32(args.needed);
-  const u32 h = blockIdx.x / tiles % H, parts = u32(args.parts), part = blockIdx.x / tiles / H % parts;
-  const u32 index = blockIdx.x / tiles / H / parts, n = index / needed * u32(args.of) + index % needed, b = n / count;
-  const u32 pair = (n * parts + part) * H + h;
-  const Span span = tokens_of(shape, n % count);
-  const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
-  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
+  const WorkTile<BV> work(args, blockIdx.x);
+  const u32 count = u32(shape.count), parts = u32(args.parts), part = work.part, b = work.n / count;
+  const Span span = tokens_of(shape, work.n % count);
+  const int tokens = int(span.stop - span.start), bytes = int(args.bytes);
+  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - work.v_tile, i64(BV)));
   const int steps = (tokens + STEP<T> - 1) / STEP<T>, first = steps - 1 - part;
 
-  Walk<THREADS, T, T, BK> k(args.k.row(b, h, span.start) + args.channel, args.k.t, first, bytes);
-  Walk<THREADS, T, T, BV> v(args.v.row(b, h, span.start) + v_tile, args.v.t, first, bytes);
-  Walk<THREADS, T, G, BK> gates(args.g.row(b, h, span.start) + args.channel, args.g.t, steps - 1, bytes);
+  Walk<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first, bytes);
+  Walk<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.v_tile, args.v.t, first, bytes);
+  Walk<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.t, steps - 1, bytes);
   const auto is_mine = [&](int step) { return u32(step) % parts == part; };
   const auto fetch = [&](int step) {
     if (step < steps) {
@@ -247,20 +258,21 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   }
   cp_async_wait<0>();
 
-  float* left = args.left + i64(pair) * shape.K * shape.V;
+  const WorkTile<BV> done(args, opaque(blockIdx.x));  // found anew: the loop needs the registers
+  float* left = args.left + i64(done.pair) * shape.K * shape.V;
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int channel = own + g + 8 * (i >> 1), column = 8 * x + 2 * t + (i & 1);
       if (channel < channels && column < columns)
-        left[(args.channel + channel) * shape.V + v_tile + column] = S[x / 2][x % 2][i];
+        left[(args.channel + channel) * shape.V + done.v_tile + column] = S[x / 2][x % 2][i];
     }
-  if (t == 0 && v_tile == 0)
+  if (t == 0 && done.v_tile == 0)
     for (int row = 0; row < 2; ++row) {
       const int channel = own + g + 8 * row;
-      float* decays = args.decays + i64(pair) * 2 * shape.K + args.channel + channel;
+      float* decays = args.decays + i64(done.pair) * 2 * shape.K + args.channel + channel;
       const float all = step < steps ? 0.f : decay_of(behind[row]);
-      if (channel < channels) decays[0] = pair / H % parts ? 1.f : all, decays[shape.K] = 1.f;
+      if (channel < channels) decays[0] = done.part ? 1.f : all, decays[shape.K] = 1.f;
     }
 }

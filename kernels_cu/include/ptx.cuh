@@ -169,6 +169,15 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// D[16, 8] = A[16, 16] B[16, 8] + C[16, 8], likewise.
+__device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
 // D[16, 8] += A[16, 8] B[8, 8], likewise.
 //   a = A[g][2t,+1], A[g+8][2t,+1]      b = B[2t,+1][g]
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b) {
@@ -482,6 +491,39 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* b
       "r"(u32(__cvta_generic_to_shared(box))), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }
+
+// The same, or, where it `adds`, the box is added to what the array holds, each sum rounded to its numbers. One or the
+// other without a branch, since who stores has few registers.
+template <typename T>
+__device__ __forceinline__ void tensor_store_or_add(const TensorMap& map, const T* box, i32 column, i32 token, i32 head,
+                                                    i32 batch, bool adds) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %6, 0;\n"
+      "@adds cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "@!adds cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "cp.async.bulk.commit_group;\n}" ::"l"(&map),
+      "r"(u32(__cvta_generic_to_shared(box))), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(i32(adds))
+      : "memory");
+}
+
+// Start adding 16 bytes of numbers in shared memory to others in global memory; as `tensor_store`, but `commit_adds` is
+// to follow.
+__device__ __forceinline__ void add_piece(bf16* to, const bf16* piece) {
+  const u32 from = u32(__cvta_generic_to_shared(piece));
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], 16;" ::"l"(to), "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void add_piece(f16* to, const f16* piece) {
+  const u32 from = u32(__cvta_generic_to_shared(piece));
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [%0], [%1], 16;" ::"l"(to), "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void add_piece(float* to, const float* piece) {
+  const u32 from = u32(__cvta_generic_to_shared(piece));
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 16;" ::"l"(to), "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void commit_adds() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Wait until this thread's stores have read their boxes.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -11,7 +11,7 @@ template <typename X, int D> using Tile = X[D / PANEL<X>][CHUNK][PANEL<X>];
 
 // Where a block works: a (sequence, head), and its first chunk among those of all blocks.
 struct WorkTile {
-  i32 sequence, batch, head, start, tokens;
+  i32 sequence, batch, head, start, tokens, T;  // T: tokens that the arrays have
   i64 pair, chunk;
 };
 
@@ -23,6 +23,7 @@ __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
           i32(h),
           i32(span.start),
           i32(span.stop - span.start),
+          i32(shape.T),
           i64(block),
           (i64(n / count) * H + h) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count};
 }
@@ -34,14 +35,26 @@ template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 colum
   return PANEL<X>;
 }
 
-// Calls f(16 bytes of the tile, row, column) for a whole tile.
-template <typename X, int PANELS, class F>
-__device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F f) {
+// Calls f(16 bytes of a tile, where they are in memory, whether they are among the first so many rows and columns); the
+// tile begins at `to`, rows `stride` apart. In few instructions, since one warp does all this.
+template <typename X, int PANELS, typename P, class F>
+__device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* to, i64 stride, int rows, int columns,
+                                           F f) {
+  const int first = threadIdx.x >> 3 & 3, piece = threadIdx.x & 7;
 #pragma unroll 1
-  for (int at = threadIdx.x & 31; at < PANELS * CHUNK * 8; at += 32) {
-    const int panel = at / (CHUNK * 8), row = at / 8 % CHUNK, piece = at % 8;
-    f(reinterpret_cast<uint4*>(swizzled(tile[panel][0], row, piece)), row, panel * PANEL<X> + piece * (PANEL<X> / 8));
+  for (int panel = 0; panel < PANELS; ++panel) {
+    const int column = panel * PANEL<X> + piece * (PANEL<X> / 8), inside = column < columns ? rows : 0;
+    int place = swizzled_offset(first, piece);
+    P* at = to + first * stride + column;
+#pragma unroll 1
+    for (int row = first; row < CHUNK; row += 4, at += 4 * stride, place = (place + 4 * 128) ^ 64)
+      f(reinterpret_cast<uint4*>(at_offset(tile[panel], place)), at, row < inside);
   }
+}
+
+// Whether boxes of a chunk have tokens of its sequence alone. Behind an array's end copies read zeros, and store none.
+__device__ __forceinline__ bool fills_boxes(const WorkTile& at, int token) {
+  return at.tokens - token >= CHUNK || at.start + at.tokens == at.T;
 }
 
 // Starts to copy a chunk to shared memory; `full`, at which all lanes arrive, ends its phase when all of it is there.
@@ -49,8 +62,7 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F
 // zero.
 template <class Inputs>
 __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, int token, Inputs each_input) {
-  const int rows = at.tokens - token;
-  if (rows >= CHUNK) {
+  if (fills_boxes(at, token)) {
     if (threadIdx.x & 31) return barrier_arrive(full);
     u32 bytes = 0;
     each_input([&](auto& tile, const TensorMap&, auto, i64, i32 = 0) { bytes += sizeof tile; });
@@ -62,37 +74,42 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
     return;
   }
   each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first = 0) {
-    const int columns = int(width) - first;
-    each_piece(tile, [&](uint4* to, int row, int column) {
-      const bool inside = row < rows && column < columns;
-      const auto* row_of = from.row(at.batch, at.head, at.start + token + (inside ? row : 0)) + first;
-      *to = inside ? *reinterpret_cast<const uint4*>(row_of + column) : uint4{0, 0, 0, 0};
-    });
+    const auto* const start = from.row(at.batch, at.head, at.start + token) + first;
+    each_piece(
+        tile, start, from.t, at.tokens - token, int(width) - first,
+        [](uint4* to, const auto* from, bool inside) { cp_async<16>(to, from, inside); });  // all under way at once
   });
+  cp_async_commit();
+  cp_async_wait<0>();
   fence_async();
   barrier_arrive(full);
 }
 
-// Copies a chunk's results from shared memory, and returns when that may be filled again.
+// Copies a chunk's results from shared memory, and returns when that may be filled again. each_output is as each_input
+// above, and may say last whether results add to what the array holds.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outputs each_output) {
-  const int rows = at.tokens - token;
-  if (rows >= CHUNK) {
+  if (fills_boxes(at, token)) {
     if ((threadIdx.x & 31) == 0) {
-      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0) {
-        for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel)
-          tensor_store(map, tile[panel], first + i32(panel * columns_of(tile)), at.start + token, at.head, at.batch);
+      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0, bool adds = false) {
+        for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel) {
+          const i32 column = first + i32(panel * columns_of(tile));
+          tensor_store_or_add(map, tile[panel][0], column, at.start + token, at.head, at.batch, adds);
+        }
       });
       tensor_store_wait();
     }
   } else {
-    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0) {
-      const int columns = int(width) - first;
-      each_piece(tile, [&](uint4* from, int row, int column) {
-        if (row < rows && column < columns)
-          *reinterpret_cast<uint4*>(to.row(at.batch, at.head, at.start + token + row) + first + column) = *from;
+    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0, bool adds = false) {
+      auto* const start = to.row(at.batch, at.head, at.start + token) + first;
+      each_piece(tile, start, to.t, at.tokens - token, int(width) - first, [&](auto* from, auto* to, bool inside) {
+        if (!inside) return;
+        if (adds) add_piece(to, reinterpret_cast<decltype(to)>(from));
+        else *reinterpret_cast<uint4*>(to) = *from;
       });
     });
+    commit_adds();
+    tensor_store_wait();
     fence_async();
   }
   __syncwarp();

@@ -30,6 +30,12 @@ template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// After the wait likewise: nothing else has been put into an operand's registers while products were under way.
+template <int N> __device__ __forceinline__ void wgmma_keep(u32 (&x)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
+}
+
 // Start D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D where it accumulates; B is the tile described by `b`.
 // DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is never transposed.
 // Warp w holds rows 16 w to 16 w + 15: a is as in mma_tf32 and mma_bf16, and with their g and t

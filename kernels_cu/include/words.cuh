@@ -4,21 +4,58 @@
 // twin      tests/emulator/words.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
 
-// Words that blocks hand to each other, when all of the grid's are at work at once: 48 bits and, above them, the lower
-// 16 of the number of the epoch in which they were written. Whoever takes words reads them until they are of the wanted
-// epoch: no barrier is needed, nor a fence.
-__device__ __forceinline__ void put_word(u64* to, u64 bits, u32 epoch) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(bits | u64(epoch) << 48) : "memory");
+// Words that blocks hand to each other, when all of the grid's are at work at once: a number, and the epoch in which it
+// was written. Whoever takes words reads them until they are of the wanted epoch: no barrier is needed, nor a fence.
+// A word of 64 bits has the whole epoch. One of 32 has the epoch's lowest bit in place of the number's: for words that
+// are written in every epoch, and read in every one by all who read them, so that they are of this epoch or the last.
+template <typename Word> __device__ __forceinline__ Word word_of(float x, u32 epoch);
+template <> __device__ __forceinline__ u64 word_of(float x, u32 epoch) { return __float_as_uint(x) | u64(epoch) << 32; }
+template <> __device__ __forceinline__ u32 word_of(float x, u32 epoch) {
+  return (__float_as_uint(x) & ~1u) | (epoch & 1u);
 }
-__device__ __forceinline__ bool of_epoch(u64 word, u32 epoch) { return u32(word >> 48) == (epoch & 0xffffu); }
+__device__ __forceinline__ float number(u64 word) { return __uint_as_float(u32(word)); }
+__device__ __forceinline__ float number(u32 word) { return __uint_as_float(word & ~1u); }
+__device__ __forceinline__ bool of_epoch(u64 word, u32 epoch) { return u32(word >> 32) == epoch; }
+__device__ __forceinline__ bool of_epoch(u32 word, u32 epoch) { return ((word ^ epoch) & 1u) == 0; }
 
-// Start reading words; they may be of any epoch.
-template <int N> __device__ __forceinline__ void load_words(u64 (&words)[N], const u64* const (&from)[N]) {
+__device__ __forceinline__ void put_word(u64* to, float x, u32 epoch) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word_of<u64>(x, epoch)) : "memory");
+}
+__device__ __forceinline__ void put_word(u32* to, float x, u32 epoch) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word_of<u32>(x, epoch)) : "memory");
+}
+
+__device__ __forceinline__ void load_word(u64& word, const u64* from) {
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from));
+}
+__device__ __forceinline__ void load_word(u32& word, const u32* from) {
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from));
+}
+// Neighbours on 16 bytes.
+__device__ __forceinline__ void load_word(u64 (&words)[2], const u64* from) {
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from));
+}
+__device__ __forceinline__ void load_word(u32 (&words)[4], const u32* from) {
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(from));
+}
+template <typename Word, int N> __device__ __forceinline__ bool of_epoch(const Word (&words)[N], u32 epoch) {
+  bool all = true;
 #pragma unroll
-  for (int n = 0; n < N; ++n) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(words[n]) : "l"(from[n]));
+  for (int n = 0; n < N; ++n) all &= of_epoch(words[n], epoch);
+  return all;
+}
+
+// Start reading words, or neighbours; they may be of any epoch.
+template <typename Words, typename Word, int N>
+__device__ __forceinline__ void load_words(Words (&words)[N], const Word* const (&from)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) load_word(words[n], from[n]);
 }
 // Read them again until they are of this epoch.
-template <int N> __device__ __forceinline__ void settle_words(u64 (&words)[N], const u64* const (&from)[N], u32 epoch) {
+template <typename Words, typename Word, int N>
+__device__ __forceinline__ void settle_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
   for (;;) {
     bool all = true;
 #pragma unroll
@@ -27,25 +64,10 @@ template <int N> __device__ __forceinline__ void settle_words(u64 (&words)[N], c
     load_words(words, from);
   }
 }
-template <int N> __device__ __forceinline__ void take_words(u64 (&words)[N], const u64* const (&from)[N], u32 epoch) {
+template <typename Words, typename Word, int N>
+__device__ __forceinline__ void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
   load_words(words, from);
   settle_words(words, from, epoch);
-}
-
-// The same of pairs of neighbours, on 16 bytes, which begin at `from[at[n]]`.
-template <int N>
-__device__ __forceinline__ void take_pairs(u64 (&pairs)[N][2], const u64* from, const int (&at)[N], u32 epoch) {
-  bool all;
-  do {
-    all = true;
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-                   : "=l"(pairs[n][0]), "=l"(pairs[n][1])
-                   : "l"(from + at[n]));
-#pragma unroll
-    for (int n = 0; n < N; ++n) all &= of_epoch(pairs[n][0], epoch) && of_epoch(pairs[n][1], epoch);
-  } while (!all);
 }
 
 // A barrier of the whole grid, when all its blocks are at work at once, in two halves, for threads 0 to THREADS - 1,

@@ -114,6 +114,9 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
   __device__ __forceinline__ void release_slot() {
     fence_async();
     barrier_arrive(s.empty[stage]);
+    next_slot();
+  }
+  __device__ __forceinline__ void next_slot() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 
@@ -177,6 +180,10 @@ template <int STAGES> __device__ __forceinline__ void init_stages(Shared<STAGES>
   if (threadIdx.x < STAGES) {
     barrier_init(s.full[threadIdx.x], ROWS);
     barrier_init(s.empty[threadIdx.x], THREADS);
+  }
+  if (threadIdx.x < 2) {
+    barrier_init(s.summed[threadIdx.x], THREADS);
+    barrier_init(s.taken[threadIdx.x], 32);
   }
   __syncthreads();  // the barriers stand
 }

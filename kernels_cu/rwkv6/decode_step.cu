@@ -336,7 +336,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
         s.v[tid] = kvrg[B * D];
         s.r[tid] = kvrg[2 * B * D];
         s.u[tid] = u;
-        own.gate = kvrg[3 * B * D];
+        own.gate = silu(kvrg[3 * B * D]);
         args.att_shift[(layer * args.P + row_of(b)) * D + of_head + tid] = args.xx[at + tid];
       }
       for (int w = tid; w < W; w += THREADS) s.low[w] = args.decay_low[b * W + w];
@@ -391,7 +391,7 @@ __device__ __forceinline__ void decode(const Args<float, S, float>& args, Shared
 }
 
 template <typename S, int STAGES, bool PAIRED>
-__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
+__global__ void __launch_bounds__(THREADS + 32 * COPIERS<float>, 1)
     rwkv6_decode_step(const __grid_constant__ Args<float, S, float> args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();

@@ -1,7 +1,8 @@
 // what      The phases of a decoding step, which weights each of them multiplies by, and the warps that have these
 //           copied.
 // smem      Shared: stages for weights on their way, then what a phase needs
-// barriers  mbarriers: full, the copiers have put a stage's weights; empty, all lanes have read them
+// barriers  mbarriers: full, the copiers have put a stage's weights; empty, all lanes have read them; those of
+//           decode_few.cu for the parts of its products
 //
 // The copying warps go through all phases to the last one's end, as far ahead as there are stages: while the others
 // wait for other blocks, their next weights arrive. Few copies at a time are under way, since whatever else crosses
@@ -9,8 +10,6 @@
 #include "rwkv6/time_mix.cuh"
 
 constexpr int ROWS = 16, COLUMNS = 8;
-constexpr int COPIERS = 4;                                           // warps that have the weights copied
-constexpr int FLIGHT = 2;                                            // stages asked for and not yet come
 constexpr int STEPS = 2;                                             // a stage
 constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a stage; no bank conflicts
 constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;           // of a unit of the mix
@@ -35,22 +34,38 @@ template <typename T, typename S, typename X> struct Args {
 template <int STAGES> struct Shared {
   unsigned char ring[STAGES][ROWS][PITCH];
   Barrier full[STAGES], empty[STAGES];
+  Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
   float sum[WARPS], squares[WARPS];  // the warps' parts of norms
   union {
     float parts[2][WARPS][COLUMNS][ROWS + 1];
+    float parts_of_rows[2][3][ROWS][WARPS + 4];  // the same by row
     float mix[COLUMNS][SPLITS][CHANNELS];
     TimeMixScratch time_mix;
   };
 };
 
-// This block's share of a phase's tiles of 16 rows.
+// This block's share of a phase's tiles of 16 rows: some, and others behind them that are wanted later.
 struct Tiles {
-  int first, stop;
+  int first, stop, later = 0, last = 0;
+
+  __device__ __forceinline__ int count() const { return stop - first + last - later; }
+  __device__ __forceinline__ int operator[](int n) const {
+    return n < stop - first ? first + n : n - stop + first + later;
+  }
+  __device__ __forceinline__ Tiles behind(int begin) const { return {first + begin, stop + begin}; }
+  __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
 };
+
+// What blocks hand to each other as words each of them waits for by itself, so that a phase's tiles can have an order.
+template <typename X> constexpr bool BY_WORDS = true;
+template <> constexpr bool BY_WORDS<float> = false;
+template <typename X> constexpr int COPIERS = BY_WORDS<X> ? 3 : 4;  // warps that have the weights copied
+template <typename X> constexpr int FLIGHT = BY_WORDS<X> ? 3 : 2;   // stages asked for and not yet come
 
 __device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
 
 __device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
+  if (block >= blocks) return {0, 0};
   return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks)};
 }
 
@@ -58,15 +73,25 @@ template <typename T, typename S, typename X>
 __device__ __forceinline__ Tiles share_of(const Args<T, S, X>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
+  const u32 with_keys = min(blocks, u32(F));
   switch (phase) {
     case MIX_DOWN:
       return share(tiles_of(5 * args.A), block, blocks);
-    case INPUTS:
-      return share(tiles_of(args.W) + 4 * D, block, blocks);
+    case INPUTS: {
+      const int all = tiles_of(args.W) + 4 * D, wanted = all - D;  // the gate is wanted behind the time mix
+      if (!BY_WORDS<X>) return share(all, block, blocks);
+      const u32 heads = args.H < blocks / 2 ? u32(args.H) : 0;  // blocks that have a time mix, and no gate
+      const Tiles gates = block < heads ? Tiles{0, 0} : share(D, block - heads, blocks - heads);
+      return share(wanted, block, blocks).then(gates.behind(wanted));
+    }
     case OUTPUT:
     case FFN_VALUE:
-      return share(D, block, blocks);
-    case FFN_INPUTS: {  // no block has tiles of both, and so two normed inputs
+      return share(D, block, BY_WORDS<X> ? with_keys : blocks);
+    case FFN_INPUTS: {
+      // A block has the gate of the rows for which it has the value's matrix, and keys: who waits for all keys knows
+      // that every block has read the shift.
+      if (BY_WORDS<X>) return share(F, block, with_keys).then(share(D, block, with_keys).behind(F));
+      // no block has tiles of both, and so two normed inputs
       const u32 keys = max(1u, blocks * F / (F + D));
       if (block < keys) return share(F, block, keys);
       const Tiles tiles = share(D, block - keys, blocks - keys);
@@ -165,9 +190,9 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
 // The warps that have the weights copied, a lane a row of a stage, some of the 16 each; zeros from column K on.
 template <typename T, typename S, typename X, int STAGES>
 __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<STAGES>& s) {
-  constexpr int EACH = ROWS / COPIERS;
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
-  int stage = 0, latest = STAGES - FLIGHT;  // `latest` must have come before `stage` is asked for
+  const int first = ROWS * copier / COPIERS<X>, count = ROWS * (copier + 1) / COPIERS<X> - first;  // of its rows
+  int stage = 0, latest = STAGES - FLIGHT<X>;  // `latest` must have come before `stage` is asked for
   u32 parity = 1;
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
@@ -176,15 +201,15 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
     if (n == args.first + 1) wait_for_previous();  // who may write states and slots
     if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
 #pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.stop; ++tile) {
-      const T* rows = rows_of(args, layer, phase, tile) + i64(copier * EACH) * K;
+    for (int t = 0; t < tiles.count(); ++t) {
+      const T* rows = rows_of(args, layer, phase, tiles[t]) + i64(first) * K;
 #pragma unroll 1
       for (int k = 0; k < K; k += Lane<T>::STAGE) {
         barrier_wait(s.empty[stage], parity);
         barrier_wait(s.full[latest], parity ^ (latest < stage));
-        if (lane < EACH) {
+        if (lane < count) {
           const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
-          unsigned char* to = s.ring[stage][copier * EACH + lane];
+          unsigned char* to = s.ring[stage][first + lane];
           for (int at = bytes; at < PIECE; at += 16) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
           if (bytes < PIECE) fence_async();
           barrier_expect(s.full[stage], bytes);

@@ -13,7 +13,7 @@
 //
 // Weights are in registers before x stands. A block leaves the shared memory to the product that comes next, whose own
 // weights are on their way meanwhile.
-#include "decode.cuh"
+#include "rwkv6/products.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 16, COLUMNS = 8, TERMS = FLOAT_TERMS;
 constexpr int STEP = 32, STEPS = 2, SLICE = WARPS * STEPS * STEP;  // of K: a warp's at a time, times, a block's
@@ -29,22 +29,6 @@ template <typename T> struct Args {
 struct Shared {
   float sums[WARPS][COLUMNS][ROWS + 1];  // no bank conflicts
 };
-
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
-  mma_bf16(d, a, b);
-}
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
-  mma_f16(d, a, b);
-}
-
-// Eight neighbours as tensor cores take them.
-template <typename T> __device__ __forceinline__ uint4 eight(const T* from) {
-  if constexpr (sizeof(T) > 1) return *reinterpret_cast<const uint4*>(from);
-  else {
-    const uint2 both = *reinterpret_cast<const uint2*>(from);
-    return {bf16_of_i8<0>(both.x), bf16_of_i8<1>(both.x), bf16_of_i8<0>(both.y), bf16_of_i8<1>(both.y)};
-  }
-}
 
 template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_few_rows_product(const Args<T> args) {
   typedef typename MultipliedAs<T>::Type X;

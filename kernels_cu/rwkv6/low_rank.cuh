@@ -10,13 +10,6 @@
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
 constexpr int PASS = 32;  // of the rank at a time
 
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
-  mma_bf16(d, a, b);
-}
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
-  mma_f16(d, a, b);
-}
-
 // Where the pair p of 16 neighbours stands in shared memory.
 __device__ __forceinline__ int place_of_pair(int p) { return p % 2 * 8 + p / 2 * 2; }
 
@@ -32,9 +25,8 @@ template <typename T, int TILES, int PARTS> struct alignas(16) LowRank {
     for (int i = 0; i < 4; ++i)
       *reinterpret_cast<u32*>(to + place_of_pair(column % COLUMNS_OF_WARP / 2 + i)) = pairs[i];
   }
-  // An error of 2e-7 is far below a half-precision mix's.
   __device__ __forceinline__ void put_low(int token, int a, float x) {
-    x = fmaf(-2.f, inverse(1.f + exp2_approx(2.f * LOG2E * x)), 1.f);
+    x = tanh_approx(x);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const T rounded = from_float<T>(x);

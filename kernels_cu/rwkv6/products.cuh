@@ -1,4 +1,4 @@
-// what      What products of weights with a batch's vectors have in common: stacks of them in one launch.
+// what      What products of weights with vectors have in common: stacks of them in one launch; weights as they come.
 // limits    sm_90a
 #include "decode.cuh"
 
@@ -40,3 +40,12 @@ template <int DEPTH> __device__ __forceinline__ Steps steps_of_part(i64 K, int p
 }
 
 __device__ __forceinline__ float relu_squared(float x) { return x > 0.f ? x * x : 0.f; }
+
+// Eight neighbours as tensor cores take them.
+template <typename T> __device__ __forceinline__ uint4 eight(const T* from) {
+  if constexpr (sizeof(T) > 1) return *reinterpret_cast<const uint4*>(from);
+  else {
+    const uint2 both = *reinterpret_cast<const uint2*>(from);
+    return {bf16_of_i8<0>(both.x), bf16_of_i8<1>(both.x), bf16_of_i8<0>(both.y), bf16_of_i8<1>(both.y)};
+  }
+}

@@ -61,12 +61,12 @@ __device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& p
   store4(s.parts + group * N + column, o);
 }
 
-// What a thread has of its channel, below N: the decay's base, the gate, the group norm's gain and bias.
+// What a thread has of its channel, below N: the decay's base, silu of the gate, the group norm's gain and bias.
 struct ChannelOfHead {
   float decay, gate, gain, bias;
 };
 
-// y = GroupNorm(o) silu(gate), which `store` takes channel by channel, once k v r u and the parts of the decay are on
+// y = GroupNorm(o) gate, which `store` takes channel by channel, once k v r u and the parts of the decay are on
 // their way to `s`.
 template <typename S, typename Store>
 __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, S* state, int N, int tid,
@@ -90,6 +90,6 @@ __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart
   const float variance = sum_of_threads(centred * centred, s.squares, tid) * inverse_N;
   if (tid < N) {
     const float normed = fmaf(centred * inverse_root(variance + eps), channel.gain, channel.bias);
-    store(tid, normed * channel.gate * sigmoid(channel.gate));
+    store(tid, normed * channel.gate);
   }
 }

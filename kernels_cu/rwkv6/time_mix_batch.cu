@@ -46,25 +46,6 @@ template <int SEQUENCES> struct Shared {
   Channel channels[SEQUENCES][N];
 };
 
-// Four columns of a state of type S as they come.
-template <typename S> struct Four {
-  uint2 bits;
-  __device__ __forceinline__ explicit operator float4() const {
-    return {to_float(S{u16(bits.x)}), to_float(S{u16(bits.x >> 16)}), to_float(S{u16(bits.y)}),
-            to_float(S{u16(bits.y >> 16)})};
-  }
-};
-template <> struct Four<float> {
-  float4 bits;
-  __device__ __forceinline__ explicit operator float4() const { return bits; }
-};
-// A row's registers take the next one as soon as they are free, and not before.
-template <typename S> __device__ __forceinline__ Four<S> load_four(const S* x) {
-  Four<S> found;
-  load_in_turn(found.bits, x);
-  return found;
-}
-
 // Neighbours of an array that comes in one part, or else in one or two, so far apart.
 template <bool TWO> __device__ __forceinline__ float2 load2_parts(const float* x, i64 parts, i64 apart) {
   const float2 first = load2(x), second = TWO && parts > 1 ? load2(x + apart) : float2{};

@@ -8,7 +8,7 @@
 //           state and every second channel
 // smem      Shared, then low of two sequences of each warp, as it is and its tanh, then `up` of a head
 // barriers  one: what a head's sequences share stands. Warps work alone
-// numerics  float32; the variance from centred values
+// numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 // limits    N = 64, W even; all start on 16 bytes; some launch between this one and the last that wrote the states has
 //           waited for the one before it before it let the next begin: states are read without waiting; sm_90a
@@ -16,9 +16,9 @@
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, N = 64;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
-constexpr int ROWS = N / GROUPS, HELD = ROWS / 2;  // of a state a lane, and how many of them are on their way
+constexpr int ROWS = N / GROUPS;                   // of a state a lane
 
-template <typename T> struct Args {
+template <typename T, typename S> struct Args {
   const float* k;
   const float* v;
   const float* r;
@@ -29,7 +29,7 @@ template <typename T> struct Args {
   const float* u;
   const float* weight;
   const float* bias;
-  float* state;
+  S* state;
   const i64* slots;  // or null: sequence b has state b
   T* y;
   i64 B, H, N, W, turns;
@@ -43,7 +43,9 @@ struct Shared {
   float head[4][N];           // decay, u, weight, bias
 };
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_many(const Args<T> args) {
+template <typename T, typename S>
+__global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_many(const Args<T, S> args) {
+  constexpr int HELD = sizeof(S) < 4 ? ROWS : ROWS / 2;  // rows on their way: as many as there are registers for
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const int W = int(args.W), H = int(args.H), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -68,11 +70,11 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_m
     return args.state + ((args.slots ? args.slots[b] : b) * H + h) * N * N + lane / QUADS * N + lane % QUADS * 4;
   };
   const auto place = [](int row) { return row * GROUPS * N; };
-  float* state = first < stop ? state_of(first) : nullptr;
-  float4 held[HELD] = {};
+  S* state = first < stop ? state_of(first) : nullptr;
+  Four<S> held[HELD] = {};
   if (state)
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) load_in_turn(held[n], state + place(n));
+    for (int n = 0; n < HELD; ++n) held[n] = load_four(state + place(n));
   cp_async_wait<0>();
   __syncthreads();  // what a head's sequences share stands
   wait_for_previous();
@@ -109,17 +111,17 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_m
     s.channels[warp][own + 1] = {k.y, r.y, decay_of(-expf(z.y)), k.y * u.y};
     __syncwarp();  // the channels stand, and the inputs' places are free
 
-    float* const next = b + WARPS < stop ? state_of(b + WARPS) : nullptr;
+    S* const next = b + WARPS < stop ? state_of(b + WARPS) : nullptr;
     if (next) copy_inputs(b + WARPS, slot ^ 1);
     float4 o = {};
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      const float4 old = held[row % HELD];
+      const float4 old = float4(held[row % HELD]);
       float4 c;  // all rows' at once would take all registers
       load_shared_in_turn(c, &s.channels[warp][row * GROUPS + lane / QUADS]);
       store4(state + place(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));
-      if (row + HELD < ROWS) load_in_turn(held[row % HELD], state + place(row + HELD));
-      else if (next) load_in_turn(held[row % HELD], next + place(row + HELD - ROWS));
+      if (row + HELD < ROWS) held[row % HELD] = load_four(state + place(row + HELD));
+      else if (next) held[row % HELD] = load_four(next + place(row + HELD - ROWS));
     }
     state = next;
     // All groups' channels: every lane has the sum of its columns.

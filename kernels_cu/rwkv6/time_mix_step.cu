@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X, 
     s.v[tid] = args.v[at + tid];
     s.r[tid] = args.r[at + tid];
     s.u[tid] = args.u[head + tid];
-    channel = {args.decay[head + tid], args.gate[at + tid], args.weight[head + tid], args.bias[head + tid]};
+    channel = {args.decay[head + tid], silu(args.gate[at + tid]), args.weight[head + tid], args.bias[head + tid]};
   }
   const StatePart part(state, N, tid, true);
   for (int j = tid; j < W; j += THREADS) s.low[j] = tanhf(args.low[b * W + j]);

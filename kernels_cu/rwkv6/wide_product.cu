@@ -29,7 +29,7 @@ template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
   // block has too much for that: it begins when the product before has ended there.
   static constexpr int W_STAGES = HALVES > 1 ? 6 : 512 / ROWS + DEEP, X_STAGES = 6;
   // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
-  static constexpr int FLIGHT = HALVES == 1 ? 4 : W_STAGES;
+  static constexpr int FLIGHT = HALVES == 1 ? 2 : W_STAGES;
   static_assert(W_STAGES % HALVES == 0, "a stage has one block that copies to it");
 };
 

@@ -519,6 +519,10 @@ inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x, emulator::Where where = emulator::here()) {
+  for (int bits = emulator::WARP / 2; bits > 0; bits /= 2) x = max(x, __shfl_xor_sync(mask, x, bits, where));
+  return x;
+}
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }

@@ -224,6 +224,12 @@ inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulato
   emulator::multiply_own<f16>("mma_f16", d, a, b, where);
 }
 
+inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4],
+                    emulator::Where where = emulator::here()) {
+  for (int i = 0; i < 4; ++i) d[i] = c[i];
+  mma_f16(d, a, b, where);
+}
+
 inline void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
   mma_bf16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
 }
@@ -523,6 +529,26 @@ inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 
                          if (to) memcpy(to, from, 16);
                        });
 }
+
+template <typename T> void add_piece(T* to, const T* piece, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(emulator::in_shared(piece, 16) && reinterpret_cast<u64>(to) % 16 == 0,
+                 "add_piece of what is not aligned or not in shared memory (%s:%d)", where.file, where.line);
+  for (unsigned n = 0; n < 16 / sizeof(T); ++n) to[n] = from_float<T>(to_float(to[n]) + to_float(piece[n]));
+}
+
+template <typename T>
+void tensor_store_or_add(const TensorMap& map, const T* box, i32 column, i32 token, i32 head, i32 batch, bool adds,
+                         emulator::Where where = emulator::here()) {
+  if (!adds) return tensor_store(map, box, column, token, head, batch, where);
+  EMULATOR_CHECK(map.bytes == sizeof(T), "tensor_store_or_add of other numbers than the array's (%s:%d)", where.file,
+                 where.line);
+  emulator::each_piece("tensor_store_or_add", box, map, {column, token, head, batch}, where,
+                       [](const unsigned char* from, unsigned char* to) {
+                         if (to) add_piece(reinterpret_cast<T*>(to), reinterpret_cast<const T*>(from));
+                       });
+}
+
+inline void commit_adds() {}
 
 inline void tensor_store_wait() {}
 

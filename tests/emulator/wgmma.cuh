@@ -113,6 +113,7 @@ template <int N> void wgmma_wait(emulator::Where where = emulator::here()) {
 }
 
 template <int N> void wgmma_keep(float (&d)[N]) {}
+template <int N> void wgmma_keep(u32 (&x)[N][4]) {}
 
 template <class T, int N, bool TRANSPOSED>
 void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,

@@ -1,33 +1,41 @@
 // include/words.cuh on the CPU, where blocks run in turn: words are there when a launch needs them.
+#include <algorithm>
+
 #include "ptx.cuh"
 
-inline void put_word(u64* to, u64 bits, u32 epoch, emulator::Where where = emulator::here()) {
-  EMULATOR_CHECK(bits >> 48 == 0, "put_word of more than 48 bits (%s:%d)", where.file, where.line);
-  *to = bits | u64(epoch) << 48;
+template <typename Word> Word word_of(float x, u32 epoch) {
+  if constexpr (sizeof(Word) == 8) return __float_as_uint(x) | u64(epoch) << 32;
+  else return (__float_as_uint(x) & ~1u) | (epoch & 1u);
 }
-template <int N> void load_words(u64 (&words)[N], const u64* const (&from)[N]) {
-  for (int n = 0; n < N; ++n) words[n] = *from[n];
+inline float number(u64 word) { return __uint_as_float(u32(word)); }
+inline float number(u32 word) { return __uint_as_float(word & ~1u); }
+inline bool of_epoch(u64 word, u32 epoch) { return u32(word >> 32) == epoch; }
+inline bool of_epoch(u32 word, u32 epoch) { return ((word ^ epoch) & 1u) == 0; }
+template <typename Word, int N> bool of_epoch(const Word (&words)[N], u32 epoch) {
+  return std::all_of(words, words + N, [&](Word word) { return of_epoch(word, epoch); });
 }
-template <int N>
-void settle_words(u64 (&words)[N], const u64* const (&)[N], u32 epoch, emulator::Where where = emulator::here()) {
-  for (u64 word : words)
-    EMULATOR_CHECK(word >> 48 == (epoch & 0xffff), "a word of epoch %u, not %u (%s:%d)", u32(word >> 48),
-                   epoch & 0xffff, where.file, where.line);
+
+inline void put_word(u64* to, float x, u32 epoch) { *to = word_of<u64>(x, epoch); }
+inline void put_word(u32* to, float x, u32 epoch) { *to = word_of<u32>(x, epoch); }
+
+template <typename Word> void load_word(Word& word, const Word* from, emulator::Where) { word = *from; }
+template <typename Word, int N> void load_word(Word (&words)[N], const Word* from, emulator::Where where) {
+  EMULATOR_CHECK(reinterpret_cast<u64>(from) % 16 == 0, "words not on 16 bytes (%s:%d)", where.file, where.line);
+  std::copy(from, from + N, words);
 }
-template <int N>
-void take_words(u64 (&words)[N], const u64* const (&from)[N], u32 epoch, emulator::Where where = emulator::here()) {
-  load_words(words, from);
+template <typename Words, typename Word, int N>
+void load_words(Words (&words)[N], const Word* const (&from)[N], emulator::Where where = emulator::here()) {
+  for (int n = 0; n < N; ++n) load_word(words[n], from[n], where);
+}
+template <typename Words, typename Word, int N>
+void settle_words(Words (&words)[N], const Word* const (&)[N], u32 epoch, emulator::Where where = emulator::here()) {
+  for (const Words& found : words)
+    EMULATOR_CHECK(of_epoch(found, epoch), "a word that is not of epoch %u (%s:%d)", epoch, where.file, where.line);
+}
+template <typename Words, typename Word, int N>
+void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch, emulator::Where where = emulator::here()) {
+  load_words(words, from, where);
   settle_words(words, from, epoch, where);
-}
-template <int N>
-void take_pairs(u64 (&pairs)[N][2], const u64* from, const int (&at)[N], u32 epoch,
-                emulator::Where where = emulator::here()) {
-  for (int n = 0; n < N; ++n) {
-    EMULATOR_CHECK(reinterpret_cast<u64>(from + at[n]) % 16 == 0, "take_pairs not on 16 bytes (%s:%d)", where.file,
-                   where.line);
-    const u64* const both[2] = {from + at[n], from + at[n] + 1};
-    take_words(pairs[n], both, epoch, where);
-  }
 }
 
 // Blocks run in turn, so that a kernel with such a barrier is launched once for every stretch between two of them.

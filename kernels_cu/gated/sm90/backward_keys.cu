@@ -8,78 +8,24 @@
 //           C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
 //           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
-// grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one that
-//           makes dA and moves chunks. Two of 64 channels have another beside them that makes A and dv; where there is
-//           one, it makes dv, and the one that makes dA makes A
-// smem      ChannelStage: what a chunk's channels have, and results in place of it; ValueStage: likewise the columns of
-//           V; Shared: what meets in the chunk, A, and C for dv
-// barriers  full, arrived: a chunk's channels are there, and its columns; done: so are the results; pairs: dA stands,
-//           and v for C; operands: so do the decayed queries and keys and C for dv, and C has read v; within: these
-//           queries and keys have been read; scores: A stands
+// grid      as backward_queries; a warpgroup for every 64 channels, then one that makes dA and moves chunks. Two of 64
+//           channels have another beside them that makes A and dv; where there is one, it makes dv, and the one that
+//           makes dA makes A
+// smem      backward_keys_storage.cuh
+// barriers  backward_keys_storage.cuh
 // numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
 //           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding.
 //           What had grown before and grows behind may outweigh what is between: there 0 is what may be rounding alone
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
-#include "gated/sm90/growth.cuh"
-#include "gated/sm90/backward_lookups.cuh"
+#include "gated/sm90/backward_keys_storage.cuh"
 
-template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
-  Rows<const T> q_rows, k_rows, v_rows, do_rows;
-  Rows<const G> g_rows, weight_rows;
-  Rows<T> dk_rows, dv_rows;
-  Rows<G> dg_rows;
-  const float *u, *dht;  // null where there is none
-  const float *ends, *sums;
-  float* kept;
-  float* dh0;  // or null
-  Shape shape;
-  double scale;
-  i64 P, joined;  // as backward_queries
-};
-
-template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
-  Tile<T, BK> q, k;       // q: half of the queries within, then dk; k: then what C has of them
-  Tile<G, BK> g, weight;  // g: then the other half of the queries within, then dg
-};
-template <typename T, int BV> struct alignas(1024) ValueStage {
-  Tile<T, BV> v, do_;  // v: then dv
-  Pairs dA;            // RWKV-6: that of a token with itself is its own_at
-};
-
-// A byte of every warp.
-template <int BK> struct WarpFlagsOf {
-  using Type = u64;
-};
-template <> struct WarpFlagsOf<64> {
-  using Type = u32;
-};
-template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
-
-template <typename T, typename G, int BK, int BV> struct Shared {
-  static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as there is room for
-  ChannelStage<T, G, BK> channels[STAGES];
-  ValueStage<T, BV> values[VALUE_STAGES];
-  T C[BK / 64][BV][64];         // [column of V, channel], swizzled
-  ReadTile<BV> read;            // v of the next chunk, for products with C in tf32
-  Tile<float, BK> keys_within;  // laid out by within_at, with channels 1 and 2 of four in each other's place
-  Tile<T, BK> by8, by16;        // Across: queries and keys have different sub-chunks
-  float A[CHUNK][CHUNK];        // [key, query], queries and keys by score_offset
-  float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
-  float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
-  float sums[2][BK];            // of the chunk's queries, as the first pass leaves them; likewise
-  WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
-  alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
-  float keep;      // for `forgets`
-  WorkTile place;  // here, since registers are scarce
-  Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;
-};
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
-// Whether C for its product with v is tf32, or two bfloat16 numbers, and v as it came. float16 has no range for two.
-// With 128 channels they cost more instructions than a copy of v costs time.
-template <typename T, int BK> constexpr bool TF32_READ = NARROW<T> || BK == 128;
+// Whether C for its product with v is tf32; or two bfloat16 numbers, or one of float16, by v as it came. With 128
+// channels two cost more instructions than a copy of v costs time. Gates in float32 want more of dg than the other two.
+template <typename T, typename G, int BK> constexpr bool TF32_READ = NARROW<T> ? sizeof(G) == 4 : BK == 128;
 
 // Whether a warpgroup of its own makes scores and dv. Two blocks of 64 channels leave no registers for one.
 template <int BK> constexpr bool APART = BK == 128;
@@ -116,9 +62,10 @@ __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread)
   return found;
 }
 
-// Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
-template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
-  int iteration = 0;
+// Calls f(iteration, first token of the chunk) for the chunks of a segment from the last to the first, behind so many
+// chunks of others.
+template <class F> __device__ __forceinline__ void each_chunk(int tokens, int chunks, F f) {
+  int iteration = chunks;
 #pragma unroll 1
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
 }
@@ -126,9 +73,9 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
 // ---- a warpgroup that makes A and dv: a warp has 8 queries, then 16 columns of every 64 of V -----------------------
 
 // A; each warp makes as much of it as the others.
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_scores(Shared<T, G, BK, BV>& s, ChannelStage<T, G, BK>& in, float scale, int warp,
-                                            int lane) {
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
+                                            int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool sixteen = warp % 2 == 0;
   const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
@@ -154,8 +101,8 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV>& s, ChannelStag
 }
 
 // 64 columns of dv, what keys have of C, under way.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV>& s, ChannelStage<T, G, BK>& in,
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                              int panel) {
   const u64 state_tile = wgmma_tile(s.C[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
   wgmma_fence();
@@ -167,9 +114,9 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV>& s
 }
 
 // With what queries have of do, in place of v. down: what C was not multiplied by.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV>& s, ValueStage<T, BV>& in, int panel,
-                                              float down, int offset) {
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
+                                              int panel, float down, int offset) {
   u32 columns[SUBCHUNKS][4];
   Operand gradient;
   load_operand(gradient, in.do_[panel], offset);
@@ -196,12 +143,13 @@ __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV>& 
   store_chunk_values(&in.v[panel], result, offset);
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_values(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
-  const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens, warp = threadIdx.x / 32 % 4;
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
+  const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
-  each_chunk(tokens, [&](int iteration, int) {
+  const auto by_chunk = [&](int iteration, int) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C
@@ -218,32 +166,42 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV>& s, const Args<
         start_values(dv, s, in, panel);
         finish_values(dv, s, s.values[iteration % VALUE_STAGES], panel, down, opaque(lane_offset()));
       }
-      fence_async();
     }
     barrier_arrive(s.done[iteration % STAGES]);
-  });
+  };
+  each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { each_chunk(at.tokens, chunks, by_chunk); });
 }
 
 // ---- a warpgroup that makes dA and moves chunks: a warp has 8 queries, and one or two of the arrays -----------------
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
-  const WorkTile& at = s.place;
-  // Known to be the same for all threads, unlike `at`.
-  const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens;
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
+  // Known to be the same for all threads, unlike s.place.
+  const int tokens = Schedule::in_turn ? 0 : segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
-  int lane = threadIdx.x & 31;
+  int lane = threadIdx.x & 31, count = 0;  // in turn: of the chunks that have been asked for
+  const auto place_of = [&](int iteration) -> const WorkTile& {
+    if constexpr (Schedule::in_turn) return s.places[warp].chunks[iteration % VALUE_STAGES];
+    else return s.place;
+  };
+  const auto token_of = [&](int iteration) {
+    return Schedule::in_turn ? 0 : ((tokens - 1) / CHUNK - iteration) * CHUNK;
+  };
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
     if (warp == 1) iteration += VALUE_STAGES - STAGES;
-    if (iteration * CHUNK >= tokens) return;
+    if constexpr (Schedule::in_turn) {
+      if (!s.places[warp].next(args.shape, iteration)) return;
+      ++count;
+    } else if (iteration * CHUNK >= tokens) return;
     ChannelStage<T, G, BK>& in = s.channels[stage];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     Barrier& barrier = warp == 1 ? s.arrived[iteration % VALUE_STAGES] : s.full[stage];
-    fetch_chunk(barrier, at, ((tokens - 1) / CHUNK - iteration) * CHUNK, [&](auto f) {
+    fetch_chunk(barrier, place_of(iteration), token_of(iteration), [&](auto f) {
       if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
       if (warp == 1) f(values.v, args.v, args.v_rows, V), f(values.do_, args.do_, args.do_rows, V);
       if (warp == 2) f(in.g, args.g, args.g_rows, K);
@@ -253,18 +211,22 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
   const auto store = [&](int iteration, int token) {
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-    store_chunk(at, token, [&](auto f) {
-      if (warp == 0) f(out.q, args.dk, args.dk_rows, K);
-      if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V);
-      if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
+    fence_async();  // here, where it costs nobody time, for all who wrote them
+    store_chunk(place_of(iteration), token, [&](auto f) {
+      if (warp == 0) f(out.q, args.dk, args.dk_rows, K, 0, args.adds);
+      if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V, 0, args.adds_dv);
+      if (warp == 2) f(out.g, args.dg, args.dg_rows, K, 0, args.adds);
     });
   };
+  const auto chunk_of = [&](int iteration) {
+    return place_of(iteration).chunk + (Schedule::in_turn ? 0 : (tokens - 1) / CHUNK - iteration);
+  };
   const auto sum_of = [&](int iteration) {  // what the first pass leaves for a lane's channel
-    const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
+    const i64 chunk = chunk_of(iteration);
     return 32 * warp + lane < K ? args.sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
   const auto growth_of = [&](int iteration) {  // likewise
-    const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
+    const i64 chunk = chunk_of(iteration);
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
   const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
@@ -285,7 +247,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
-    if (TF32_READ<T, BK>) {
+    if (TF32_READ<T, G, BK>) {
       if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // C has read v of the chunk behind
       put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     }
@@ -294,33 +256,40 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
     fence_async();
     barrier_arrive(s.pairs[iteration % VALUE_STAGES]);
   };
+  if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (tokens) gradients(0, sum_of(0), growth_of(0));
-  each_chunk(tokens, [&](int iteration, int token) {
-    forget(lane);                                           // addresses are cheaper made anew than held in registers
-    const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
-    const WarpFlags<BK> growth = token ? growth_of(iteration + 1) : 0;
+  if (Schedule::in_turn ? count : tokens) gradients(0, sum_of(0), growth_of(0));
+  const auto by_chunk = [&](int iteration, int token, bool goes_on) {
+    forget(lane);                                             // addresses are cheaper made anew than held in registers
+    const float sum = goes_on ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
+    const WarpFlags<BK> growth = goes_on ? growth_of(iteration + 1) : 0;
     if (!APART<BK>) {
       barrier_wait(s.operands, iteration & 1);                       // the decayed queries and keys stand
       if (goes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // nobody reads scores
       else make_scores<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
       barrier_arrive(s.scores);
     }
-    if (token) gradients(iteration + 1, sum, growth);
+    if (goes_on) gradients(iteration + 1, sum, growth);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
-  });
+  };
+  if constexpr (Schedule::in_turn) {
+#pragma unroll 1
+    for (int iteration = 0; iteration < count; ++iteration) by_chunk(iteration, 0, iteration + 1 < count);
+  } else each_chunk(tokens, 0, [&](int iteration, int token) { by_chunk(iteration, token, token > 0); });
 }
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
+// A segment, behind so many chunks of others.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
+                                        int chunks) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   constexpr int CONSUMERS = ::CONSUMERS<BK>;
-  const Segment at = segment_of<true>(args.shape, args.P, args.joined);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K;
@@ -336,6 +305,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     else return own_counts;
   };
 
+  float& keep = s.keep[Schedule::in_turn ? warp : 0];
+  if constexpr (Schedule::in_turn) {
+    __syncwarp();  // nobody reads that of the segment before
+    if (lane == 0) keep = infinity();
+  }
   const bool joins = at.last != at.pair;    // then it ends where a state is kept
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
   load_state<BV>(C, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
@@ -361,12 +335,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       }
       for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
     }
-    if (NARROW<T>) {
-      float largest = fmaxf(largest_of<BV>(C, 0), largest_of<BV>(C, 1));
-      for (int distance = 4; distance < 32; distance *= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-      s.largest[iteration & 1][warp] = largest;
-    }
+    if (NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(C);
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
     Gates<G> gates;
     Operand q, k, queries, keys;
@@ -376,16 +345,23 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     Chunk near_queries, near;
     const auto near_counts = counts();
     const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, near_counts, n); };
-    constexpr bool AHEAD = !NARROW<T> && sizeof(G) == 2;  // otherwise there are no registers for that
-    if (AHEAD) decays_near(0);
+    // Sub-chunks: as there are registers.
+    constexpr int AHEAD = NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n) decays_near(n);
     if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all parts stand
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read
     barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // dA stands, and v for C
     if (goes_by_token<T>(s, iteration)) return false;
-    if (!TF32_READ<T, BK>) wait_for_values(iteration);
+    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
+    const bool scaled = NARROW<T> && range.up != 1.f;
+    if (scaled) scale_state<BV>(C, range.up, range.up);
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
+    // Orders of which either is the faster one for some types.
+    constexpr bool SUM_FIRST = NARROW<T> && !ReadOrder::reads_before_write;
+    constexpr bool ACROSS_FIRST = !NARROW<T> && ReadOrder::reads_before_write && BK == 128;
     Chunk dk, dg, far;
     SubChunkDecays decays;
     Across read, met;
@@ -395,13 +371,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     float scores[ReadOrder::reads_before_write ? 8 : 1] = {};  // of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
-      if constexpr (TF32_READ<T, BK>) read_part<BV>(from_state, columns, C, s.read, n);
+      if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, C, s.read, n);
       else
         read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // C for dv
-          stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
+          if (!APART<BK>) stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
         });
-      if (!AHEAD) decays_near(n);
-      else if (n < SUBCHUNKS - 1) decays_near(n + 1);
+      if (n + AHEAD < SUBCHUNKS) decays_near(n + AHEAD);
       SubChunk within, keys_within, sum = {};
       float present[4] = {}, own[2];
       if (ReadOrder::reads_before_write)
@@ -414,46 +389,63 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
         }
       };
       decay_within<false, T>(within, keys_within, near_queries[n], near[n], q, k, n, meet_itself);
+      if (SUM_FIRST) dA.add_queries(sum, within, n, n);
       put_within(in, within, queries_at, n);
       put_within(s.keys_within, keys_within, keys_at, n);
-      dA.add_queries(sum, within, n, n);
+      if (!SUM_FIRST) dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], present[i]);
     }
-    if constexpr (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
     wgmma_wait<0>();
     wgmma_keep(from_state);
-    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
-    if constexpr (TF32_READ<T, BK>) {
+    if constexpr (TF32_READ<T, G, BK> || APART<BK>) {
       wait_for_values(iteration);
-      if (NARROW<T> && range.up != 1.f)
-        put_state<T, BV>(s.C, C, warpgroup, offset, [&](float x) { return range.up * x; });
-      else put_state<T, BV>(s.C, C, warpgroup, offset, [](float x) { return x; });
+      put_state<T, BV>(s.C, C, warpgroup, offset);
+    }
+    if (scaled) {
+      scale_state<BV>(C, range.down, range.down);
+      for (float& x : from_state) x *= range.down;
     }
     __syncwarp();  // else all is made at once: there are no registers for that
     decays_of(decays, gates);
     decays_from_start(far, gates, counts());
-    const QueryScale reach = scale_of_queries<ReadOrder, T>(far);
-    decay_queries<false, T>(read, queries, q, far, decays, {scale * reach.up[0], scale * reach.up[1]});
-    __syncwarp();
+    const bool strong = first_gate_is_strong<ReadOrder, T>(far);
+    QueryScale reach;
+    float to_state[2] = {scale, scale};
+    if (strong) {
+      reach = scale_of_queries<ReadOrder, T>(far);
+      scale_state<BV>(C, reach.up[0], reach.up[1]);
+      for (int h = 0; h < 2; ++h) to_state[h] *= reach.up[h];
+    }
+    decay_queries<false, T>(read, queries, q, far, decays, to_state);
     decays_to_end(far, gates, counts());
     decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    fence_async();
-    barrier_arrive(s.operands);  // and v for C has been read
+    if constexpr (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
+    if (!APART<BK>) fence_async();  // otherwise who multiplies by them does so
+    barrier_arrive(s.operands);     // and v for C has been read
 
     Across over = {};  // sums of queries, for keys
+    const auto sum_across = [&] {
 #pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
-      dA.add_queries(over.by16[x], read.by16[0], 2, x);
-      dA.add_queries(over.by16[x], read.by16[1], 3, x);
-    }
-    decay_state<BV>(C, decays, reach.up[0], reach.up[1]);
+      for (int x = 0; x < 2; ++x) {
+        dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
+        dA.add_queries(over.by16[x], read.by16[0], 2, x);
+        dA.add_queries(over.by16[x], read.by16[1], 3, x);
+      }
+    };
+    if (ACROSS_FIRST) sum_across();
+    decay_state<BV>(C, decays);
     wgmma_fence();
     start_write<T, BV>(C, queries, values.do_);
     wgmma_commit();
+    if (strong) {
+      wgmma_wait<0>();
+      wgmma_keep(C);
+      scale_state<BV>(C, reach.down[0], reach.down[1]);
+    }
+    if (!ACROSS_FIRST) sum_across();
     constexpr int OWN = APART<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[OWN + !OWN];
     if (OWN) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
@@ -462,34 +454,40 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 
     each_pair([&](int n, int h) {
       const float2 key = unpack<T>(pair_of(keys, n, h));
-#pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        const int i = 2 * h + p;
-        const float x = from_state[4 * n + i];
-        float at_end = n == 3 ? x : decays.behind(n, h) * x;  // of its sub-chunk
-        if (n == 1) at_end += over.by16[1][i];
-        if (n == 2) at_end += over.by8[1][i];
-        if (n == 0) at_end += fmaf(decays.own[1][h], over.by16[0][i], over.by8[0][i]);
-        dk[n][i] = fmaf(far[n][i], at_end, dk[n][i]);
-        dg[n][i] = (p ? key.y : key.x) * x;
-      }
+      dg[n][2 * h] = key.x * from_state[4 * n + 2 * h], dg[n][2 * h + 1] = key.y * from_state[4 * n + 2 * h + 1];
     });
+    const auto add_across = [&] {  // to dk: what comes from other sub-chunks and the state
+      each_pair([&](int n, int h) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          const int i = 2 * h + p;
+          const float x = from_state[4 * n + i];
+          float at_end = n == 3 ? x : decays.behind(n, h) * x;  // of its sub-chunk
+          if (n == 1) at_end += over.by16[1][i];
+          if (n == 2) at_end += over.by8[1][i];
+          if (n == 0) at_end += fmaf(decays.own[1][h], over.by16[0][i], over.by8[0][i]);
+          dk[n][i] = fmaf(far[n][i], at_end, dk[n][i]);
+        }
+      });
+    };
+    float sums[2];
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
     const uint4 tokens = known(TOKENS);
-    // With a bonus the sums by products would stand behind the state's; without one they are the faster ones.
-    if constexpr (ReadOrder::reads_before_write) sum_tokens_by_shuffles<false, false>(dg, before);
+    // With a bonus the sums by products would stand behind the state's, and float16 has no registers for them. With 128
+    // channels there is time to add while they are under way.
+    constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
+    if (!ADDS_LATE) add_across();
+    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false, false>(dg, before);
     else sum_tokens<false>(dg, before, {tokens.y, tokens.z});
+    if (ADDS_LATE) add_across();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
-      before[h] = forgets(decays.all(h), rest, end[h], s.keep) ? 0.f : rest;
-      end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
+      before[h] = forgets(decays.all(h), rest, end[h], keep) ? 0.f : rest;
+      sums[h] = s.sums[iteration & 1][channel + 8 * h];
+      end[h] = before[h] + sums[h];
     }
-    add_chunk(dg, own_panels(in.weight, warpgroup), offset, tokens.x);
-#pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dg[n][i] += before[i / 2];
+    add_weights(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.x);
     barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
@@ -498,8 +496,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int panel = 0; panel < OWN; ++panel) finish_values(dv[panel], s, values, panel, range.down, offset);
     wgmma_wait<0>();
     wgmma_keep(C);
-    scale_down<ReadOrder, T, BV>(C, reach);
-    fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
     return true;
   };
@@ -508,15 +504,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_values(iteration);
     barrier_arrive(s.operands);
-    if (threadIdx.x == 0) s.keep = ROUNDING;  // nobody reads it in this chunk
+    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) keep = ROUNDING;  // nobody reads it in this chunk
+    const bool grew = reinterpret_cast<const bool*>(&s.growth[iteration & 1])[warp];
     grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
-                                       in.weight, values.v, values.do_, values.dA, u, scale, CONSUMERS_BARRIER);
+                                       in.weight, values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
     barrier_wait(s.within, iteration & 1);  // as after any chunk
     barrier_wait(s.scores, iteration & 1);
-    fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
   };
-  int iteration = 0, token = (at.tokens - 1) / CHUNK * CHUNK;
+  int iteration = chunks, token = (at.tokens - 1) / CHUNK * CHUNK;
 #pragma unroll 1
   while (at.tokens && token >= 0) {  // what is rare is outside of the loop in which registers are scarce
 #pragma unroll 1
@@ -530,10 +526,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   }
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
-  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0) {
     s.place = segment_of<true>(args.shape, args.P, args.joined);
     for (Barrier& full : s.full) barrier_init(full, 3 * 32);
@@ -552,14 +548,14 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
         s.lookups.at(what, threadIdx.x / 128, lane_offset()) = made_anew<ReadOrder, T, G, BK>(Lookup(what));
   bool grown = false;
   if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, THREADS<BK>>(args, threadIdx.x));
-  if (threadIdx.x == 0) s.keep = grown ? ROUNDING : __uint_as_float(0x7f800000u);
+  if (threadIdx.x == 0) s.keep[0] = grown ? ROUNDING : infinity();  // in turn each warp says so itself
   fence_async();
   __syncthreads();  // the barriers and zeros stand
   const int warpgroup = threadIdx.x / 128;
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (warpgroup < BK / 64) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 200>();
-    consume<ReadOrder>(s, args);
+    each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
   } else if (APART<BK> && warpgroup == BK / 64) {
     registers_down<64>();
     make_values<ReadOrder>(s, args);

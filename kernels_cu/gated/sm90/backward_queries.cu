@@ -6,15 +6,15 @@
 //           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of
 //           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32; weight: in the type of g; sums [chunk, K + FLAGS] float32: the state's share over a whole chunk,
-//           and a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H,
+//           float32; weight: in g's bytes (backward_weights.cuh); sums [chunk, K + FLAGS] float32: the state's share
+//           over a whole chunk, with its unit, and a byte of every warp; ends: sum_v S_T dht; kept [B, H,
 //           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every multiple of CHECKPOINT_EVERY tokens of a
 //           sequence (kept_at)
-// grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
-//           three warps multiply tokens, and one moves chunks
-// smem      Stage: a chunk's tokens, and its results in place of them
-// barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results. Who waits for
-//           pairs waits for full too: they arrive who have waited for it
+// grid      a block for every (sequence, head), sequence slowest, or for many (InTurn in states.cuh); a warpgroup for
+//           every 64 channels, then one of which three warps multiply tokens, and one moves chunks
+// smem      Stage: a chunk's tokens, and its results in place of them; InTurn: where the chunks on their way are
+// barriers  arrived: v and do are there; full: so are the channels' tokens; pairs: so are dA and do for the state;
+//           done: so are the results. Who waits for pairs waits for arrived too: they arrive who have waited for it
 // numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
 //           `weight`, of the same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The
 //           state: states.cuh
@@ -34,6 +34,7 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;       // segments a sequence
   i64 joined;  // whether all but the first are one here, and in the second pass all but the last
+  i64 adds;    // whether dq adds to what it is for other columns
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -45,49 +46,82 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 };
 
 constexpr int STAGES = 3;
-template <typename T, typename G, int BK, int BV> struct Shared {
+template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  Barrier full[STAGES], pairs[STAGES], done[STAGES];
+  ChunkPlaces<Schedule, false, STAGES> places;
+  Barrier arrived[STAGES], full[STAGES], pairs[STAGES], done[STAGES];
 };
 
 // ---- a warp that moves chunks --------------------------------------------------------------------------------------
 
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
-#pragma unroll 1
-  for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
-    if (iteration >= 0) {
-      Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
-      barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-      store_chunk(at, iteration * CHUNK, [&](auto f) {
-        f(out.q, args.dq, args.dq_rows, K);
-        f(out.g, args.weight, args.weight_rows, K);
-      });
-    }
-    const int next = iteration + STAGES;
-    if (next * CHUNK >= at.tokens) continue;
+  const auto wait = [&](int iteration) {
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+    fence_async();                                                     // here, since consumers have less time
+  };
+  const auto store = [&](int iteration, const WorkTile& at, int token) {
+    Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
+    store_chunk(at, token, [&](auto f) {
+      f(out.q, args.dq, args.dq_rows, K, 0, args.adds);
+      f(out.g, args.weight, args.weight_rows, K);
+    });
+  };
+  const auto fetch_values = [&](int next, const WorkTile& at, int token) {
     Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
-    fetch_chunk(s.full[next % STAGES], at, next * CHUNK, [&](auto f) {
+    fetch_chunk(s.arrived[next % STAGES], at, token, [&](auto f) {
       f(in.do_, args.do_, args.do_rows, V);
       f(in.v, args.v, args.v_rows, V);
+    });
+    __syncwarp();
+  };
+  const auto fetch_channels = [&](int next, const WorkTile& at, int token) {
+    Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
+    fetch_chunk(s.full[next % STAGES], at, token, [&](auto f) {
       f(in.g, args.g, args.g_rows, K);
       f(in.k, args.k, args.k_rows, K);
       f(in.q, args.q, args.q_rows, K);
     });
+    __syncwarp();
+  };
+  if constexpr (Schedule::in_turn) {
+    int count = 0;  // of the chunks that have been asked for
+    s.places.begin(args.shape);
+#pragma unroll 1
+    for (int iteration = -STAGES; iteration < count; ++iteration) {
+      if (iteration >= 0) wait(iteration), store(iteration, s.places.chunks[iteration % STAGES], 0);
+      const int next = iteration + STAGES;
+      if (!s.places.next(args.shape, next)) continue;
+      fetch_values(next, s.places.chunks[next % STAGES], 0);
+      fetch_channels(next, s.places.chunks[next % STAGES], 0);
+      ++count;
+    }
+  } else {
+    const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
+#pragma unroll 1
+    for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
+      const int next = iteration + STAGES;
+      const bool more = next * CHUNK < at.tokens;
+      if (iteration >= 0) wait(iteration);
+      if (more) fetch_values(next, at, next * CHUNK);  // first, since dA is waited for
+      if (iteration >= 0) store(iteration, at, iteration * CHUNK);
+      if (more) fetch_channels(next, at, next * CHUNK);
+    }
   }
 }
 
 // ---- three warps that multiply tokens -------------------------------------------------------------------------------
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tokens, float scale, int block, int lane) {
+// Of so many tokens, behind as many chunks.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks, float scale,
+                                                int block, int lane) {
 #pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
+  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
+    barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     float d[2][4];
     pair_products(d, in.do_, in.v, block, lane);
     const float by = CUT * scale;
@@ -237,9 +271,10 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
   __syncwarp();
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const Segment at = segment_of<false>(args.shape, args.P, args.joined);
+// A segment, behind so many chunks of others.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
+                                        int chunks) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int kept = first_kept(args.shape, at);
   // All in float16 with 128 columns has no registers for a lane's places.
@@ -260,15 +295,17 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   Values from_state;
   TokenOperands<T, G> operands;
   const auto begin = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
-    if (iteration * CHUNK < tokens) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
+    const bool more = (iteration - chunks) * CHUNK < tokens;
+    if (more) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and do are there
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
+    if (more) barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // channels, too
     if (EARLY<ReadOrder, G, BV>)
       operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };
-  begin(0);
+  if (!Schedule::in_turn || tokens) begin(chunks);  // else another segment's tokens may be coming
 #pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
+  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     Gradients found;
     SubChunkDecays decays;
@@ -295,7 +332,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
                                         scale, growth, offset, write);
 
     float sum[2];
+    u32 unit[2];
     if (!growth) {
+      if constexpr (IN_UNITS<G>) {
+        float size[2] = {};
+        add_sizes(size, found.weight);
+        if (ReadOrder::reads_before_write) add_sizes(size, found.writing);
+        units_for(unit, size);
+      }
       sum_tokens_by_shuffles<true, !ReadOrder::reads_before_write>(found.weight, sum);
       if (ReadOrder::reads_before_write)
 #pragma unroll
@@ -304,17 +348,17 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
           for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
       __syncwarp();  // all lanes have read the warp's channels of q and g
       store_chunk_values(&q_panel, found.dq, offset);
-      store_chunk_values(g_panels, found.weight, offset);
+      store_weights(g_panels, found.weight, unit, offset);
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    begin(iteration + 1);
-    fence_async();
+    // The next chunk may be another segment's, whose tokens are just coming.
+    begin(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (!growth && t == 0 && inside[h]) sums[8 * h] = sum[h];
-    const int next = (iteration + 1) * CHUNK;
+      if (!growth && t == 0 && inside[h]) sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
+    const int next = (iteration + 1 - chunks) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
 #pragma unroll
@@ -343,13 +387,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   }
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
-  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(s.arrived[stage], 32);
       barrier_init(s.full[stage], 32);
       barrier_init(s.pairs[stage], 3 * 32);
       barrier_init(s.done[stage], CONSUMERS);
@@ -359,11 +404,14 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 216 : 232>();
-    consume<ReadOrder>(s, args);
+    each_segment<Schedule, false>(args,
+                                  [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
     return;
   }
   if constexpr (TIGHT) registers_down<40>();
-  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = segment_of<false>(args.shape, args.P, args.joined).tokens;
-  if (warp < 3) multiply_tokens<ReadOrder>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
-  else move(s, args);
+  const int warp = (threadIdx.x - CONSUMERS) / 32;
+  if (warp == 3) return move(s, args);
+  each_segment<Schedule, false>(args, [&](const Segment& at, int chunks) {
+    multiply_tokens<ReadOrder>(s, at.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
+  });
 }

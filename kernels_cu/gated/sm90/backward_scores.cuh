@@ -110,16 +110,15 @@ __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK]
   store_operand(by16, x, at);
 }
 
-// C for dv, transposed and rounded to T, of what value(x) makes of each x.
-template <typename T, int BV, class Value>
-__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&C)[BV / 2], int warpgroup, int at,
-                                          Value value) {
+// C for dv, transposed and rounded to T.
+template <typename T, int BV>
+__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&C)[BV / 2], int warpgroup, int at) {
   at = opaque(warpgroup * int(sizeof *to) + at);  // else it is made anew for each part
 #pragma unroll
   for (int part = 0; part < BV / 16; ++part) {
     u32 columns[4];
 #pragma unroll
-    for (int m = 0; m < 4; ++m) columns[m] = pack<T>(value(C[8 * part + 2 * m]), value(C[8 * part + 2 * m + 1]));
+    for (int m = 0; m < 4; ++m) columns[m] = pack<T>(C[8 * part + 2 * m], C[8 * part + 2 * m + 1]);
     stmatrix_x4_trans(reinterpret_cast<char*>(to) + at + 2048 * part, columns);
   }
 }

@@ -87,29 +87,6 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
   each_float(panels, [&](int at, float& value) { value = x[at / 4][at % 4]; });
 }
 
-// What of a lane's two depths is its column, in bfloat16: a product with these moves nothing.
-__device__ __forceinline__ u32 ones_of_lane() {
-  const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
-  return token == i ? 0x3f80u : token + 1 == i ? 0x3f800000u : 0;
-}
-
-// x += such a tile. bfloat16, by a product with `ones_of_lane`: 4 instructions for 32.
-template <typename G>
-__device__ __forceinline__ void add_chunk(Chunk& x, G (*panels)[CHUNK][PANEL<G>], int at, u32 = 0) {
-  Chunk more;
-  load_chunk(more, panels, at);
-#pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[n][i] += more[n][i];
-}
-template <> __device__ __forceinline__ void add_chunk<bf16>(Chunk& x, bf16 (*panels)[CHUNK][64], int at, u32 one) {
-  Operand two;
-  load_operand(two, *panels, at);
-#pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n) mma_bf16(x[n], two[n / 2], {n % 2 ? 0 : one, n % 2 ? one : 0});
-}
-
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
 constexpr float LEAST = -20.f;     // nats

@@ -107,6 +107,11 @@ __device__ __forceinline__ float gate_of(const Shared<Schedule, T, G, BK, BV>& s
   return WIDTH<G> == 1 && row < at.tokens ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
 }
 
+// Whether tokens of others follow in a sequence's last boxes. Behind an array's end copies read zeros, and store none.
+template <class Args> __device__ __forceinline__ bool others_follow(const WorkTile& at, const Args& args) {
+  return at.start + at.tokens != i32(args.shape.T);
+}
+
 // Tokens of this lane's sub-chunk behind the sequence's end, as if they were not: they decay nothing and write nothing.
 // What their queries read is not stored.
 template <bool READS, typename T, typename G, int BK>

@@ -5,12 +5,8 @@
 // numerics  Tensor cores need decays as two factors, which growth takes out of range: within a sub-chunk, where no gate
 //           counts as less than LEAST, e^(LEAST + growth) of what lies before a reset would pass, and float16 ends at
 //           e^11. Here everything overflows only where the recurrence does, and meets nothing else.
-#include "gated/sm90/states.cuh"
+#include "gated/sm90/backward_weights.cuh"
 #include "backward_tokens.cuh"
-
-// Behind the sums of a chunk, in float32 numbers: a byte of every warp of the first pass, whether gates of its
-// channels grow.
-constexpr int FLAGS = 2;
 
 // The least gate, in nats, that is growth. Of less, 8 tokens let e^-13 pass a reset, and float16's 32 stay below e^8.
 template <typename T> constexpr float GROWTH = 1.f;
@@ -245,12 +241,12 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV
 }
 
 // The second pass's chunk: its results in place of q, g and v. parts: [BC][BK / 16][BV]; barrier: of its 2 BK
-// threads.
+// threads; grew: whether the warp's weights are in G.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* parts,
                                           Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,
                                           Tile<T, BV>& v, Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale,
-                                          int barrier) {
+                                          bool grew, int barrier) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   constexpr int WARPS = BK / 16, THREADS = 2 * BK;
   int channel = own_channel();
@@ -306,7 +302,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
     float passing = before;
 #pragma unroll 1
     for (int row = 0; row < CHUNK; ++row) {
-      if (row % 4 == t) dg[row / 4] = to_float(value_at(weight, row, channel)) + passing;
+      if (row % 4 == t) dg[row / 4] = weight_value(value_at(weight, row, channel), sums[channel], grew) + passing;
       passing += token_of(written, row);
     }
     store_tokens(q, dk[h], channel);

@@ -1,10 +1,10 @@
 // what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
 //           sums over a chunk's tokens.
-// numerics  A state is read in tf32, which has float32's range, or in two bfloat16 numbers. What tf32 cuts off adds up
-//           in the gate's gradient from chunk to chunk, so the first pass keeps a state every CHECKPOINT_EVERY tokens,
-//           from which the second begins anew. What a chunk adds to a state is a product in T. float16 has nothing
-//           below 6e-8: there queries that meet a state go into products times a power of 2, by the chunk's first gate,
-//           and so does C for dv, by its largest value.
+// numerics  A state is read in tf32, which has float32's range, or in two bfloat16 numbers, or in one float16 number.
+//           What is cut off adds up in the gate's gradient from chunk to chunk, so the first pass keeps a state every
+//           CHECKPOINT_EVERY tokens, from which the second begins anew. What a chunk adds to a state is a product in T.
+//           float16 has nothing below 6e-8: there queries that meet a state go into products times a power of 2, by the
+//           chunk's first gate, and so does C, by its largest value.
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
@@ -40,6 +40,76 @@ template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Sh
   return at;
 }
 
+// How blocks share out segments: each has one; or, where they are whole sequences, as many blocks as the card holds
+// take them in turn, so that the next one's chunks come while the last ones of the one before are computed.
+struct OneEach {
+  static constexpr bool in_turn = false;
+};
+struct InTurn {
+  static constexpr bool in_turn = true;
+};
+__device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
+__device__ __forceinline__ int chunks_of(const WorkTile& at) { return (at.tokens + CHUNK - 1) / CHUNK; }
+
+// Calls f(segment, how many chunks the block had before) for those that this block takes.
+template <class Schedule, bool BACKWARDS, class Args, class F>
+__device__ __forceinline__ void each_segment(const Args& args, F f) {
+  if constexpr (!Schedule::in_turn) return f(segment_of<BACKWARDS>(args.shape, args.P, args.joined), 0);
+  int chunks = 0;
+#pragma unroll 1
+  for (u32 block = blockIdx.x; block < all_segments(args.shape); block += gridDim.x) {
+    const Segment at = {work_tile(args.shape, block), block};
+    f(at, chunks);
+    chunks += chunks_of(at);
+  }
+}
+
+// Goes over the chunks of all that this block takes in turn; in shared memory, since registers are scarce.
+template <bool BACKWARDS> struct Cursor {
+  WorkTile at;
+  u32 block;  // past the last one at the end
+  int token;  // the chunk's first
+
+  __device__ __forceinline__ bool at_end(const Shape& shape) const { return block >= all_segments(shape); }
+  __device__ __forceinline__ void begin(const Shape& shape, u32 first) {
+    for (block = first; !at_end(shape); block += gridDim.x) {
+      at = work_tile(shape, block);
+      token = BACKWARDS ? (chunks_of(at) - 1) * CHUNK : 0;
+      if (at.tokens) return;
+    }
+  }
+  // The chunk, and what follows it in time, as if the segment began with it.
+  __device__ __forceinline__ WorkTile rest() const {
+    WorkTile x = at;
+    x.start += token, x.tokens -= token, x.chunk += token / CHUNK;
+    return x;
+  }
+  __device__ __forceinline__ void next(const Shape& shape) {
+    token += BACKWARDS ? -CHUNK : CHUNK;
+    if (BACKWARDS ? token < 0 : token >= at.tokens) begin(shape, block + gridDim.x);
+  }
+};
+
+// Where the chunks are that a warp moves, of so many on their way.
+template <class Schedule, bool BACKWARDS, int COUNT> struct ChunkPlaces {};
+template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT> {
+  WorkTile chunks[COUNT];  // nothing lies before them
+  Cursor<BACKWARDS> cursor;
+
+  __device__ __forceinline__ void begin(const Shape& shape) {
+    if ((threadIdx.x & 31) == 0) cursor.begin(shape, blockIdx.x);
+    __syncwarp();  // the first one stands
+  }
+  // Whether there is another chunk, the number-th.
+  __device__ __forceinline__ bool next(const Shape& shape, int number) {
+    if (cursor.at_end(shape)) return false;
+    __syncwarp();  // all lanes know that
+    if ((threadIdx.x & 31) == 0) chunks[number % COUNT] = cursor.rest(), cursor.next(shape);
+    __syncwarp();  // its place stands
+    return true;
+  }
+};
+
 template <typename T> constexpr bool NARROW = false;
 template <> constexpr bool NARROW<f16> = true;
 
@@ -66,27 +136,37 @@ template <class ReadOrder, typename T> __device__ __forceinline__ QueryScale sca
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
-      const int own = max(int(__float_as_uint(first) >> 23), 27), exponent = own < 127 - 8 ? own : 127;
+      // 2^90 at most: float32 still has what a state, below 2^30, is times that.
+      const int own = max(int(__float_as_uint(first) >> 23), 127 - 90), exponent = own < 127 - 8 ? own : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
     }
     s.is_one = !__any_sync(0xffffffffu, s.up[0] != 1.f || s.up[1] != 1.f);
   }
   return s;
 }
-template <class ReadOrder, typename T, int BV>
-__device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale& s) {
-  if (!s.is_one)
-#pragma unroll
-    for (int i = 0; i < BV / 2; ++i) S[i] *= s.down[i >> 1 & 1];
+// Whether that is not 1 for some channel of the warp, which is rare.
+template <class ReadOrder, typename T> __device__ __forceinline__ bool first_gate_is_strong(const Chunk& far) {
+  if (!NARROW<T> || ReadOrder::reads_before_write) return false;
+  return __any_sync(0xffffffffu, (threadIdx.x & 3) == 0 && fminf(far[0][0], far[0][2]) < 0x1p-8f);
 }
 
-// The largest magnitude of a channel, over its four lanes.
-template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[BV / 2], int h) {
-  float x = 0.f;
+// S <- diag(by) S.
+template <int BV> __device__ __forceinline__ void scale_state(float (&S)[BV / 2], float by0, float by1) {
 #pragma unroll
-  for (int n = 0; n < BV / 8; ++n) x = fmaxf(x, fmaxf(fabsf(S[4 * n + 2 * h]), fabsf(S[4 * n + 2 * h + 1])));
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  for (int i = 0; i < BV / 2; ++i) S[i] *= i >> 1 & 1 ? by1 : by0;
+}
+template <class ReadOrder, typename T, int BV>
+__device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale& s) {
+  if (!s.is_one) scale_state<BV>(S, s.down[0], s.down[1]);
+}
+
+// The largest magnitude of a warp's channels. As bits, floats that are not negative have the order of integers.
+template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[BV / 2]) {
+  float parts[4] = {};  // since each waits for itself
+#pragma unroll
+  for (int i = 0; i < BV / 2; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(S[i]));
+  const float x = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
 }
 
 // A chunk's tokens as read_part takes them: of every 8 columns the even ones, then the odd ones, in float32.
@@ -157,6 +237,30 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
+// The same in one float16 number of S, which is in its range. Waits for the part before that one.
+template <int BV, class Put>
+__device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
+                                          f16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
+  constexpr int TILES = BV / 16 / SUBCHUNKS;
+  const int first = part % 2 * TILES;
+  if (part > 1) wgmma_wait<1>();
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    const float* from = S + 8 * (part * TILES + n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) columns[first + n][m] = pack<f16>(from[2 * m], from[2 * m + 1]);
+    put(part * TILES + n, columns[first + n]);
+  }
+  const u64 b = wgmma_tile(tokens, 16, 1024);
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    const int tile = part * TILES + n;
+    wgmma<f16, CHUNK, false>(x, columns[first + n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
+  }
+  wgmma_commit();
+}
+
 // x[channel, token] = S tokens^T in tf32, under way, all at once: where there are registers for a copy of S.
 template <int BV>
 __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
@@ -185,9 +289,7 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x
 template <int BV>
 __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDecays& d, float up0 = 1.f,
                                             float up1 = 1.f) {
-  const float by[2] = {up0 * d.all(0), up1 * d.all(1)};
-#pragma unroll
-  for (int i = 0; i < BV / 2; ++i) S[i] *= by[i >> 1 & 1];
+  scale_state<BV>(S, up0 * d.all(0), up1 * d.all(1));
 }
 
 // x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: those behind

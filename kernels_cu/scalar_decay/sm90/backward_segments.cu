@@ -116,6 +116,7 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     if ((iteration + 1) * CHUNK < at.tokens) load(later, later_rest, iteration + 1);  // while the tensor cores are busy
     wgmma_wait<0>();
     wgmma_keep(S);
+    wgmma_keep(x), wgmma_keep(rest);  // while the next ones were made
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = later[i / 4][i % 4], rest[i / 4][i % 4] = later_rest[i / 4][i % 4];
@@ -137,7 +138,8 @@ __global__ void __launch_bounds__(CONSUMERS + 32, BV == 64 ? 3 : 2)
       barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
       barrier_init(s.done[stage], CONSUMERS);
     }
-  __syncthreads();
+  fence_async();
+  __syncthreads();  // the barriers stand, and tensor copies see them
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = u32(args.shape.K + CHANNELS - 1) / CHANNELS;
   const WorkTile at = work_tile(args.shape, block / tiles);

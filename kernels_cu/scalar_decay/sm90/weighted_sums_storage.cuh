@@ -41,6 +41,7 @@ struct alignas(64) WeightedSum {
   i64 K, V, state_k, state_v;  // strides of the states
   double read, write;          // factors of what states give, and of what tokens add to them
   i64 backwards;
+  i64 adds;  // whether o adds to what the array holds
 };
 
 template <class Pass, typename G> struct Args {

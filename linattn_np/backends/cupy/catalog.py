@@ -14,6 +14,7 @@ from . import instances as gated
 from .kernel import CTYPES, DOUBLE, FLOATS, HALF
 from .message import Message
 from .scalar_instances import ScalarBackwardSegments, WeightedSums
+from .small_heads import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
 from .wide_heads import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
@@ -65,6 +66,8 @@ def on_every_card():
             yield from split_channels(order, T, G, products)
         if T == BFLOAT16:
             yield GatedWideOperands(order, T, G)
+        for cls, size in product((GatedSmallForward, GatedSmallStates, GatedSmallBackward), SIZES):
+            yield cls(order, T, G, size)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)
@@ -112,9 +115,11 @@ def gated_on_hopper():
             for K in gated.TILES:
                 if G != gated.SCALAR:
                     yield gated.GatedForwardSm90.fitting(order, gated.CLUSTER_SPLIT_V, T, G, K, gated.TILES[-1])
-    backward = (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90, gated.GatedBackwardSegmentsSm90)
-    for cls, order, (T, G), (K, V) in product(backward, READ_ORDERS, GATES[1:], WIDTHS):
-        yield cls.fitting(order, T, G, K, V)
+    main = (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90)
+    for order, (T, G), (K, V) in product(READ_ORDERS, GATES[1:], WIDTHS):
+        yield gated.GatedBackwardSegmentsSm90.fitting(order, T, G, K, V)
+        for cls, schedule in product(main, (gated.ONE_EACH, gated.IN_TURN)):
+            yield cls.fitting(order, T, G, K, V, schedule)
 
 
 def scalar_decays():
@@ -203,7 +208,8 @@ def of_models():
         yield rwkv6.DataMix.of_step(T, T, 256)
         for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
             yield rwkv6.TimeMixBatch(T, S, terms, width)
-        yield rwkv6.TimeMixMany(T)
+        for S in CTYPES:
+            yield rwkv6.TimeMixMany(T, S)
         for X in dict.fromkeys((T, SINGLE)):
             for terms in terms_of(X):
                 yield rwkv6.DataMix.of_step(T, X, 1, terms)
@@ -221,10 +227,14 @@ def of_models():
     many = model_products.BatchProduct
     for T in many.DTYPES:
         yield model_products.FewRowsProduct(T)
+        for width in model_products.NarrowProduct.WIDTHS:
+            yield model_products.NarrowProduct(T, width)
         for kernel in dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B)):
             yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
     for T in HALF:
         yield from model_products.WideProduct.all(T)
+        for rank in rwkv6.FiveMixes.RANKS:
+            yield rwkv6.FiveMixes(T, rank)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import numpy as np
 
 from .arguments import integers, pointers, rows, structs
 from .kernel import Kernel
+from .plan import ceil_div
 
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
 
@@ -45,7 +47,7 @@ class GateGradient(Kernel):
 @dataclass(frozen=True)
 class BonusGradient(Kernel):
     file = "elementwise/bonus_gradient"
-    arguments = (*pointers("partial_du du"), *integers("N H K"))
+    arguments = (*pointers("partial_du du"), *integers("N H K row"))
     threads = 128
     bonus: np.dtype
 
@@ -80,3 +82,11 @@ class CopyRows(Kernel):
         COPIES,
         (*pointers("from_ to"), *integers("b h t c H T width rows_b rows_h rows_t row numbers size first")),
     )
+
+
+def sum_of_parts(draft, parts, total):
+    """total [..., H, K], which may be a part of longer rows, of parts [N, ..., H, K] in float32 or float64."""
+    (N, *heads, K), kernel = parts.shape, BonusGradient(total.dtype)
+    sizes = {"N": N, "H": prod(heads), "K": K, "row": total.strides[-2] // total.dtype.itemsize}
+    blocks = ceil_div(8 * sizes["H"] * K, kernel.threads)
+    draft.launch(kernel, blocks, partial_du=parts, du=total, **sizes)

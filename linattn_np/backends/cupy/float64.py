@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import integers, pointers, reals, rows, shape
-from .elementwise import BonusGradient, FeatureMap
+from .elementwise import FeatureMap, sum_of_parts
 from .instances import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div
@@ -91,8 +91,8 @@ def plan_vjp(problem, device, do, dht, saved=()):
     sides.gradients(True, z=sides.q, p=do, results=(draft.like(dv), dv, dgv), **states)
     found = [x for x in (dq, dk, dv, dg, dgv) if x is not None]
     if sides.u:
-        du, kernel = draft.empty((H, K), DOUBLE), BonusGradient(DOUBLE)
-        draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, N=N, H=H, K=K)
+        du = draft.empty((H, K), DOUBLE)
+        sum_of_parts(draft, partial_du, du)
         found.append(draft.cast(du, problem["u"].dtype))
     return draft.plan((tuple(found), None if dh0 is None else (draft.cast(dh0, problem.initial_state[0].dtype),)))
 

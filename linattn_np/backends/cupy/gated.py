@@ -30,6 +30,7 @@ from .instances import (
 from .kernel import CTYPES, DOUBLE
 from .message import MessageDraft
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
+from .small_heads import GatedSmallForward, GatedSmallStates, are_small
 from .wide_heads import GatedWideForward, GatedWideOperands
 
 MODES = ("auto", "recurrent", "chunk", "staged")
@@ -92,8 +93,7 @@ def plan(problem, device, kept=()):
             launches.leave_marks(gated_vjp.segments(problem, device))
         tiles, saved = launches.run(final, kept), launches.saved()
     else:
-        chosen = WideHeads if has_wide_heads(problem, device) else OnEveryCard
-        tiles = chosen(draft, problem, device, draft.inputs(problem), o).run(final)
+        tiles = one_pass(problem, device)(draft, problem, device, draft.inputs(problem), o).run(final)
     results = draft.give_back(problem, o), draft.stored(problem, final)
     return draft.plan(results, mode=mode, tiles=tiles, saved=saved)
 
@@ -127,8 +127,10 @@ def read_by_tiles(problem) -> list:
 
 def on_hopper(problem, device) -> bool:
     """Whether Hopper's own kernel computes a problem: of arrays that tensor maps cannot describe, copies cost less than
-    the kernels for every card."""
-    return has_hoppers(problem, device) and mappable_once_copied(read_by_tiles(problem))
+    the kernels for every card. Small heads have those of theirs."""
+    return (
+        not are_small(problem, device) and has_hoppers(problem, device) and mappable_once_copied(read_by_tiles(problem))
+    )
 
 
 def has_hoppers(problem, device) -> bool:
@@ -230,6 +232,11 @@ class OnePass:
         resident = tuning.resident_blocks(whole, self.device)
         return tuning.segments(N * H * tuning.grid(whole, V), self.longest, resident, self.spared)
 
+    def parts(self, P, final) -> int:
+        """Into how many each of P segments is cut to be summarised."""
+        N, H, V = self.problem.shape("N H V")
+        return tuning.parts(self.kernel(SEGMENT_STATE), N * H, V, P, self.longest, final, self.device)
+
     def cut(self, P):
         """P segments of every sequence."""
         return self.problem.spans.segments(P, self.kernel(SEGMENT_STATE).CHUNK)
@@ -239,7 +246,7 @@ class OnePass:
         the last segment only for a `final` state."""
         draft, problem, summary = self.draft, self.problem, self.kernel(SEGMENT_STATE)
         N, H, K, V = problem.shape("N H K V")
-        R, segments = tuning.parts(summary, N * H, V, P, self.longest, final, self.device), self.cut(P)
+        R, segments = self.parts(P, final), self.cut(P)
         left, decays = draft.empty((N * P * R, H, K, V), FLOAT32), draft.empty((N * P * R, H, 2, K), FLOAT32)
         self.summarise(summary, segments, R, left, decays, of=P, needed=P if final else P - 1)
         return left, decays
@@ -341,6 +348,41 @@ class OnEveryCard(OnePass):
         self.draft.launch(kernel, blocks, **arrays, left=left, **more)
 
 
+def one_pass(problem, device) -> type[OnePass]:
+    """Which kernels of every card compute a problem."""
+    if are_small(problem, device):
+        return SmallHeads
+    return WideHeads if has_wide_heads(problem, device) else OnEveryCard
+
+
+class SmallHeads(OnePass):
+    """By kernels of which a warp has several heads."""
+
+    def kernel(self, schedule):
+        of = GatedSmallStates if schedule == SEGMENT_STATE else GatedSmallForward
+        return of.fitting(read_order(self.problem.op), self.problem, self.g.dtype)
+
+    def segments(self, whole):
+        N, H = self.problem.shape("N H")
+        return whole.segments(N * H, self.longest, self.device)
+
+    def parts(self, P, final):
+        return 1
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+        B, H = self.problem.shape("B H")
+        arrays = {"k": self.k, "v": self.v, "g": self.g, "q": self.q}
+        both = {"initial": initial, "shape": shape, "scale": self.problem.scale}
+        blocks = kernel.blocks(B * H * shape.count // of * needed)
+        if isinstance(kernel, GatedSmallForward):
+            bytes = common_bytes(*arrays.values(), self.o)
+            self.draft.launch(kernel, blocks, **arrays, **both, o=self.o, u=self.u, final=final, bytes=bytes)
+            return
+        unasked = {"do_": None, "dht": None, "both": False}
+        given = {"left": final, "decays": decays, "of": of, "needed": needed, "bytes": common_bytes(*arrays.values())}
+        self.draft.launch(kernel, blocks, **arrays, **both, **given, **unasked)
+
+
 def has_wide_heads(problem, device) -> bool:
     """Whether the kernels of wide heads compute a problem: of more channels than one launch has, if a block holds all
     of them, and has room for their operands."""
@@ -397,7 +439,7 @@ class OnHopper(OnePass):
     """By Hopper's own kernel."""
 
     finishes = True
-    spared = property(lambda self: tuning.SPARED)
+    spared = property(lambda self: tuning.SPARED - tuning.SPARED_BACKWARD * self.problem.gradient)
     summarise = OnePass.summarise_remembered
 
     def kernel(self, schedule):

@@ -2,14 +2,17 @@
 
 On every card: one kernel keeps the state at every chunk's start and its gradient at every chunk's end, and then all
 chunks are computed at once, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel forwards in time for
-dq and du, one backwards for all else.
+dq and du, one backwards for all else,
+where there are more channels or columns than a block has, a tile of the state after the other.
 """
 
 from __future__ import annotations
 
 from . import pieces, tuning
-from .elementwise import BonusGradient
+from .elementwise import sum_of_parts
 from .instances import (
+    IN_TURN,
+    ONE_EACH,
     TILES,
     GatedBackwardChannels,
     GatedBackwardKeysSm90,
@@ -22,47 +25,51 @@ from .instances import (
     read_order,
 )
 from .message import MessageDraft
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, common_bytes, mappable_once_copied
+from .small_heads import GatedSmallBackward, GatedSmallStates, are_small
+from .state_tiles import Reused, tiles_of
 
 
-def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=None):
+def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gate=True, starts=None):
     """(gradients in the order of the arrays, that of the initial state or None).
 
     `saved`: the states at its segments' starts, where the forward pass cuts as this one does. `kept`: what
-    `plan_summary_vjp` of the same `do` has left. `exact`: half-precision data too are multiplied in
-    float32, for a gate that many channels share, whose gradient is a sum of theirs. `starts`: a function of a draft and
-    the inputs that gives what would be saved, or None.
+    `plan_summary_vjp` of the same `do` has left. `exact`: the kernels for every card
+    multiply half-precision data, too, in float32, for a gate that many channels share. `exact_gate`: whether its
+    gradient, a sum of theirs, is wanted, which each tile would round. `starts`: a function of a draft and the inputs
+    that gives what would be saved, or None.
     """
     P, bonus = segments(problem, device), problem.arrays.get("u")
-    if not P and pieces.backward_gains(problem, do):
-        return plan_wider_vjp(problem, device, do, dht, exact)
+    of_tiles = 0 if P or exact and exact_gate else segments_of_tiles(problem, device, pieces.rows(problem))
+    if not (P or of_tiles) and pieces.backward_gains(problem, do):
+        return plan_wider_vjp(problem, device, do, dht, exact=exact, exact_gate=exact_gate)
     draft = Draft()
-    q, k, v, g = draft.mapped_inputs(problem) if P else draft.inputs(problem)
+    q, k, v, g = draft.mapped_inputs(problem) if P or of_tiles else draft.inputs(problem)
     do = as_inputs(draft, problem, do)
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
-    if P:
+    if of_tiles:
+        tiles, partial_du = tile_after_tile(draft, problem, device, of_tiles, arrays, gradients, dht, dh0)
+    elif P:
         if P > 1 and starts and not saved and not kept:
             saved = (starts(draft, arrays[:4]),)
         known = saved[0] if saved else None
         short = 0 if kept or known is not None else short_segment(problem, device, P)
         tiles, partial_du = on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, kept, known)
+    elif are_small(problem, device):
+        tiles, partial_du = on_small_heads(draft, problem, device, arrays, gradients, dht, dh0)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
         tiles, partial_du = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     if bonus is not None:
-        H, K = problem.shape("H K")
-        du, kernel = draft.empty((H, K), bonus.dtype), BonusGradient(bonus.dtype)
-        draft.launch(
-            kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, N=partial_du.shape[0], H=H, K=K
-        )
-        gradients = (*gradients, du)
+        gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
+        sum_of_parts(draft, partial_du, gradients[-1])
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
 
 
-def plan_wider_vjp(problem, device, do, dht, exact):
+def plan_wider_vjp(problem, device, do, dht, **how):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
-    draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, exact=exact), do, dht)
+    draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, **how), do, dht)
     found, dh0 = draft.include(plan)
     arrays = problem.arrays.values()
     gradients = tuple(pieces.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
@@ -161,6 +168,45 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     return states.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
+def on_small_heads(draft, problem, device, arrays, gradients, dht, dh0):
+    """The kernels of small heads, on every card; the sizes of what runs, and the parts of du."""
+    (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    B, N, H, K, V = problem.shape("B N H K V")
+    instance = read_order(problem.op), problem, g.dtype
+    main, states = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
+    P = 1 if V % 4 else main.segments(N * H, int(problem.spans.lengths.max(initial=0)), device)
+    shape = draft.shape(problem, problem.spans.segments(P, main.CHUNK) if P > 1 else None, main.CHUNK)
+    read, bytes = {"q": q, "k": k, "v": v, "do_": do, "g": g}, common_bytes(*arrays, *gradients)
+    both = {"shape": shape, "scale": problem.scale, "bytes": bytes}
+    starts, ends = draft.initial(problem), dht
+    if P > 1:
+        left, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        given = {"initial": starts, "dht": ends, "left": left, "decays": decays}
+        draft.launch(states, 2 * states.blocks(N * P * H), **read, **both, **given, of=P, needed=P, both=True)
+        if P > 2:
+            scan_both_ways(draft, problem, left, decays, P)
+        starts, ends = left[0], left[1]
+    partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
+    draft.launch(
+        main,
+        main.blocks(N * P * H),
+        **read,
+        **both,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dg=dg,
+        u=draft.bonus(problem),
+        starts=starts,
+        ends=ends,
+        dh0=dh0,
+        kept=draft.empty((B, shape.NC, H, main.D**2), FLOAT32),
+        partial_du=partial_du,
+        P=P,
+    )
+    return main.tiles | ({"segments": P} if P > 1 else {}), partial_du
+
+
 def scan_both_ways(draft, problem, states, decays, P, first=0):
     """From what P segments leave by themselves to what each starts from, from the `first` direction on."""
     N, H, K, V = problem.shape("N H K V")
@@ -171,16 +217,30 @@ def scan_both_ways(draft, problem, states, decays, P, first=0):
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
 def fits_hopper(problem, device, arrays) -> bool:
     """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
-    narrow = max(problem.shape("K V")) <= TILES[-1]
-    return device.capability == 90 and problem.dtype.itemsize == 2 and narrow and mappable_once_copied(arrays)
+    return max(problem.shape("K V")) <= TILES[-1] and fits_hopper_in_tiles(problem, device, arrays)
+
+
+def fits_hopper_in_tiles(problem, device, arrays) -> bool:
+    """Whether they can read tiles of as many channels and columns as they have."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
 def segments(problem, device) -> int:
-    """Into how many Hopper's own kernels cut a sequence; 0 where they do not run."""
+    """Into how many Hopper's own kernels cut a sequence; 0 where they do not run. Small heads have those of theirs."""
     N, H = problem.shape("N H")
-    if not fits_hopper(problem, device, [x for name, x in problem.arrays.items() if name != "u"]):
+    if are_small(problem, device) or not fits_hopper(problem, device, pieces.rows(problem)):
         return 0
     return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+
+
+def segments_of_tiles(problem, device, arrays, shared=False) -> int:
+    """Into how many they cut a sequence of more channels or columns than they have, where they read so many `arrays`
+    in tiles; 0 where they do not run. `shared`: whether channels share a gate."""
+    N, H, K, V = problem.shape("N H K V")
+    if max(K, V) <= TILES[-1] or not fits_hopper_in_tiles(problem, device, arrays):
+        return 0
+    P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+    return P if tuning.worth_tiles(problem, len(tiles_of(problem)), P, device, shared) else 0
 
 
 def short_segment(problem, device, P) -> int:
@@ -191,18 +251,43 @@ def short_segment(problem, device, P) -> int:
     return tuning.short_segment(P, N * H, T, device.multiprocessors, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
-def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
+def main_schedule(problem, P, device) -> str:
+    """Of Hopper's main kernels."""
+    blocks = problem.sizes["N"] * problem.sizes["H"]
+    in_turn = P == 1 and tuning.in_turn(blocks, problem.spans.lengths, device.multiprocessors)
+    return IN_TURN if in_turn else ONE_EACH
+
+
+def on_hopper(
+    draft,
+    problem,
+    device,
+    P,
+    short,
+    arrays,
+    gradients,
+    dht,
+    dh0,
+    left: tuple = (),
+    starts=None,
+    adds=False,
+    adds_dv=False,
+):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
     runs, and the parts of du. In P segments, or each in two, of which the first it takes has `short` tokens. `starts`:
-    the states that the forward pass started segments from."""
+    the states that the forward pass started segments from. `adds`: whether dq, dk and dg add to what these hold, those
+    of other columns, and `adds_dv`: whether dv does, that of other channels."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    weight = draft.like(dg) if adds else dg
     B, N, H, T, K, V = problem.shape("B N H T K V")
     launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left), short=short)
     P = launches.P
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
-    queries, keys = GatedBackwardQueriesSm90.fitting(*instance), GatedBackwardKeysSm90.fitting(*instance)
+    schedule = main_schedule(problem, P, device)
+    queries = GatedBackwardQueriesSm90.fitting(*instance, schedule)
+    keys = GatedBackwardKeysSm90.fitting(*instance, schedule)
     ends = draft.empty((N * P, H, K), FLOAT32)
     sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
     kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
@@ -217,10 +302,45 @@ def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, lef
         summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
-    segments = 2 if short else P
-    launches.launch(queries, read | {"dq": dq, "weight": dg}, segments, initial=initial, du=du, **both)
-    launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, segments, dh0=dh0, **both)
+    blocks = tuning.resident_blocks(keys, device) if schedule == IN_TURN else (2 if short else P) * N * H
+    both |= {"adds": adds}
+    launches.launch(queries, blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
+    both |= {"adds_dv": adds_dv}
+    launches.launch(keys, blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
+
+
+def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
+    """Hopper's own kernels, a tile of the state after the other; the sizes of what runs for the first, and the parts
+    of du."""
+    (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
+    memory, short, sizes = Reused(draft), short_segment(problem, device, P), []
+    du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
+    bonus = {}  # by a tile's first channel
+    if u is not None:
+        bonus = {at.channels.start: draft.contiguous(at.part(u, "K"), FLOAT32) for at in tiles if not at.adds}
+    for tile in tiles:
+        own = memory.again()
+        smaller = tile.problem(problem, **({} if u is None else {"u": bonus[tile.channels.start]}))
+        of_tile, partial_du = on_hopper(
+            own,
+            smaller,
+            device,
+            P,
+            short,
+            [tile.part(x, axis) for x, axis in zip(arrays, "KKVKV", strict=True)],
+            [tile.part(x, axis) for x, axis in zip(gradients, "KKVK", strict=True)],
+            own.plain(tile.state(dht), "dht"),
+            dh0_of_tile := gradient_of_state(own, smaller),
+            adds=tile.adds,
+            adds_dv=tile.adds_dv,
+        )
+        sizes.append(of_tile)
+        if dh0 is not None:
+            draft.copy(dh0_of_tile, tile.state(dh0))
+        if du is not None:
+            sum_of_parts(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
+    return sizes[0] | {"tiles": len(tiles)}, du
 
 
 class OnHopper:
@@ -238,15 +358,13 @@ class OnHopper:
         self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
-    def launch(self, kernel, mapped, segments=None, **more):
-        """Blocks of BK channels for every head of so many segments a sequence, or all; tensor maps and rows
-        of `mapped`."""
-        N, H, K = self.problem.shape("N H K")
+    def launch(self, kernel, blocks, mapped, **more):
+        """So many blocks; tensor maps and rows of `mapped`."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(
             kernel,
-            (segments or self.P) * N * H * ceil_div(K, kernel.BK),
+            blocks,
             **maps,
             **rows,
             **more,
@@ -297,8 +415,8 @@ class OnHopper:
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
         self.launch(
             summary,
+            2 * P * N * H * ceil_div(K, summary.BK),
             mapped,
-            2 * P,
             initial=initial,
             dht=dht,
             states=states,

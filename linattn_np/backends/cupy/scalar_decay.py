@@ -14,7 +14,7 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...declarations import GLA
 from . import float64, gated, gated_vjp, tuning
-from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient
+from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient, sum_of_parts
 from .instances import (
     PANEL,
     SCALAR,
@@ -25,6 +25,7 @@ from .instances import (
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable, mappable_once_copied
 from .scalar_instances import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
+from .state_tiles import Reused, tiles_of
 
 WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
@@ -85,7 +86,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
         dyz, kernel = draft.empty(y.shape, y.dtype), DivideGradient(problem.dtype)
         by_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
-    inner = plan_gla_vjp(draft, gla, device, do, dht, reason, kept)
+    inner = plan_gla_vjp(draft, gla, device, do, dht, reason, kept, exact_gate=bool(problem.op.gates))
     (dq, dk, dv, dg), dh0 = draft.include(inner)
     if phi := feature_map(problem):
         dq, dk = (through(draft, phi, problem[name], x, name) for name, x in (("q", dq), ("k", dk)))
@@ -341,9 +342,9 @@ class BySums(Narrow):
         )
 
 
-def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False) -> dict:
+def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False, adds=False):
     """The kernel's `WeightedSum`; states are [K, V], and `turned` where the values are as wide as K. `partner`: what
-    the sum is the gradient of, where the gate's gradient needs it."""
+    the sum is the gradient of, where the gate's gradient needs it. `adds`: to what other tiles have left."""
     arrays = dict(zip(("q", "k", "v", "o"), parts)) | {"partner": partner or parts[2]}
     K, V = arrays["k"].shape[-1], arrays["v"].shape[-1]
     return {
@@ -358,6 +359,7 @@ def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=Fal
         "read": read,
         "write": write,
         "backwards": backwards,
+        "adds": adds,
     }
 
 
@@ -372,21 +374,32 @@ def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=
 SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 
 
-def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=()):
+def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     """A plan of gla's pullback under a scalar decay. Its dg is [B, H, T] as the kernels read g, or of parts
-    [B, H, T, C] in float32, or None where tokens share the gate."""
+    [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether anybody wants it."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    if not backward_reads_gate_in_place(gla, device):
-        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True)
+    in_tiles = gla.dtype == BFLOAT16 and fits_tiles(gla, device)
+    if not (in_tiles or backward_reads_gate_in_place(gla, device)):
+        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True, exact_gate=exact_gate)
     own = Draft()
-    if kept or not sums_read_gate(gla, device):
+    if kept or in_tiles or not sums_read_gate(gla, device):
         gla = in_float32(own, gla)
     arrays = backward_inputs(own, gla, do)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
     found = {f"d{name}": own.like(arrays[name]) for name in "qkv"}
-    dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
+    if in_tiles:
+        dg, tiles = sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0)
+    else:
+        dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
     return own.plan(((*found.values(), dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
+
+
+def fits_tiles(gla, device) -> bool:
+    """Whether they take it a tile of the state after the other; with gates of tokens' own where no sequence is cut."""
+    if not gated_vjp.segments_of_tiles(gla, device, [gla[name] for name in "qkv"], shared=True):
+        return False
+    return not has_own_gates(gla) or backward_cut(tiles_of(gla)[0].problem(gla), device)[0] == 1
 
 
 def backward_reads_gate_in_place(gla, device) -> bool:
@@ -435,22 +448,46 @@ def prepared(own, gla, device, arrays, dht, kept):
     return on_hopper, arrays, initial, dht
 
 
-def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept):
+def sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0):
+    """As `gated_vjp.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share it, too;
+    the sizes of what runs for the first)."""
+    memory, tiles, sizes = Reused(own), tiles_of(gla), []
+    parts = own.empty((len(tiles), *gla.shape("B H T")), FLOAT32) if has_own_gates(gla) else None
+    for n, tile in enumerate(tiles):
+        draft, smaller = memory.again(), tile.problem(gla)
+        read, written = (
+            {name: x if name == "g" else tile.part(x, "V" if name in ("v", "do", "dv") else "K") for name, x in named}
+            for named in (arrays.items(), found.items())
+        )
+        states = draft.plain(tile.state(dht), "dht"), gated_vjp.gradient_of_state(draft, smaller)
+        more = {"adds": {"dq": tile.adds, "dk": tile.adds, "dv": tile.adds_dv}, "dg": parts and parts[n]}
+        sizes.append(gradients_by_sums(draft, smaller, device, read, written, *states, **more)[1])
+        if dh0 is not None:
+            own.copy(states[1], tile.state(dh0))
+    dg = parts and own.empty(parts.shape[1:], FLOAT32)
+    if parts is not None:
+        sum_of_parts(own, parts, dg)
+    return dg, sizes[0] | {"tiles": len(tiles)}
+
+
+def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept=(), adds=None, dg=None):
     """Three sums, at once or the first before the others; those leave and find what the gate's gradient is made of,
-    where it is asked for. (that gradient, the sizes of what runs)"""
+    where it is asked for. (that gradient, the sizes of what runs). Of a tile: `adds`, by name, says whether they do,
+    and the gate's gradient goes to `dg` as a whole."""
     K, V = gla.shape("K V")
     on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
     P, gate = on_hopper.P, has_own_gates(gla)
-    sums, kernels = [], tuning.weighted_sums(gla, gla["g"].dtype, P, device, gate)
+    sums, kernels = [], tuning.weighted_sums(gla, gla["g"].dtype, P, device, gate, one_part=dg is not None)
     for name, parts in SUMS.items():
         of = (*(arrays[part] for part in parts), found[name])
-        partner = arrays[name[1:]] if gate else None
+        partner, adding = arrays[name[1:]] if gate else None, bool(adds and adds[name])
+        more = {"partner": partner, "turned": name != "dv", "adds": adding}
         if name == "dq":
-            sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, partner=partner, turned=True))
+            sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, **more))
         else:
-            more = {"final": dh0 if name == "dv" else None, "partner": partner, "turned": name == "dk"}
+            more["final"] = dh0 if name == "dv" else None
             sums.append(weighted_sum(of, dht, read=1.0, write=gla.scale, backwards=True, **more))
-    of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) if gate else {}
+    of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) | ({"dg": dg} if dg else {}) if gate else {}
     for kernel in kernels:
         count, widest = SUMS_AT_ONCE[kernel.what], K if kernel.what.endswith("Queries") else max(K, V)
         launch_sums(own, gla, kernel, sums[:count], arrays["g"], on_hopper.shape, widest, of=P, **of_gate)

@@ -17,7 +17,7 @@ WEIGHTED_SUM = (
     *pointers("initial final"),
     *integers("K V state_k state_v"),
     *reals("read write"),
-    *integers("backwards"),
+    *integers("backwards adds"),
 )
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from math import inf
 
+from ...arrays import BFLOAT16
 from .instances import PANEL, TILES
 from .plan import FLOAT32, ceil_div
 from .scalar_instances import WeightedSums
@@ -15,10 +16,14 @@ RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept whatever the inputs' size
 SEGMENT = 128  # tokens that are worth a pass of their own
 SPARED = 600  # tokens that a cut of Hopper's forward pass has to spare: as long as two launches more and states take
+SPARED_BACKWARD = 150  # of them, where gradients follow that take over its states: 0.146 for 0.152 ms at 2,1024,16,128
 BLOCK_START = 64  # tokens that take as long in the main backward kernels as a block's start
+MOST_IN_TURN = 512  # tokens of a sequence on average, beside which that counts
 MOST_WAVES = 8  # of segments, which fill the last one well enough
 HARDLY_MORE = 1.03
 SUMMARY = 0.35  # of the main kernels' time, what summarising both ways takes
+TILE_START = 128  # tokens that take as long as the launches of a tile of a state
+OTHERS_START, OTHERS_FINER = 400, 1.7  # the same of the backward kernels for every card; what tf32 takes there
 FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # the same of the forward pass
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
 
@@ -69,6 +74,13 @@ def backward_segments(blocks, longest, most) -> int:
     return 1 + next(n for n, each in enumerate(times) if each <= HARDLY_MORE * min(times))
 
 
+def in_turn(heads, lengths, most) -> bool:
+    """Whether blocks of the main backward kernels take `heads` (sequence, head)s of these lengths in turn, of which the
+    card holds `most` at once: where sequences are so short that a block's start counts. Otherwise a block each is the
+    faster program: gla's milliseconds in turn / so, 64,37,64,128 0.43/0.57, 4,4096,64,128 1.62/1.54."""
+    return heads > most and lengths.mean() <= MOST_IN_TURN
+
+
 def equal_segments_time(P, blocks, longest, most) -> float:
     """Of the main backward kernels and their summaries, in tokens of one of them."""
     waves = ceil_div(blocks * P, most) * (longest / P + BLOCK_START)
@@ -104,6 +116,22 @@ def cut_in_two(blocks, T, most, aligned, start, summary) -> tuple[float, int]:
         return main + summary * blocks / most * length
 
     return min(((time(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
+
+
+def worth_tiles(problem, tiles, P, device, shared) -> bool:
+    """Whether Hopper's own backward kernels, so many tiles of the state one after the other, take less time than the
+    kernels for every card, counted in tokens of a tile on a multiprocessor. These have chunks of 64 tokens, keep states
+    by 64 channels and columns, and make scores for 128 columns at a time. gla's milliseconds in tiles / by these:
+    8,1024,32,256,256 1.64/2.86, 4,2048,16,256,256 1.06/1.48, 64,37,64,256,256 2.37/3.35, 4,2048,16,192,192 1.07/1.13,
+    1,8192,8,256,512 1.47/1.93; 1,2048,16,256,256 .53/.50, 2,512,16,256,512 .69/.42, 1,1024,8,256,256 .28/.15. Where
+    channels have a `shared` gate, tiles take half of that time, and the others twice as long, in float32: retention
+    2,2048,8,256,512 .34/1.52, 1,512,8,200,64 .07/.12; 1,1024,4,256,512 .31/.23."""
+    (B, N, H, K, V), most, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
+    of_tile = equal_segments_time(P, N * H, int(lengths.max()), most) / (2 if shared else 1)
+    chunks, across, down = (-(-lengths // 64)).sum(), ceil_div(K, TILES[0]), ceil_div(V, TILES[0])
+    others = B * H * chunks * 64 / most * across * (0.26 + 0.22 * down + 0.35 * ceil_div(V, TILES[-1]))
+    finer = OTHERS_FINER if shared or problem.dtype != BFLOAT16 else 1
+    return tiles * (of_tile + TILE_START) < OTHERS_START + others * finer
 
 
 def summary_channels(K, blocks, most) -> int:
@@ -147,10 +175,11 @@ def narrow_blocks(heads, V, longest, device) -> bool:
     return blocks <= most and segments(blocks, longest, most, SPARED) == 1
 
 
-def weighted_sums(problem, dtype, P, device, gate=False) -> tuple[WeightedSums, ...]:
+def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tuple[WeightedSums, ...]:
     """The kernels of dq, dk and dv: one for all three, of blocks as wide as the channels, or of half as many, which
     take three quarters of the time; or one for dq of such and one for dk and dv of wide ones: whatever needs the least
-    time for its waves of blocks. With the gradient of the gate always one for dq and one for the others."""
+    time for its waves of blocks. With the gradient of the gate always one for dq and one for the others, which takes
+    all of K where dg is to be in `one_part`."""
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
 
@@ -161,6 +190,8 @@ def weighted_sums(problem, dtype, P, device, gate=False) -> tuple[WeightedSums, 
     if gate:
         count = {"GatedQueries": 1, "GatedKeys": 2}
         widths = {what: min((widest, narrow), key=lambda BV: waves(count[what], BV)) for what in count}
+        if one_part:
+            widths["GatedKeys"] = widest
         return tuple(WeightedSums.fitting(what, dtype, widest, BV) for what, BV in widths.items())
     whole = {BV: waves(3, BV) for BV in (widest, narrow)}
     if P == 1 and waves(1, narrow) + waves(2, widest) < min(whole.values()):

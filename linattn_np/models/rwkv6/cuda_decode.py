@@ -42,9 +42,10 @@ class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
     Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
-    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`, and beside int8 to
-    bfloat16. int8 has a scale for every row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The
-    embedding and the second matrices of low rank are bfloat16 then.
+    are float32; one launch of all layers, with half weights, hands numbers on without their last bit. Only beyond eight
+    sequences the inputs of a product are rounded to `dtype`, and beside int8 to bfloat16. int8 has a scale for every
+    row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The embedding and the second matrices of
+    low rank are bfloat16 then.
 
     Parameters
     ----------
@@ -123,8 +124,10 @@ class CudaDecoder:
         terms = model_products.FLOAT_TERMS if self.split else 1
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
-        low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, batch, terms).most_parts
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
+        low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, batch, terms).most_parts
+        if kernels.FiveMixes.fitting(X, B, A, self.device):
+            low_parts = model_products.NarrowProduct.PARTS
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),
             xx=buffer(B, D),
@@ -163,10 +166,11 @@ class CudaDecoder:
     def words(self) -> dict:
         """What the blocks of `DecodeFew` hand to each other, each number a word of epoch 0; and the blocks' epochs."""
         B, (D, F, A, W) = self.batch, (self.sizes[axis] for axis in "DFAW")
-        shapes = {"xx": (4, B, D), "low": (B, 5 * A), "mixed": (5, B, D), "kvrg": (4, B, D), "decay_low": (B, W)}
+        shapes = {"xx": (6, B, D), "low": (B, 5 * A), "mixed": (5, B, D), "kvrg": (4, B, D), "decay_low": (B, W)}
         shapes |= {"y": (B, D), "activated": (B, F), "gate": (B, D)}
         blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
-        words = {name: self.device.zeros(shape, INT64) for name, shape in shapes.items()}
+        narrow = INT64 if self.dtype == FLOAT32 else UINT32  # the last x takes two of these
+        words = {name: self.device.zeros(shape, narrow) for name, shape in shapes.items()}
         return words | {"arrived": self.device.zeros((blocks,), UINT32)}
 
     @property
@@ -346,25 +350,10 @@ class Step:
 
     def time_mix(self, layer, shift, wkv, added):
         my, buffers, B = self.my, self.buffers, self.my.batch
-        T, X, (D, H, N, A, W) = my.dtype, buffers.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
+        T, X, (H, N, W) = my.dtype, buffers.mixed.dtype, (my.sizes[axis] for axis in "HNW")
         terms = buffers.mixed.shape[0]
         self.norm_shift(layer.ln1, buffers.mixed_x, layer.maa_x, shift, added, added and buffers.gate, xx=buffers.xx)
-        parts = self.low_rank_down(layer)
-        mix = kernels.DataMix.of_step(T, X, B, terms)
-        self.draft.launch(
-            mix,
-            mix.blocks(B, D),
-            low=buffers.low,
-            up=layer.maa_up,
-            maa=layer.maa,
-            xx=buffers.xx,
-            d=buffers.d,
-            mixed=buffers.mixed,
-            tokens=B,
-            D=D,
-            A=A,
-            P=parts,
-        )
+        self.data_mix(layer)
         of_batch = () if my.by_rows else (kernels.TimeMixMany, kernels.TimeMixBatch)
         fitting = (cls.fitting(T, my.state_dtype, terms, B, H, N, W, my.device) for cls in of_batch)
         kernel, more_shared = next(filter(None, fitting), (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0))
@@ -412,6 +401,21 @@ class Step:
             ("ffn_receptance", buffers.ffn_mixed[:, 1:], buffers.gate, WRITE),
         )
         return self.addend(layer, "ffn_value", buffers.activated)
+
+    def data_mix(self, layer):
+        my, buffers, (D, A), B = self.my, self.buffers, (self.my.sizes[axis] for axis in "DA"), self.my.batch
+        X, terms = buffers.mixed.dtype, buffers.mixed.shape[0]
+        arrays = {"low": buffers.low, "up": layer.maa_up, "maa": layer.maa, "xx": buffers.xx, "d": buffers.d}
+        arrays["mixed"] = buffers.mixed
+        if mixes := kernels.FiveMixes.fitting(X, B, A, my.device):
+            w, scales = matrix_of(layer, "maa_down")
+            down = model_products.NarrowProduct.fitting(my.matrices, B)
+            given = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
+            self.draft.launch(down, down.blocks(B, 5 * A), **given, B=B, K=D, M=5 * A)
+            self.draft.launch(mixes, mixes.blocks(B, D), **arrays, B=B, D=D, A=A)
+        else:
+            parts, mix = self.low_rank_down(layer), kernels.DataMix.of_step(my.dtype, X, B, terms)
+            self.draft.launch(mix, mix.blocks(B, D), **arrays, tokens=B, D=D, A=A, P=parts)
 
     def low_rank_down(self, layer) -> int:
         """What the data mix takes as `low`; in how many parts."""

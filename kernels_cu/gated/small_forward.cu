@@ -1,0 +1,113 @@
+// what      GLA and RWKV-6 forward with heads of at most 16 channels and columns.
+// math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;   o_t = scale q_t^T S_t  (RWKV-6: scale q_t^T (S_{t-1} + diag(u)
+//           k_t v_t^T))
+// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
+// grid      a warp for every 64 / D heads of all sequences or segments, sequence slowest; a lane has two columns of a
+//           head's state
+// smem      two steps of a warp's tokens, the decays of one
+// barriers  of warps, two a step: tokens have arrived and their decays stand | outputs stand, and tokens are read
+// numerics  float32 throughout
+// source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
+// limits    K, V <= D; D of 8, 16
+#include "gated/small_heads.cuh"
+
+constexpr int WARPS = 4;
+
+template <typename T, typename G> struct Args {
+  Rows<const T> q, k, v;
+  Rows<const G> g;
+  Rows<T> o;
+  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
+  float* final;              // [N, H, K, V] or null
+  Shape shape;
+  double scale;
+  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+};
+
+template <typename T, typename G, int D> struct Stage {
+  Tile<T, D, D / 2> q, k, v;
+  union {
+    Tile<G, D, D / 2> g;
+    Tile<T, D, D / 2> o;  // once the decays stand
+  };
+};
+template <typename T, typename G, int D> struct Shared {
+  struct Warp {
+    Stage<T, G, D> stages[2];
+    Tile<float, D, D / 2> decays;
+  } warps[WARPS];
+};
+
+template <class ReadOrder, typename T, typename G, int D>
+__global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
+    gated_small_forward(const Args<T, G> args) {
+  constexpr int LANES = D / 2;
+  constexpr bool BEFORE = ReadOrder::reads_before_write;
+  using Inputs = Tile<T, D, LANES>;
+  const int warp = threadIdx.x >> 5;
+  auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
+  const Shape& shape = args.shape;
+  const LaneOf<LANES> me;
+  const Head at = head_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + me.head);
+  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * me.lane;
+
+  float S[D][2], u[D];
+  const auto each = [&](auto f) {
+    const i64 first = (at.n * shape.H + at.h) * (i64(K) * V) + column;
+#pragma unroll
+    for (int c = 0; c < D; ++c)
+#pragma unroll
+      for (int x = 0; x < 2; ++x)
+        if (at.n >= 0 && c < K && column + x < V) f(S[c][x], first + c * V + x);
+  };
+#pragma unroll
+  for (int c = 0; c < D; ++c) {
+    S[c][0] = S[c][1] = 0.f;
+    u[c] = BEFORE && c < K ? args.u[at.h * K + c] : 0.f;
+  }
+  if (args.initial) each([&](float& x, i64 place) { x = args.initial[place]; });
+
+  const auto& tiles = s.stages[0];
+  const auto q = pieces_of(tiles.q, args.q, at, me.lane), k = pieces_of(tiles.k, args.k, at, me.lane);
+  const auto v = pieces_of(tiles.v, args.v, at, me.lane);
+  const auto g = pieces_of(tiles.g, args.g, at, me.lane);
+  const auto o = pieces_of(tiles.o, args.o, at, me.lane);
+  const auto fetch_step = [&](Stage<T, G, D>& to, int token) {
+    const int left = at.tokens - token;
+    fetch(to.k, k, me.head, me.lane, token, left, K, bytes);
+    fetch(to.v, v, me.head, me.lane, token, left, V, bytes);
+    fetch(to.g, g, me.head, me.lane, token, left, K, bytes);
+    fetch(to.q, q, me.head, me.lane, token, left, K, bytes);
+    cp_async_commit();
+  };
+  const int most = most_tokens<LANES>(at.tokens);
+  const float scale = float(args.scale);
+  if (most) fetch_step(s.stages[0], 0);
+#pragma unroll 1
+  for (int token = 0, stage = 0; token < most; token += STEP, stage ^= 1) {
+    Stage<T, G, D>& in = s.stages[stage];
+    cp_async_wait<0>();
+    put_decays(s.decays, in.g, me.head, me.lane);
+    __syncwarp();  // the tokens have arrived, and their decays stand
+    if (token + STEP < most) fetch_step(s.stages[stage ^ 1], token + STEP);
+#pragma unroll
+    for (int i = 0; i < STEP; ++i) {
+      float q[D], k[D], a[D], v[2], o[2] = {};
+      in.q.row(q, i, me.head), in.k.row(k, i, me.head), s.decays.row(a, i, me.head);
+      in.v.row(v, i, me.head, column);
+#pragma unroll
+      for (int c = 0; c < D; ++c)
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const float kv = k[c] * v[x], next = fmaf(a[c], S[c][x], kv);
+          o[x] = fmaf(q[c], BEFORE ? fmaf(u[c], kv, S[c][x]) : next, o[x]);
+          S[c][x] = next;
+        }
+      o[0] *= scale, o[1] *= scale;
+      in.o.put(o, i, me.head, column);
+    }
+    __syncwarp();  // the outputs stand; the tokens are read
+    store(in.o, o, me.head, me.lane, token, at.tokens - token, V, bytes);
+  }
+  if (args.final) each([&](float& x, i64 place) { args.final[place] = x; });
+}

@@ -1,0 +1,134 @@
+"""Instances of the kernels of heads of at most 16 channels and columns, which `gated` and `gated_vjp` plan, and how
+they cut sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from . import tuning
+from .arguments import integers, pointers, reals, rows, shape
+from .kernel import Kernel
+from .plan import ceil_div
+
+SIZES = (8, 16)  # D, of which channels and columns are at most so many
+AT_LEAST, AT_LEAST_ON_HOPPER = 1 << 15, 1 << 17  # tokens of all heads: the time of fewer is that of launches, of which
+# Hopper's kernels for half-precision data need fewer
+SPARED = 128  # tokens that a cut has to spare: as long as two launches more take
+
+
+def are_small(problem, device) -> bool:
+    """Whether these kernels compute a problem of the gated family."""
+    B, H, T, K, V = problem.shape("B H T K V")
+    least = AT_LEAST_ON_HOPPER if device.capability == 90 and problem.dtype.itemsize == 2 else AT_LEAST
+    return max(K, V) <= SIZES[-1] and B * H * T >= least
+
+
+@dataclass(frozen=True)
+class GatedSmall(Kernel):
+    """One of them: a warp has several heads, and a block so many warps."""
+
+    CHUNK: ClassVar[int] = 8  # tokens that are there at once
+    WARPS: ClassVar[int] = 4
+    SEGMENT: ClassVar[int] = 64  # tokens that are worth a pass of their own
+    shared = ("Shared<{dtype}, {gate}, {D}>",)
+    constants: ClassVar[tuple] = (("STEP", "CHUNK"), ("WARPS", "WARPS"))
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+    D: int
+
+    @classmethod
+    def fitting(cls, read_order, problem, gate):
+        return cls(read_order, problem.dtype, gate, SIZES[max(problem.shape("K V")) > SIZES[0]])
+
+    @property
+    def threads(self):
+        return 32 * self.WARPS
+
+    @property
+    def resident(self):
+        if self.D > SIZES[0]:
+            return 3
+        return 5 if self.gate.itemsize == 2 else 4
+
+    @property
+    def heads(self) -> int:
+        """Of a block."""
+        return 64 // self.D * self.WARPS
+
+    def blocks(self, heads) -> int:
+        return ceil_div(heads, self.heads)
+
+    def tokens_bytes(self, arrays: int) -> int:
+        """Of two steps of so many arrays of a block's heads and of their gates, and of the decays of one."""
+        return self.CHUNK * self.heads * self.D * (2 * (arrays * self.dtype.itemsize + self.gate.itemsize) + 4)
+
+    def segments(self, heads, longest, device) -> int:
+        """Into how many a sequence is cut, of so many heads of all sequences."""
+        most = tuning.resident_blocks(self, device) * self.heads
+        P = max(1, min(most // max(heads, 1), longest // self.SEGMENT))
+        return P if longest * (P - 1) >= SPARED * P else 1
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.D
+
+    @property
+    def tiles(self):
+        return {"BK": self.D, "BV": self.D, "heads": self.heads, "chunk": self.CHUNK}
+
+
+class GatedSmallForward(GatedSmall):
+    file = "gated/small_forward"
+    arguments = (*rows("q k v g o"), *pointers("u initial final"), *shape, *reals("scale"), *integers("bytes"))
+
+    @property
+    def shared_bytes(self):
+        return self.tokens_bytes(3)
+
+
+class GatedSmallStates(GatedSmall):
+    """What segments leave behind, in one direction or in both."""
+
+    file = "gated/small_states"
+    arguments = (
+        *rows("q k v do_ g"),
+        *pointers("initial dht left decays"),
+        *shape,
+        *reals("scale"),
+        *integers("of needed both bytes"),
+    )
+
+    @property
+    def shared_bytes(self):
+        return self.tokens_bytes(2)
+
+
+class GatedSmallBackward(GatedSmall):
+    """dq, dk, dv, dg and the parts of du."""
+
+    file = "gated/small_backward"
+    arguments = (
+        *rows("q k v do_ g dq dk dv dg"),
+        *pointers("u starts ends dh0 kept partial_du"),
+        *shape,
+        *reals("scale"),
+        *integers("P bytes"),
+    )
+    WARPS: ClassVar[int] = 2
+    SEGMENT: ClassVar[int] = 32  # 0.039 for 0.057 ms in float32 at 2,1024,16,16
+    resident = 4
+    NUMBERS: ClassVar[int] = 16  # of a state, that a lane has
+    constants = (*GatedSmall.constants, ("NUMBERS", "NUMBERS"))
+
+    @property
+    def heads(self):
+        return 32 * self.NUMBERS // self.D**2 * self.WARPS
+
+    @property
+    def shared_bytes(self):
+        return self.tokens_bytes(4) + 2 * 4 * 32 * self.NUMBERS * self.WARPS

@@ -1,0 +1,80 @@
+"""The kernels of heads of at most 16 channels and columns: any sizes and number of heads, in segments or not."""
+
+import numpy as np
+import planned
+import pytest
+from planned import results
+from reference import assert_results, draw, same_bits
+from test_gradient_kernels import Call, Case
+
+from linattn_np import OPS
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import execute, gated, small_heads
+from linattn_np.ops import GLA, RWKV6
+
+SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
+BOUNDS = (0, 0, 5, 105, 138, 138, 212)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Cuts sequences into so many segments, however few tokens there are."""
+    monkeypatch.setattr(small_heads, "AT_LEAST", 0)
+    monkeypatch.setattr(small_heads, "AT_LEAST_ON_HOPPER", 0)
+    return lambda P: monkeypatch.setattr(small_heads.GatedSmall, "segments", lambda *sizes: P)
+
+
+@pytest.mark.pairwise("op", "K", "V", "dtype", "gate_dtype")
+@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("gate", ["trained", "some-inf", "by_channel", "positive"])
+@pytest.mark.parametrize("H", [1, 3, 9])
+@pytest.mark.parametrize("K, V", [(8, 8), (16, 16), (5, 3), (4, 12), (13, 8), (1, 1)])
+@pytest.mark.parametrize(
+    "dtype, gate_dtype", [(SINGLE, None), (HALF, None), (BFLOAT16, None), (HALF, SINGLE), (BFLOAT16, SINGLE)]
+)
+@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+def test_forward(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, packed, P):
+    cut(P)
+    sizes = {"B": 1, "H": H, "T": 212, "K": K, "V": V, "N": 6 if packed else 1}
+    arguments = {"cu_seqlens": BOUNDS} if packed else {}
+    arrays = draw(op, rng, sizes, dtype, gate, gate_dtype)
+    start = rng.standard_normal((sizes["N"], H, K, V)).astype(np.float32)
+    kernels = planned.names(planned.plan_of(op.bind([device.upload(x) for x in arrays], **arguments), device))
+    cut_in = ["gated_small_states", "gated_scan_segments"] * (P > 1)
+    assert kernels == [*cut_in, "gated_small_forward"]
+    found = results(op, arrays, device, start, True, **arguments)
+    assert_results(OPS[op], arrays, found, dtype, initial_state=start, **arguments)
+    assert all(map(same_bits, found, results(op, arrays, device, start, True, **arguments)))
+
+
+@pytest.mark.pairwise("op", "K", "V", "dtype", "gate_dtype")
+@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("lengths", [(), (0, 5, 100, 33, 0, 74)], ids=["dense", "packed"])
+@pytest.mark.parametrize("gate", ["trained", "some-inf", "by_channel", "positive"])
+@pytest.mark.parametrize("H", [1, 3, 17])
+@pytest.mark.parametrize("dht", [True, False], ids=["dht", ""])
+@pytest.mark.parametrize("K, V", [(8, 8), (16, 16), (5, 4), (4, 12), (13, 8), (16, 3), (1, 1)])
+@pytest.mark.parametrize(
+    "dtype, gate_dtype", [("float32", None), ("float16", "float32"), ("bfloat16", None), ("bfloat16", "float32")]
+)
+@pytest.mark.parametrize("op", ["gla", "rwkv6"])
+def test_gradients(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, lengths, dht, P):
+    cut(P)
+    call = Call(
+        op, Case(T=133, K=K, V=V, H=H, dtype=dtype, gate=gate, gate_dtype=gate_dtype, lengths=lengths, dht=dht), rng
+    )
+    options = {name: x for name, x in call.options.items() if name == "cu_seqlens"}
+    arrays, start, do = (
+        [device.upload(x) for x in of] for of in (call.arrays, [call.options["initial_state"]], [call.do])
+    )
+    problem = call.op.bind(arrays, gradient=True, initial_state=start[0], **options)
+    final = (device.upload(call.dht),) if dht else None
+    plan = execute.vjp_plan_of(gated, problem, device, do[0], final)
+    P = P if V % 4 == 0 else 1
+    cut_in = ["gated_small_states"] * (P > 1) + ["gated_scan_both_ways"] * (P > 2)
+    assert planned.names(plan)[: len(cut_in) + 1] == [*cut_in, "gated_small_backward"]
+    found, first = planned.pull(problem, device, do[0], final)
+    call.assert_close("small", [planned.host(x) for x in (*found, *first)], call.exact[1])
+    again, _ = planned.pull(problem, device, do[0], final)
+    assert all(same_bits(planned.host(x), planned.host(y)) for x, y in zip(found, again, strict=True))
