@@ -118,9 +118,6 @@ SPILLED = {
 # theirs to functions out of line, for gates that grow.
 STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
 
-# The same of one instance alone, where all others of its kernel have nothing: two registers too few with float32 gates.
-SPILLED_ALONE = {"gated_sm90_forward<BeforeWrite, SinglePass, bf16, float, 128, 128>": 8}
-
 
 @pytest.fixture
 def exhaustive(request):
@@ -135,9 +132,8 @@ def test_kernels_fit_their_registers(file, exhaustive):
     for target, kernels in instances.items():
         assert sorted(usage[target]) == sorted(kernel.expression for kernel in kernels)
         for expression, used in usage[target].items():
-            alone = SPILLED_ALONE.get(expression, 0)
-            assert used.spilled <= SPILLED.get((file, target), alone), f"{expression} on {target}"
-            assert not KERNELS[file][0].arch or used.stack <= STACK.get(file, alone), f"{expression} on {target}"
+            assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"
+            assert not KERNELS[file][0].arch or used.stack <= STACK.get(file, 0), f"{expression} on {target}"
             assert used.registers * every[expression].threads <= REGISTERS, f"{expression} on {target}"
 
 

@@ -235,7 +235,9 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
         wgmma_keep(o);
         // Made anew where K_RANKS blocks have no registers for it; elsewhere this made an assembler serialise products.
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
-        put_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup][chunk % AHEAD][0], o, row % MORE, lane);
+        put_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup]
+                   [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % AHEAD][0],
+                o, row % MORE, lane);
       }
       __syncwarp();  // all lanes have read decays
       if (thread % 32 == 0) release(chunk, stage);

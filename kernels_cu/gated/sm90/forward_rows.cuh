@@ -32,6 +32,15 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
+// Where a sub-chunk's queries and keys stand that meet others at the nearest border. Those of sub-chunk 3, or 0, meet
+// others at the middle of the chunk, too.
+template <class Scores> __device__ __forceinline__ int near_queries(const Scores& s, int subchunk) {
+  return subchunk == 2 ? s.HALF : s.NEAR + 4 * (subchunk - 1);  // none of sub-chunk 0
+}
+template <class Scores> __device__ __forceinline__ int near_keys(const Scores& s, int subchunk) {
+  return subchunk == 1 ? s.HALF + BC : s.NEAR + 4 * subchunk;  // none of sub-chunk 3
+}
+
 // x times factors of W channels.
 template <int W> __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[W]) {
 #pragma unroll
