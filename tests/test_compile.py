@@ -80,7 +80,7 @@ def targets(instances):
 # 1.04 at 4,4096,64,128 on an H200.
 SPILLED = {
     ("gated/sm90/backward_queries", "sm_90a"): 120,
-    ("gated/sm90/backward_keys", "sm_90a"): 224,
+    ("gated/sm90/backward_keys", "sm_90a"): 244,  # InTurn, float32 gates; where blocks have a sequence each 204
     ("float64/backwards", "sm_86"): 12,
     ("float64/backwards", "sm_89"): 12,
     ("float64/forwards", "sm_100"): 16,  # of 64 columns, in 40 registers, as the assembler chooses
@@ -116,10 +116,7 @@ SPILLED = {
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
 # for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
 # theirs to functions out of line, for gates that grow.
-STACK = {"gated/sm90/backward_queries": 192, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
-
-# The same of one instance alone, where all others of its kernel have nothing: two registers too few with float32 gates.
-SPILLED_ALONE = {"gated_sm90_forward<BeforeWrite, SinglePass, bf16, float, 128, 128>": 8}
+STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
 
 
 @pytest.fixture
@@ -135,9 +132,8 @@ def test_kernels_fit_their_registers(file, exhaustive):
     for target, kernels in instances.items():
         assert sorted(usage[target]) == sorted(kernel.expression for kernel in kernels)
         for expression, used in usage[target].items():
-            alone = SPILLED_ALONE.get(expression, 0)
-            assert used.spilled <= SPILLED.get((file, target), alone), f"{expression} on {target}"
-            assert not KERNELS[file][0].arch or used.stack <= STACK.get(file, alone), f"{expression} on {target}"
+            assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"
+            assert not KERNELS[file][0].arch or used.stack <= STACK.get(file, 0), f"{expression} on {target}"
             assert used.registers * every[expression].threads <= REGISTERS, f"{expression} on {target}"
 
 
@@ -247,7 +243,7 @@ class KeptTooRarely(instances.GatedBackwardQueriesSm90):
 
 
 def test_another_number_of_kept_states_does_not_compile():
-    kernel = KeptTooRarely("AfterWrite", BFLOAT16, BFLOAT16, 64, 64)
+    kernel = KeptTooRarely("AfterWrite", BFLOAT16, BFLOAT16, 64, 64, instances.ONE_EACH)
     with pytest.raises(RuntimeError, match="the host and the kernel differ on a size, an offset or a con"):
         nvrtc.translate(source.program([kernel]), [kernel.expression], kernel.arch)
     nvrtc.translate(source.text(kernel.file), [kernel.expression], kernel.arch)

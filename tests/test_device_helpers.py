@@ -156,6 +156,15 @@ def test_fma_of_pairs_rounds_once(device, rng):
     assert (np.abs(whole - exact) <= 1.01 * 2.0**-8 * np.abs(exact)).all()
 
 
+def test_product_of_pairs_in_half_precision(device, rng):
+    x, y = rng.standard_normal((2, 256)).astype(np.float16)
+    y[:8] = 0, -0.0, np.inf, 6e-8, 1e-4, 6e4, -1, 1  # numbers below the normal ones stay
+    got = run(device, "Times", words(x, y), (128,), np.uint32).view(np.float16)
+    with np.errstate(over="ignore"):
+        wanted = (x.astype(np.float64) * y).astype(np.float16)
+    np.testing.assert_array_equal(got.view(np.uint16), wanted.view(np.uint16))
+
+
 def test_tf32_product_through_cp_async(device, rng):
     a, b = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((5, 16, 8), (5, 8, 8)))
     arrays = [device.upload(a), device.upload(b), device.empty((5, 16, 8), np.float32)]

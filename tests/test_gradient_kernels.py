@@ -476,10 +476,24 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
             assert all(same_bits(card.tohost(x), y) for x, y in zip(found, gradients, strict=True))
 
 
+def least_times(cupy, calls):
+    """Milliseconds of calls in turn, as others may use the card as well."""
+    taken = {name: [] for name in calls}
+    for _ in range(30):
+        for name, call in calls.items():
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            taken[name].append(cupy.cuda.get_elapsed_time(start, stop))
+    return {name: min(times[5:]) for name, times in taken.items()}
+
+
 @pytest.mark.parametrize("kernels, dtypes", [("auto", (BFLOAT16, np.float16)), ("portable", (BFLOAT16, np.float32))])
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
-    """Trained gates take as long as weak ones: the least times of calls in turn, as others may use the card as well."""
+    """Trained gates take as long as weak ones."""
     if card.name != "cupy":
         pytest.skip("Numba has no gradients")
     cupy, sizes = card.cupy, {"B": 2, "H": 16, "T": 16384, "K": 128, "V": 128, "N": 2}
@@ -495,22 +509,33 @@ def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
             "trained": -cupy.exp(cupy.linspace(-4.2, -2.5, 128, dtype=np.float32) + 2 * normal),
         }
         q, k, v, _, *rest = (x.astype(dtype) for x in arrays)
-        calls, taken = {}, {name: [] for name in gates}
+        calls = {}
         with choose_kernels(kernels):
             for name, g in gates.items():
                 given = q, k, v, g.astype(dtype), *rest
                 _, pull = vjp(function, *given)
                 calls[name] = partial(pull, v) if gradient else partial(function, *given)
-            for _ in range(30):
-                for name, call in calls.items():
-                    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-                    start.record()
-                    call()
-                    stop.record()
-                    stop.synchronize()
-                    taken[name].append(cupy.cuda.get_elapsed_time(start, stop))
-        taken = {name: min(times[5:]) for name, times in taken.items()}
+            taken = least_times(cupy, calls)
         assert taken["trained"] <= 1.25 * taken["weak"], f"{dtype}: {taken}"
+
+
+def test_no_size_takes_much_longer(op, card):
+    """bfloat16 queries and keys that float16 does not hold, all of a call, take no more than twice as long forward, and
+    zeros no more than 1.25 times as long."""
+    if card.name != "cupy":
+        pytest.skip("Numba takes the portable kernels")
+    cupy, sizes = card.cupy, {"B": 8, "H": 32, "T": 2048, "K": 64, "V": 64}
+    declared, function = BY_NAME[op]
+    q, k, v, g, *rest = (
+        cupy.random.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32)
+        for axes in declared.arrays.values()
+    )
+    v, g = v.astype(BFLOAT16), (-cupy.exp(g - 3)).astype(BFLOAT16)
+    calls = {
+        by: partial(function, *((by * x).astype(BFLOAT16) for x in (q, k)), v, g, *rest) for by in (1, 1e-6, 1e5, 0)
+    }
+    taken = least_times(cupy, calls)
+    assert max(taken[1e-6], taken[1e5]) <= 2 * taken[1] and taken[0] <= 1.25 * taken[1], taken
 
 
 def test_memory_taken_on_a_card(op, card):

@@ -8,7 +8,7 @@ from emulator import EmulatedDevice
 from reference import assert_close, same_bits
 from test_gradient_kernels import BY_NAME, Call, Case
 
-from linattn_np.backends.cupy import execute, gated, tuning
+from linattn_np.backends.cupy import execute, gated, instances, tuning
 
 pytestmark = pytest.mark.parametrize("op", BY_NAME)
 
@@ -30,6 +30,32 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypa
     (found, start), (again, _) = pulled
     call.assert_close("saved", [*found, *start], call.exact[1])
     assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("gate_dtype", [None, "float32"])
+@pytest.mark.parametrize("K, V", [(128, 128), (64, 64), (128, 64), (64, 128)])
+@pytest.mark.parametrize("dht", [True, False])
+def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, monkeypatch):
+    """What a block had before leaves no trace: the bits are those of a block for each, where gates grow in one, too."""
+    declared, device = BY_NAME[op][0], EmulatedDevice(90)
+    lengths, options = (40, 0, 33, 5, 70, 64), {"initial": "float32" if dht else None, "dht": dht}
+    call = Call(op, Case(lengths=lengths, K=K, V=V, H=3, dtype=dtype, gate_dtype=gate_dtype, **options), rng)
+    call.arrays[3][:, 1, 45:48, ::5] = 2
+    given = {name: call.options[name] for name in ("initial_state", "cu_seqlens") if name in call.options}
+    final, results = (call.dht,) if dht else None, {}
+    for multiprocessors in (132, 2):
+        monkeypatch.setattr(type(device), "multiprocessors", multiprocessors, raising=False)
+        problem = declared.bind(call.arrays, gradient=True, **given)
+        plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
+        main = [step for step in plan.launches if "backward" in step.kernel.name]
+        many, held = len(lengths) * call.case.H, multiprocessors * (2 if K + V == 128 else 1)
+        schedule, blocks = (instances.IN_TURN, held) if many > held else (instances.ONE_EACH, many)
+        assert [(step.kernel.schedule, step.blocks) for step in main] == [(schedule, blocks)] * 2
+        found, start = planned.pull(problem, device, call.do, final)
+        results[multiprocessors] = [*found, *(start or ())]
+    assert all(map(same_bits, *results.values()))
 
 
 @pytest.mark.parametrize("dht, gate", [(True, "weak"), (False, "growth")])

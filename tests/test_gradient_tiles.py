@@ -144,7 +144,7 @@ def test_shared_gates_by_tiles(hopper, gate, gate_dtype, rng, monkeypatch):
     for name, x, exact in zip(("dq", "dk", "dv", "dh0"), (dq, dk, dv, host(dh0[0])), (*wanted[:3], wanted[4])):
         assert_close(name, x, exact, "bfloat16", rows=Hopper.gradient_rows["bfloat16"])
     terms = (double(k) * wanted[1]).sum(-1)
-    assert rms(double(dg) - wanted[3]) <= 4e-3 * max(rms(wanted[3]), rms(terms))
+    assert rms(double(dg) - wanted[3]) <= 6e-3 * max(rms(wanted[3]), rms(terms))  # half of what narrow heads may
 
 
 def test_tokens_own_gates_take_tiles_of_whole_sequences():

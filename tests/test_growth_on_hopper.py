@@ -161,3 +161,30 @@ def test_rows_of_any_size(hopper, rng, monkeypatch, op, K, V, schedule, q, k, ev
     for x, by in zip(arrays, (q, k)):
         x[:, :, 3::every] = (double(x[:, :, 3::every]) * by).astype(BFLOAT16)
     check(hopper, op, arrays, **arguments)
+
+
+@pytest.mark.parametrize("schedule", ["whole", "columns"])
+@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+def test_rows_of_any_size_leave_others_alone(hopper, rng, monkeypatch, op, schedule):
+    """A query that float16 does not hold changes no bit of other tokens' outputs, a key none before it, though the
+    chunk is made once more, and those behind it another way."""
+    sizes, _ = scheduled(schedule, monkeypatch, 64, 64)
+    arrays = draw(op, rng, sizes, BFLOAT16, "trained")
+    o, _ = results(op, arrays, hopper, None, True)
+    others = np.arange(sizes["T"]) != 45
+    for i, same in ((0, others), (1, np.arange(sizes["T"]) < 45)):
+        scaled = list(arrays)
+        scaled[i] = arrays[i].copy()
+        scaled[i][:, :, 45] = (double(arrays[i][:, :, 45]) * 1e-7).astype(BFLOAT16)
+        found, _ = results(op, scaled, hopper, None, True)
+        assert same_bits(found[:, :, same], o[:, :, same])
+        assert not same_bits(found, o)
+
+
+@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+def test_zeros_are_in_range(hopper, rng, op):
+    """Rows of zeros between others, whose squares look like those of rows that are too short."""
+    arrays = draw(op, rng, {"B": 1, "H": 1, "T": 100, "K": 64, "V": 64}, BFLOAT16, "trained")
+    for x in arrays[:2]:
+        x[:, :, rng.random(100) < 0.3] = 0
+    check(hopper, op, arrays)

@@ -552,6 +552,13 @@ __device__ __forceinline__ u32 fma_bf16(u32 x, u32 y, u32 z) {
   return d;
 }
 
+// x y of two pairs of float16 side by side.
+__device__ __forceinline__ u32 mul_f16(u32 x, u32 y) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  return d;
+}
+
 // Of two pairs of bfloat16 the larger magnitudes, with any sign.
 __device__ __forceinline__ u32 larger(u32 a, u32 b) {
   u32 y;

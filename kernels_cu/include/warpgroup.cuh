@@ -35,13 +35,20 @@ template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 colum
   return PANEL<X>;
 }
 
-// Calls f(16 bytes of the tile, row, column) for a whole tile.
-template <typename X, int PANELS, class F>
-__device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F f) {
+// Calls f(16 bytes of a tile, where they are in memory, whether they are among the first so many rows and columns); the
+// tile begins at `to`, rows `stride` apart. In few instructions, since one warp does all this.
+template <typename X, int PANELS, typename P, class F>
+__device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* to, i64 stride, int rows, int columns,
+                                           F f) {
+  const int first = threadIdx.x >> 3 & 3, piece = threadIdx.x & 7;
 #pragma unroll 1
-  for (int at = threadIdx.x & 31; at < PANELS * CHUNK * 8; at += 32) {
-    const int panel = at / (CHUNK * 8), row = at / 8 % CHUNK, piece = at % 8;
-    f(swizzled(tile[panel][0], row, piece), row, panel * PANEL<X> + piece * (PANEL<X> / 8));
+  for (int panel = 0; panel < PANELS; ++panel) {
+    const int column = panel * PANEL<X> + piece * (PANEL<X> / 8), inside = column < columns ? rows : 0;
+    int place = swizzled_offset(first, piece);
+    P* at = to + first * stride + column;
+#pragma unroll 1
+    for (int row = first; row < CHUNK; row += 4, at += 4 * stride, place = (place + 4 * 128) ^ 64)
+      f(reinterpret_cast<uint4*>(at_offset(tile[panel], place)), at, row < inside);
   }
 }
 
@@ -66,14 +73,11 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
     });
     return;
   }
-  const int rows = at.tokens - token;
   each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first = 0) {
-    const int columns = int(width) - first;
     const auto* const start = from.row(at.batch, at.head, at.start + token) + first;
-    each_piece(tile, [&](auto* to, int row, int column) {  // all under way at once
-      const bool inside = row < rows && column < columns;
-      cp_async<16>(to, inside ? start + row * from.t + column : start, inside);
-    });
+    each_piece(
+        tile, start, from.t, at.tokens - token, int(width) - first,
+        [](uint4* to, const auto* from, bool inside) { cp_async<16>(to, from, inside); });  // all under way at once
   });
   cp_async_commit();
   cp_async_wait<0>();
@@ -96,15 +100,12 @@ __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outpu
       tensor_store_wait();
     }
   } else {
-    const int rows = at.tokens - token;
     each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0, bool adds = false) {
-      const int columns = int(width) - first;
       auto* const start = to.row(at.batch, at.head, at.start + token) + first;
-      each_piece(tile, [&](auto* from, int row, int column) {
-        if (row >= rows || column >= columns) return;
-        auto* there = start + row * to.t + column;
-        if (adds) add_piece(there, from);
-        else *reinterpret_cast<uint4*>(there) = *reinterpret_cast<const uint4*>(from);
+      each_piece(tile, start, to.t, at.tokens - token, int(width) - first, [&](auto* from, auto* to, bool inside) {
+        if (!inside) return;
+        if (adds) add_piece(to, reinterpret_cast<decltype(to)>(from));
+        else *reinterpret_cast<uint4*>(to) = *from;
       });
     });
     commit_adds();

@@ -5,8 +5,12 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
-struct bf16 { u16 bits; };
-struct f16 { u16 bits; };
+struct bf16 {
+  u16 bits;
+};
+struct f16 {
+  u16 bits;
+};
 typedef signed char i8;
 struct tf32 {};
 
@@ -61,6 +65,11 @@ inline u32 fma_bf16(u32 x, u32 y, u32 z) {
   return pack<bf16>(of(x, y, z), of(x >> 16, y >> 16, z >> 16));
 }
 
+inline u32 mul_f16(u32 x, u32 y) {
+  const auto value = [](u32 bits) { return to_float(f16{u16(bits)}); };
+  return pack<f16>(value(x) * value(y), value(x >> 16) * value(y >> 16));
+}
+
 inline u32 larger(u32 a, u32 b) {
   const auto of = [](u32 a, u32 b) { return (a & 0x7fff) > (b & 0x7fff) ? a & 0x7fff : b & 0x7fff; };
   return of(a, b) | of(a >> 16, b >> 16) << 16;
@@ -108,7 +117,11 @@ template <class T> struct Packed {
 template <> struct Format<bf16> : Packed<bf16> {};
 template <> struct Format<f16> : Packed<f16> {};
 
-struct Product { float* d; const u32* a; const u32* b; };
+struct Product {
+  float* d;
+  const u32* a;
+  const u32* b;
+};
 typedef float Four __attribute__((vector_size(16)));
 
 // Adds K products to each of eight sums: those of a row of A and as many rows of B, which lie `stride` floats apart.
@@ -152,16 +165,18 @@ template <class T> void multiply(void* const* operands) {
   }
 }
 
-struct MatrixRow { u32* r; u16* row; };
+struct MatrixRow {
+  u32* r;
+  u16* row;
+};
 
 template <bool TRANSPOSED> void load_matrices(void* const* operands) {
   for (int lane = 0; lane < WARP; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int m = 0; m < 4; ++m) {
       auto value = [&](int i, int j) { return u32(static_cast<MatrixRow*>(operands[m * 8 + i])->row[j]); };
-      static_cast<MatrixRow*>(operands[lane])->r[m] = TRANSPOSED
-                                                          ? value(2 * t, g) | value(2 * t + 1, g) << 16
-                                                          : value(g, 2 * t) | value(g, 2 * t + 1) << 16;
+      static_cast<MatrixRow*>(operands[lane])->r[m] =
+          TRANSPOSED ? value(2 * t, g) | value(2 * t + 1, g) << 16 : value(g, 2 * t) | value(g, 2 * t + 1) << 16;
     }
   }
 }
@@ -179,8 +194,8 @@ template <bool TRANSPOSED> void store_matrices(void* const* operands) {
 }
 
 static void matrix_collective(const char* call, u32* r, const void* row, Operation operation, Where where) {
-  EMULATOR_CHECK(in_shared(row, 16), "%s of a row not aligned to 16 bytes or not in shared memory (%s:%d)",
-                 call, where.file, where.line);
+  EMULATOR_CHECK(in_shared(row, 16), "%s of a row not aligned to 16 bytes or not in shared memory (%s:%d)", call,
+                 where.file, where.line);
   MatrixRow operand{r, static_cast<u16*>(const_cast<void*>(row))};
   collective(call, where, operation, &operand);
 }
@@ -192,13 +207,11 @@ template <class T> void multiply_own(const char* call, float* d, const u32* a, c
 
 }  // namespace emulator
 
-inline void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
-                     emulator::Where where = emulator::here()) {
+inline void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
   emulator::multiply_own<tf32>("mma_tf32", d, a, b, where);
 }
 
-inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
-                     emulator::Where where = emulator::here()) {
+inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
   emulator::multiply_own<bf16>("mma_bf16", d, a, b, where);
 }
 
@@ -207,8 +220,7 @@ inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 b, emulator::Where where
   emulator::multiply_own<bf16>("mma_bf16", d, left, right, where);
 }
 
-inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
-                    emulator::Where where = emulator::here()) {
+inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
   emulator::multiply_own<f16>("mma_f16", d, a, b, where);
 }
 
@@ -274,10 +286,9 @@ void cp_async(void* smem_dst, const void* gmem_src, bool valid, emulator::Where 
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   emulator::Thread& self = *emulator::current;
   EMULATOR_CHECK(emulator::in_shared(smem_dst, BYTES),
-                 "cp_async to %d bytes not aligned or not in shared memory (%s:%d)", BYTES, where.file,
-                 where.line);
-  EMULATOR_CHECK(reinterpret_cast<u64>(gmem_src) % BYTES == 0,
-                 "cp_async of %d bytes from a source not aligned (%s:%d)", BYTES, where.file, where.line);
+                 "cp_async to %d bytes not aligned or not in shared memory (%s:%d)", BYTES, where.file, where.line);
+  EMULATOR_CHECK(reinterpret_cast<u64>(gmem_src) % BYTES == 0, "cp_async of %d bytes from a source not aligned (%s:%d)",
+                 BYTES, where.file, where.line);
   EMULATOR_CHECK(self.copies_count < emulator::MAX_COPIES, "more than %d cp_async under way (%s:%d)",
                  emulator::MAX_COPIES, where.file, where.line);
   memset(smem_dst, emulator::POISON, BYTES);
@@ -292,10 +303,8 @@ template <int N> void cp_async_wait() {
   int done = 0;
   for (; done < self.copies_count && copies[done].group < self.groups_count - N; ++done) {
     const emulator::Copy& copy = copies[done];
-    if (copy.valid)
-      memcpy(copy.dst, copy.src, copy.bytes);
-    else
-      memset(copy.dst, 0, copy.bytes);
+    if (copy.valid) memcpy(copy.dst, copy.src, copy.bytes);
+    else memset(copy.dst, 0, copy.bytes);
   }
   self.copies_count -= done;
   memmove(copies, copies + done, self.copies_count * sizeof(emulator::Copy));
@@ -303,8 +312,8 @@ template <int N> void cp_async_wait() {
 
 inline void barrier_sync(int id, int threads, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(id > 0 && id < 16 && threads > 0 && threads % 32 == 0 && threads <= blockDim.x,
-                 "barrier_sync(%d, %d): no such barrier or number of threads (%s:%d)", id, threads,
-                 where.file, where.line);
+                 "barrier_sync(%d, %d): no such barrier or number of threads (%s:%d)", id, threads, where.file,
+                 where.line);
   emulator::Arrival operand{id, threads};
   emulator::collective("barrier_sync", where, emulator::arrive, &operand);
   emulator::wait_until("barrier_sync", where, emulator::all_arrived, &operand);
@@ -332,7 +341,9 @@ inline void wait_for_previous() {}
 
 // ---- warps in different roles -----------------------------------------------------------------------------
 
-struct Barrier { u64 state; };
+struct Barrier {
+  u64 state;
+};
 
 namespace emulator {
 
@@ -343,7 +354,10 @@ struct Phases {
   unsigned char parity, mark;
 };
 constexpr unsigned char MARK = 0x5a;  // of one that was initialised
-struct PhaseEnd { const Phases* phases; u32 parity; };
+struct PhaseEnd {
+  const Phases* phases;
+  u32 parity;
+};
 
 static Phases* phases(const char* call, Barrier& b, Where where) {
   auto* phases = reinterpret_cast<Phases*>(&b);
@@ -369,8 +383,8 @@ static bool phase_over(const void* operand) {
 
 inline void barrier_init(Barrier& b, u32 arrivals, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(emulator::in_shared(&b, sizeof b) && arrivals > 0 && arrivals < 65536,
-                 "barrier_init(%u), or of a Barrier not aligned or not in shared memory (%s:%d)", arrivals,
-                 where.file, where.line);
+                 "barrier_init(%u), or of a Barrier not aligned or not in shared memory (%s:%d)", arrivals, where.file,
+                 where.line);
   *reinterpret_cast<emulator::Phases*>(&b) = {u16(arrivals), u16(arrivals), 0, 0, emulator::MARK};
 }
 
@@ -384,8 +398,7 @@ inline void barrier_arrive(Barrier& b, emulator::Where where = emulator::here())
 inline void barrier_wait(Barrier& b, u32 parity, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(parity < 2, "barrier_wait for parity %u (%s:%d)", parity, where.file, where.line);
   emulator::PhaseEnd operand{emulator::phases("barrier_wait", b, where), parity};
-  if (!emulator::phase_over(&operand))
-    emulator::wait_until("barrier_wait", where, emulator::phase_over, &operand);
+  if (!emulator::phase_over(&operand)) emulator::wait_until("barrier_wait", where, emulator::phase_over, &operand);
 }
 
 inline void barrier_expect(Barrier& b, u32 bytes, emulator::Where where = emulator::here()) {
@@ -458,7 +471,7 @@ inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulato
 
 struct alignas(64) TensorMap {
   unsigned char* array;
-  i64 sizes[4], strides[4];  // columns, tokens, heads, batch; in elements and bytes
+  i64 sizes[4], strides[4];                     // columns, tokens, heads, batch; in elements and bytes
   i32 columns, tokens, heads, bytes, swizzled;  // of the box; of an element
 };
 
@@ -495,10 +508,8 @@ inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column,
   emulator::Phases* phases = emulator::phases("tensor_load", b, where);
   emulator::each_piece("tensor_load", box, map, {column, token, head, batch}, where,
                        [](unsigned char* to, const unsigned char* from) {
-                         if (from)
-                           memcpy(to, from, 16);
-                         else
-                           memset(to, 0, 16);
+                         if (from) memcpy(to, from, 16);
+                         else memset(to, 0, 16);
                        });
   phases->coming -= map.columns * map.bytes / 16 * map.tokens * map.heads;
   emulator::end_phase(phases);

@@ -11,10 +11,8 @@ struct HelpersArgs {
 };
 
 // Reads element i of in, writes element i of out.
-template <typename In, typename Out, typename Function>
-__device__ void each(const HelpersArgs& args, Function f) {
-  for (i64 i = threadIdx.x; i < args.n; i += 32)
-    static_cast<Out*>(args.out)[i] = f(static_cast<const In*>(args.in)[i]);
+template <typename In, typename Out, typename Function> __device__ void each(const HelpersArgs& args, Function f) {
+  for (i64 i = threadIdx.x; i < args.n; i += 32) static_cast<Out*>(args.out)[i] = f(static_cast<const In*>(args.in)[i]);
 }
 
 template <typename T> struct Widen {
@@ -44,6 +42,15 @@ struct Fma {
     const i64 n = args.n / 3;
     for (i64 i = threadIdx.x; i < n; i += 32)
       static_cast<u32*>(args.out)[i] = fma_bf16(in[i], in[n + i], in[2 * n + i]);
+  }
+};
+
+// in: x and y, [n / 2] pairs of float16 each; out: x y.
+struct Times {
+  __device__ static void run(const HelpersArgs& args) {
+    const u32* const in = static_cast<const u32*>(args.in);
+    const i64 n = args.n / 2;
+    for (i64 i = threadIdx.x; i < n; i += 32) static_cast<u32*>(args.out)[i] = mul_f16(in[i], in[n + i]);
   }
 };
 
@@ -131,10 +138,8 @@ template <bool TRANSPOSED> struct Ldmatrix {
     for (int i = lane; i < 256; i += 32) s[i] = static_cast<const u16*>(args.in)[i];
     __syncthreads();  // s is whole
     u32 r[4];
-    if constexpr (TRANSPOSED)
-      ldmatrix_x4_trans(r, s + 8 * lane);
-    else
-      ldmatrix_x4(r, s + 8 * lane);
+    if constexpr (TRANSPOSED) ldmatrix_x4_trans(r, s + 8 * lane);
+    else ldmatrix_x4(r, s + 8 * lane);
     for (int m = 0; m < 4; ++m) static_cast<u32*>(args.out)[4 * lane + m] = r[m];
   }
 };
@@ -178,6 +183,4 @@ template <int BYTES> struct CopyAsync {
   }
 };
 
-template <typename Case> __global__ void __launch_bounds__(32) helpers(const HelpersArgs args) {
-  Case::run(args);
-}
+template <typename Case> __global__ void __launch_bounds__(32) helpers(const HelpersArgs args) { Case::run(args); }

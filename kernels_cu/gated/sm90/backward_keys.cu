@@ -8,75 +8,19 @@
 //           C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
 //           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
-// grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one that
-//           makes dA and moves chunks. Two of 64 channels have another beside them that makes A and dv; where there is
-//           one, it makes dv, and the one that makes dA makes A
-// smem      ChannelStage: what a chunk's channels have, and results in place of it; ValueStage: likewise the columns of
-//           V; Shared: what meets in the chunk, A, and C for dv
-// barriers  full, arrived: a chunk's channels are there, and its columns; done: so are the results; pairs: dA stands,
-//           and v for C; operands: so do the decayed queries and keys and C for dv, and C has read v; within: these
-//           queries and keys have been read; scores: A stands
+// grid      as backward_queries; a warpgroup for every 64 channels, then one that makes dA and moves chunks. Two of 64
+//           channels have another beside them that makes A and dv; where there is one, it makes dv, and the one that
+//           makes dA makes A
+// smem      backward_keys_storage.cuh
+// barriers  backward_keys_storage.cuh
 // numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
 //           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding.
 //           What had grown before and grows behind may outweigh what is between: there 0 is what may be rounding alone
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
-#include "gated/sm90/growth.cuh"
-#include "gated/sm90/backward_lookups.cuh"
+#include "gated/sm90/backward_keys_storage.cuh"
 
-template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
-  Rows<const T> q_rows, k_rows, v_rows, do_rows;
-  Rows<const G> g_rows, weight_rows;
-  Rows<T> dk_rows, dv_rows;
-  Rows<G> dg_rows;
-  const float *u, *dht;  // null where there is none
-  const float *ends, *sums;
-  float* kept;
-  float* dh0;  // or null
-  Shape shape;
-  double scale;
-  i64 P, joined;  // as backward_queries
-  i64 adds;       // whether dk and dg add to what they are for other columns
-  i64 adds_dv;    // whether dv adds to what it is for other channels
-};
-
-template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
-  Tile<T, BK> q, k;       // q: half of the queries within, then dk; k: then what C has of them
-  Tile<G, BK> g, weight;  // g: then the other half of the queries within, then dg
-};
-template <typename T, int BV> struct alignas(1024) ValueStage {
-  Tile<T, BV> v, do_;  // v: then dv
-  Pairs dA;            // RWKV-6: that of a token with itself is its own_at
-};
-
-// A byte of every warp.
-template <int BK> struct WarpFlagsOf {
-  using Type = u64;
-};
-template <> struct WarpFlagsOf<64> {
-  using Type = u32;
-};
-template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
-
-template <typename T, typename G, int BK, int BV> struct Shared {
-  static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as there is room for
-  ChannelStage<T, G, BK> channels[STAGES];
-  ValueStage<T, BV> values[VALUE_STAGES];
-  T C[BK / 64][BV][64];         // [column of V, channel], swizzled
-  ReadTile<BV> read;            // v of the next chunk, for products with C in tf32
-  Tile<float, BK> keys_within;  // laid out by within_at, with channels 1 and 2 of four in each other's place
-  Tile<T, BK> by8, by16;        // Across: queries and keys have different sub-chunks
-  float A[CHUNK][CHUNK];        // [key, query], queries and keys by score_offset
-  float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
-  float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
-  float sums[2][BK];            // of the chunk's queries, as the first pass leaves them; likewise
-  WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
-  alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
-  float keep;      // for `forgets`
-  WorkTile place;  // here, since registers are scarce
-  Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;
-};
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
 // Whether C for its product with v is tf32; or two bfloat16 numbers, or one of float16, by v as it came. With 128
@@ -118,9 +62,10 @@ __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread)
   return found;
 }
 
-// Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
-template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
-  int iteration = 0;
+// Calls f(iteration, first token of the chunk) for the chunks of a segment from the last to the first, behind so many
+// chunks of others.
+template <class F> __device__ __forceinline__ void each_chunk(int tokens, int chunks, F f) {
+  int iteration = chunks;
 #pragma unroll 1
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
 }
@@ -128,9 +73,9 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
 // ---- a warpgroup that makes A and dv: a warp has 8 queries, then 16 columns of every 64 of V -----------------------
 
 // A; each warp makes as much of it as the others.
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_scores(Shared<T, G, BK, BV>& s, ChannelStage<T, G, BK>& in, float scale, int warp,
-                                            int lane) {
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
+                                            int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool sixteen = warp % 2 == 0;
   const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
@@ -156,8 +101,8 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV>& s, ChannelStag
 }
 
 // 64 columns of dv, what keys have of C, under way.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV>& s, ChannelStage<T, G, BK>& in,
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                              int panel) {
   const u64 state_tile = wgmma_tile(s.C[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
   wgmma_fence();
@@ -169,9 +114,9 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV>& s
 }
 
 // With what queries have of do, in place of v. down: what C was not multiplied by.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV>& s, ValueStage<T, BV>& in, int panel,
-                                              float down, int offset) {
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
+                                              int panel, float down, int offset) {
   u32 columns[SUBCHUNKS][4];
   Operand gradient;
   load_operand(gradient, in.do_[panel], offset);
@@ -198,12 +143,13 @@ __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV>& 
   store_chunk_values(&in.v[panel], result, offset);
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_values(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
-  const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens, warp = threadIdx.x / 32 % 4;
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
+  const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
-  each_chunk(tokens, [&](int iteration, int) {
+  const auto by_chunk = [&](int iteration, int) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C
@@ -222,29 +168,40 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV>& s, const Args<
       }
     }
     barrier_arrive(s.done[iteration % STAGES]);
-  });
+  };
+  each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { each_chunk(at.tokens, chunks, by_chunk); });
 }
 
 // ---- a warpgroup that makes dA and moves chunks: a warp has 8 queries, and one or two of the arrays -----------------
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
-  const WorkTile& at = s.place;
-  // Known to be the same for all threads, unlike `at`.
-  const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens;
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
+  // Known to be the same for all threads, unlike s.place.
+  const int tokens = Schedule::in_turn ? 0 : segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
-  int lane = threadIdx.x & 31;
+  int lane = threadIdx.x & 31, count = 0;  // in turn: of the chunks that have been asked for
+  const auto place_of = [&](int iteration) -> const WorkTile& {
+    if constexpr (Schedule::in_turn) return s.places[warp].chunks[iteration % VALUE_STAGES];
+    else return s.place;
+  };
+  const auto token_of = [&](int iteration) {
+    return Schedule::in_turn ? 0 : ((tokens - 1) / CHUNK - iteration) * CHUNK;
+  };
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
     if (warp == 1) iteration += VALUE_STAGES - STAGES;
-    if (iteration * CHUNK >= tokens) return;
+    if constexpr (Schedule::in_turn) {
+      if (!s.places[warp].next(args.shape, iteration)) return;
+      ++count;
+    } else if (iteration * CHUNK >= tokens) return;
     ChannelStage<T, G, BK>& in = s.channels[stage];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     Barrier& barrier = warp == 1 ? s.arrived[iteration % VALUE_STAGES] : s.full[stage];
-    fetch_chunk(barrier, at, ((tokens - 1) / CHUNK - iteration) * CHUNK, [&](auto f) {
+    fetch_chunk(barrier, place_of(iteration), token_of(iteration), [&](auto f) {
       if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
       if (warp == 1) f(values.v, args.v, args.v_rows, V), f(values.do_, args.do_, args.do_rows, V);
       if (warp == 2) f(in.g, args.g, args.g_rows, K);
@@ -255,18 +212,21 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
     fence_async();  // here, where it costs nobody time, for all who wrote them
-    store_chunk(at, token, [&](auto f) {
+    store_chunk(place_of(iteration), token, [&](auto f) {
       if (warp == 0) f(out.q, args.dk, args.dk_rows, K, 0, args.adds);
       if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V, 0, args.adds_dv);
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K, 0, args.adds);
     });
   };
+  const auto chunk_of = [&](int iteration) {
+    return place_of(iteration).chunk + (Schedule::in_turn ? 0 : (tokens - 1) / CHUNK - iteration);
+  };
   const auto sum_of = [&](int iteration) {  // what the first pass leaves for a lane's channel
-    const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
+    const i64 chunk = chunk_of(iteration);
     return 32 * warp + lane < K ? args.sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
   const auto growth_of = [&](int iteration) {  // likewise
-    const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
+    const i64 chunk = chunk_of(iteration);
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
   const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
@@ -296,33 +256,40 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
     fence_async();
     barrier_arrive(s.pairs[iteration % VALUE_STAGES]);
   };
+  if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (tokens) gradients(0, sum_of(0), growth_of(0));
-  each_chunk(tokens, [&](int iteration, int token) {
-    forget(lane);                                           // addresses are cheaper made anew than held in registers
-    const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
-    const WarpFlags<BK> growth = token ? growth_of(iteration + 1) : 0;
+  if (Schedule::in_turn ? count : tokens) gradients(0, sum_of(0), growth_of(0));
+  const auto by_chunk = [&](int iteration, int token, bool goes_on) {
+    forget(lane);                                             // addresses are cheaper made anew than held in registers
+    const float sum = goes_on ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
+    const WarpFlags<BK> growth = goes_on ? growth_of(iteration + 1) : 0;
     if (!APART<BK>) {
       barrier_wait(s.operands, iteration & 1);                       // the decayed queries and keys stand
       if (goes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // nobody reads scores
       else make_scores<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
       barrier_arrive(s.scores);
     }
-    if (token) gradients(iteration + 1, sum, growth);
+    if (goes_on) gradients(iteration + 1, sum, growth);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
-  });
+  };
+  if constexpr (Schedule::in_turn) {
+#pragma unroll 1
+    for (int iteration = 0; iteration < count; ++iteration) by_chunk(iteration, 0, iteration + 1 < count);
+  } else each_chunk(tokens, 0, [&](int iteration, int token) { by_chunk(iteration, token, token > 0); });
 }
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
+// A segment, behind so many chunks of others.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
+                                        int chunks) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   constexpr int CONSUMERS = ::CONSUMERS<BK>;
-  const Segment at = segment_of<true>(args.shape, args.P, args.joined);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K;
@@ -338,6 +305,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     else return own_counts;
   };
 
+  float& keep = s.keep[Schedule::in_turn ? warp : 0];
+  if constexpr (Schedule::in_turn) {
+    __syncwarp();  // nobody reads that of the segment before
+    if (lane == 0) keep = infinity();
+  }
   const bool joins = at.last != at.pair;    // then it ends where a state is kept
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
   load_state<BV>(C, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
@@ -511,7 +483,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
-      before[h] = forgets(decays.all(h), rest, end[h], s.keep) ? 0.f : rest;
+      before[h] = forgets(decays.all(h), rest, end[h], keep) ? 0.f : rest;
       sums[h] = s.sums[iteration & 1][channel + 8 * h];
       end[h] = before[h] + sums[h];
     }
@@ -532,7 +504,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_values(iteration);
     barrier_arrive(s.operands);
-    if (threadIdx.x == 0) s.keep = ROUNDING;  // nobody reads it in this chunk
+    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) keep = ROUNDING;  // nobody reads it in this chunk
     const bool grew = reinterpret_cast<const bool*>(&s.growth[iteration & 1])[warp];
     grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
                                        in.weight, values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
@@ -540,7 +512,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     barrier_wait(s.scores, iteration & 1);
     barrier_arrive(s.done[iteration % STAGES]);
   };
-  int iteration = 0, token = (at.tokens - 1) / CHUNK * CHUNK;
+  int iteration = chunks, token = (at.tokens - 1) / CHUNK * CHUNK;
 #pragma unroll 1
   while (at.tokens && token >= 0) {  // what is rare is outside of the loop in which registers are scarce
 #pragma unroll 1
@@ -554,10 +526,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   }
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
-  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0) {
     s.place = segment_of<true>(args.shape, args.P, args.joined);
     for (Barrier& full : s.full) barrier_init(full, 3 * 32);
@@ -576,14 +548,14 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
         s.lookups.at(what, threadIdx.x / 128, lane_offset()) = made_anew<ReadOrder, T, G, BK>(Lookup(what));
   bool grown = false;
   if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, THREADS<BK>>(args, threadIdx.x));
-  if (threadIdx.x == 0) s.keep = grown ? ROUNDING : __uint_as_float(0x7f800000u);
+  if (threadIdx.x == 0) s.keep[0] = grown ? ROUNDING : infinity();  // in turn each warp says so itself
   fence_async();
   __syncthreads();  // the barriers and zeros stand
   const int warpgroup = threadIdx.x / 128;
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (warpgroup < BK / 64) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 200>();
-    consume<ReadOrder>(s, args);
+    each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
   } else if (APART<BK> && warpgroup == BK / 64) {
     registers_down<64>();
     make_values<ReadOrder>(s, args);

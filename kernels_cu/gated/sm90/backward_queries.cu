@@ -10,9 +10,9 @@
 //           over a whole chunk, with its unit, and a byte of every warp; ends: sum_v S_T dht; kept [B, H,
 //           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every multiple of CHECKPOINT_EVERY tokens of a
 //           sequence (kept_at)
-// grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
-//           three warps multiply tokens, and one moves chunks
-// smem      Stage: a chunk's tokens, and its results in place of them
+// grid      a block for every (sequence, head), sequence slowest, or for many (InTurn in states.cuh); a warpgroup for
+//           every 64 channels, then one of which three warps multiply tokens, and one moves chunks
+// smem      Stage: a chunk's tokens, and its results in place of them; InTurn: where the chunks on their way are
 // barriers  arrived: v and do are there; full: so are the channels' tokens; pairs: so are dA and do for the state;
 //           done: so are the results. Who waits for pairs waits for arrived too: they arrive who have waited for it
 // numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
@@ -46,54 +46,81 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 };
 
 constexpr int STAGES = 3;
-template <typename T, typename G, int BK, int BV> struct Shared {
+template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
+  ChunkPlaces<Schedule, false, STAGES + 1> places;
   Barrier arrived[STAGES], full[STAGES], pairs[STAGES], done[STAGES];
 };
 
 // ---- a warp that moves chunks --------------------------------------------------------------------------------------
 
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
-#pragma unroll 1
-  for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
-    if (iteration >= 0) {
-      barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-      fence_async();                                                     // here, since consumers have less time
-    }
-    const int next = iteration + STAGES;
-    const bool more = next * CHUNK < at.tokens;
+  const auto store = [&](int iteration, const WorkTile& at, int token) {
+    Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
+    store_chunk(at, token, [&](auto f) {
+      f(out.q, args.dq, args.dq_rows, K, 0, args.adds);
+      f(out.g, args.weight, args.weight_rows, K);
+    });
+  };
+  const auto fetch_values = [&](int next, const WorkTile& at, int token) {  // first, since dA is waited for
     Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
-    if (more) {  // first, since dA is waited for
-      fetch_chunk(s.arrived[next % STAGES], at, next * CHUNK, [&](auto f) {
-        f(stage.do_, args.do_, args.do_rows, V);
-        f(stage.v, args.v, args.v_rows, V);
-      });
+    fetch_chunk(s.arrived[next % STAGES], at, token, [&](auto f) {
+      f(stage.do_, args.do_, args.do_rows, V);
+      f(stage.v, args.v, args.v_rows, V);
+    });
+    __syncwarp();
+  };
+  const auto fetch_channels = [&](int next, const WorkTile& at, int token) {
+    Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
+    fetch_chunk(s.full[next % STAGES], at, token, [&](auto f) {
+      f(stage.g, args.g, args.g_rows, K);
+      f(stage.k, args.k, args.k_rows, K);
+      f(stage.q, args.q, args.q_rows, K);
+    });
+  };
+  const auto wait = [&](int iteration) {
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+    fence_async();                                                     // here, since consumers have less time
+  };
+  if constexpr (Schedule::in_turn) {
+    int count = 0;  // of the chunks that have been asked for
+    s.places.begin(args.shape);
+#pragma unroll 1
+    for (int iteration = -STAGES; iteration < count; ++iteration) {
+      if (iteration >= 0) wait(iteration);
+      const int next = iteration + STAGES;
+      const bool more = s.places.next(args.shape, next);
+      const WorkTile& place = s.places.at(next);
+      if (more) fetch_values(next, place, 0), ++count;
+      if (iteration >= 0) store(iteration, s.places.at(iteration), 0);
+      if (more) fetch_channels(next, place, 0);
       __syncwarp();
     }
-    if (iteration >= 0)
-      store_chunk(at, iteration * CHUNK, [&](auto f) {
-        f(stage.q, args.dq, args.dq_rows, K, 0, args.adds);
-        f(stage.g, args.weight, args.weight_rows, K);
-      });
-    if (more)
-      fetch_chunk(s.full[next % STAGES], at, next * CHUNK, [&](auto f) {
-        f(stage.g, args.g, args.g_rows, K);
-        f(stage.k, args.k, args.k_rows, K);
-        f(stage.q, args.q, args.q_rows, K);
-      });
-    __syncwarp();
+  } else {
+    const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
+#pragma unroll 1
+    for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
+      if (iteration >= 0) wait(iteration);
+      const int next = iteration + STAGES;
+      const bool more = next * CHUNK < at.tokens;
+      if (more) fetch_values(next, at, next * CHUNK);
+      if (iteration >= 0) store(iteration, at, iteration * CHUNK);
+      if (more) fetch_channels(next, at, next * CHUNK);
+      __syncwarp();
+    }
   }
 }
 
 // ---- three warps that multiply tokens -------------------------------------------------------------------------------
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tokens, float scale, int block, int lane) {
+// Of so many tokens, behind as many chunks.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks, float scale,
+                                                int block, int lane) {
 #pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
+  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
@@ -246,9 +273,10 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
   __syncwarp();
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const Segment at = segment_of<false>(args.shape, args.P, args.joined);
+// A segment, behind so many chunks of others.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
+                                        int chunks) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int kept = first_kept(args.shape, at);
   // All in float16 with 128 columns has no registers for a lane's places.
@@ -269,17 +297,18 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   Values from_state;
   TokenOperands<T, G> operands;
   const auto begin = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
-    if (iteration * CHUNK < tokens)
+    if ((iteration - chunks) * CHUNK < tokens)
       barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and do are there
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
-    if (iteration * CHUNK < tokens) barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // channels, too
+    if ((iteration - chunks) * CHUNK < tokens)
+      barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // channels, too
     if (EARLY<ReadOrder, G, BV>)
       operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };
-  begin(0);
+  if (!Schedule::in_turn || tokens) begin(chunks);  // else another segment's tokens may be coming
 #pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
+  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     Gradients found;
     SubChunkDecays decays;
@@ -326,12 +355,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    begin(iteration + 1);
+    // The next chunk may be another segment's, whose tokens are just coming.
+    begin(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!growth && t == 0 && inside[h]) sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
-    const int next = (iteration + 1) * CHUNK;
+    const int next = (iteration + 1 - chunks) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
 #pragma unroll
@@ -360,10 +390,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   }
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
-  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -377,11 +407,14 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 216 : 232>();
-    consume<ReadOrder>(s, args);
+    each_segment<Schedule, false>(args,
+                                  [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
     return;
   }
   if constexpr (TIGHT) registers_down<40>();
-  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = segment_of<false>(args.shape, args.P, args.joined).tokens;
-  if (warp < 3) multiply_tokens<ReadOrder>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
-  else move(s, args);
+  const int warp = (threadIdx.x - CONSUMERS) / 32;
+  if (warp == 3) return move(s, args);
+  each_segment<Schedule, false>(args, [&](const Segment& at, int chunks) {
+    multiply_tokens<ReadOrder>(s, at.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
+  });
 }

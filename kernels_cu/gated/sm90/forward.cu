@@ -1,5 +1,5 @@
 // what      GLA and RWKV-6 forward in one pass on Hopper: producer warps decay, consumer warpgroups multiply. One way
-//           for every gate but those that grow by more than 1/8 (forward_growth.cuh).
+//           for every gate but those that grow by more than 1, in float16 1/8 (forward_growth.cuh).
 // math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32; where G is
 //           ScalarDecay, a gate [B, H, T] float32 for all channels, of any strides

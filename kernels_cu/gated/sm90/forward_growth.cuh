@@ -1,10 +1,10 @@
-// what      A chunk whose gates grow too much for its factors, or whose queries or keys are beyond the range of its
-//           borders, in Hopper's forward kernel: token by token, through the same products.
+// what      A chunk whose gates grow too much for its factors, in Hopper's forward kernel: token by token, through the
+//           same products.
 // math      a token in two steps:  S <- diag(a_t) S;  o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T;
 //           RWKV-6, in one:        o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
 // barriers  one a step of a group: its operands stand
 // numerics  a gate of every token alone and no inverse: what stays in float32's range token by token, does so here
-// limits    sm_90a. 33 or 65 times a chunk's products: for what hardly any model has
+// limits    sm_90a. 33 or 65 times a chunk's products: for gates that hardly any model has
 //
 // A stage is handed over again and again, each time with one row. The first time it is empty: so the times are odd, and
 // parities of `full` and `empty` are afterwards what they are without it.
@@ -12,12 +12,24 @@
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
-// The largest gate of a chunk that is computed as a whole, 1/8 nat: what 32 such gates grow times an ordinary operand
-// stays in float16's range. As gates come, two side by side where they are 16 bits wide. Of numbers above 0 the bits
-// are in order, as signed integers; those below are less.
-template <typename G> constexpr u32 LARGEST_GATE = 0x3e000000;
-template <> constexpr u32 LARGEST_GATE<bf16> = 0x3e003e00;
-template <> constexpr u32 LARGEST_GATE<f16> = 0x30003000;
+// 1/8 and 1 nat as gates come, two side by side where they are 16 bits wide. Of numbers above 0 the bits are in order,
+// as signed integers; those below are less.
+template <typename G> constexpr u32 EIGHTH = 0x3e000000;
+template <> constexpr u32 EIGHTH<bf16> = 0x3e003e00;
+template <> constexpr u32 EIGHTH<f16> = 0x30003000;
+template <typename G> constexpr u32 ONE = 0x3f800000;
+template <> constexpr u32 ONE<bf16> = 0x3f803f80;
+template <> constexpr u32 ONE<f16> = 0x3c003c00;
+
+// The largest gate of a chunk that is computed as a whole: what 32 such gates grow times an ordinary operand stays in
+// T's range; and of 7 such gates beside one that is clamped, e^-13 of a token passes.
+template <typename T, typename G> constexpr u32 LARGEST_GATE = COARSE<T> ? ONE<G> : EIGHTH<G>;
+
+// Whether `most` is larger than another gate; of two side by side, whether one is.
+template <typename G> __device__ __forceinline__ bool exceeds(u32 most, u32 other) {
+  if (sizeof(G) == 2) return larger_signed(most, other) != other;
+  return i32(most) > i32(other);
+}
 
 // most <- the larger of it and the gates of this lane's token i.
 template <bool READS, typename T, int BK>
@@ -53,32 +65,11 @@ template <int K_RANKS> __device__ __forceinline__ bool either_grows(Votes<K_RANK
   return votes.grows[0][stage][0] | votes.grows[1][stage][0];
 }
 
-// Brings a group's chunk back to where the next one is, or is under way: two more phases of gates[group] and
-// rows[group] end, or one where there is no next one. parity: of theirs.
-template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
-                                            const ProducerCoord<BK>& me, int chunk, u32& parity) {
-  const int tokens = s.work.tokens, rest = tokens - chunk * CHUNK;
-  const auto wait = [&] {
-    parity ^= 1;
-    if (WIDTH<G> == 4) barrier_wait(s.gates[me.group], parity);
-    barrier_wait(s.rows[me.group], parity);
-  };
-  if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();
-  barrier_sync(PRODUCERS + me.group, me.THREADS);  // all know that the next chunk is here, and that this one is beyond
-  if (me.thread == 0) {
-    s.scores[me.group].beyond = false;
-    fetch_gates(s, args, me.group, chunk, tokens), fetch_rows(s, args, me.group, chunk, tokens);
-  }
-  wait();
-  if (rest < CHUNK) clear_gates(s.inputs[me.group], me.first, rest, me.channel);
-}
-
 // Makes the chunk of a stage, which was `used` so often before, and hands it over but for the last arrival; then starts
-// copying the group's next chunk. parity: of rows[group]; again: once more, when that has already been asked for.
+// copying the group's next chunk. parity: of rows[group].
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
-                                         int chunk, int stage, u32 used, u32 parity, bool again) {
+                                         int chunk, int stage, u32 used, u32 parity) {
   constexpr bool READS = Schedule::reads;
   constexpr int W = WIDTH<G>, LANES = ProducerCoord<BK>::LANES, THREADS = ProducerCoord<BK>::THREADS;
   constexpr int STEPS = READS && !Order::reads_before_write ? 2 : 1;  // of a token
@@ -98,8 +89,6 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
                                 i & 1 ? score : 0.f);
     }
   };
-  if constexpr (READS)
-    if (again) fetch_again(s, args, me, chunk, parity);
   const float one = gate_of(s, args, me, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
   barrier_wait(s.rows[me.group], parity);
   for (int step = 0; step <= STEPS * CHUNK; ++step) {

@@ -3,7 +3,7 @@
 // barriers  two a chunk of a group: every sub-chunk's decay stands | all operands stand; one more where another block
 //           gets the scores
 // numerics  within a sub-chunk factors about its middle, of decays of at least LEAST: see below. What meets at borders
-//           is float16 beside bfloat16, whose digits are few, as long as it has the range: see forward_scores.cuh
+//           is float16 beside bfloat16, whose digits are few; rows for which it lacks the range are scaled
 // limits    sm_90a; K and V multiples of 8; rows start on 16 bytes
 //
 // A producer warp has a sub-chunk of 8 tokens (BK = 64: two), a lane 4 channels of it: no decay needs a shuffle. All
@@ -20,6 +20,7 @@
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
+#include "gated/sm90/forward_scales.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
 constexpr float LEAST = 2.0611536e-9f;  // e^-20
@@ -31,14 +32,18 @@ template <typename T> __device__ __forceinline__ void put_loaded(T* to, uint2 lo
 }
 __device__ __forceinline__ void put_loaded(float* to, uint2, const float (&x)[4]) { put_four(to, x); }
 
-template <typename B> __device__ __forceinline__ void put_four_if(bool wanted, B* to, const float (&x)[4]) {
-  store_if(wanted, to, {pack<B>(x[0], x[1]), pack<B>(x[2], x[3])});
+// 4 neighbours in B.
+template <typename B> __device__ __forceinline__ uint2 packed(const float (&x)[4]) {
+  return {pack<B>(x[0], x[1]), pack<B>(x[2], x[3])};
 }
-// The same of 4 neighbours as they came in T: x is what `loaded` holds.
-template <typename T, typename B>
-__device__ __forceinline__ void put_loaded_if(bool wanted, B* to, uint2 loaded, const float (&x)[4]) {
-  if constexpr (COARSE<T> == COARSE<B>) store_if(wanted, to, loaded);
-  else put_four_if(wanted, to, x);
+// Row i in B, scaled; loaded: what it came as, which it still is where it is `same`.
+template <typename T, typename B, class Scales>
+__device__ __forceinline__ uint2 at_border(bool same, uint2 loaded, const float (&x)[4], const Scales& scales, int i) {
+  if constexpr (SCALED<Scales>) {
+    const float by = scales.of(i), y[4] = {x[0] * by, x[1] * by, x[2] * by, x[3] * by};
+    return packed<B>(y);
+  }
+  return same && COARSE<T> == COARSE<B> ? loaded : packed<B>(x);
 }
 
 // The sub-chunks' decays, each put by its own warp for the group's others.
@@ -72,11 +77,37 @@ template <int W> __device__ __forceinline__ void invert(float (&y)[W], const flo
   for (int c = 0; c < W; ++c) y[c] = inverse(x[c]);
 }
 
+// 4 neighbours, x or packed in B, times the decays of a half's other sub-chunk. Beside bfloat16 float16 has digits
+// enough to take both factors rounded.
+template <typename T, typename B, int W> struct PastNear {
+  static constexpr bool ROUNDED = COARSE<T> && !COARSE<B>;
+  float near[ROUNDED ? 1 : W];
+  uint2 rounded;
+  __device__ __forceinline__ PastNear(const float (&x)[W]) {
+    if constexpr (ROUNDED) {
+      rounded = {pack<f16>(x[0], x[1 % W]), pack<f16>(x[2 % W], x[3 % W])};
+    } else {
+#pragma unroll
+      for (int c = 0; c < W; ++c) near[c] = x[c];
+    }
+  }
+  __device__ __forceinline__ void put(B* to, uint2 four, const float (&x)[4]) const {
+    if constexpr (ROUNDED) {
+      *reinterpret_cast<uint2*>(to) = {mul_f16(four.x, rounded.x), mul_f16(four.y, rounded.y)};
+    } else {
+      float y[4];
+      times(y, x, near);
+      put_four(to, y);
+    }
+  }
+};
+
 // Keys, from the last token to the first: decayed to the sub-chunk's end, to the half's by `near`, to the chunk's by
 // `after`; and about the middle.
-template <bool READS, typename T, int W, int BK, class Keys, class Scores>
+template <bool READS, typename T, int W, int BK, class Keys, class Scores, class Near, class Scales>
 __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded)[CHUNK][BK], const float (&a)[BC][W],
-                                         const ProducerCoord<BK>& me, const float (&near)[W], const float (&after)[W]) {
+                                         const ProducerCoord<BK>& me, const Near& near, const float (&after)[W],
+                                         const Scales& scales) {
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(loaded[me.first + i] + me.channel); };
   char* const first = in_tile(keys, me.first, me.channel);
   uint2 next = load(BC - 1);
@@ -85,8 +116,7 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
   char* border = nullptr;  // this lane's place in the first row
   if constexpr (READS) {
     two_borders = __any_sync(0xffffffffu, me.subchunk == 0);
-    const int row = me.subchunk == 1 ? s.HALF + me.first : s.NEAR + 4 * me.subchunk;
-    border = reinterpret_cast<char*>(&s.rows[row].border_k[me.channel]);
+    border = reinterpret_cast<char*>(&s.rows[near_keys(s, me.subchunk)].border_k[me.channel]);
   }
   float to_end[W], to_middle[W];
 #pragma unroll
@@ -99,14 +129,10 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
     if (i > 0) next = load(i - 1);
     times(x, k, to_end);
     if constexpr (READS) {
-      auto* const to = reinterpret_cast<typename Scores::Border*>(border + i * sizeof s.rows[0]);
-      if (i == BC - 1) put_loaded_if<T>(me.subchunk < 3, to, own, k);
-      else put_four_if(me.subchunk < 3, to, x);
-      if (two_borders) {
-        float y[4];
-        times(y, x, near);
-        put_four(&s.rows[s.HALF + me.first + i].border_k[me.channel], y);
-      }
+      using B = typename Scores::Border;
+      const uint2 four = at_border<T, B>(i == BC - 1, own, x, scales, i);
+      store_if(me.subchunk < 3, border + i * sizeof s.rows[0], four);
+      if (two_borders) near.put(&s.rows[s.HALF + me.first + i].border_k[me.channel], four, x);
     }
     times(x, x, after);
     put_key<T>(first, i, x);
@@ -125,10 +151,10 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
 // Queries, from the first token to the last: decayed from the sub-chunk's start, from the half's by `near`, from the
 // chunk's by `before`, and about the middle; where these read before the write, with their own keys (`itself`). Then
 // keys behind the middle.
-template <class Order, typename T, int W, int BK, class Queries, class Scores, class Direct>
+template <class Order, typename T, int W, int BK, class Queries, class Scores, class Near, class Scales, class Direct>
 __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T (&loaded)[CHUNK][BK],
                                             const T (&keys)[CHUNK][BK], const float (&a)[BC][W],
-                                            const ProducerCoord<BK>& me, const float (&near)[W],
+                                            const ProducerCoord<BK>& me, const Near& near, const Scales& scales,
                                             const float (&before)[W], const float (&u)[4], float (&itself)[BC],
                                             Direct& direct) {
   constexpr int INCLUSIVE = !Order::reads_before_write;
@@ -150,7 +176,7 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
   uint2 next = load(loaded, 0), next_key = load(keys, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // behind it, likewise
-  const int border = me.subchunk == 2 ? s.HALF : s.NEAR + 4 * (me.subchunk - 1);
+  const int border = near_queries(s, me.subchunk);
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
@@ -165,13 +191,10 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 #pragma unroll
     for (int c = 0; c < W; ++c) from_start[c] *= a[i][c];
     if (INCLUSIVE) times(x, q, from_start);
-    if (!INCLUSIVE && i == 0) put_loaded_if<T>(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], own, q);
-    else put_four_if(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], x);
-    if (two_borders) {
-      float y[4];
-      times(y, x, near);
-      put_four(&s.rows[s.HALF + me.first - 16 + i].border_q[me.channel], y);
-    }
+    using B = typename Scores::Border;
+    const uint2 four = at_border<T, B>(!INCLUSIVE && i == 0, own, x, scales, i);
+    store_if(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], four);
+    if (two_borders) near.put(&s.rows[s.HALF + me.first - 16 + i].border_q[me.channel], four, x);
     if (i == 0) direct.multiply_step(0), direct.load(1);
     times(x, x, before);
     put_state_query<T>(first, i, x);
@@ -198,13 +221,14 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 
 // What the consumers need of a chunk. `refill` is called when its gates have been read, `refill_rows` when its queries
 // and keys have, `room` before anything is handed over. parity: of rows[group]; partial: how many of its tokens there
-// are, 0 for all. by_tokens: does all this where gates grow too much, which K_RANKS blocks tell each other.
-template <class Order, class Schedule, typename T, typename G, int BK, int BV, class Refill, class RefillRows,
-          class Room, class Tell, class Either, class ByTokens>
+// are, 0 for all. another_way: does all this where gates grow too much, which K_RANKS blocks tell each other, where a
+// chunk before was `scaled`, and, once more, where rows are beyond the range of borders. SCALE: rows are scaled.
+template <class Order, bool SCALE, class Schedule, typename T, typename G, int BK, int BV, class Refill,
+          class RefillRows, class Room, class Tell, class Either, class AnotherWay>
 __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u32 stage, int rank, Barrier& full,
-                                           const ProducerCoord<BK>& me, float one, float scale, u32 parity, int partial,
-                                           Refill refill, RefillRows refill_rows, Room room, Tell tell, Either either,
-                                           ByTokens by_tokens) {
+                                           const ProducerCoord<BK>& me, float one, float scale, bool scaled, u32 parity,
+                                           int partial, Refill refill, RefillRows refill_rows, Room room, Tell tell,
+                                           Either either, AnotherWay another_way) {
   using P = ProducerCoord<BK>;
   constexpr int W = WIDTH<G>;
   constexpr bool READS = Schedule::reads;
@@ -213,7 +237,9 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   auto& numbers = s.numbers[stage];
   const auto& decays = s.decays[me.group];
   float a[BC][W], decay[W];
-  u32 most = LARGEST_GATE<G>;
+  using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
+  constexpr u32 LARGEST = NARROWS<Schedule, T> ? EIGHTH<G> : LARGEST_GATE<T, G>;
+  u32 most = LARGEST;
 #pragma unroll
   for (int c = 0; c < W; ++c) decay[c] = 1.f;
 #pragma unroll
@@ -226,7 +252,9 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   }
   put_decay(s.decays[me.group], me, decay);
   // Decays stand; gates and the last operands of scores are read.
-  bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST_GATE<G>);
+  bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST || scaled);
+  const bool grown = grows;
+  if (SCALE && grown) grows = barrier_any(PRODUCERS + me.group, P::THREADS, exceeds<G>(most, LARGEST_GATE<T, G>));
   if constexpr (Schedule::K_RANKS > 1) tell(grows);
   else if (!grows) refill();  // not after the wait for room: how long gates are on their way shows
   // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before
@@ -249,17 +277,17 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
     }
   };
   join(me.subchunk % 2 == 0, me.subchunk < 2);  // behind
+  const PastNear<T, Border, W> past_near(outer);
   room();
   if constexpr (Schedule::K_RANKS > 1) grows = either();
-  if (__builtin_expect(grows, false)) return by_tokens(false);
+  if (__builtin_expect(grows, false)) return another_way(false);
   if constexpr (Schedule::K_RANKS > 1) refill();
   barrier_wait(s.rows[me.group], parity);
   if (partial) clear_keys(s.inputs[me.group], me.first, partial, me.channel);
   constexpr int WARPS = P::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
-  // Whether borders have a type with less range.
-  constexpr bool NARROWS = READS && COARSE<T> != COARSE<typename BorderOf<Schedule::K_RANKS, T>::type>;
-  put_keys<READS, T>(s.operands.k[stage][rank], scores, in.k, a, me, outer, across);
+  const auto k_scales = scales_of<SCALE>(in.k, me, grown);
+  put_keys<READS, T>(s.operands.k[stage][rank], scores, in.k, a, me, past_near, across, k_scales);
   join(me.subchunk % 2 == 1, me.subchunk >= 2);  // before
   if (me.subchunk == NUM_SUBCHUNKS - 1) {
     float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[W];
@@ -276,17 +304,21 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
     if (BEFORE) unpack(u, &s.u[me.channel]);
     const int lane = u32(me.thread) % 32, warp = u32(me.thread) / 32;
     __syncwarp();  // keys that other lanes cleared
-    DirectProducts<BEFORE, NARROWS, N, T, BK> direct(in.q, in.k, warp * N, lane);
-    put_queries<Order>(s.operands.q[stage][rank], scores, in.q, in.k, a, me, outer, across, u, itself, direct);
-    if (NARROWS && direct.out_of_range(lane)) scores.beyond = true;
+    const auto q_scales = scales_of<SCALE>(in.q, me, grown);
+    if constexpr (SCALE) put_undo(scores, me, q_scales, k_scales);
+    constexpr bool LOOK = NARROWS<Schedule, T> && !SCALE;
+    DirectProducts<BEFORE, LOOK, N, T, BK> direct(in.q, in.k, warp * N, lane);
+    put_queries<Order>(s.operands.q[stage][rank], scores, in.q, in.k, a, me, past_near, q_scales, across, u, itself,
+                       direct);
+    if (LOOK && direct.out_of_range(lane)) scores.beyond = true;
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
-    const bool beyond = NARROWS && scores.beyond;
+    const bool beyond = LOOK && scores.beyond;
     refill_rows();
     if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0 && !beyond) send_operands(s, stage, rank, full);
-    make_scores<WARPS, Order, Schedule>(s.operands.scores(stage)[rank], scores, direct.scores, itself,
-                                        s.operands.flip(stage), scale, warp, lane);
-    if (NARROWS && __builtin_expect(__any_sync(0xffffffffu, beyond), false)) return by_tokens(true);
+    make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(stage)[rank], scores, direct.scores, itself,
+                                               s.operands.flip(stage), scale, warp, lane);
+    if (LOOK && __builtin_expect(__any_sync(0xffffffffu, beyond), false)) return another_way(true);
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
       barrier_sync(PRODUCERS + me.group, P::THREADS);  // the scores stand
@@ -298,22 +330,51 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   }
 }
 
+// Makes a chunk of which rows are beyond the range of borders, or gates between 1/8 and 1, or any other one. parity: of
+// rows[group]; again: it was made before, and the next one has already been asked for.
+template <class Order, class Schedule, typename T, typename G, int BK, int BV>
+__device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
+                                         int chunk, int stage, u32 used, u32 parity, bool again) {
+  const ProducerCoord<BK> me(producer);
+  const int tokens = s.work.tokens, next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
+  const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
+  if (again) fetch_again(s, args, me, chunk, parity);
+  else barrier_sync(PRODUCERS + me.group, me.THREADS);  // sub-chunks' decays, put once more below, have been read
+  const auto refill = [&] {
+    if (me.thread == 0) fetch_gates(s, args, me.group, next, tokens);
+  };
+  const auto refill_rows = [&] {
+    if (me.thread == 0) fetch_rows(s, args, me.group, next, tokens);
+  };
+  const auto room = [&] {
+    if (used) barrier_wait(s.empty[stage], used - 1 & 1);
+  };
+  const auto by_tokens = [&](bool) { make_tokens<Order>(s, args, producer, chunk, stage, used, parity); };
+  const auto nobody = [] {};  // no other block has a part of the chunk
+  make_chunk<Order, true>(s, stage, 0, s.full[stage], me, gate_of(s, args, me, chunk), float(args.scale), false, parity,
+                          partial, refill, refill_rows, room, nobody, nobody, by_tokens);
+}
+
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread) {
   using P = ProducerCoord<BK>;
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int GROUPS = S::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;
   const WorkTile& at = s.work;
-  const int tokens = at.tokens, group = GROUPS > 1 ? u32(thread) / P::THREADS : 0, K = int(args.shape.K - args.channel);
+  const int tokens = at.tokens;
+  int group = GROUPS > 1 ? u32(thread) / P::THREADS : 0;
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
-  const int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
+  int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
   const float scale = float(args.scale);
   if (thread % P::THREADS == 0) fetch_gates(s, args, group, maker, tokens), fetch_rows(s, args, group, maker, tokens);
   float one = gate_of(s, args, P(thread), maker);
   u32 iteration = 0;
+  bool scaled = false;  // since rows were beyond the range of borders: to make every such chunk twice would take long
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
     // Addresses are cheaper made anew than held in registers, where these are scarce.
-    if constexpr (BK + BV > 128) forget(thread);
+    if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) forget(thread);
+    if constexpr (NARROWS<Schedule, T> && (BK + BV > 128 || Order::reads_before_write)) forget(group), forget(maker);
+    if constexpr (sizeof(G) == 4) forget(maker);
     const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
     const float gate = one;
     const auto refill = [&] {
@@ -328,7 +389,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const auto room = [&] {
       if (used) barrier_wait(s.empty[stage], used - 1 & 1);
     };
-    const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
+    const int partial = chunk * CHUNK + CHUNK > tokens && others_follow(at, args) ? tokens - chunk * CHUNK : 0;
     const auto tell = [&](bool grows) {
       if constexpr (Schedule::K_RANKS > 1)
         if (me.thread == 0) tell_both(s.votes, rank, stage, grows);
@@ -336,14 +397,16 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const auto either = [&] {
       if constexpr (Schedule::K_RANKS > 1) return either_grows(s.votes, stage, used & 1);
     };
-    const auto by_tokens = [&](bool again) {
-      make_tokens<Order>(s, args, thread, chunk, stage, used, iteration & 1, again);
+    const auto another_way = [&](bool again) {
+      scaled |= again;
+      if constexpr (NARROWS<Schedule, T>) make_scaled<Order>(s, args, thread, chunk, stage, used, iteration & 1, again);
+      else make_tokens<Order>(s, args, thread, chunk, stage, used, iteration & 1);
       one = gate_of(s, args, P(thread), chunk + S::MAKERS);
     };
     if (WIDTH<G> == 4) barrier_wait(s.gates[group], iteration & 1);
     if (WIDTH<G> == 4 && partial) clear_gates(s.inputs[group], me.first, partial, me.channel);
-    make_chunk<Order>(s, stage, rank, s.full[stage], me, gate, scale, iteration & 1, partial, refill, refill_rows, room,
-                      tell, either, by_tokens);
+    make_chunk<Order, false>(s, stage, rank, s.full[stage], me, gate, scale, scaled, iteration & 1, partial, refill,
+                             refill_rows, room, tell, either, another_way);
     fence_async();
     barrier_arrive(s.full[stage]);
   }

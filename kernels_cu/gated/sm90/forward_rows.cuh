@@ -32,6 +32,15 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
+// Where a sub-chunk's queries and keys stand that meet others at the nearest border. Those of sub-chunk 3, or 0, meet
+// others at the middle of the chunk, too.
+template <class Scores> __device__ __forceinline__ int near_queries(const Scores& s, int subchunk) {
+  return subchunk == 2 ? s.HALF : s.NEAR + 4 * (subchunk - 1);  // none of sub-chunk 0
+}
+template <class Scores> __device__ __forceinline__ int near_keys(const Scores& s, int subchunk) {
+  return subchunk == 1 ? s.HALF + BC : s.NEAR + 4 * subchunk;  // none of sub-chunk 3
+}
+
 // x times factors of W channels.
 template <int W> __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[W]) {
 #pragma unroll
@@ -96,6 +105,11 @@ __device__ __forceinline__ float gate_of(const Shared<Schedule, T, G, BK, BV>& s
   const WorkTile& at = s.work;
   const int row = chunk * CHUNK + me.first + me.thread % BC;
   return WIDTH<G> == 1 && row < at.tokens ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
+}
+
+// Whether tokens of others follow in a sequence's last boxes. Behind an array's end copies read zeros, and store none.
+template <class Args> __device__ __forceinline__ bool others_follow(const WorkTile& at, const Args& args) {
+  return at.start + at.tokens != i32(args.shape.T);
 }
 
 // Tokens of this lane's sub-chunk behind the sequence's end, as if they were not: they decay nothing and write nothing.

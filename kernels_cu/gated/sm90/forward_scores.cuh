@@ -28,7 +28,7 @@ __device__ __forceinline__ void put_scores(void* at, int flip, int offset, float
 }
 
 // Queries and keys at borders are float16, whose digits make a score as good as tf32's do. It holds those of bfloat16
-// whose square, of a whole row, is 0 or between these: 16 gates that grow make no number infinite, and what underflows
+// whose square, of a whole row, is 0 or between these: 16 gates of 1/8 make no number infinite, and what underflows
 // is no more than bfloat16 would round off. As bits, which are in order.
 constexpr u32 LEAST_SQUARE = 0x31800000, LARGEST_SQUARE = 0x4c800000;  // 2^-28 and 2^26
 
@@ -162,27 +162,39 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
   }
 };
 
-// Each of 8 values summed over LANES lanes; lane l gets the sum of value l % 8.
-template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[8], int lane) {
+// Each of 8 values joined over LANES lanes; lane l gets value l % 8.
+template <int LANES, typename X, class Join> __device__ __forceinline__ X join_each(X (&x)[8], int lane, Join join) {
 #pragma unroll
   for (int half = 4; half > 0; half /= 2) {
     const bool upper = lane & half;
 #pragma unroll
     for (int n = 0; n < half; ++n) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
-      x[n] = (upper ? x[n + half] : x[n]) + other;
+      const X other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
+      x[n] = join(upper ? x[n + half] : x[n], other);
     }
   }
-  float sum = x[0];
+  X all = x[0];
 #pragma unroll
-  for (int distance = 8; distance < LANES; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  return sum;
+  for (int distance = 8; distance < LANES; distance *= 2) all = join(all, __shfl_xor_sync(0xffffffffu, all, distance));
+  return all;
+}
+
+// What scores of this lane are multiplied by, of a tile of scaled operands at borders.
+template <typename M, typename B, int BK>
+__device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<true, M, B, BK>& s, int queries, int keys,
+                                            int lane) {
+  constexpr float LARGEST = 3.402823466e38f;
+#pragma unroll
+  for (int x = 0; x < 4; ++x) {
+    const float undo_q = s.rows[queries + (lane >> 2) + 8 * (x >> 1)].undo_q;
+    scores[x] *= fminf(undo_q * s.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k, LARGEST);  // 0 stays 0
+  }
 }
 
 // A warp's share of the scores, of sub-chunks that its own lanes have made; flip: see Operands; direct: of its
 // DirectProducts; itself: RWKV-6's scores of tokens with themselves, this lane's share, of its sub-chunk. Their sums
 // are made here, where products are waited for.
-template <int WARPS, class Order, class Schedule, typename M, typename B, typename T, int BK>
+template <int WARPS, class Order, class Schedule, bool SCALED, typename M, typename B, typename T, int BK>
 __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& s,
                                             const Sums (&direct)[ScoreShare<WARPS>::N], float (&itself)[BC], int flip,
                                             float scale, int warp, int lane) {
@@ -192,8 +204,13 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   Sums within[Share::N], border[Share::N];
   constexpr int LANES = 32 / Share::N;  // of a sub-chunk
   float sum = 0.f;
-  if (Order::reads_before_write) sum = sum_each<LANES>(itself, lane);
+  if (Order::reads_before_write) sum = join_each<LANES>(itself, lane, [](float x, float y) { return x + y; });
   score_products<WARPS>(within, border, s, share, lane);
+  if constexpr (SCALED) {
+    const int first = share.halves ? s.HALF : s.NEAR;
+#pragma unroll
+    for (int m = 0; m < Share::N; ++m) undo_scales(border[m], s, first, first + BC * (share.keys + m), lane);
+  }
   constexpr int ROWS = BC * 128;  // bytes of a sub-chunk's
   // Of sub-chunks' queries and keys, or of the next queries.
   const auto put = [&](int queries, int keys, int next, float x, float y) {

@@ -35,14 +35,17 @@ template <typename T> struct MiddleOf<1, T> {
   using type = Wide<T>;
 };
 
-// Operands at borders, which no decay makes larger: float16 where a chunk that is out of its range can take another way
-// (forward_scores.cuh). Where another block makes scores of the same tokens, this one cannot alone.
+// Operands at borders, which no decay makes larger: float16, for which rows that it does not hold are scaled
+// (forward_scales.cuh). Where two blocks have half of a row's channels each, T.
 template <int K_RANKS, typename T> struct BorderOf {
   using type = T;
 };
 template <typename T> struct BorderOf<1, T> {
   using type = f16;
 };
+// Whether operands at borders have a type of less range than T.
+template <class Schedule, typename T>
+constexpr bool NARROWS = Schedule::reads && COARSE<T> && !COARSE<typename BorderOf<Schedule::K_RANKS, T>::type>;
 
 // Whether A takes a second number, for what rounding leaves over: bfloat16 has few digits, and scores that cancel
 // between two blocks' channels must not leave the rounding of both.
@@ -115,10 +118,11 @@ template <bool READS, typename M, typename B, int BK> struct alignas(128) ScoreO
   struct alignas(16) Row {
     M middle_q[BK], middle_k[BK];  // within sub-chunks, about their middles
     B border_q[BK], border_k[BK];  // decayed from and to a border: rows from NEAR on sub-chunks 1 and 3 with 0 and 2,
-    float padding[4];              // rows from HALF on the second half with the first
+    float undo_q, undo_k;          // rows from HALF on the second half with the first; their scales' inverses
+    float padding[2];
   } rows[CHUNK];
   static constexpr int NEAR = 0, HALF = 16;
-  i32 beyond;  // whether a row is beyond the range of borders
+  i32 beyond;  // whether rows are, or were, beyond the range of borders
 };
 template <typename M, typename B, int BK> struct ScoreOperands<false, M, B, BK> {};
 

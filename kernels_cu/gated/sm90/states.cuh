@@ -40,6 +40,77 @@ template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Sh
   return at;
 }
 
+// How blocks share out segments: each has one; or, where they are whole sequences, as many blocks as the card holds
+// take them in turn, so that the next one's chunks come while the last ones of the one before are computed.
+struct OneEach {
+  static constexpr bool in_turn = false;
+};
+struct InTurn {
+  static constexpr bool in_turn = true;
+};
+__device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
+__device__ __forceinline__ int chunks_of(const WorkTile& at) { return (at.tokens + CHUNK - 1) / CHUNK; }
+
+// Calls f(segment, how many chunks the block had before) for those that this block takes.
+template <class Schedule, bool BACKWARDS, class Args, class F>
+__device__ __forceinline__ void each_segment(const Args& args, F f) {
+  if constexpr (!Schedule::in_turn) return f(segment_of<BACKWARDS>(args.shape, args.P, args.joined), 0);
+  int chunks = 0;
+#pragma unroll 1
+  for (u32 block = blockIdx.x; block < all_segments(args.shape); block += gridDim.x) {
+    const Segment at = {work_tile(args.shape, block), block};
+    f(at, chunks);
+    chunks += chunks_of(at);
+  }
+}
+
+// Goes over the chunks of all that this block takes in turn; in shared memory, since registers are scarce.
+template <bool BACKWARDS> struct Cursor {
+  WorkTile at;
+  u32 block;  // past the last one at the end
+  int token;  // the chunk's first
+
+  __device__ __forceinline__ bool at_end(const Shape& shape) const { return block >= all_segments(shape); }
+  __device__ __forceinline__ void begin(const Shape& shape, u32 first) {
+    for (block = first; !at_end(shape); block += gridDim.x) {
+      at = work_tile(shape, block);
+      token = BACKWARDS ? (chunks_of(at) - 1) * CHUNK : 0;
+      if (at.tokens) return;
+    }
+  }
+  // The chunk, and what follows it in time, as if the segment began with it.
+  __device__ __forceinline__ WorkTile rest() const {
+    WorkTile x = at;
+    x.start += token, x.tokens -= token, x.chunk += token / CHUNK;
+    return x;
+  }
+  __device__ __forceinline__ void next(const Shape& shape) {
+    token += BACKWARDS ? -CHUNK : CHUNK;
+    if (BACKWARDS ? token < 0 : token >= at.tokens) begin(shape, block + gridDim.x);
+  }
+};
+
+// Where the chunks are that a warp moves, of so many on their way.
+template <class Schedule, bool BACKWARDS, int COUNT> struct ChunkPlaces {};
+template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT> {
+  WorkTile chunks[COUNT];  // nothing lies before them
+  Cursor<BACKWARDS> cursor;
+
+  __device__ __forceinline__ const WorkTile& at(int number) const { return chunks[number % COUNT]; }
+  __device__ __forceinline__ void begin(const Shape& shape) {
+    if ((threadIdx.x & 31) == 0) cursor.begin(shape, blockIdx.x);
+    __syncwarp();  // the first one stands
+  }
+  // Whether there is another chunk, the number-th.
+  __device__ __forceinline__ bool next(const Shape& shape, int number) {
+    if (cursor.at_end(shape)) return false;
+    __syncwarp();  // all lanes know that
+    if ((threadIdx.x & 31) == 0) chunks[number % COUNT] = cursor.rest(), cursor.next(shape);
+    __syncwarp();  // its place stands
+    return true;
+  }
+};
+
 template <typename T> constexpr bool NARROW = false;
 template <> constexpr bool NARROW<f16> = true;
 

@@ -318,27 +318,27 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
   }
 }
 
-// Calls f(the state in bfloat16, where it is kept) for each 16 channels of the 16 columns that a warp has.
-template <int BK, class F>
-__device__ __forceinline__ void each_kept(const float (&S)[BK / 2], uint4* kept, int tile, F f) {
-  uint4* const to = kept + tile * (BK / 16 * 32) + (threadIdx.x & 31);
+// Calls f(c, the state in bfloat16) for each 16 channels of the 16 columns that a warp has.
+template <int BK, class F> __device__ __forceinline__ void each_kept(const float (&S)[BK / 2], F f) {
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
     u32 two[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) two[m] = pack<bf16>(S[8 * c + 2 * m], S[8 * c + 2 * m + 1]);
-    f(two, to[32 * c]);
+    f(c, two);
   }
 }
 
+// What is kept of the 16 columns that a warp has.
+template <int BK> using Kept = uint4[BK / 16];
+
 // This lane's share of the sum over the state times what is kept: the diagonals of products of the one with the other
 // transposed, in fewer instructions than the numbers one by one.
-template <int BK> __device__ __forceinline__ float product_with_kept(const float (&S)[BK / 2], uint4* kept, int tile) {
+template <int BK> __device__ __forceinline__ float product_with_kept(const float (&S)[BK / 2], const Kept<BK>& kept) {
   float early[4] = {}, late[4] = {};  // with the first 8 columns, and with the others
-  each_kept<BK>(S, kept, tile, [&](const u32(&own)[4], const uint4& there) {
-    const uint4 its = there;
-    mma_bf16(early, own, {its.x, its.z});
-    mma_bf16(late, own, {its.y, its.w});
+  each_kept<BK>(S, [&](int c, const u32(&own)[4]) {
+    mma_bf16(early, own, {kept[c].x, kept[c].z});
+    mma_bf16(late, own, {kept[c].y, kept[c].w});
   });
   const int lane = threadIdx.x & 31, g = lane >> 2;
   return (lane & 3) != g / 2 ? 0.f : g & 1 ? early[1] + late[3] : early[0] + late[2];
@@ -408,6 +408,22 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   if (x.initial)
     each_transposed<BK>(S, x.initial + state, x, column, [](float& value, const float* from) { value = *from; });
 
+  // Where this lane's share of a stretch's state is kept; null where its warp has no columns.
+  const auto kept = [&](int token) {
+    const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
+    return 16 * tile < x.V ? kept_of<BK>(args, at, token) + tile * (BK / 16 * 32) + (threadIdx.x & 31) : nullptr;
+  };
+  const auto load_kept = [&](Kept<BK>& its, int token) {
+    if (const uint4* const from = kept(token))
+#pragma unroll
+      for (int c = 0; c < BK / 16; ++c) its[c] = from[32 * c];
+  };
+  constexpr bool CROSSES = GATED<Pass> && SUMS<Pass> > 1;
+  constexpr bool EARLY = CROSSES && !Registers<BK, BV>::SMALL;  // a turn before, where there are registers for that
+  Kept<BK> early = {};
+  if constexpr (EARLY)
+    if (gathers<Pass>() && at.tokens) load_kept(early, first_of(0, at, backwards));  // a stretch's end
+
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
     auto& in = s.stages[iteration % STAGES];
@@ -416,13 +432,15 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const bool ends = gathers<Pass>() && ends_stretch(first_of(iteration, at, backwards), at);
     float crossing = 0.f;  // -<S, dS> at the stretch's end, of the warp's columns
     if constexpr (GATED<Pass>) {
-      const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
-      if (ends && 16 * tile < x.V) {
-        uint4* const kept = kept_of<BK>(args, at, first_of(iteration, at, backwards));
-        if constexpr (SUMS<Pass> == 1)
-          each_kept<BK>(S, kept, tile,
-                        [](const u32(&its)[4], uint4& there) { there = {its[0], its[1], its[2], its[3]}; });
-        else crossing = -product_with_kept<BK>(S, kept, tile);
+      if (ends) {
+        const int token = first_of(iteration, at, backwards);
+        if constexpr (EARLY) crossing = -product_with_kept<BK>(S, early);
+        else if constexpr (CROSSES) {
+          Kept<BK> its = {};
+          load_kept(its, token);
+          crossing = -product_with_kept<BK>(S, its);
+        } else if (uint4* const to = kept(token))
+          each_kept<BK>(S, [&](int c, const u32(&two)[4]) { to[32 * c] = {two[0], two[1], two[2], two[3]}; });
       }
     }
     barrier_wait(s.full[iteration % STAGES], phase);
@@ -453,6 +471,10 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
           each_pair(in.partner[warpgroup], [&](int i, u32 two) { crossing -= low(two) * o[i] + high(two) * o[i + 1]; });
           crossing = warp_sum(crossing);
         }
+      if constexpr (EARLY) {
+        const int next = first_of(iteration + 1, at, backwards);
+        if (gathers<Pass>() && next >= 0 && ends_stretch(next, at)) load_kept(early, next);
+      }
       load_channels(v, in.v[warpgroup]);
       barrier_wait(s.scores[iteration % STAGES], phase);
       wgmma_fence();

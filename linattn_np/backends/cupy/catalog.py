@@ -115,9 +115,11 @@ def gated_on_hopper():
             for K in gated.TILES:
                 if G != gated.SCALAR:
                     yield gated.GatedForwardSm90.fitting(order, gated.CLUSTER_SPLIT_V, T, G, K, gated.TILES[-1])
-    backward = (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90, gated.GatedBackwardSegmentsSm90)
-    for cls, order, (T, G), (K, V) in product(backward, READ_ORDERS, GATES[1:], WIDTHS):
-        yield cls.fitting(order, T, G, K, V)
+    main = (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90)
+    for order, (T, G), (K, V) in product(READ_ORDERS, GATES[1:], WIDTHS):
+        yield gated.GatedBackwardSegmentsSm90.fitting(order, T, G, K, V)
+        for cls, schedule in product(main, (gated.ONE_EACH, gated.IN_TURN)):
+            yield cls.fitting(order, T, G, K, V, schedule)
 
 
 def scalar_decays():

@@ -11,6 +11,8 @@ from __future__ import annotations
 from . import pieces, tuning
 from .elementwise import sum_of_parts
 from .instances import (
+    IN_TURN,
+    ONE_EACH,
     TILES,
     GatedBackwardChannels,
     GatedBackwardKeysSm90,
@@ -249,6 +251,13 @@ def short_segment(problem, device, P) -> int:
     return tuning.short_segment(P, N * H, T, device.multiprocessors, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
+def main_schedule(problem, P, device) -> str:
+    """Of Hopper's main kernels."""
+    blocks = problem.sizes["N"] * problem.sizes["H"]
+    in_turn = P == 1 and tuning.in_turn(blocks, problem.spans.lengths, device.multiprocessors)
+    return IN_TURN if in_turn else ONE_EACH
+
+
 def on_hopper(
     draft,
     problem,
@@ -276,7 +285,9 @@ def on_hopper(
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
-    queries, keys = GatedBackwardQueriesSm90.fitting(*instance), GatedBackwardKeysSm90.fitting(*instance)
+    schedule = main_schedule(problem, P, device)
+    queries = GatedBackwardQueriesSm90.fitting(*instance, schedule)
+    keys = GatedBackwardKeysSm90.fitting(*instance, schedule)
     ends = draft.empty((N * P, H, K), FLOAT32)
     sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
     kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
@@ -291,11 +302,11 @@ def on_hopper(
         summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
-    segments = 2 if short else P
+    blocks = tuning.resident_blocks(keys, device) if schedule == IN_TURN else (2 if short else P) * N * H
     both |= {"adds": adds}
-    launches.launch(queries, read | {"dq": dq, "weight": weight}, segments, initial=initial, du=du, **both)
+    launches.launch(queries, blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
     both |= {"adds_dv": adds_dv}
-    launches.launch(keys, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, segments, dh0=dh0, **both)
+    launches.launch(keys, blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
@@ -347,15 +358,13 @@ class OnHopper:
         self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
-    def launch(self, kernel, mapped, segments=None, **more):
-        """Blocks of BK channels for every head of so many segments a sequence, or all; tensor maps and rows
-        of `mapped`."""
-        N, H, K = self.problem.shape("N H K")
+    def launch(self, kernel, blocks, mapped, **more):
+        """So many blocks; tensor maps and rows of `mapped`."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(
             kernel,
-            (segments or self.P) * N * H * ceil_div(K, kernel.BK),
+            blocks,
             **maps,
             **rows,
             **more,
@@ -406,8 +415,8 @@ class OnHopper:
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
         self.launch(
             summary,
+            2 * P * N * H * ceil_div(K, summary.BK),
             mapped,
-            2 * P,
             initial=initial,
             dht=dht,
             states=states,

@@ -440,7 +440,31 @@ class GatedBackwardSm90(Kernel):
         return padded(stages * stage + rest + 8 * (3 * stages + 2), 1024)
 
 
-class GatedBackwardQueriesSm90(GatedBackwardSm90):
+ONE_EACH, IN_TURN = "OneEach", "InTurn"
+
+
+@dataclass(frozen=True)
+class GatedBackwardMainSm90(GatedBackwardSm90):
+    """The two that go over the chunks. `schedule` ONE_EACH: a block a segment; IN_TURN: blocks take whole sequences one
+    after the other, as many of them as the card holds."""
+
+    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
+    schedule: str
+
+    @classmethod
+    def fitting(cls, read_order, dtype, gate, K, V, schedule):
+        return cls(read_order, dtype, gate, TILES[K > 64], TILES[V > 64], schedule)
+
+    @property
+    def resident(self):
+        return 2 if self.BK + self.BV == 128 else 1
+
+    def places(self, count):
+        """Bytes of so many chunks' places and of what comes next."""
+        return 40 * count + 48 if self.schedule == IN_TURN else 0
+
+
+class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
     file = "gated/sm90/backward_queries"
     arguments = (
         *tensor_rows("q k v do_ g dq weight"),
@@ -452,10 +476,10 @@ class GatedBackwardQueriesSm90(GatedBackwardSm90):
 
     @property
     def shared_bytes(self):
-        return self.ring(3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * self.BV, 0)
+        return self.ring(3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * self.BV, self.places(4))
 
 
-class GatedBackwardKeysSm90(GatedBackwardSm90):
+class GatedBackwardKeysSm90(GatedBackwardMainSm90):
     file = "gated/sm90/backward_keys"
     arguments = (
         *tensor_rows("q k v do_ g weight dk dv dg"),
@@ -476,6 +500,7 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
         lookups = 0 if BK == 64 else 3 if self.gate.itemsize == 2 else 1
         rest += 32 * BK * lookups + 32
         stages = 3 if self.gate.itemsize == 2 else 2  # of values
+        rest += 4 * self.places(stages)
         return self.ring(2, 2, 2, 0, 0, rest + stages * (2 * 32 * 2 * BV + 32 * 32 * 4 + 2 * 8))
 
 

@@ -18,6 +18,7 @@ SEGMENT = 128  # tokens that are worth a pass of their own
 SPARED = 600  # tokens that a cut of Hopper's forward pass has to spare: as long as two launches more and states take
 SPARED_BACKWARD = 150  # of them, where gradients follow that take over its states: 0.146 for 0.152 ms at 2,1024,16,128
 BLOCK_START = 64  # tokens that take as long in the main backward kernels as a block's start
+MOST_IN_TURN = 512  # tokens of a sequence on average, beside which that counts
 MOST_WAVES = 8  # of segments, which fill the last one well enough
 HARDLY_MORE = 1.03
 SUMMARY = 0.35  # of the main kernels' time, what summarising both ways takes
@@ -71,6 +72,13 @@ def backward_segments(blocks, longest, most) -> int:
         for P in range(1, max(1, min(longest // SEGMENT, MOST_WAVES * most // max(blocks, 1))) + 1)
     ]
     return 1 + next(n for n, each in enumerate(times) if each <= HARDLY_MORE * min(times))
+
+
+def in_turn(heads, lengths, most) -> bool:
+    """Whether blocks of the main backward kernels take `heads` (sequence, head)s of these lengths in turn, of which the
+    card holds `most` at once: where sequences are so short that a block's start counts. Otherwise a block each is the
+    faster program: gla's milliseconds in turn / so, 64,37,64,128 0.43/0.57, 4,4096,64,128 1.62/1.54."""
+    return heads > most and lengths.mean() <= MOST_IN_TURN
 
 
 def equal_segments_time(P, blocks, longest, most) -> float:

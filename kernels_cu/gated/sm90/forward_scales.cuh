@@ -1,0 +1,87 @@
+// what      Queries and keys that meet at borders in float16, where it does not hold them as they are: each row of the
+//           chunk times a power of two. Scores are multiplied by what undoes it.
+// numerics  exact but for what float16 rounds. The largest number of such a row is brought to between 2^12 and 2^13, so
+//           that gates of 1/8 may grow. Where gates are up to 1, that of every row is brought to between 2^-9 and 2^-8:
+//           they grow by no more than e^16 from a border. Other rows keep their bits
+// limits    sm_90a; bfloat16 queries and keys
+#include "gated/sm90/forward_rows.cuh"
+#include "gated/sm90/forward_scores.cuh"
+
+constexpr int LARGEST_EXPONENT = 12, GROWN_EXPONENT = -9;  // of a row's largest number
+
+// The larger of a pair's magnitudes, as bits.
+__device__ __forceinline__ u32 largest_of(u32 two) { return max(two & 0x7fff, two >> 16 & 0x7fff); }
+
+// Rows [token, channel] of this lane's sub-chunk.
+template <int BK> struct OwnRows {
+  const bf16 (&rows)[CHUNK][BK];
+  const ProducerCoord<BK>& me;
+  __device__ __forceinline__ uint2 operator[](int i) const {
+    return *reinterpret_cast<const uint2*>(rows[me.first + i] + me.channel);
+  }
+};
+
+// Powers of two for rows of queries or keys, of which a lane has one: 1 where float16 holds the row. undo: its inverse.
+template <int BK> struct RowScales {
+  static constexpr int LANES = ProducerCoord<BK>::LANES;
+  float own, undo;
+  int first;  // lane of a row's
+  __device__ __forceinline__ RowScales(const bf16 (&rows)[CHUNK][BK], const ProducerCoord<BK>& me, bool grows) {
+    const int lane = u32(me.thread) % 32;
+    u32 x[BC];
+#pragma unroll
+    for (int i = 0; i < BC; ++i) {
+      const uint2 four = OwnRows<BK>{rows, me}[i];
+      x[i] = larger(four.x, four.y);
+    }
+    const u32 largest = largest_of(join_each<LANES>(x, lane, [](u32 x, u32 y) { return larger(x, y); }));
+    const int exponent = int(largest >> 7) - 127;
+    const bool held = !grows && exponent >= -14 && exponent <= LARGEST_EXPONENT;
+    const int by = held ? 0 : (grows ? GROWN_EXPONENT : LARGEST_EXPONENT) - exponent;
+    const int bits = min(max(127 + by, 1), 253);  // of a normal number, as its inverse is
+    own = __uint_as_float(u32(bits) << 23), undo = __uint_as_float(u32(254 - bits) << 23);
+    first = lane / LANES * LANES;
+  }
+  __device__ __forceinline__ float of(int i) const { return __shfl_sync(0xffffffffu, own, first + i); }
+};
+// Where rows stay as they are.
+struct NoScales {};
+
+template <class Scales> constexpr bool SCALED = true;
+template <> constexpr bool SCALED<NoScales> = false;
+
+template <bool SCALE, typename T, int BK>
+__device__ __forceinline__ auto scales_of(const T (&rows)[CHUNK][BK], const ProducerCoord<BK>& me, bool grows) {
+  if constexpr (SCALE) return RowScales<BK>(rows, me, grows);
+  else return NoScales{};
+}
+
+// Puts what undoes them to where the rows stand as operands.
+template <class Scores, int BK>
+__device__ __forceinline__ void put_undo(Scores& s, const ProducerCoord<BK>& me, const RowScales<BK>& q,
+                                         const RowScales<BK>& k) {
+  const int i = u32(me.thread) % ProducerCoord<BK>::LANES;
+  if (i >= BC) return;
+  if (me.subchunk > 0) s.rows[near_queries(s, me.subchunk) + i].undo_q = q.undo;
+  if (me.subchunk == 3) s.rows[s.HALF + BC + i].undo_q = q.undo;
+  if (me.subchunk < 3) s.rows[near_keys(s, me.subchunk) + i].undo_k = k.undo;
+  if (me.subchunk == 0) s.rows[s.HALF + i].undo_k = k.undo;
+}
+
+// Brings a group's chunk back to where the next one is, or is under way: two more phases of gates[group] and
+// rows[group] end, or one where there is no next one. parity: of theirs.
+template <class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
+                                            const ProducerCoord<BK>& me, int chunk, u32& parity) {
+  const int tokens = s.work.tokens, rest = tokens - chunk * CHUNK;
+  const auto wait = [&] {
+    parity ^= 1;
+    if (WIDTH<G> == 4) barrier_wait(s.gates[me.group], parity);
+    barrier_wait(s.rows[me.group], parity);
+  };
+  if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();
+  barrier_sync(PRODUCERS + me.group, me.THREADS);  // all know that the next chunk is here, and that this one is beyond
+  if (me.thread == 0) fetch_gates(s, args, me.group, chunk, tokens), fetch_rows(s, args, me.group, chunk, tokens);
+  wait();
+  if (rest < CHUNK) clear_gates(s.inputs[me.group], me.first, rest, me.channel);
+}
