@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import disk
+import under_way
 from cuda.bindings import nvrtc
 
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # what CuPy compiles with
@@ -101,17 +102,22 @@ def compile_text(text, expressions, arch) -> dict[str, Usage]:
 
 def measured(text, expressions, targets) -> dict[str, dict[str, Usage]]:
     """What instances of one program use, by target and expression: `targets` has, for each virtual architecture to
-    translate for, the real ones to assemble for and the expressions that are asked of them.
+    translate for, the real ones to assemble for and the expressions that are asked of them. RuntimeError where
+    something is written to registers that products under way read.
 
     Read from the disk where the same text was compiled before by the same compiler.
     """
-    stored = disk.folder("compiled") / f"{disk.key(versions(), *OPTIONS, *SIZES, text, json.dumps(targets))}.json"
+    checks = [Path(under_way.__file__).read_text()] if "wgmma" in text else []
+    key = disk.key(versions(), *OPTIONS, *SIZES, *checks, text, json.dumps(targets))
+    stored = disk.folder("compiled") / f"{key}.json"
     if stored.exists():
         known = json.loads(stored.read_text())
         return {arch: {name: Usage(*sizes) for name, sizes in found.items()} for arch, found in known.items()}
     usage = {}
     for virtual, cards in targets.items():
         ptx = translate(text, [name for name in expressions if any(name in asked for asked in cards.values())], virtual)
+        if found := under_way.overwritten(ptx.code):
+            raise RuntimeError("\n".join(map(str, found)))
         usage |= {arch: assemble(ptx, arch, asked) for arch, asked in cards.items()}
     sizes = {a: {name: astuple(u) for name, u in found.items()} for a, found in usage.items()}
     disk.write(stored, json.dumps(sizes))

@@ -189,6 +189,16 @@ def test_every_product_of_a_warpgroup_assembles():
     assert all(used.spilled == 0 for used in usage.values())
 
 
+def test_an_operand_overwritten_while_it_is_read_is_found():
+    """It was, until products had ended before the next operands came."""
+    kernel = KERNELS["scalar_decay/sm90/backward_segments"][0]
+    text = source.program([kernel])
+    released = text.replace("wgmma_keep(x), wgmma_keep(rest);", "")
+    assert released != text
+    with pytest.raises(RuntimeError, match="writes to what wgmma.mma_async.* may still read"):
+        nvrtc.measured(released, [kernel.expression], targets({kernel.arch: [kernel]}))
+
+
 def test_errors_name_the_true_file_and_line(tmp_path):
     header, kernel = tmp_path / "header.cuh", tmp_path / "source.cu"
     header.write_text("struct Args { long long n; };\n#ifdef WRONG\nwrong in header\n#endif\n")
