@@ -39,6 +39,7 @@ DOUBLE, HALF, SINGLE = (np.dtype(t) for t in (np.float64, np.float16, np.float32
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
 PACKED = [0, 5, 5, 70, 133]
 GROWS = "grows"  # logsigmoid's gates, and growth that chunks compute another way
+TINY = "tiny"  # logsigmoid's gates; keys now and then of a size that float16 does not hold
 OPERATORS = (  # B H T K V, dtype, gates, the gates' dtype, keywords
     ((2, 2, 100, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 2, 70, 128, 136), HALF, "logsigmoid", SINGLE, {}),
@@ -64,6 +65,8 @@ OPERATORS = (  # B H T K V, dtype, gates, the gates' dtype, keywords
     ((1, 2, 70, 128, 136), HALF, GROWS, SINGLE, {}),
     ((1, 1, 70, 200, 64), BFLOAT16, GROWS, None, {}),
     ((1, 2, 70, 64, 64), SINGLE, GROWS, None, {}),
+    ((1, 2, 133, 64, 64), BFLOAT16, TINY, None, {}),
+    ((1, 2, 133, 128, 128), BFLOAT16, TINY, None, {}),
     ((1, 2, 40, 20, 9), SINGLE, "logsigmoid", None, {"mode": "recurrent"}),
     ((1, 1, 133, 64, 64), BFLOAT16, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "recurrent"}),
 )
@@ -74,6 +77,8 @@ GRADIENTS = (  # as for OPERATORS, all with gradients of the final state
     ((1, 1, 1100, 64, 64), BFLOAT16, GROWS, None, {}),
     ((1, 2, 70, 128, 72), HALF, GROWS, SINGLE, {}),
     ((1, 66, 40, 136, 200), BFLOAT16, "logsigmoid", None, {}),  # tiles of the state, which add up
+    ((3, 48, 37, 64, 64), BFLOAT16, "logsigmoid", None, {}),  # blocks take several sequences in turn, here and below
+    ((1, 48, 133, 128, 72), BFLOAT16, GROWS, None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 70, 100), SINGLE, GROWS, None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
 )
@@ -124,11 +129,13 @@ STEPS = (  # B H K V, dtype, the state's dtype, slots or None
 def drawn(declared, rng, sizes, dtype, gate="logsigmoid", gate_dtype=None, cu_seqlens=()):
     """(the arrays of a call, an initial state or none)."""
     sizes = dict(zip("BHTKV", sizes), N=len(cu_seqlens) - 1 if cu_seqlens else sizes[0])
-    arrays = draw(declared, rng, sizes, dtype, "logsigmoid" if gate == GROWS else gate, gate_dtype)
+    arrays = draw(declared, rng, sizes, dtype, "logsigmoid" if gate in (GROWS, TINY) else gate, gate_dtype)
     if gate == GROWS:
         for name, x in zip(declared.arrays, arrays):
             if name in DECAYS:
                 x[:, :, 5::16] = 1.5
+    if gate == TINY:
+        arrays[1][:, :, 40::7] *= 1e-7
     return arrays, draw_states(declared, rng, sizes, SINGLE)
 
 
