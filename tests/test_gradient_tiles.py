@@ -4,7 +4,7 @@ what adds up is held to NumPy's in float64."""
 import numpy as np
 import planned
 import pytest
-from conftest import Hopper
+from conftest import Hopper, Kernels
 from emulator import EmulatedDevice
 from planned import host
 from reference import assert_close, double, draw, exact_vjp, rms, same_bits
@@ -27,6 +27,12 @@ CASES = {  # on both sides of the tiles' edges; each for one operator, since eve
     "rwkv6-K72-V200-gate32": Case(T=40, K=72, V=200, H=1, dtype="bfloat16", gate_dtype="float32"),
     "rwkv6-K136-V72-packed": Case(lengths=(65, 0, 31), K=136, V=72, dtype="bfloat16", gate="some-inf"),
 }
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        able = [name for name, cls in metafunc.config.backends.items() if issubclass(cls, Kernels)]
+        metafunc.parametrize("backend", able, indirect=True)
 
 
 @pytest.fixture(autouse=True)
