@@ -24,7 +24,7 @@ def cut(monkeypatch):
     return lambda P: monkeypatch.setattr(small_heads.GatedSmall, "segments", lambda *sizes: P)
 
 
-@pytest.mark.pairwise("op", "K", "V", "dtype", "gate_dtype")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("P", [1, 2, 5])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("gate", ["trained", "some-inf", "by_channel", "positive"])
@@ -48,7 +48,7 @@ def test_forward(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, packed,
     assert all(map(same_bits, found, results(op, arrays, device, start, True, **arguments)))
 
 
-@pytest.mark.pairwise("op", "K", "V", "dtype", "gate_dtype")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("P", [1, 2, 5])
 @pytest.mark.parametrize("lengths", [(), (0, 5, 100, 33, 0, 74)], ids=["dense", "packed"])
 @pytest.mark.parametrize("gate", ["trained", "some-inf", "by_channel", "positive"])
