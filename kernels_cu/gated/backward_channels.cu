@@ -198,6 +198,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 c = block % NC, h = args.first + block / NC % heads, b = block / NC / heads;
   const Span span = chunk_tokens(shape, c);
   const float scale = float(args.scale);
+  constexpr float CUT_STATES = CUT<M, Stored> * CUT<M, E>, CUT_VALUES = CUT<M, E> * CUT<M, E>;
   const bool vectors = args.vectors;
 
   const i64 chunk = (b * heads + h - args.first) * shape.NC + c;
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         states.S[0][p] = states.S[1][p], states.C[0][p] = states.C[1][p];
         const float2 by = decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * t, int(width));
         both[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, both[p & 1]));
-        S.set(p, x), C.set(p, y);
+        S.take(p, x), C.take(p, y);
       }
       if (n + 1 < parts) fetch_states(1, n + 1, m);
 #pragma unroll
@@ -294,8 +295,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
         const int i = 16 * row_of(which) + g + 8 * lower, j = 16 * column_of(which) + 8 * half + 2 * t;
-        const float2 two = scale * float2{dA[x][half][2 * lower], dA[x][half][2 * lower + 1]};
-        put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? two.x : 0.f, j + 1 < i ? two.y : 0.f});
+        const float2 two = CUT_VALUES * scale * float2{dA[x][half][2 * lower], dA[x][half][2 * lower + 1]};
+        put_operands<M>(s.pairs.dA + i * LDA + j, float2{j < i ? two.x : 0.f, j + 1 < i ? two.y : 0.f});
         if (i == j) s.pairs.own[i] = two.x;
         if (i == j + 1) s.pairs.own[i] = two.y;
       }
@@ -472,7 +473,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           };
           const float within = product_of(decays_here[row], 0, at);
           const float passed =
-              passes(scale * product_of(decays_here[row], 0, at, before[row]) * start[p], dq[x][lower], 0);
+              passes(CUT_STATES * scale * product_of(decays_here[row], 0, at, before[row]) * start[p], dq[x][lower], 0);
           if (half) {
             beyond[row] += passed;
             passes(within * start[p], P32[lower], 0);
@@ -515,7 +516,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             for (int to = at + 1; to < border; ++to) passing[row].share[to] += weight.x + weight.y;
             return weight.x + weight.y;
           };
-          float to_end = product_of(decays_here[row], at + 1, HALF);
+          float to_end = product_of(decays_here[row], at + 1, HALF, CUT_STATES);
           if (!half) {
 #pragma unroll
             for (int n = HALF; n < SUBS; ++n) to_end *= decay_over(n, row);

@@ -203,8 +203,8 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), row = p & 1;
-        const float far =
-            backwards ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS);
+        const float far = CUT<M, T> * (backwards ? float(args.scale) * product_of(all[row], 0, n)
+                                                 : product_of(all[row], n + 1, STEP_SUBS));
         a.set(p, far * factors[n][row] * x[p]);
       }
 #pragma unroll

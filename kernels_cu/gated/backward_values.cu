@@ -162,14 +162,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         const Middle<ReadOrder> middle(at_hand);
         const float2 start = decays.start * query, end = decays.end * token;
         const int at = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
-        put_pair(s.operands.queries + at, middle.queries * query);
-        put_pair(s.operands.keys + at, middle.keys * token);
-        put_pair(s.operands.eights + at, m % 2 ? start : end);
-        put_pair(s.operands.quarters + at,
-                 m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
-        put_pair(s.operands.halves + at,
-                 m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
-        put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS) * end);
+        put_operands<M>(s.operands.queries + at, middle.queries * query);
+        put_operands<M>(s.operands.keys + at, middle.keys * token);
+        put_operands<M>(s.operands.eights + at, m % 2 ? start : end);
+        put_operands<M>(s.operands.quarters + at, m < quarter_end ? product_of(all, m + 1, quarter_end) * end
+                                                                  : product_of(all, quarter_end, m) * start);
+        put_operands<M>(s.operands.halves + at,
+                        m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
+        put_operands<M>(s.operands.ends + at, product_of(all, m + 1, SUBS, CUT<M, Stored>) * end);
         if (m % 4 == 3) sum_channels(s.own[warp], weights, m - 3);
       }
     }
@@ -202,14 +202,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   }
   cp_async_wait<0>();
   __syncthreads();  // the operands are read; do and the diagonal stand
-  const float scale = float(args.scale);
+  const float scale = CUT<M, T> * float(args.scale);
   const auto put = [&](const float (&d)[2][4], int row, int column) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        put_pair(s.A + (16 * row + g + 8 * lower) * LDT + 16 * column + 8 * half + 2 * t,
-                 scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+        put_operands<M>(s.A + (16 * row + g + 8 * lower) * LDT + 16 * column + 8 * half + 2 * t,
+                        scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -236,7 +236,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const float score = score_of_pair<ReadOrder>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
                                                    args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
       const TokenPair pair = pair_of(lane);
-      if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
+      if (lane < PAIRS)
+        s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(as_operand<M>(scale * score));
     }
   }
   __syncthreads();  // A stands

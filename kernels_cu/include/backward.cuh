@@ -89,12 +89,12 @@ template <class R, typename E> __device__ __forceinline__ void load_matrices(R (
     u32 r[4];
     ldmatrix_x4_trans(r, tile + matrix_at(lane >> 3 & 1, lane >> 4) + (lane & 7) * 8);
 #pragma unroll
-    for (int m = 0; m < 4; ++m) b[m >> 1].set(m & 1, r[m], E{});
+    for (int m = 0; m < 4; ++m) b[m >> 1].take(m & 1, r[m], E{});
   } else {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float* matrix = tile + matrix_at(m & 1, m >> 1);
-      b[m >> 1].set(m & 1, float2{matrix[2 * t * 8 + g], matrix[(2 * t + 1) * 8 + g]});
+      b[m >> 1].take(m & 1, float2{matrix[2 * t * 8 + g], matrix[(2 * t + 1) * 8 + g]});
     }
   }
 }
