@@ -133,7 +133,7 @@ struct Passing {
 struct OfPairs {
   float2 dq[4], dk[4], dg[4];
 };
-template <class ReadOrder, typename T, typename G, typename Stored>
+template <class ReadOrder, class M, typename T, typename G, typename Stored>
 __device__ __noinline__ void sum_one_by_one(OfPairs (&sums)[BLOCKS], const T* q, const T* k, const G* gates,
                                             const Stored* dA) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -144,7 +144,7 @@ __device__ __noinline__ void sum_one_by_one(OfPairs (&sums)[BLOCKS], const T* q,
         2 * t + token, [&](int i) { return to_float(q[(first + i) * LD<T, TILE> + channel]); },
         [&](int j) { return to_float(k[(first + j) * LD<T, TILE> + channel]); },
         [&](int m) { return decay_of(to_float(gates[(first + m) * LD<G, TILE> + channel])); },
-        [&](int i, int j) { return to_float(dA[(first + i) * LDA + first + j]); });
+        [&](int i, int j) { return 1 / CUT_BOTH<M> * to_float(dA[(first + i) * LDA + first + j]); });
     const auto put = [&](float2& two, float one) { (token ? two.y : two.x) = one; };
     put(sums[m].dq[p], x.dq), put(sums[m].dk[p], x.dk), put(sums[m].dg[p], x.dg);
   }
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 c = block % NC, h = args.first + block / NC % heads, b = block / NC / heads;
   const Span span = chunk_tokens(shape, c);
   const float scale = float(args.scale);
-  constexpr float CUT_STATES = CUT<M, Stored> * CUT<M, E>, CUT_VALUES = CUT<M, E> * CUT<M, E>;
+  constexpr float CUT_STATES = CUT<M> * CUT<M, E>;  // of products with do and v
   const bool vectors = args.vectors;
 
   const i64 chunk = (b * heads + h - args.first) * shape.NC + c;
@@ -295,10 +295,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
         const int i = 16 * row_of(which) + g + 8 * lower, j = 16 * column_of(which) + 8 * half + 2 * t;
-        const float2 two = CUT_VALUES * scale * float2{dA[x][half][2 * lower], dA[x][half][2 * lower + 1]};
-        put_operands<M>(s.pairs.dA + i * LDA + j, float2{j < i ? two.x : 0.f, j + 1 < i ? two.y : 0.f});
-        if (i == j) s.pairs.own[i] = two.x;
-        if (i == j + 1) s.pairs.own[i] = two.y;
+        const float2 own = CUT_BOTH<M, E> * scale * float2{dA[x][half][2 * lower], dA[x][half][2 * lower + 1]};
+        const float2 two = CUT_BOTH<M> * own;  // as it is multiplied
+        put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? two.x : 0.f, j + 1 < i ? two.y : 0.f});
+        if (i == j) s.pairs.own[i] = own.x;
+        if (i == j + 1) s.pairs.own[i] = own.y;
       }
   }
   __syncthreads();  // dA stands; so do q, k and g
@@ -319,7 +320,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     });
   const bool grows = __any_sync(0xffffffffu, !(most <= GROWTH));  // then pairs do not meet in the middle
   OfPairs pairs_of[BLOCKS];
-  if (grows) sum_one_by_one<ReadOrder>(pairs_of, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
+  if (grows) sum_one_by_one<ReadOrder, M>(pairs_of, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
 
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
@@ -462,7 +463,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int row = p & 1, lower = p >> 1, at = 2 * x + lower, n = HALF * half + at;
-          const float2 pairs = pair_of(P[lower], row), near = one * (queries.get(p) * pairs);
+          const float2 pairs = pair_of(P[lower], row), near = CUT<M> * one * (queries.get(p) * pairs);
           float2 sum = one * (query[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of keys before the border
             const float2 part = by * pair_of(d, row), weight = q[p] * part;
@@ -507,7 +508,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int row = p & 1, lower = p >> 1, at = 2 * x + lower, n = HALF * half + at;
-          const float2 pairs = pair_of(R[lower], row), near = one * (keys.get(p) * pairs);
+          const float2 pairs = pair_of(R[lower], row), near = CUT<M> * one * (keys.get(p) * pairs);
           float2 sum = one * (key[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of queries behind the border
             const float2 part = by * pair_of(d, row), weight = k[p] * part;

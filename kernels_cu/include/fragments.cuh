@@ -5,8 +5,8 @@
 //           A product [16, 8] has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8: its pairs are
 //           those of a left operand, so that two products side by side are one.
 // numerics  One product of bfloat16 data: in bfloat16. Otherwise in tf32, which has float32's range and float16's
-//           fraction: one product, or three of operands split in two, which keep 21 bits. Operands that a lane makes
-//           are rounded once; data are read as they lie, and cut off, for which CUT makes up.
+//           fraction: one product, or three of operands split in two, which keep 21 bits. Those of gradients are
+//           cut off, not rounded, for which CUT makes up.
 // source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split.
 #include "ptx.cuh"
 
@@ -20,18 +20,13 @@ template <> struct Math<bf16, 1> {
   static constexpr bool SPLIT = false;
 };
 
-// x as an operand that a product takes as it lies.
-template <class M> __device__ __forceinline__ float as_operand(float x) {
-  constexpr bool CUTS = sizeof(typename M::Stored) == 4 && !M::SPLIT;
-  return CUTS ? __uint_as_float(to_tf32(x)) : x;
-}
-template <class M> __device__ __forceinline__ float2 as_operand(float2 x) {
-  return {as_operand<M>(x.x), as_operand<M>(x.y)};
-}
+// What a product in tf32 reads of x.
+__device__ __forceinline__ float cut_off(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
-// Makes up for what a product takes away by cutting off numbers stored as E, on average over all fractions.
-template <class M, typename E>
+// Makes up for what that takes away from an operand of type E, on average over all fractions; from both of a product.
+template <class M, typename E = typename M::Stored>
 constexpr float CUT = sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? 1.f + 0.7213f / 2048 : 1.f;
+template <class M, typename E = typename M::Stored> constexpr float CUT_BOTH = CUT<M, E> * CUT<M, E>;
 
 __device__ __forceinline__ float2 unpack(u32 two, bf16) {
   return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
@@ -87,12 +82,15 @@ template <class M> using Right = Pairs<M::SPLIT, typename M::Stored, 2>;
 template <class M, typename T> using LeftData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 4>;
 template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 2>;
 
-// A left operand as few registers hold it until its product: rounded as that rounds it.
+// A left operand as few registers hold it until its product.
 template <class M, typename Stored> struct HeldOperand {
   float2 x[4];
 
-  __device__ __forceinline__ void set(int p, float2 from) { x[p] = as_operand<M>(from); }
-  __device__ __forceinline__ float2 get(int p) const { return x[p]; }
+  __device__ __forceinline__ void set(int p, float2 from) { x[p] = from; }
+  // As the product has it.
+  __device__ __forceinline__ float2 get(int p) const {
+    return M::SPLIT ? x[p] : float2{cut_off(x[p].x), cut_off(x[p].y)};
+  }
   __device__ __forceinline__ Left<M> left() const {
     Left<M> a;
 #pragma unroll
@@ -224,9 +222,6 @@ template <typename E> __device__ __forceinline__ void load_channels(float2 (&x)[
 __device__ __forceinline__ void put_pair(bf16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<bf16>(x.x, x.y); }
 __device__ __forceinline__ void put_pair(f16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<f16>(x.x, x.y); }
 __device__ __forceinline__ void put_pair(float* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }
-template <class M> __device__ __forceinline__ void put_operands(typename M::Stored* to, float2 x) {
-  put_pair(to, as_operand<M>(x));
-}
 
 // A tile [32 tokens, 8 channels] by channels: x[p] is the pair of tokens 8 p + 2t of channel g.
 template <typename E> __device__ __forceinline__ void load_column(float2 (&x)[4], const E* tile, int ld) {

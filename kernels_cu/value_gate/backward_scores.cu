@@ -121,13 +121,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         const Middle<AfterWrite> middle(gates);
         const float2 start = decays.start * query, end = decays.end * key;
         const int at = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
-        put_operands<M>(s.queries + at, middle.queries * query);
-        put_operands<M>(s.keys + at, middle.keys * key);
-        put_operands<M>(s.eights + at, m % 2 ? start : end);
-        put_operands<M>(s.quarters + at, m < quarter_end ? product_of(all, m + 1, quarter_end) * end
-                                                         : product_of(all, quarter_end, m) * start);
-        put_operands<M>(s.halves + at,
-                        m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
+        put_pair(s.queries + at, middle.queries * query);
+        put_pair(s.keys + at, middle.keys * key);
+        put_pair(s.eights + at, m % 2 ? start : end);
+        put_pair(s.quarters + at,
+                 m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
+        put_pair(s.halves + at,
+                 m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
         put_tokens(s.starts, m, product_of(all, 0, m) * start);
         put_tokens(s.ends, m, product_of(all, m + 1, SUBS) * end);
       }
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        put_operands<M>(to + (g + 8 * lower) * CHUNK + 8 * half + 2 * t,
-                        scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+        put_pair(to + (g + 8 * lower) * CHUNK + 8 * half + 2 * t,
+                 CUT_BOTH<M> * CUT_BOTH<M> * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                                                     args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
       const TokenPair pair = pair_of(lane);
       Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
-      if (lane < PAIRS) *to = from_float<Stored>(as_operand<M>(NEAR * scale * score));
+      if (lane < PAIRS) *to = from_float<Stored>(NEAR * CUT_BOTH<M> * scale * score);
     }
   }
   if (threadIdx.x < CHUNK) {
