@@ -185,5 +185,6 @@ template <int STAGES> __device__ __forceinline__ void init_stages(Shared<STAGES>
     barrier_init(s.summed[threadIdx.x], THREADS);
     barrier_init(s.taken[threadIdx.x], 32);
   }
-  __syncthreads();  // the barriers stand
+  fence_async();
+  __syncthreads();  // the barriers stand, and bulk copies see them
 }
