@@ -59,7 +59,8 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 template <int BYTES, int THREADS, typename T, typename E, int COLS>
 __device__ __forceinline__ void copy_rows(Tile<T, E, COLS>& to, const E* from, i64 stride, int rows, int columns) {
   constexpr int PIECE = BYTES / sizeof(E), ACROSS = COLS / PIECE;
-#pragma unroll 4
+  constexpr int UNROLLED = BYTES >= 4 ? 2 : 4;  // copies wait for nothing; loads do, and are on their way together
+#pragma unroll UNROLLED
   for (int at = threadIdx.x; at < STEP<T> * ACROSS; at += THREADS) {
     const int row = at / ACROSS, col = at % ACROSS * PIECE;
     const bool inside = row < rows && col < columns;
