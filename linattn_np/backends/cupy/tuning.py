@@ -22,7 +22,7 @@ MOST_IN_TURN = 512  # tokens of a sequence on average, beside which that counts
 MOST_WAVES = 8  # of segments, which fill the last one well enough
 HARDLY_MORE = 1.03
 SUMMARY = 0.35  # of the main kernels' time, what summarising both ways takes
-TILE_START = 128  # tokens that take as long as the launches of a tile of a state
+TILE_START, SHARED_GATE_START = 128, 180  # tokens that take as long as the launches of a tile of a state
 OTHERS_START, OTHERS_FINER = 400, 1.7  # the same of the backward kernels for every card; what tf32 takes there
 FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # the same of the forward pass
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
@@ -125,13 +125,15 @@ def worth_tiles(problem, tiles, P, device, shared) -> bool:
     8,1024,32,256,256 1.64/2.86, 4,2048,16,256,256 1.06/1.48, 64,37,64,256,256 2.37/3.35, 4,2048,16,192,192 1.07/1.13,
     1,8192,8,256,512 1.47/1.93; 1,2048,16,256,256 .53/.50, 2,512,16,256,512 .69/.42, 1,1024,8,256,256 .28/.15. Where
     channels have a `shared` gate, tiles take half of that time, and the others twice as long, in float32: retention
-    2,2048,8,256,512 .34/1.52, 1,512,8,200,64 .07/.12; 1,1024,4,256,512 .31/.23."""
+    2,2048,8,256,512 .34/1.52, 1,512,8,200,64 .07/.12; 1,1024,4,256,512 .31/.23; simple_gla 2,512,16,256,256 .20/.40;
+    1,1024,4,256,256 .16/.12."""
     (B, N, H, K, V), most, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
-    of_tile = equal_segments_time(P, N * H, int(lengths.max()), most) / (2 if shared else 1)
+    of_tile = equal_segments_time(P, N * H, int(lengths.max()), most)
+    of_tile = of_tile / 2 + SHARED_GATE_START if shared else of_tile + TILE_START
     chunks, across, down = (-(-lengths // 64)).sum(), ceil_div(K, TILES[0]), ceil_div(V, TILES[0])
     others = B * H * chunks * 64 / most * across * (0.26 + 0.22 * down + 0.35 * ceil_div(V, TILES[-1]))
     finer = OTHERS_FINER if shared or problem.dtype != BFLOAT16 else 1
-    return tiles * (of_tile + TILE_START) < OTHERS_START + others * finer
+    return tiles * of_tile < OTHERS_START + others * finer
 
 
 def summary_channels(K, blocks, most) -> int:
