@@ -389,7 +389,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const auto room = [&] {
       if (used) barrier_wait(s.empty[stage], used - 1 & 1);
     };
-    const int partial = chunk * CHUNK + CHUNK > tokens && others_follow(at, args) ? tokens - chunk * CHUNK : 0;
+    const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
     const auto tell = [&](bool grows) {
       if constexpr (Schedule::K_RANKS > 1)
         if (me.thread == 0) tell_both(s.votes, rank, stage, grows);
