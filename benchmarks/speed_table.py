@@ -359,8 +359,8 @@ def older(rows) -> str:
 
 
 def figure(x) -> str:
-    """Three digits."""
-    return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
+    """Three digits, zeros at the end too."""
+    return f"{x:#.3g}".rstrip(".") if x < 999.5 else f"{x:,.0f}"
 
 
 def name(row):

@@ -299,7 +299,7 @@ def test_a_run_that_ended_early_is_completed():
     assert found["meta"] == new["meta"]
     assert found["rows"] == [row, *(taken | {"commit": "0ld"} for taken in (backward, other))]
     assert complete.completed(new, found | {"meta": old["meta"] | {"commit": "older"}})["rows"][1]["commit"] == "0ld"
-    assert speed_table.cells({"gla": found["rows"][1]}, "gla") == ["1† (2.00x)", ""]
+    assert speed_table.cells({"gla": found["rows"][1]}, "gla") == ["1.00† (2.00x)", ""]
     assert speed_table.older(found["rows"]) == "† measured at commit 0ld."
     assert speed_table.older([row]) == ""
     with pytest.raises(SystemExit, match="differ in card"):
@@ -322,7 +322,7 @@ def test_a_second_card_stands_on_the_page_alone(tmp_path, monkeypatch):
 def test_the_peer_of_softmax_attention_is_named():
     row = of_small_case("softmax_attention", "bfloat16") | {"floor_ms": 0.5, "ours_ms": 1.0, "peer_ms": 2.0}
     assert speed_table.others([row]) == [
-        ["2, 70, 3, 16", "`softmax_attention`", "0.5", "1 (2.00x)", "torch 2 (2.0x)", "", "", ""]
+        ["2, 70, 3, 16", "`softmax_attention`", "0.500", "1.00 (2.00x)", "torch 2.00 (2.0x)", "", "", ""]
     ]
 
 

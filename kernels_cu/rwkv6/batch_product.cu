@@ -189,6 +189,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
     for (int stage = 0; stage < s.STAGES; ++stage)
       barrier_init(s.w_full[stage], 1), barrier_init(s.empty[stage], WARPS);
     for (int stage = 0; stage < s.X_STAGES; ++stage) barrier_init(s.x_full[stage], 1);
+    fence_async();  // bulk copies see the barriers
   }
   __syncthreads();  // the barriers stand
   const Tile tile = tile_of_block<ROWS, COLUMNS, SPLIT, S::STEP>(args);

@@ -187,6 +187,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
       barrier_init(s.x_full[stage], 1);
       barrier_init(s.x_empty[stage], S::WARPS);
     }
+    fence_async();  // bulk copies see the barriers
   }
   // The barriers stand, in both halves.
   if constexpr (HALVES > 1) cluster_sync();

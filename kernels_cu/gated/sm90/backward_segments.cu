@@ -301,7 +301,8 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   if (threadIdx.x == 0)
     for (int stage = 0; stage < s.STAGES; ++stage)
       barrier_init(s.full[stage], 32), barrier_init(s.voted[stage], CONSUMERS<BK>);
-  __syncthreads();  // the barriers stand
+  fence_async();
+  __syncthreads();  // the barriers stand, and tensor copies see them
   const u32 tiles = tiles_of<BK>(args.shape), block = blockIdx.x / tiles, half = gridDim.x / tiles / 2;
   const int first = blockIdx.x % tiles * BK;  // channel
   const bool backwards = block >= half;

@@ -11,7 +11,7 @@ from ...arrays import BFLOAT16
 from . import elementwise as passes
 from . import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
-from .kernel import CTYPES, DOUBLE, FLOATS, HALF
+from .kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from .message import Message
 from .scalar_instances import ScalarBackwardSegments, WeightedSums
 from .small_heads import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
@@ -222,7 +222,7 @@ def of_models():
     for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
         for paired in (True, False):
             yield rwkv6.DecodeStep(S, depth, paired)
-        for T in CTYPES:
+        for T in (*CTYPES, INT8):
             yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:
