@@ -261,10 +261,10 @@ def fits_hopper_in_tiles(problem, device, arrays) -> bool:
 
 def segments(problem, device) -> int:
     """Into how many Hopper's own kernels cut a sequence; 0 where they do not run. Small heads have those of theirs."""
-    N, H = problem.shape("N H")
+    N, H, K, V = problem.shape("N H K V")
     if are_small(problem, device) or not fits_hopper(problem, device, pieces.rows(problem)):
         return 0
-    return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+    return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors, K, V)
 
 
 def segments_of_tiles(problem, device, arrays, shared=False) -> int:
@@ -273,7 +273,8 @@ def segments_of_tiles(problem, device, arrays, shared=False) -> int:
     N, H, K, V = problem.shape("N H K V")
     if max(K, V) <= TILES[-1] or not fits_hopper_in_tiles(problem, device, arrays):
         return 0
-    P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+    sizes = min(K, TILES[-1]), min(V, TILES[-1])
+    P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors, *sizes)
     return P if tuning.worth_tiles(problem, len(tiles_of(problem)), P, device, shared) else 0
 
 
@@ -281,8 +282,9 @@ def short_segment(problem, device, P) -> int:
     """How long the segments are that Hopper's main kernels begin with, where the rest is longer; 0 for P equal ones."""
     if problem.varlen:
         return 0
-    N, H, T = problem.shape("N H T")
-    return tuning.short_segment(P, N * H, T, device.multiprocessors, GatedBackwardSm90.CHECKPOINT_EVERY)
+    N, H, T, K, V = problem.shape("N H T K V")
+    sizes = min(K, TILES[-1]), min(V, TILES[-1])
+    return tuning.short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
 def main_schedule(problem, P, device) -> str:
