@@ -275,7 +275,7 @@ def segments_of_tiles(problem, device, arrays, shared=False) -> int:
         return 0
     sizes = min(K, TILES[-1]), min(V, TILES[-1])
     P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors, *sizes)
-    return P if tuning.worth_tiles(problem, len(tiles_of(problem)), P, device, shared) else 0
+    return P if tuning.worth_tiles(problem, P, device, shared) else 0
 
 
 def short_segment(problem, device, P) -> int:
@@ -287,11 +287,10 @@ def short_segment(problem, device, P) -> int:
     return tuning.short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
-def main_schedule(problem, P, device) -> str:
+def main_schedule(problem, P, instance, device) -> str:
     """Of Hopper's main kernels."""
-    blocks = problem.sizes["N"] * problem.sizes["H"]
-    in_turn = P == 1 and tuning.in_turn(blocks, problem.spans.lengths, device.multiprocessors)
-    return IN_TURN if in_turn else ONE_EACH
+    heads, kernel = problem.sizes["N"] * problem.sizes["H"], GatedBackwardKeysSm90.fitting(*instance, IN_TURN)
+    return IN_TURN if P == 1 and tuning.in_turn(kernel, heads, problem.spans.lengths, device) else ONE_EACH
 
 
 def on_hopper(draft, backward, device, P, short, left=(), starts=None):
@@ -306,7 +305,7 @@ def on_hopper(draft, backward, device, P, short, left=(), starts=None):
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
-    schedule = main_schedule(problem, P, device)
+    schedule = main_schedule(problem, P, instance, device)
     queries = GatedBackwardQueriesSm90.fitting(*instance, schedule)
     keys = GatedBackwardKeysSm90.fitting(*instance, schedule)
     ends = draft.empty((N * P, H, K), FLOAT32)
