@@ -200,3 +200,21 @@ def test_what_grew_before_it_decayed_is_summarised(op, backwards, rng, monkeypat
     found, _ = planned.pull(declared.bind(call.arrays, gradient=True), device, call.do, None)
     for name, x, exact in zip(call.names[:3], found, call.exact[1]):
         assert_close(f"d{name}", x[over], exact[over], "float32", rows=4)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("V", [72, 128, 200])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_wide_walks_leave_the_same_states(op, dtype, V, segments, rng, monkeypatch):
+    """By the kernels of every card: of 64 columns a block, and of 128, as calls of many heads have them."""
+    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: segments)
+    declared, device = BY_NAME[op][0], EmulatedDevice()
+    call = Call(op, Case(T=150, K=20, V=V, H=1, dtype=dtype), rng)
+    call.rows, found = Kernels.gradient_rows, []
+    problem = declared.bind(call.arrays, gradient=True, initial_state=call.options["initial_state"])
+    for width in range(2):
+        monkeypatch.setattr(tuning, "widest_that_fills", lambda kernels, *_, width=width: kernels[width])
+        found.append(sum(planned.pull(problem, device, call.do, (call.dht,)), ()))
+    call.assert_close(f"{V} columns", found[1], call.exact[1])
+    assert all(same_bits(x, y) for x, y in zip(*found, strict=True))

@@ -73,7 +73,8 @@ def on_every_card():
             yield stages.IntraChunk(order, T, G, size)
         exact = T == SINGLE or (order == "AfterWrite" and G == SINGLE)  # half data under a scalar decay
         for products in (1, 3) if exact else (1,):
-            yield gated.GatedBackwardStates(order, T, G, products)
+            for V in gated.GatedBackwardStates.widths(T, products):
+                yield gated.GatedBackwardStates(order, T, G, products, V)
             yield gated.GatedBackwardChannels(order, T, G, products)
             for V in gated.TILES:
                 yield gated.GatedBackwardValues(order, T, G, products, V)

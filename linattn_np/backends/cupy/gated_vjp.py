@@ -158,10 +158,15 @@ def on_every_card(draft, backward, device, products):
     dq, dk, dv, dg = backward.gradients
     B, N, H, K, V = problem.shape("B N H K V")
     instance = read_order(problem.op), problem.dtype, read["g"].dtype, products
-    states, channels = GatedBackwardStates(*instance), GatedBackwardChannels(*instance)
+    channels, widths = GatedBackwardChannels(*instance), GatedBackwardStates.widths(problem.dtype, products, V)
+
+    def walks(states, heads=H):
+        return 2 * N * heads * ceil_div(K, states.TILE) * ceil_div(V, states.BV)
+
+    states = tuning.widest_that_fills([GatedBackwardStates(*instance, BV) for BV in widths], walks, device)
     values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
-    P = tuning.summarised_segments(states, 2 * N * H * tiles, problem, device)
+    P = tuning.summarised_segments(states, walks(states), problem, device)
     shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)
     u, initial, dht = draft.bonus(problem), draft.initial(problem), backward.dht
     vectors = aligned16(*read.values(), *backward.gradients)
@@ -173,7 +178,7 @@ def on_every_card(draft, backward, device, products):
         starts, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
         nothing = {"kept": None, "dh0": None, "first": 0, "heads": H}
         given = {"initial": initial, "dht": dht, "states": starts, "decays": decays}
-        draft.launch(states, 2 * N * P * H * tiles, **walk, **nothing, **given)
+        draft.launch(states, P * walks(states), **walk, **nothing, **given)
         if P > 2:
             scan_both_ways(draft, problem, starts, decays, P)
         initial, dht = starts[0], starts[1]
@@ -184,7 +189,7 @@ def on_every_card(draft, backward, device, products):
         here = {"kept": kept, "first": first, "heads": min(heads, H - first)}
         nothing = {"states": None, "decays": None}
         given = {"initial": initial, "dht": dht, "dh0": backward.dh0}
-        draft.launch(states, 2 * N * P * here["heads"] * tiles, **walk, **here, **given, **nothing)
+        draft.launch(states, P * walks(states, here["heads"]), **walk, **here, **given, **nothing)
         chunks = B * shape.NC * here["heads"]
         draft.launch(
             channels,

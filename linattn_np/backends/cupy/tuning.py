@@ -62,6 +62,12 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
     return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
 
 
+def widest_that_fills(kernels, blocks, device):
+    """Of kernels that differ in their blocks' columns the widest one whose `blocks(kernel)` fill the card, or the
+    narrowest: columns that share a block share its decays and loads of keys, too."""
+    return next((each for each in reversed(kernels) if blocks(each) >= resident_blocks(each, device)), kernels[0])
+
+
 def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
     """Of how many heads the states are kept at once: no more bytes than the inputs have, in turns of equal size."""
     most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
