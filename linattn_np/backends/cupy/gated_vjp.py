@@ -292,10 +292,10 @@ def short_segment(problem, device, P) -> int:
     return tuning.short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
-def main_schedule(problem, P, instance, device) -> str:
-    """Of Hopper's main kernels."""
-    heads, kernel = problem.sizes["N"] * problem.sizes["H"], GatedBackwardKeysSm90.fitting(*instance, IN_TURN)
-    return IN_TURN if P == 1 and tuning.in_turn(kernel, heads, problem.spans.lengths, device) else ONE_EACH
+def main_schedule(problem, P, in_turn, device) -> str:
+    """Of Hopper's main kernels, of which `in_turn` is one whose blocks take sequences in turn."""
+    heads, lengths = problem.sizes["N"] * problem.sizes["H"], problem.spans.lengths
+    return IN_TURN if P == 1 and tuning.in_turn(in_turn, heads, lengths, device) else ONE_EACH
 
 
 def on_hopper(draft, backward, device, P, short, left=(), starts=None):
@@ -310,7 +310,7 @@ def on_hopper(draft, backward, device, P, short, left=(), starts=None):
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
-    schedule = main_schedule(problem, P, instance, device)
+    schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
     queries = GatedBackwardQueriesSm90.fitting(*instance, schedule)
     keys = GatedBackwardKeysSm90.fitting(*instance, schedule)
     ends = draft.empty((N * P, H, K), FLOAT32)

@@ -101,9 +101,8 @@ def equal_segments_time(P, blocks, longest, most, K, V) -> float:
     """Of the main backward kernels, in waves, and the pass that summarises all segments but a sequence's last, which
     memory bounds, in tokens of one of them."""
     waves, length = ceil_div(blocks * P, most), longest if P == 1 else length_of_segments(P, longest)
-    if waves > 1 and max(K, V) <= TILES[0]:
-        waves *= SHARED
-    return waves * (length + BLOCK_START) + SUMMARY * longest * blocks / most * (P - 1) / P
+    of_wave = SHARED if waves > 1 and max(K, V) <= TILES[0] else 1
+    return waves * of_wave * (length + BLOCK_START) + SUMMARY * longest * blocks / most * (P - 1) / P
 
 
 def joining_time(P, blocks, longest, most, K, V) -> float:
