@@ -16,7 +16,8 @@ pytestmark = pytest.mark.parametrize("op", BY_NAME)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypatch):
     """Where both cut alike: then the pass that summarises segments has one direction alone."""
-    monkeypatch.setattr(tuning, "SPARED", 0)
+    for name in ("segments", "backward_segments"):
+        monkeypatch.setattr(tuning, name, lambda *_: 4)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
     initial = call.options["initial_state"]
@@ -39,6 +40,7 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypa
 @pytest.mark.parametrize("dht", [True, False])
 def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, monkeypatch):
     """What a block had before leaves no trace: the bits are those of a block for each, where gates grow in one, too."""
+    monkeypatch.setattr(tuning, "backward_segments", lambda *_: 1)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     lengths, options = (40, 0, 33, 5, 70, 64), {"initial": "float32" if dht else None, "dht": dht}
     call = Call(op, Case(lengths=lengths, K=K, V=V, H=3, dtype=dtype, gate_dtype=gate_dtype, **options), rng)
