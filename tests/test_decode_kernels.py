@@ -327,7 +327,7 @@ def launched(device, kernel, blocks, arrays, **numbers):
 @pytest.mark.parametrize("D", [48, 328])
 @pytest.mark.parametrize("B", [3, 16, 37])
 def test_five_mixes(hopper, rng, dtype, A, D, B):
-    kernel = kernels.FiveMixes.fitting(dtype, 64, A, hopper)
+    kernel = kernels.FiveMixes.fitting(dtype, dtype, 64, A, hopper)
     single = partial(rng.standard_normal, dtype=np.float32)
     arrays = {"low": 0.5 * single((products.NarrowProduct.PARTS, B, 5, A)), "up": single((5, A, D)).astype(dtype)}
     arrays |= {"maa": single((5, D)), "xx": single((B, D)), "d": single((B, D))}

@@ -317,14 +317,18 @@ class FiveMixes(ModelKernel):
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
     LEAST: ClassVar[int] = 17  # sequences; fewer have too few blocks (1.19 for 1.15 ms at 16, 1.52 for 1.55 at 32)
+    LEAST_INT8: ClassVar[int] = 65  # beside int8 matrices (1.86 for 1.83 ms at 64, 2.66 for 2.71 at 80)
     arch, threads = "sm_90a", 256
     dtype: np.dtype
     RANK: int
 
     @classmethod
-    def fitting(cls, X, B, A, device) -> FiveMixes | None:
+    def fitting(cls, matrices, X, B, A, device) -> FiveMixes | None:
         rank = next((rank for rank in cls.RANKS if A <= rank and A % 2 == 0), None)
-        return cls(X, rank) if device.capability == 90 and X in HALF and B >= cls.LEAST and rank else None
+        if device.capability != 90 or X not in HALF or rank is None:
+            return None
+        least = cls.LEAST_INT8 if matrices == INT8 else cls.LEAST
+        return cls(X, rank) if B >= least else None
 
     def blocks(self, B, D) -> int:
         return ceil_div(B, self.TOKENS) * ceil_div(D, self.COLUMNS)

@@ -126,7 +126,7 @@ class CudaDecoder:
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, batch, terms).most_parts
-        if kernels.FiveMixes.fitting(X, B, A, self.device):
+        if kernels.FiveMixes.fitting(self.matrices, X, B, A, self.device):
             low_parts = model_products.NarrowProduct.PARTS
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),
@@ -408,7 +408,7 @@ class Step:
         X, terms = buffers.mixed.dtype, buffers.mixed.shape[0]
         arrays = {"low": buffers.low, "up": layer.maa_up, "maa": layer.maa, "xx": buffers.xx, "d": buffers.d}
         arrays["mixed"] = buffers.mixed
-        if mixes := kernels.FiveMixes.fitting(X, B, A, my.device):
+        if mixes := kernels.FiveMixes.fitting(my.matrices, X, B, A, my.device):
             w, scales = matrix_of(layer, "maa_down")
             down = model_products.NarrowProduct.fitting(my.matrices, B)
             given = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
