@@ -31,6 +31,7 @@ def arrays_of(variant, rng, dtype, tokens=TOKENS, gate="by_channel"):
 @pytest.fixture
 def hopper(backend, monkeypatch):
     monkeypatch.setattr(tuning, "SPARED", 0)  # so few tokens are cut
+    monkeypatch.setattr(tuning, "CUT_SMALL", 0)
     if backend.name != "hopper":
         pytest.skip("only Hopper's kernels cut sequences")
     with backend.in_dispatch():
@@ -99,6 +100,7 @@ def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
 ):
     """The forward pass has left them, or there is one segment; the gradients are those of a whole pass."""
     monkeypatch.setattr(tuning, "segments", lambda *sizes: segments)
+    monkeypatch.setattr(tuning, "forward_segments", lambda *sizes: segments)
     monkeypatch.setattr(tuning, "backward_segments", lambda *sizes: segments)
     op, _ = VARIANTS[operator]
     arrays = draw(op, rng, SIZES | {"T": TOKENS, "B": batch, "N": batch}, BFLOAT16, "by_channel")

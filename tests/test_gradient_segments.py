@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("op", BY_NAME)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypatch):
     """Where both cut alike: then the pass that summarises segments has one direction alone."""
-    for name in ("segments", "backward_segments"):
+    for name in ("forward_segments", "backward_segments"):
         monkeypatch.setattr(tuning, name, lambda *_: 4)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
@@ -86,7 +86,7 @@ def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
 @pytest.mark.parametrize("split, P", [(False, 1), (False, 2), (True, 1)])
 def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, monkeypatch):
     """Where its own segments, or uncut sequences, are as many whole ones of the gradients' each."""
-    for name, given in (("segments", P), ("backward_segments", 4), ("split_columns", split)):
+    for name, given in (("forward_segments", P), ("backward_segments", 4), ("split_columns", split)):
         monkeypatch.setattr(tuning, name, lambda *_, given=given: given)
     call = Call(op, Case(T=450, lengths=lengths, K=16, V=128, H=1, dtype="bfloat16"), rng)
     options = {name: call.options[name] for name in ("initial_state", "cu_seqlens") if name in call.options}

@@ -74,6 +74,7 @@ def test_growth_of_many_sizes(device, rng, op, K, V, dtype, gate_dtype, lengths)
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_growth_in_segments(device, rng, monkeypatch, op):
     monkeypatch.setattr(tuning, "segments", lambda *sizes: 3)
+    monkeypatch.setattr(tuning, "forward_segments", lambda *sizes: 3)
     monkeypatch.setattr(tuning, "summarised_segments", lambda *sizes: 3)
     monkeypatch.setattr(tuning, "backward_segments", lambda *sizes: 3)
     assert_right(drawn(op, rng, BFLOAT16, "ramps", lengths=(300,)), device, BFLOAT16)

@@ -21,7 +21,8 @@ BOUNDS = (0, 0, 5, 205, 238, 238, 412)
 
 def cut(monkeypatch, P, R):
     """Every sequence into P segments of R parts."""
-    monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
+    for name in ("segments", "forward_segments"):
+        monkeypatch.setattr(tuning, name, lambda *sizes: P)
     monkeypatch.setattr(tuning, "parts", lambda *sizes: R)
 
 
@@ -223,6 +224,24 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
 )
 def test_a_cut_of_hoppers_forward_pass_spares_enough(blocks, longest, most, P):
     assert tuning.segments(blocks, longest, most, tuning.SPARED) == P
+
+
+@pytest.mark.parametrize(
+    "heads, longest, D, P",
+    [
+        (8, 513, 64, 9),
+        (16, 512, 64, 8),
+        (32, 512, 64, 1),  # where four would need two launches more for 384 tokens less
+        (64, 1024, 64, 4),
+        (8, 513, 128, 1),
+        (1, 1024, 128, 16),  # of two chunks each
+        (16, 1024, 128, 8),  # which fill the card
+        (64, 2048, 128, 2),
+        (0, 0, 64, 1),
+    ],
+)
+def test_a_cut_of_gates_for_every_channel_takes_less_time(heads, longest, D, P):
+    assert tuning.forward_segments(heads, heads, longest, forward(D), D, H200) == P
 
 
 @pytest.mark.parametrize(

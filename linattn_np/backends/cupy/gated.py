@@ -440,7 +440,6 @@ class OnHopper(OnePass):
     """By Hopper's own kernel."""
 
     finishes = True
-    spared = property(lambda self: tuning.SPARED - tuning.SPARED_BACKWARD * self.problem.gradient)
     summarise = OnePass.summarise_remembered
 
     def kernel(self, schedule):
@@ -473,14 +472,26 @@ class OnHopper(OnePass):
         kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
 
+    def segments(self, whole):
+        """As many as gradients have, where these follow and it is cut at all: they take over the states."""
+        N, H, K, V = self.problem.shape("N H K V")
+        blocks, most = N * H * tuning.grid(whole, V), tuning.resident_blocks(whole, self.device)
+        P = tuning.forward_segments(N * H, blocks, self.longest, whole, max(K, V), self.device)
+        theirs = gated_vjp.segments(self.problem, self.device) if P > 1 and self.problem.gradient else 0
+        return theirs if theirs > 1 and blocks * theirs <= most else P
+
     def run(self, final, kept=()):
         short = self.short_first_segment()
         return self.run_in_two(short, final) if short else super().run(final, kept)
 
     def short_first_segment(self) -> int:
-        """How many tokens the first of two segments has; 0 where sequences are whole, or segments as long."""
+        """How many tokens the first of two segments has; 0 where sequences are whole, or segments as long, or gradients
+        want states that whole ones leave on their way."""
         whole, (N, H, T, V) = self.kernel(self.schedule), self.problem.shape("N H T V")
         if self.problem.varlen or self.segments(whole) > 1:
+            return 0
+        P = gated_vjp.segments(self.problem, self.device) if self.problem.gradient else 0
+        if P > 1 and not gated_vjp.short_segment(self.problem, self.device, P):
             return 0
         blocks = N * H * tuning.grid(whole, V)
         return tuning.short_first_segment(blocks, T, tuning.resident_blocks(whole, self.device))

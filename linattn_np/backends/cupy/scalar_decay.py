@@ -297,6 +297,8 @@ def sums_are_enough(gla) -> bool:
 class Narrow(gated.OnHopper):
     """Hopper's forward pass under a scalar decay, where narrow blocks may spare a cut."""
 
+    segments, spared = gated.OnePass.segments, property(lambda self: tuning.SPARED)
+
     def split_columns(self):
         return False  # producers have one gate a token: clusters would spare little
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf
 
 from ...arrays import BFLOAT16
-from .instances import PANEL, TILES, GatedBackwardSm90
+from .instances import PANEL, TILES, GatedBackwardSm90, GatedForwardSm90
 from .plan import FLOAT32, ceil_div
 from .scalar_instances import WeightedSums
 
@@ -16,7 +16,10 @@ RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept whatever the inputs' size
 SEGMENT = 128  # tokens that are worth a pass of their own
 SPARED = 600  # tokens that a cut of Hopper's forward pass has to spare: as long as two launches more and states take
-SPARED_BACKWARD = 150  # of them, where gradients follow that take over its states: 0.146 for 0.152 ms at 2,1024,16,128
+CUT_SMALL, CUT_LARGE = 300, 520  # tokens that take as long as these launches, of 64 channels and columns, and of more
+CUT_TOKEN, CUT_JOINED, CUT_STATE = 0.3, 5, 0.5  # as a token to summarise, a segment more, a state of 128 columns
+CUT_HEAD, CUT_SHARED = 1, 3  # as what each head adds; where two blocks share a multiprocessor
+SPLIT_AND_CUT = 4096  # tokens from which on clusters that share columns take sequences in two
 BLOCK_START = 64  # tokens that take as long in the main backward kernels as a block's start
 MOST_IN_TURN = {1: 512, 2: 128}  # tokens of a sequence on average, beside which that counts, by blocks a multiprocessor
 MOST_WAVES = 8  # of segments, which fill the last one well enough
@@ -48,11 +51,29 @@ def resident_blocks(kernel, device) -> int:
 
 def segments(blocks, longest, most, spared=0) -> int:
     """Into how many a sequence is cut, so that `blocks` blocks of the uncut problem become at most `most`; one where
-    that spares a block fewer tokens than `spared`. gla's milliseconds on Hopper so / in segments, with trained gates:
-    8,512,8,64 .021/.027, 8,768,8,64 .031/.033, 1,512,16,128 .020/.028; and where it is cut for that, 1,768,16,64
-    .027/.020, 2,1536,16,128 .059/.056."""
+    that spares a block fewer tokens than `spared`."""
     P = max(1, min(most // max(blocks, 1), longest // SEGMENT))
     return P if longest * (P - 1) >= spared * P else 1
+
+
+def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
+    """Into how many Hopper's forward pass cuts a sequence whose channels have gates of their own, of `blocks` blocks of
+    the uncut problem: what takes the least time, in tokens. gla's milliseconds so / whole: 1,513,8,64 .018/.021,
+    1,512,16,64 .0187/.0199, 1,1024,8,128 .030/.045; and where it is whole for that, 1,512,32,64 .022/.020, 1,768,64,64
+    .032/.031, 1,513,8,128 .025/.023. In a finer cut / in segments of 128 tokens: 1,1024,1,128 .024/.026, 1,3000,8,64
+    .032/.034; in a coarser one 1,32768,1,64 .081/.105."""
+    chunk, most = GatedForwardSm90.CHUNK, resident_blocks(kernel, device)
+
+    def time(P):
+        chunks = ceil_div(longest, P * chunk)
+        start = (CUT_SMALL if widest <= TILES[0] else CUT_LARGE) + (UNSAVED if chunks & chunks - 1 else 0)
+        of_heads = heads * (CUT_SHARED if blocks * P > device.multiprocessors else CUT_HEAD)
+        each = CUT_JOINED + CUT_STATE * heads * widest / TILES[-1]
+        return start + (1 + CUT_TOKEN) * chunks * chunk + each * P + of_heads
+
+    finest = min(most // max(blocks, 1), ceil_div(longest, chunk))
+    P = min(range(2, finest + 1), key=time, default=1)
+    return P if P > 1 and time(P) < longest else 1
 
 
 def summarised_segments(kernel, blocks, problem, device) -> int:
@@ -180,12 +201,14 @@ def summary_channels(K, blocks, most) -> int:
 
 def split_columns(heads, V, longest, device, alone, split) -> bool:
     """Whether two blocks of a cluster share a head's columns of V, and what producers make of it: where the card holds
-    them all, sequences need not be cut in more than two, and a block of theirs (`split`) has as many producers as one
-    that shares nothing (`alone`). gla's milliseconds so / in segments alone, with gates as trained models have them:
-    4,2048,16,128 .069/.101, 2,16384,16,128 .330/.346; in four and eight segments, 1,32768,16,128 .367/.346; in float16,
-    where shared memory has room for half the producers, 4,2048,16,128 .109/.102, 2,16384,16,128 .473/.357."""
+    them all, sequences need not be cut, or are long and cut in two where blocks alone have four segments, and a block
+    of theirs (`split`) has as many producers as one that shares nothing (`alone`). gla's milliseconds so / in segments
+    alone, with gates as trained models have them: 4,2048,16,128 .069/.101; in two and four segments, 1,2048,32,128
+    .071/.068, 1,4096,32,128 .101/.109; in two and five, 1,4096,26,128 .105/.095; in float16, where shared memory has
+    room for half the producers, 4,2048,16,128 .109/.102, 2,16384,16,128 .473/.357."""
     blocks, most = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
-    fits = V > PANEL and blocks <= most and segments(blocks, longest, most, SPARED) <= 2
+    P = segments(blocks, longest, most, SPARED) if V > PANEL and blocks <= most else 0
+    fits = P == 1 or P == 2 and longest >= SPLIT_AND_CUT and segments(blocks // 2, longest, most) <= 2 * P
     return fits and split.producer_groups >= alone.producer_groups
 
 
