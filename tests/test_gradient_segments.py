@@ -16,7 +16,8 @@ pytestmark = pytest.mark.parametrize("op", BY_NAME)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypatch):
     """Where both cut alike: then the pass that summarises segments has one direction alone."""
-    monkeypatch.setattr(tuning, "SPARED", 0)
+    for name in ("segments", "backward_segments"):
+        monkeypatch.setattr(tuning, name, lambda *_: 4)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
     initial = call.options["initial_state"]
@@ -39,6 +40,7 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypa
 @pytest.mark.parametrize("dht", [True, False])
 def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, monkeypatch):
     """What a block had before leaves no trace: the bits are those of a block for each, where gates grow in one, too."""
+    monkeypatch.setattr(tuning, "backward_segments", lambda *_: 1)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     lengths, options = (40, 0, 33, 5, 70, 64), {"initial": "float32" if dht else None, "dht": dht}
     call = Call(op, Case(lengths=lengths, K=K, V=V, H=3, dtype=dtype, gate_dtype=gate_dtype, **options), rng)
@@ -198,3 +200,21 @@ def test_what_grew_before_it_decayed_is_summarised(op, backwards, rng, monkeypat
     found, _ = planned.pull(declared.bind(call.arrays, gradient=True), device, call.do, None)
     for name, x, exact in zip(call.names[:3], found, call.exact[1]):
         assert_close(f"d{name}", x[over], exact[over], "float32", rows=4)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("V", [72, 128, 200])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_wide_walks_leave_the_same_states(op, dtype, V, segments, rng, monkeypatch):
+    """By the kernels of every card: of 64 columns a block, and of 128, as calls of many heads have them."""
+    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: segments)
+    declared, device = BY_NAME[op][0], EmulatedDevice()
+    call = Call(op, Case(T=150, K=20, V=V, H=1, dtype=dtype), rng)
+    call.rows, found = Kernels.gradient_rows, []
+    problem = declared.bind(call.arrays, gradient=True, initial_state=call.options["initial_state"])
+    for width in range(2):
+        monkeypatch.setattr(tuning, "widest_that_fills", lambda kernels, *_, width=width: kernels[width])
+        found.append(sum(planned.pull(problem, device, call.do, (call.dht,)), ()))
+    call.assert_close(f"{V} columns", found[1], call.exact[1])
+    assert all(same_bits(x, y) for x, y in zip(*found, strict=True))

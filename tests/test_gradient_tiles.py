@@ -133,10 +133,11 @@ def test_tiles_under_a_shared_gate(op, dtype):
     assert ("tiles" in planned.plan_of(large(op, dtype, K=256, V=256, T=2048, H=64), EmulatedDevice(90)).tiles) == taken
 
 
+@pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("gate, gate_dtype", [("logsigmoid", "bfloat16"), ("weak", "float32"), ("all-20", "bfloat16")])
-def test_shared_gates_by_tiles(hopper, gate, gate_dtype, rng, monkeypatch):
+def test_shared_gates_by_tiles(hopper, gate, gate_dtype, segments, rng, monkeypatch):
     """The gate's gradient with the digits of q . dq and k . dk, whose sums it is, as that of narrow heads has."""
-    monkeypatch.setattr(tuning, "segments", lambda *_: 1)
+    monkeypatch.setattr(tuning, "segments", lambda *_: segments)
     sizes = {"B": 2, "H": 2, "T": 300, "K": 136, "V": 200, "N": 2}
     q, k, v, g = arrays = draw(SIMPLE_GLA, rng, sizes, "bfloat16", gate, gate_dtype)
     do = rng.standard_normal((2, 2, 300, 200)).astype(BFLOAT16)
@@ -153,10 +154,10 @@ def test_shared_gates_by_tiles(hopper, gate, gate_dtype, rng, monkeypatch):
     assert rms(double(dg) - wanted[3]) <= 6e-3 * max(rms(wanted[3]), rms(terms))  # half of what narrow heads may
 
 
-def test_tokens_own_gates_take_tiles_of_whole_sequences():
-    """Where a sequence is cut they take the kernels for every card."""
+def test_tokens_own_gates_take_tiles_of_segments():
     cut, whole = (planned.plan_of(large(SIMPLE_GLA, K=256, V=256, T=2048, H=H), EmulatedDevice(90)) for H in (16, 64))
-    assert "tiles" not in cut.tiles and "tiles" in whole.tiles and "segments" not in whole.tiles
+    assert "tiles" in cut.tiles and cut.tiles["segments"] == 4
+    assert "tiles" in whole.tiles and "segments" not in whole.tiles
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -49,8 +49,8 @@ def test_instances_of_two_kernels_differ():
     """Also where their fields are the same."""
     every = list(catalog.kernels())
     assert len(set(every)) == len(every)
-    assert instances.GatedBackwardStates("AfterWrite", SINGLE, SINGLE, 3) != instances.GatedBackwardChannels(
-        "AfterWrite", SINGLE, SINGLE, 3
+    assert instances.GatedBackwardStates("AfterWrite", SINGLE, SINGLE, 3, 64) != instances.GatedBackwardValues(
+        "AfterWrite", SINGLE, SINGLE, 3, 64
     )
 
 

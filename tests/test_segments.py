@@ -235,12 +235,12 @@ def test_a_cut_of_hoppers_forward_pass_spares_enough(blocks, longest, most, P):
         (64, 2048, 2),
         (32, 16384, 4),
         (16, 32768, 8),
-        (1, 1100, 8),  # no shorter than 128 tokens
+        (1, 1100, 18),  # a chunk of 32 tokens more takes longer than to join seven segments more
         (0, 0, 1),
     ],
 )
 def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
-    assert tuning.backward_segments(blocks, longest, H200.multiprocessors) == P
+    assert tuning.backward_segments(blocks, longest, H200.multiprocessors, 128, 128) == P
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,9 @@ def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
     ],
 )
 def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
-    P, most = tuning.backward_segments(blocks, T, H200.multiprocessors), H200.multiprocessors
-    assert tuning.short_segment(P, blocks, T, most, instances.GatedBackwardSm90.CHECKPOINT_EVERY) == length
+    sizes = H200.multiprocessors, 128, 128
+    P = tuning.backward_segments(blocks, T, *sizes)
+    assert tuning.short_segment(P, blocks, T, *sizes, instances.GatedBackwardSm90.CHECKPOINT_EVERY) == length
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ struct Passing {
 struct OfPairs {
   float2 dq[4], dk[4], dg[4];
 };
-template <class ReadOrder, typename T, typename G, typename Stored>
+template <class ReadOrder, class M, typename T, typename G, typename Stored>
 __device__ __noinline__ void sum_one_by_one(OfPairs (&sums)[BLOCKS], const T* q, const T* k, const G* gates,
                                             const Stored* dA) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -144,7 +144,7 @@ __device__ __noinline__ void sum_one_by_one(OfPairs (&sums)[BLOCKS], const T* q,
         2 * t + token, [&](int i) { return to_float(q[(first + i) * LD<T, TILE> + channel]); },
         [&](int j) { return to_float(k[(first + j) * LD<T, TILE> + channel]); },
         [&](int m) { return decay_of(to_float(gates[(first + m) * LD<G, TILE> + channel])); },
-        [&](int i, int j) { return to_float(dA[(first + i) * LDA + first + j]); });
+        [&](int i, int j) { return 1 / CUT_BOTH<M> * to_float(dA[(first + i) * LDA + first + j]); });
     const auto put = [&](float2& two, float one) { (token ? two.y : two.x) = one; };
     put(sums[m].dq[p], x.dq), put(sums[m].dk[p], x.dk), put(sums[m].dg[p], x.dg);
   }
@@ -198,6 +198,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 c = block % NC, h = args.first + block / NC % heads, b = block / NC / heads;
   const Span span = chunk_tokens(shape, c);
   const float scale = float(args.scale);
+  constexpr float CUT_STATES = CUT<M> * CUT<M, E>;  // of products with do and v
   const bool vectors = args.vectors;
 
   const i64 chunk = (b * heads + h - args.first) * shape.NC + c;
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         states.S[0][p] = states.S[1][p], states.C[0][p] = states.C[1][p];
         const float2 by = decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * t, int(width));
         both[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, both[p & 1]));
-        S.set(p, x), C.set(p, y);
+        S.take(p, x), C.take(p, y);
       }
       if (n + 1 < parts) fetch_states(1, n + 1, m);
 #pragma unroll
@@ -294,10 +295,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
         const int i = 16 * row_of(which) + g + 8 * lower, j = 16 * column_of(which) + 8 * half + 2 * t;
-        const float2 two = scale * float2{dA[x][half][2 * lower], dA[x][half][2 * lower + 1]};
+        const float2 own = CUT_BOTH<M, E> * scale * float2{dA[x][half][2 * lower], dA[x][half][2 * lower + 1]};
+        const float2 two = CUT_BOTH<M> * own;  // as it is multiplied
         put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? two.x : 0.f, j + 1 < i ? two.y : 0.f});
-        if (i == j) s.pairs.own[i] = two.x;
-        if (i == j + 1) s.pairs.own[i] = two.y;
+        if (i == j) s.pairs.own[i] = own.x;
+        if (i == j + 1) s.pairs.own[i] = own.y;
       }
   }
   __syncthreads();  // dA stands; so do q, k and g
@@ -318,7 +320,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     });
   const bool grows = __any_sync(0xffffffffu, !(most <= GROWTH));  // then pairs do not meet in the middle
   OfPairs pairs_of[BLOCKS];
-  if (grows) sum_one_by_one<ReadOrder>(pairs_of, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
+  if (grows) sum_one_by_one<ReadOrder, M>(pairs_of, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
 
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
@@ -461,7 +463,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int row = p & 1, lower = p >> 1, at = 2 * x + lower, n = HALF * half + at;
-          const float2 pairs = pair_of(P[lower], row), near = one * (queries.get(p) * pairs);
+          const float2 pairs = pair_of(P[lower], row), near = CUT<M> * one * (queries.get(p) * pairs);
           float2 sum = one * (query[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of keys before the border
             const float2 part = by * pair_of(d, row), weight = q[p] * part;
@@ -472,7 +474,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           };
           const float within = product_of(decays_here[row], 0, at);
           const float passed =
-              passes(scale * product_of(decays_here[row], 0, at, before[row]) * start[p], dq[x][lower], 0);
+              passes(CUT_STATES * scale * product_of(decays_here[row], 0, at, before[row]) * start[p], dq[x][lower], 0);
           if (half) {
             beyond[row] += passed;
             passes(within * start[p], P32[lower], 0);
@@ -506,7 +508,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int row = p & 1, lower = p >> 1, at = 2 * x + lower, n = HALF * half + at;
-          const float2 pairs = pair_of(R[lower], row), near = one * (keys.get(p) * pairs);
+          const float2 pairs = pair_of(R[lower], row), near = CUT<M> * one * (keys.get(p) * pairs);
           float2 sum = one * (key[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of queries behind the border
             const float2 part = by * pair_of(d, row), weight = k[p] * part;
@@ -515,7 +517,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             for (int to = at + 1; to < border; ++to) passing[row].share[to] += weight.x + weight.y;
             return weight.x + weight.y;
           };
-          float to_end = product_of(decays_here[row], at + 1, HALF);
+          float to_end = product_of(decays_here[row], at + 1, HALF, CUT_STATES);
           if (!half) {
 #pragma unroll
             for (int n = HALF; n < SUBS; ++n) to_end *= decay_over(n, row);

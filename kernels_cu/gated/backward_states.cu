@@ -7,7 +7,7 @@
 //           of segments: states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C, that a segment starts from:
 //           of a sequence's P segments the first in either direction from the given one, the second from what that
 //           leaves, and the others from what the one before leaves by itself: scan_both_ways.cu joins them
-// grid      a block for every (direction, sequence or segment, head, tile of 64 channels, tile of 64 columns),
+// grid      a block for every (direction, sequence or segment, head, tile of 64 channels, BV columns of V),
 //           directions slowest; a warp for every 16 channels
 // smem      STAGES times 32 tokens
 // barriers  one every 32 tokens: they have arrived, and those before the last are read; of a segment also one every 32
@@ -15,7 +15,7 @@
 // numerics  S and C in float32 accumulators; products as fragments.cuh has it. Of a segment, tokens are left out that
 //           every channel has forgotten where the walk ends: gates there add up to FORGOTTEN_NATS, and none grows
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
-// limits    none
+// limits    BV of 64, 128
 #include "backward.cuh"
 
 constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens that are there at once
@@ -34,15 +34,20 @@ template <typename T, typename G> struct Args {
   i64 P;        // segments a sequence
 };
 
-template <typename T, typename G> struct alignas(16) Stage {
+template <typename T, typename G, int BV> struct alignas(16) Stage {
   T x[STEP * LD<T, TILE>];  // [32, 64], k or q
-  T y[STEP * LD<T, TILE>];  // [32, 64], v or do
+  T y[STEP * LD<T, BV>];    // [32, BV], v or do
   G g[STEP * LD<G, TILE>];  // [32, 64]
 };
 
-constexpr int STAGES = 3;
-template <typename T, typename G> struct Shared {
-  Stage<T, G> stages[STAGES];
+// As many as three blocks of a multiprocessor have room for, and as many blocks as have registers.
+template <typename T, int BV> constexpr int STAGES = sizeof(T) == 4 && BV > TILE ? 2 : 3;
+template <class M, typename T, int BV> constexpr int blocks() {
+  if (M::SPLIT || sizeof(typename M::Stored) > sizeof(T)) return 2;
+  return BV > TILE ? 3 : sizeof(T) == 2 ? 4 : 2;
+}
+template <typename T, typename G, int BV> struct Shared {
+  Stage<T, G, BV> stages[STAGES<T, BV>];
 };
 
 // Where a block's tokens and its state are.
@@ -54,9 +59,9 @@ struct WorkTile {
 
 // The first of so many steps that the end of a walk remembers: a look at gates, from the end on, before it. 0 where
 // nothing is forgotten, or less than a quarter to judge by the gates so far. fetch(step, stage) asks for gates.
-template <typename T, typename G, class Fetch>
-__device__ __forceinline__ int first_remembered(const Shared<T, G>& s, int steps, int channel, int K, Fetch fetch) {
-  constexpr int OFTEN = 8;  // steps between judgements
+template <typename T, typename G, int BV, class Fetch>
+__device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int steps, int channel, int K, Fetch fetch) {
+  constexpr int STAGES = ::STAGES<T, BV>, OFTEN = 8;  // steps between judgements
   const int warp = threadIdx.x >> 5;
   float total[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
 #pragma unroll 1
@@ -93,21 +98,22 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G>& s, int steps
   return first;
 }
 
-template <class ReadOrder, typename T, typename G, int PRODUCTS>
-__device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, const WorkTile& at, bool backwards) {
+template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
+__device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const WorkTile& at, bool backwards) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
+  constexpr int STAGES = ::STAGES<T, BV>;
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V), P = int(args.P);
-  const int channel = at.k_tile * TILE + 16 * warp + g, column = at.v_tile * TILE + 2 * t;
+  const int channel = at.k_tile * TILE + 16 * warp + g, column = at.v_tile * BV + 2 * t;
   const bool segments = !args.kept;
 
   // f(value, offset in a state) for the lane's part of it
-  float S[TILE / 16][2][4] = {};
+  float S[BV / 16][2][4] = {};
   const auto each = [&](auto f) {
 #pragma unroll
-    for (int n = 0; n < TILE / 8; ++n)
+    for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const int row = channel + 8 * (x >> 1), across = column + 8 * n + (x & 1);
@@ -135,26 +141,26 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
   };
   const auto fetch = [&](int step) {
     if (step < steps) {
-      Stage<T, G>& in = s.stages[step % STAGES];
+      Stage<T, G, BV>& in = s.stages[step % STAGES];
       const i64 token = token_of(step), stop = at.span.stop;
       const bool vectors = args.vectors;
       fetch_gates(step, step % STAGES);
       fetch_rows<STEP, TILE, LD<T, TILE>>(in.x, backwards ? args.q : args.k, at.b, at.h, token, stop, at.k_tile * TILE,
                                           K, vectors);
-      fetch_rows<STEP, TILE, LD<T, TILE>>(in.y, backwards ? args.do_ : args.v, at.b, at.h, token, stop,
-                                          at.v_tile * TILE, V, vectors);
+      fetch_rows<STEP, BV, LD<T, BV>>(in.y, backwards ? args.do_ : args.v, at.b, at.h, token, stop, at.v_tile * BV, V,
+                                      vectors);
     }
     cp_async_commit();
   };
   int first = 0;
   if (segments && steps >= WORTH_A_LOOK)
-    first = first_remembered<T, G>(s, steps, channel, K, [&](int step, int stage) {
+    first = first_remembered<T, G, BV>(s, steps, channel, K, [&](int step, int stage) {
       if (step >= 0) fetch_gates(step, stage);
       cp_async_commit();
     });
   const float before = first ? 0.f : 1.f;
   float whole[2] = {before, before};  // decays of the segment
-  const i64 first_chunk = chunks_of(shape, at.n % shape.count).start;
+  const int first_chunk = int(chunks_of(shape, at.n % shape.count).start);
 #pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(first + step);
 #pragma unroll 1
@@ -163,17 +169,18 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
     __syncthreads();  // this step's tokens have arrived; those of the last one are read
     fetch(step + STAGES - 1);
     if (!segments && step % 2 == 0) {
-      const i64 chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
-      Stored* to = static_cast<Stored*>(args.kept) +
-                   tile_at(shape, args.heads, backwards, at.b, at.h - args.first, chunk, at.k_tile, at.v_tile);
+      const int chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
+      Stored* to = static_cast<Stored*>(args.kept) + tile_at(shape, args.heads, backwards, at.b, at.h - args.first,
+                                                             chunk, at.k_tile, at.v_tile * (BV / TILE));
 #pragma unroll
-      for (int n = 0; n < TILE / 8; ++n)
+      for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
-          put_pair(to + matrix_at(2 * warp + x, n) + 2 * lane,
-                   float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
+          if (n < TILE / 8 || at.v_tile * BV + TILE < V)  // the second tile may not be there
+            put_pair(to + n / 8 * (TILE * TILE) + matrix_at(2 * warp + x, n % 8) + 2 * lane,
+                     float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
     }
-    const Stage<T, G>& in = s.stages[step % STAGES];
+    const Stage<T, G, BV>& in = s.stages[step % STAGES];
     float2 factors[STEP_SUBS][2];
     float all[2][STEP_SUBS];
 #pragma unroll
@@ -193,7 +200,7 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       const float by = product_of(all[row], 0, STEP_SUBS);
       whole[row] *= by;
 #pragma unroll
-      for (int n = 0; n < TILE / 8; ++n) S[n / 2][n % 2][2 * row] *= by, S[n / 2][n % 2][2 * row + 1] *= by;
+      for (int n = 0; n < BV / 8; ++n) S[n / 2][n % 2][2 * row] *= by, S[n / 2][n % 2][2 * row + 1] *= by;
     }
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
@@ -204,13 +211,14 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), row = p & 1;
         const float far =
-            backwards ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS);
-        a.set(p, far * factors[n][row] * x[p]);
+            CUT<M> * CUT<M, T> *
+            (backwards ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS));
+        a.take(p, far * factors[n][row] * x[p]);
       }
 #pragma unroll
-      for (int n = 0; n < TILE / 8; n += 2) {
+      for (int n = 0; n < BV / 8; n += 2) {
         RightData<M, T> b[2];
-        load_right<false>(b, in.y + 16 * m * LD<T, TILE> + 8 * n, LD<T, TILE>);
+        load_right<false>(b, in.y + 16 * m * LD<T, BV> + 8 * n, LD<T, BV>);
         multiply(S[n / 2], a, b);
       }
     }
@@ -227,12 +235,12 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
   if (to) each([&](float& x, i64 offset) { to[offset] = x; });
 }
 
-template <class ReadOrder, typename T, typename G, int PRODUCTS>
-__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
+template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
+__global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
     gated_backward_states(const Args<T, G> args) {
-  Shared<T, G>& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
+  Shared<T, G, BV>& s = *reinterpret_cast<Shared<T, G, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const int v_tiles = int((shape.V + TILE - 1) / TILE), k_tiles = int((shape.K + TILE - 1) / TILE);
+  const int v_tiles = int((shape.V + BV - 1) / BV), k_tiles = int((shape.K + TILE - 1) / TILE);
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
   WorkTile at;
@@ -240,5 +248,5 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   at.h = int(args.first) + block / tiles % heads, at.n = block / tiles / heads, at.b = at.n / int(shape.count);
   at.span = tokens_of(shape, at.n % shape.count);
   if (!args.kept && at.n % args.P == (backwards ? 0 : args.P - 1)) return;  // nobody needs what the last one leaves
-  walk<ReadOrder, T, G, PRODUCTS>(s, args, at, backwards);
+  walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, at, backwards);
 }

@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     const Stored* from = kept + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
 #pragma unroll 1
     for (int at = threadIdx.x * PIECE; at < BV / TILE * PART; at += THREADS * PIECE)
-      cp_async<16>(s.C + at, from + at / PART * (TILE * TILE) + at % PART, first + at / PART < tiles);
+      cp_async<16>(s.C + (at / 64 * 8 + row_place<Stored>(at / 8 % 8)) * 8 + at % 8,
+                   from + at / PART * (TILE * TILE) + at % PART, first + at / PART < tiles);
   };
 
   // the blocks of the lower triangle that a warp scores: on the diagonal, in the lower left quarter, and beside the
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                  m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
         put_pair(s.operands.halves + at,
                  m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
-        put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS) * end);
+        put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS, CUT_BOTH<M>) * end);
         if (m % 4 == 3) sum_channels(s.own[warp], weights, m - 3);
       }
     }
@@ -202,14 +203,15 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   }
   cp_async_wait<0>();
   __syncthreads();  // the operands are read; do and the diagonal stand
-  const float scale = float(args.scale);
-  const auto put = [&](const float (&d)[2][4], int row, int column) {
+  // of A, which is multiplied by do; but for tokens with themselves it is a product, too
+  const float scale = CUT<M> * CUT<M, T> * float(args.scale);
+  const auto put = [&](const float (&d)[2][4], int row, int column, float by) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
         put_pair(s.A + (16 * row + g + 8 * lower) * LDT + 16 * column + 8 * half + 2 * t,
-                 scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+                 by * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -217,7 +219,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     for (int x = 0; x < 4; ++x) {
       const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
       float& score = diagonal[half][x];
-      if (half == 0 && x >= 2) score = eights[x];
+      score = CUT_BOTH<M> * (half == 0 && x >= 2 ? eights[x] : score);
       if (j > i) score = 0.f;
       if (j == i) {
         score = 0.f;
@@ -225,9 +227,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         for (int other = 0; other < WARPS; ++other) score += s.own[other][16 * warp + i];
       }
     }
-  put(diagonal, warp, warp);
-  put(halves, half_row, half_column);
-  if (warp < 2) put(quarters, quarter + 1, quarter);
+  put(diagonal, warp, warp, 1.f);
+  put(halves, half_row, half_column, CUT_BOTH<M>);
+  if (warp < 2) put(quarters, quarter + 1, quarter, CUT_BOTH<M>);
   if (s.grows) {
     __syncwarp();  // the diagonal's scores stand, which others replace
 #pragma unroll 1

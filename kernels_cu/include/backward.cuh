@@ -82,19 +82,24 @@ __device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backw
 }
 __device__ __forceinline__ int matrix_at(int row, int column) { return (row * (TILE / 8) + column) * 64; }
 
-// Two right operands side by side from such a tile, of matrices that are 8 rows deep.
+// Where such a matrix has a row in shared memory: of four bytes a number every second row lies in other banks.
+template <typename E> __device__ __forceinline__ int row_place(int row) {
+  return sizeof(E) == 4 ? row ^ row >> 2 : row;
+}
+
+// Two right operands side by side from such a tile there, of matrices that are 8 rows deep.
 template <class R, typename E> __device__ __forceinline__ void load_matrices(R (&b)[2], const E* tile) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {
     u32 r[4];
     ldmatrix_x4_trans(r, tile + matrix_at(lane >> 3 & 1, lane >> 4) + (lane & 7) * 8);
 #pragma unroll
-    for (int m = 0; m < 4; ++m) b[m >> 1].set(m & 1, r[m], E{});
+    for (int m = 0; m < 4; ++m) b[m >> 1].take(m & 1, r[m], E{});
   } else {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float* matrix = tile + matrix_at(m & 1, m >> 1);
-      b[m >> 1].set(m & 1, float2{matrix[2 * t * 8 + g], matrix[(2 * t + 1) * 8 + g]});
+      b[m >> 1].take(m & 1, float2{matrix[row_place<E>(2 * t) * 8 + g], matrix[row_place<E>(2 * t + 1) * 8 + g]});
     }
   }
 }

@@ -5,7 +5,8 @@
 //           A product [16, 8] has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8: its pairs are
 //           those of a left operand, so that two products side by side are one.
 // numerics  One product of bfloat16 data: in bfloat16. Otherwise in tf32, which has float32's range and float16's
-//           fraction: one product, or three of operands split in two, which keep 21 bits.
+//           fraction: one product, or three of operands split in two, which keep 21 bits. Those of gradients are
+//           cut off, not rounded, for which CUT makes up.
 // source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split.
 #include "ptx.cuh"
 
@@ -18,6 +19,14 @@ template <> struct Math<bf16, 1> {
   using Stored = bf16;
   static constexpr bool SPLIT = false;
 };
+
+// What a product in tf32 reads of x.
+__device__ __forceinline__ float cut_off(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+
+// Makes up for what that takes away from an operand of type E, on average over all fractions; from both of a product.
+template <class M, typename E = typename M::Stored>
+constexpr float CUT = sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? 1.f + 0.7213f / 2048 : 1.f;
+template <class M, typename E = typename M::Stored> constexpr float CUT_BOTH = CUT<M, E> * CUT<M, E>;
 
 __device__ __forceinline__ float2 unpack(u32 two, bf16) {
   return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
@@ -33,6 +42,7 @@ template <int N> struct Pairs<false, bf16, N> {
 
   __device__ __forceinline__ void set(int p, float2 x) { both[p] = pack<bf16>(x.x, x.y); }
   __device__ __forceinline__ void set(int p, u32 two, bf16) { both[p] = two; }
+  template <typename... X> __device__ __forceinline__ void take(int p, X... x) { set(p, x...); }
   __device__ __forceinline__ float2 get(int p) const { return unpack(both[p], bf16{}); }
 };
 template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
@@ -50,11 +60,16 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
     set(2 * p, x.x);
     set(2 * p + 1, x.y);
   }
-  // x as it is rounded already.
+  // x as it is: rounded already, or to be cut off.
   __device__ __forceinline__ void take(int i, float x) {
     if constexpr (SPLIT) set(i, x);
     else high[i] = __float_as_uint(x);
   }
+  __device__ __forceinline__ void take(int p, float2 x) {
+    take(2 * p, x.x);
+    take(2 * p + 1, x.y);
+  }
+  template <typename E> __device__ __forceinline__ void take(int p, u32 two, E e) { set(p, two, e); }
   template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {  // tf32 numbers, which leave nothing
     const float2 x = unpack(two, e);
     high[2 * p] = __float_as_uint(x.x), high[2 * p + 1] = __float_as_uint(x.y);
@@ -67,18 +82,19 @@ template <class M> using Right = Pairs<M::SPLIT, typename M::Stored, 2>;
 template <class M, typename T> using LeftData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 4>;
 template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 2>;
 
-// A left operand as few registers hold it until its product: rounded as that rounds it.
+// A left operand as few registers hold it until its product.
 template <class M, typename Stored> struct HeldOperand {
   float2 x[4];
 
-  __device__ __forceinline__ void set(int p, float2 from) {
-    x[p] = M::SPLIT ? from : float2{__uint_as_float(to_tf32(from.x)), __uint_as_float(to_tf32(from.y))};
+  __device__ __forceinline__ void set(int p, float2 from) { x[p] = from; }
+  // As the product has it.
+  __device__ __forceinline__ float2 get(int p) const {
+    return M::SPLIT ? x[p] : float2{cut_off(x[p].x), cut_off(x[p].y)};
   }
-  __device__ __forceinline__ float2 get(int p) const { return x[p]; }
   __device__ __forceinline__ Left<M> left() const {
     Left<M> a;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) a.set(p, x[p]);
+    for (int p = 0; p < 4; ++p) a.take(p, x[p]);
     return a;
   }
 };
@@ -187,13 +203,13 @@ __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
 
 // A left operand from [16, depth], or, TRANSPOSED, from [depth, 16].
 template <bool TRANSPOSED, class L, typename E> __device__ __forceinline__ void load_left(L& a, const E* tile, int ld) {
-  each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.set(m, x...); });
+  each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.take(m, x...); });
 }
 
 // Two right operands side by side from [depth, 16], or, TRANSPOSED, from [16, depth].
 template <bool TRANSPOSED, class R, typename E>
 __device__ __forceinline__ void load_right(R (&b)[2], const E* tile, int ld) {
-  each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].set(m & 1, x...); });
+  each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].take(m & 1, x...); });
 }
 
 // A tile [16 tokens, 16 channels] by channels: x[p] is the pair of tokens 8 (p / 2) + 2t of channel g + 8 (p % 2).

@@ -6,6 +6,7 @@
 
 // X is the type of what blocks hand to each other. The warps share up to MOST sequences.
 template <typename T, typename S, typename X, int STAGES, int MOST> struct DecodeBlock {
+  typedef typename Args<T, S, X>::Up Up;
   static constexpr int SEQUENCES = MOST;
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS;
 
@@ -122,7 +123,7 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 
   // -- second matrices of low rank: a thread has a channel and every `splits`-th row, PASS of them at a time ----------
   template <int PASS>
-  __device__ __forceinline__ void load_rows(T (&weight)[PASS], const T* up, int first, int splits, int rows) const {
+  __device__ __forceinline__ void load_rows(Up (&weight)[PASS], const Up* up, int first, int splits, int rows) const {
 #pragma unroll
     for (int i = 0; i < PASS; ++i)
       if (first + i * splits < rows) weight[i] = up[i64(first + i * splits) * D];
@@ -130,7 +131,7 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 
   // The parts of the mixes' products; low_of(b) has those numbers of sequence b. `weight` has the first rows.
   template <int PASS, typename Low>
-  __device__ __forceinline__ void mix_parts(T (&weight)[PASS], const T* up, bool inside, int split, int channel,
+  __device__ __forceinline__ void mix_parts(Up (&weight)[PASS], const Up* up, bool inside, int split, int channel,
                                             const Low& low_of) {
     const int A = int(args.A);
     for (int start = 0; start < A; start += PASS * SPLITS) {
@@ -151,8 +152,8 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 
   // The parts of a head's decay, from `low` in shared memory. `weight` has the first rows.
   template <int PASS>
-  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, T (&weight)[PASS], const T* up, int split, int splits,
-                                              int channel, int N) const {
+  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, Up (&weight)[PASS], const Up* up, int split,
+                                              int splits, int channel, int N) const {
     const int W = int(args.W);
     if (split >= splits) return;
     float sum = 0.f;

@@ -13,8 +13,8 @@
 //           them has written a word since, and every word goes into every number of the next layer. A warp multiplies
 //           by columns of its own and waits for their words alone. mbarriers: full, empty (weights), summed, taken
 //           (parts of products). The block's where a comment says what stands.
-// numerics  those of decode_step.cu, and the same bits, with float32 weights; half weights are taken as they are, words
-//           are float32 without the last bit, and beside bfloat16 weights x is a sum of three bfloat16 numbers
+// numerics  those of decode_step.cu, and the same bits, with float32 weights; others are taken as they are, words are
+//           float32 without the last bit, and beside bfloat16 and int8 weights x is a sum of three bfloat16 numbers
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split; NVIDIA's NCCL, for
 //           data that carry their own flags
 // limits    B = 1: all blocks read all words, which costs more than barriers from two sequences on; D up to 8192;
@@ -42,6 +42,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity;
   using Block::EACH, Block::PARTS, Block::channels, Block::input_of, Block::row_of;
   typedef typename Block::Channels Channels;
+  typedef typename Block::Up Up;
   typedef typename Block::Norm Norm;
   const u32 epoch;  // of what this layer writes
   int turn;         // of the parts of products: which of two places the next tile's have
@@ -56,7 +57,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   static constexpr int NEIGHBOURS = 16 / sizeof(Word);
   static constexpr int GROUP = HALVES ? 2 : 1;               // stages multiplied at a time
   static constexpr int CHAINS = sizeof(T) == 4 ? 1 : STEPS;  // of sums, so that products do not wait for one another
-  typedef float Sums[CHAINS][EACH / 4][4];
+  typedef float Sums[CHAINS][Split<T>::SUMS][4];
 
   // -- the staging area: operands of one vector or two [., count], or on the way there floats [D] ---------------------
   __device__ __forceinline__ float* floats() const { return staging + (HALVES ? D / 2 : 0); }
@@ -364,7 +365,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
 #pragma unroll
         for (int chain = 0; chain < CHAINS; ++chain)
 #pragma unroll
-          for (int n = 0; n < EACH / 4; ++n) sum += sums[chain][n][i];
+          for (int n = 0; n < Split<T>::SUMS; ++n) sum += sums[chain][n][i];
         if (part < PARTS) s.parts_of_rows[place.buffer][part][g + i / 2 * 8][warp] = sum;
       }
       barrier_arrive(s.summed[place.buffer]);
@@ -375,8 +376,15 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   __device__ __forceinline__ void finish_products(i64 layer, int phase) {
     const Tiles tiles = share_of(args, phase);
     const int m = tid & 31;
+    // A row's scale is asked for a tile ahead.
+    const auto scale_of = [&](int n) {
+      if (sizeof(T) > 1 || n >= tiles.count() || m >= ROWS) return 1.f;
+      return rows_of(args, layer, phase, tiles[n]).scales[m];
+    };
+    float scale, next = scale_of(0);
 #pragma unroll 1
     for (int n = 0; n < tiles.count(); ++n, ++turn) {
+      scale = next, next = scale_of(n + 1);
       const int tile = tiles[n], input = input_of(phase, tile), at = tile * ROWS + m;
       const bool channel_mix = phase == FFN_VALUE, adds = (phase == OUTPUT || channel_mix) && m < ROWS && at < D;
       const Word* const side[1] = {normed_words(channel_mix) + at};
@@ -409,7 +417,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
         }
       }
       barrier_arrive(s.taken[place.buffer]);
-      if (m < ROWS) finish(layer, phase, tile, input, m, fmaf(gate, sum, before), number(xx[0]));
+      if (m < ROWS) finish(layer, phase, tile, input, m, fmaf(gate, scale * sum, before), number(xx[0]));
     }
   }
 
@@ -425,8 +433,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
       const bool inside = j < D, last = inside && split == 0;  // who adds the parts
-      const T* up = args.maa_up + (layer * 5 + c) * A * D + j;
-      T weight[PASS];
+      const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
+      Up weight[PASS];
       Block::load_rows(weight, up, split, SPLITS, inside ? A : 0);
       const float maa = last ? args.maa[(layer * 5 + c) * D + j] : 0.f;
       const float old = last ? args.att_shift[(layer * args.P + row_of(0)) * D + j] : 0.f;
@@ -457,8 +465,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
     for (int h = blockIdx.x; h < H; h += gridDim.x) {
       const int at = h * N;
       S* state = args.wkv + ((layer * args.P + row_of(0)) * H + h) * N * N;
-      const T* up = args.decay_up + layer * W * D + at + channel;
-      T weight[PASS];
+      const Up* up = args.decay_up + layer * W * D + at + channel;
+      Up weight[PASS];
       Block::load_rows(weight, up, split, splits, split < splits ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;

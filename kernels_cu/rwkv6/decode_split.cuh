@@ -1,12 +1,13 @@
 // what      Vectors as sums of numbers that tensor cores read exactly, and their products with 16 rows of weights.
-// numerics  three bfloat16 numbers hold a float beside bfloat16 weights; else two in tf32, as float32 weights are
+// numerics  three bfloat16 numbers hold a float beside bfloat16 weights, and int8 ones, which are bfloat16 numbers too;
+//           else two in tf32, as float32 weights are
 // source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for the split
 #include "rwkv6/decode_weights.cuh"
 
 // x as a sum of numbers that tensor cores read exactly, and 16 rows of weights by one of them: sums += w part, four
 // of the lane's columns in each of the sums.
 template <typename T> struct Split {
-  static constexpr int EACH = Lane<T>::EACH, PARTS = 2, WORDS = EACH;
+  static constexpr int EACH = Lane<T>::EACH, PARTS = 2, WORDS = EACH, SUMS = EACH / 4;
 
   // In tf32, the rest rounded to nearest by cutting it.
   static __device__ __forceinline__ u32 high(u32 x) { return x & 0xffffe000u; }
@@ -23,7 +24,7 @@ template <typename T> struct Split {
     if constexpr (sizeof(T) == 4) return words[i];
     else return __float_as_uint(to_float(T{u16(words[i / 2] >> 16 * (i % 2))}));
   }
-  static __device__ __forceinline__ void multiply(float (&sums)[EACH / 4][4], const uint4& upper, const uint4& lower,
+  static __device__ __forceinline__ void multiply(float (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
                                                   const u32 (&x)[WORDS]) {
 #pragma unroll
     for (int i = 0; i < EACH; i += 2) {
@@ -40,13 +41,30 @@ template <typename T> struct Split {
 
 // In bfloat16, of which three hold a float; two neighbours a word.
 template <> struct Split<bf16> {
-  static constexpr int EACH = Lane<bf16>::EACH, PARTS = 3, WORDS = EACH / 2;
+  static constexpr int EACH = Lane<bf16>::EACH, PARTS = 3, WORDS = EACH / 2, SUMS = 2;
 
-  static __device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4& upper, const uint4& lower,
+  static __device__ __forceinline__ void multiply(float (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
                                                   const u32 (&x)[WORDS]) {
     const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
     const u32 x_first[2] = {x[0], x[1]}, x_second[2] = {x[2], x[3]};
     mma_bf16(sums[0], first, x_first);
     mma_bf16(sums[1], second, x_second);
+  }
+};
+
+// The same of int8 weights, which are bfloat16 numbers.
+template <> struct Split<i8> {
+  static constexpr int EACH = Lane<i8>::EACH, PARTS = 3, WORDS = EACH / 2, SUMS = 2;
+
+  static __device__ __forceinline__ void multiply(float (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
+                                                  const u32 (&x)[WORDS]) {
+    const u32 above[4] = {upper.x, upper.y, upper.z, upper.w}, below[4] = {lower.x, lower.y, lower.z, lower.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 w[4] = {bf16_of_i8<0>(above[i]), bf16_of_i8<0>(below[i]), bf16_of_i8<1>(above[i]),
+                        bf16_of_i8<1>(below[i])};
+      const u32 pair[2] = {x[2 * i], x[2 * i + 1]};
+      mma_bf16(sums[i % SUMS], w, pair);
+    }
   }
 };

@@ -18,8 +18,12 @@ enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALU
 
 // S is the type of the recurrent state, X of what blocks hand to each other: floats, or words.
 template <typename T, typename S, typename X> struct Args {
+  typedef typename MultipliedAs<T>::Type Up;
   const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
-  const T *maa_up, *decay_up;
+  // Of int8 weights a scale for each row; or null.
+  const float *maa_down_scales, *decay_down_scales, *kvrg_scales, *output_scales, *ffn_key_scales,
+      *ffn_receptance_scales, *ffn_value_scales, *head_scales;
+  const Up *maa_up, *decay_up;
   const float *ln1, *ln2, *ln_x, *ln_out, *maa_x, *maa, *ffn_maa, *decay, *bonus;
   float *att_shift, *ffn_shift;
   S* wkv;
@@ -108,32 +112,37 @@ __device__ __forceinline__ int depth_of(const Args<T, S, X>& args, int phase) {
   return int(phase == FFN_VALUE ? args.F : args.D);
 }
 
-// The first row of a tile.
+// The first row of a tile, and the scales of its rows in int8.
+template <typename T> struct TileRows {
+  const T* weights;
+  const float* scales;
+};
+
 template <typename T, typename S, typename X>
-__device__ __forceinline__ const T* rows_of(const Args<T, S, X>& args, i64 layer, int phase, int tile) {
+__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S, X>& args, i64 layer, int phase, int tile) {
   const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
-  const T* rows = args.head;
+  TileRows<T> rows = {args.head, args.head_scales};
   i64 row = tile;
   switch (phase) {
     case MIX_DOWN:
-      rows = args.maa_down, row += layer * tiles_of(5 * args.A);
+      rows = {args.maa_down, args.maa_down_scales}, row += layer * tiles_of(5 * args.A);
       break;
     case INPUTS:
-      if (tile < W) rows = args.decay_down, row += layer * W;
-      else rows = args.kvrg, row += layer * 4 * D - W;
+      if (tile < W) rows = {args.decay_down, args.decay_down_scales}, row += layer * W;
+      else rows = {args.kvrg, args.kvrg_scales}, row += layer * 4 * D - W;
       break;
     case OUTPUT:
-      rows = args.output, row += layer * D;
+      rows = {args.output, args.output_scales}, row += layer * D;
       break;
     case FFN_INPUTS:
-      if (tile < F) rows = args.ffn_key, row += layer * F;
-      else rows = args.ffn_receptance, row += layer * D - F;
+      if (tile < F) rows = {args.ffn_key, args.ffn_key_scales}, row += layer * F;
+      else rows = {args.ffn_receptance, args.ffn_receptance_scales}, row += layer * D - F;
       break;
     case FFN_VALUE:
-      rows = args.ffn_value, row += layer * D;
+      rows = {args.ffn_value, args.ffn_value_scales}, row += layer * D;
       break;
   }
-  return rows + row * ROWS * depth_of(args, phase);
+  return {rows.weights + row * ROWS * depth_of(args, phase), rows.scales + row * ROWS};
 }
 
 // How a lane has its weights: 16 bytes of a row are EACH neighbours, a warp's STEP of them four lanes'.
@@ -202,7 +211,9 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
     if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
 #pragma unroll 1
     for (int t = 0; t < tiles.count(); ++t) {
-      const T* rows = rows_of(args, layer, phase, tiles[t]) + i64(first) * K;
+      const TileRows<T> tile = rows_of(args, layer, phase, tiles[t]);
+      const T* rows = tile.weights + i64(first) * K;
+      if (sizeof(T) == 1 && threadIdx.x == THREADS) prefetch_l2(tile.scales, ROWS * sizeof(float));
 #pragma unroll 1
       for (int k = 0; k < K; k += Lane<T>::STAGE) {
         barrier_wait(s.empty[stage], parity);

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
         put_pair(to + (g + 8 * lower) * CHUNK + 8 * half + 2 * t,
-                 scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+                 CUT_BOTH<M> * CUT_BOTH<M> * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                                                     args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
       const TokenPair pair = pair_of(lane);
       Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
-      if (lane < PAIRS) *to = from_float<Stored>(NEAR * scale * score);
+      if (lane < PAIRS) *to = from_float<Stored>(NEAR * CUT_BOTH<M> * scale * score);
     }
   }
   if (threadIdx.x < CHUNK) {

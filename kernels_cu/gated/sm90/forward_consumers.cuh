@@ -205,7 +205,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
       barrier_sync(VALUES + warpgroup, 128);  // o stands
       const u32 token = chunk * CHUNK;
       T* const from = s.v[warpgroup][chunk % AHEAD][0];
-      if (token + CHUNK > tokens && others_follow(at, args)) {
+      if (token + CHUNK > tokens) {
         T* const to = args.o.row(at.batch, at.head, at.start + token) + first();
         const i64 columns = args.shape.V - first();
         each_piece([&](int row, int piece) {
@@ -261,7 +261,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
       if constexpr (K_RANKS > 1) forget(warpgroup);
       barrier_wait(s.values[warpgroup][chunk % AHEAD], chunk / AHEAD & 1);
       T* const tile = s.v[warpgroup][chunk % AHEAD][0];
-      if (token + CHUNK > tokens && others_follow(at, args)) {  // these may be anything, and 0 times that NaN
+      if (token + CHUNK > tokens) {  // these may be anything, and 0 times that NaN
         each_piece([&](int row, int piece) {
           if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(tile, row, piece)) = {0, 0, 0, 0};
         });

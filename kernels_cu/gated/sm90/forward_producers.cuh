@@ -373,7 +373,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
     // Addresses are cheaper made anew than held in registers, where these are scarce.
     if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) forget(thread);
-    if constexpr (NARROWS<Schedule, T> && (BK + BV > 128 || Order::reads_before_write)) forget(group), forget(maker);
+    constexpr bool SCARCE = BK + BV > 128 && Schedule::CLUSTER_SIZE == 1 || Order::reads_before_write;
+    if constexpr (NARROWS<Schedule, T> && SCARCE) forget(group), forget(maker);
     if constexpr (sizeof(G) == 4) forget(maker);
     const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
     const float gate = one;
@@ -389,7 +390,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const auto room = [&] {
       if (used) barrier_wait(s.empty[stage], used - 1 & 1);
     };
-    const int partial = chunk * CHUNK + CHUNK > tokens && others_follow(at, args) ? tokens - chunk * CHUNK : 0;
+    const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
     const auto tell = [&](bool grows) {
       if constexpr (Schedule::K_RANKS > 1)
         if (me.thread == 0) tell_both(s.votes, rank, stage, grows);

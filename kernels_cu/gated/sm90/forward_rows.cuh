@@ -104,12 +104,8 @@ __device__ __forceinline__ float gate_of(const Shared<Schedule, T, G, BK, BV>& s
                                          const ProducerCoord<BK>& me, int chunk) {
   const WorkTile& at = s.work;
   const int row = chunk * CHUNK + me.first + me.thread % BC;
-  return WIDTH<G> == 1 && row < at.tokens ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
-}
-
-// Whether tokens of others follow in a sequence's last boxes. Behind an array's end copies read zeros, and store none.
-template <class Args> __device__ __forceinline__ bool others_follow(const WorkTile& at, const Args& args) {
-  return at.start + at.tokens != i32(args.shape.T);
+  const bool exists = row < at.tokens && at.start + row < i32(args.shape.T);
+  return WIDTH<G> == 1 && exists ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
 }
 
 // Tokens of this lane's sub-chunk behind the sequence's end, as if they were not: they decay nothing and write nothing.

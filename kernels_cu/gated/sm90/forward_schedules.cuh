@@ -34,7 +34,8 @@ template <class Schedule> __device__ __forceinline__ int rank_of() {
 }
 
 // Where this block works: a stretch of one sequence's tokens, its columns, the state before these, and where it leaves
-// that behind them; null: zero, nowhere.
+// that behind them; null: zero, nowhere. Behind an array's end copies read zeros and store nothing, so that the last
+// chunk before it counts as whole.
 struct WorkTile {
   i32 sequence, batch, head, column, start, tokens;
   const float* initial;
@@ -52,15 +53,16 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   const Span span = tokens_of(shape, s);
   const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
   const bool goes_on = args.left && segment % of, last = !Schedule::reads || segment % of == of - 1;
-  const bool whole = args.left || !Schedule::reads;  // whether there are initial states of sequences, or of segments
+  const bool of_all = args.left || !Schedule::reads;  // whether there are initial states of sequences, or of segments
+  const i32 tokens = i32(span.stop - span.start), whole = (tokens + CHUNK - 1) / CHUNK * CHUNK;
   const float* const before = goes_on ? args.left : args.initial;
-  const u32 own = whole ? segment / of : segment, from = goes_on ? segment - 1 : own;
+  const u32 own = of_all ? segment / of : segment, from = goes_on ? segment - 1 : own;
   return {i32(n),
           i32(batch),
           i32(h),
           i32(block % tiles * BV),
           i32(span.start),
-          i32(span.stop - span.start),
+          span.stop == shape.T ? whole : tokens,
           before ? before + state(from) : nullptr,
           args.final && last ? args.final + state(Schedule::reads ? segment / of : n) : nullptr};
 }

@@ -11,7 +11,7 @@ from ...arrays import BFLOAT16
 from . import elementwise as passes
 from . import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
-from .kernel import CTYPES, DOUBLE, FLOATS, HALF
+from .kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from .message import Message
 from .scalar_instances import ScalarBackwardSegments, WeightedSums
 from .small_heads import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
@@ -73,7 +73,8 @@ def on_every_card():
             yield stages.IntraChunk(order, T, G, size)
         exact = T == SINGLE or (order == "AfterWrite" and G == SINGLE)  # half data under a scalar decay
         for products in (1, 3) if exact else (1,):
-            yield gated.GatedBackwardStates(order, T, G, products)
+            for V in gated.GatedBackwardStates.widths(T, products):
+                yield gated.GatedBackwardStates(order, T, G, products, V)
             yield gated.GatedBackwardChannels(order, T, G, products)
             for V in gated.TILES:
                 yield gated.GatedBackwardValues(order, T, G, products, V)
@@ -222,7 +223,7 @@ def of_models():
     for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
         for paired in (True, False):
             yield rwkv6.DecodeStep(S, depth, paired)
-        for T in CTYPES:
+        for T in (*CTYPES, INT8):
             yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:

@@ -375,8 +375,9 @@ class SmallHeads(OnePass):
         both = {"initial": initial, "shape": shape, "scale": self.problem.scale}
         blocks = kernel.blocks(B * H * shape.count // of * needed)
         if isinstance(kernel, GatedSmallForward):
-            bytes = common_bytes(*arrays.values(), self.o)
-            self.draft.launch(kernel, blocks, **arrays, **both, o=self.o, u=self.u, final=final, bytes=bytes)
+            arrays |= {"o": self.o}
+            both |= {"u": self.u, "final": final, "bytes": common_bytes(*arrays.values())}
+            self.draft.launch(kernel, blocks, **arrays, **both)
             return
         unasked = {"do_": None, "dht": None, "both": False}
         given = {"left": final, "decays": decays, "of": of, "needed": needed, "bytes": common_bytes(*arrays.values())}

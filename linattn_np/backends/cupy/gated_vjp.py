@@ -2,12 +2,15 @@
 
 On every card: one kernel keeps the state at every chunk's start and its gradient at every chunk's end, and then all
 chunks are computed at once, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel forwards in time for
-dq and du, one backwards for all else,
-where there are more channels or columns than a block has, a tile of the state after the other.
+dq and du, one backwards for all else; where there are more channels or columns than a block has, a tile of the state
+after the other.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ...problem import Problem
 from . import pieces, tuning
 from .elementwise import sum_of_parts
 from .instances import (
@@ -25,42 +28,41 @@ from .instances import (
     read_order,
 )
 from .message import MessageDraft
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, common_bytes, mappable_once_copied
+from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes, mappable_once_copied
 from .small_heads import GatedSmallBackward, GatedSmallStates, are_small
-from .state_tiles import Reused, tiles_of
+from .state_tiles import Reused, StateTile, tiles_of
 
 
 def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gate=True, starts=None):
     """(gradients in the order of the arrays, that of the initial state or None).
 
     `saved`: the states at its segments' starts, where the forward pass cuts as this one does. `kept`: what
-    `plan_summary_vjp` of the same `do` has left. `exact`: the kernels for every card
-    multiply half-precision data, too, in float32, for a gate that many channels share. `exact_gate`: whether its
-    gradient, a sum of theirs, is wanted, which each tile would round. `starts`: a function of a draft and the inputs
-    that gives what would be saved, or None.
+    `plan_summary_vjp` of the same `do` has left. `exact`: the kernels for every card multiply half-precision data, too,
+    in float32, for a gate that many channels share. `exact_gate`: whether its gradient, a sum of theirs, is wanted,
+    which each tile would round. `starts`: a function of a draft and the inputs that gives what would be saved, or None.
     """
     P, bonus = segments(problem, device), problem.arrays.get("u")
     of_tiles = 0 if P or exact and exact_gate else segments_of_tiles(problem, device, pieces.rows(problem))
     if not (P or of_tiles) and pieces.backward_gains(problem, do):
         return plan_wider_vjp(problem, device, do, dht, exact=exact, exact_gate=exact_gate)
     draft = Draft()
-    q, k, v, g = draft.mapped_inputs(problem) if P or of_tiles else draft.inputs(problem)
-    do = as_inputs(draft, problem, do)
+    inputs = draft.mapped_inputs(problem) if P or of_tiles else draft.inputs(problem)
+    do, gradients = as_inputs(draft, problem, do), tuple(draft.like(x) for x in inputs)
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
-    arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
+    whole = Backward(problem, inputs, do, gradients, dht, dh0)
     if of_tiles:
-        tiles, partial_du = tile_after_tile(draft, problem, device, of_tiles, arrays, gradients, dht, dh0)
+        tiles, partial_du = tile_after_tile(draft, whole, device, of_tiles)
     elif P:
         if P > 1 and starts and not saved and not kept:
-            saved = (starts(draft, arrays[:4]),)
+            saved = (starts(draft, inputs),)
         known = saved[0] if saved else None
         short = 0 if kept or known is not None else short_segment(problem, device, P)
-        tiles, partial_du = on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, kept, known)
+        tiles, partial_du = on_hopper(draft, whole, device, P, short, kept, known)
     elif are_small(problem, device):
-        tiles, partial_du = on_small_heads(draft, problem, device, arrays, gradients, dht, dh0)
+        tiles, partial_du = on_small_heads(draft, whole, device)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
-        tiles, partial_du = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
+        tiles, partial_du = on_every_card(draft, whole, device, products)
     if bonus is not None:
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
         sum_of_parts(draft, partial_du, gradients[-1])
@@ -98,6 +100,39 @@ def plan_summary_vjp(problem, device, do, saved=()):
     return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, K, **first)
 
 
+@dataclass(frozen=True)
+class Backward:
+    """What a backward pass reads and writes: of all of a problem, or of a tile of the state."""
+
+    problem: Problem
+    inputs: tuple[Array, ...]  # q, k, v, g
+    do: Array
+    gradients: tuple[Array, ...]  # of the inputs
+    dht: Array | None  # the gradient of the final state, if there is one
+    dh0: Array | None  # that of the initial state, if it is wanted
+    adds: bool = False  # whether dq, dk and dg add to what these hold, those of other columns
+    adds_dv: bool = False  # whether dv does, that of other channels
+
+    @property
+    def read(self) -> dict[str, Array]:
+        """By the kernels' names."""
+        return dict(zip("qkvg", self.inputs, strict=True)) | {"do_": self.do}
+
+    @property
+    def written(self) -> dict[str, Array]:
+        return dict(zip(("dq", "dk", "dv", "dg"), self.gradients, strict=True))
+
+    def of_tile(self, tile: StateTile, draft, u=None) -> Backward:
+        """That of a tile, whose bonus is `u`; its states lie by themselves, in memory of a draft."""
+        problem = tile.problem(self.problem, **({} if u is None else {"u": u}))
+        inputs, gradients = (
+            tuple(tile.part(x, axis) for x, axis in zip(arrays, "KKVK", strict=True))
+            for arrays in (self.inputs, self.gradients)
+        )
+        dht, dh0 = draft.plain(tile.state(self.dht), "dht"), gradient_of_state(draft, problem)
+        return Backward(problem, inputs, tile.part(self.do, "V"), gradients, dht, dh0, tile.adds, tile.adds_dv)
+
+
 def as_inputs(draft, problem, do):
     return draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
 
@@ -117,18 +152,25 @@ def stored(draft, problem, dh0):
 
 
 # -- for every card ----------------------------------------------------------------------------------------------------
-def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0):
+def on_every_card(draft, backward, device, products):
     """The kernels for every card; the sizes of what runs, and the parts of du."""
-    (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    problem, inputs, read = backward.problem, backward.inputs, backward.read
+    dq, dk, dv, dg = backward.gradients
     B, N, H, K, V = problem.shape("B N H K V")
-    instance = read_order(problem.op), problem.dtype, g.dtype, products
-    states, channels = GatedBackwardStates(*instance), GatedBackwardChannels(*instance)
+    instance = read_order(problem.op), problem.dtype, read["g"].dtype, products
+    channels, widths = GatedBackwardChannels(*instance), GatedBackwardStates.widths(problem.dtype, products, V)
+
+    def walks(states, heads=H):
+        return 2 * N * heads * ceil_div(K, states.TILE) * ceil_div(V, states.BV)
+
+    states = tuning.widest_that_fills([GatedBackwardStates(*instance, BV) for BV in widths], walks, device)
     values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
-    P = tuning.summarised_segments(states, 2 * N * H * tiles, problem, device)
+    P = tuning.summarised_segments(states, walks(states), problem, device)
     shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)
-    u, initial, read = draft.bonus(problem), draft.initial(problem), {"q": q, "k": k, "v": v, "do_": do, "g": g}
-    both = {"shape": shape, "scale": problem.scale, "vectors": aligned16(*arrays, *gradients)}
+    u, initial, dht = draft.bonus(problem), draft.initial(problem), backward.dht
+    vectors = aligned16(*read.values(), *backward.gradients)
+    both = {"shape": shape, "scale": problem.scale, "vectors": vectors}
     partial_du = None if u is None else draft.empty((B * shape.NC, H, K), FLOAT32)
     walk = {**read, **both, "P": P}
 
@@ -136,18 +178,18 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
         starts, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
         nothing = {"kept": None, "dh0": None, "first": 0, "heads": H}
         given = {"initial": initial, "dht": dht, "states": starts, "decays": decays}
-        draft.launch(states, 2 * N * P * H * tiles, **walk, **nothing, **given)
+        draft.launch(states, P * walks(states), **walk, **nothing, **given)
         if P > 2:
             scan_both_ways(draft, problem, starts, decays, P)
         initial, dht = starts[0], starts[1]
     of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
-    heads = tuning.heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in arrays[:4]))
+    heads = tuning.heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in inputs))
     kept = draft.empty((max(1, heads * of_a_head),), states.stored)  # null would ask for summaries
     for first in range(0, H, heads):
         here = {"kept": kept, "first": first, "heads": min(heads, H - first)}
         nothing = {"states": None, "decays": None}
-        given = {"initial": initial, "dht": dht, "dh0": dh0}
-        draft.launch(states, 2 * N * P * here["heads"] * tiles, **walk, **here, **given, **nothing)
+        given = {"initial": initial, "dht": dht, "dh0": backward.dh0}
+        draft.launch(states, P * walks(states, here["heads"]), **walk, **here, **given, **nothing)
         chunks = B * shape.NC * here["heads"]
         draft.launch(
             channels,
@@ -164,21 +206,21 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
             own=None,
             decays=None,
         )
-        draft.launch(values, chunks * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, u=u, **both, **here)
+        scored = {name: x for name, x in read.items() if name != "v"}
+        draft.launch(values, chunks * ceil_div(V, values.BV), **scored, dv=dv, u=u, **both, **here)
     return states.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
-def on_small_heads(draft, problem, device, arrays, gradients, dht, dh0):
+def on_small_heads(draft, backward, device):
     """The kernels of small heads, on every card; the sizes of what runs, and the parts of du."""
-    (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    problem, read, written = backward.problem, backward.read, backward.written
     B, N, H, K, V = problem.shape("B N H K V")
-    instance = read_order(problem.op), problem, g.dtype
+    instance = read_order(problem.op), problem, read["g"].dtype
     main, states = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
     P = 1 if V % 4 else main.segments(N * H, int(problem.spans.lengths.max(initial=0)), device)
     shape = draft.shape(problem, problem.spans.segments(P, main.CHUNK) if P > 1 else None, main.CHUNK)
-    read, bytes = {"q": q, "k": k, "v": v, "do_": do, "g": g}, common_bytes(*arrays, *gradients)
-    both = {"shape": shape, "scale": problem.scale, "bytes": bytes}
-    starts, ends = draft.initial(problem), dht
+    both = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
+    starts, ends = draft.initial(problem), backward.dht
     if P > 1:
         left, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
         given = {"initial": starts, "dht": ends, "left": left, "decays": decays}
@@ -191,15 +233,12 @@ def on_small_heads(draft, problem, device, arrays, gradients, dht, dh0):
         main,
         main.blocks(N * P * H),
         **read,
+        **written,
         **both,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dg=dg,
         u=draft.bonus(problem),
         starts=starts,
         ends=ends,
-        dh0=dh0,
+        dh0=backward.dh0,
         kept=draft.empty((B, shape.NC, H, main.D**2), FLOAT32),
         partial_du=partial_du,
         P=P,
@@ -227,10 +266,10 @@ def fits_hopper_in_tiles(problem, device, arrays) -> bool:
 
 def segments(problem, device) -> int:
     """Into how many Hopper's own kernels cut a sequence; 0 where they do not run. Small heads have those of theirs."""
-    N, H = problem.shape("N H")
+    N, H, K, V = problem.shape("N H K V")
     if are_small(problem, device) or not fits_hopper(problem, device, pieces.rows(problem)):
         return 0
-    return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+    return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors, K, V)
 
 
 def segments_of_tiles(problem, device, arrays, shared=False) -> int:
@@ -239,59 +278,44 @@ def segments_of_tiles(problem, device, arrays, shared=False) -> int:
     N, H, K, V = problem.shape("N H K V")
     if max(K, V) <= TILES[-1] or not fits_hopper_in_tiles(problem, device, arrays):
         return 0
-    P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
-    return P if tuning.worth_tiles(problem, len(tiles_of(problem)), P, device, shared) else 0
+    sizes = min(K, TILES[-1]), min(V, TILES[-1])
+    P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors, *sizes)
+    return P if tuning.worth_tiles(problem, P, device, shared) else 0
 
 
 def short_segment(problem, device, P) -> int:
     """How long the segments are that Hopper's main kernels begin with, where the rest is longer; 0 for P equal ones."""
     if problem.varlen:
         return 0
-    N, H, T = problem.shape("N H T")
-    return tuning.short_segment(P, N * H, T, device.multiprocessors, GatedBackwardSm90.CHECKPOINT_EVERY)
+    N, H, T, K, V = problem.shape("N H T K V")
+    sizes = min(K, TILES[-1]), min(V, TILES[-1])
+    return tuning.short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
-def main_schedule(problem, P, device) -> str:
-    """Of Hopper's main kernels."""
-    blocks = problem.sizes["N"] * problem.sizes["H"]
-    in_turn = P == 1 and tuning.in_turn(blocks, problem.spans.lengths, device.multiprocessors)
-    return IN_TURN if in_turn else ONE_EACH
+def main_schedule(problem, P, in_turn, device) -> str:
+    """Of Hopper's main kernels, of which `in_turn` is one whose blocks take sequences in turn."""
+    heads, lengths = problem.sizes["N"] * problem.sizes["H"], problem.spans.lengths
+    return IN_TURN if P == 1 and tuning.in_turn(in_turn, heads, lengths, device) else ONE_EACH
 
 
-def on_hopper(
-    draft,
-    problem,
-    device,
-    P,
-    short,
-    arrays,
-    gradients,
-    dht,
-    dh0,
-    left: tuple = (),
-    starts=None,
-    adds=False,
-    adds_dv=False,
-):
+def on_hopper(draft, backward, device, P, short, left=(), starts=None):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
-    runs, and the parts of du. In P segments, or each in two, of which the first it takes has `short` tokens. `starts`:
-    the states that the forward pass started segments from. `adds`: whether dq, dk and dg add to what these hold, those
-    of other columns, and `adds_dv`: whether dv does, that of other channels."""
-    (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
-    weight = draft.like(dg) if adds else dg
+    runs, and the parts of du. In P segments, or each in two, of which the first it takes has `short` tokens. `left`:
+    what a summary has saved. `starts`: the states that the forward pass started segments from."""
+    problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
+    weight = draft.like(dg) if backward.adds else dg
     B, N, H, T, K, V = problem.shape("B N H T K V")
     launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left), short=short)
     P = launches.P
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
-    do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
-    u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
-    schedule = main_schedule(problem, P, device)
+    read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
+    u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
+    schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
     queries = GatedBackwardQueriesSm90.fitting(*instance, schedule)
     keys = GatedBackwardKeysSm90.fitting(*instance, schedule)
     ends = draft.empty((N * P, H, K), FLOAT32)
     sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
     kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
-    read = {"q": q, "k": k, "v": v, "do_": do, "g": g}
     if left:
         states, decays = left
         initial, dht = launches.resumed(states, decays, dht, starts)
@@ -303,16 +327,17 @@ def on_hopper(
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
     blocks = tuning.resident_blocks(keys, device) if schedule == IN_TURN else (2 if short else P) * N * H
-    both |= {"adds": adds}
+    both |= {"adds": backward.adds}
     launches.launch(queries, blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
-    both |= {"adds_dv": adds_dv}
-    launches.launch(keys, blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, **both)
+    both |= {"adds_dv": backward.adds_dv, "dh0": backward.dh0}
+    launches.launch(keys, blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
-def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
+def tile_after_tile(draft, whole, device, P):
     """Hopper's own kernels, a tile of the state after the other; the sizes of what runs for the first, and the parts
     of du."""
+    problem = whole.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
     memory, short, sizes = Reused(draft), short_segment(problem, device, P), []
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
@@ -321,23 +346,11 @@ def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
         bonus = {at.channels.start: draft.contiguous(at.part(u, "K"), FLOAT32) for at in tiles if not at.adds}
     for tile in tiles:
         own = memory.again()
-        smaller = tile.problem(problem, **({} if u is None else {"u": bonus[tile.channels.start]}))
-        of_tile, partial_du = on_hopper(
-            own,
-            smaller,
-            device,
-            P,
-            short,
-            [tile.part(x, axis) for x, axis in zip(arrays, "KKVKV", strict=True)],
-            [tile.part(x, axis) for x, axis in zip(gradients, "KKVK", strict=True)],
-            own.plain(tile.state(dht), "dht"),
-            dh0_of_tile := gradient_of_state(own, smaller),
-            adds=tile.adds,
-            adds_dv=tile.adds_dv,
-        )
+        backward = whole.of_tile(tile, own, bonus.get(tile.channels.start))
+        of_tile, partial_du = on_hopper(own, backward, device, P, short)
         sizes.append(of_tile)
-        if dh0 is not None:
-            draft.copy(dh0_of_tile, tile.state(dh0))
+        if whole.dh0 is not None:
+            draft.copy(backward.dh0, tile.state(whole.dh0))
         if du is not None:
             sum_of_parts(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
     return sizes[0] | {"tiles": len(tiles)}, du

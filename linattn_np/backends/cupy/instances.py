@@ -212,6 +212,7 @@ def tile_bytes(rows, columns, dtype) -> int:
     return rows * (columns + (8 if dtype.itemsize == 2 else 4)) * dtype.itemsize
 
 
+@dataclass(frozen=True)
 class GatedBackwardStates(GatedBackward):
     file = "gated/backward_states"
     arguments = (
@@ -222,15 +223,25 @@ class GatedBackwardStates(GatedBackward):
         *reals("scale"),
         *integers("vectors P"),
     )
-    shared = ("Shared<{dtype}, {gate}>",)
+    shared = ("Shared<{dtype}, {gate}, {BV}>",)
+    BV: int
+
+    @classmethod
+    def widths(cls, dtype, products, V=TILES[-1]):
+        """What BV can be; half-precision data of three products leave no registers for more than a tile."""
+        return TILES if V > cls.TILE and (products == 1 or dtype.itemsize == 4) else TILES[:1]
 
     @property
     def resident(self):
-        return 4 if self.stored == BFLOAT16 else 2
+        if self.products == 3 or self.stored != self.dtype:
+            return 2
+        return 3 if self.BV > self.TILE else 4 if self.stored == BFLOAT16 else 2
 
     @property
     def shared_bytes(self):
-        return 3 * (2 * tile_bytes(32, 64, self.dtype) + tile_bytes(32, 64, self.gate))
+        stages = 2 if self.dtype.itemsize == 4 and self.BV > self.TILE else 3
+        columns = (self.TILE, self.dtype), (self.BV, self.dtype), (self.TILE, self.gate)
+        return stages * sum(tile_bytes(32, *of) for of in columns)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,9 @@ class DecodeStep(ModelKernel):
 
     file = "rwkv6/decode_step"
     arguments = (
-        *pointers("maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_up decay_up"),
+        *pointers("maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head"),
+        *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
+        *pointers("ffn_value_scales head_scales maa_up decay_up"),
         *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
         *pointers("xx low mixed kvrg_out decay_low y activated gate x logits arrived"),
         *integers("L B P D H N A W F V staged first last"),
@@ -223,7 +225,7 @@ class DecodeFew(ModelKernel):
     @property
     def bytes_of_operand(self) -> int:
         """Of a float in the stage: three bfloat16 numbers, or itself."""
-        return 6 if self.dtype == BFLOAT16 else 4
+        return 6 if self.dtype in (BFLOAT16, INT8) else 4
 
     @property
     def shared_bytes(self):

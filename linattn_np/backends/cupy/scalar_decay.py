@@ -396,10 +396,8 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
 
 
 def fits_tiles(gla, device) -> bool:
-    """Whether they take it a tile of the state after the other; with gates of tokens' own where no sequence is cut."""
-    if not gated_vjp.segments_of_tiles(gla, device, [gla[name] for name in "qkv"], shared=True):
-        return False
-    return not has_own_gates(gla) or backward_cut(tiles_of(gla)[0].problem(gla), device)[0] == 1
+    """Whether they take it a tile of the state after the other."""
+    return gated_vjp.segments_of_tiles(gla, device, [gla[name] for name in "qkv"], shared=True) > 0
 
 
 def backward_reads_gate_in_place(gla, device) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf
 
 from ...arrays import BFLOAT16
-from .instances import PANEL, TILES
+from .instances import PANEL, TILES, GatedBackwardSm90
 from .plan import FLOAT32, ceil_div
 from .scalar_instances import WeightedSums
 
@@ -18,12 +18,19 @@ SEGMENT = 128  # tokens that are worth a pass of their own
 SPARED = 600  # tokens that a cut of Hopper's forward pass has to spare: as long as two launches more and states take
 SPARED_BACKWARD = 150  # of them, where gradients follow that take over its states: 0.146 for 0.152 ms at 2,1024,16,128
 BLOCK_START = 64  # tokens that take as long in the main backward kernels as a block's start
-MOST_IN_TURN = 512  # tokens of a sequence on average, beside which that counts
+MOST_IN_TURN = {1: 512, 2: 128}  # tokens of a sequence on average, beside which that counts, by blocks a multiprocessor
 MOST_WAVES = 8  # of segments, which fill the last one well enough
-HARDLY_MORE = 1.03
-SUMMARY = 0.35  # of the main kernels' time, what summarising both ways takes
-TILE_START = 128  # tokens that take as long as the launches of a tile of a state
-OTHERS_START, OTHERS_FINER = 400, 1.7  # the same of the backward kernels for every card; what tf32 takes there
+HARDLY_MORE = 1.01
+SHARED = 0.66  # of a wave of one block a multiprocessor, what one of two takes, as small heads have them
+SUMMARY = 0.32  # of the main kernels' time, what summarising both ways takes
+UNSAVED = 14  # tokens that it takes longer where the forward pass leaves no states, for want of a power of 2 of chunks
+JOIN_START, JOINED = 35, 4  # tokens that take as long as the launches of summaries; as to join a segment more
+STATE = 0.8  # the same of a segment's states of 128 channels and columns
+TILE_START, SHARED_GATE_START = 20, 180  # tokens that take as long as the launches of a tile of a state
+NARROW_TILE = 0.8  # of a tile's time, what half of its channels or of its columns take
+OTHERS_START, OTHERS_SHARED_GATE_START = 160, 400  # as TILE_START, of the backward kernels for every card
+OTHERS_CHANNELS, OTHERS_COLUMNS = 0.25, 0.88  # of a tile's time, what 64 channels take there, and for 128 columns each
+OTHERS_FINER = 1.7  # what tf32 takes there
 FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # the same of the forward pass
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
 
@@ -55,46 +62,69 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
     return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
 
 
+def widest_that_fills(kernels, blocks, device):
+    """Of kernels that differ in their blocks' columns the widest one whose `blocks(kernel)` fill the card, or the
+    narrowest: columns that share a block share its decays and loads of keys, too."""
+    return next((each for each in reversed(kernels) if blocks(each) >= resident_blocks(each, device)), kernels[0])
+
+
 def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
     """Of how many heads the states are kept at once: no more bytes than the inputs have, in turns of equal size."""
     most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
     return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
 
 
-def backward_segments(blocks, longest, most) -> int:
-    """Into how many the backward pass cuts a sequence, of `blocks` blocks of the uncut problem where the card holds
-    `most`: the fewest that take hardly more than the least time, for the waves of its main kernels and the pass that
-    summarises all segments but a sequence's last, which memory bounds. At 1,8192,96,128, 4 fill three waves: 1.56 for
-    1.64 ms."""
-
-    times = [
-        equal_segments_time(P, blocks, longest, most)
-        for P in range(1, max(1, min(longest // SEGMENT, MOST_WAVES * most // max(blocks, 1))) + 1)
-    ]
+def backward_segments(blocks, longest, most, K, V) -> int:
+    """Into how many the backward pass cuts a sequence, of `blocks` blocks of the uncut problem where the card has
+    `most` multiprocessors: the fewest that take hardly more than the least time. gla's milliseconds so / in segments of
+    at least 128 tokens: 1,513,8,128 .045/.057, 1,2048,48,128 .227/.269, 1,8192,32,64 .209/.247."""
+    finest = min(ceil_div(longest, GatedBackwardSm90.CHUNK), MOST_WAVES * most // max(blocks, 1))
+    times = [time_in_segments(P, blocks, longest, most, K, V) for P in range(1, max(1, finest) + 1)]
     return 1 + next(n for n, each in enumerate(times) if each <= HARDLY_MORE * min(times))
 
 
-def in_turn(heads, lengths, most) -> bool:
-    """Whether blocks of the main backward kernels take `heads` (sequence, head)s of these lengths in turn, of which the
-    card holds `most` at once: where sequences are so short that a block's start counts. Otherwise a block each is the
-    faster program: gla's milliseconds in turn / so, 64,37,64,128 0.43/0.57, 4,4096,64,128 1.62/1.54."""
-    return heads > most and lengths.mean() <= MOST_IN_TURN
+def in_turn(kernel, heads, lengths, device) -> bool:
+    """Whether blocks of a main backward kernel take `heads` (sequence, head)s of these lengths in turn, of which the
+    card holds fewer at once: where sequences are so short that a block's start counts, which a second block on the
+    multiprocessor hides in part. Otherwise a block each is the faster program, which also fills a last wave better:
+    gla's milliseconds in turn / so, 64,37,64,128 0.43/0.57, 1,256,384,128 .168/.176, 1,64,1024,64 .061/.072;
+    4,4096,64,128 1.62/1.54, 1,256,264,64 .061/.059, 1,512,384,64 .182/.148."""
+    return heads > resident_blocks(kernel, device) and lengths.mean() <= MOST_IN_TURN[kernel.resident]
 
 
-def equal_segments_time(P, blocks, longest, most) -> float:
-    """Of the main backward kernels and their summaries, in tokens of one of them."""
-    waves = ceil_div(blocks * P, most) * (longest / P + BLOCK_START)
-    return waves + SUMMARY * longest * blocks / most * (P - 1) / P
+def time_in_segments(P, *sizes) -> float:
+    """Of all kernels of the backward pass, in tokens of a main one."""
+    return equal_segments_time(P, *sizes) + (joining_time(P, *sizes) if P > 1 else 0)
 
 
-def short_segment(P, blocks, T, most, aligned) -> int:
+def equal_segments_time(P, blocks, longest, most, K, V) -> float:
+    """Of the main backward kernels, in waves, and the pass that summarises all segments but a sequence's last, which
+    memory bounds, in tokens of one of them."""
+    waves, length = ceil_div(blocks * P, most), longest if P == 1 else length_of_segments(P, longest)
+    of_wave = SHARED if waves > 1 and max(K, V) <= TILES[0] else 1
+    return waves * of_wave * (length + BLOCK_START) + SUMMARY * longest * blocks / most * (P - 1) / P
+
+
+def joining_time(P, blocks, longest, most, K, V) -> float:
+    """What P segments take besides."""
+    chunks = length_of_segments(P, longest) // GatedBackwardSm90.CHUNK
+    unsaved = UNSAVED if chunks & chunks - 1 else 0
+    return JOIN_START + unsaved + P * (JOINED + STATE * blocks * K * V / TILES[-1] ** 2)
+
+
+def length_of_segments(P, longest) -> int:
+    return ceil_div(longest, P * GatedBackwardSm90.CHUNK) * GatedBackwardSm90.CHUNK
+
+
+def short_segment(P, blocks, T, most, K, V, aligned) -> int:
     """Of how many tokens, a multiple of `aligned`, the segment is that each backward pass begins a sequence of T with,
     where the rest is another; 0 where P of equal size are faster. More than half of the card is busy with the long
     ones, and the others make the short ones meanwhile. Only those are summarised, each in one direction."""
     if T % aligned:
         return 0
     time, length = cut_in_two(blocks, T, most, aligned, BLOCK_START, SUMMARY)
-    return length if HARDLY_MORE * time < equal_segments_time(P, blocks, T, most) else 0
+    time += joining_time(2, blocks, T, most, K, V)
+    return length if HARDLY_MORE * time < time_in_segments(P, blocks, T, most, K, V) else 0
 
 
 def short_first_segment(blocks, T, most) -> int:
@@ -118,20 +148,28 @@ def cut_in_two(blocks, T, most, aligned, start, summary) -> tuple[float, int]:
     return min(((time(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
 
 
-def worth_tiles(problem, tiles, P, device, shared) -> bool:
-    """Whether Hopper's own backward kernels, so many tiles of the state one after the other, take less time than the
-    kernels for every card, counted in tokens of a tile on a multiprocessor. These have chunks of 64 tokens, keep states
-    by 64 channels and columns, and make scores for 128 columns at a time. gla's milliseconds in tiles / by these:
-    8,1024,32,256,256 1.64/2.86, 4,2048,16,256,256 1.06/1.48, 64,37,64,256,256 2.37/3.35, 4,2048,16,192,192 1.07/1.13,
-    1,8192,8,256,512 1.47/1.93; 1,2048,16,256,256 .53/.50, 2,512,16,256,512 .69/.42, 1,1024,8,256,256 .28/.15. Where
-    channels have a `shared` gate, tiles take half of that time, and the others twice as long, in float32: retention
-    2,2048,8,256,512 .34/1.52, 1,512,8,200,64 .07/.12; 1,1024,4,256,512 .31/.23."""
+def worth_tiles(problem, P, device, shared) -> bool:
+    """Whether Hopper's own backward kernels, tiles of the state one after the other, take less time than the kernels
+    for every card, counted in tokens of a whole tile on a multiprocessor. These have chunks of 64 tokens, read what a
+    chunk has for every 64 channels, and make scores for 128 columns at a time. gla's milliseconds in tiles / by these:
+    8,1024,32,256,256 1.64/2.86, 64,37,64,256,256 2.37/3.35, 1,128,256,256,512 .57/.81, 1,512,128,192,192 .37/.52,
+    1,4096,16,192,192 .55/.68; 1,512,64,256,512 .79/.76, 1,512,16,256,256 .24/.12. Where channels have a `shared` gate,
+    tiles take half of that time, and the others twice as long, in float32: retention 2,2048,8,256,512 .34/1.52,
+    1,512,8,200,64 .07/.12; 1,1024,4,256,512 .31/.23; simple_gla 2,512,16,256,256 .20/.40; 1,1024,4,256,256 .16/.12."""
     (B, N, H, K, V), most, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
-    of_tile = equal_segments_time(P, N * H, int(lengths.max()), most) / (2 if shared else 1)
-    chunks, across, down = (-(-lengths // 64)).sum(), ceil_div(K, TILES[0]), ceil_div(V, TILES[0])
-    others = B * H * chunks * 64 / most * across * (0.26 + 0.22 * down + 0.35 * ceil_div(V, TILES[-1]))
-    finer = OTHERS_FINER if shared or problem.dtype != BFLOAT16 else 1
-    return tiles * (of_tile + TILE_START) < OTHERS_START + others * finer
+    sizes = P, N * H, int(lengths.max()), most, min(K, TILES[-1]), min(V, TILES[-1])
+    of_tile = equal_segments_time(*sizes) / 2 + SHARED_GATE_START if shared else time_in_segments(*sizes) + TILE_START
+    chunks, columns = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
+    of_channels = B * H * chunks * 64 / most * (OTHERS_CHANNELS + OTHERS_COLUMNS * columns)
+    others = ceil_div(K, TILES[0]) * of_channels * (OTHERS_FINER if shared or problem.dtype != BFLOAT16 else 1)
+    start = OTHERS_SHARED_GATE_START if shared else OTHERS_START
+    return whole_tiles(K) * whole_tiles(V) * of_tile < start + others
+
+
+def whole_tiles(size) -> float:
+    """How many tiles of a state side by side take as long as those of so many channels or columns."""
+    whole, rest = divmod(size, TILES[-1])
+    return whole + (0 if not rest else NARROW_TILE if rest <= TILES[0] else 1)
 
 
 def summary_channels(K, blocks, most) -> int:

@@ -1,9 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
-Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards one
-launch has all layers, for one sequence in half precision and for up to eight in float32. Otherwise a layer is nine
-launches. cuBLAS multiplies beyond eight sequences on other cards, and on Hopper beyond 256 (int8: 128). All arrays of a
-step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards one launch has
+all layers, for one sequence and in float32 for up to eight. Otherwise a layer is nine launches. cuBLAS multiplies
+beyond eight sequences on other cards, and on Hopper beyond 256 (int8: 128). All arrays of a step are allocated once,
+and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
     Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
-    are float32; one launch of all layers, with half weights, hands numbers on without their last bit. Only beyond eight
-    sequences the inputs of a product are rounded to `dtype`, and beside int8 to bfloat16. int8 has a scale for every
-    row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The embedding and the second matrices of
-    low rank are bfloat16 then.
+    are float32; one launch of all layers hands numbers on without their last bit, unless weights are float32. Only
+    beyond eight sequences the inputs of a product are rounded to `dtype`, and beside int8 to bfloat16. int8 has a scale
+    for every row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The embedding and the second
+    matrices of low rank are bfloat16 then.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ class CudaDecoder:
     def kernel_of_all(self, batch):
         """The kernel that has all layers in one launch, and its vectors' bytes; None where launches are faster."""
         D, F = self.sizes["D"], self.sizes["F"]
-        if self.device.capability != 90 or self.matrices == INT8:
+        if self.device.capability != 90:
             return None
         if batch == 1:
             return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
@@ -319,7 +319,8 @@ class Step:
         sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
         buffers = vars(self.buffers) | {"kvrg_out": self.buffers.kvrg} | vars(self.layers) | vars(self.state)
         found = buffers | vars(self.model) | {"slots": self.slots}
-        fields = {member.name: found[member.name] for member in kernel.arguments if member.kind == "pointer"}
+        names = [member.name for member in kernel.arguments if member.kind == "pointer"]
+        fields = {name: found.get(name) if name.endswith(SCALES) else found[name] for name in names}
         count = layers * PHASES + 1
         for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
             self.draft.launch(
