@@ -326,8 +326,10 @@ def launched(device, kernel, blocks, arrays, **numbers):
 @pytest.mark.parametrize("A", [6, 32, 40])
 @pytest.mark.parametrize("D", [48, 328])
 @pytest.mark.parametrize("B", [3, 16, 37])
-def test_five_mixes(hopper, rng, dtype, A, D, B):
-    kernel = kernels.FiveMixes.fitting(dtype, dtype, 64, A, hopper)
+@pytest.mark.parametrize("batch", [64, 256])
+def test_five_mixes(hopper, rng, dtype, A, D, B, batch):
+    """Those of a larger batch, too, whose tiles are larger."""
+    kernel = kernels.FiveMixes.fitting(dtype, dtype, batch, A, hopper)
     single = partial(rng.standard_normal, dtype=np.float32)
     arrays = {"low": 0.5 * single((products.NarrowProduct.PARTS, B, 5, A)), "up": single((5, A, D)).astype(dtype)}
     arrays |= {"maa": single((5, D)), "xx": single((B, D)), "d": single((B, D))}

@@ -2,7 +2,7 @@
 //           that what they share is read once.
 // math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
 // shapes    low [PARTS, B, 5, A], whose sum over PARTS it is, up [5, A, D], maa [5, D], xx d [B, D], mixed [5, B, D]
-// grid      a block for every (16 sequences, 128 channels), sequences slowest; 256 threads: a warp has 16 channels
+// grid      a block for every (TOKENS sequences, 128 channels), sequences slowest; a warp for every 16 of both
 // smem      Shared: `up` of the block's channels, tanh(low) in two terms
 // barriers  one: tanh(low) and `up` stand
 // numerics  tensor cores: `up` as it is, tanh(low) as a sum of two numbers of its type; float32; rounded once
@@ -10,7 +10,7 @@
 // limits    D a multiple of 8; A even, up to RANK; all start on 16 bytes; sm_90a
 #include "decode.cuh"
 
-constexpr int THREADS = 256, COLUMNS = 128, TOKENS = 16, INPUTS = 5, PARTS = 4, TERMS = 2;
+constexpr int COLUMNS = 128, INPUTS = 5, PARTS = 4, TERMS = 2;
 
 template <typename T> struct Args {
   const float* low;
@@ -22,16 +22,17 @@ template <typename T> struct Args {
   i64 B, D, A;
 };
 
-template <typename T, int RANK> struct Shared {
+template <typename T, int RANK, int TOKENS> struct Shared {
   // No bank conflicts.
   T up[INPUTS * RANK][COLUMNS + 8], low[TERMS][TOKENS][INPUTS * RANK + 8];
 };
 
-template <typename T, int RANK>
-__global__ void __launch_bounds__(THREADS, RANK > 32 ? 1 : 2) rwkv6_five_mixes(const Args<T> args) {
+template <typename T, int RANK, int TOKENS>
+__global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2) rwkv6_five_mixes(const Args<T> args) {
+  constexpr int THREADS = 16 * TOKENS;
   constexpr int PAIRS = TOKENS * INPUTS * RANK / 2 / THREADS;  // of low a thread
   static_assert(TOKENS * INPUTS * RANK / 2 % THREADS == 0);
-  auto& s = *reinterpret_cast<Shared<T, RANK>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, RANK, TOKENS>*>(dynamic_smem());
   launch_next();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int B = int(args.B), D = int(args.D), A = int(args.A), across = (D + COLUMNS - 1) / COLUMNS;
@@ -42,8 +43,8 @@ __global__ void __launch_bounds__(THREADS, RANK > 32 ? 1 : 2) rwkv6_five_mixes(c
     cp_async<16>(&s.up[row][column], inside ? args.up + i64(row / RANK * A + a) * D + start + column : args.up, inside);
   }
   cp_async_commit();
-  // A lane's channels are two pairs of neighbours.
-  const int own = warp * 16 + 2 * t;
+  // A lane's channels are two pairs of neighbours; a warp's tokens begin there.
+  const int own = warp % (COLUMNS / 16) * 16 + 2 * t, begin = warp / (COLUMNS / 16) * 16;
   const auto inside = [&](int pair) { return start + own + 8 * pair < D; };
   float2 maa[INPUTS][2];
 #pragma unroll
@@ -66,9 +67,9 @@ __global__ void __launch_bounds__(THREADS, RANK > 32 ? 1 : 2) rwkv6_five_mixes(c
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const i64 at = i64(first + g + 8 * half) * D + start + own + 8 * pair;
-      if (first + g + 8 * half < B && inside(pair))
-        xx[half][pair] = load2(args.xx + at), d[half][pair] = load2(args.d + at);
+      const int b = first + begin + g + 8 * half;
+      const i64 at = i64(b) * D + start + own + 8 * pair;
+      if (b < B && inside(pair)) xx[half][pair] = load2(args.xx + at), d[half][pair] = load2(args.d + at);
     }
 #pragma unroll
   for (int n = 0; n < PAIRS; ++n) {
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, RANK > 32 ? 1 : 2) rwkv6_five_mixes(c
 #pragma unroll
       for (int term = TERMS - 1; term >= 0; --term) {
         u32 of_low[4];
-        ldmatrix_x4(of_low, &s.low[term][lane % 16][row + lane / 16 * 8]);
+        ldmatrix_x4(of_low, &s.low[term][begin + lane % 16][row + lane / 16 * 8]);
         multiply_halves(sums[0], of_low, {up[0], up[1]}, T{});
         multiply_halves(sums[1], of_low, {up[2], up[3]}, T{});
       }
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(THREADS, RANK > 32 ? 1 : 2) rwkv6_five_mixes(c
       const bool odd = t & 1;
       const u32 other = __shfl_xor_sync(0xffffffffu, odd ? mixed[0] : mixed[1], 1);
       const uint2 four = odd ? uint2{other, mixed[1]} : uint2{mixed[0], other};
-      const int b = first + g + 8 * half, j = start + own - 2 * odd + 8 * odd;
+      const int b = first + begin + g + 8 * half, j = start + own - 2 * odd + 8 * odd;
       if (b < B && j < D) *reinterpret_cast<uint2*>(args.mixed + (i64(c) * B + b) * D + j) = four;
     }
   }

@@ -312,23 +312,33 @@ class FiveMixes(ModelKernel):
 
     file = "rwkv6/five_mixes"
     arguments = (*pointers("low up maa xx d mixed"), *integers("B D A"))
-    shared = ("Shared<{dtype}, {RANK}>",)
-    TOKENS: ClassVar[int] = 16
+    shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
     LEAST: ClassVar[int] = 17  # sequences; fewer have too few blocks (1.19 for 1.15 ms at 16, 1.52 for 1.55 at 32)
     LEAST_INT8: ClassVar[int] = 65  # beside int8 matrices (1.86 for 1.83 ms at 64, 2.66 for 2.71 at 80)
-    arch, threads = "sm_90a", 256
+    arch = "sm_90a"
     dtype: np.dtype
     RANK: int
+    TOKENS: int
+
+    @classmethod
+    def all(cls, dtype) -> list[FiveMixes]:
+        return [cls(dtype, rank, tokens) for rank in cls.RANKS for tokens in (16, 32) if rank * tokens <= 1024]
 
     @classmethod
     def fitting(cls, matrices, X, B, A, device) -> FiveMixes | None:
+        """Blocks of 16 sequences, or of 32 where a multiprocessor would have two that read the same `up`."""
         rank = next((rank for rank in cls.RANKS if A <= rank and A % 2 == 0), None)
         if device.capability != 90 or X not in HALF or rank is None:
             return None
         least = cls.LEAST_INT8 if matrices == INT8 else cls.LEAST
-        return cls(X, rank) if B >= least else None
+        tokens = 32 if B > 128 and rank == 32 else 16
+        return cls(X, rank, tokens) if B >= least else None
+
+    @property
+    def threads(self):
+        return 16 * self.TOKENS
 
     def blocks(self, B, D) -> int:
         return ceil_div(B, self.TOKENS) * ceil_div(D, self.COLUMNS)
