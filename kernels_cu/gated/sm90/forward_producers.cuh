@@ -372,10 +372,12 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   bool scaled = false;  // since rows were beyond the range of borders: to make every such chunk twice would take long
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
     // Addresses are cheaper made anew than held in registers, where these are scarce.
-    if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) forget(thread);
-    constexpr bool SCARCE = BK + BV > 128 && Schedule::CLUSTER_SIZE == 1 || Order::reads_before_write;
-    if constexpr (NARROWS<Schedule, T> && SCARCE) forget(group), forget(maker);
-    if constexpr (sizeof(G) == 4) forget(maker);
+    constexpr bool PLENTY = NARROWS<Schedule, T> && Schedule::CLUSTER_SIZE > 1 && BK + BV > 128 && sizeof(G) <= 2;
+    if constexpr (!PLENTY) {
+      if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) forget(thread);
+      if constexpr (NARROWS<Schedule, T> && (BK + BV > 128 || Order::reads_before_write)) forget(group), forget(maker);
+      if constexpr (sizeof(G) == 4) forget(maker);
+    }
     const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
     const float gate = one;
     const auto refill = [&] {
