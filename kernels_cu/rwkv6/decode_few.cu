@@ -59,22 +59,25 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   static constexpr int CHAINS = sizeof(T) == 4 ? 1 : STEPS;  // of sums, so that products do not wait for one another
   typedef float Sums[CHAINS][Split<T>::SUMS][4];
 
-  // -- the staging area: operands of one vector or two [., count], or on the way there floats [D] ---------------------
-  __device__ __forceinline__ float* floats() const { return staging + (HALVES ? D / 2 : 0); }
+  // -- the staging area: operands of one vector or two [., count]; on the way there floats [D], behind those
+  __device__ __forceinline__ float* floats() const { return staging + (HALVES ? PARTS * D : 0); }
 
-  // Operands of neighbours k and k + 1 of a vector. Where they are bfloat16 numbers, three rows have them.
-  __device__ __forceinline__ void put_operands(int pitch, int vector, int k, float x, float y) {
+  // Operands of neighbours of a vector, from number k on. Where they are bfloat16 numbers, three rows have them.
+  __device__ __forceinline__ void put_operands(int pitch, int vector, int k, float4 x) {
     if constexpr (HALVES) {
       u32* to = reinterpret_cast<u32*>(staging) + (vector * PARTS * pitch + k) / 2;
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part, to += pitch / 2) {
-        const u32 both[2] = {__float_as_uint(x), __float_as_uint(y)};
-        *to = both[0] >> 16 | (both[1] & 0xffff0000u);
-        x -= __uint_as_float(both[0] & 0xffff0000u), y -= __uint_as_float(both[1] & 0xffff0000u);
-      }
+      for (int part = 0; part < PARTS; ++part, to += pitch / 2)
+        *reinterpret_cast<uint2*>(to) = {upper_halves(x.x, x.y), upper_halves(x.z, x.w)};
     } else {
-      *reinterpret_cast<float2*>(staging + vector * pitch + k) = {x, y};
+      *reinterpret_cast<float4*>(staging + vector * pitch + k) = x;
     }
+  }
+  // Those of two numbers, whose rests are left.
+  static __device__ __forceinline__ u32 upper_halves(float& x, float& y) {
+    const u32 upper[2] = {__float_as_uint(x) & 0xffff0000u, __float_as_uint(y) & 0xffff0000u};
+    x -= __uint_as_float(upper[0]), y -= __uint_as_float(upper[1]);
+    return upper[0] >> 16 | upper[1];
   }
 
   __device__ __forceinline__ float take(const Word* from) const {
@@ -85,36 +88,38 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   }
 
   // The warp's operands of `count` numbers: those that it multiplies by, so that it need not wait for others. They are
-  // the numbers themselves, or their product with a gate.
-  template <int EACH_LANE, bool GATED>
+  // the numbers themselves, or their product with a gate. FOURS are the neighbours that a lane takes at a time.
+  template <int FOURS, bool GATED>
   __device__ __forceinline__ void fetch(const Word* words, const Word* gates, int pitch, int count) {
-    constexpr int ACROSS = Lane<T>::STEP / NEIGHBOURS, GROUPS = STEPS * ACROSS;  // of neighbours: of a step, of a slot
+    constexpr int ACROSS = Lane<T>::STEP / 4, GROUPS = STEPS * ACROSS;  // fours of a step, of a slot
+    constexpr int LOADS = 4 / NEIGHBOURS;                               // of four
     const int warp = tid >> 5, lane = tid & 31;
     const int groups = (count + Lane<T>::STAGE - 1) / Lane<T>::STAGE * GROUPS;
 #pragma unroll 1
-    for (int start = lane; start < groups; start += EACH_LANE * 32) {
-      const Word *from[EACH_LANE], *from_gates[EACH_LANE];
-      Word found[EACH_LANE][NEIGHBOURS], gate[EACH_LANE][NEIGHBOURS];
+    for (int start = lane; start < groups; start += FOURS * 32) {
+      const Word *from[FOURS * LOADS], *from_gates[FOURS * LOADS];
+      Word found[FOURS * LOADS][NEIGHBOURS], gate[FOURS * LOADS][NEIGHBOURS];
       const auto column = [&](int n) {
         const int at = start + n * 32, step = at % GROUPS / ACROSS;
-        return at / GROUPS * Lane<T>::STAGE + step * Lane<T>::STRIDE + warp * Lane<T>::STEP + at % ACROSS * NEIGHBOURS;
+        return at / GROUPS * Lane<T>::STAGE + step * Lane<T>::STRIDE + warp * Lane<T>::STEP + at % ACROSS * 4;
       };
 #pragma unroll
-      for (int n = 0; n < EACH_LANE; ++n) {
-        const int k = min(column(n), count - NEIGHBOURS);
+      for (int n = 0; n < FOURS * LOADS; ++n) {
+        const int k = min(column(n / LOADS), count - 4) + n % LOADS * NEIGHBOURS;
         from[n] = words + k, from_gates[n] = gates + k;
       }
-      load_words(found, from);
       if (GATED) take_words(gate, from_gates, epoch);
-      settle_words(found, from, epoch);
+      take_words(found, from, epoch);
 #pragma unroll
-      for (int n = 0; n < EACH_LANE; ++n) {
+      for (int n = 0; n < FOURS; ++n) {
         if (start + n * 32 >= groups || column(n) >= count) continue;
+        float x[4];
 #pragma unroll
-        for (int i = 0; i < NEIGHBOURS; i += 2) {
-          const float opening[2] = {GATED ? number(gate[n][i]) : 1.f, GATED ? number(gate[n][i + 1]) : 1.f};
-          put_operands(pitch, 0, column(n) + i, number(found[n][i]) * opening[0], number(found[n][i + 1]) * opening[1]);
+        for (int i = 0; i < 4; ++i) {
+          const int load = n * LOADS + i / NEIGHBOURS;
+          x[i] = number(found[load][i % NEIGHBOURS]) * (GATED ? number(gate[load][i % NEIGHBOURS]) : 1.f);
         }
+        put_operands(pitch, 0, column(n), {x[0], x[1], x[2], x[3]});
       }
     }
     __syncwarp();  // its part of the staging area stands
@@ -124,9 +129,9 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   __device__ __forceinline__ void fetch(int phase, int input, int first, int pitch, int count) {
     const Word* const words = words_of(phase, input) + first;
     __syncwarp();  // it has read what the staging area had
-    if (phase == OUTPUT) fetch<8 / NEIGHBOURS, true>(words, args.kvrg_out + 3 * D + first, pitch, count);
-    else if (count <= 8 * THREADS) fetch<8 / NEIGHBOURS, false>(words, nullptr, pitch, count);
-    else fetch<7, false>(words, nullptr, pitch, count);
+    if (phase == OUTPUT) fetch<2, true>(words, args.kvrg_out + 3 * D + first, pitch, count);
+    else if (count <= 8 * THREADS) fetch<2, false>(words, nullptr, pitch, count);
+    else fetch<NEIGHBOURS + 3, false>(words, nullptr, pitch, count);
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
@@ -167,7 +172,6 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   // Operands of xx + (shift - xx) maa with xx = LN(x), of each of the phase's mixes. The words of xx go to `xx` where
   // that is not null.
   __device__ __forceinline__ void normalise(i64 layer, int phase, Word* xx) {
-    constexpr int MOST = 8;  // times four channels that a thread has
     constexpr int HELD = 2;  // times four channels, of which a thread has the parameters and the shift before x comes
     const bool twice = phase == FFN_INPUTS;
     const Norm norm = Block::norm_of(layer, phase, 0);
@@ -175,44 +179,31 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
     const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
     Channels held[HELD];
     float4 old[HELD], second[HELD];
-#pragma unroll
-    for (int n = 0; n < HELD; ++n) {
-      const int j = 4 * (tid + n * THREADS);
+    const auto ask = [&](int n, int j) {
       held[n] = channels(norm, j), old[n] = load(norm.shift, j), second[n] = load(twice ? norm.maa + D : nullptr, j);
-    }
+    };
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) ask(n, 4 * (tid + n * THREADS));
     take_x(layer, phase);
     Block::measure(floats());
     const float mean = Block::together(s.sum, 0) * inverse_D;
     const float scale = inverse_root(Block::together(s.squares, 0) * inverse_D + float(args.eps));
-    float4 x[MOST];
+    const auto put = [&](int n, int j) {
+      if (j >= D) return;
+      Channels& c = held[n];
+      const float4 y = Block::normed(load4(floats() + j), mean, scale, c);
+      put_operands(D, 0, j, norm.shift ? Block::mixed(y, old[n], c) : y);
+      c.part = second[n];
+      if (twice) put_operands(D, 1, j, Block::mixed(y, old[n], c));
+      if (!xx) return;
+      put_word(xx + j, y.x, epoch), put_word(xx + j + 1, y.y, epoch);
+      put_word(xx + j + 2, y.z, epoch), put_word(xx + j + 3, y.w, epoch);
+    };
 #pragma unroll
-    for (int n = 0; n < MOST; ++n) x[n] = load(floats(), 4 * (tid + n * THREADS));
-    if (HALVES) sync();  // operands may take the place of these floats
-#pragma unroll
-    for (int n = 0; n < MOST; ++n) {
-      const int j = 4 * (tid + n * THREADS);
-      if (j >= D) break;
-      Channels c = n < HELD ? held[n] : channels(norm, j);
-      const float4 before = n < HELD ? old[n] : load(norm.shift, j);
-      const float4 y = x[n] = Block::normed(x[n], mean, scale, c);
-#pragma unroll
-      for (int vector = 0; vector < 2; ++vector) {
-        if (vector > twice) break;
-        if (vector) c.part = n < HELD ? second[n] : load(norm.maa + D, j);
-        const float4 mixed = norm.shift ? Block::mixed(y, before, c) : y;
-        put_operands(D, vector, j, mixed.x, mixed.y);
-        put_operands(D, vector, j + 2, mixed.z, mixed.w);
-      }
-    }
+    for (int n = 0; n < HELD; ++n) put(n, 4 * (tid + n * THREADS));
+#pragma unroll 1
+    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) ask(0, j), put(0, j);
     sync();  // the operands stand
-    if (!xx) return;
-#pragma unroll
-    for (int n = 0; n < MOST; ++n) {
-      Word* const to = xx + 4 * (tid + n * THREADS);
-      if (to - xx >= D) break;
-      put_word(to, x[n].x, epoch), put_word(to + 1, x[n].y, epoch);
-      put_word(to + 2, x[n].z, epoch), put_word(to + 3, x[n].w, epoch);
-    }
   }
 
   // -- products ------------------------------------------------------------------------------------------------------
@@ -264,13 +255,14 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   // Numbers k on of the lane's column, of the `count` of a vector that the staging area holds; behind them zeros, since
   // what stands there is another warp's.
   __device__ __forceinline__ void load_x(u32 (&x)[WORDS], int vector, int pitch, int count, int k) const {
-    const int g = (tid & 31) >> 2, row = HALVES ? vector * PARTS + min(g, PARTS - 1) : vector;
+    const int g = (tid & 31) >> 2, row = HALVES ? vector * PARTS + g : vector;
     const float* from = staging + (row * pitch + k) / (HALVES ? 2 : 1);
+    const bool inside = k < count && g < PARTS;  // the other columns of products are nobody's
     if constexpr (HALVES) {
-      load_words_of(x, from, k < count);
+      load_words_of(x, from, inside);
     } else {
       u32 all[EACH];
-      load_words_of(all, from, k < count);
+      load_words_of(all, from, inside);
       Split<T>::part(x, all, g % PARTS);
     }
   }
@@ -330,7 +322,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
 
   // This block's tiles of a phase that multiplies by weights.
   __device__ __forceinline__ void products(i64 layer, int phase) {
-    const Tiles tiles = share_of(args, phase);
+    const Tiles tiles = s.tiles[phase];
     if (tiles.count() == 0) return;
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
     if (normed) ::normalise<T, S, STAGES>(args, s, layer, phase, epoch, tiles[0] == 0 && phase != HEAD);
@@ -374,7 +366,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
 
   // What one warp does meanwhile: it adds the parts of those tiles, a lane a row, and puts what comes of them.
   __device__ __forceinline__ void finish_products(i64 layer, int phase) {
-    const Tiles tiles = share_of(args, phase);
+    const Tiles tiles = s.tiles[phase];
     const int m = tid & 31;
     // A row's scale is asked for a tile ahead.
     const auto scale_of = [&](int n) {
@@ -539,7 +531,7 @@ __global__ void __launch_bounds__(ALL_THREADS<T>, 1)
     rwkv6_decode_few(const __grid_constant__ Args<T, S, Handed<T>> args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();
-  init_stages(s);
+  init_stages(args, s);
   const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;
   if (copies) copy_weights(args, s);
   else decode<T, S, STAGES>(args, s);

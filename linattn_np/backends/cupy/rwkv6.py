@@ -186,7 +186,7 @@ class DecodeStep(ModelKernel):
     @property
     def shared_bytes(self):
         """Without the vectors."""
-        return self.stages * (16 * (1024 + 64) + 2 * 8) + 4 * 8 + 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
+        return self.stages * (16 * (1024 + 64) + 2 * 8) + 8 * 16 + 4 * 8 + 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,8 @@ class DecodeFew(ModelKernel):
             for stages in DecodeStep.STAGES:
                 kernel = cls(dtype, state, stages)
                 count = padded(count, kernel.slot)
-                room = max(kernel.bytes_of_operand * max(count, 2 * sizes["D"]), 4 * sizes["A"])
+                norm = (2 * kernel.bytes_of_operand + kernel.bytes_of_float) * sizes["D"]
+                room = max(kernel.bytes_of_operand * count, norm, 4 * sizes["A"])
                 if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
                     return kernel, room
         return None
@@ -226,6 +227,11 @@ class DecodeFew(ModelKernel):
     def bytes_of_operand(self) -> int:
         """Of a float in the stage: three bfloat16 numbers, or itself."""
         return 6 if self.dtype in (BFLOAT16, INT8) else 4
+
+    @property
+    def bytes_of_float(self) -> int:
+        """Of one on the way to a norm's operands, where these do not take its place."""
+        return 4 if self.dtype in (BFLOAT16, INT8) else 0
 
     @property
     def shared_bytes(self):
