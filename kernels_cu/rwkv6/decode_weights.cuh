@@ -51,11 +51,12 @@ template <int STAGES> struct Shared {
   unsigned char ring[STAGES][ROWS][PITCH];
   Barrier full[STAGES], empty[STAGES];
   Tiles tiles[PHASES + 1];           // of each phase
+  float units[2][WARPS];             // of two vectors' lowest digits, by warps
   Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
   float sum[WARPS], squares[WARPS];  // the warps' parts of norms
   union {
     float parts[2][WARPS][COLUMNS][ROWS + 1];
-    float parts_of_rows[2][3][ROWS][WARPS + 4];  // the same by row
+    float parts_of_rows[2][4][ROWS][WARPS + 4];  // the same by row
     float mix[COLUMNS][SPLITS][CHANNELS];
     TimeMixScratch time_mix;
   };
