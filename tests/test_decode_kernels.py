@@ -144,9 +144,9 @@ def test_int8_has_the_numbers_of_the_cpu(hopper, B, rng):
     assert np.median(error) <= 4 * ml_dtypes.finfo(BFLOAT16).eps and error.max() <= 0.2
 
 
-@pytest.mark.parametrize("changed", [{}, {"F": 80}, {"D": 1104, "N": 16, "H": 69, "F": 1024}], ids=str)
+@pytest.mark.parametrize("changed", [{}, {"F": 80}, {"F": 7200}, {"D": 1104, "N": 16, "H": 69, "F": 1024}], ids=str)
 def test_one_sequence_in_int8_of_any_size(hopper, changed, rng):
-    """Wider and narrower than a stage of weights."""
+    """Wider and narrower than a stage of weights, and than what has digits of one unit."""
     sizes = SIZES["odd"] | {"D": 80, "N": 8, "H": 10, "F": 2064} | changed
     weights, tokens = synthetic(rng, sizes), rng.integers(0, sizes["V"], (1, 3))
     decoder = CudaDecoder(weights, np.int8, 1, hopper)

@@ -191,6 +191,16 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[2], u32 b)
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
+// D[16, 8] += A[16, 32] B[32, 8] in int8, four values a register, the first in its lowest byte.
+//   a = A[g][4t..+3], A[g+8][4t..+3], A[g][4t+16..+19], A[g+8][4t+16..+19]      b = B[4t..+3][g], B[4t+16..+19][g]
+__device__ __forceinline__ void mma_i8(i32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Four 8x8 matrices of 16-bit values: lane l gives the 16-byte row l % 8 of matrix l / 8.
 //   r[m] = M_m[g][2t,+1]
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {

@@ -15,8 +15,11 @@ template <> __device__ __forceinline__ u32 word_of(float x, u32 epoch) {
 }
 __device__ __forceinline__ float number(u64 word) { return __uint_as_float(u32(word)); }
 __device__ __forceinline__ float number(u32 word) { return __uint_as_float(word & ~1u); }
-__device__ __forceinline__ bool of_epoch(u64 word, u32 epoch) { return u32(word >> 32) == epoch; }
-__device__ __forceinline__ bool of_epoch(u32 word, u32 epoch) { return ((word ^ epoch) & 1u) == 0; }
+// 0 where the word is of this epoch, in the bits that it has of it.
+__device__ __forceinline__ u32 other_epoch(u64 word, u32 epoch) { return u32(word >> 32) ^ epoch; }
+__device__ __forceinline__ u32 other_epoch(u32 word, u32 epoch) { return word ^ epoch; }
+template <typename Word> constexpr u32 BITS_OF_EPOCH = ~0u;
+template <> constexpr u32 BITS_OF_EPOCH<u32> = 1u;
 
 __device__ __forceinline__ void put_word(u64* to, float x, u32 epoch) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word_of<u64>(x, epoch)) : "memory");
@@ -40,11 +43,11 @@ __device__ __forceinline__ void load_word(u32 (&words)[4], const u32* from) {
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "l"(from));
 }
-template <typename Word, int N> __device__ __forceinline__ bool of_epoch(const Word (&words)[N], u32 epoch) {
-  bool all = true;
+template <typename Word, int N> __device__ __forceinline__ u32 other_epoch(const Word (&words)[N], u32 epoch) {
+  u32 other = 0;
 #pragma unroll
-  for (int n = 0; n < N; ++n) all &= of_epoch(words[n], epoch);
-  return all;
+  for (int n = 0; n < N; ++n) other |= other_epoch(words[n], epoch);
+  return other;
 }
 
 // Start reading words, or neighbours; they may be of any epoch.
@@ -56,18 +59,11 @@ __device__ __forceinline__ void load_words(Words (&words)[N], const Word* const 
 // Read them again until they are of this epoch.
 template <typename Words, typename Word, int N>
 __device__ __forceinline__ void settle_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
-  for (;;) {
-    bool all = true;
-#pragma unroll
-    for (int n = 0; n < N; ++n) all &= of_epoch(words[n], epoch);
-    if (all) return;
-    load_words(words, from);
-  }
+  while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>) load_words(words, from);
 }
 template <typename Words, typename Word, int N>
 __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
-  load_words(words, from);
-  settle_words(words, from, epoch);
+  do { load_words(words, from); } while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>);
 }
 
 // A barrier of the whole grid, when all its blocks are at work at once, in two halves, for threads 0 to THREADS - 1,

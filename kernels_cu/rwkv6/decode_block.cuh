@@ -101,8 +101,9 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
   // What a product's tile takes: which of the phase's inputs.
   __device__ __forceinline__ int input_of(int phase, int tile) const {
     if (phase == FFN_INPUTS) return tile >= tiles_of(args.F);
-    if (phase != INPUTS || tile < tiles_of(args.W)) return 0;
-    return 1 + (tile - tiles_of(args.W)) / tiles_of(D);
+    const int tiles = tiles_of(D), first = tile - tiles_of(args.W);  // of key, value, receptance and gate
+    if (phase != INPUTS || first < 0) return 0;
+    return 1 + (first >= tiles) + (first >= 2 * tiles) + (first >= 3 * tiles);
   }
 
   // The lane's columns of the next stage, in the first of its two rows.
@@ -176,8 +177,10 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
   }
 };
 
-// One thread each makes the stages' barriers.
-template <int STAGES> __device__ __forceinline__ void init_stages(Shared<STAGES>& s) {
+// One thread each makes the stages' barriers, and says which tiles the block has.
+template <typename T, typename S, typename X, int STAGES>
+__device__ __forceinline__ void init_stages(const Args<T, S, X>& args, Shared<STAGES>& s) {
+  if (threadIdx.x <= PHASES) s.tiles[threadIdx.x] = share_of(args, threadIdx.x);
   if (threadIdx.x < STAGES) {
     barrier_init(s.full[threadIdx.x], ROWS);
     barrier_init(s.empty[threadIdx.x], THREADS);

@@ -13,69 +13,39 @@
 //           them has written a word since, and every word goes into every number of the next layer. A warp multiplies
 //           by columns of its own and waits for their words alone. mbarriers: full, empty (weights), summed, taken
 //           (parts of products). The block's where a comment says what stands.
-// numerics  those of decode_step.cu, and the same bits, with float32 weights; others are taken as they are, words are
-//           float32 without the last bit, and beside bfloat16 and int8 weights x is a sum of three bfloat16 numbers
-// source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split; NVIDIA's NCCL, for
-//           data that carry their own flags
+// numerics  as decode_step.cu with float32 weights. Others are taken as they are, and words are float32 without the
+//           last bit. Beside bfloat16 weights x is a sum of three bfloat16 numbers; beside int8 ones it is rounded to
+//           31 bits of the largest that its warp has, and the products are exact
+// source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split; Ootomo, Ozaki and
+//           Yokota, 2024, for digits; NVIDIA's NCCL, for data that carry their own flags
 // limits    B = 1: all blocks read all words, which costs more than barriers from two sequences on; D up to 8192;
 //           otherwise those of decode_step.cu
-#include "rwkv6/decode_block.cuh"
-#include "words.cuh"
-
-// What blocks hand to each other of weights of type T.
-template <typename T> struct WordOf {
-  typedef u32 Type;
-};
-template <> struct WordOf<float> {
-  typedef u64 Type;
-};
-template <typename T> using Handed = typename WordOf<T>::Type;
-
-// Sequences that the warps share in a norm: with float32 weights as in decode_step.cu, for the same bits.
-template <typename T> constexpr int SHARED_BY = sizeof(T) == 4 ? COLUMNS / Split<T>::PARTS : 1;
+#include "rwkv6/decode_operands.cuh"
 
 template <typename T, typename S, int STAGES>
 __device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, i64 layer, int phase,
                                        u32 epoch, bool first);
-template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, S, Handed<T>, STAGES, SHARED_BY<T>> {
-  typedef DecodeBlock<T, S, Handed<T>, STAGES, SHARED_BY<T>> Block;
-  using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity;
-  using Block::EACH, Block::PARTS, Block::channels, Block::input_of, Block::row_of;
+template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<T, S, STAGES> {
+  typedef DecodeOperands<T, S, STAGES> Block;
+  using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
+  using Block::PARTS, Block::PACKED, Block::DIGITS, Block::channels, Block::input_of, Block::row_of, Block::floats;
   typedef typename Block::Channels Channels;
-  typedef typename Block::Up Up;
   typedef typename Block::Norm Norm;
-  const u32 epoch;  // of what this layer writes
-  int turn;         // of the parts of products: which of two places the next tile's have
+  typedef typename Block::Operands Operands;
+  typedef typename Block::Up Up;
+  typedef typename Block::Word Word;
+  int turn;  // of the parts of products: which of two places the next tile's have
 
   __device__ __forceinline__ DecodeFew(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
                                        int turn = 0)
-      : Block(args, s, next), epoch(epoch), turn(turn) {}
+      : Block(args, s, epoch, next), turn(turn) {}
 
-  static constexpr int WORDS = Split<T>::WORDS;
-  static constexpr bool HALVES = PARTS == 3;  // whether the parts of a number are bfloat16, and not tf32
-  typedef Handed<T> Word;
-  static constexpr int NEIGHBOURS = 16 / sizeof(Word);
-  static constexpr int GROUP = HALVES ? 2 : 1;               // stages multiplied at a time
+  static constexpr int GROUP = PACKED > 1 ? 2 : 1;           // stages multiplied at a time
   static constexpr int CHAINS = sizeof(T) == 4 ? 1 : STEPS;  // of sums, so that products do not wait for one another
-  typedef float Sums[CHAINS][Split<T>::SUMS][4];
-
-  // -- the staging area: operands of one vector or two [., count], or on the way there floats [D] ---------------------
-  __device__ __forceinline__ float* floats() const { return staging + (HALVES ? D / 2 : 0); }
-
-  // Operands of neighbours k and k + 1 of a vector. Where they are bfloat16 numbers, three rows have them.
-  __device__ __forceinline__ void put_operands(int pitch, int vector, int k, float x, float y) {
-    if constexpr (HALVES) {
-      u32* to = reinterpret_cast<u32*>(staging) + (vector * PARTS * pitch + k) / 2;
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part, to += pitch / 2) {
-        const u32 both[2] = {__float_as_uint(x), __float_as_uint(y)};
-        *to = both[0] >> 16 | (both[1] & 0xffff0000u);
-        x -= __uint_as_float(both[0] & 0xffff0000u), y -= __uint_as_float(both[1] & 0xffff0000u);
-      }
-    } else {
-      *reinterpret_cast<float2*>(staging + vector * pitch + k) = {x, y};
-    }
-  }
+  // Stages of a vector that a lane holds in registers: digits, where these are all, for all tiles that take it.
+  static constexpr int HELD = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
+  static constexpr int LANES = DIGITS ? 2 : 1;  // that add the parts of a row
+  typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
 
   __device__ __forceinline__ float take(const Word* from) const {
     Word found[1];
@@ -84,49 +54,13 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
     return number(found[0]);
   }
 
-  // The warp's operands of `count` numbers: those that it multiplies by, so that it need not wait for others. They are
-  // the numbers themselves, or their product with a gate.
-  template <int EACH_LANE, bool GATED>
-  __device__ __forceinline__ void fetch(const Word* words, const Word* gates, int pitch, int count) {
-    constexpr int ACROSS = Lane<T>::STEP / NEIGHBOURS, GROUPS = STEPS * ACROSS;  // of neighbours: of a step, of a slot
-    const int warp = tid >> 5, lane = tid & 31;
-    const int groups = (count + Lane<T>::STAGE - 1) / Lane<T>::STAGE * GROUPS;
-#pragma unroll 1
-    for (int start = lane; start < groups; start += EACH_LANE * 32) {
-      const Word *from[EACH_LANE], *from_gates[EACH_LANE];
-      Word found[EACH_LANE][NEIGHBOURS], gate[EACH_LANE][NEIGHBOURS];
-      const auto column = [&](int n) {
-        const int at = start + n * 32, step = at % GROUPS / ACROSS;
-        return at / GROUPS * Lane<T>::STAGE + step * Lane<T>::STRIDE + warp * Lane<T>::STEP + at % ACROSS * NEIGHBOURS;
-      };
-#pragma unroll
-      for (int n = 0; n < EACH_LANE; ++n) {
-        const int k = min(column(n), count - NEIGHBOURS);
-        from[n] = words + k, from_gates[n] = gates + k;
-      }
-      load_words(found, from);
-      if (GATED) take_words(gate, from_gates, epoch);
-      settle_words(found, from, epoch);
-#pragma unroll
-      for (int n = 0; n < EACH_LANE; ++n) {
-        if (start + n * 32 >= groups || column(n) >= count) continue;
-#pragma unroll
-        for (int i = 0; i < NEIGHBOURS; i += 2) {
-          const float opening[2] = {GATED ? number(gate[n][i]) : 1.f, GATED ? number(gate[n][i + 1]) : 1.f};
-          put_operands(pitch, 0, column(n) + i, number(found[n][i]) * opening[0], number(found[n][i + 1]) * opening[1]);
-        }
-      }
-    }
-    __syncwarp();  // its part of the staging area stands
-  }
-
   // What products take of numbers [first, first + count) of an input.
   __device__ __forceinline__ void fetch(int phase, int input, int first, int pitch, int count) {
     const Word* const words = words_of(phase, input) + first;
     __syncwarp();  // it has read what the staging area had
-    if (phase == OUTPUT) fetch<8 / NEIGHBOURS, true>(words, args.kvrg_out + 3 * D + first, pitch, count);
-    else if (count <= 8 * THREADS) fetch<8 / NEIGHBOURS, false>(words, nullptr, pitch, count);
-    else fetch<7, false>(words, nullptr, pitch, count);
+    if (phase == OUTPUT) Block::template fetch<2, true>(words, args.kvrg_out + 3 * D + first, pitch, count);
+    else if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
+    else Block::template fetch<Block::NEIGHBOURS + 3, false>(words, nullptr, pitch, count);
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
@@ -167,7 +101,6 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
   // Operands of xx + (shift - xx) maa with xx = LN(x), of each of the phase's mixes. The words of xx go to `xx` where
   // that is not null.
   __device__ __forceinline__ void normalise(i64 layer, int phase, Word* xx) {
-    constexpr int MOST = 8;  // times four channels that a thread has
     constexpr int HELD = 2;  // times four channels, of which a thread has the parameters and the shift before x comes
     const bool twice = phase == FFN_INPUTS;
     const Norm norm = Block::norm_of(layer, phase, 0);
@@ -175,44 +108,38 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
     const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
     Channels held[HELD];
     float4 old[HELD], second[HELD];
-#pragma unroll
-    for (int n = 0; n < HELD; ++n) {
-      const int j = 4 * (tid + n * THREADS);
+    const auto ask = [&](int n, int j) {
       held[n] = channels(norm, j), old[n] = load(norm.shift, j), second[n] = load(twice ? norm.maa + D : nullptr, j);
-    }
+    };
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) ask(n, 4 * (tid + n * THREADS));
     take_x(layer, phase);
     Block::measure(floats());
     const float mean = Block::together(s.sum, 0) * inverse_D;
     const float scale = inverse_root(Block::together(s.squares, 0) * inverse_D + float(args.eps));
-    float4 x[MOST];
+    const auto put = [&](int n, int j) {
+      if (j >= D) return;
+      Channels& c = held[n];
+      const float4 y = Block::normed(load4(floats() + j), mean, scale, c);
+      const auto mixed = [&](int vector, const float4& x) {
+        if (DIGITS) *reinterpret_cast<float4*>(floats() + vector * D + j) = x;
+        else Block::put_operands(D, vector, j, x);
+      };
+      mixed(0, norm.shift ? Block::mixed(y, old[n], c) : y);
+      c.part = second[n];
+      if (twice) mixed(1, Block::mixed(y, old[n], c));
+      if (!xx) return;
+      put_word(xx + j, y.x, epoch), put_word(xx + j + 1, y.y, epoch);
+      put_word(xx + j + 2, y.z, epoch), put_word(xx + j + 3, y.w, epoch);
+    };
 #pragma unroll
-    for (int n = 0; n < MOST; ++n) x[n] = load(floats(), 4 * (tid + n * THREADS));
-    if (HALVES) sync();  // operands may take the place of these floats
-#pragma unroll
-    for (int n = 0; n < MOST; ++n) {
-      const int j = 4 * (tid + n * THREADS);
-      if (j >= D) break;
-      Channels c = n < HELD ? held[n] : channels(norm, j);
-      const float4 before = n < HELD ? old[n] : load(norm.shift, j);
-      const float4 y = x[n] = Block::normed(x[n], mean, scale, c);
-#pragma unroll
-      for (int vector = 0; vector < 2; ++vector) {
-        if (vector > twice) break;
-        if (vector) c.part = n < HELD ? second[n] : load(norm.maa + D, j);
-        const float4 mixed = norm.shift ? Block::mixed(y, before, c) : y;
-        put_operands(D, vector, j, mixed.x, mixed.y);
-        put_operands(D, vector, j + 2, mixed.z, mixed.w);
-      }
-    }
-    sync();  // the operands stand
-    if (!xx) return;
-#pragma unroll
-    for (int n = 0; n < MOST; ++n) {
-      Word* const to = xx + 4 * (tid + n * THREADS);
-      if (to - xx >= D) break;
-      put_word(to, x[n].x, epoch), put_word(to + 1, x[n].y, epoch);
-      put_word(to + 2, x[n].z, epoch), put_word(to + 3, x[n].w, epoch);
-    }
+    for (int n = 0; n < HELD; ++n) put(n, 4 * (tid + n * THREADS));
+#pragma unroll 1
+    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) ask(0, j), put(0, j);
+    sync();  // the operands stand, or what has their digits
+    if (DIGITS)
+#pragma unroll 1
+      for (int vector = 0; vector <= twice; ++vector) Block::put_digits(vector);
   }
 
   // -- products ------------------------------------------------------------------------------------------------------
@@ -261,38 +188,10 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
     }
   }
 
-  // Numbers k on of the lane's column, of the `count` of a vector that the staging area holds; behind them zeros, since
-  // what stands there is another warp's.
-  __device__ __forceinline__ void load_x(u32 (&x)[WORDS], int vector, int pitch, int count, int k) const {
-    const int g = (tid & 31) >> 2, row = HALVES ? vector * PARTS + min(g, PARTS - 1) : vector;
-    const float* from = staging + (row * pitch + k) / (HALVES ? 2 : 1);
-    if constexpr (HALVES) {
-      load_words_of(x, from, k < count);
-    } else {
-      u32 all[EACH];
-      load_words_of(all, from, k < count);
-      Split<T>::part(x, all, g % PARTS);
-    }
-  }
-  template <int N> static __device__ __forceinline__ void load_words_of(u32 (&x)[N], const float* from, bool inside) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      const float4 four = inside ? load4(from + i) : float4{};
-      x[i] = __float_as_uint(four.x), x[i + 1] = __float_as_uint(four.y);
-      x[i + 2] = __float_as_uint(four.z), x[i + 3] = __float_as_uint(four.w);
-    }
-  }
-
-  // The next N stages' 16 rows by columns k on.
-  template <int N> __device__ __forceinline__ void multiply_slots(Sums& sums, int vector, int pitch, int count, int k) {
-    u32 x[N][STEPS][WORDS];
+  // The next N stages' 16 rows by these.
+  template <int N> __device__ __forceinline__ void multiply_slots(Sums& sums, const Operands* x) {
     uint4 above[N][STEPS], below[N][STEPS];
     int stages[N];
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-        load_x(x[n][step], vector, pitch, count, k + Lane<T>::start(tid) + n * Lane<T>::STAGE + step * Lane<T>::STRIDE);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const unsigned char* row = Block::row_of_slot();
@@ -315,6 +214,21 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
     for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
   }
 
+  // What a lane's sums over a part of K add to its totals: those of digits are integers in a unit.
+  __device__ __forceinline__ void add_sums(float (&totals)[4], const Sums& sums, int vector) const {
+    const float unit = DIGITS ? s.units[vector][tid >> 5] * float(1u << (16 * (tid & 1))) : 1.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      typename Sum<T>::Type sum = 0;
+#pragma unroll
+      for (int chain = 0; chain < CHAINS; ++chain)
+#pragma unroll
+        for (int n = 0; n < Split<T>::SUMS; ++n) sum += sums[chain][n][i];
+      if (DIGITS) totals[i] += unit * (i % 2 ? 256.f : 1.f) * float(sum);
+      else totals[i] += sum;
+    }
+  }
+
   // The places of tiles' parts, which two tiles have in turn.
   struct Place {
     int buffer;
@@ -330,51 +244,64 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
 
   // This block's tiles of a phase that multiplies by weights.
   __device__ __forceinline__ void products(i64 layer, int phase) {
-    const Tiles tiles = share_of(args, phase);
+    const Tiles tiles = s.tiles[phase];
     if (tiles.count() == 0) return;
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
     if (normed) ::normalise<T, S, STAGES>(args, s, layer, phase, epoch, tiles[0] == 0 && phase != HEAD);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
     const int held = normed ? K : min(K, int(args.staged));  // numbers of a vector in the staging area at a time
-    int staged = normed ? 0 : -1;                            // the input whose vectors are in the staging area
+    const bool whole = DIGITS && K <= HELD * Lane<T>::STAGE;
+    int staged = -1;  // the input whose vectors are in the staging area and, where they are `whole`, in registers
+    Operands x[HELD];
 #pragma unroll 1
     for (int n = 0; n < tiles.count(); ++n, ++turn) {
       const int input = input_of(phase, tiles[n]), vector = normed ? input : 0;
-      Sums sums = {};
+      float totals[4] = {};
 #pragma unroll 1
       for (int start = 0; start < K; start += held) {
+        Sums sums = {};
         const int count = min(held, K - start);
-        if (!normed && (staged != input || held < K)) {
-          fetch(phase, input, start, held, count);
+        if (staged != input || held < K) {
+          if (!normed) fetch(phase, input, start, held, count);
+          if (whole) Block::template load_stages<HELD>(x, vector, held, count, 0);
           staged = input;
         }
-        int k = 0;
+        if (whole) {
+#pragma unroll
+          for (int n = 0; n < HELD; n += GROUP) {
+            if ((n + GROUP - 1) * Lane<T>::STAGE < count) multiply_slots<GROUP>(sums, x + n);
+            else if (n * Lane<T>::STAGE < count) multiply_slots<1>(sums, x + n);
+          }
+        } else {
+          int k = 0;
 #pragma unroll 1
-        for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE)
-          multiply_slots<GROUP>(sums, vector, held, count, k);
+          for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE) {
+            Block::template load_stages<GROUP>(x, vector, held, count, k);
+            multiply_slots<GROUP>(sums, x);
+          }
 #pragma unroll 1
-        for (; k < count; k += Lane<T>::STAGE) multiply_slots<1>(sums, vector, held, count, k);
+          for (; k < count; k += Lane<T>::STAGE) {
+            Block::template load_stages<1>(x, vector, held, count, k);
+            multiply_slots<1>(sums, x);
+          }
+        }
+        add_sums(totals, sums, vector);
       }
       const Place place = place_of(turn);
       wait_for_place(turn);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int part = 2 * t + i % 2;
-        float sum = 0.f;
-#pragma unroll
-        for (int chain = 0; chain < CHAINS; ++chain)
-#pragma unroll
-          for (int n = 0; n < Split<T>::SUMS; ++n) sum += sums[chain][n][i];
-        if (part < PARTS) s.parts_of_rows[place.buffer][part][g + i / 2 * 8][warp] = sum;
+        if (part < PARTS) s.parts_of_rows[place.buffer][part][g + i / 2 * 8][warp] = totals[i];
       }
       barrier_arrive(s.summed[place.buffer]);
     }
   }
 
-  // What one warp does meanwhile: it adds the parts of those tiles, a lane a row, and puts what comes of them.
+  // What one warp does meanwhile: it adds the parts of those tiles, a lane or two a row, and puts what comes of them.
   __device__ __forceinline__ void finish_products(i64 layer, int phase) {
-    const Tiles tiles = share_of(args, phase);
+    const Tiles tiles = s.tiles[phase];
     const int m = tid & 31;
     // A row's scale is asked for a tile ahead.
     const auto scale_of = [&](int n) {
@@ -398,24 +325,15 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeBlock<T, 
       const Place place = place_of(turn);
       barrier_wait(s.summed[place.buffer], place.parity);
       float sum = 0.f;
-      if (m < ROWS) {
-        float parts[PARTS][WARPS];
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part)
+      for (int part = PARTS - 1; part >= 0; --part)
 #pragma unroll
-          for (int warp = 0; warp < WARPS; warp += 4) {
-            const float4 four = load4(&s.parts_of_rows[place.buffer][part][m][warp]);
-            parts[part][warp] = four.x, parts[part][warp + 1] = four.y;
-            parts[part][warp + 2] = four.z, parts[part][warp + 3] = four.w;
-          }
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-          float all = 0.f;
-#pragma unroll
-          for (int part = 0; part < PARTS; ++part) all += parts[part][warp];
-          sum += all;
+        for (int warp = 0; warp < WARPS / LANES; warp += 4) {
+          const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
+          const float4 four = load4(&s.parts_of_rows[place.buffer][part][m % ROWS][first]);
+          sum += (four.x + four.y) + (four.z + four.w);
         }
-      }
+      if (LANES > 1) sum += __shfl_xor_sync(0xffffffffu, sum, ROWS);
       barrier_arrive(s.taken[place.buffer]);
       if (m < ROWS) finish(layer, phase, tile, input, m, fmaf(gate, scale * sum, before), number(xx[0]));
     }
@@ -539,7 +457,7 @@ __global__ void __launch_bounds__(ALL_THREADS<T>, 1)
     rwkv6_decode_few(const __grid_constant__ Args<T, S, Handed<T>> args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();
-  init_stages(s);
+  init_stages(args, s);
   const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;
   if (copies) copy_weights(args, s);
   else decode<T, S, STAGES>(args, s);

@@ -1,8 +1,17 @@
 // what      Vectors as sums of numbers that tensor cores read exactly, and their products with 16 rows of weights.
-// numerics  three bfloat16 numbers hold a float beside bfloat16 weights, and int8 ones, which are bfloat16 numbers too;
-//           else two in tf32, as float32 weights are
-// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for the split
+// numerics  three bfloat16 numbers hold a float beside bfloat16 weights; beside int8 ones four digits of 8 bits hold
+//           what of it counts in a sum; else two in tf32, as float32 weights are
+// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for the split; Ootomo,
+//           Ozaki and Yokota, "DGEMM on integer matrix multiplication unit", 2024, for the digits
 #include "rwkv6/decode_weights.cuh"
+
+// Of products with weights of type T.
+template <typename T> struct Sum {
+  typedef float Type;
+};
+template <> struct Sum<i8> {
+  typedef i32 Type;
+};
 
 // x as a sum of numbers that tensor cores read exactly, and 16 rows of weights by one of them: sums += w part, four
 // of the lane's columns in each of the sums.
@@ -52,19 +61,28 @@ template <> struct Split<bf16> {
   }
 };
 
-// The same of int8 weights, which are bfloat16 numbers.
+// Beside int8 weights in four digits of base 256, from the lowest on, of a number of 31 bits; four neighbours a word.
 template <> struct Split<i8> {
-  static constexpr int EACH = Lane<i8>::EACH, PARTS = 3, WORDS = EACH / 2, SUMS = 2;
+  static constexpr int EACH = Lane<i8>::EACH, PARTS = 4, WORDS = EACH / 4, SUMS = 2;
 
-  static __device__ __forceinline__ void multiply(float (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
+  static __device__ __forceinline__ void multiply(i32 (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
                                                   const u32 (&x)[WORDS]) {
-    const u32 above[4] = {upper.x, upper.y, upper.z, upper.w}, below[4] = {lower.x, lower.y, lower.z, lower.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 w[4] = {bf16_of_i8<0>(above[i]), bf16_of_i8<0>(below[i]), bf16_of_i8<1>(above[i]),
-                        bf16_of_i8<1>(below[i])};
-      const u32 pair[2] = {x[2 * i], x[2 * i + 1]};
-      mma_bf16(sums[i % SUMS], w, pair);
-    }
+    const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+    const u32 x_first[2] = {x[0], x[1]}, x_second[2] = {x[2], x[3]};
+    mma_i8(sums[0], first, x_first);
+    mma_i8(sums[1], second, x_second);
+  }
+
+  // Digits from -128 to 127 of four numbers below 1 in magnitude: words[d] has the d-th of each.
+  static __device__ __forceinline__ void digits(u32 (&words)[PARTS], const float4& x, float times) {
+    const u32 a = of_number(x.x * times), b = of_number(x.y * times);
+    const u32 c = of_number(x.z * times), d = of_number(x.w * times);
+    const u32 low[2] = {__byte_perm(a, b, 0x5140), __byte_perm(c, d, 0x5140)};
+    const u32 high[2] = {__byte_perm(a, b, 0x7362), __byte_perm(c, d, 0x7362)};
+    words[0] = __byte_perm(low[0], low[1], 0x5410), words[1] = __byte_perm(low[0], low[1], 0x7632);
+    words[2] = __byte_perm(high[0], high[1], 0x5410), words[3] = __byte_perm(high[0], high[1], 0x7632);
+  }
+  static __device__ __forceinline__ u32 of_number(float x) {
+    return (u32(__float2int_rn(x)) + 0x00808080u) ^ 0x00808080u;
   }
 };

@@ -183,7 +183,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
 
   // This block's tiles of a phase that multiplies by weights.
   __device__ __forceinline__ void products(i64 layer, int phase) {
-    const Tiles tiles = share_of(args, phase);
+    const Tiles tiles = s.tiles[phase];
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
     const bool busy = tiles.first < tiles.stop;
     if (busy && normed)
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(THREADS + 32 * COPIERS<float>, 1)
     rwkv6_decode_step(const __grid_constant__ Args<float, S, float> args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();
-  init_stages(s);
+  init_stages(args, s);
   if (threadIdx.x < THREADS) decode<S, STAGES, PAIRED>(args, s);
   else copy_weights(args, s);
 }

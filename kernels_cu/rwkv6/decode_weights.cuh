@@ -35,29 +35,31 @@ template <typename T, typename S, typename X> struct Args {
   double eps, group_eps;
 };
 
-template <int STAGES> struct Shared {
-  unsigned char ring[STAGES][ROWS][PITCH];
-  Barrier full[STAGES], empty[STAGES];
-  Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
-  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
-  union {
-    float parts[2][WARPS][COLUMNS][ROWS + 1];
-    float parts_of_rows[2][3][ROWS][WARPS + 4];  // the same by row
-    float mix[COLUMNS][SPLITS][CHANNELS];
-    TimeMixScratch time_mix;
-  };
-};
-
 // This block's share of a phase's tiles of 16 rows: some, and others behind them that are wanted later.
 struct Tiles {
-  int first, stop, later = 0, last = 0;
+  int first, stop, later, last;
 
   __device__ __forceinline__ int count() const { return stop - first + last - later; }
   __device__ __forceinline__ int operator[](int n) const {
     return n < stop - first ? first + n : n - stop + first + later;
   }
-  __device__ __forceinline__ Tiles behind(int begin) const { return {first + begin, stop + begin}; }
+  __device__ __forceinline__ Tiles behind(int begin) const { return {first + begin, stop + begin, 0, 0}; }
   __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
+};
+
+template <int STAGES> struct Shared {
+  unsigned char ring[STAGES][ROWS][PITCH];
+  Barrier full[STAGES], empty[STAGES];
+  Tiles tiles[PHASES + 1];           // of each phase
+  float units[2][WARPS];             // of two vectors' lowest digits, by warps
+  Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
+  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
+  union {
+    float parts[2][WARPS][COLUMNS][ROWS + 1];
+    float parts_of_rows[2][4][ROWS][WARPS + 4];  // the same by row
+    float mix[COLUMNS][SPLITS][CHANNELS];
+    TimeMixScratch time_mix;
+  };
 };
 
 // What blocks hand to each other as words each of them waits for by itself, so that a phase's tiles can have an order.
@@ -69,8 +71,8 @@ template <typename X> constexpr int FLIGHT = BY_WORDS<X> ? 3 : 2;   // stages as
 __device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
 
 __device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
-  if (block >= blocks) return {0, 0};
-  return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks)};
+  if (block >= blocks) return {};
+  return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks), 0, 0};
 }
 
 template <typename T, typename S, typename X>
@@ -85,7 +87,7 @@ __device__ __forceinline__ Tiles share_of(const Args<T, S, X>& args, int phase) 
       const int all = tiles_of(args.W) + 4 * D, wanted = all - D;  // the gate is wanted behind the time mix
       if (!BY_WORDS<X>) return share(all, block, blocks);
       const u32 heads = args.H < blocks / 2 ? u32(args.H) : 0;  // blocks that have a time mix, and no gate
-      const Tiles gates = block < heads ? Tiles{0, 0} : share(D, block - heads, blocks - heads);
+      const Tiles gates = block < heads ? Tiles{} : share(D, block - heads, blocks - heads);
       return share(wanted, block, blocks).then(gates.behind(wanted));
     }
     case OUTPUT:
@@ -99,12 +101,12 @@ __device__ __forceinline__ Tiles share_of(const Args<T, S, X>& args, int phase) 
       const u32 keys = max(1u, blocks * F / (F + D));
       if (block < keys) return share(F, block, keys);
       const Tiles tiles = share(D, block - keys, blocks - keys);
-      return {F + tiles.first, F + tiles.stop};
+      return tiles.behind(F);
     }
     case HEAD:
       return share(tiles_of(args.V), block, blocks);
   }
-  return {0, 0};
+  return {};
 }
 
 template <typename T, typename S, typename X>
@@ -180,6 +182,7 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
     const int across = int(args.D + CHANNELS - 1) / CHANNELS;
     for (int unit = blockIdx.x; unit < 5 * across; unit += gridDim.x) {
       const i64 first = unit % across * CHANNELS, width = min(i64(CHANNELS), args.D - first);
+#pragma unroll 1
       for (i64 a = lane; a < args.A; a += 32)
         prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first,
                     u32(width * sizeof(*args.maa_up)));
@@ -187,9 +190,11 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
   } else if (phase == TIME_MIX) {
     for (i64 unit = blockIdx.x; unit < args.B * args.H; unit += gridDim.x) {
       const i64 h = unit % args.H, b = unit / args.H, state = layer * args.P + (args.slots ? args.slots[b] : b);
+#pragma unroll 1
       for (i64 n = lane; n < N / 4; n += 32)
         prefetch_l2(args.wkv + ((state * args.H + h) * N + 4 * n) * N, u32(4 * sizeof(S) * N));
       if (N % 8 == 0)
+#pragma unroll 1
         for (i64 w = lane; w < args.W; w += 32)
           prefetch_l2(args.decay_up + (layer * args.W + w) * args.D + h * N, u32(N * sizeof(*args.decay_up)));
     }
@@ -206,7 +211,7 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = depth_of(args, phase);
-    const Tiles tiles = share_of(args, phase);
+    const Tiles tiles = s.tiles[phase];
     if (n == args.first + 1) wait_for_previous();  // who may write states and slots
     if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
 #pragma unroll 1

@@ -500,6 +500,8 @@ inline unsigned __float_as_uint(float x) {
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
+inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selected) {
   const unsigned long long both = low | (unsigned long long)(high) << 32;
   unsigned y = 0;

@@ -165,6 +165,29 @@ template <class T> void multiply(void* const* operands) {
   }
 }
 
+struct IntegerProduct {
+  i32* d;
+  const u32* a;
+  const u32* b;
+};
+
+static void multiply_integers(void* const* operands) {
+  i32 A[16][32], B[32][8];
+  for (int lane = 0; lane < WARP; ++lane) {
+    const IntegerProduct& own = *static_cast<IntegerProduct*>(operands[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      for (int r = 0; r < 4; ++r) A[g + r % 2 * 8][t * 4 + i + r / 2 * 16] = i8(own.a[r] >> 8 * i);
+      for (int r = 0; r < 2; ++r) B[t * 4 + i + r * 16][g] = i8(own.b[r] >> 8 * i);
+    }
+  }
+  for (int lane = 0; lane < WARP; ++lane)
+    for (int r = 0; r < 4; ++r)
+      for (int k = 0; k < 32; ++k)
+        static_cast<IntegerProduct*>(operands[lane])->d[r] +=
+            A[lane / 4 + r / 2 * 8][k] * B[k][lane % 4 * 2 + r % 2];
+}
+
 struct MatrixRow {
   u32* r;
   u16* row;
@@ -236,6 +259,11 @@ inline void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where wh
 
 inline void mma_f16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
   mma_f16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
+}
+
+inline void mma_i8(i32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
+  emulator::IntegerProduct operand{d, a, b};
+  emulator::collective("mma_i8", where, emulator::multiply_integers, &operand);
 }
 
 inline void ldmatrix_x4(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {

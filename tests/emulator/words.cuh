@@ -1,5 +1,6 @@
 // include/words.cuh on the CPU, where blocks run in turn: words are there when a launch needs them.
 #include <algorithm>
+#include <numeric>
 
 #include "ptx.cuh"
 
@@ -9,10 +10,13 @@ template <typename Word> Word word_of(float x, u32 epoch) {
 }
 inline float number(u64 word) { return __uint_as_float(u32(word)); }
 inline float number(u32 word) { return __uint_as_float(word & ~1u); }
-inline bool of_epoch(u64 word, u32 epoch) { return u32(word >> 32) == epoch; }
-inline bool of_epoch(u32 word, u32 epoch) { return ((word ^ epoch) & 1u) == 0; }
-template <typename Word, int N> bool of_epoch(const Word (&words)[N], u32 epoch) {
-  return std::all_of(words, words + N, [&](Word word) { return of_epoch(word, epoch); });
+inline u32 other_epoch(u64 word, u32 epoch) { return u32(word >> 32) ^ epoch; }
+inline u32 other_epoch(u32 word, u32 epoch) { return word ^ epoch; }
+template <typename Word> constexpr u32 BITS_OF_EPOCH = ~0u;
+template <> constexpr u32 BITS_OF_EPOCH<u32> = 1u;
+template <typename Word, int N> u32 other_epoch(const Word (&words)[N], u32 epoch) {
+  const auto join = [&](u32 other, Word word) { return other | other_epoch(word, epoch); };
+  return std::accumulate(words, words + N, 0u, join);
 }
 
 inline void put_word(u64* to, float x, u32 epoch) { *to = word_of<u64>(x, epoch); }
@@ -30,7 +34,8 @@ void load_words(Words (&words)[N], const Word* const (&from)[N], emulator::Where
 template <typename Words, typename Word, int N>
 void settle_words(Words (&words)[N], const Word* const (&)[N], u32 epoch, emulator::Where where = emulator::here()) {
   for (const Words& found : words)
-    EMULATOR_CHECK(of_epoch(found, epoch), "a word that is not of epoch %u (%s:%d)", epoch, where.file, where.line);
+    EMULATOR_CHECK((other_epoch(found, epoch) & BITS_OF_EPOCH<Word>) == 0, "a word that is not of epoch %u (%s:%d)",
+                   epoch, where.file, where.line);
 }
 template <typename Words, typename Word, int N>
 void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch, emulator::Where where = emulator::here()) {

@@ -186,7 +186,8 @@ class DecodeStep(ModelKernel):
     @property
     def shared_bytes(self):
         """Without the vectors."""
-        return self.stages * (16 * (1024 + 64) + 2 * 8) + 4 * 8 + 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
+        norms_and_time_mix = 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
+        return self.stages * (16 * (1024 + 64) + 2 * 8) + 8 * 16 + 4 * 2 * 8 + 4 * 8 + norms_and_time_mix
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ class DecodeFew(ModelKernel):
 
     file = "rwkv6/decode_few"
     arguments, shared, arch, threads = DecodeStep.arguments, DecodeStep.shared, "sm_90a", 384
+    DIGITS_AT_ONCE: ClassVar[int] = 7168  # numbers whose digits have one unit a warp
     dtype: np.dtype
     state: np.dtype
     stages: int
@@ -208,14 +210,16 @@ class DecodeFew(ModelKernel):
             for stages in DecodeStep.STAGES:
                 kernel = cls(dtype, state, stages)
                 count = padded(count, kernel.slot)
-                room = max(kernel.bytes_of_operand * max(count, 2 * sizes["D"]), 4 * sizes["A"])
+                norm = (2 * kernel.bytes_of_operand + kernel.bytes_of_float) * sizes["D"]
+                room = max(kernel.bytes_of_operand * count, norm, 4 * sizes["A"])
                 if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
                     return kernel, room
         return None
 
     def staged(self, B, sizes, room) -> int:
         """Numbers that a stage of so many bytes holds, in whole slots."""
-        return room // self.bytes_of_operand // self.slot * self.slot
+        room = room // self.bytes_of_operand
+        return (min(room, self.DIGITS_AT_ONCE) if self.dtype == INT8 else room) // self.slot * self.slot
 
     @property
     def slot(self) -> int:
@@ -224,8 +228,13 @@ class DecodeFew(ModelKernel):
 
     @property
     def bytes_of_operand(self) -> int:
-        """Of a float in the stage: three bfloat16 numbers, or itself."""
-        return 6 if self.dtype in (BFLOAT16, INT8) else 4
+        """Of a float in the stage: three bfloat16 numbers, four digits, or itself."""
+        return 6 if self.dtype == BFLOAT16 else 4
+
+    @property
+    def bytes_of_float(self) -> int:
+        """Of one on the way to a norm's operands, where these do not take its place."""
+        return {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
 
     @property
     def shared_bytes(self):

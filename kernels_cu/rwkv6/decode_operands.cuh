@@ -1,0 +1,169 @@
+// what      A vector as the warps of one sequence's decoding multiply by it: the words or floats that a warp needs
+//           become its operands in the staging area, from where its lanes load them.
+// smem      the staging area: operands of one vector or two, [., count]; on the way there floats [D], behind those
+// barriers  the warp's
+#include "rwkv6/decode_block.cuh"
+#include "words.cuh"
+
+// What blocks hand to each other of weights of type T.
+template <typename T> struct WordOf {
+  typedef u32 Type;
+};
+template <> struct WordOf<float> {
+  typedef u64 Type;
+};
+template <typename T> using Handed = typename WordOf<T>::Type;
+
+template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBlock<T, S, Handed<T>, STAGES, 1> {
+  typedef DecodeBlock<T, S, Handed<T>, STAGES, 1> Block;
+  using Block::s, Block::staging, Block::D, Block::tid, Block::EACH, Block::PARTS;
+  const u32 epoch;  // of what this layer writes
+
+  __device__ __forceinline__ DecodeOperands(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, u32 epoch, int next)
+      : Block(args, s, next), epoch(epoch) {}
+
+  static constexpr int WORDS = Split<T>::WORDS;
+  static constexpr bool HALVES = PARTS == 3, DIGITS = PARTS == 4;  // what parts of a number are, or else tf32
+  static constexpr int PACKED = HALVES ? 2 : DIGITS ? 4 : 1;       // numbers in a word of operands
+  typedef Handed<T> Word;
+  static constexpr int NEIGHBOURS = 16 / sizeof(Word);
+  typedef u32 Operands[STEPS][WORDS];  // of a stage
+
+  // Two vectors' operands lie before them, where those do not take their place.
+  __device__ __forceinline__ float* floats() const { return staging + (PACKED > 1 ? 2 * PARTS / PACKED * D : 0); }
+
+  // Operands of four neighbours of a vector, from number k on: a row for each of its bfloat16 numbers or digits, which
+  // have the warp's unit; otherwise the numbers.
+  __device__ __forceinline__ void put_operands(int pitch, int vector, int k, float4 x) {
+    if constexpr (HALVES) {
+      u32* to = reinterpret_cast<u32*>(staging) + (vector * PARTS * pitch + k) / 2;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part, to += pitch / 2)
+        *reinterpret_cast<uint2*>(to) = {upper_halves(x.x, x.y), upper_halves(x.z, x.w)};
+    } else if constexpr (DIGITS) {
+      u32 words[PARTS];
+      Split<T>::digits(words, x, __uint_as_float(0x7f000000u - __float_as_uint(s.units[vector][tid >> 5])));
+      u32* to = reinterpret_cast<u32*>(staging) + (vector * PARTS * pitch + k) / 4;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part, to += pitch / 4) *to = words[part];
+    } else {
+      *reinterpret_cast<float4*>(staging + vector * pitch + k) = x;
+    }
+  }
+  // Those of two numbers, whose rests are left.
+  static __device__ __forceinline__ u32 upper_halves(float& x, float& y) {
+    const u32 upper[2] = {__float_as_uint(x) & 0xffff0000u, __float_as_uint(y) & 0xffff0000u};
+    x -= __uint_as_float(upper[0]), y -= __uint_as_float(upper[1]);
+    return upper[0] >> 16 | upper[1];
+  }
+
+  // The largest magnitude, in bits that are in its order.
+  static __device__ __forceinline__ u32 most_of(u32 most, const float4& x) {
+    const auto magnitude = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
+    return max(max(most, max(magnitude(x.x), magnitude(x.y))), max(magnitude(x.z), magnitude(x.w)));
+  }
+  // The unit of digits of the warp's numbers up to this magnitude: a power of two, or NaN where one is not finite.
+  __device__ __forceinline__ void put_unit(int vector, u32 most) {
+    most = __reduce_max_sync(0xffffffffu, max(most, 0x10000000u));
+    const float unit = __uint_as_float((most & 0x7f800000u) - (29u << 23));
+    if ((tid & 31) == 0) s.units[vector][tid >> 5] = most < 0x7f800000u ? unit : __uint_as_float(0x7fffffffu);
+    __syncwarp();  // the unit stands
+  }
+
+  // The fours of `count` numbers, with gaps, that the warp multiplies by, and where each begins.
+  static constexpr int ACROSS = Lane<T>::STEP / 4, FOURS_OF_STAGE = STEPS * ACROSS;
+  static __device__ __forceinline__ int fours_of(int count) {
+    return (count + Lane<T>::STAGE - 1) / Lane<T>::STAGE * FOURS_OF_STAGE;
+  }
+  __device__ __forceinline__ int column_of(int four) const {
+    return four / FOURS_OF_STAGE * Lane<T>::STAGE + four % FOURS_OF_STAGE / ACROSS * Lane<T>::STRIDE +
+           (tid >> 5) * Lane<T>::STEP + four % ACROSS * 4;
+  }
+
+  // The warp's operands of `count` numbers: those that it multiplies by, so that it need not wait for others. They are
+  // the numbers themselves, or their product with a gate. FOURS are the neighbours that a lane takes at a time.
+  template <int FOURS, bool GATED>
+  __device__ __forceinline__ void fetch(const Word* words, const Word* gates, int pitch, int count) {
+    constexpr int LOADS = 4 / NEIGHBOURS;  // of four
+    const int groups = fours_of(count);
+#pragma unroll 1
+    for (int start = tid & 31; start < groups; start += FOURS * 32) {
+      const Word *from[FOURS * LOADS], *from_gates[FOURS * LOADS];
+      Word found[FOURS * LOADS][NEIGHBOURS], gate[FOURS * LOADS][NEIGHBOURS];
+      const auto column = [&](int n) { return column_of(start + n * 32); };
+#pragma unroll
+      for (int n = 0; n < FOURS * LOADS; ++n) {
+        const int k = min(column(n / LOADS), count - 4) + n % LOADS * NEIGHBOURS;
+        from[n] = words + k, from_gates[n] = gates + k;
+      }
+      if (GATED) take_words(gate, from_gates, epoch);
+      take_words(found, from, epoch);
+      float4 x[FOURS];
+      u32 most = 0;
+#pragma unroll
+      for (int n = 0; n < FOURS; ++n) {
+        float each[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int load = n * LOADS + i / NEIGHBOURS;
+          each[i] = number(found[load][i % NEIGHBOURS]) * (GATED ? number(gate[load][i % NEIGHBOURS]) : 1.f);
+        }
+        x[n] = {each[0], each[1], each[2], each[3]};
+        most = most_of(most, x[n]);
+      }
+      if (DIGITS) put_unit(0, most);
+#pragma unroll
+      for (int n = 0; n < FOURS; ++n)
+        if (start + n * 32 < groups && column(n) < count) put_operands(pitch, 0, column(n), x[n]);
+    }
+    __syncwarp();  // its part of the staging area stands
+  }
+
+  // The warp's digits of floats [., D].
+  __device__ __forceinline__ void put_digits(int vector) {
+    const int fours = fours_of(D);
+    const auto each = [&](const auto& visit) {
+#pragma unroll 2
+      for (int four = tid & 31; four < fours; four += 32)
+        if (const int k = column_of(four); k < D) visit(k, load4(floats() + vector * D + k));
+    };
+    u32 most = 0;
+    each([&](int, const float4& x) { most = most_of(most, x); });
+    put_unit(vector, most);
+    each([&](int k, const float4& x) { put_operands(D, vector, k, x); });
+    __syncwarp();  // its part of the staging area stands
+  }
+
+  // Numbers k on of the lane's column, of the `count` of a vector that the staging area holds; behind them zeros, since
+  // what stands there is another warp's.
+  __device__ __forceinline__ void load_x(u32 (&x)[WORDS], int vector, int pitch, int count, int k) const {
+    const int g = (tid & 31) >> 2, row = PACKED > 1 ? vector * PARTS + g : vector;
+    const float* from = staging + (row * pitch + k) / PACKED;
+    const bool inside = k < count && g < PARTS;  // the other columns of products are nobody's
+    if constexpr (PACKED > 1) {
+      load_words_of(x, from, inside);
+    } else {
+      u32 all[EACH];
+      load_words_of(all, from, inside);
+      Split<T>::part(x, all, g % PARTS);
+    }
+  }
+  template <int N> static __device__ __forceinline__ void load_words_of(u32 (&x)[N], const float* from, bool inside) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const float4 four = inside ? load4(from + i) : float4{};
+      x[i] = __float_as_uint(four.x), x[i + 1] = __float_as_uint(four.y);
+      x[i + 2] = __float_as_uint(four.z), x[i + 3] = __float_as_uint(four.w);
+    }
+  }
+
+  // The lane's columns of N stages, from k on.
+  template <int N>
+  __device__ __forceinline__ void load_stages(Operands* x, int vector, int pitch, int count, int k) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+        load_x(x[n][step], vector, pitch, count, k + Lane<T>::start(tid) + n * Lane<T>::STAGE + step * Lane<T>::STRIDE);
+  }
+};
