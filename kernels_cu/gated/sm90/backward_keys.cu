@@ -407,18 +407,19 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       for (float& x : from_state) x *= range.down;
     }
     __syncwarp();  // else all is made at once: there are no registers for that
-    decays_of(decays, gates);
-    decays_from_start(far, gates, counts());
-    const bool strong = first_gate_is_strong<ReadOrder, T>(far);
+    Chunk start;
+    decays_to_end(far, gates, counts());
+    decays_from_start(start, gates, counts());
+    decays_of<ReadOrder>(decays, start, far);
+    const bool strong = first_gate_is_strong<ReadOrder, T>(start);
     QueryScale reach;
     float to_state[2] = {scale, scale};
     if (strong) {
-      reach = scale_of_queries<ReadOrder, T>(far);
+      reach = scale_of_queries<ReadOrder, T>(start);
       scale_state<BV>(C, reach.up[0], reach.up[1]);
       for (int h = 0; h < 2; ++h) to_state[h] *= reach.up[h];
     }
-    decay_queries<false, T>(read, queries, q, far, decays, to_state);
-    decays_to_end(far, gates, counts());
+    decay_queries<false, T>(read, queries, q, start, decays, to_state);
     decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);

@@ -235,6 +235,11 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
     for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
   });
 }
+// The same of decays from the start of a sub-chunk and to its end, which meet behind the first of a lane's two tokens.
+template <class ReadOrder>
+__device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start, const Chunk& end) {
+  each_pair([&](int n, int h) { d.own[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
+}
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
