@@ -49,12 +49,13 @@ constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
   ChunkPlaces<Schedule, false, STAGES + 1> places;
+  WorkTile place;  // of a block that has one segment
   Barrier arrived[STAGES], full[STAGES], pairs[STAGES], done[STAGES];
 };
 
 // ---- a warp that moves chunks --------------------------------------------------------------------------------------
 
-template <typename T, typename G, int BK, int BV, class Schedule>
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
   const auto store = [&](int iteration, const WorkTile& at, int token) {
@@ -99,12 +100,19 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Ar
       __syncwarp();
     }
   } else {
-    const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
+    const WorkTile own = segment_of<false>(args.shape, args.P, args.joined);
+    const WorkTile& at = ReadOrder::reads_before_write ? s.place : own;
+    const int tokens = own.tokens;  // known to be the same for all lanes, unlike s.place
+    if constexpr (ReadOrder::reads_before_write) {
+      // RWKV-6 lacks registers: what this warp needs of them costs those with channels some, too.
+      if ((threadIdx.x & 31) == 0) s.place = segment_of<false>(args.shape, args.P, args.joined);
+      __syncwarp();
+    }
 #pragma unroll 1
-    for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
+    for (int iteration = -STAGES; iteration * CHUNK < tokens; ++iteration) {
       if (iteration >= 0) wait(iteration);
       const int next = iteration + STAGES;
-      const bool more = next * CHUNK < at.tokens;
+      const bool more = next * CHUNK < tokens;
       if (more) fetch_values(next, at, next * CHUNK);
       if (iteration >= 0) store(iteration, at, iteration * CHUNK);
       if (more) fetch_channels(next, at, next * CHUNK);
@@ -413,7 +421,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   }
   if constexpr (TIGHT) registers_down<40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32;
-  if (warp == 3) return move(s, args);
+  if (warp == 3) return move<ReadOrder>(s, args);
   each_segment<Schedule, false>(args, [&](const Segment& at, int chunks) {
     multiply_tokens<ReadOrder>(s, at.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
   });
