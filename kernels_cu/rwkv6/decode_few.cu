@@ -13,9 +13,9 @@
 //           them has written a word since, and every word goes into every number of the next layer. A warp multiplies
 //           by columns of its own and waits for their words alone. mbarriers: full, empty (weights), summed, taken
 //           (parts of products). The block's where a comment says what stands.
-// numerics  as decode_step.cu with float32 weights. Others are taken as they are, and words are float32 without the
-//           last bit. Beside bfloat16 weights x is a sum of three bfloat16 numbers; beside int8 ones it is rounded to
-//           31 bits of the largest that its warp has, and the products are exact
+// numerics  those of decode_step.cu, and the same bits, with float32 weights. Others are taken as they are, and words
+//           are float32 without the last bit. Beside bfloat16 weights x is a sum of three bfloat16 numbers; beside int8
+//           ones it is rounded to 31 bits of the largest that its warp has, and the products are exact
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split; Ootomo, Ozaki and
 //           Yokota, 2024, for digits; NVIDIA's NCCL, for data that carry their own flags
 // limits    B = 1: all blocks read all words, which costs more than barriers from two sequences on; D up to 8192;
@@ -214,8 +214,9 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
   }
 
-  // What a lane's sums over a part of K add to its totals: those of digits are integers in a unit.
-  __device__ __forceinline__ void add_sums(float (&totals)[4], const Sums& sums, int vector) const {
+  // What a lane's sums add to its totals: those of digits are integers in a unit, which another part of K may have
+  // another one of.
+  __device__ __forceinline__ void add_sums(float (&totals)[4], Sums& sums, int vector) const {
     const float unit = DIGITS ? s.units[vector][tid >> 5] * float(1u << (16 * (tid & 1))) : 1.f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -223,7 +224,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
       for (int chain = 0; chain < CHAINS; ++chain)
 #pragma unroll
-        for (int n = 0; n < Split<T>::SUMS; ++n) sum += sums[chain][n][i];
+        for (int n = 0; n < Split<T>::SUMS; ++n) sum += sums[chain][n][i], sums[chain][n][i] = 0;
       if (DIGITS) totals[i] += unit * (i % 2 ? 256.f : 1.f) * float(sum);
       else totals[i] += sum;
     }
@@ -258,9 +259,9 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     for (int n = 0; n < tiles.count(); ++n, ++turn) {
       const int input = input_of(phase, tiles[n]), vector = normed ? input : 0;
       float totals[4] = {};
+      Sums sums = {};
 #pragma unroll 1
       for (int start = 0; start < K; start += held) {
-        Sums sums = {};
         const int count = min(held, K - start);
         if (staged != input || held < K) {
           if (!normed) fetch(phase, input, start, held, count);
@@ -286,7 +287,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
             multiply_slots<1>(sums, x);
           }
         }
-        add_sums(totals, sums, vector);
+        if (DIGITS || start + held >= K) add_sums(totals, sums, vector);
       }
       const Place place = place_of(turn);
       wait_for_place(turn);
@@ -324,15 +325,23 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       }
       const Place place = place_of(turn);
       barrier_wait(s.summed[place.buffer], place.parity);
-      float sum = 0.f;
+      float parts[PARTS][WARPS / LANES], sum = 0.f;
 #pragma unroll
-      for (int part = PARTS - 1; part >= 0; --part)
+      for (int part = 0; part < PARTS; ++part)
 #pragma unroll
         for (int warp = 0; warp < WARPS / LANES; warp += 4) {
           const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
           const float4 four = load4(&s.parts_of_rows[place.buffer][part][m % ROWS][first]);
-          sum += (four.x + four.y) + (four.z + four.w);
+          parts[part][warp] = four.x, parts[part][warp + 1] = four.y;
+          parts[part][warp + 2] = four.z, parts[part][warp + 3] = four.w;
         }
+#pragma unroll
+      for (int warp = 0; warp < WARPS / LANES; ++warp) {
+        float all = 0.f;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) all += parts[part][warp];
+        sum += all;
+      }
       if (LANES > 1) sum += __shfl_xor_sync(0xffffffffu, sum, ROWS);
       barrier_arrive(s.taken[place.buffer]);
       if (m < ROWS) finish(layer, phase, tile, input, m, fmaf(gate, scale * sum, before), number(xx[0]));

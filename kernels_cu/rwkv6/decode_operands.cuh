@@ -14,8 +14,12 @@ template <> struct WordOf<float> {
 };
 template <typename T> using Handed = typename WordOf<T>::Type;
 
-template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBlock<T, S, Handed<T>, STAGES, 1> {
-  typedef DecodeBlock<T, S, Handed<T>, STAGES, 1> Block;
+// Sequences that the warps share in a norm: with float32 weights as in decode_step.cu, for the same bits.
+template <typename T> constexpr int SHARED_BY = sizeof(T) == 4 ? COLUMNS / Split<T>::PARTS : 1;
+
+template <typename T, typename S, int STAGES>
+struct DecodeOperands : DecodeBlock<T, S, Handed<T>, STAGES, SHARED_BY<T>> {
+  typedef DecodeBlock<T, S, Handed<T>, STAGES, SHARED_BY<T>> Block;
   using Block::s, Block::staging, Block::D, Block::tid, Block::EACH, Block::PARTS;
   const u32 epoch;  // of what this layer writes
 
