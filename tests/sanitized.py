@@ -233,7 +233,6 @@ def decoding(rng, device):
         (BFLOAT16, 130, False, few),
         (BFLOAT16, 1100, False, wide),  # a warp has several sequences in turn
         (EIGHT_BITS, 1, True, wide),
-        (EIGHT_BITS, 1, False, few),
         (EIGHT_BITS, 9, False, few),
         (EIGHT_BITS, 130, False, wide),
     ):
