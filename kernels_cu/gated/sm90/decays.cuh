@@ -1,6 +1,6 @@
 // what      Queries and keys of a chunk times their decays, for the Hopper backward of GLA and RWKV-6.
 // math      g the gates, in sub-chunks of 8 tokens; a query i meets a key j < i by way of one of three factorisations:
-//           in a sub-chunk        from its middle m, between tokens 3 and 4:
+//           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: half of gate 4 lies before it):
 //                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g)
 //           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g behind j to the end
 //                                 of its sub-chunk): 1 with 0 and 3 with 2 (by 8), 2 and 3 with 0 and 1 (by 16, the
@@ -8,10 +8,11 @@
 //           across chunks         likewise from the chunk's start and to its end
 //           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
 // numerics  Exponents across sub-chunks are sums of the gates as they are, of what lies between and never a difference,
-//           so a reset lets nothing through. In a sub-chunk a gate counts as LEAST at least: 4 tokens of it are 80
-//           nats, and float32 ends at 88. What that lets through is 2e-9 of a token, to its own sub-chunk. Sums are
-//           products with 0, 1 and -1 times log2 e, which is two numbers of the gate's type; float32 gates are two
-//           bfloat16 numbers.
+//           so a reset lets nothing through. In a sub-chunk a gate counts as LEAST at least, which lets e^-16 (1e-7) of
+//           a token through, to its own sub-chunk. GLA's middle is in the midst of gate 4: so 3.5 gates, e^56 at most,
+//           are inverted, and float32 ends at e^88. RWKV-6 has 3 where tokens meet; the first query and the last key
+//           have 4, and meet nobody. Sums are products with 0, 1, -1 and halves times log2 e, which is two numbers of
+//           the gate's type; float32 gates are two bfloat16 numbers.
 #include "read_order.cuh"
 #include "ptx.cuh"
 
@@ -89,23 +90,25 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
-constexpr float LEAST = -20.f;     // nats
+constexpr float LEAST = -16.f;     // nats
 constexpr float NOTHING = -256.f;  // nats: e^ of it is 0. 0 times what is infinite would be NaN
 
 // In which format gates are summed, and there: two of LEAST and of NOTHING, and what stands for 1 in the two halves of
-// a product.
+// a product: HALVES, a bit of both, is the last of their exponents, and halves them where it is cleared.
 template <typename G> struct GateFormat;
 template <> struct GateFormat<bf16> {
   using Type = bf16;
-  static constexpr u32 LEAST_TWO = 0xc1a0c1a0u, NOTHING_TWO = 0xc380c380u, ONE[2] = {0x3fb9u, 0xbb2cu};  // log2 e
+  static constexpr u32 LEAST_TWO = 0xc180c180u, NOTHING_TWO = 0xc380c380u, HALVES = 0x80;
+  static constexpr u32 ONE[2] = {0x3fb8u, 0x3baau};  // log2 e
 };
 template <> struct GateFormat<f16> {
   using Type = f16;
-  static constexpr u32 LEAST_TWO = 0xcd00cd00u, NOTHING_TWO = 0xdc00dc00u, ONE[2] = {0x3dc5u, 0x0d1eu};  // log2 e
+  static constexpr u32 LEAST_TWO = 0xcc00cc00u, NOTHING_TWO = 0xdc00dc00u, HALVES = 0x400;
+  static constexpr u32 ONE[2] = {0x3dc5u, 0x0d1eu};  // log2 e
 };
 template <> struct GateFormat<float> {
   using Type = bf16;
-  static constexpr u32 ONE[2] = {0x3f80u, 0x3f80u};
+  static constexpr u32 HALVES = 0x80, ONE[2] = {0x3f80u, 0x3f80u};
 };
 
 // A chunk's gates of this lane's channels: no less than NOTHING, NEAR: than LEAST; float32 ones times log2 e.
@@ -144,8 +147,8 @@ template <> struct Gates<float> {
   }
 };
 
-// What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, as an operand B; made of masks where it is
-// used, since registers are scarce.
+// What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, or half of that, as an operand B; made of
+// masks where it is used, since registers are scarce.
 template <class ReadOrder, typename G> struct Counts {
   using Order = ReadOrder;
   int written, read, early;  // whether two tokens are up to i; to where i reads; before the middle
@@ -154,6 +157,8 @@ template <class ReadOrder, typename G> struct Counts {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
     const auto up_to = [&](int i) { return (token <= i ? 0xffff : 0) | (token < i ? 0xffff0000 : 0); };
     written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
+    // Gates 1 to 7 lie between tokens of GLA: half of the fourth is before the middle, and its mask lacks one bit.
+    if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
   template <class F> static __device__ __forceinline__ void make(u32 (&b)[2], F of) {
 #pragma unroll
