@@ -5,7 +5,7 @@
 //           t = lane % 4, as in fragments.cuh
 // numerics  Decays are multiplied, not subtracted, so that gates of any size leave the others as they are. About the
 //           middle a gate counts as at least -20, so that inverses stay in range: e^-20 of a token passes a reset
-//           there.
+//           there. Where four gates are inverted, and not three about the centre, it is -16.
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -53,11 +53,13 @@ template <class ReadOrder> struct Decays {
   }
 };
 
-// About the middle of the sub-chunk: what queries and keys are multiplied by.
-template <class ReadOrder> struct Middle {
+// About the middle of the sub-chunk: what queries and keys are multiplied by. OWN: GLA's tokens meet themselves, too.
+template <class ReadOrder, bool OWN = false> struct Middle {
+  static constexpr float LEAST = OWN || ReadOrder::reads_before_write ? 1.1253517e-7f : ::LEAST;  // e^-16
   // About e^10, for GLA, whose factors would lie between e^-80 and e^60: between e^-70 and e^70 what tf32 leaves of
-  // them is in range too, as it is of RWKV-6's, of e^-60 to e^80.
-  static constexpr float CENTRE = ReadOrder::reads_before_write ? 1.f : 16384.f;
+  // them is in range too (e^50 where tokens meet others), as it is of RWKV-6's, of e^-48 to e^64 (e^48). OWN: about
+  // e^8, from e^-56 to e^56.
+  static constexpr float CENTRE = ReadOrder::reads_before_write ? 1.f : OWN ? 4096.f : 16384.f;
   float2 queries, keys;
 
   __device__ __forceinline__ explicit Middle(float2 a) {

@@ -10,7 +10,7 @@
 #include "tensor.cuh"
 
 // Factors about the middle of a sub-chunk serve all gates up to this, in nats: three of those stay far from the end of
-// float32, and let little more than e^-20 of a token pass a reset.
+// float32, and let e^-10 of a token pass a reset at most.
 constexpr float GROWTH = 1.f;
 
 constexpr int PAIRED = 8;                         // tokens of a sub-chunk

@@ -181,7 +181,7 @@ __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared
     } else {
       Left<Math<T, PRODUCTS>> middle;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) middle.set(p, Middle<AfterWrite>(decays[p]).keys * x[p]);
+      for (int p = 0; p < 4; ++p) middle.set(p, Middle<AfterWrite, true>(decays[p]).keys * x[p]);
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
         load_weights<LDA>(weights, s.A, 16 * m + BC * sub, 16 * m, REST);
@@ -194,7 +194,7 @@ __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared
       float (&to)[4] = o[m][p >> 1];
       const int row = 2 * (p & 1);
       const float2 start = Decays<AfterWrite>(decays[p]).start,
-                   by = grows ? float2{1.f, 1.f} : Middle<AfterWrite>(decays[p]).queries;
+                   by = grows ? float2{1.f, 1.f} : Middle<AfterWrite, true>(decays[p]).queries;
       to[row] = start.x * to[row] + by.x * within[p >> 1][row];
       to[row + 1] = start.y * to[row + 1] + by.y * within[p >> 1][row + 1];
     }
