@@ -10,7 +10,8 @@ A row's figures, every one a median, in milliseconds:
     wall_ms     host time of a call, Python included, when calls follow one another and the last is waited for
     floor_ms    the bytes of every input, result and state once, over the bandwidth of a copy in the same run
     peer_ms     the peer's device time, measured in the same way, and peer_wall_ms: of a backward pass
-                torch.autograd.grad's, after a forward pass that is not timed either; `peer` says whose (see peers.py)
+                torch.autograd.grad's, after a forward pass that is not timed either; `peer` says whose (see peers.py),
+                and peer_date when, as an earlier file's figures may be kept
     errors      of o (and of a step's state; of a backward pass of all gradients but u's) at the first and the last
                 head, all tokens, against the recurrence in float64 on the same values: by name, rms of the difference
                 over rms of what is right, and the same of the worst row. A row that cancels to below a tenth of the
@@ -47,7 +48,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {"float32": 2e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 6e-3}  # of `error`, as the tests have them
 NOT_FINITE = 1e30  # the error of a result with NaN or Inf in it: JSON has no name for those
 CALLS, SAMPLES = 10, 15
-PEER_FIGURES = ("peer_ms", "peer_wall_ms", "peer_error", "peer_errors")
+PEER_FIGURES = ("peer_ms", "peer_wall_ms", "peer_error", "peer_errors", "peer_date")
 CACHED = 1 << 28  # bytes of arrays that no cache holds
 
 
@@ -313,6 +314,7 @@ class Peers:
             calls = in_turn([call, *more])
             figures["peer_ms"] = timed(self.device, case, calls, peers.captured, self.samples)
             figures["peer_wall_ms"] = wall_ms(self.device, calls, self.samples)
+            figures["peer_date"] = today()
         return figures
 
 
@@ -322,17 +324,20 @@ def key(row):
 
 def kept_figures(paths, meta):
     """The peers' figures by `key` out of those earlier files that speak of the same card and versions; times of other
-    gates are those with logsigmoid's.
+    gates are those with logsigmoid's. `meta` gets the versions of peers that this run does not have itself.
     """
     same, kept = ("card", "fla-core", "torch", "triton"), {}
     for path in paths:
         earlier = json.loads(path.read_text())
-        if any(earlier["meta"].get(name) != meta.get(name) for name in same):
+        its = {name: earlier["meta"].get(name) for name in same}
+        if its != its | {name: meta[name] for name in same if name in meta}:
             say(f"{path} is of another card or other versions: not used")
             continue
+        meta |= {name: version for name, version in its.items() if version}
         for row in earlier["rows"]:
             if row["peer_ms"] is not None:
                 figures = {name: row.get(name) for name in PEER_FIGURES}
+                figures["peer_date"] = figures["peer_date"] or earlier["meta"].get("date")
                 kept[key(row)] = figures
                 if row["gate"] == "logsigmoid":
                     kept |= of_any_gate(row, figures)
@@ -386,7 +391,7 @@ def described(device, bandwidth, kernels, of_commit):
         device.meta()
         | versions()
         | {
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "date": today(),
             "commit": of_commit or commit(),
             "kernels": kernels,
             "copy_tb_per_s": bandwidth / 1e12,
@@ -452,6 +457,10 @@ def versions():
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def today():
+    return time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def commit():

@@ -128,7 +128,7 @@ def of_card(path) -> str:
     result = json.loads(path.read_text())
     rows = result["rows"]
     forward, backward, steps = (by_label(rows, kind) for kind in ("forward", "backward", "step"))
-    above = [fill(machine(result["meta"]), WIDTH), "", fill(worst(rows), WIDTH), ""]
+    above = [fill(machine(result["meta"], rows), WIDTH), "", fill(worst(rows), WIDTH), ""]
     if path.with_suffix(".png").exists():
         above += [f"![Times of each shape as multiples of the floor](../benchmarks/results/{path.stem}.png)", ""]
     return "\n".join(
@@ -195,11 +195,12 @@ def titled(title, heads, lines):
     return [fill(title, WIDTH), "", *table(heads, lines), ""] if lines else []
 
 
-def machine(meta) -> str:
+def machine(meta, rows) -> str:
     commit = f", commit {meta['commit']}" if meta["commit"] else ""
     text = f"{meta['card']}, driver {meta['driver']}, {meta['date']}{commit}; CUDA {meta['cuda']}, CuPy {meta['cupy']}"
     if "fla-core" in meta:
         text += f", fla-core {meta['fla-core']} on torch {meta['torch']} and Triton {meta['triton']}"
+        text += of_days(meta, rows)
     return (
         f"{text}. Rows are bfloat16 unless they say otherwise. `gla` and `rwkv6` have the gates of trained RWKV-6 "
         "models (`trained` in benchmarks/gates.py), the other operators logsigmoid's. Weak gates are a 16th of "
@@ -209,6 +210,12 @@ def machine(meta) -> str:
         "tokens. fla's kernels do the same work whatever the gates are: where a row has other gates than logsigmoid's, "
         "fla's time may be the one with logsigmoid's."
     )
+
+
+def of_days(meta, rows) -> str:
+    """When the peers were measured, where that was not in this run."""
+    days = sorted({row["peer_date"] for row in rows if row.get("peer_date")})
+    return f", measured on {' and '.join(days)}" if days and days != [meta["date"]] else ""
 
 
 def worst(rows) -> str:

@@ -44,8 +44,10 @@ FIELDS = {
     "errors",
     "peer_error",
     "peer_errors",
+    "peer_date",
     "peak_mib",
 }
+LATER = {"errors", "peer_errors", "peer_date"}  # which a completed file may lack
 
 
 def of_small_case(op, dtype="float32", **options):
@@ -66,7 +68,7 @@ def test_results_are_whole(path):
     assert META <= set(result["meta"])
     assert len({run.key(row) for row in result["rows"]}) == len(result["rows"]) > 0
     for row in result["rows"]:
-        assert FIELDS - {"errors", "peer_errors"} <= set(row) - {"commit"} <= FIELDS  # a completed file lacks these
+        assert FIELDS - LATER <= set(row) - {"commit"} <= FIELDS
         assert row["error"] < run.LIMITS[row["dtype"]] and row["ours_ms"] > 0 and row["wall_ms"] > 0
         assert row["peak_mib"] > 0 and row["floor_ms"] > 0
         assert row["peer_error"] is None or row["peer_ms"] is None or row["peer_error"] < run.LIMITS[row["dtype"]]
@@ -136,14 +138,26 @@ def test_figures_of_a_peer_are_kept_for_the_same_versions(tmp_path):
     kept = {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3, "peer_errors": {"o": [1e-3, 2e-3]}}
     row = of_small_case("gla") | kept
     path = tmp_path / "earlier.json"
-    path.write_text(json.dumps({"meta": meta, "rows": [row, of_small_case("rwkv6")]}))
-    later, newer = tmp_path / "later.json", row | {"T": 71, "peer_ms": 4.0}
+    path.write_text(json.dumps({"meta": meta | {"date": "a day"}, "rows": [row, of_small_case("rwkv6")]}))
+    later, newer = tmp_path / "later.json", row | {"T": 71, "peer_ms": 4.0, "peer_date": "a later day"}
     later.write_text(json.dumps({"meta": meta, "rows": [newer]}))
-    found = run.kept_figures([path], meta)
+    found, kept = run.kept_figures([path], meta), kept | {"peer_date": "a day"}
     without_errors = kept | {"peer_error": None, "peer_errors": None}
     assert found[run.key(row)] == kept and found[run.key(row | {"gate": None})] == without_errors
-    assert run.kept_figures([path, later], meta)[run.key(newer)] == kept | {"peer_ms": 4.0}
+    both = run.kept_figures([path, later], meta)
+    assert both[run.key(newer)] == kept | {"peer_ms": 4.0, "peer_date": "a later day"}
     assert run.kept_figures([path], meta | {"torch": "2.1"}) == run.kept_figures([], meta) == {}
+
+
+def test_a_run_without_peers_keeps_their_figures_and_says_their_versions(tmp_path):
+    meta = {"card": "a card", "fla-core": "1", "torch": "2", "triton": "3"}
+    row = of_small_case("gla") | {"peer_ms": 2.0}
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text(json.dumps({"meta": meta, "rows": [row]}))
+    second.write_text(json.dumps({"meta": meta | {"fla-core": "2"}, "rows": [row | {"T": 71}]}))
+    here = {"card": "a card", "numpy": "4"}
+    assert list(run.kept_figures([first, second], here)) == [run.key(row), run.key(row | {"gate": None})]
+    assert here == meta | {"numpy": "4"}
 
 
 # -- the peers --------------------------------------------------------------------------------------------------------
@@ -283,6 +297,13 @@ def test_losses_are_said():
     wrong = row | {"peer_error": 0.5}
     assert speed_table.faster([wrong]) == []
     assert "Wrong, and so not timed: fla (gla 2, 70, 3, 16)." in speed_table.errors([row, wrong])
+
+
+def test_the_days_of_kept_figures_are_said():
+    rows = [{"peer_date": day} for day in ("2026-02-02", "2026-02-01", None, "2026-02-02")]
+    meta = {"date": "2026-02-03"}
+    assert speed_table.of_days(meta, rows) == ", measured on 2026-02-01 and 2026-02-02"
+    assert speed_table.of_days(meta, [{}]) == speed_table.of_days({"date": "2026-02-02"}, rows[:1]) == ""
 
 
 def test_a_run_that_ended_early_is_completed():
