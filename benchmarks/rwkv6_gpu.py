@@ -1,15 +1,16 @@
 """RWKV-6 on the GPU: decode beside the time its weights and states take, prefill, memory, and two peers.
 
-    python benchmarks/rwkv6_gpu.py [--batch 1 8 64 256] [--runs 50] [--peers rwkv fla] [--out FILE]
+    python benchmarks/rwkv6_gpu.py [--batch 1 8 64 256] [--runs 50] [--peers rwkv fla] [--keep-peers FILE] [--out FILE]
 
 The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin is first computed by NumPy in
 float32 too, and must agree. The floor of a step is every byte of the weights once, and of the states twice, over the
 copy bandwidth of the same run; times are between GPU events, medians, a step's of `--runs` samples of ten. Memory
-is what the libraries had taken from the device at most. On Hopper there are rows of matrices in int8, and of a
-recurrent state in bfloat16, too.
+is what the libraries had taken from the device at most. On Hopper there are rows of matrices in int8 (for as many
+sequences as have kernels of their own), and of a recurrent state in bfloat16, too.
 
 The peers have the same weights, and need torch: the `rwkv` package (one sequence; its own CUDA kernels where it can
-build them) and flash-linear-attention's RWKV-6 model. One that is absent, or fails, is left out with the reason.
+build them) and flash-linear-attention's RWKV-6 model. One that is absent, or fails, is left out with the reason; one
+that an earlier file of the same card has is taken from there, with the day on which it was measured.
 """
 
 import argparse
@@ -19,12 +20,15 @@ import os
 import statistics
 import sys
 import tempfile
+from pathlib import Path
 
 import cupy
 import ml_dtypes
 import numpy as np
+import run
 from rwkv6_synthetic import is_matrix, scaled, shapes
 
+from linattn_np.backends.cupy.model_products import BatchProduct
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 
@@ -56,28 +60,33 @@ def main():
     twins = [check_twin(batch) for batch in args.batch]
     weights = synthetic(LARGE)
     exact = RWKV6(weights, "cuda", np.float32).forward([PROMPT], last=True)[0].get()[0]
-    figures = measure(weights, exact, args, bandwidth, twins)
     result = {
         "device": card,
+        "date": run.today(),
+        "commit": args.commit or run.commit(),
         "cupy": cupy.__version__,
         "copy_tb_per_s": bandwidth / 1e12,
         "model": LARGE,
         "dtype": "bfloat16",
-        **figures,
+        **measure(weights, exact, args, bandwidth, twins),
+        "others": others(weights, args, bandwidth),
         "peers": {},
     }
+    kept = kept_peers(args.keep_peers, card)
     for name in args.peers:
+        if its := {peer: found for peer, found in kept.items() if peer.split()[0] == name}:
+            result["peers"] |= its
+            continue
         free()
         try:
             for peer, found in PEERS[name](weights, exact, args):
-                result["peers"][peer] = found
+                result["peers"][peer] = found | {"date": run.today()}
                 show(peer, found)
         except Exception as error:  # whatever a peer fails with: ours are measured, and the reason is said
             result["peers"][name] = {"skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             print(f"{name} is not measured: {result['peers'][name]['skipped']}")
     if args.out:
-        with open(args.out, "w") as file:
-            json.dump(result, file, indent=1)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def arguments():
@@ -85,8 +94,19 @@ def arguments():
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
+    parser.add_argument("--keep-peers", type=Path, metavar="FILE", help="an earlier file, whose peers to use")
+    parser.add_argument("--out", type=Path, help="a JSON file for the same figures, as benchmarks/results has them")
+    parser.add_argument("--commit", help="what to say of the sources where git cannot")
     return parser.parse_args()
+
+
+def kept_peers(path, card) -> dict:
+    """Those that an earlier file of the same card has measured."""
+    earlier = json.loads(path.read_text()) if path else {"peers": {}}
+    if path and earlier["device"] != card:
+        print(f"{path} is of another card: not used")
+        return {}
+    return {peer: found for peer, found in earlier["peers"].items() if "skipped" not in found}
 
 
 # -- ours -------------------------------------------------------------------------------------------------------------
@@ -122,14 +142,6 @@ def measure(weights, exact, args, bandwidth, twins):
     rows = [row(decoder.resized(batch), args, bandwidth) for batch in args.batch]
     for found, error in zip(rows, twins):
         found["twin_error"] = error
-    others = []
-    if decoder.device.capability == 90:
-        halved = CudaDecoder(weights, BFLOAT16, state_dtype=BFLOAT16)
-        others += [row(halved.resized(batch), args, bandwidth) for batch in args.batch if batch > 8]
-        del halved
-        eight = CudaDecoder(weights, np.int8)
-        others += [row(eight.resized(batch), args, bandwidth) for batch in args.batch if batch <= 8]
-        del eight
     free()
     state, token = model.initial_state(), [[1]]
     forward_ms = median_ms(lambda: [model.forward(token, state, last=True) for _ in range(STEPS)], args.runs) / STEPS
@@ -148,12 +160,28 @@ def measure(weights, exact, args, bandwidth, twins):
     print(f"relative error of the logits after {len(PROMPT)} tokens, against float32: {error:.1e}", flush=True)
     return {
         "rows": rows,
-        "others": others,
         "forward_ms": forward_ms,
         "prefill": prefill,
         "prompts": prompts,
         "error": error,
     }
+
+
+def others(weights, args, bandwidth) -> list:
+    """Rows of states in bfloat16, and of matrices in int8."""
+    if cupy.cuda.Device().compute_capability != "90":
+        return []
+    rows = []
+    for kept_in, batches in (
+        ({"dtype": BFLOAT16, "state_dtype": BFLOAT16}, [batch for batch in args.batch if batch > 8]),
+        ({"dtype": np.int8}, [batch for batch in args.batch if batch <= BatchProduct.MOST]),
+    ):
+        decoder = CudaDecoder(weights, **kept_in)
+        free()
+        rows += [row(decoder.resized(batch), args, bandwidth) for batch in batches]
+        del decoder
+        free()
+    return rows
 
 
 def prompt(model, lengths, runs):

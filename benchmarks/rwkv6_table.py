@@ -67,10 +67,11 @@ def on_a_gpu(result) -> str:
         )
         faster.extend(f"{name} ({what}, {its / rate:.1f} times)" for name, its in rates.items() if its > rate)
 
-    for row in result["rows"]:
+    for row in (*result["rows"], *result["others"]):
+        usual = row in result["rows"]
         theirs = {name: its for name, peer in measured.items() for its in peer["rows"] if its["batch"] == row["batch"]}
-        what = f"decode, {row['batch']} sequence{'s' * (row['batch'] > 1)}"
-        add(what, row["batch"], row, f"{row['ratio']:.2f}", theirs)
+        what = f"decode, {row['batch']} sequence{'s' * (row['batch'] > 1)}{kept_in(row)}"
+        add(what, row["batch"], row, f"{row['ratio']:.2f}", theirs if usual else {})
     prompt = result["prefill"]
     add(
         f"prompt, {prompt['tokens']} tokens",
@@ -81,16 +82,17 @@ def on_a_gpu(result) -> str:
     )
     model = result["model"]
     text = (
-        f"{result['device']}, {model['L']} layers of {model['D']} channels (1.6 billion parameters) in "
-        f"{result['dtype']}. Decoding is a token for each sequence, captured in a CUDA graph; its floor is the time "
-        "to read the weights once, and to read and write the states, at the "
+        f"{result['device']}, {result['date']}, {model['L']} layers of {model['D']} channels (1.6 billion parameters), "
+        f"in {result['dtype']} where a row says nothing else. Decoding is a token for each sequence, captured in a "
+        "CUDA graph; its floor is the time to read the weights once, and to read and write the states, at the "
         f"{result['copy_tb_per_s']:.1f} TB/s of a copy."
     )
     errors = ", ".join(f"{name} {its['error']:.1e}" for name, its in {"ours": result, **measured}.items())
     below = (
         f"{losses(faster)} `RWKV6.forward`, which takes tokens from the host, has "
         f"{1e3 / result['forward_ms']:,.0f} tokens/s with one sequence. "
-        f"Relative errors of a prompt's logits against float32: {errors}. {' '.join(versions(measured))}"
+        f"Relative errors of a prompt's logits against float32: {errors}. "
+        + " ".join(versions(measured, result["date"]))
     )
     skipped = "".join(
         f" {name} was not measured: {peer['skipped']}." for name, peer in result["peers"].items() if "skipped" in peer
@@ -99,11 +101,18 @@ def on_a_gpu(result) -> str:
     return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(below + skipped, WIDTH), ""])
 
 
-def versions(measured):
-    """A sentence a package."""
+def kept_in(row) -> str:
+    """What a row has in another type than the others."""
+    matrices, state = (row[name] for name in ("matrices", "state"))
+    return f", {matrices}" * (matrices != "bfloat16") + f", states in {state}" * (state != "float32")
+
+
+def versions(measured, date):
+    """A sentence a package, with the day on which it was measured where that was not `date`."""
     kernels = ", with its own CUDA kernels"
     return dict.fromkeys(
-        f"{name.split()[0]} is version {peer['version']}{kernels * peer.get('own_kernels', False)}."
+        f"{name.split()[0]} is version {peer['version']}{kernels * peer.get('own_kernels', False)}"
+        f"{', measured on ' + peer['date'] if peer['date'] != date else ''}."
         for name, peer in measured.items()
     )
 
