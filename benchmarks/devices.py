@@ -1,4 +1,9 @@
-"""The device that a benchmark runs on, and its clocks: CuPy on a GPU, NumPy where there is none."""
+"""The device that a benchmark runs on, and its clocks: CuPy on a GPU, NumPy where there is none.
+
+A card that works at its limit of power lowers its clock, by a third if need be, and for a while after. So a sample is
+a hundredth of a second at most, and begins when the clock is back at the highest that was seen, or after 0.3 s. What
+the clock is as a sample ends is measured with it.
+"""
 
 import json
 import statistics
@@ -6,8 +11,13 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from itertools import cycle, islice
 
 import numpy as np
+
+LONGEST_S = 0.01  # of a sample, if it is not a single call
+REST_S, RESTS = 0.01, 30  # before a sample, and so often at most
+AS_HIGH = 0.995  # of the highest clock: NVIDIA's go by steps of 15 MHz
 
 
 def current():
@@ -27,17 +37,20 @@ def store(path, row, case):
 
 
 class Gpu:
-    HOLD = r"""extern "C" __global__ void hold(long long nanoseconds) {
-        long long start, now;
+    HOLD = r"""extern "C" __global__ void hold(long long nanoseconds, double* mhz) {
+        long long start, now, cycles = clock64();
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
         do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
+        *mhz = 1e3 * (clock64() - cycles) / (now - start);
     }"""
+    COUNTED = 400_000  # nanoseconds in which cycles are counted: some cards' timer goes by microseconds
 
     def __init__(self):
         import cupy
 
         self.xp, self.host = cupy, cupy.asnumpy
-        self.hold = cupy.RawKernel(self.HOLD, "hold")
+        self.kernel, self.mhz = cupy.RawKernel(self.HOLD, "hold"), cupy.empty(1)
+        self.highest = self.last = 0.0
 
     def meta(self):
         runtime = self.xp.cuda.runtime
@@ -52,29 +65,48 @@ class Gpu:
     def wait(self):
         self.xp.cuda.Device().synchronize()
 
-    def device_ms(self, calls, samples):
-        """Milliseconds of a call on the device, which waits until the host has enqueued them all."""
+    def hold(self, nanoseconds):
+        """Has the device wait, and count its clock."""
+        self.kernel((1,), (1,), (nanoseconds, self.mhz))
 
-        def enqueue():
-            begun = time.perf_counter()
-            for call in calls:
-                call()
-            return time.perf_counter() - begun
+    def clock(self) -> float:
+        """MHz of the multiprocessors during the last `hold`."""
+        return float(self.mhz.get()[0])
 
-        enqueue()
+    def rest(self, first=lambda: None):
+        """Until the clock is back; then `first`, which wakes what slept."""
         self.wait()
-        held = int(1.5e9 * enqueue()) + 100_000
-        times = []
-        for _ in range(samples):
-            self.wait()
-            start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
-            self.hold((1,), (1,), (held,))
-            start.record()
-            enqueue()
-            stop.record()
-            stop.synchronize()
-            times.append(self.xp.cuda.get_elapsed_time(start, stop) / len(calls))
-        return statistics.median(times)
+        for _ in range(RESTS):
+            time.sleep(REST_S)
+            self.hold(self.COUNTED)
+            before, self.last = self.last, self.clock()
+            self.highest = max(self.highest, min(before, self.last))  # a count may be off
+            if self.last > AS_HIGH * self.highest:
+                break
+        first()
+        self.wait()
+
+    def device_ms(self, calls, samples):
+        """(milliseconds of a call on the device, which waits until the host has enqueued a sample; the clock in MHz as
+        it ends)."""
+        turns = Turns(self, calls)
+        return medians(lambda: self.sample(turns), samples)
+
+    def sample(self, turns):
+        self.rest()
+        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
+        self.hold(int(1.5e9 * turns.enqueued_s) + 100_000)
+        start.record()
+        turns.go()
+        stop.record()
+        ms, mhz = self.milliseconds(start, stop)
+        return ms / turns.count, mhz
+
+    def milliseconds(self, start, stop):
+        """(between two events, of which the second was the last to be enqueued; the clock in MHz right after)."""
+        self.hold(self.COUNTED)
+        stop.synchronize()
+        return self.xp.cuda.get_elapsed_time(start, stop), self.clock()
 
     def captured(self, calls):
         """One call that does them all: a CUDA graph."""
@@ -104,7 +136,7 @@ class Gpu:
 
 
 class Cpu:
-    xp, host = np, staticmethod(np.asarray)
+    xp, host, highest = np, staticmethod(np.asarray), None
 
     def meta(self):
         from rwkv6_cpu import cpu
@@ -114,8 +146,11 @@ class Cpu:
     def wait(self):
         pass
 
+    def rest(self, first=None):
+        pass
+
     def device_ms(self, calls, samples):
-        return wall_ms(self, calls, samples)
+        return wall_ms(self, calls, samples), None
 
     def captured(self, calls):
         return lambda: [call() for call in calls]
@@ -134,14 +169,43 @@ class Cpu:
         return bool(np.isfinite(o).all())
 
 
+class Turns:
+    """Calls that take turns, as many a sample as take LONGEST_S."""
+
+    def __init__(self, device, calls):
+        self.calls, self.count = cycle(calls), len(calls)
+        self.go()
+        device.wait()
+        begun = time.perf_counter()
+        self.go()
+        enqueued = time.perf_counter()
+        device.wait()
+        taken_s = time.perf_counter() - begun
+        self.count = max(1, min(len(calls), int(LONGEST_S / taken_s * len(calls))))
+        self.enqueued_s = (enqueued - begun) / len(calls) * self.count
+
+    def go(self):
+        for call in islice(self.calls, self.count):
+            call()
+
+    def one(self):
+        next(self.calls)()
+
+
 def wall_ms(device, calls, samples):
     """Milliseconds of a call on the host's clock, when calls follow one another and the last is waited for."""
-    times = []
-    for _ in range(samples):
-        device.wait()
+    turns = Turns(device, calls)
+
+    def sample():
+        device.rest(turns.one)
         start = time.perf_counter()
-        for call in calls:
-            call()
+        turns.go()
         device.wait()
-        times.append((time.perf_counter() - start) / len(calls) * 1e3)
-    return statistics.median(times)
+        return ((time.perf_counter() - start) / turns.count * 1e3,)
+
+    return medians(sample, samples)[0]
+
+
+def medians(sample, count) -> list[float]:
+    """Of each of the numbers that a sample has."""
+    return [statistics.median(numbers) for numbers in zip(*(sample() for _ in range(count)))]

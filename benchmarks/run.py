@@ -6,12 +6,15 @@
 A row's figures, every one a median, in milliseconds:
 
     ours_ms     device time of a call, between events around several calls that the host has enqueued before the device
-                begins; of a step, whose calls are captured in a CUDA graph
+                begins; of a step, whose calls are captured in a CUDA graph. Samples are short and begin at the card's
+                full clock, since work at its limit of power lowers it (see devices.py): in a long loop the same call
+                may take longer
+    mhz         the multiprocessors' clock as these calls end; the highest that was seen stands in `meta`
     wall_ms     host time of a call, Python included, when calls follow one another and the last is waited for
     floor_ms    the bytes of every input, result and state once, over the bandwidth of a copy in the same run
     peer_ms     the peer's device time, measured in the same way, and peer_wall_ms: of a backward pass
                 torch.autograd.grad's, after a forward pass that is not timed either; `peer` says whose (see peers.py),
-                and peer_date when, as an earlier file's figures may be kept
+                and peer_date when, as an earlier file's figures may be kept; peer_mhz is the clock then
     errors      of o (and of a step's state; of a backward pass of all gradients but u's) at the first and the last
                 head, all tokens, against the recurrence in float64 on the same values: by name, rms of the difference
                 over rms of what is right, and the same of the worst row. A row that cancels to below a tenth of the
@@ -47,8 +50,8 @@ from linattn_np.kernel_choice import KERNELS, choose_kernels
 ROOT = Path(__file__).parents[1]
 LIMITS = {"float32": 2e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 6e-3}  # of `error`, as the tests have them
 NOT_FINITE = 1e30  # the error of a result with NaN or Inf in it: JSON has no name for those
-CALLS, SAMPLES = 10, 15
-PEER_FIGURES = ("peer_ms", "peer_wall_ms", "peer_error", "peer_errors", "peer_date")
+CALLS, SAMPLES = 10, 9
+PEER_FIGURES = ("peer_ms", "peer_mhz", "peer_wall_ms", "peer_error", "peer_errors", "peer_date")
 CACHED = 1 << 28  # bytes of arrays that no cache holds
 
 
@@ -104,7 +107,8 @@ def copy_bandwidth(device):
     """Bytes read and written a second."""
     source = device.xp.ones(CACHED, np.uint32)
     target = device.xp.empty_like(source)
-    return 2 * source.nbytes / device.device_ms([lambda: device.xp.copyto(target, source)], SAMPLES) * 1e3
+    ms, _ = device.device_ms([lambda: device.xp.copyto(target, source)], SAMPLES)
+    return 2 * source.nbytes / ms * 1e3
 
 
 def bytes_moved(case, arrays, keywords):
@@ -229,7 +233,7 @@ def prepared(case, arrays, keywords):
 def measure(case, device, bandwidth, peer, samples):
     """A row. `peer` is a function that times the peer, or gives its figures of another run."""
     row = case.fields
-    row |= dict.fromkeys(("ours_ms", "wall_ms", *PEER_FIGURES, "floor_ms", "error", "errors", "peak_mib"))
+    row |= dict.fromkeys(("ours_ms", "mhz", "wall_ms", *PEER_FIGURES, "floor_ms", "error", "errors", "peak_mib"))
     device.free()
     arrays, keywords = draw(case, device.xp, 0)
     wanted = exact(case, arrays, keywords, device)
@@ -248,7 +252,7 @@ def measure(case, device, bandwidth, peer, samples):
         return row
     del found, results
     calls = in_turn([call, *(prepared(case, *its) for its in others(case, device.xp, nbytes))])
-    row["ours_ms"] = timed(device, case, calls, device.captured, samples)
+    row["ours_ms"], row["mhz"] = timed(device, case, calls, device.captured, samples)
     row["wall_ms"] = wall_ms(device, calls, samples)
     return row
 
@@ -263,9 +267,10 @@ def in_turn(calls):
 
 
 def timed(device, case, calls, captured, samples):
-    """Device milliseconds of a call; steps are captured in a graph."""
+    """(device milliseconds of a call, the clock in MHz); steps are captured in a graph."""
     if case.step:
-        return device.device_ms([captured(calls)], samples) / len(calls)
+        ms, mhz = device.device_ms([captured(calls)], samples)
+        return ms / len(calls), mhz
     return device.device_ms(calls, samples)
 
 
@@ -312,7 +317,7 @@ class Peers:
             nbytes = bytes_moved(case, arrays, keywords)
             more = [peers.bound(case, *its) for its in others(case, self.device.xp, nbytes)]
             calls = in_turn([call, *more])
-            figures["peer_ms"] = timed(self.device, case, calls, peers.captured, self.samples)
+            figures["peer_ms"], figures["peer_mhz"] = timed(self.device, case, calls, peers.captured, self.samples)
             figures["peer_wall_ms"] = wall_ms(self.device, calls, self.samples)
             figures["peer_date"] = today()
         return figures
@@ -378,9 +383,10 @@ def main():
         if row["ours_ms"] is None:
             failed.append(f"{case}: relative error {row['error']:.1e}, expected below {LIMITS[case.dtype]:.0e}")
         its = f", {row['peer']} {number(row['peer_ms'])}" if row["peer"] else ""
-        say(f"{case}: {number(row['ours_ms'])} ms{its}  [{time.monotonic() - begun:.1f} s]")
+        clock = f" at {row['mhz']:.0f} MHz" if row["mhz"] else ""
+        say(f"{case}: {number(row['ours_ms'])} ms{clock}{its}  [{time.monotonic() - begun:.1f} s]")
         if args.out:  # after every row: a run that is cut short leaves what it has
-            write(args.out, meta, rows)
+            write(args.out, meta | {"mhz": device.highest}, rows)
     show(rows)
     sys.exit("\n".join(["wrong results:", *failed]) if failed else 0)
 

@@ -4,9 +4,10 @@
 
 The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin is first computed by NumPy in
 float32 too, and must agree. The floor of a step is every byte of the weights once, and of the states twice, over the
-copy bandwidth of the same run; times are between GPU events, medians, a step's of `--runs` samples of ten. Memory
-is what the libraries had taken from the device at most. On Hopper there are rows of matrices in int8 (for as many
-sequences as have kernels of their own), and of a recurrent state in bfloat16, too.
+copy bandwidth of the same run; times are between GPU events, medians, a step's of `--runs` samples of ten, which begin
+at the card's full clock (see devices.py; `mhz` is the clock as they end). Memory is what the libraries had taken from
+the device at most. On Hopper there are rows of matrices in int8 (for as many sequences as have kernels of their own),
+and of a recurrent state in bfloat16, too.
 
 The peers have the same weights, and need torch: the `rwkv` package (one sequence; its own CUDA kernels where it can
 build them) and flash-linear-attention's RWKV-6 model. One that is absent, or fails, is left out with the reason; one
@@ -20,9 +21,11 @@ import os
 import statistics
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import cupy
+import devices
 import ml_dtypes
 import numpy as np
 import run
@@ -188,7 +191,8 @@ def prompt(model, lengths, runs):
     """Packed prompts of these lengths."""
     bounds = np.cumsum([0, *lengths])
     tokens = np.random.default_rng(1).integers(0, model.sizes["V"], (1, bounds[-1]))
-    times = times_ms(lambda: model.forward(tokens, cu_seqlens=bounds, last=True), runs)
+    sample = sampling(lambda: model.forward(tokens, cu_seqlens=bounds, last=True))
+    times = [sample()[0] for _ in range(runs)]
     ms = statistics.median(times)
     return {
         "prompts": len(lengths),
@@ -222,12 +226,14 @@ def decode(decoder, runs, bandwidth):
     tokens, state = cupy.zeros(batch, np.int64), decoder.initial_state()
     eager_ms = median_ms(lambda: decoder.step(tokens, state, greedy=True), 10)
     decoder.capture(tokens, state, greedy=True)
-    ms = median_ms(lambda: [decoder.replay() for _ in range(STEPS)], runs) / STEPS
+    ms, mhz = devices.medians(sampling(lambda: [decoder.replay() for _ in range(STEPS)]), runs)
+    ms /= STEPS
     assert cupy.isfinite(decoder.logits).all()
     state_bytes = 2 * sum(array.nbytes for array in vars(state).values())
     floor_ms = (decoder.weight_bytes + state_bytes) / bandwidth * 1e3
     return {
         "ms": ms,
+        "mhz": mhz,
         "tokens_per_s": batch / ms * 1e3,
         "weight_gb": decoder.weight_bytes / 1e9,
         "state_gb": state_bytes / 1e9,
@@ -413,22 +419,28 @@ def free():
 
 
 def median_ms(call, runs):
-    return statistics.median(times_ms(call, runs))
+    return devices.medians(sampling(call), runs)[0]
 
 
-def times_ms(call, runs):
-    """Milliseconds of calls between GPU events, after three that do not count."""
+def sampling(call):
+    """A function that gives milliseconds of a call between GPU events, and the clock then; three calls do not count."""
     for _ in range(3):
         call()
-    times = []
-    for _ in range(runs):
+
+    def sample():
+        gpu().rest()
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
         start.record()
         call()
         stop.record()
-        stop.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, stop))
-    return times
+        return gpu().milliseconds(start, stop)
+
+    return sample
+
+
+@cache
+def gpu():
+    return devices.Gpu()
 
 
 if __name__ == "__main__":

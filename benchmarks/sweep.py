@@ -33,6 +33,7 @@ COLUMNS += ((200, 64), (256, 256), (320, 64), (256, 512))  # of K and V
 SHAPES = ((1, 65536, 4, 128), (2, 1024, 512, 64), (64, 37, 64, 128), (1, 513, 8, 128), (1, 64, 1, 64))
 LAUNCHES = 5e-3  # ms that a call's launches take: no floor is lower
 WORST = 25
+SAMPLES = 5
 
 
 def variations(base):
@@ -72,7 +73,7 @@ def swept(groups, limit_s, device, bandwidth, peer):
                 run.say(f"time is up: {case} and what follows were not measured")
                 return
             try:
-                row = run.measure(case, device, bandwidth, peer, 3)
+                row = run.measure(case, device, bandwidth, peer, SAMPLES)
             except run.linattn_np.NotSupported as refusal:
                 run.say(f"{case}: refused: {str(refusal).splitlines()[0]}")
                 continue
@@ -118,7 +119,7 @@ def main():
         rows.append(row)
         run.say(line(row))
         if args.out:  # after every row: a run that is cut short leaves what it has
-            run.write(args.out, meta, rows)
+            run.write(args.out, meta | {"mhz": device.highest}, rows)
     print("the worst first:")
     for row in sorted(rows, key=lambda row: -(row["multiple"] or math.inf))[:WORST]:
         print(line(row))

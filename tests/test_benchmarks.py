@@ -3,7 +3,9 @@
 import json
 import math
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -16,6 +18,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import cases  # noqa: E402  (from benchmarks)
 import complete  # noqa: E402
+import devices  # noqa: E402
 import other_cards  # noqa: E402
 import run  # noqa: E402
 import speed_table  # noqa: E402
@@ -36,8 +39,10 @@ FIELDS = {
     "sequences",
     "peer",
     "ours_ms",
+    "mhz",
     "wall_ms",
     "peer_ms",
+    "peer_mhz",
     "peer_wall_ms",
     "floor_ms",
     "error",
@@ -47,7 +52,7 @@ FIELDS = {
     "peer_date",
     "peak_mib",
 }
-LATER = {"errors", "peer_errors", "peer_date"}  # which a completed file may lack
+LATER = {"mhz", "errors", "peer_mhz", "peer_errors", "peer_date"}  # which a completed file may lack
 
 
 def of_small_case(op, dtype="float32", **options):
@@ -120,6 +125,29 @@ def test_a_gates_gradient_is_as_large_as_its_terms():
     assert row["ours_ms"] > 0 and row["errors"]["dg"][0] < 1e-6
 
 
+def test_a_sample_waits_for_the_clock(monkeypatch):
+    """Until it is near the highest that was seen, and not for ever."""
+    rests, card = [], devices.Gpu.__new__(devices.Gpu)
+    monkeypatch.setattr(devices.time, "sleep", rests.append)
+    clocks = iter([1980.0, 1979.0, 1365.0, 1995.0, 1950.0, 1350.0, 1974.0])  # 1995 is a miscount
+    monkeypatch.setattr(devices.Gpu, "wait", lambda self: None)
+    monkeypatch.setattr(devices.Gpu, "hold", lambda self, nanoseconds: None)
+    monkeypatch.setattr(devices.Gpu, "clock", lambda self: next(clocks, 1900.0))
+    card.highest = card.last = 0.0
+    for waited in (1, 1, 2, 3, devices.RESTS):
+        rests.clear()
+        card.rest()
+        assert len(rests) == waited and card.highest <= 1979
+
+
+def test_a_sample_is_short():
+    called = []
+    turns = devices.Turns(Cpu(), [partial(called.append, n) for n in range(10)])
+    assert turns.count == 10 and called == [*range(10)] * 2
+    slow = devices.Turns(Cpu(), [lambda: time.sleep(0.006)] * 10)
+    assert slow.count == 1
+
+
 def test_arrays_lie_as_asked():
     x = np.arange(2 * 3 * 5 * 8, dtype=np.float32).reshape(2, 3, 5, 8)
     for memory in cases.MEMORY:
@@ -135,7 +163,13 @@ def test_packed_sequences():
 
 def test_figures_of_a_peer_are_kept_for_the_same_versions(tmp_path):
     meta = {"card": "a card", "fla-core": "1", "torch": "2", "triton": "3"}
-    kept = {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3, "peer_errors": {"o": [1e-3, 2e-3]}}
+    kept = {
+        "peer_ms": 2.0,
+        "peer_mhz": 9.0,
+        "peer_wall_ms": 3.0,
+        "peer_error": 1e-3,
+        "peer_errors": {"o": [1e-3, 2e-3]},
+    }
     row = of_small_case("gla") | kept
     path = tmp_path / "earlier.json"
     path.write_text(json.dumps({"meta": meta | {"date": "a day"}, "rows": [row, of_small_case("rwkv6")]}))
