@@ -57,7 +57,7 @@ def of(path, dtypes, sources) -> str:
         "published bandwidth or rate of tensor cores, whichever gives more."
     )
     if sources:
-        said += " No other card was measured. Bandwidths, dense rates of half and tf32 products: " + "; ".join(
+        said += " None of the others was measured. Bandwidths, dense rates of half and tf32 products: " + "; ".join(
             f"{card.name} {card.bandwidth:,.0f} GB/s, {card.halves:g} and {card.tf32:g} TFLOP/s ({card.source})"
             for card in (measured, *CARDS)
         )

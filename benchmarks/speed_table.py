@@ -84,8 +84,8 @@ def of_portable_kernels(path) -> str:
     meta, rows = result["meta"], [row for row in result["rows"] if row["gate"] == "trained" and row["ours_ms"]]
     said = (
         f"Cards other than Hopper, and float32, take the portable kernels. Here the {meta['card']} took them in place "
-        f"of its own (commit {meta['commit']}, `python benchmarks/run.py --kernels portable`); no other card was "
-        f"measured. Milliseconds as above."
+        f"of its own (commit {meta['commit']}, `python benchmarks/run.py --kernels portable`); no card but Hopper's "
+        f"was measured. Milliseconds as above."
     )
     heads = ["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"]
     lines = [
@@ -206,9 +206,9 @@ def machine(meta, rows) -> str:
         "models (`trained` in benchmarks/gates.py), the other operators logsigmoid's. Weak gates are a 16th of "
         "logsigmoid's, strong ones 20 times as large; resets are gates of -inf at every 64th token. The floor is the "
         "time to read every input once and to write every result once at "
-        f"{meta['copy_tb_per_s']:.2f} TB/s, the speed of a copy in the same run. Packed sequences have 24 to 2047 "
-        "tokens. fla's kernels do the same work whatever the gates are: where a row has other gates than logsigmoid's, "
-        "fla's time may be the one with logsigmoid's."
+        f"{meta['copy_tb_per_s']:.2f} TB/s, the speed of a copy in the same run.{of_clocks(meta, rows)} Packed "
+        "sequences have 24 to 2047 tokens. fla's kernels do the same work whatever the gates are: where a row has "
+        "other gates than logsigmoid's, fla's time may be the one with logsigmoid's."
     )
 
 
@@ -216,6 +216,15 @@ def of_days(meta, rows) -> str:
     """When the peers were measured, where that was not in this run."""
     days = sorted({row["peer_date"] for row in rows if row.get("peer_date")})
     return f", measured on {' and '.join(days)}" if days and days != [meta["date"]] else ""
+
+
+def of_clocks(meta, rows) -> str:
+    """What the multiprocessors ran at, where the file has it."""
+    if not meta.get("mhz"):
+        return ""
+    low = [row["mhz"] for row in rows if row.get("mhz") and row["mhz"] < 0.99 * meta["mhz"]]
+    text = f" Samples begin at the full clock of {meta['mhz']:,.0f} MHz"
+    return text + (f", and end below 99 % of it in {len(low)} rows, at no less than {min(low):,.0f}." if low else ".")
 
 
 def worst(rows) -> str:

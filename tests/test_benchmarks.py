@@ -340,6 +340,14 @@ def test_the_days_of_kept_figures_are_said():
     assert speed_table.of_days(meta, [{}]) == speed_table.of_days({"date": "2026-02-02"}, rows[:1]) == ""
 
 
+def test_lower_clocks_are_said():
+    rows = [{"mhz": mhz} for mhz in (1980.0, 1905.0, 1950.0, None, 1975.0)]
+    meta = {"mhz": 1980.4}
+    assert speed_table.of_clocks(meta, rows[:1]) == " Samples begin at the full clock of 1,980 MHz."
+    assert "end below 99 % of it in 2 rows, at no less than 1,905." in speed_table.of_clocks(meta, rows)
+    assert speed_table.of_clocks({}, rows) == ""
+
+
 def test_a_run_that_ended_early_is_completed():
     row = of_small_case("gla", "bfloat16") | {"ours_ms": 1.0, "floor_ms": 0.5, "peer_ms": None}
     backward, other = row | {"pass": "backward"}, row | {"op": "retention", "T": 71}
