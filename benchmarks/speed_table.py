@@ -213,9 +213,12 @@ def machine(meta, rows) -> str:
 
 
 def of_days(meta, rows) -> str:
-    """When the peers were measured, where that was not in this run."""
+    """When the peers were measured, where that was not in this run; and whether without rests, which this one has."""
     days = sorted({row["peer_date"] for row in rows if row.get("peer_date")})
-    return f", measured on {' and '.join(days)}" if days and days != [meta["date"]] else ""
+    if not days or days == [meta["date"]]:
+        return ""
+    unrested = meta.get("mhz") and any(row["peer_ms"] and not row.get("peer_mhz") for row in rows)
+    return f", measured on {' and '.join(days)}" + ", in longer samples without rests" * bool(unrested)
 
 
 def of_clocks(meta, rows) -> str:

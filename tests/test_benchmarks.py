@@ -337,6 +337,8 @@ def test_the_days_of_kept_figures_are_said():
     rows = [{"peer_date": day} for day in ("2026-02-02", "2026-02-01", None, "2026-02-02")]
     meta = {"date": "2026-02-03"}
     assert speed_table.of_days(meta, rows) == ", measured on 2026-02-01 and 2026-02-02"
+    kept = rows[0] | {"peer_ms": 1.0, "peer_mhz": None}
+    assert speed_table.of_days(meta | {"mhz": 1980.0}, [kept]).endswith("2026-02-02, in longer samples without rests")
     assert speed_table.of_days(meta, [{}]) == speed_table.of_days({"date": "2026-02-02"}, rows[:1]) == ""
 
 
