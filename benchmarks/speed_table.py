@@ -268,7 +268,7 @@ def worst_of_sweep(path) -> str:
     if not rows:
         return ""
     worst = [[row for row in rows if row["pass"] == kind][:1] for kind in ("forward", "backward")]
-    said = [f"{row['multiple']:.1f} times the floor ({pass_of(row)}, {where(row)})" for row in sum(worst, [])]
+    said = [f"{row['multiple']:.1f} times the floor ({pass_of(row)}{where(row)})" for row in sum(worst, [])]
     beside = [row["of_peer"] for row in rows if row["of_peer"]]
     its = f", and {max(beside):.2f} times as long as fla" if beside else ""
     return f"Of {len(rows)} calls of benchmarks/sweep.py the worst take {' and '.join(said)}{its}."
@@ -297,7 +297,7 @@ def place(row) -> str:
 
 
 def where(row) -> str:
-    return place(row) if row["changed"] == "another shape" else changed(row)
+    return f" {place(row)}" if row["changed"] == "another shape" else f", {changed(row)}"
 
 
 def changed(row) -> str:

@@ -440,7 +440,7 @@ def test_the_worst_of_a_sweep(tmp_path):
         "Of 3 calls of benchmarks/sweep.py the worst take 3.0 times the floor (gla, rows of [B, T, H, K]) and 9.0 "
         "times the floor (gla backward, K=60, V=64), and 0.50 times as long as fla."
     )
-    assert speed_table.where(row | {"changed": "another shape"}) == "2, 70, 3, 16, 16"
+    assert speed_table.where(row | {"changed": "another shape"}) == " 2, 70, 3, 16, 16"
     assert speed_table.slowest_of_sweep(tmp_path / "card.json") == [
         ["gla backward", "2, 70, 3, 16, 16", "K=60, V=64", "9.00", "1.50", "0.50"],
         ["gla", "2, 70, 3, 16, 16", "rows of [B, T, H, K]", "3.00", "1.50", ""],
