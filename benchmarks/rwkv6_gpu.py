@@ -38,6 +38,7 @@ from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE, TWIN = {"L": 24, "D": 2048}, {"L": 3, "D": 512, "V": 1024}
 STEPS = 10  # a sample of decoding
+ENQUEUED = 500_000  # nanoseconds in which the host has enqueued as many graphs, or a copy
 PREFILL = 2048
 PROMPTS = [512], [PREFILL], [8192], np.random.default_rng(2).integers(16, 96, 64).tolist()
 PROMPT = list(range(1000, 1040))  # whose last logits are compared
@@ -226,7 +227,7 @@ def decode(decoder, runs, bandwidth):
     tokens, state = cupy.zeros(batch, np.int64), decoder.initial_state()
     eager_ms = median_ms(lambda: decoder.step(tokens, state, greedy=True), 10)
     decoder.capture(tokens, state, greedy=True)
-    ms, mhz = devices.medians(sampling(lambda: [decoder.replay() for _ in range(STEPS)]), runs)
+    ms, mhz = devices.medians(sampling(lambda: [decoder.replay() for _ in range(STEPS)], ENQUEUED), runs)
     ms /= STEPS
     assert cupy.isfinite(decoder.logits).all()
     state_bytes = 2 * sum(array.nbytes for array in vars(state).values())
@@ -406,7 +407,7 @@ def copy_bandwidth():
     """Bytes read and written a second."""
     source = cupy.ones(1 << 30, np.uint8)
     target = cupy.empty_like(source)
-    ms = median_ms(lambda: cupy.copyto(target, source), 20)
+    ms, _ = devices.medians(sampling(lambda: cupy.copyto(target, source), ENQUEUED), 20)
     return 2 * source.nbytes / ms * 1e3
 
 
@@ -422,14 +423,17 @@ def median_ms(call, runs):
     return devices.medians(sampling(call), runs)[0]
 
 
-def sampling(call):
-    """A function that gives milliseconds of a call between GPU events, and the clock then; three calls do not count."""
+def sampling(call, held=0):
+    """A function that gives milliseconds of a call between GPU events, and the clock then; three calls do not count.
+    The GPU is `held` for so many nanoseconds before, in which the host enqueues."""
     for _ in range(3):
         call()
 
     def sample():
         gpu().rest()
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        if held:
+            gpu().hold(held)
         start.record()
         call()
         stop.record()
