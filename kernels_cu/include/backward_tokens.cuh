@@ -54,13 +54,6 @@ template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void shar
   if constexpr (LANES > 4) share_sums<COUNT / 2, LANES / 2>(x);
 }
 
-// Sums over the warp's channels of x[2n + p], which is this lane's share of token 8n + 2t + p.
-__device__ __forceinline__ void put_token_sums(float* to, float (&x)[8]) {
-  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
-  share_sums<8>(x);
-  to[g / 2 * 8 + 2 * t + g % 2] = x[0];
-}
-
 // ---- segments of sequences, P each, in either direction ---------------------------------------------------------
 
 __device__ __forceinline__ bool is_first(const WorkTile& at, i64 P, bool backwards) {

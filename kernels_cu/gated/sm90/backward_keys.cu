@@ -82,8 +82,13 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   const float to_scores = CUT * CUT * scale;  // operands in tf32 were cut off
   const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
   float within[2], across[4], own = 0.f;
-  if (ReadOrder::reads_before_write)
-    for (int other = 0; other < BK / 16; ++other) own += s.own[other][8 * warp + g];
+  if (ReadOrder::reads_before_write) {
+    for (int other = 0; other < BK / 16; ++other) {
+      const float* shares = &s.own.of(in, other)[warp][0].x + 8 * t + g;  // those of each eighth lane are this token's
+      own += shares[0] + shares[32];
+    }
+    own = channel_sum(own);
+  }
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
   barrier_arrive(s.within);  // what lies where dk and dg will has been read
   multiply_across(across, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
@@ -368,7 +373,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const uint4 places = known(PLACES);
     const int queries_at = int(places.x), keys_at = int(places.y);
     const PairReader dA(values.dA, 0, int(places.z));
-    float scores[ReadOrder::reads_before_write ? 8 : 1] = {};  // of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, C, s.read, n);
@@ -378,20 +382,20 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         });
       if (n + AHEAD < SUBCHUNKS) decays_near(n + AHEAD);
       SubChunk within, keys_within, sum = {};
-      float present[4] = {}, own[2];
-      if (ReadOrder::reads_before_write)
-        for (int p = 0; p < 2; ++p) own[p] = own_at(values.dA, 8 * n + 2 * t + p);
+      float present[4] = {}, scores[2] = {};  // of tokens with themselves
+      const float2 own = ReadOrder::reads_before_write ? own_pair(values.dA, n) : float2{};
       const auto meet_itself = [&](int i, float query, float key) {
         if constexpr (ReadOrder::reads_before_write) {
           const float x = u[i / 2] * query;
-          scores[2 * n + i % 2] = fmaf(x, key, scores[2 * n + i % 2]);
-          present[i] = own[i % 2] * x;
+          scores[i % 2] = fmaf(x, key, scores[i % 2]);
+          present[i] = (i % 2 ? own.y : own.x) * x;
         }
       };
       decay_within<false, T>(within, keys_within, near_queries[n], near[n], q, k, n, meet_itself);
       if (SUM_FIRST) dA.add_queries(sum, within, n, n);
       put_within(in, within, queries_at, n);
       put_within(s.keys_within, keys_within, keys_at, n);
+      if (ReadOrder::reads_before_write) s.own.of(in, warp)[n][lane] = {scores[0], scores[1]};
       if (!SUM_FIRST) dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], present[i]);
@@ -423,7 +427,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    if constexpr (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
     if (!APART<BK>) fence_async();  // otherwise who multiplies by them does so
     barrier_arrive(s.operands);     // and v for C has been read
 

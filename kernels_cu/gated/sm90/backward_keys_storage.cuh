@@ -43,6 +43,20 @@ template <> struct WarpFlagsOf<64> {
 };
 template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
 
+// RWKV-6: tokens' scores with themselves, of two tokens what each lane of a warp with channels has of them. Where gates
+// are float32, these lie where a warpgroup's second half of g was, which no queries take.
+using OwnShares = float2[SUBCHUNKS][32];
+template <typename G, int BK> struct OwnScores {
+  OwnShares shares[BK / 16];
+
+  template <class Stage> __device__ __forceinline__ OwnShares& of(Stage&, int warp) { return shares[warp]; }
+};
+template <int BK> struct OwnScores<float, BK> {
+  template <class Stage> __device__ __forceinline__ OwnShares& of(Stage& in, int warp) {
+    return reinterpret_cast<OwnShares&>(in.g[warp / 4 * 2 + 1][warp % 4 * (CHUNK / 4)]);
+  }
+};
+
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as there is room for
   ChannelStage<T, G, BK> channels[STAGES];
@@ -52,10 +66,10 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   Tile<float, BK> keys_within;  // laid out by within_at, with channels 1 and 2 of four in each other's place
   Tile<T, BK> by8, by16;        // Across: queries and keys have different sub-chunks
   float A[CHUNK][CHUNK];        // [key, query], queries and keys by score_offset
-  float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
-  float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
-  float sums[2][BK];            // of the chunk's queries, as the first pass leaves them; likewise
-  WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
+  OwnScores<G, BK> own;
+  float largest[2][BK / 16];  // of C, every warp's share; chunks take turns
+  float sums[2][BK];          // of the chunk's queries, as the first pass leaves them; likewise
+  WarpFlags<BK> growth[2];    // whether gates of its channels grow; likewise
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
   float keep[Schedule::in_turn ? BK / 16 : 1];          // for `forgets`; in turn each warp's
   WorkTile place;                                       // OneEach; here, since registers are scarce

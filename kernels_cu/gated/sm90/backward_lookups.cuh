@@ -7,10 +7,10 @@
 enum Lookup { PLACES, FROM_MIDDLE, TOKENS };
 template <typename G, int BK> constexpr int LOOKUPS = BK == 64 ? 0 : sizeof(G) == 2 ? 3 : 1;
 template <int COUNT, int BK> struct Lookups {
-  uint4 tables[COUNT][BK / 64][128];
+  uint4 tables[COUNT - 1 + BK / 64][128];  // PLACES for each warpgroup, the others for both
 
   __device__ __forceinline__ uint4& at(int what, int warpgroup, int offset) {  // lane_offset, 16 bytes a thread
-    return *reinterpret_cast<uint4*>(at_offset(tables[what][warpgroup], offset));
+    return *reinterpret_cast<uint4*>(at_offset(tables[what == PLACES ? warpgroup : what - 1 + BK / 64], offset));
   }
 };
 template <int BK> struct Lookups<0, BK> {

@@ -188,12 +188,11 @@ __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T,
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
-    float present[4] = {}, own[2];  // of tokens with themselves
-    if (ReadOrder::reads_before_write)
-      for (int p = 0; p < 2; ++p) own[p] = own_at(pairs, 8 * n + 2 * (threadIdx.x & 3) + p);
+    float present[4] = {};  // of tokens with themselves
+    const float2 own = ReadOrder::reads_before_write ? own_pair(pairs, n) : float2{};
     const auto meet_itself = [&](int i, float q, float k) {
       if (!ReadOrder::reads_before_write) return;
-      const float x = own[i % 2] * k;
+      const float x = (i % 2 ? own.y : own.x) * k;
       du[i / 2] = fmaf(q, x, du[i / 2]);
       present[i] = u[i / 2] * x;
     };

@@ -341,8 +341,14 @@ __device__ __forceinline__ int pair_index(int query, int key) {
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
 // A value of a pair, times CUT, for products with what was cut off.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
-// A value of every token besides, in float32, where no pair is.
-__device__ __forceinline__ float& own_at(Pairs& x, int token) { return (&pair_at(x, token % 8, 24))[token / 8]; }
+// A value of every token besides, in float32, where no pair is; those of a sub-chunk side by side.
+__device__ __forceinline__ float& own_at(Pairs& x, int token) {
+  return x[token / BC][(CHUNK - BC ^ token / BC * BC) + token % BC];
+}
+// Those of a lane's two tokens in sub-chunk n.
+__device__ __forceinline__ float2 own_pair(Pairs& x, int n) {
+  return *reinterpret_cast<const float2*>(&own_at(x, n * BC) + 2 * (threadIdx.x & 3));
+}
 
 // d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t and 2t + 1 at t + 4.
 __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {

@@ -507,9 +507,10 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
     @property
     def shared_bytes(self):
         BK, BV = self.BK, self.BV
-        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 34 * BK // 16 + 8 * BK + 48
-        lookups = 0 if BK == 64 else 3 if self.gate.itemsize == 2 else 1
-        rest += 32 * BK * lookups + 32
+        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 2 * BK // 16 + 8 * BK + 48
+        rest += 1024 * BK // 16 if self.gate.itemsize == 2 else 8
+        tables = 0 if BK == 64 else 4 if self.gate.itemsize == 2 else 2
+        rest += 2048 * tables + 32
         stages = 3 if self.gate.itemsize == 2 else 2  # of values
         rest += 4 * self.places(stages)
         return self.ring(2, 2, 2, 0, 0, rest + stages * (2 * 32 * 2 * BV + 32 * 32 * 4 + 2 * 8))
