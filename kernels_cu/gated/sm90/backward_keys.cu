@@ -482,7 +482,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
     if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false, false>(dg, before);
-    else sum_tokens<false>(dg, before, {tokens.y, tokens.z});
+    else sum_tokens<false>(dg, before, {tokens.x, tokens.y});
     if (ADDS_LATE) add_across();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -491,7 +491,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       sums[h] = s.sums[iteration & 1][channel + 8 * h];
       end[h] = before[h] + sums[h];
     }
-    add_weights(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.x);
+    add_weights(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.z);
     barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);

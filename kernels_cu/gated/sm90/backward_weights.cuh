@@ -78,8 +78,12 @@ __device__ __forceinline__ void add_weights(Chunk& x, G (*panels)[CHUNK][PANEL<G
                                             const float (&sums)[2], int at, u32 one) {
   if constexpr (IN_UNITS<G>) {
     const float unit[2] = {unit_of(sums[0]), unit_of(sums[1])};
-    const float first = inverse_of_power(unit[0]) * before[0], second = inverse_of_power(unit[1]) * before[1];
-    const SubChunk in_units = {first, first, second, second};
+    SubChunk in_units;  // twice by other instructions: the same register twice would be copied for each product
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float inverse = inverse_of_power(unit[h]);
+      in_units[2 * h] = inverse * before[h], in_units[2 * h + 1] = fmaf(inverse, before[h], 0.f);
+    }
     Operand two;
     load_operand(two, *panels, at);
 #pragma unroll

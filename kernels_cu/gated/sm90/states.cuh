@@ -325,17 +325,16 @@ __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]
   const bool next_counts = t % 2 == !BEHIND, far_counts = t / 2 == !BEHIND;  // the other lane of two; the other two
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    all[h] = 0.f;
 #pragma unroll
     for (int step = 0; step < SUBCHUNKS; ++step) {
       SubChunk& at = x[BEHIND ? SUBCHUNKS - 1 - step : step];
       float &more = at[2 * h + !BEHIND], &less = at[2 * h + BEHIND];  // more: the token that all others count for
       const float own = more + less, next = __shfl_xor_sync(0xffffffffu, own, 1), two = own + next;
       const float far = __shfl_xor_sync(0xffffffffu, two, 2);
-      float others = all[h];
-      if (next_counts) others += next;
+      float others = next_counts ? next : 0.f;
+      if (step) others += all[h];
       if (far_counts) others += far;
-      all[h] += two + far;
+      all[h] = step ? all[h] + (two + far) : two + far;
       more = others + (INCLUSIVE ? own : less), less = INCLUSIVE ? others + less : others;
     }
   }
