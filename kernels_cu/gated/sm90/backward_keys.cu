@@ -303,7 +303,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const auto known = [&](Lookup what) {
     return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : made_anew<ReadOrder, T, G, BK>(what);
   };
-  const Counts<ReadOrder, G> own_counts;
+  const Counts<ReadOrder, G, true> own_counts;
   const auto counts = [&] {
     if constexpr (LOOKUPS<G, BK> > TOKENS)
       return KnownCounts<ReadOrder, G>{known(FROM_MIDDLE), known(PLACES).w, known(TOKENS).w};
@@ -342,7 +342,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     }
     if (NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(C);
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
-    Gates<G> gates;
+    Gates<G, true> gates;
     Operand q, k, queries, keys;
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);

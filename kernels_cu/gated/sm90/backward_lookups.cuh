@@ -21,7 +21,7 @@ template <int BK> struct Lookups<0, BK> {
 // written_to_middle. TOKENS: tokens_in_sum, ones_of_lane, Counts::written.
 template <class ReadOrder, typename T, typename G, int BK> __device__ __forceinline__ uint4 made_anew(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
-  const Counts<ReadOrder, G> counts;
+  const Counts<ReadOrder, G, true> counts;
   if (what == PLACES) {
     const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
     const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // channels 1 and 2 of four change places
@@ -47,9 +47,9 @@ template <class ReadOrder, typename G> struct KnownCounts {
   __device__ __forceinline__ void read_from_middle(u32 (&b)[2]) const { b[0] = middle.x, b[1] = middle.y; }
   __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { b[0] = middle.z, b[1] = middle.w; }
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
-    Counts<ReadOrder, G>::make(b, [&](u32 one) { return read & one; });
+    Counts<ReadOrder, G, true>::make(b, [&](u32 one) { return read & one; });
   }
   __device__ __forceinline__ void to_end(u32 (&b)[2]) const {
-    Counts<ReadOrder, G>::make(b, [&](u32 one) { return ~written & one; });
+    Counts<ReadOrder, G, true>::make(b, [&](u32 one) { return ~written & one; });
   }
 };

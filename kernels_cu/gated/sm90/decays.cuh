@@ -111,8 +111,11 @@ template <> struct GateFormat<float> {
   static constexpr u32 HALVES = 0x80, ONE[2] = {0x3f80u, 0x3f80u};
 };
 
-// A chunk's gates of this lane's channels: no less than NOTHING, NEAR: than LEAST; float32 ones times log2 e.
-template <typename G> struct Gates {
+// A chunk's gates of this lane's channels: no less than NOTHING, NEAR: than LEAST; float32 ones times log2 e. MINUS: the
+// second half of a product has both factors negated, since the same register twice in an operand would be copied for
+// each product: fewer instructions, and more registers.
+constexpr u32 SIGNS = 0x80008000u;
+template <typename G, bool MINUS = false> struct Gates {
   Operand x;
 
   template <bool NEAR = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int at) {
@@ -123,11 +126,13 @@ template <typename G> struct Gates {
   // Sub-chunk n as an operand A; NEAR: no less than LEAST.
   template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      a[h] = a[2 + h] = NEAR ? at_least<G>(pair_of(x, n, h), GateFormat<G>::LEAST_TWO) : pair_of(x, n, h);
+    for (int h = 0; h < 2; ++h) {
+      a[h] = NEAR ? at_least<G>(pair_of(x, n, h), GateFormat<G>::LEAST_TWO) : pair_of(x, n, h);
+      a[2 + h] = MINUS ? a[h] ^ SIGNS : a[h];
+    }
   }
 };
-template <> struct Gates<float> {
+template <bool MINUS> struct Gates<float, MINUS> {
   Chunk x;
 
   template <bool NEAR = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int at) {
@@ -149,7 +154,7 @@ template <> struct Gates<float> {
 
 // What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, or half of that, as an operand B; made of
 // masks where it is used, since registers are scarce.
-template <class ReadOrder, typename G> struct Counts {
+template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   using Order = ReadOrder;
   int written, read, early;  // whether two tokens are up to i; to where i reads; before the middle
 
@@ -162,7 +167,8 @@ template <class ReadOrder, typename G> struct Counts {
   }
   template <class F> static __device__ __forceinline__ void make(u32 (&b)[2], F of) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) b[half] = of(GateFormat<G>::ONE[half] * 0x10001u);
+    for (int half = 0; half < 2; ++half)
+      b[half] = of(GateFormat<G>::ONE[half] * 0x10001u ^ (half && MINUS && sizeof(G) == 2 ? SIGNS : 0));
   }
   __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask, bool negative = false) const {
     mask = opaque(mask);
@@ -189,8 +195,8 @@ __device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], c
 }
 
 // f(n, sums) of every sub-chunk: log2 of the decays.
-template <bool NEAR, typename G, class F>
-__device__ __forceinline__ void sum_gates(const Gates<G>& g, const u32 (&b)[2], F f) {
+template <bool NEAR, typename G, bool MINUS, class F>
+__device__ __forceinline__ void sum_gates(const Gates<G, MINUS>& g, const u32 (&b)[2], F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     u32 a[4];
@@ -200,8 +206,8 @@ __device__ __forceinline__ void sum_gates(const Gates<G>& g, const u32 (&b)[2], 
     f(n, d);
   }
 }
-template <bool NEAR, typename G>
-__device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G>& g, const u32 (&b)[2], float sign) {
+template <bool NEAR, typename G, bool MINUS>
+__device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G, MINUS>& g, const u32 (&b)[2], float sign) {
   sum_gates<NEAR>(g, b, [&](int n, const SubChunk& sum) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sign * sum[i]);
@@ -209,14 +215,14 @@ __device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G>& g, const
 }
 
 // Factors of queries from the start of a sub-chunk, and of keys to its end.
-template <class Counts, typename G>
-__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G>& g, const Counts& counts) {
+template <class Counts, typename G, bool MINUS>
+__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G, MINUS>& g, const Counts& counts) {
   u32 b[2];
   counts.from_start(b);
   exponentiate<false>(to, g, b, 1.f);
 }
-template <class Counts, typename G>
-__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G>& g, const Counts& counts) {
+template <class Counts, typename G, bool MINUS>
+__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, MINUS>& g, const Counts& counts) {
   u32 b[2];
   counts.to_end(b);
   exponentiate<false>(to, g, b, 1.f);
@@ -252,8 +258,8 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start,
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
 // Factors of queries and of keys in sub-chunk n, from its middle.
-template <bool LOADED_NEAR = false, class Counts, typename G>
-__device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G>& gates,
+template <bool LOADED_NEAR = false, class Counts, typename G, bool MINUS>
+__device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G, MINUS>& gates,
                                                    const Counts& counts, int n) {
   constexpr bool READS_BEFORE_WRITE = Counts::Order::reads_before_write;
   u32 a[4], b[2];
