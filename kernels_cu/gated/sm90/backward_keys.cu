@@ -154,7 +154,7 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
-  const auto by_chunk = [&](int iteration, int) {
+  const auto by_chunk = [&](u32 iteration, int) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C
@@ -323,10 +323,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (args.dht && inside[h] && !joins) end[h] = args.ends[at.pair * K + channel + 8 * h];
   }
 
-  const auto wait_for_values = [&](int iteration) {  // of the chunk behind: C for them has been read
+  const auto wait_for_values = [&](u32 iteration) {  // of the chunk behind: C for them has been read
     if (APART<BK> && iteration) barrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
   };
-  const auto by_chunk = [&](int iteration, int token) {  // false: nothing but the waits at its start has been done
+  const auto by_chunk = [&](u32 iteration, int token) {  // false: nothing but the waits at its start has been done
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
@@ -503,7 +503,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     barrier_arrive(s.done[iteration % STAGES]);
     return true;
   };
-  const auto by_token = [&](int iteration) {
+  const auto by_token = [&](u32 iteration) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_values(iteration);
