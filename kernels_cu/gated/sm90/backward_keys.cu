@@ -366,7 +366,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
     // Orders of which either is the faster one for some types.
     constexpr bool SUM_FIRST = NARROW<T> && !ReadOrder::reads_before_write;
-    constexpr bool ACROSS_FIRST = !NARROW<T> && ReadOrder::reads_before_write && BK == 128;
+    constexpr bool ACROSS_FIRST = false;
     Chunk dk, dg, far;
     SubChunkDecays decays;
     Across read, met;
