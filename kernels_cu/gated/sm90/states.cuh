@@ -176,17 +176,19 @@ template <int BV> using ReadTile = Tile<float, BV>;
 // Writes such a tile from one as it came; warp `warp` of WARPS.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
-  constexpr int PIECES = BV / 8, ROWS = 32 / PIECES;  // 8 columns each; of a warp at once
-  const int row = lane / PIECES, piece = lane % PIECES;
-  const int source = piece / 8 * CHUNK * 128, target = piece / 4 * CHUNK * 128;
-  const int first = swizzled_offset(row, piece % 8), second = swizzled_offset(row, piece % 4 * 2);
+  constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;  // 8 columns each; of a warp at once; of 8 rows
+  // Of 8 lanes half have a row that is 5 XOR that of the others, so that banks differ both where pieces come from and
+  // where they go.
+  const int row = (lane >> 2 & 1) * 5 ^ lane / (2 * PIECES) * 2, piece = lane & 3 | lane >> 1 & PIECES - 4;
+  const int source = piece / 8 * CHUNK * 128 + swizzled_offset(row, piece % 8),
+            target = piece / 4 * CHUNK * 128 + swizzled_offset(row, piece % 4 * 2);
 #pragma unroll 1
   for (int step = warp; step < CHUNK / ROWS; step += WARPS) {
-    const int down = step * ROWS * 128, flip = step * ROWS % 8 * 16;  // what rows further down add, and XOR
-    const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, source + down + (first ^ flip)));
+    const int down = step / STEPS * 8 * 128, flip = step % STEPS * (128 + 16);  // what other rows add, and XOR
+    const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, (source ^ flip) + down));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
-    *reinterpret_cast<float4*>(at_offset(to, target + down + (second ^ flip))) = {a.x, b.x, c.x, d.x};
-    *reinterpret_cast<float4*>(at_offset(to, target + down + (second ^ flip ^ 16))) = {a.y, b.y, c.y, d.y};
+    *reinterpret_cast<float4*>(at_offset(to, (target ^ flip) + down)) = {a.x, b.x, c.x, d.x};
+    *reinterpret_cast<float4*>(at_offset(to, (target ^ flip ^ 16) + down)) = {a.y, b.y, c.y, d.y};
   }
 }
 
