@@ -34,7 +34,9 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i6
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
   const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
   const bool both = joined && blockIdx.x < heads;
-  const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : blockIdx.x;
+  // Backwards first those that the other pass ended with: some of their last tokens are in L2.
+  const u32 own = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : own;
   Segment at = {segment_at(shape, block, P), block};
   if (both) at.last += H, at.tokens += work_tile(shape, block + H).tokens;
   return at;
