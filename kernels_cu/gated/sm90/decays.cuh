@@ -111,9 +111,9 @@ template <> struct GateFormat<float> {
   static constexpr u32 HALVES = 0x80, ONE[2] = {0x3f80u, 0x3f80u};
 };
 
-// A chunk's gates of this lane's channels: no less than NOTHING, NEAR: than LEAST; float32 ones times log2 e. MINUS: the
-// second half of a product has both factors negated, since the same register twice in an operand would be copied for
-// each product: fewer instructions, and more registers.
+// A chunk's gates of this lane's channels: no less than NOTHING, NEAR: than LEAST; float32 ones times log2 e. MINUS:
+// the second half of a product has both factors negated, since the same register twice in an operand would be copied
+// for each product: fewer instructions, and more registers.
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
