@@ -427,8 +427,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    if (!APART<BK>) fence_async();  // otherwise who multiplies by them does so
-    barrier_arrive(s.operands);     // and v for C has been read
+    barrier_arrive(s.operands);  // and v for C has been read
 
     Across over = {};  // sums of queries, for keys
     const auto sum_across = [&] {
@@ -452,7 +451,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (!ACROSS_FIRST) sum_across();
     constexpr int OWN = APART<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[OWN + !OWN];
-    if (OWN) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
+    if (OWN) {
+      barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
+      fence_async();                               // here, where it costs less
+    }
 #pragma unroll
     for (int panel = 0; panel < OWN; ++panel) start_values(dv[panel], s, in, panel);
 
