@@ -157,8 +157,8 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk, for RWKV-6 k dk
-// too.
+// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk. For RWKV-6 q dq
+// and k dk, the latter in `writing`: a query and the key before it count for the same token.
 struct Gradients {
   Chunk dq, weight, writing;
 };
@@ -205,7 +205,8 @@ __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T,
       const float writing = keys[i] * over_queries[i];
       d.dq[n][i] = fmaf(near[i], over_keys[i], present[i]);
       if (ReadOrder::reads_before_write) d.writing[n][i] = writing;
-      d.weight[n][i] = fmaf(queries[i], over_keys[i], -writing);
+      d.weight[n][i] =
+          ReadOrder::reads_before_write ? queries[i] * over_keys[i] : fmaf(queries[i], over_keys[i], -writing);
     }
   }
   __syncwarp();  // else all is made at once: there are no registers for that
@@ -263,7 +264,7 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
   });
   const auto take = [&](int n, int i, float key, float over_queries) {
     if (ReadOrder::reads_before_write) d.writing[n][i] = fmaf(key, over_queries, d.writing[n][i]);
-    d.weight[n][i] = fmaf(-key, over_queries, d.weight[n][i]);
+    else d.weight[n][i] = fmaf(-key, over_queries, d.weight[n][i]);
   };
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
@@ -278,6 +279,28 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
     }
   }
   __syncwarp();
+}
+
+// read_t <- sum_{i>t} read_i - sum_{j>=t} written_j over tokens of the chunk. all: over all of them.
+__device__ __forceinline__ void sum_behind(Chunk& read, const Chunk& written, float (&all)[2]) {
+  const int t = opaque(threadIdx.x) & 3;
+  const bool next_counts = t % 2 == 0, far_counts = t / 2 == 0;  // the other lane of two; the other two
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    all[h] = 0.f;
+#pragma unroll
+    for (int n = SUBCHUNKS - 1; n >= 0; --n) {
+      const float between = read[n][2 * h + 1] - written[n][2 * h];
+      const float own = between + (read[n][2 * h] - written[n][2 * h + 1]);
+      const float next = __shfl_xor_sync(0xffffffffu, own, 1), two = own + next;
+      const float far = __shfl_xor_sync(0xffffffffu, two, 2);
+      float behind = all[h] - written[n][2 * h + 1];
+      if (next_counts) behind += next;
+      if (far_counts) behind += far;
+      all[h] += two + far;
+      read[n][2 * h] = behind + between, read[n][2 * h + 1] = behind;
+    }
+  }
 }
 
 // A segment, behind so many chunks of others.
@@ -350,12 +373,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         if (ReadOrder::reads_before_write) add_sizes(size, found.writing);
         units_for(unit, size);
       }
-      sum_tokens_by_shuffles<true, !ReadOrder::reads_before_write>(found.weight, sum);
-      if (ReadOrder::reads_before_write)
-#pragma unroll
-        for (int n = 0; n < SUBCHUNKS; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
+      if (ReadOrder::reads_before_write) sum_behind(found.weight, found.writing, sum);
+      else sum_tokens_by_shuffles<true, true>(found.weight, sum);
       __syncwarp();  // all lanes have read the warp's channels of q and g
       store_chunk_values(&q_panel, found.dq, offset);
       store_weights(g_panels, found.weight, unit, offset);
