@@ -23,8 +23,8 @@
 #include "rwkv6/decode_operands.cuh"
 
 template <typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, i64 layer, int phase,
-                                       u32 epoch, bool first);
+__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, i64 layer,
+                                       int phase, u32 epoch, bool first);
 template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<T, S, STAGES> {
   typedef DecodeOperands<T, S, STAGES> Block;
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
@@ -36,8 +36,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   typedef typename Block::Word Word;
   int turn;  // of the parts of products: which of two places the next tile's have
 
-  __device__ __forceinline__ DecodeFew(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
-                                       int turn = 0)
+  __device__ __forceinline__ DecodeFew(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, u32 epoch,
+                                       int next = 0, int turn = 0)
       : Block(args, s, epoch, next), turn(turn) {}
 
   static constexpr int GROUP = PACKED > 1 ? 2 : 1;           // stages multiplied at a time
@@ -199,7 +199,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
-        above[n][step] = from[0], below[n][step] = from[8 * PITCH / 16];
+        above[n][step] = from[0], below[n][step] = from[4 * PIECE / 16];
       }
       stages[n] = stage;
       Block::next_slot();
@@ -294,7 +294,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int part = 2 * t + i % 2;
-        if (part < PARTS) s.parts_of_rows[place.buffer][part][g + i / 2 * 8][warp] = totals[i];
+        if (part < PARTS) s.scratch.parts[place.buffer][part][g + i / 2 * 8][warp] = totals[i];
       }
       barrier_arrive(s.summed[place.buffer]);
     }
@@ -331,7 +331,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
         for (int warp = 0; warp < WARPS / LANES; warp += 4) {
           const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
-          const float4 four = load4(&s.parts_of_rows[place.buffer][part][m % ROWS][first]);
+          const float4 four = load4(&s.scratch.parts[place.buffer][part][m % ROWS][first]);
           parts[part][warp] = four.x, parts[part][warp + 1] = four.y;
           parts[part][warp + 2] = four.z, parts[part][warp + 3] = four.w;
         }
@@ -377,17 +377,16 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       if (!last) continue;
       float sum = maa;
 #pragma unroll
-      for (int i = 0; i < SPLITS; ++i) sum += s.mix[0][i][channel];
+      for (int i = 0; i < SPLITS; ++i) sum += s.scratch.mix[0][i][channel];
       put_word(args.mixed + c * D + j, fmaf(old - number(xx[0]), sum, number(xx[0])), epoch);
     }
   }
 
   // A unit is a head; a thread has four columns of its state and every (4 THREADS / N)-th row.
   __device__ __forceinline__ void time_mix(i64 layer) {
-    TimeMixScratch& s = this->s.time_mix;
+    TimeMixScratch& s = *reinterpret_cast<TimeMixScratch*>(staging);
     const int N = int(args.N), W = int(args.W), H = int(args.H);
     const int splits = THREADS / N, split = tid / N, channel = tid % N;
-    wait_for_place(turn), wait_for_place(turn + 1);  // this phase's shared memory is that of parts
 #pragma unroll 1
     for (int h = blockIdx.x; h < H; h += gridDim.x) {
       const int at = h * N;
@@ -426,8 +425,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 
 // What goes on in a block need not be kept in registers meanwhile.
 template <typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, i64 layer, int phase,
-                                       u32 epoch, bool first) {
+__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, i64 layer,
+                                       int phase, u32 epoch, bool first) {
   DecodeFew<T, S, STAGES> block(args, s, epoch);
   block.normalise(layer, phase, first ? block.normed_words(phase == FFN_INPUTS) : nullptr);
 }
@@ -436,7 +435,7 @@ __device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared
 template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS<Handed<T>> + 32;
 
 template <typename T, typename S, int STAGES>
-__device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s) {
+__device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s) {
   const bool finishes = threadIdx.x >= THREADS;
   wait_for_previous();
   const u32 before = args.arrived[blockIdx.x];
@@ -464,7 +463,7 @@ __device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared
 template <typename T, typename S, int STAGES>
 __global__ void __launch_bounds__(ALL_THREADS<T>, 1)
     rwkv6_decode_few(const __grid_constant__ Args<T, S, Handed<T>> args) {
-  Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
+  Shared<STAGES, Handed<T>>& s = *reinterpret_cast<Shared<STAGES, Handed<T>>*>(dynamic_smem());
   launch_next();
   init_stages(args, s);
   const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;

@@ -10,9 +10,9 @@
 #include "rwkv6/time_mix.cuh"
 
 constexpr int ROWS = 16, COLUMNS = 8;
-constexpr int STEPS = 2;                                             // a stage
-constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a stage; no bank conflicts
-constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;           // of a unit of the mix
+constexpr int STEPS = 2;                                    // a stage
+constexpr int PIECE = STEPS * THREADS / 8 * 16;             // bytes of a row in a stage
+constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;  // of a unit of the mix
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
@@ -47,26 +47,35 @@ struct Tiles {
   __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
 };
 
-template <int STAGES> struct Shared {
-  unsigned char ring[STAGES][ROWS][PITCH];
-  Barrier full[STAGES], empty[STAGES];
-  Tiles tiles[PHASES + 1];           // of each phase
-  float units[2][WARPS];             // of two vectors' lowest digits, by warps
-  Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
-  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
-  union {
-    float parts[2][WARPS][COLUMNS][ROWS + 1];
-    float parts_of_rows[2][4][ROWS][WARPS + 4];  // the same by row
-    float mix[COLUMNS][SPLITS][CHANNELS];
-    TimeMixScratch time_mix;
-  };
-};
-
 // What blocks hand to each other as words each of them waits for by itself, so that a phase's tiles can have an order.
 template <typename X> constexpr bool BY_WORDS = true;
 template <> constexpr bool BY_WORDS<float> = false;
 template <typename X> constexpr int COPIERS = BY_WORDS<X> ? 3 : 4;  // warps that have the weights copied
 template <typename X> constexpr int FLIGHT = BY_WORDS<X> ? 3 : 2;   // stages asked for and not yet come
+
+// What phases have in turn.
+template <typename X> union Scratch {
+  float parts[2][4][ROWS][WARPS + 4];  // of products, by row
+  float mix[1][SPLITS][CHANNELS];
+};
+template <> union Scratch<float> {
+  float parts[2][WARPS][COLUMNS][ROWS + 1];
+  float mix[COLUMNS][SPLITS][CHANNELS];
+  TimeMixScratch time_mix;
+};
+
+template <int STAGES, typename X> struct Shared {
+  // Even rows, then odd ones, so that the neighbours that are read together have no bank conflicts.
+  unsigned char ring[STAGES][2][ROWS / 2 * PIECE + 64];
+  Barrier full[STAGES], empty[STAGES];
+  Tiles tiles[PHASES + 1];           // of each phase
+  float units[2][WARPS];             // of two vectors' lowest digits, by warps
+  Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
+  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
+  Scratch<X> scratch;
+
+  __device__ __forceinline__ unsigned char* row(int stage, int row) { return ring[stage][row % 2] + row / 2 * PIECE; }
+};
 
 __device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
 
@@ -203,7 +212,7 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
 
 // The warps that have the weights copied, a lane a row of a stage, some of the 16 each; zeros from column K on.
 template <typename T, typename S, typename X, int STAGES>
-__device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<STAGES>& s) {
+__device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<STAGES, X>& s) {
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   const int first = ROWS * copier / COPIERS<X>, count = ROWS * (copier + 1) / COPIERS<X> - first;  // of its rows
   int stage = 0, latest = STAGES - FLIGHT<X>;  // `latest` must have come before `stage` is asked for
@@ -225,7 +234,7 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
         barrier_wait(s.full[latest], parity ^ (latest < stage));
         if (lane < count) {
           const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
-          unsigned char* to = s.ring[stage][first + lane];
+          unsigned char* to = s.row(stage, first + lane);
           for (int at = bytes; at < PIECE; at += 16) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
           if (bytes < PIECE) fence_async();
           barrier_expect(s.full[stage], bytes);
