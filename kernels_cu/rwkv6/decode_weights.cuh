@@ -84,28 +84,58 @@ __device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
   return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks), 0, 0};
 }
 
+// As even as can be, where the first blocks have one more, or the last.
+__device__ __forceinline__ Tiles share_to_first(int tiles, u32 block, u32 blocks) {
+  const int each = tiles / int(blocks), more = tiles % int(blocks), first = int(block) * each + min(int(block), more);
+  return {first, first + each + (int(block) < more), 0, 0};
+}
+__device__ __forceinline__ Tiles share_to_last(int tiles, u32 block, u32 blocks) {
+  const Tiles mirrored = share_to_first(tiles, blocks - 1 - block, blocks);
+  return {tiles - mirrored.stop, tiles - mirrored.first, 0, 0};
+}
+
+// So that a layer's tiles are about as many in every block: heads' blocks have no gates but more keys, and the low
+// rank's first product is where no mix waits for it.
+template <class Args>
+__device__ __forceinline__ Tiles share_by_words(const Args& args, int phase, u32 block, u32 blocks, int D, int F) {
+  const u32 with_keys = min(blocks, u32(F));
+  switch (phase) {
+    case MIX_DOWN:
+      return share_to_first(tiles_of(5 * args.A), (block + blocks / 3) % blocks, blocks);
+    case INPUTS: {
+      const int wanted = tiles_of(args.W) + 3 * D;              // the gate is wanted behind the time mix
+      const u32 heads = args.H < blocks / 2 ? u32(args.H) : 0;  // blocks that have a time mix, and no gate
+      const Tiles gates = block < heads ? Tiles{} : share_to_last(D, block - heads, blocks - heads);
+      return share_to_first(wanted, block, blocks).then(gates.behind(wanted));
+    }
+    case OUTPUT:
+    case FFN_VALUE:
+      return block < with_keys ? share_to_first(D, block, with_keys) : Tiles{};
+    case FFN_INPUTS:
+      // A block has the gate of the rows for which it has the value's matrix, and keys: who waits for all keys knows
+      // that every block has read the shift.
+      if (block >= with_keys) return {};
+      return share_to_first(F, block, with_keys).then(share_to_first(D, block, with_keys).behind(F));
+    case HEAD:
+      return share_to_first(tiles_of(args.V), block, blocks);
+  }
+  return {};
+}
+
 template <typename T, typename S, typename X>
 __device__ __forceinline__ Tiles share_of(const Args<T, S, X>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
-  const u32 with_keys = min(blocks, u32(F));
+  if constexpr (BY_WORDS<X>) return share_by_words(args, phase, block, blocks, D, F);
   switch (phase) {
     case MIX_DOWN:
       return share(tiles_of(5 * args.A), block, blocks);
-    case INPUTS: {
-      const int all = tiles_of(args.W) + 4 * D, wanted = all - D;  // the gate is wanted behind the time mix
-      if (!BY_WORDS<X>) return share(all, block, blocks);
-      const u32 heads = args.H < blocks / 2 ? u32(args.H) : 0;  // blocks that have a time mix, and no gate
-      const Tiles gates = block < heads ? Tiles{} : share(D, block - heads, blocks - heads);
-      return share(wanted, block, blocks).then(gates.behind(wanted));
-    }
+    case INPUTS:
+      return share(tiles_of(args.W) + 4 * D, block, blocks);
     case OUTPUT:
     case FFN_VALUE:
-      return share(D, block, BY_WORDS<X> ? with_keys : blocks);
+      return share(D, block, blocks);
     case FFN_INPUTS: {
-      // A block has the gate of the rows for which it has the value's matrix, and keys: who waits for all keys knows
-      // that every block has read the shift.
-      if (BY_WORDS<X>) return share(F, block, with_keys).then(share(D, block, with_keys).behind(F));
       // no block has tiles of both, and so two normed inputs
       const u32 keys = max(1u, blocks * F / (F + D));
       if (block < keys) return share(F, block, keys);
