@@ -66,6 +66,18 @@ __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const 
   do { load_words(words, from); } while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>);
 }
 
+// The largest of the keys above 0 that the blocks of a grid bring, one each: it is the last block's result, and 0 that of
+// the others. `most` and `brought` are 0 before, and behind it.
+__device__ __forceinline__ u64 most_of_grid(u64* most, u32* brought, u64 key) {
+  u32 before;
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(most), "l"(key) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(brought) : "memory");
+  if (before + 1 < gridDim.x) return 0;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(key) : "l"(most) : "memory");
+  *most = 0, *brought = 0;
+  return key;
+}
+
 // A barrier of the whole grid, when all its blocks are at work at once, in two halves, for threads 0 to THREADS - 1,
 // which share named barrier 1: what any block wrote before it arrived can be read after the wait. `arrived` changes its
 // highest bit, the sense, when the last block has come; the others are 0 between barriers, and at the start.

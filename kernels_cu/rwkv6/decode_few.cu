@@ -22,6 +22,12 @@
 //           otherwise those of decode_step.cu
 #include "rwkv6/decode_operands.cuh"
 
+template <typename T, typename S> struct FewArgs : Args<T, S, Handed<T>> {
+  i64* tokens;  // where the likeliest token goes, the lowest of equals; or null
+  u64* likeliest;
+  u32* brought;
+};
+
 template <typename T, typename S, int STAGES>
 __device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, i64 layer,
                                        int phase, u32 epoch, bool first);
@@ -34,7 +40,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   typedef typename Block::Operands Operands;
   typedef typename Block::Up Up;
   typedef typename Block::Word Word;
-  int turn;  // of the parts of products: which of two places the next tile's have
+  int turn;           // of the parts of products: which of two places the next tile's have
+  u64 likeliest = 0;  // of the lane's tokens, behind its logit in the order of integers
 
   __device__ __forceinline__ DecodeFew(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, u32 epoch,
                                        int next = 0, int turn = 0)
@@ -183,9 +190,26 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
         break;
       case HEAD:
         m += tile * ROWS;
-        if (m < args.V) args.logits[m] = sum;
+        if (m >= args.V) break;
+        args.logits[m] = sum;
+        if (const u64 key = key_of(sum, m); key > likeliest) likeliest = key;
         break;
     }
+  }
+
+  // Larger for a larger logit, and of equals for a lower token.
+  static __device__ __forceinline__ u64 key_of(float logit, int token) {
+    const u32 bits = __float_as_uint(logit + 0.f);  // there is one zero
+    return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~u32(token);
+  }
+
+  // Once the finishing warp has all of its logits.
+  __device__ __forceinline__ void choose(const FewArgs<T, S>& args) {
+    const u32 logit = __reduce_max_sync(0xffffffffu, u32(likeliest >> 32));
+    const u32 token = __reduce_max_sync(0xffffffffu, likeliest >> 32 == logit ? u32(likeliest) : 0u);
+    if ((tid & 31) > 0) return;
+    if (const u64 most = most_of_grid(args.likeliest, args.brought, u64(logit) << 32 | token))
+      *args.tokens = ~u32(most);
   }
 
   // The next N stages' 16 rows by these.
@@ -435,7 +459,7 @@ __device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared
 template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS<Handed<T>> + 32;
 
 template <typename T, typename S, int STAGES>
-__device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s) {
+__device__ __forceinline__ void decode(const FewArgs<T, S>& args, Shared<STAGES, Handed<T>>& s) {
   const bool finishes = threadIdx.x >= THREADS;
   wait_for_previous();
   const u32 before = args.arrived[blockIdx.x];
@@ -448,6 +472,7 @@ __device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared
     const bool multiplies = phase != MIX && phase != TIME_MIX;
     if (finishes) {
       if (multiplies) block.finish_products(layer, phase);
+      if (phase == HEAD && args.tokens) block.choose(args);
     } else {
       if (n > args.first) sync();  // what the phase before had in shared memory was read
       if (phase == MIX) block.mix(layer);
@@ -461,8 +486,7 @@ __device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared
 }
 
 template <typename T, typename S, int STAGES>
-__global__ void __launch_bounds__(ALL_THREADS<T>, 1)
-    rwkv6_decode_few(const __grid_constant__ Args<T, S, Handed<T>> args) {
+__global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv6_decode_few(const __grid_constant__ FewArgs<T, S> args) {
   Shared<STAGES, Handed<T>>& s = *reinterpret_cast<Shared<STAGES, Handed<T>>*>(dynamic_smem());
   launch_next();
   init_stages(args, s);

@@ -20,7 +20,6 @@ from .arguments import integers, pointers, reals
 from .kernel import HALF, INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
-
 TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
 
 
@@ -202,7 +201,8 @@ class DecodeFew(ModelKernel):
     """The same for one sequence, whose blocks hand each other words in place of barriers."""
 
     file = "rwkv6/decode_few"
-    arguments, shared, arch, threads = DecodeStep.arguments, ("Shared<{stages}, Handed<{dtype}>>",), "sm_90a", 384
+    arguments = (*DecodeStep.arguments, *pointers("tokens likeliest brought"))
+    shared, arch, threads = ("Shared<{stages}, Handed<{dtype}>>",), "sm_90a", 384
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)
     DIGITS_AT_ONCE: ClassVar[int] = 7168  # numbers whose digits have one unit a warp
     dtype: np.dtype
