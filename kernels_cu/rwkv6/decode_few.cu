@@ -1,4 +1,4 @@
-// what      All layers of one token for one sequence, and its logits; every weight is read once.
+// what      All layers of one token for one sequence, its logits, and the likeliest token; every weight is read once.
 // math      the phases of decode_step.cu
 // shapes    as there with B = 1, but what blocks hand to each other are words: xx [6, D], LN(x) of both mixes, x as
 //           either has left it, and once more the last x, in 8 bytes a number; low [5 A], mixed [5, D], kvrg [4, D]
@@ -7,7 +7,7 @@
 // grid      as there; of the threads of a block THREADS compute, one warp adds what they have multiplied, and COPIERS
 //           warps have weights copied
 // smem      Shared, then the staging area: the operands of D numbers, twice for two mixes of a norm, or of `staged`
-//           where a product has more
+//           where a product has more, or what a head's time mix has
 // barriers  none of the grid: a word carries its layer, or whether that is odd, and who needs it reads it until it is
 //           there. A word is overwritten a layer later, by a block that has seen the work of all who read it: each of
 //           them has written a word since, and every word goes into every number of the next layer. A warp multiplies
