@@ -3,11 +3,11 @@
     python benchmarks/rwkv6_gpu.py [--batch 1 8 64 256] [--runs 50] [--peers rwkv fla] [--keep-peers FILE] [--out FILE]
 
 The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin is first computed by NumPy in
-float32 too, and must agree. The floor of a step is every byte of the weights once, and of the states twice, over the
-copy bandwidth of the same run; times are between GPU events, medians, a step's of `--runs` samples of ten, which begin
-at the card's full clock (see devices.py; `mhz` is the clock as they end). Memory is what the libraries had taken from
-the device at most. On Hopper there are rows of matrices in int8 (for as many sequences as have kernels of their own),
-and of a recurrent state in bfloat16, too.
+float32 too, and must agree. The floor of a step is every byte of the weights and of the logits once, and of the states
+twice, over the copy bandwidth of the same run; times are between GPU events, medians, a step's of `--runs` samples of
+ten, which begin at the card's full clock (see devices.py; `mhz` is the clock as they end). Memory is what the libraries
+had taken from the device at most. On Hopper there are rows of matrices in int8 (for as many sequences as have kernels
+of their own), and of a recurrent state in bfloat16, too.
 
 The peers have the same weights, and need torch: the `rwkv` package (one sequence; its own CUDA kernels where it can
 build them) and flash-linear-attention's RWKV-6 model. One that is absent, or fails, is left out with the reason; one
@@ -231,7 +231,7 @@ def decode(decoder, runs, bandwidth):
     ms /= STEPS
     assert cupy.isfinite(decoder.logits).all()
     state_bytes = 2 * sum(array.nbytes for array in vars(state).values())
-    floor_ms = (decoder.weight_bytes + state_bytes) / bandwidth * 1e3
+    floor_ms = (decoder.weight_bytes + state_bytes + decoder.logits.nbytes) / bandwidth * 1e3
     return {
         "ms": ms,
         "mhz": mhz,

@@ -84,8 +84,8 @@ def on_a_gpu(result) -> str:
     text = (
         f"{result['device']}, {result['date']}, {model['L']} layers of {model['D']} channels (1.6 billion parameters), "
         f"in {result['dtype']} where a row says nothing else. Decoding is a token for each sequence, captured in a "
-        "CUDA graph; its floor is the time to read the weights once, and to read and write the states, at the "
-        f"{result['copy_tb_per_s']:.1f} TB/s of a copy."
+        "CUDA graph; its floor is the time to read the weights once, to read and write the states, and to write the "
+        f"logits, at the {result['copy_tb_per_s']:.1f} TB/s of a copy."
     )
     errors = ", ".join(f"{name} {its['error']:.1e}" for name, its in {"ours": result, **measured}.items())
     below = (

@@ -421,9 +421,14 @@ def test_slots_choose_rows_of_a_pool(device, B, rng):
         assert (host(part)[:, others] == 7).all()
 
 
-def test_greedy_tokens_are_the_argmax(device, rng):
-    decoder = CudaDecoder(synthetic(rng, SMALL), np.float32, 3, device)
-    tokens, state = device.upload(rng.integers(0, SMALL["V"], 3)), decoder.initial_state()
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+@pytest.mark.parametrize("B", [1, 3])
+def test_greedy_tokens_are_the_argmax(device, B, dtype, rng):
+    """The lowest of equals, which are not in one tile."""
+    weights = synthetic(rng, SMALL)
+    weights["head.weight"][SMALL["V"] // 2 :] = weights["head.weight"][: (SMALL["V"] + 1) // 2]
+    decoder = CudaDecoder(weights, dtype, B, device)
+    tokens, state = device.upload(rng.integers(0, SMALL["V"], B)), decoder.initial_state()
     for _ in range(3):
         logits = decoder.step(tokens, state, greedy=True)
         np.testing.assert_array_equal(host(tokens), host(logits).argmax(-1))

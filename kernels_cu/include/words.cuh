@@ -1,5 +1,5 @@
 // what      What blocks of one grid hand to each other when all are at work at once: words without barriers, or
-//           numbers behind a barrier of the grid.
+//           numbers behind a barrier of the grid; and what the last block finds of all of them.
 // limits    sm_80 and later
 // twin      tests/emulator/words.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
@@ -64,6 +64,18 @@ __device__ __forceinline__ void settle_words(Words (&words)[N], const Word* cons
 template <typename Words, typename Word, int N>
 __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
   do { load_words(words, from); } while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>);
+}
+
+// The largest of the keys above 0 that the blocks of a grid bring, one each: it is the last block's result, and the
+// others have 0. `most` and `brought` are 0 before, and behind it.
+__device__ __forceinline__ u64 most_of_grid(u64* most, u32* brought, u64 key) {
+  u32 before;
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(most), "l"(key) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(brought) : "memory");
+  if (before + 1 < gridDim.x) return 0;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(key) : "l"(most) : "memory");
+  *most = 0, *brought = 0;
+  return key;
 }
 
 // A barrier of the whole grid, when all its blocks are at work at once, in two halves, for threads 0 to THREADS - 1,

@@ -11,13 +11,13 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS;
 
   const Args<T, S, X>& args;
-  Shared<STAGES>& s;
+  Shared<STAGES, X>& s;
   float* const staging;
   const int B, D, tid;
   int stage;  // of weights that is next, and the parity of its `full`
   u32 parity;
 
-  __device__ __forceinline__ DecodeBlock(const Args<T, S, X>& args, Shared<STAGES>& s, int next)
+  __device__ __forceinline__ DecodeBlock(const Args<T, S, X>& args, Shared<STAGES, X>& s, int next)
       : args(args),
         s(s),
         staging(reinterpret_cast<float*>(&s + 1)),
@@ -108,7 +108,7 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 
   // The lane's columns of the next stage, in the first of its two rows.
   __device__ __forceinline__ const unsigned char* row_of_slot() const {
-    return s.ring[stage][(tid & 31) >> 2] + Lane<T>::start(tid) * sizeof(T);
+    return s.row(stage, (tid & 31) >> 2) + Lane<T>::start(tid) * sizeof(T);
   }
 
   // This lane has read the stage, before a bulk copy writes there, which no barrier alone puts behind plain reads: each
@@ -140,13 +140,13 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 #pragma unroll 2
       for (int b = 0; b < B; ++b) {
         const float* low = low_of(b);
-        float part = start > 0 ? s.mix[b][split][channel] : 0.f;
+        float part = start > 0 ? s.scratch.mix[b][split][channel] : 0.f;
 #pragma unroll
         for (int i = 0; i < PASS; ++i) {
           const int a = start + split + i * SPLITS;
           if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
         }
-        s.mix[b][split][channel] = part;
+        s.scratch.mix[b][split][channel] = part;
       }
     }
   }
@@ -179,7 +179,7 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 
 // One thread each makes the stages' barriers, and says which tiles the block has.
 template <typename T, typename S, typename X, int STAGES>
-__device__ __forceinline__ void init_stages(const Args<T, S, X>& args, Shared<STAGES>& s) {
+__device__ __forceinline__ void init_stages(const Args<T, S, X>& args, Shared<STAGES, X>& s) {
   if (threadIdx.x <= PHASES) s.tiles[threadIdx.x] = share_of(args, threadIdx.x);
   if (threadIdx.x < STAGES) {
     barrier_init(s.full[threadIdx.x], ROWS);

@@ -1,4 +1,4 @@
-// what      All layers of one token for one sequence, and its logits; every weight is read once.
+// what      All layers of one token for one sequence, its logits, and the likeliest token; every weight is read once.
 // math      the phases of decode_step.cu
 // shapes    as there with B = 1, but what blocks hand to each other are words: xx [6, D], LN(x) of both mixes, x as
 //           either has left it, and once more the last x, in 8 bytes a number; low [5 A], mixed [5, D], kvrg [4, D]
@@ -7,7 +7,7 @@
 // grid      as there; of the threads of a block THREADS compute, one warp adds what they have multiplied, and COPIERS
 //           warps have weights copied
 // smem      Shared, then the staging area: the operands of D numbers, twice for two mixes of a norm, or of `staged`
-//           where a product has more
+//           where a product has more, or what a head's time mix has
 // barriers  none of the grid: a word carries its layer, or whether that is odd, and who needs it reads it until it is
 //           there. A word is overwritten a layer later, by a block that has seen the work of all who read it: each of
 //           them has written a word since, and every word goes into every number of the next layer. A warp multiplies
@@ -22,9 +22,15 @@
 //           otherwise those of decode_step.cu
 #include "rwkv6/decode_operands.cuh"
 
+template <typename T, typename S> struct FewArgs : Args<T, S, Handed<T>> {
+  i64* tokens;  // where the likeliest token goes, the lowest of equals; or null
+  u64* likeliest;
+  u32* brought;
+};
+
 template <typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, i64 layer, int phase,
-                                       u32 epoch, bool first);
+__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, i64 layer,
+                                       int phase, u32 epoch, bool first);
 template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<T, S, STAGES> {
   typedef DecodeOperands<T, S, STAGES> Block;
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
@@ -34,10 +40,11 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   typedef typename Block::Operands Operands;
   typedef typename Block::Up Up;
   typedef typename Block::Word Word;
-  int turn;  // of the parts of products: which of two places the next tile's have
+  int turn;           // of the parts of products: which of two places the next tile's have
+  u64 likeliest = 0;  // of the lane's tokens, behind its logit in the order of integers
 
-  __device__ __forceinline__ DecodeFew(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
-                                       int turn = 0)
+  __device__ __forceinline__ DecodeFew(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, u32 epoch,
+                                       int next = 0, int turn = 0)
       : Block(args, s, epoch, next), turn(turn) {}
 
   static constexpr int GROUP = PACKED > 1 ? 2 : 1;           // stages multiplied at a time
@@ -183,9 +190,26 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
         break;
       case HEAD:
         m += tile * ROWS;
-        if (m < args.V) args.logits[m] = sum;
+        if (m >= args.V) break;
+        args.logits[m] = sum;
+        if (const u64 key = key_of(sum, m); key > likeliest) likeliest = key;
         break;
     }
+  }
+
+  // Larger for a larger logit, and of equals for a lower token.
+  static __device__ __forceinline__ u64 key_of(float logit, int token) {
+    const u32 bits = __float_as_uint(logit + 0.f);  // there is one zero
+    return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~u32(token);
+  }
+
+  // Once the finishing warp has all of its logits.
+  __device__ __forceinline__ void choose(const FewArgs<T, S>& args) {
+    const u32 logit = __reduce_max_sync(0xffffffffu, u32(likeliest >> 32));
+    const u32 token = __reduce_max_sync(0xffffffffu, likeliest >> 32 == logit ? u32(likeliest) : 0u);
+    if ((tid & 31) > 0) return;
+    if (const u64 most = most_of_grid(args.likeliest, args.brought, u64(logit) << 32 | token))
+      *args.tokens = ~u32(most);
   }
 
   // The next N stages' 16 rows by these.
@@ -199,7 +223,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
-        above[n][step] = from[0], below[n][step] = from[8 * PITCH / 16];
+        above[n][step] = from[0], below[n][step] = from[4 * PIECE / 16];
       }
       stages[n] = stage;
       Block::next_slot();
@@ -294,7 +318,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int part = 2 * t + i % 2;
-        if (part < PARTS) s.parts_of_rows[place.buffer][part][g + i / 2 * 8][warp] = totals[i];
+        if (part < PARTS) s.scratch.parts[place.buffer][part][g + i / 2 * 8][warp] = totals[i];
       }
       barrier_arrive(s.summed[place.buffer]);
     }
@@ -331,7 +355,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
         for (int warp = 0; warp < WARPS / LANES; warp += 4) {
           const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
-          const float4 four = load4(&s.parts_of_rows[place.buffer][part][m % ROWS][first]);
+          const float4 four = load4(&s.scratch.parts[place.buffer][part][m % ROWS][first]);
           parts[part][warp] = four.x, parts[part][warp + 1] = four.y;
           parts[part][warp + 2] = four.z, parts[part][warp + 3] = four.w;
         }
@@ -377,17 +401,16 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       if (!last) continue;
       float sum = maa;
 #pragma unroll
-      for (int i = 0; i < SPLITS; ++i) sum += s.mix[0][i][channel];
+      for (int i = 0; i < SPLITS; ++i) sum += s.scratch.mix[0][i][channel];
       put_word(args.mixed + c * D + j, fmaf(old - number(xx[0]), sum, number(xx[0])), epoch);
     }
   }
 
   // A unit is a head; a thread has four columns of its state and every (4 THREADS / N)-th row.
   __device__ __forceinline__ void time_mix(i64 layer) {
-    TimeMixScratch& s = this->s.time_mix;
+    TimeMixScratch& s = *reinterpret_cast<TimeMixScratch*>(staging);
     const int N = int(args.N), W = int(args.W), H = int(args.H);
     const int splits = THREADS / N, split = tid / N, channel = tid % N;
-    wait_for_place(turn), wait_for_place(turn + 1);  // this phase's shared memory is that of parts
 #pragma unroll 1
     for (int h = blockIdx.x; h < H; h += gridDim.x) {
       const int at = h * N;
@@ -426,8 +449,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 
 // What goes on in a block need not be kept in registers meanwhile.
 template <typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, i64 layer, int phase,
-                                       u32 epoch, bool first) {
+__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, i64 layer,
+                                       int phase, u32 epoch, bool first) {
   DecodeFew<T, S, STAGES> block(args, s, epoch);
   block.normalise(layer, phase, first ? block.normed_words(phase == FFN_INPUTS) : nullptr);
 }
@@ -436,7 +459,7 @@ __device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared
 template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS<Handed<T>> + 32;
 
 template <typename T, typename S, int STAGES>
-__device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s) {
+__device__ __forceinline__ void decode(const FewArgs<T, S>& args, Shared<STAGES, Handed<T>>& s) {
   const bool finishes = threadIdx.x >= THREADS;
   wait_for_previous();
   const u32 before = args.arrived[blockIdx.x];
@@ -449,6 +472,7 @@ __device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared
     const bool multiplies = phase != MIX && phase != TIME_MIX;
     if (finishes) {
       if (multiplies) block.finish_products(layer, phase);
+      if (phase == HEAD && args.tokens) block.choose(args);
     } else {
       if (n > args.first) sync();  // what the phase before had in shared memory was read
       if (phase == MIX) block.mix(layer);
@@ -462,9 +486,8 @@ __device__ __forceinline__ void decode(const Args<T, S, Handed<T>>& args, Shared
 }
 
 template <typename T, typename S, int STAGES>
-__global__ void __launch_bounds__(ALL_THREADS<T>, 1)
-    rwkv6_decode_few(const __grid_constant__ Args<T, S, Handed<T>> args) {
-  Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
+__global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv6_decode_few(const __grid_constant__ FewArgs<T, S> args) {
+  Shared<STAGES, Handed<T>>& s = *reinterpret_cast<Shared<STAGES, Handed<T>>*>(dynamic_smem());
   launch_next();
   init_stages(args, s);
   const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;

@@ -23,7 +23,8 @@ struct DecodeOperands : DecodeBlock<T, S, Handed<T>, STAGES, SHARED_BY<T>> {
   using Block::s, Block::staging, Block::D, Block::tid, Block::EACH, Block::PARTS;
   const u32 epoch;  // of what this layer writes
 
-  __device__ __forceinline__ DecodeOperands(const Args<T, S, Handed<T>>& args, Shared<STAGES>& s, u32 epoch, int next)
+  __device__ __forceinline__ DecodeOperands(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, u32 epoch,
+                                            int next)
       : Block(args, s, next), epoch(epoch) {}
 
   static constexpr int WORDS = Split<T>::WORDS;

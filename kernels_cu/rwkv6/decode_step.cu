@@ -22,8 +22,8 @@
 #include "words.cuh"
 
 template <typename S, int STAGES, bool PAIRED>
-__device__ __noinline__ void normalise(const Args<float, S, float>& args, Shared<STAGES>& s, i64 layer, int phase,
-                                       int input, u32 sense, bool first);
+__device__ __noinline__ void normalise(const Args<float, S, float>& args, Shared<STAGES, float>& s, i64 layer,
+                                       int phase, int input, u32 sense, bool first);
 
 // Sequences whose numbers fit side by side: warps that share one's norm are WARPS over these.
 template <bool PAIRED> constexpr int SEQUENCES_OF = PAIRED ? COLUMNS / Split<float>::PARTS : COLUMNS;
@@ -37,7 +37,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
   typedef typename Block::Norm Norm;
   const u32 sense;  // of the barrier before this phase
 
-  __device__ __forceinline__ Decode(const Args<float, S, float>& args, Shared<STAGES>& s, u32 sense, int next)
+  __device__ __forceinline__ Decode(const Args<float, S, float>& args, Shared<STAGES, float>& s, u32 sense, int next)
       : Block(args, s, next), sense(sense) {}
 
   // What the phases before wrote can be read; between their end and here is time to load what does not change.
@@ -166,7 +166,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
-      const uint4 above = from[0], below = from[8 * PITCH / 16];
+      const uint4 above = from[0], below = from[4 * PIECE / 16];
       if constexpr (PAIRED) {
         Split<float>::multiply(sums[0], above, below, x[step]);
       } else {
@@ -240,7 +240,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
             multiply_slot(sums, x[n]);
           }
         }
-        auto& parts = s.parts[tile & 1];
+        auto& parts = s.scratch.parts[tile & 1];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float sum = 0.f;
@@ -298,7 +298,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
       for (int b = split; b < B; b += SPLITS) {
         float sum = maa;
 #pragma unroll
-        for (int n = 0; n < SPLITS; ++n) sum += s.mix[b][n][channel];
+        for (int n = 0; n < SPLITS; ++n) sum += s.scratch.mix[b][n][channel];
         if (b > split) vectors(b);
         args.mixed[(c * B + b) * D + j] = fmaf(old - xx, sum, xx);
       }
@@ -307,7 +307,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
 
   // A unit is a head of a sequence; a thread has four columns of its state and every (4 THREADS / N)-th row.
   __device__ __forceinline__ void time_mix(i64 layer) {
-    TimeMixScratch& s = this->s.time_mix;
+    TimeMixScratch& s = this->s.scratch.time_mix;
     const int N = int(args.N), W = int(args.W), H = int(args.H), units = B * H;
     const int splits = THREADS / N, split = tid / N, channel = tid % N;
     bool first = true;
@@ -350,31 +350,32 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
 
 // What goes on in a block need not be kept in registers meanwhile.
 template <typename S, int STAGES, bool PAIRED>
-__device__ __noinline__ void normalise(const Args<float, S, float>& args, Shared<STAGES>& s, i64 layer, int phase,
-                                       int input, u32 sense, bool first) {
+__device__ __noinline__ void normalise(const Args<float, S, float>& args, Shared<STAGES, float>& s, i64 layer,
+                                       int phase, int input, u32 sense, bool first) {
   Decode<S, STAGES, PAIRED> block(args, s, sense, 0);
   block.normalise(block.norm_of(layer, phase, input), first ? args.xx : nullptr);
 }
 
 // Phases one by one. `next` is the number of the next stage, and the parity of its `full`.
 template <typename S, int STAGES, bool PAIRED>
-__device__ __forceinline__ int products(const Args<float, S, float>& args, Shared<STAGES>& s, int layer, int phase,
-                                        u32 sense, int next) {
+__device__ __forceinline__ int products(const Args<float, S, float>& args, Shared<STAGES, float>& s, int layer,
+                                        int phase, u32 sense, int next) {
   Decode<S, STAGES, PAIRED> block(args, s, sense, next);
   block.products(layer, phase);
   return block.stage * 2 + int(block.parity);
 }
 template <typename S, int STAGES, bool PAIRED>
-__device__ __forceinline__ void mix(const Args<float, S, float>& args, Shared<STAGES>& s, int layer, u32 sense) {
+__device__ __forceinline__ void mix(const Args<float, S, float>& args, Shared<STAGES, float>& s, int layer, u32 sense) {
   Decode<S, STAGES, PAIRED>(args, s, sense, 0).mix(layer);
 }
 template <typename S, int STAGES, bool PAIRED>
-__device__ __forceinline__ void time_mix(const Args<float, S, float>& args, Shared<STAGES>& s, int layer, u32 sense) {
+__device__ __forceinline__ void time_mix(const Args<float, S, float>& args, Shared<STAGES, float>& s, int layer,
+                                         u32 sense) {
   Decode<S, STAGES, PAIRED>(args, s, sense, 0).time_mix(layer);
 }
 
 template <typename S, int STAGES, bool PAIRED>
-__device__ __forceinline__ void decode(const Args<float, S, float>& args, Shared<STAGES>& s) {
+__device__ __forceinline__ void decode(const Args<float, S, float>& args, Shared<STAGES, float>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
   int next = 0;
@@ -393,7 +394,7 @@ __device__ __forceinline__ void decode(const Args<float, S, float>& args, Shared
 template <typename S, int STAGES, bool PAIRED>
 __global__ void __launch_bounds__(THREADS + 32 * COPIERS<float>, 1)
     rwkv6_decode_step(const __grid_constant__ Args<float, S, float> args) {
-  Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
+  Shared<STAGES, float>& s = *reinterpret_cast<Shared<STAGES, float>*>(dynamic_smem());
   launch_next();
   init_stages(args, s);
   if (threadIdx.x < THREADS) decode<S, STAGES, PAIRED>(args, s);

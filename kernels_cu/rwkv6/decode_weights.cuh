@@ -10,9 +10,9 @@
 #include "rwkv6/time_mix.cuh"
 
 constexpr int ROWS = 16, COLUMNS = 8;
-constexpr int STEPS = 2;                                             // a stage
-constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a stage; no bank conflicts
-constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;           // of a unit of the mix
+constexpr int STEPS = 2;                                    // a stage
+constexpr int PIECE = STEPS * THREADS / 8 * 16;             // bytes of a row in a stage
+constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;  // of a unit of the mix
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
@@ -47,26 +47,35 @@ struct Tiles {
   __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
 };
 
-template <int STAGES> struct Shared {
-  unsigned char ring[STAGES][ROWS][PITCH];
-  Barrier full[STAGES], empty[STAGES];
-  Tiles tiles[PHASES + 1];           // of each phase
-  float units[2][WARPS];             // of two vectors' lowest digits, by warps
-  Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
-  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
-  union {
-    float parts[2][WARPS][COLUMNS][ROWS + 1];
-    float parts_of_rows[2][4][ROWS][WARPS + 4];  // the same by row
-    float mix[COLUMNS][SPLITS][CHANNELS];
-    TimeMixScratch time_mix;
-  };
-};
-
 // What blocks hand to each other as words each of them waits for by itself, so that a phase's tiles can have an order.
 template <typename X> constexpr bool BY_WORDS = true;
 template <> constexpr bool BY_WORDS<float> = false;
 template <typename X> constexpr int COPIERS = BY_WORDS<X> ? 3 : 4;  // warps that have the weights copied
 template <typename X> constexpr int FLIGHT = BY_WORDS<X> ? 3 : 2;   // stages asked for and not yet come
+
+// What phases have in turn.
+template <typename X> union Scratch {
+  float parts[2][4][ROWS][WARPS + 4];  // of products, by row
+  float mix[1][SPLITS][CHANNELS];
+};
+template <> union Scratch<float> {
+  float parts[2][WARPS][COLUMNS][ROWS + 1];
+  float mix[COLUMNS][SPLITS][CHANNELS];
+  TimeMixScratch time_mix;
+};
+
+template <int STAGES, typename X> struct Shared {
+  // Even rows, then odd ones, so that the neighbours that are read together have no bank conflicts.
+  unsigned char ring[STAGES][2][ROWS / 2 * PIECE + 64];
+  Barrier full[STAGES], empty[STAGES];
+  Tiles tiles[PHASES + 1];           // of each phase
+  float units[2][WARPS];             // of two vectors' lowest digits, by warps
+  Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
+  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
+  Scratch<X> scratch;
+
+  __device__ __forceinline__ unsigned char* row(int stage, int row) { return ring[stage][row % 2] + row / 2 * PIECE; }
+};
 
 __device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
 
@@ -75,28 +84,58 @@ __device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
   return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks), 0, 0};
 }
 
+// As even as can be, where the first blocks have one more, or the last.
+__device__ __forceinline__ Tiles share_to_first(int tiles, u32 block, u32 blocks) {
+  const int each = tiles / int(blocks), more = tiles % int(blocks), first = int(block) * each + min(int(block), more);
+  return {first, first + each + (int(block) < more), 0, 0};
+}
+__device__ __forceinline__ Tiles share_to_last(int tiles, u32 block, u32 blocks) {
+  const Tiles mirrored = share_to_first(tiles, blocks - 1 - block, blocks);
+  return {tiles - mirrored.stop, tiles - mirrored.first, 0, 0};
+}
+
+// So that a layer's tiles are about as many in every block: heads' blocks have no gates but more keys, and the low
+// rank's first product is where no mix waits for it.
+template <class Args>
+__device__ __forceinline__ Tiles share_by_words(const Args& args, int phase, u32 block, u32 blocks, int D, int F) {
+  const u32 with_keys = min(blocks, u32(F));
+  switch (phase) {
+    case MIX_DOWN:
+      return share_to_first(tiles_of(5 * args.A), (block + blocks / 3) % blocks, blocks);
+    case INPUTS: {
+      const int wanted = tiles_of(args.W) + 3 * D;              // the gate is wanted behind the time mix
+      const u32 heads = args.H < blocks / 2 ? u32(args.H) : 0;  // blocks that have a time mix, and no gate
+      const Tiles gates = block < heads ? Tiles{} : share_to_last(D, block - heads, blocks - heads);
+      return share_to_first(wanted, block, blocks).then(gates.behind(wanted));
+    }
+    case OUTPUT:
+    case FFN_VALUE:
+      return block < with_keys ? share_to_first(D, block, with_keys) : Tiles{};
+    case FFN_INPUTS:
+      // A block has the gate of the rows for which it has the value's matrix, and keys: who waits for all keys knows
+      // that every block has read the shift.
+      if (block >= with_keys) return {};
+      return share_to_first(F, block, with_keys).then(share_to_first(D, block, with_keys).behind(F));
+    case HEAD:
+      return share_to_first(tiles_of(args.V), block, blocks);
+  }
+  return {};
+}
+
 template <typename T, typename S, typename X>
 __device__ __forceinline__ Tiles share_of(const Args<T, S, X>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
-  const u32 with_keys = min(blocks, u32(F));
+  if constexpr (BY_WORDS<X>) return share_by_words(args, phase, block, blocks, D, F);
   switch (phase) {
     case MIX_DOWN:
       return share(tiles_of(5 * args.A), block, blocks);
-    case INPUTS: {
-      const int all = tiles_of(args.W) + 4 * D, wanted = all - D;  // the gate is wanted behind the time mix
-      if (!BY_WORDS<X>) return share(all, block, blocks);
-      const u32 heads = args.H < blocks / 2 ? u32(args.H) : 0;  // blocks that have a time mix, and no gate
-      const Tiles gates = block < heads ? Tiles{} : share(D, block - heads, blocks - heads);
-      return share(wanted, block, blocks).then(gates.behind(wanted));
-    }
+    case INPUTS:
+      return share(tiles_of(args.W) + 4 * D, block, blocks);
     case OUTPUT:
     case FFN_VALUE:
-      return share(D, block, BY_WORDS<X> ? with_keys : blocks);
+      return share(D, block, blocks);
     case FFN_INPUTS: {
-      // A block has the gate of the rows for which it has the value's matrix, and keys: who waits for all keys knows
-      // that every block has read the shift.
-      if (BY_WORDS<X>) return share(F, block, with_keys).then(share(D, block, with_keys).behind(F));
       // no block has tiles of both, and so two normed inputs
       const u32 keys = max(1u, blocks * F / (F + D));
       if (block < keys) return share(F, block, keys);
@@ -203,7 +242,7 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
 
 // The warps that have the weights copied, a lane a row of a stage, some of the 16 each; zeros from column K on.
 template <typename T, typename S, typename X, int STAGES>
-__device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<STAGES>& s) {
+__device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<STAGES, X>& s) {
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   const int first = ROWS * copier / COPIERS<X>, count = ROWS * (copier + 1) / COPIERS<X> - first;  // of its rows
   int stage = 0, latest = STAGES - FLIGHT<X>;  // `latest` must have come before `stage` is asked for
@@ -225,7 +264,7 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
         barrier_wait(s.full[latest], parity ^ (latest < stage));
         if (lane < count) {
           const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
-          unsigned char* to = s.ring[stage][first + lane];
+          unsigned char* to = s.row(stage, first + lane);
           for (int at = bytes; at < PIECE; at += 16) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
           if (bytes < PIECE) fence_async();
           barrier_expect(s.full[stage], bytes);

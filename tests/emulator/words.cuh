@@ -43,6 +43,14 @@ void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch, emul
   settle_words(words, from, epoch, where);
 }
 
+inline u64 most_of_grid(u64* most, u32* brought, u64 key) {
+  *most = std::max(*most, key);
+  if (++*brought < gridDim.x) return 0;
+  key = *most;
+  *most = 0, *brought = 0;
+  return key;
+}
+
 // Blocks run in turn, so that a kernel with such a barrier is launched once for every stretch between two of them.
 constexpr u32 NO_BARRIER = 1;
 inline u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }

@@ -223,8 +223,8 @@ def of_models():
     for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
         for paired in (True, False):
             yield rwkv6.DecodeStep(S, depth, paired)
-        for T in (*CTYPES, INT8):
-            yield rwkv6.DecodeFew(T, S, depth)
+    for T, S, depth in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeFew.STAGES):
+        yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:
         yield model_products.FewRowsProduct(T)

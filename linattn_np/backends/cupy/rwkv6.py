@@ -20,6 +20,8 @@ from .arguments import integers, pointers, reals
 from .kernel import HALF, INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
+TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
+
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class TimeMixStep(ModelKernel):
     arguments = (*pointers("k v r gate low up decay u weight bias state slots y"), *integers("B H N W"), *reals("eps"))
     shared = ("TimeMixScratch",)
     threads, parts = 256, 1
-    shared_bytes = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
+    shared_bytes = TIME_MIX_SCRATCH
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
@@ -157,7 +159,7 @@ class DecodeStep(ModelKernel):
         *integers("L B P D H N A W F V staged first last"),
         *reals("eps group_eps"),
     )
-    shared = ("Shared<{stages}>",)
+    shared = ("Shared<{stages}, float>",)
     arch, threads = "sm_90a", 384
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
@@ -186,8 +188,12 @@ class DecodeStep(ModelKernel):
     @property
     def shared_bytes(self):
         """Without the vectors."""
-        norms_and_time_mix = 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
-        return self.stages * (16 * (1024 + 64) + 2 * 8) + 8 * 16 + 4 * 2 * 8 + 4 * 8 + norms_and_time_mix
+        return self.bytes_of_stages(self.stages) + TIME_MIX_SCRATCH
+
+    @staticmethod
+    def bytes_of_stages(stages):
+        """Of `Shared` without its scratch."""
+        return stages * (2 * (8 * 1024 + 64) + 2 * 8) + 8 * 16 + 4 * 2 * 8 + 4 * 8 + 4 * 2 * 8
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,9 @@ class DecodeFew(ModelKernel):
     """The same for one sequence, whose blocks hand each other words in place of barriers."""
 
     file = "rwkv6/decode_few"
-    arguments, shared, arch, threads = DecodeStep.arguments, DecodeStep.shared, "sm_90a", 384
+    arguments = (*DecodeStep.arguments, *pointers("tokens likeliest brought"))
+    shared, arch, threads = ("Shared<{stages}, Handed<{dtype}>>",), "sm_90a", 384
+    STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)
     DIGITS_AT_ONCE: ClassVar[int] = 7168  # numbers whose digits have one unit a warp
     dtype: np.dtype
     state: np.dtype
@@ -206,12 +214,12 @@ class DecodeFew(ModelKernel):
         """The kernel and the bytes of its stage: two mixes of a norm, and all that the widest product takes, if that
         costs few stages."""
         widest = max(sizes["D"], sizes["F"])
-        for count, least in ((widest, 8), (sizes["D"], DecodeStep.STAGES[-1])):
-            for stages in DecodeStep.STAGES:
+        for count, least in ((widest, 8), (sizes["D"], cls.STAGES[-1])):
+            for stages in cls.STAGES:
                 kernel = cls(dtype, state, stages)
                 count = padded(count, kernel.slot)
                 norm = (2 * kernel.bytes_of_operand + kernel.bytes_of_float) * sizes["D"]
-                room = max(kernel.bytes_of_operand * count, norm, 4 * sizes["A"])
+                room = max(kernel.bytes_of_operand * count, norm, TIME_MIX_SCRATCH, 4 * sizes["A"])
                 if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
                     return kernel, room
         return None
@@ -239,7 +247,7 @@ class DecodeFew(ModelKernel):
     @property
     def shared_bytes(self):
         """Without the stage."""
-        return DecodeStep(self.state, self.stages, True).shared_bytes
+        return DecodeStep.bytes_of_stages(self.stages) + 4 * 2 * 4 * 16 * (8 + 4)
 
 
 @dataclass(frozen=True)

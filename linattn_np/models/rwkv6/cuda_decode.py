@@ -149,7 +149,7 @@ class CudaDecoder:
             arrived=self.device.zeros((1,), INT64),
         )
         if isinstance(self.kernel and self.kernel[0], kernels.DecodeFew):
-            vars(self.buffers).update(self.words())
+            vars(self.buffers).update(self.words() | self.of_choice())
         self.bound, self.held, self.launches, self.graph = None, None, (), None
 
     def kernel_of_all(self, batch):
@@ -172,6 +172,10 @@ class CudaDecoder:
         narrow = INT64 if self.dtype == FLOAT32 else UINT32  # the last x takes two of these
         words = {name: self.device.zeros(shape, narrow) for name, shape in shapes.items()}
         return words | {"arrived": self.device.zeros((blocks,), UINT32)}
+
+    def of_choice(self) -> dict:
+        """Where the blocks of `DecodeFew` find the likeliest token."""
+        return {"likeliest": self.device.zeros((1,), INT64), "brought": self.device.zeros((1,), UINT32)}
 
     @property
     def logits(self):
@@ -290,6 +294,7 @@ class Step:
         self.my, self.draft, self.device = decoder, Draft(), decoder.device
         self.model, self.layers, self.buffers, self.state = seen.model, seen.layers, seen.buffers, seen.state
         self.tokens, self.slots = seen.call.tokens, seen.call.slots
+        self.chooses = decoder.kernel and isinstance(decoder.kernel[0], kernels.DecodeFew)  # the likeliest token itself
 
     def steps(self, greedy, layers) -> tuple:
         """Those of a plan, in order."""
@@ -306,19 +311,20 @@ class Step:
             eps=LAYER_NORM_EPS,
         )
         if my.kernel:
-            self.every_phase(layers)
+            self.every_phase(layers, greedy)
         else:
             self.every_product(layers)
-        if greedy:
+        if greedy and not self.chooses:
             self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens, V=my.sizes["V"])
         return tuple(self.draft.steps)
 
-    def every_phase(self, layers):
+    def every_phase(self, layers, greedy):
         """All layers and the head: one launch where all blocks can be at work at once, otherwise one a phase."""
         kernel, more_shared = self.my.kernel
         sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
         buffers = vars(self.buffers) | {"kvrg_out": self.buffers.kvrg} | vars(self.layers) | vars(self.state)
-        found = buffers | vars(self.model) | {"slots": self.slots}
+        tokens = self.tokens if greedy else None
+        found = buffers | vars(self.model) | {"slots": self.slots, "tokens": tokens}
         names = [member.name for member in kernel.arguments if member.kind == "pointer"]
         fields = {name: found.get(name) if name.endswith(SCALES) else found[name] for name in names}
         count = layers * PHASES + 1
