@@ -77,6 +77,14 @@ def translate(text, expressions, arch, *options) -> Ptx:
     return Ptx(code.rstrip(b"\0").decode(), symbols)
 
 
+def read(text, expressions, arch):
+    """RuntimeError with the compiler's log where its front end refuses some instances of one program. Code for the
+    linker to optimise is what comes out of it: nothing else is made of it, which takes a tenth of the time at most.
+    """
+    program, _ = _compiled(text, expressions, f"-arch={arch}", "-dlto")
+    nvrtc.nvrtcDestroyProgram(program)
+
+
 def assemble(ptx, arch, expressions=None) -> dict[str, Usage]:
     """What these instances, or all, use on `arch`; RuntimeError where the assembler refuses or advises."""
     asked = expressions or list(ptx.symbols)

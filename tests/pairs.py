@@ -40,11 +40,12 @@ def axes_of(item, joined=()):
             yield (name, n), repr(value)
 
 
-def instances(kernels, together=2):
+def instances(kernels, together=2, seed=None):
     """Instances of one kernel that have between them every value of every template argument, or every pair of them:
-    the fewest that were found, since each costs a compilation.
+    the fewest that were found, since each costs a compilation. With a seed, some that depend on it.
     """
-    return [*_instances(tuple(kernels), min(together, len(kernels[0].template)))]
+    order = kernels if seed is None else random.Random(seed).sample(kernels, len(kernels))
+    return [*_instances(tuple(order), min(together, len(kernels[0].template)))]
 
 
 @cache
