@@ -5,9 +5,10 @@ import multiprocessing
 import re
 import subprocess
 import tempfile
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -77,6 +78,14 @@ def translate(text, expressions, arch, *options) -> Ptx:
     return Ptx(code.rstrip(b"\0").decode(), symbols)
 
 
+def read(text, expressions, arch):
+    """RuntimeError with the compiler's log where its front end refuses some instances of one program. Code for the
+    linker to optimise is what comes out of it: nothing else is made of it, which takes a tenth of the time at most.
+    """
+    program, _ = _compiled(text, expressions, f"-arch={arch}", "-dlto")
+    nvrtc.nvrtcDestroyProgram(program)
+
+
 def assemble(ptx, arch, expressions=None) -> dict[str, Usage]:
     """What these instances, or all, use on `arch`; RuntimeError where the assembler refuses or advises."""
     asked = expressions or list(ptx.symbols)
@@ -100,27 +109,37 @@ def compile_text(text, expressions, arch) -> dict[str, Usage]:
     return _usages(log, symbols)
 
 
-def measured(text, expressions, targets) -> dict[str, dict[str, Usage]]:
-    """What instances of one program use, by target and expression: `targets` has, for each virtual architecture to
-    translate for, the real ones to assemble for and the expressions that are asked of them. RuntimeError where
-    something is written to registers that products under way read.
+def measured(program, targets) -> dict[str, dict[str, Usage]]:
+    """What instances of one file use, by target and expression: `targets` has, for each virtual architecture to
+    translate for, the real ones to assemble for and the instances that are asked of them; `program` makes the text of
+    some. RuntimeError where something is written to registers that products under way read.
 
-    Read from the disk where the same text was compiled before by the same compiler.
+    Read from the disk where the same instance was compiled before by the same compiler.
     """
-    checks = [Path(under_way.__file__).read_text()] if "compute_90a" in targets else []  # no other has such products
-    key = disk.key(versions(), *OPTIONS, *SIZES, *checks, text, json.dumps(targets))
-    stored = disk.folder("compiled") / f"{key}.json"
-    if stored.exists():
-        known = json.loads(stored.read_text())
-        return {arch: {name: Usage(*sizes) for name, sizes in found.items()} for arch, found in known.items()}
-    usage = {}
+    usage = defaultdict(dict)
     for virtual, cards in targets.items():
-        ptx = translate(text, [name for name in expressions if any(name in asked for asked in cards.values())], virtual)
+        # No other has products that are under way.
+        checks = [Path(under_way.__file__).read_text()] if virtual == "compute_90a" else []
+        key = partial(disk.key, versions(), *OPTIONS, *SIZES, *checks, virtual)
+        missing = {}  # where it goes, by target and instance
+        for arch, kernels in cards.items():
+            for kernel in kernels:
+                stored = disk.folder("compiled") / f"{key(arch, kernel.expression, program([kernel]))}.json"
+                if stored.exists():
+                    usage[arch][kernel.expression] = Usage(*json.loads(stored.read_text()))
+                else:
+                    missing[arch, kernel] = stored
+        if not missing:
+            continue
+        instances = [*dict.fromkeys(kernel for _, kernel in missing)]
+        ptx = translate(program(instances), [kernel.expression for kernel in instances], virtual)
         if found := under_way.overwritten(ptx.code):
             raise RuntimeError("\n".join(map(str, found)))
-        usage |= {arch: assemble(ptx, arch, asked) for arch, asked in cards.items()}
-    sizes = {a: {name: astuple(u) for name, u in found.items()} for a, found in usage.items()}
-    disk.write(stored, json.dumps(sizes))
+        for arch in dict.fromkeys(arch for arch, _ in missing):
+            asked = {kernel.expression: stored for (other, kernel), stored in missing.items() if other == arch}
+            for name, used in assemble(ptx, arch, [*asked]).items():
+                usage[arch][name] = used
+                disk.write(asked[name], json.dumps(astuple(used)))
     return usage
 
 
@@ -133,12 +152,12 @@ def same_on(text, expressions, virtual, other) -> bool:
 
 @cache
 def _front_end():
-    """A process of its own: once NVRTC was told -G, its later translations in the process spill where they did not."""
+    """A process of its own: once NVRTC was told not to optimise, its later translations in the process may spill."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _same_on(text, expressions, virtual, other):
-    return len({_functions(translate(text, expressions, arch, "-G").code) for arch in (virtual, other)}) == 1
+    return len({_functions(translate(text, expressions, arch, "-Ofc=max").code) for arch in (virtual, other)}) == 1
 
 
 def _functions(code):

@@ -4,6 +4,7 @@ A fault that shows in one case alone of a product of axes nearly always needs th
 """
 
 import random
+from collections import defaultdict
 from functools import cache
 from itertools import combinations
 
@@ -16,13 +17,16 @@ def choose(cases, axes, together=2):
 
     Not the smallest choice there is, but found in a few passes: those first that bring most.
     """
-    brought = [set(combinations(axes(case), together)) for case in cases]
-    missing, kept = set().union(*brought), set()
-    for enough in range(max(map(len, brought), default=0), 0, -1):
-        for n, combination in enumerate(brought):
-            if len(combination & missing) >= enough:
+    numbers = defaultdict(lambda: 1 << len(numbers))  # of combinations: a bit each
+    brought = [sum({numbers[combination] for combination in combinations(axes(case), together)}) for case in cases]
+    missing, kept = (1 << len(numbers)) - 1, set()
+    gains = [bits.bit_count() for bits in brought]  # when they were last looked at; they only become fewer
+    for enough in range(max(gains, default=0), 0, -1):
+        for n in (n for n, gain in enumerate(gains) if gain == enough):
+            gains[n] = (brought[n] & missing).bit_count()
+            if gains[n] == enough:
                 kept.add(n)
-                missing -= combination
+                missing &= ~brought[n]
     return [case for n, case in enumerate(cases) if n in kept]
 
 
@@ -36,11 +40,12 @@ def axes_of(item, joined=()):
             yield (name, n), repr(value)
 
 
-def instances(kernels, together=2):
+def instances(kernels, together=2, seed=None):
     """Instances of one kernel that have between them every value of every template argument, or every pair of them:
-    the fewest that were found, since each costs a compilation.
+    the fewest that were found, since each costs a compilation. With a seed, some that depend on it.
     """
-    return [*_instances(tuple(kernels), min(together, len(kernels[0].template)))]
+    order = kernels if seed is None else random.Random(seed).sample(kernels, len(kernels))
+    return [*_instances(tuple(order), min(together, len(kernels[0].template)))]
 
 
 @cache

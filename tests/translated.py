@@ -1,10 +1,10 @@
 """Compiles kernels with another NVRTC than the one that is installed: the oldest that is served.
 
-python tests/translated.py FOLDER 13.0      the folder holds its library, as pip puts it: pip install --target FOLDER
+python tests/translated.py FOLDER 13.0 SEED     the folder holds its library, as pip puts it: pip install --target
 
-For Hopper, so that all code is read: of each kernel the instances that have between them every pair of template
-arguments go through the front end, which is what differs between releases. Where warpgroups multiply, the widest go
-through the assembler, too: an older one may have no registers for what a newer one can do, and serialise products.
+For Hopper, so that all code is read: every instance goes through the front end, which is what differs between releases.
+Where warpgroups multiply, the widest go through the assembler, too: an older one may have no registers for what a newer
+one can do, and serialise products. Of these a part, which has every template argument: another part for another SEED.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pairs
 
-ARCH = "compute_90a"
+ARCH = "sm_90a"
 
 
 def load(folder, wanted):
@@ -34,28 +34,28 @@ def load(folder, wanted):
         raise RuntimeError(f"NVRTC is {found}, expected {wanted}")
 
 
-def translated(kernels):
-    """(why the compiler refuses these instances of one file, or nothing; whether they have products of warpgroups)."""
+def refused(kernels):
+    """Why the front end refuses these instances of one file, or nothing."""
     import nvrtc
 
     from linattn_np.backends.cupy import source
 
     try:
-        ptx = nvrtc.translate(source.program(kernels), [kernel.expression for kernel in kernels], ARCH, "-G")
+        nvrtc.read(source.program(kernels), [kernel.expression for kernel in kernels], ARCH)
     except RuntimeError as error:
-        return f"{kernels[0].file}:\n{error}", False
-    return None, "wgmma.mma_async" in ptx.code
+        return f"{kernels[0].file}:\n{error}"
+    return None
 
 
-def widest(kernels):
+def widest(kernels, seed):
     """The largest of instances that differ in sizes alone, since it wants most registers: of these, enough for every
-    pair of the other arguments.
+    one of the other arguments.
     """
     by_types = defaultdict(list)
     for kernel in kernels:
         by_types[tuple(word for word in kernel.template if not word.isdigit())].append(kernel)
     size = lambda kernel: math.prod(int(word) for word in kernel.template if word.isdigit())
-    return pairs.instances([max(alike, key=size) for alike in by_types.values()])
+    return pairs.instances([max(alike, key=size) for alike in by_types.values()], 1, seed)
 
 
 def assembled(kernels):
@@ -65,7 +65,7 @@ def assembled(kernels):
     from linattn_np.backends.cupy import source
 
     try:
-        nvrtc.compile_text(source.program(kernels), [kernel.expression for kernel in kernels], kernels[0].arch)
+        nvrtc.compile_text(source.program(kernels), [kernel.expression for kernel in kernels], ARCH)
     except RuntimeError as error:
         said = str(error)
         if "serialized" in said or not nvrtc.ADVICE.search(said):  # other advice may differ between releases
@@ -73,27 +73,20 @@ def assembled(kernels):
     return None
 
 
-def main(folder, wanted):
-    from linattn_np.backends.cupy import catalog
+def main(folder, wanted, seed):
+    from linattn_np.backends.cupy import catalog, source
 
     every = defaultdict(list)
     for kernel in catalog.kernels():
         every[kernel.file].append(kernel)
-    chosen = [pairs.instances(kernels) for kernels in every.values()]
-
-    def pool():  # NVRTC remembers -G: what assembles has processes of its own
-        processes = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(mp_context=processes, initializer=partial(load, folder, wanted))
-
-    with pool() as first, pool() as second:
-        results = list(first.map(translated, chosen))
-        products = [
-            widest(kernels) for kernels, (_, multiplies) in zip(every.values(), results, strict=True) if multiplies
-        ]
-        advice = second.map(assembled, products)
-        complaints = [said for said in (*(said for said, _ in results), *advice) if said]
-    done = f"takes {sum(map(len, chosen))} instances of {len(chosen)} files, and assembles {sum(map(len, products))}"
-    print("\n".join(complaints) or f"NVRTC {wanted} {done}")
+    multiply = [kernels for kernels in every.values() if "wgmma.mma_async" in source.text(kernels[0].file)]
+    products = [widest(kernels, int(seed)) for kernels in multiply]
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(mp_context=processes, initializer=partial(load, folder, wanted)) as pool:
+        advice, refusals = pool.map(assembled, products), pool.map(refused, every.values())
+        complaints = [said for said in (*refusals, *advice) if said]
+    done = f"takes {sum(map(len, every.values()))} instances of {len(every)} files"
+    print("\n".join(complaints) or f"NVRTC {wanted} {done}, and assembles {sum(map(len, products))}")
     return bool(complaints)
 
 
