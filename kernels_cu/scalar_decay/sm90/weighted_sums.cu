@@ -193,6 +193,10 @@ __device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum&
                     [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column, x.adds); });
     }
     if (next * CHUNK >= at.tokens) continue;
+    if constexpr (PAIRS<Pass, BK, BV>) {
+      if (next >= BESIDE) barrier_wait(s.asked[(next - BESIDE) % (2 * BESIDE)], (next - BESIDE) / (2 * BESIDE) & 1);
+      if ((threadIdx.x & 31) == 0) arrive_at_peer(s.asked[next % (2 * BESIDE)]);
+    }
     fetch_chunk(s.full[next % STAGES], at, first_of(next, at, backwards), [&](auto f) {
       if constexpr (READS<Pass>) f(stage.q, x.q, x.q_rows, x.K, 0);
       f(stage.k, x.k, x.k_rows, x.K, 0);
@@ -508,8 +512,9 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
 }
 
 template <class Pass, typename G, int BK, int BV>
-__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
-    scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
+__global__ void __cluster_dims__(PAIRS<Pass, BK, BV> ? 2 : 1)
+    __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
+        scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
   auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const WeightedSum& x = args.sums[blockIdx.x % SUMS<Pass>];
@@ -526,10 +531,14 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
       barrier_init(s.done[stage], CONSUMERS<BV>);
       barrier_init(s.summed[stage], 32);
     }
+  if constexpr (PAIRS<Pass, BK, BV>)
+    if (threadIdx.x == 0)
+      for (Barrier& asked : s.asked) barrier_init(asked, 1);
   for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)  // no key behind its query
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
   fence_async();
-  __syncthreads();
+  if constexpr (PAIRS<Pass, BK, BV>) cluster_sync();
+  else __syncthreads();
   using Own = Registers<BK, BV>;
   if (threadIdx.x < CONSUMERS<BV>) {
     registers_up<Own::CONSUMER>();
@@ -551,4 +560,5 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
         else sum_gradients(s, args, at, column / BV, tiles_of(x.V, BV));
       }
   }
+  if constexpr (PAIRS<Pass, BK, BV>) cluster_sync();  // nobody leaves while the other arrives
 }

@@ -26,6 +26,10 @@ template <class Pass> constexpr bool GATED = false;  // whether dg is asked for
 template <> constexpr bool GATED<GatedQueries> = true;
 template <> constexpr bool GATED<GatedKeys> = true;
 
+// Whether the two sums of a head are a cluster's blocks, which go side by side.
+template <class Pass, int BK, int BV> constexpr bool PAIRS = GATED<Pass> && SUMS<Pass> == 2 && BK + BV == 256;
+constexpr int BESIDE = 2;  // chunks at most that one asks for ahead of the other
+
 // Whether a block's sum gives dg its share.
 template <class Pass> __device__ __forceinline__ bool gathers() {
   return GATED<Pass> && opaque(blockIdx.x) % SUMS<Pass> == 0;
@@ -83,6 +87,7 @@ template <class Pass, int BK, int BV> struct Shared {
   Stage<BK, BV, GATED<Pass>> stages[STAGES];
   Gates gates[STAGES];
   Barrier full[STAGES], scores[STAGES], done[STAGES], summed[STAGES];
+  Barrier asked[2 * BESIDE];  // twice, since the other block may arrive again before this one has looked
 };
 
 template <int BV> constexpr int CONSUMERS = 2 * BV;
