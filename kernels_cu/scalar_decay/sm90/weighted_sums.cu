@@ -188,9 +188,11 @@ __device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum&
     auto& stage = s.stages[next % STAGES];
     if (iteration >= 0) {
       barrier_wait((gathers<Pass>() ? s.summed : s.done)[iteration % STAGES], iteration / STAGES & 1);
-      if constexpr (READS<Pass>)
+      if constexpr (READS<Pass>) {
+        fence_async();  // here, since consumers have less time
         store_chunk(at, first_of(iteration, at, backwards),
                     [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column, x.adds); });
+      }
     }
     if (next * CHUNK >= at.tokens) continue;
     if constexpr (PAIRS<Pass, BK, BV>) {
@@ -495,7 +497,6 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       }
       __syncwarp();
       store_values(&in.v[warpgroup], o);
-      fence_async();
     }
     barrier_arrive(s.done[iteration % STAGES]);
   }
