@@ -341,13 +341,15 @@ template <int BK> using Kept = uint4[BK / 16];
 // This lane's share of the sum over the state times what is kept: the diagonals of products of the one with the other
 // transposed, in fewer instructions than the numbers one by one.
 template <int BK> __device__ __forceinline__ float product_with_kept(const float (&S)[BK / 2], const Kept<BK>& kept) {
-  float early[4] = {}, late[4] = {};  // with the first 8 columns, and with the others
+  float early[2][4] = {}, late[2][4] = {};  // with the first 8 columns, and with the others; two, since each waits
   each_kept<BK>(S, [&](int c, const u32(&own)[4]) {
-    mma_bf16(early, own, {kept[c].x, kept[c].z});
-    mma_bf16(late, own, {kept[c].y, kept[c].w});
+    mma_bf16(early[c % 2], own, {kept[c].x, kept[c].z});
+    mma_bf16(late[c % 2], own, {kept[c].y, kept[c].w});
   });
   const int lane = threadIdx.x & 31, g = lane >> 2;
-  return (lane & 3) != g / 2 ? 0.f : g & 1 ? early[1] + late[3] : early[0] + late[2];
+  const float odd = early[0][1] + early[1][1] + (late[0][3] + late[1][3]);
+  const float even = early[0][0] + early[1][0] + (late[0][2] + late[1][2]);
+  return (lane & 3) != g / 2 ? 0.f : g & 1 ? odd : even;
 }
 
 // Calls f(where in Values the first of two tokens is, the two of a panel) as `each_two` does, few at a time.
@@ -370,7 +372,8 @@ template <int HALF> __device__ __forceinline__ void halve(float (&x)[CHUNK / 4],
   }
 }
 
-// Puts the sums over the warp's columns of its partner and o where the partner was; `more` is of the last token.
+// Puts the sums over the warp's columns of its partner and o where the partner was; the lanes' sum of `more` is of the
+// last token.
 __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Values& o, float more) {
   const int thread = opaque(threadIdx.x), lane = thread & 31, g = lane >> 2;
   float x[CHUNK / 4] = {};  // 2n + p: of token 8n + 2t + p
@@ -378,6 +381,7 @@ __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Value
     float &first = x[i / 4 * 2], &second = x[i / 4 * 2 + 1];
     first = fmaf(low(two), o[i], first), second = fmaf(high(two), o[i + 1], second);
   });
+  more = warp_sum(more);
   halve<8>(x, g & 4), halve<4>(x, g & 2), halve<2>(x, g & 1);  // lane g ends with those of 8g
   if (lane == 31) x[1] += more;
   __syncwarp();  // the partner has been read
@@ -419,16 +423,20 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
     return 16 * tile < x.V ? kept_of<BK>(args, at, token) + tile * (BK / 16 * 32) + (threadIdx.x & 31) : nullptr;
   };
-  const auto load_kept = [&](Kept<BK>& its, int token) {
-    if (const uint4* const from = kept(token))
-#pragma unroll
-      for (int c = 0; c < BK / 16; ++c) its[c] = from[32 * c];
-  };
   constexpr bool CROSSES = GATED<Pass> && SUMS<Pass> > 1;
   constexpr bool EARLY = CROSSES && !Registers<BK, BV>::SMALL;  // a turn before, where there are registers for that
   Kept<BK> early = {};
+  const uint4* next_kept = nullptr;  // that of the stretch which comes next
+  if constexpr (CROSSES)
+    if (gathers<Pass>() && at.tokens) next_kept = kept(first_of(0, at, backwards));  // a stretch's end
+  const auto load_kept = [&](Kept<BK>& its) {
+    if (!next_kept) return;
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c) its[c] = next_kept[32 * c];
+    next_kept -= BK / 16 * (BK / 16) * 32;
+  };
   if constexpr (EARLY)
-    if (gathers<Pass>() && at.tokens) load_kept(early, first_of(0, at, backwards));  // a stretch's end
+    if (gathers<Pass>() && at.tokens) load_kept(early);
 
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
@@ -439,13 +447,12 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     float crossing = 0.f;  // -<S, dS> at the stretch's end, of the warp's columns
     if constexpr (GATED<Pass>) {
       if (ends) {
-        const int token = first_of(iteration, at, backwards);
         if constexpr (EARLY) crossing = -product_with_kept<BK>(S, early);
         else if constexpr (CROSSES) {
           Kept<BK> its = {};
-          load_kept(its, token);
+          load_kept(its);
           crossing = -product_with_kept<BK>(S, its);
-        } else if (uint4* const to = kept(token))
+        } else if (uint4* const to = kept(first_of(iteration, at, backwards)))
           each_kept<BK>(S, [&](int c, const u32(&two)[4]) { to[32 * c] = {two[0], two[1], two[2], two[3]}; });
       }
     }
@@ -475,11 +482,10 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
         if (ends) {
           crossing *= all;
           each_pair(in.partner[warpgroup], [&](int i, u32 two) { crossing -= low(two) * o[i] + high(two) * o[i + 1]; });
-          crossing = warp_sum(crossing);
         }
       if constexpr (EARLY) {
         const int next = first_of(iteration + 1, at, backwards);
-        if (gathers<Pass>() && next >= 0 && ends_stretch(next, at)) load_kept(early, next);
+        if (gathers<Pass>() && next >= 0 && ends_stretch(next, at)) load_kept(early);
       }
       load_channels(v, in.v[warpgroup]);
       barrier_wait(s.scores[iteration % STAGES], phase);
