@@ -412,6 +412,7 @@ template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WeightedSum& x,
                                         const WorkTile& at, int first, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
+  constexpr int PART = !EXACT<Pass> && BK > BV ? BK / 16 : BK / 64;  // how much of S is read at once, if there is room
   const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = at.pair * x.K * x.V;
   float S[BK / 2] = {}, total = 1.f;
@@ -460,7 +461,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const float all = gates.all, by[2] = {all, all};
     Values o;
     if constexpr (READS<Pass>) {
-      read_state<BK, true, BK / 64, EXACT<Pass>>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
+      read_state<BK, true, PART, EXACT<Pass>>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
     } else {
       for (float& value : S) value *= all;
       total *= all;
