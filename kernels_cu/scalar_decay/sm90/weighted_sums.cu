@@ -527,7 +527,10 @@ __global__ void __cluster_dims__(PAIRS<Pass, BK, BV> ? 2 : 1)
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const WeightedSum& x = args.sums[blockIdx.x % SUMS<Pass>];
   const i64 widest = SUMS<Pass> > 1 && x.K > x.V ? x.K : x.V;
-  const u32 tiles = tiles_of(widest, BV), block = blockIdx.x / SUMS<Pass>;
+  // With dg the second launch begins with the heads that the first ended with, of which L2 has tokens.
+  const u32 tiles = tiles_of(widest, BV),
+            turned = GATED<Pass> && SUMS<Pass> > 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const u32 block = turned / SUMS<Pass>;
   const WorkTile at = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
   const bool backwards = SUMS<Pass> == 2 || SUMS<Pass> > 2 && x.backwards;
