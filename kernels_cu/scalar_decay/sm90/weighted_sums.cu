@@ -11,7 +11,8 @@
 //           float32; sums [B, H, parts, T] float32; dg [B, H, T] as g, or [B, H, T, tiles of dk] float32
 // grid      a block for every (sequence, head, BV columns of V, sum), sequence slowest: a warpgroup for every 64
 //           columns, with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one
-//           that sums up gates, one that sums up dg
+//           that sums up gates, one that sums up dg. GatedKeys of all of K and V: dk and dv are a cluster's, which ask
+//           for tokens side by side, so that who comes second finds them in L2
 // passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for
 //           sequences cut into segments and these into parts, whose states scan_segments.cu then joins. Gradients: dq,
 //           dk and dv at once, where nobody asks for dg. Queries: dq alone; Keys: the others. GatedQueries, GatedKeys:
@@ -196,7 +197,9 @@ __device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum&
     }
     if (next * CHUNK >= at.tokens) continue;
     if constexpr (PAIRS<Pass, BK, BV>) {
-      if (next >= BESIDE) barrier_wait(s.asked[(next - BESIDE) % (2 * BESIDE)], (next - BESIDE) / (2 * BESIDE) & 1);
+      const int before = next - BESIDE;
+      if (before >= 0) barrier_wait(s.asked[before % (2 * BESIDE)], before / (2 * BESIDE) & 1);
+      __syncwarp();  // all lanes have looked
       if ((threadIdx.x & 31) == 0) arrive_at_peer(s.asked[next % (2 * BESIDE)]);
     }
     fetch_chunk(s.full[next % STAGES], at, first_of(next, at, backwards), [&](auto f) {
