@@ -14,7 +14,7 @@
 // limits    V a multiple of 4
 #include "ptx.cuh"
 
-constexpr int AHEAD = 6;  // segments that are read at once: each waits for memory, none for the one before
+constexpr int AHEAD = 8;  // segments that are read at once: each waits for memory, none for the one before
 
 struct Args {
   float* states;

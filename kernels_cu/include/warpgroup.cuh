@@ -244,10 +244,10 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
     wgmma_commit();
   };
   copy(0);
-  copy(1);
+  if constexpr (PARTS > 1) copy(1);
   wgmma_fence();
   multiply(0);
-  multiply(1);
+  if constexpr (PARTS > 1) multiply(1);
 #pragma unroll
   for (int part = 2; part < PARTS; ++part) {
     wgmma_wait<1>();

@@ -47,14 +47,16 @@ template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_t
                     s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE);
 }
 
-// Whether gates grow in a segment behind this one; `thread` of COUNT looks at some chunks.
+// Whether gates grow in a segment behind this one; `thread` of COUNT looks at some chunks. All segments at once: one
+// after the other they take as long as their chunks, where these are few.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread) {
   const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
+  const int behind = int(args.P - 1 - last / H % args.P), each = max(1, COUNT / max(1, behind));  // threads a segment
   bool found = false;
-  for (i64 n = 1; last / H % args.P + n < args.P; ++n) {
+  for (int n = 1 + thread / each; n <= behind; n += COUNT / each) {
     const WorkTile at = segment_at(args.shape, u32(last + n * H), args.P);
-    for (int chunk = thread; chunk * CHUNK < at.tokens; chunk += COUNT) {
+    for (int chunk = thread % each; chunk * CHUNK < at.tokens; chunk += each) {
       const float* sums = args.sums + (at.chunk + chunk) * (args.shape.K + FLAGS);
       found |= *reinterpret_cast<const WarpFlags<BK>*>(sums + args.shape.K) != 0;
     }

@@ -400,11 +400,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   float end[2] = {};
   const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else the second pass is not cut here
   if (ends)
-    each_of_state<BV>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,
-                      [&](float& x, float& y, const float* from) {
-                        const float2 two = *reinterpret_cast<const float2*>(from);
-                        end[&x - S >> 1 & 1] += x * two.x + y * two.y;
-                      });
+    each_of_state<BV, true>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,
+                            [&](float& x, float& y, const float* from) {
+                              const float2 two = *reinterpret_cast<const float2*>(from);
+                              end[&x - S >> 1 & 1] += x * two.x + y * two.y;
+                            });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float whole = channel_sum(end[h]), all = channel_sum(du[h]);

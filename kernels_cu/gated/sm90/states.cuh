@@ -351,7 +351,7 @@ __device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* give
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
   if (given)
-    each_of_state<BV>(S, given, shape, channel, [](float& x, float& y, const float* from) {
+    each_of_state<BV, true>(S, given, shape, channel, [](float& x, float& y, const float* from) {
       const float2 two = *reinterpret_cast<const float2*>(from);
       x = two.x, y = two.y;
     });

@@ -11,7 +11,8 @@
 //           float32; sums [B, H, parts, T] float32; dg [B, H, T] as g, or [B, H, T, tiles of dk] float32
 // grid      a block for every (sequence, head, BV columns of V, sum), sequence slowest: a warpgroup for every 64
 //           columns, with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one
-//           that sums up gates, one that sums up dg
+//           that sums up gates, one that sums up dg. GatedKeys of all of K and V: dk and dv are a cluster's, which ask
+//           for tokens side by side, so that who comes second finds them in L2
 // passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for
 //           sequences cut into segments and these into parts, whose states scan_segments.cu then joins. Gradients: dq,
 //           dk and dv at once, where nobody asks for dg. Queries: dq alone; Keys: the others. GatedQueries, GatedKeys:
@@ -188,11 +189,19 @@ __device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum&
     auto& stage = s.stages[next % STAGES];
     if (iteration >= 0) {
       barrier_wait((gathers<Pass>() ? s.summed : s.done)[iteration % STAGES], iteration / STAGES & 1);
-      if constexpr (READS<Pass>)
+      if constexpr (READS<Pass>) {
+        fence_async();  // here, since consumers have less time
         store_chunk(at, first_of(iteration, at, backwards),
                     [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column, x.adds); });
+      }
     }
     if (next * CHUNK >= at.tokens) continue;
+    if constexpr (PAIRS<Pass, BK, BV>) {
+      const int before = next - BESIDE;
+      if (before >= 0) barrier_wait(s.asked[before % (2 * BESIDE)], before / (2 * BESIDE) & 1);
+      __syncwarp();  // all lanes have looked
+      if ((threadIdx.x & 31) == 0) arrive_at_peer(s.asked[next % (2 * BESIDE)]);
+    }
     fetch_chunk(s.full[next % STAGES], at, first_of(next, at, backwards), [&](auto f) {
       if constexpr (READS<Pass>) f(stage.q, x.q, x.q_rows, x.K, 0);
       f(stage.k, x.k, x.k_rows, x.K, 0);
@@ -335,13 +344,15 @@ template <int BK> using Kept = uint4[BK / 16];
 // This lane's share of the sum over the state times what is kept: the diagonals of products of the one with the other
 // transposed, in fewer instructions than the numbers one by one.
 template <int BK> __device__ __forceinline__ float product_with_kept(const float (&S)[BK / 2], const Kept<BK>& kept) {
-  float early[4] = {}, late[4] = {};  // with the first 8 columns, and with the others
+  float early[2][4] = {}, late[2][4] = {};  // with the first 8 columns, and with the others; two, since each waits
   each_kept<BK>(S, [&](int c, const u32(&own)[4]) {
-    mma_bf16(early, own, {kept[c].x, kept[c].z});
-    mma_bf16(late, own, {kept[c].y, kept[c].w});
+    mma_bf16(early[c % 2], own, {kept[c].x, kept[c].z});
+    mma_bf16(late[c % 2], own, {kept[c].y, kept[c].w});
   });
   const int lane = threadIdx.x & 31, g = lane >> 2;
-  return (lane & 3) != g / 2 ? 0.f : g & 1 ? early[1] + late[3] : early[0] + late[2];
+  const float odd = early[0][1] + early[1][1] + (late[0][3] + late[1][3]);
+  const float even = early[0][0] + early[1][0] + (late[0][2] + late[1][2]);
+  return (lane & 3) != g / 2 ? 0.f : g & 1 ? odd : even;
 }
 
 // Calls f(where in Values the first of two tokens is, the two of a panel) as `each_two` does, few at a time.
@@ -364,7 +375,8 @@ template <int HALF> __device__ __forceinline__ void halve(float (&x)[CHUNK / 4],
   }
 }
 
-// Puts the sums over the warp's columns of its partner and o where the partner was; `more` is of the last token.
+// Puts the sums over the warp's columns of its partner and o where the partner was; the lanes' sum of `more` is of the
+// last token.
 __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Values& o, float more) {
   const int thread = opaque(threadIdx.x), lane = thread & 31, g = lane >> 2;
   float x[CHUNK / 4] = {};  // 2n + p: of token 8n + 2t + p
@@ -372,6 +384,7 @@ __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Value
     float &first = x[i / 4 * 2], &second = x[i / 4 * 2 + 1];
     first = fmaf(low(two), o[i], first), second = fmaf(high(two), o[i + 1], second);
   });
+  more = warp_sum(more);
   halve<8>(x, g & 4), halve<4>(x, g & 2), halve<2>(x, g & 1);  // lane g ends with those of 8g
   if (lane == 31) x[1] += more;
   __syncwarp();  // the partner has been read
@@ -402,6 +415,7 @@ template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WeightedSum& x,
                                         const WorkTile& at, int first, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
+  constexpr int PART = !EXACT<Pass> && BK > BV ? BK / 16 : BK / 64;  // how much of S is read at once, if there is room
   const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = at.pair * x.K * x.V;
   float S[BK / 2] = {}, total = 1.f;
@@ -413,16 +427,20 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
     return 16 * tile < x.V ? kept_of<BK>(args, at, token) + tile * (BK / 16 * 32) + (threadIdx.x & 31) : nullptr;
   };
-  const auto load_kept = [&](Kept<BK>& its, int token) {
-    if (const uint4* const from = kept(token))
-#pragma unroll
-      for (int c = 0; c < BK / 16; ++c) its[c] = from[32 * c];
-  };
   constexpr bool CROSSES = GATED<Pass> && SUMS<Pass> > 1;
   constexpr bool EARLY = CROSSES && !Registers<BK, BV>::SMALL;  // a turn before, where there are registers for that
   Kept<BK> early = {};
+  const uint4* next_kept = nullptr;  // that of the stretch which comes next
+  if constexpr (CROSSES)
+    if (gathers<Pass>() && at.tokens) next_kept = kept(first_of(0, at, backwards));  // a stretch's end
+  const auto load_kept = [&](Kept<BK>& its) {
+    if (!next_kept) return;
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c) its[c] = next_kept[32 * c];
+    next_kept -= BK / 16 * (BK / 16) * 32;
+  };
   if constexpr (EARLY)
-    if (gathers<Pass>() && at.tokens) load_kept(early, first_of(0, at, backwards));  // a stretch's end
+    if (gathers<Pass>() && at.tokens) load_kept(early);
 
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
@@ -433,13 +451,12 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     float crossing = 0.f;  // -<S, dS> at the stretch's end, of the warp's columns
     if constexpr (GATED<Pass>) {
       if (ends) {
-        const int token = first_of(iteration, at, backwards);
         if constexpr (EARLY) crossing = -product_with_kept<BK>(S, early);
         else if constexpr (CROSSES) {
           Kept<BK> its = {};
-          load_kept(its, token);
+          load_kept(its);
           crossing = -product_with_kept<BK>(S, its);
-        } else if (uint4* const to = kept(token))
+        } else if (uint4* const to = kept(first_of(iteration, at, backwards)))
           each_kept<BK>(S, [&](int c, const u32(&two)[4]) { to[32 * c] = {two[0], two[1], two[2], two[3]}; });
       }
     }
@@ -447,7 +464,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const float all = gates.all, by[2] = {all, all};
     Values o;
     if constexpr (READS<Pass>) {
-      read_state<BK, true, BK / 64, EXACT<Pass>>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
+      read_state<BK, true, PART, EXACT<Pass>>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
     } else {
       for (float& value : S) value *= all;
       total *= all;
@@ -469,11 +486,10 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
         if (ends) {
           crossing *= all;
           each_pair(in.partner[warpgroup], [&](int i, u32 two) { crossing -= low(two) * o[i] + high(two) * o[i + 1]; });
-          crossing = warp_sum(crossing);
         }
       if constexpr (EARLY) {
         const int next = first_of(iteration + 1, at, backwards);
-        if (gathers<Pass>() && next >= 0 && ends_stretch(next, at)) load_kept(early, next);
+        if (gathers<Pass>() && next >= 0 && ends_stretch(next, at)) load_kept(early);
       }
       load_channels(v, in.v[warpgroup]);
       barrier_wait(s.scores[iteration % STAGES], phase);
@@ -491,7 +507,6 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       }
       __syncwarp();
       store_values(&in.v[warpgroup], o);
-      fence_async();
     }
     barrier_arrive(s.done[iteration % STAGES]);
   }
@@ -508,13 +523,17 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
 }
 
 template <class Pass, typename G, int BK, int BV>
-__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
-    scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
+__global__ void __cluster_dims__(PAIRS<Pass, BK, BV> ? 2 : 1)
+    __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
+        scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
   auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const WeightedSum& x = args.sums[blockIdx.x % SUMS<Pass>];
   const i64 widest = SUMS<Pass> > 1 && x.K > x.V ? x.K : x.V;
-  const u32 tiles = tiles_of(widest, BV), block = blockIdx.x / SUMS<Pass>;
+  // With dg the second launch begins with the heads that the first ended with, of which L2 has tokens.
+  const u32 tiles = tiles_of(widest, BV),
+            turned = GATED<Pass> && SUMS<Pass> > 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const u32 block = turned / SUMS<Pass>;
   const WorkTile at = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
   const bool backwards = SUMS<Pass> == 2 || SUMS<Pass> > 2 && x.backwards;
@@ -526,10 +545,14 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
       barrier_init(s.done[stage], CONSUMERS<BV>);
       barrier_init(s.summed[stage], 32);
     }
+  if constexpr (PAIRS<Pass, BK, BV>)
+    if (threadIdx.x == 0)
+      for (Barrier& asked : s.asked) barrier_init(asked, 1);
   for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)  // no key behind its query
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
   fence_async();
-  __syncthreads();
+  if constexpr (PAIRS<Pass, BK, BV>) cluster_sync();
+  else __syncthreads();
   using Own = Registers<BK, BV>;
   if (threadIdx.x < CONSUMERS<BV>) {
     registers_up<Own::CONSUMER>();
@@ -551,4 +574,5 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
         else sum_gradients(s, args, at, column / BV, tiles_of(x.V, BV));
       }
   }
+  if constexpr (PAIRS<Pass, BK, BV>) cluster_sync();  // nobody leaves while the other arrives
 }

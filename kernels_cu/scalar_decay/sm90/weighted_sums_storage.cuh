@@ -1,7 +1,7 @@
 // what      What Hopper's sums under scalar decays keep in shared memory, their arguments, and the registers of roles.
 // smem      Stage: a chunk's tokens, what is made of them, and its results in place of v
 // barriers  full: the tokens and decays are there; scores: so is A; done: so are the results; summed: shares of dg have
-//           been read
+//           been read; asked: the cluster's other block has asked for the tokens
 // limits    sm_90a; bfloat16
 constexpr int CHUNK = 64, STRETCH = 256;  // tokens
 constexpr float LARGEST = 3.38e38f;       // that bfloat16 has
@@ -25,6 +25,10 @@ template <> constexpr u32 SUMS<GatedKeys> = 2;
 template <class Pass> constexpr bool GATED = false;  // whether dg is asked for
 template <> constexpr bool GATED<GatedQueries> = true;
 template <> constexpr bool GATED<GatedKeys> = true;
+
+// Whether the two sums of a head are a cluster's blocks, which go side by side.
+template <class Pass, int BK, int BV> constexpr bool PAIRS = GATED<Pass> && SUMS<Pass> == 2 && BK + BV == 256;
+constexpr int BESIDE = 2;  // chunks at most that one asks for ahead of the other
 
 // Whether a block's sum gives dg its share.
 template <class Pass> __device__ __forceinline__ bool gathers() {
@@ -83,6 +87,7 @@ template <class Pass, int BK, int BV> struct Shared {
   Stage<BK, BV, GATED<Pass>> stages[STAGES];
   Gates gates[STAGES];
   Barrier full[STAGES], scores[STAGES], done[STAGES], summed[STAGES];
+  Barrier asked[2 * BESIDE];  // twice, since the other block may be as far ahead as this one has asked
 };
 
 template <int BV> constexpr int CONSUMERS = 2 * BV;

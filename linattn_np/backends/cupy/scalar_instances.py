@@ -66,6 +66,10 @@ class WeightedSums(Kernel):
         return self.BK
 
     @property
+    def cluster(self):
+        return 2 if self.what == "GatedKeys" and self.BK + self.BV == 256 else 1
+
+    @property
     def resident(self):
         return 2 if self.BK + self.BV == 128 else 1
 
@@ -74,7 +78,7 @@ class WeightedSums(Kernel):
         gated, gates = self.what.startswith("Gated"), 4 * 64 * (2 * 6 + 2) + 16
         stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
         stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
-        return padded(stages * (stage + gates + 8 * 4), 1024)
+        return padded(stages * (stage + gates + 8 * 4) + 8 * 4, 1024)
 
     @property
     def tiles(self):
