@@ -3,7 +3,7 @@
 pytest                                              numpy, and the CUDA kernels emulated on the CPU, those of Hopper too
 pytest --backends=cupy,numba                        on a card
 NUMBA_ENABLE_CUDASIM=1 pytest --backends=numba      Numba's simulator
-pytest --exhaustive                                 every case of every product, where else are those of `pairs.py`
+pytest --exhaustive                                 every case of every product, where else are some of `pairs.py`
 """
 
 import os
@@ -11,7 +11,6 @@ import sys
 import zlib
 from collections import defaultdict
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -213,6 +212,8 @@ CLASSES = {
     "numba": NumbaSimulated if SIMULATOR else Numba,
 }
 
+PART = 1 / 2  # of the cases that have all pairs of values
+
 # Fixtures for kernels of some cards alone, and the backend that has no cases of theirs: a case that is skipped would
 # stand for its pairs of values.
 ELSEWHERE = {"hopper": "emulated", "portable": "hopper"}
@@ -227,7 +228,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="every case of a product, and every kernel for every card; else all pairs of values, and some kernels",
+        help="every case of a product, and every kernel for every card; else a part, which --seed draws",
     )
     parser.addoption("--seed", type=int, help="of the random inputs; fresh by default and printed at the top")
 
@@ -243,21 +244,36 @@ def pytest_configure(config):
         config.option.seed = int.from_bytes(os.urandom(4))
 
 
-@pytest.hookimpl(trylast=True)  # of what -k has left
-def pytest_collection_modifyitems(config, items):
-    """Of a test marked `pairwise`, all pairs of its axes' values; the mark's arguments name axes that count as one.
+def kept(cases, joined, config):
+    """The numbers of the cases that run, of a test marked `pairwise`: first those with all pairs of its axes' values,
+    where axes that are `joined` count as one; of these a part that the seed draws, with every value.
     NumPy's cases take no time: they stay.
     """
-    if config.getoption("--exhaustive"):
+    costly = [n for n, case in enumerate(cases) if case.params.get("backend") != "numpy"]
+    axes = lambda n: pairs.axes_of(cases[n].params, joined)
+    drawn = pairs.part(pairs.choose(costly, axes), axes, PART, config.option.seed)
+    return {*range(len(cases))}.difference(costly).union(drawn)
+
+
+def thins_at_once(config):
+    """Before there are items, which take longer; where -k, or a name, chooses some, pairs are of what is left."""
+    named = config.option.keyword or any("::" in name for name in config.args)
+    return not named and not config.getoption("--exhaustive")
+
+
+@pytest.hookimpl(trylast=True)  # of what -k has left
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--exhaustive") or thins_at_once(config):
         return
     products = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("pairwise")
-        if mark and hasattr(item, "callspec") and item.callspec.params.get("backend") != "numpy":
+        if mark and hasattr(item, "callspec"):
             products[item.function, mark.args].append(item)
     left_out = set()
     for (_, joined), cases in products.items():
-        left_out |= {*cases}.difference(pairs.choose(cases, partial(pairs.axes_of, joined=joined)))
+        runs = kept([item.callspec for item in cases], joined, config)
+        left_out |= {item for n, item in enumerate(cases) if n not in runs}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
@@ -272,7 +288,17 @@ def pytest_report_header(config):
     return f"backends: {', '.join(config.backends)}; --seed={config.option.seed}"
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc):
+    parametrize(metafunc)
+    yield  # to what modules have of this name
+    mark = metafunc.definition.get_closest_marker("pairwise")
+    if mark and metafunc._calls and thins_at_once(metafunc.config):
+        runs = kept(metafunc._calls, mark.args, metafunc.config)
+        metafunc._calls[:] = [case for n, case in enumerate(metafunc._calls) if n in runs]
+
+
+def parametrize(metafunc):
     """A test that asks for `backend` runs on every listed one, unless its module generates its own cases."""
     if "backend" in metafunc.fixturenames and not hasattr(metafunc.module, "pytest_generate_tests"):
         with_variants(metafunc, "backend", metafunc.config.backends)

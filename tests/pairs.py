@@ -30,9 +30,17 @@ def choose(cases, axes, together=2):
     return [case for n, case in enumerate(cases) if n in kept]
 
 
-def axes_of(item, joined=()):
-    """(axis, value) of a parametrised test: a tuple's are an axis each, those of `joined` names one in all."""
-    given = item.callspec.params
+def part(cases, axes, share, seed):
+    """A share of the cases, in their order, which the seed draws: among them every value of every axis."""
+    order = random.Random(seed).sample(cases, len(cases))
+    kept = set(choose(order, axes, 1))
+    rest = [case for case in order if case not in kept]
+    kept.update(rest[: max(0, round(share * len(cases)) - len(kept))])
+    return [case for case in cases if case in kept]
+
+
+def axes_of(given, joined=()):
+    """(axis, value) of a test's parameters: a tuple's are an axis each, those of `joined` names one in all."""
     yield joined, tuple(repr(given[name]) for name in joined if name in given)
     for name in sorted(given.keys() - set(joined)):
         values = given[name] if isinstance(given[name], tuple) else (given[name],)

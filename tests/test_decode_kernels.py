@@ -340,6 +340,7 @@ def test_five_mixes(hopper, rng, dtype, A, D, B, batch):
     close(arrays["mixed"].astype(float), arrays["xx"] + arrays["d"] * mixes, ml_dtypes.finfo(dtype).eps / 2)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
 @pytest.mark.parametrize("state", [DTYPES[0], BFLOAT16], ids=str)

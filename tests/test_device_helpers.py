@@ -234,6 +234,7 @@ def test_stmatrix_is_the_inverse_of_ldmatrix(hopper, rng, transposed):
     np.testing.assert_array_equal(got, matrices)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("columns", [16, 24, 32, 64, 128, 256])
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_wgmma(hopper, rng, kind, columns):
@@ -244,6 +245,7 @@ def test_wgmma(hopper, rng, kind, columns):
     np.testing.assert_allclose(got, product(a, b.T), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("columns", [16, 24, 32, 64, 128, 256])
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_wgmma_of_a_transposed_tile(hopper, rng, kind, columns):
@@ -256,6 +258,7 @@ def test_wgmma_of_a_transposed_tile(hopper, rng, kind, columns):
     np.testing.assert_allclose(got, product(a, b), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("columns", [16, 24, 32, 64, 72, 128, 144])
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_wgmma_of_two_tiles(hopper, rng, kind, columns):

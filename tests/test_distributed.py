@@ -259,6 +259,7 @@ def test_the_result_goes_into_out(rng):
     assert_close("o", call.whole(run_threads(on_rank, 2))[0][0], wanted[0], DOUBLE)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("operator", VARIANTS)
 def test_kernels(backend, operator, rng):
     """The CUDA kernels as the emulator runs them, and NumPy, on two ranks."""

@@ -38,6 +38,7 @@ def hopper(backend, monkeypatch):
         yield backend
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
 @pytest.mark.parametrize("operator", FAMILY)
 def test_a_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
@@ -71,6 +72,7 @@ def is_summary(kernel):
     return getattr(kernel, "schedule", None) == SEGMENT_STATE or getattr(kernel, "what", None) == "Summary"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
 @pytest.mark.parametrize("operator", FAMILY)
 def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
@@ -121,6 +123,7 @@ def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
         assert_close(f"gradient {number}", x, y, BFLOAT16)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bounds", [None, [0, 250, TOKENS]], ids=["dense", "packed"])
 @pytest.mark.parametrize("operator", FAMILY)
 def test_two_ranks(hopper, operator, bounds, rng):
@@ -146,6 +149,7 @@ def test_two_ranks(hopper, operator, bounds, rng):
         assert_close(name, whole, exact, BFLOAT16, factor=2)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate", ["zero", "all-20", "all-1e30", "some-inf", "all-inf", "positive"])
 @pytest.mark.parametrize("operator", ["gla", "rwkv6", "simple_gla"])
 def test_gates_of_every_strength(hopper, operator, gate, rng):

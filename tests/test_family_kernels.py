@@ -292,6 +292,7 @@ OF_ITS_SIZE = 1.2e-2  # of dg: all tokens of a stretch share the error of the st
 CANCELS = 4e-7  # of float32: what comes in with the gradient of a final state, before a strong decay
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", SCALAR_DECAYS)
 def test_gradients_under_scalar_decay(backend, rng, case):
     """With the digits of bfloat16; the gate's own with those of q . dq and k . dk, whose sums it is."""
@@ -348,6 +349,7 @@ FIXED = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", FIXED)
 def test_gradients_under_fixed_decays(backend, rng, monkeypatch, case):
     """Without a gradient of the gate three sums at once."""

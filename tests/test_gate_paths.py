@@ -70,6 +70,7 @@ def test_errors_are_of_one_class(backend, rng, op, K, gate):
     assert found[0] <= 4e-3 and found[1] <= limits(BFLOAT16)[1]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate, most", [("trained", 2.5e-3), ("weak", 2.6e-3), ("logsigmoid", 2.2e-3)])
 @pytest.mark.parametrize("K", (64, 128))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
@@ -80,6 +81,7 @@ def test_hopper_has_the_digits_of_tf32_at_borders(hopper, rng, op, K, gate, most
     assert errors(o, exact(OPS[op], arrays)[0])[0] <= most
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate, most", [("trained", 2.4e-3), ("weak", 2.6e-3)])
 @pytest.mark.parametrize("K", (64, 128))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)

@@ -55,6 +55,7 @@ def test_growth_beside_resets(device, rng, op, dtype, kind):
     assert_right(drawn(op, rng, dtype, kind, V=40), device, dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "op, K, V, dtype, gate_dtype, lengths",
     [

@@ -1,4 +1,4 @@
-"""What is left of a product has every pair of values, and --exhaustive leaves all of it."""
+"""What is left of a product has every value, of all pairs a part, and --exhaustive leaves all of it."""
 
 import os
 import subprocess
@@ -30,6 +30,20 @@ def test_a_single_axis_is_whole():
     assert pairs.choose(range(5), lambda case: [("joined", ()), ("only", case)]) == [*range(5)]
 
 
+def test_a_part_has_every_value_and_parts_have_all():
+    kept = pairs.choose(CASES, dict.items)
+    parts = [pairs.part([*range(len(kept))], lambda n: kept[n].items(), 1 / 2, seed) for seed in range(20)]
+    for part in parts:
+        assert part == sorted(part) and len(part) == round(len(kept) / 2)
+        assert all({kept[n][axis] for n in part} == set(values) for axis, values in AXES.items())
+    assert set().union(*parts) == {*range(len(kept))}
+    assert parts[3] == pairs.part([*range(len(kept))], lambda n: kept[n].items(), 1 / 2, 3) != parts[4]
+
+
+def test_few_cases_with_all_values_are_a_part():
+    assert pairs.part([*range(5)], lambda case: [("only", case)], 1 / 5, 0) == [*range(5)]
+
+
 SUITE = """
 import pytest
 @pytest.mark.pairwise
@@ -49,7 +63,7 @@ def test_other(a, b, c): pass
 """
 
 
-@pytest.mark.parametrize("arguments, marked, joined", [([], range(16, 40), [8]), (["--exhaustive"], [64], [16])])
+@pytest.mark.parametrize("arguments, marked, joined", [([], range(8, 20), range(4, 6)), (["--exhaustive"], [64], [16])])
 def test_what_pytest_runs(tmp_path, arguments, marked, joined):
     (tmp_path / "test_product.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--collect-only", "-q"]

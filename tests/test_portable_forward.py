@@ -82,6 +82,7 @@ def test_wide_heads(portable, rng, op, K, V, shared, packed):
     assert all(map(same_bits, found, results(op, arrays, device, start, True, **arguments)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("P", [1, 2], ids=["", "cut"])
 @pytest.mark.parametrize("K", [72, 136])
 @pytest.mark.parametrize("off", [1, 2, 4, 8])

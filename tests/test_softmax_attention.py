@@ -103,6 +103,7 @@ def in_order(backend, case, x):
     return swap_heads(backend.tohost(x), SOFTMAX_ATTENTION.out, case.layout)
 
 
+@pytest.mark.pairwise
 def test_forward(backend, case, rng):
     arrays = draw(SOFTMAX_ATTENTION, rng, case.sizes, case.dtype)
     given = inputs(backend, case, arrays)
@@ -115,6 +116,7 @@ def test_forward(backend, case, rng):
     assert all(same_bits(backend.tohost(x), copy) for x, copy in zip(given, before)), "an input was changed"
 
 
+@pytest.mark.pairwise
 def test_gradients(backend, case, rng):
     arrays = draw(SOFTMAX_ATTENTION, rng, case.sizes, case.dtype)
     given = inputs(backend, case, arrays)

@@ -80,6 +80,7 @@ def limit(dtype):
     return 2e-5 if dtype == np.float32 else 2 * float(ml_dtypes.finfo(dtype).eps)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_those_of_numpy(device, dtype, rng):
     layout, vector, tokens = model(rng)

@@ -183,6 +183,7 @@ def arguments(backend, case, mask):
     return found | ({} if mask is None else {"mask": backend.asarray(mask)})
 
 
+@pytest.mark.pairwise
 def test_is_the_equation(backend, case, rng):
     case = CASES[case]
     arrays, (start, _) = case.drawn(rng)
@@ -210,6 +211,7 @@ def test_is_the_equation(backend, case, rng):
         assert all(same_bits(backend.tohost(x), copy) for x, copy in zip(inputs, before))
 
 
+@pytest.mark.pairwise
 def test_gradients(backend, case, rng):
     case = CASES[case]
     arrays, (start, dht) = case.drawn(rng)

@@ -1,6 +1,6 @@
 """The kernels of kernels_cu on the CPU: EmulatedDevice compiles them with g++ and runs them on NumPy arrays.
 
-`cuda_cpu.hpp` says what is emulated and what is checked.
+`cuda_cpu.hpp` says what is emulated and what is checked; `runtime.cu` schedules threads and multiplies matrices.
 """
 
 import ctypes
@@ -19,12 +19,13 @@ from linattn_np.backends.cupy import source
 from linattn_np.backends.cupy.kernel import Kernel
 
 HERE = Path(__file__).parent
+TWINS = {path.name: path for path in HERE.glob("*.cuh")}
 FLAGS = (
-    "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fvisibility=hidden",
+    "-std=c++17", "-w", "-fPIC", "-shared", "-fvisibility=hidden",
     "-fno-gnu-unique",  # each kernel's library keeps its own statics
     "-fno-strict-aliasing",  # kernels read one type's bits as another's, as CUDA compilers allow
-    "-ftrivial-auto-var-init=pattern",  # an uninitialised register shows
 )  # fmt: skip
+CHECKED = "-Og", "-ftrivial-auto-var-init=pattern"  # of kernels: an uninitialised register shows
 ENTRY = """
 extern "C" __attribute__((visibility("default")))
 const char* emulated_launch(const void* args, size_t size, long long blocks, int threads, size_t smem, int cluster) {{
@@ -51,27 +52,41 @@ def _compiled(output, what, *options, source=None):
 
 
 @cache
-def _runtime():
-    """What stands for CUDA: a header, and beside it what g++ made of it, which it reads instead in half of the time."""
-    text = disk.anywhere(f'#line 1 "{HERE / "cuda_cpu.hpp"}"\n{(HERE / "cuda_cpu.hpp").read_text()}')
-    header = disk.folder("emulator") / f"cuda_cpu-{disk.key(*FLAGS, text)}.hpp"
-    disk.write(header, text)
-    _compiled(header.with_suffix(".hpp.gch"), header.name, "-x", "c++-header", str(header))
+def _text():
+    """What stands for CUDA."""
+    path = HERE / "cuda_cpu.hpp"
+    return disk.anywhere(f'#line 1 "{path}"\n{path.read_text()}')
+
+
+@cache
+def _header():
+    """The same as a file, and beside it what g++ made of it, which it reads instead in half of the time."""
+    header = disk.folder("emulator") / f"cuda_cpu-{disk.key(*FLAGS, *CHECKED, _text())}.hpp"
+    disk.write(header, _text())
+    _compiled(header.with_suffix(".hpp.gch"), header.name, *CHECKED, "-x", "c++-header", str(header))
     return header
 
 
-def _compile(kernel):
-    """The shared library of one instantiation, from the disk where the same text was compiled before."""
-    twins = {path.name: path for path in HERE.glob("*.cuh")}
-    text = disk.anywhere(source.program([kernel], include=twins) + ENTRY.format(expression=kernel.expression))
-    library = disk.folder("emulator") / f"{kernel.name}-{disk.key(*FLAGS, _runtime().name, text)}.so"
-    return _compiled(library, kernel.expression, "-include", str(_runtime()), "-x", "c++", "-", source=text)
+def _library(name, what, text, *options):
+    """The path of one text's, which may have been compiled before."""
+    text = disk.anywhere(text)
+    library = disk.folder("emulator") / f"{name}-{disk.key(*FLAGS, *options, text)}.so"
+    return str(_compiled(library, what, *options, "-x", "c++", "-", source=text))
+
+
+@cache
+def _runtime():
+    """The scheduler and the products of matrices, for the libraries of all kernels to find."""
+    text = _text() + source.text(HERE / "runtime", TWINS)
+    return ctypes.PyDLL(_library("runtime", "the emulator", text, "-O2"), os.RTLD_GLOBAL)
 
 
 @cache
 def _load(kernel):
-    library = ctypes.PyDLL(str(_compile(kernel)))  # keeps the GIL: its statics hold one launch
-    launch = library.emulated_launch
+    _runtime()
+    text = source.program([kernel], TWINS) + ENTRY.format(expression=kernel.expression)
+    made = _library(kernel.name, kernel.expression, text, *CHECKED, "-include", str(_header()))
+    launch = ctypes.PyDLL(made).emulated_launch  # keeps the GIL: the runtime's statics hold one launch
     launch.restype = ctypes.c_char_p
     launch.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong, ctypes.c_int, ctypes.c_size_t, ctypes.c_int
     return launch

@@ -6,11 +6,11 @@
 //
 // Only dynamic shared memory exists: `__shared__` is left undefined because a C++ static could be neither
 // poisoned before each block nor checked for its bounds.
+// What is only declared here stands in `runtime.cu`.
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #define __global__
 #define __device__
@@ -21,13 +21,15 @@
 #define __cluster_dims__(...)
 #define __grid_constant__
 
+#pragma GCC visibility push(default)  // one runtime serves the libraries of all kernels
+
 struct dim3 { unsigned x, y, z; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 
-static dim3 threadIdx, blockIdx, blockDim, gridDim;
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
@@ -36,69 +38,14 @@ constexpr size_t STACK = 128 * 1024 + 256;  // a power of two would put all stac
 constexpr size_t MAX_SHARED = 227 * 1024, GUARD = 1024;
 constexpr unsigned char POISON = 0xff;  // in every byte: a NaN of each float type
 
-// ---- switching stacks -------------------------------------------------------------------------------------
-
 #ifdef __x86_64__
-// The registers a call preserves lie on top of the stack. The switch leaves by a jump: the processor predicts
-// it, while a `ret` into another fiber always misses.
 struct Context { void** stack; };
-
-extern "C" void emulator_switch(Context* from, Context to);
-asm(R"(
-.text
-emulator_switch:
-  push %rbp
-  push %rbx
-  push %r12
-  push %r13
-  push %r14
-  push %r15
-  mov %rsp, (%rdi)
-  mov %rsi, %rsp
-  pop %r15
-  pop %r14
-  pop %r13
-  pop %r12
-  pop %rbx
-  pop %rbp
-  pop %rcx
-  jmp *%rcx
-)");
-
-static void switch_stacks(Context& from, Context& to) { emulator_switch(&from, to); }
-
-static void prepare(Context& context, unsigned char* stack, void (*entry)()) {
-  void** top = reinterpret_cast<void**>(stack + STACK);
-  top[-2] = reinterpret_cast<void*>(entry);  // where the switch jumps, the stack then aligned as after a call
-  context.stack = top - 8;
-}
-
-static unsigned flush_denormals() {
-  const unsigned before = __builtin_ia32_stmxcsr();
-  __builtin_ia32_ldmxcsr(before | 0x8040);
-  return before;
-}
-static void restore_denormals(unsigned before) { __builtin_ia32_ldmxcsr(before); }
 #else
 }  // namespace emulator
 #include <ucontext.h>
 namespace emulator {
 using Context = ucontext_t;
-
-static void switch_stacks(Context& from, Context& to) { swapcontext(&from, &to); }
-
-static void prepare(Context& context, unsigned char* stack, void (*entry)()) {
-  getcontext(&context);
-  context.uc_stack.ss_sp = stack;
-  context.uc_stack.ss_size = STACK;
-  makecontext(&context, entry, 0);
-}
-
-static unsigned flush_denormals() { return 0; }
-static void restore_denormals(unsigned) {}
 #endif
-
-// ---- threads ----------------------------------------------------------------------------------------------
 
 struct Where { const char* file; int line; };
 constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
@@ -114,6 +61,8 @@ struct Copy { void* dst; const void* src; int bytes; bool valid; int group; };
 // One warp's wgmma. It is computed when it is waited for, which shows what came too early or too late.
 struct Started {
   void (*multiply)(const Started&);
+  int columns;
+  bool transposed;
   float* d[WARP];
   unsigned a[WARP][4];        // or, of which the warp's rows:
   unsigned long long a_tile;  // 0 where there is none
@@ -136,58 +85,34 @@ struct Thread {
   int copies_count, groups_count;
 };
 
-static Thread threads[MAX_TOGETHER];  // of a cluster, block by block
-static Copy copies[MAX_TOGETHER][MAX_COPIES];  // cp.async: started, not yet waited for
-static Products products[MAX_TOGETHER / WARP];
-static Thread* current;
-static int waiting_count;  // threads that are Waiting
-static Context scheduler;
-static char message[1024];
-static size_t shared_bytes;
-alignas(1024) static unsigned char shared_storage[MAX_CLUSTER][GUARD + MAX_SHARED + GUARD];
-static unsigned char* shared_memory;  // of the block that runs
-static int cluster, rank;  // blocks of a cluster, and which of them runs
-static int votes[MAX_CLUSTER];
+extern Thread threads[MAX_TOGETHER];  // of a cluster, block by block
+extern Copy copies[MAX_TOGETHER][MAX_COPIES];  // cp.async: started, not yet waited for
+extern Products products[MAX_TOGETHER / WARP];
+extern Thread* current;
+extern size_t shared_bytes;
+extern unsigned char shared_storage[MAX_CLUSTER][GUARD + MAX_SHARED + GUARD];
+extern unsigned char* shared_memory;  // of the block that runs
+extern int cluster, rank;  // blocks of a cluster, and which of them runs
+extern int votes[MAX_CLUSTER];
 
-static void report(const char* format, ...) {
-  const int length = snprintf(message, sizeof message, "block %u: ", blockIdx.x);
-  va_list values;
-  va_start(values, format);
-  vsnprintf(message + length, sizeof message - length, format, values);
-  va_end(values);
-}
+void report(const char* format, ...);  // the launch ends with this message ...
+void leave();  // ... when the scheduler runs again
+#define EMULATOR_CHECK(condition, format, ...)                          \
+  if (!(condition)) {                                                   \
+    emulator::report("thread %u: " format, threadIdx.x, ##__VA_ARGS__); \
+    emulator::leave();                                                  \
+  }
 
 // The thread that runs, of all threads of the cluster.
 static int index() { return int(current - threads); }
 
-#define EMULATOR_CHECK(condition, format, ...)                                \
-  if (!(condition)) {                                                         \
-    emulator::report("thread %u: " format, threadIdx.x, ##__VA_ARGS__);       \
-    emulator::switch_stacks(emulator::current->context, emulator::scheduler); \
-  }
-
-static void wait(State state, const char* call, Where where, Operation operation = nullptr,
-                 void* operand = nullptr) {
-  Thread& self = *current;
-  self.state = state;
-  self.call = call;
-  self.where = where;
-  self.operation = operation;
-  self.operand = operand;
-  switch_stacks(self.context, scheduler);
-}
+void wait(State state, const char* call, Where where, Operation operation = nullptr, void* operand = nullptr);
 
 // Waits for the whole warp; then `operation` runs once on the operands of the 32 lanes.
-static void collective(const char* call, Where where, Operation operation, void* operand) {
-  wait(State::InCollective, call, where, operation, operand);
-}
+void collective(const char* call, Where where, Operation operation, void* operand);
 
 // Waits for its turn after the operand meets `over`; threads of a warp need not wait together.
-static void wait_until(const char* call, Where where, Condition over, void* operand) {
-  current->over = over;
-  ++waiting_count;
-  wait(State::Waiting, call, where, nullptr, operand);
-}
+void wait_until(const char* call, Where where, Condition over, void* operand);
 
 // Whether `bytes` at `pointer` lie in the block's shared memory, aligned to their number.
 static bool in_shared(const void* pointer, size_t bytes) {
@@ -201,197 +126,26 @@ static bool in_shared(const void* pointer, size_t bytes) {
 // warps, before: bits of those that have come, and that came to the last wait, when the block had met `met` times
 struct NamedBarrier { int threads, arrived, times; bool some, any; unsigned warps, before; int met; };
 struct Arrival { int id, threads, times; };
-static NamedBarrier named_barriers[MAX_CLUSTER][16], cluster_barrier;
-static int meetings[MAX_CLUSTER];  // of all of a block's threads
+extern NamedBarrier named_barriers[MAX_CLUSTER][16], cluster_barrier;
 
 // A warp comes to a barrier.
-static void arrive(void* const* operands) {
-  const Arrival& first = *static_cast<Arrival*>(operands[0]);
-  NamedBarrier& barrier = named_barriers[rank][first.id];
-  const unsigned warp = 1u << threadIdx.x / WARP;
-  // On a card an instruction is illegal that asks for another number of threads than those who are still there.
-  if (barrier.before && !(barrier.before & warp) && barrier.met == meetings[rank])
-    return report("thread %u: barrier_sync(%d, %d) where other warps may be in the barrier: all have not met since",
-                  threadIdx.x / WARP * WARP, first.id, first.threads);
-  if (!barrier.arrived) barrier.threads = first.threads;
-  for (int lane = 0; lane < WARP; ++lane) {
-    Arrival& own = *static_cast<Arrival*>(operands[lane]);
-    own.times = barrier.times;
-    if (own.id != first.id || own.threads != barrier.threads)
-      return report("thread %u: barrier_sync(%d, %d) while others are in barrier_sync(%d, %d)",
-                    threadIdx.x / WARP * WARP + lane, own.id, own.threads, first.id, barrier.threads);
-  }
-  barrier.arrived += WARP;
-  barrier.warps |= warp;
-  if (barrier.arrived < barrier.threads) return;
-  barrier.before = barrier.warps, barrier.met = meetings[rank];
-  meetings[rank] += barrier.threads == int(blockDim.x);
-  barrier.arrived = barrier.warps = 0;
-  ++barrier.times;
-  barrier.any = barrier.some;
-  barrier.some = false;
-}
-
-static bool all_arrived(const void* operand) {
-  const Arrival& own = *static_cast<const Arrival*>(operand);
-  return named_barriers[rank][own.id].times != own.times;
-}
-
-static bool cluster_arrived(const void* operand) {
-  return cluster_barrier.times != *static_cast<const int*>(operand);
-}
-
-// ---- the scheduler ----------------------------------------------------------------------------------------
+void arrive(void* const* operands);
+bool all_arrived(const void* operand);
+bool cluster_arrived(const void* operand);
 
 // The block of a cluster whose threads run from here on.
-static void enter(int block) {
-  blockIdx.x += block - rank;
-  rank = block;
-  shared_memory = shared_storage[block] + GUARD;
-}
+void enter(int block);
 
-static void describe(const Thread& thread, char* out, size_t size) {
-  const int index = int(&thread - threads) % blockDim.x;
-  if (thread.state == State::Returned)
-    snprintf(out, size, "thread %d has returned", index);
-  else
-    snprintf(out, size, "thread %d waits in %s (%s:%d)", index, thread.call, thread.where.file,
-             thread.where.line);
-}
+// ---- a launch ---------------------------------------------------------------------------------------------
 
-// Whether `count` threads wait in the same call at the same line as `one`.
-static bool all_wait_with(const Thread& one, const Thread* group, int count) {
-  for (const Thread* other = group; other < group + count; ++other) {
-    if (other->state == one.state && other->operation == one.operation && other->where.line == one.where.line &&
-        (other->where.file == one.where.file || !strcmp(other->where.file, one.where.file)))
-      continue;
-    char first[400], second[400];
-    describe(one, first, sizeof first);
-    describe(*other, second, sizeof second);
-    report("%s, but %s", first, second);
-    return false;
-  }
-  return true;
-}
+// What a kernel's struct and its host's have, and the order of its blocks.
+struct Sizes { size_t given, wanted; bool backwards; };
+const char* launch(void (*entry)(), Sizes sizes, long long blocks, int count, size_t shared, int together);
 
-// Says where each run of threads waits.
-static void report_deadlock(const Thread* own, int count) {
-  char all[800];
-  size_t length = 0;
-  for (const Thread* thread = own; thread < own + count && length < sizeof all; ++thread) {
-    const Thread* before = thread - 1;
-    if (thread != own && thread->state == before->state &&
-        (thread->state == State::Returned || thread->where.line == before->where.line))
-      continue;
-    char one[400];
-    describe(*thread, one, sizeof one);
-    length += snprintf(all + length, sizeof all - length, "%s%s", length ? ", " : "", one);
-  }
-  report("nobody can go on: %s", all);
-}
+}  // namespace emulator
+#pragma GCC visibility pop
 
-static Thread* find(State state, Thread* group, int count) {
-  for (Thread* thread = group; thread < group + count; ++thread)
-    if (thread->state == state) return thread;
-  return nullptr;
-}
-
-static void resume(Thread& thread) {
-  current = &thread;
-  threadIdx.x = unsigned(&thread - threads) % blockDim.x;
-  switch_stacks(scheduler, thread.context);
-}
-
-enum class Turn { Idle, Ran, Failed };
-
-// Runs a warp until each of its threads waits for another warp or has returned.
-static Turn run_warp(Thread* lanes) {
-  const int reverse = blockIdx.x % 2 ? WARP - 1 : 0;
-  for (Turn turn = Turn::Idle;; turn = Turn::Ran) {
-    for (int i = 0; i < WARP; ++i) {
-      Thread& lane = lanes[i ^ reverse];
-      if (lane.state == State::Waiting && lane.over(lane.operand)) {
-        lane.state = State::Ready;
-        --waiting_count;
-      }
-      if (lane.state != State::Ready) continue;
-      turn = Turn::Ran;
-      resume(lane);
-      if (message[0]) return Turn::Failed;
-    }
-    const Thread* waiting = find(State::InCollective, lanes, WARP);
-    if (!waiting || waiting_count && find(State::Waiting, lanes, WARP)) return turn;
-    if (!all_wait_with(*waiting, lanes, WARP)) return Turn::Failed;
-    void* operands[WARP];
-    for (int i = 0; i < WARP; ++i) {
-      operands[i] = lanes[i].operand;
-      lanes[i].state = State::Ready;
-    }
-    if (waiting->operation) waiting->operation(operands);
-    if (message[0]) return Turn::Failed;
-  }
-}
-
-static void check_guards() {
-  for (size_t i = 0; i < GUARD; ++i) {
-    if (shared_memory[i - GUARD] != POISON) return report("wrote %zu bytes before its shared memory", GUARD - i);
-    if (shared_memory[shared_bytes + i] != POISON)
-      return report("wrote to byte %zu of %zu bytes of shared memory", shared_bytes + i, shared_bytes);
-  }
-}
-
-// Runs a block until each of its threads waits for the cluster's other block or has returned.
-static Turn run_block(Thread* own) {
-  const int count = blockDim.x, warps = count / WARP;
-  for (Turn all = Turn::Idle;;) {
-    bool ran = false;
-    for (int i = 0; i < warps; ++i) {
-      const Turn turn = run_warp(own + WARP * (blockIdx.x % 2 ? warps - 1 - i : i));
-      if (turn == Turn::Failed) return turn;
-      ran |= turn == Turn::Ran;
-    }
-    if (ran) all = Turn::Ran;
-    const bool waits = waiting_count && find(State::Waiting, own, count);
-    if (waits && ran) continue;
-    const Thread* waiting = find(State::AtBarrier, own, count);
-    if (waits || !waiting) return all;
-    if (!all_wait_with(*waiting, own, count)) return Turn::Failed;
-    for (int i = 0; i < count; ++i) own[i].state = State::Ready;
-    ++meetings[rank];
-  }
-}
-
-// Runs the blocks of a cluster from blockIdx on.
-static void run_cluster(unsigned char* stacks, void (*entry)()) {
-  const int count = blockDim.x;
-  memset(named_barriers, 0, sizeof named_barriers);
-  cluster_barrier = {};
-  memset(votes, 0, sizeof votes);
-  memset(meetings, 0, sizeof meetings);
-  for (int i = 0; i < cluster * count / WARP; ++i) products[i].count = products[i].groups = 0;
-  waiting_count = 0;
-  for (int i = 0; i < cluster * count; ++i) {
-    threads[i].state = State::Ready;
-    threads[i].copies_count = threads[i].groups_count = 0;
-    prepare(threads[i].context, stacks + i * STACK, entry);
-  }
-  for (int block = 0; block < cluster; ++block) memset(shared_storage[block], POISON, GUARD + shared_bytes + GUARD);
-  for (bool ran = true; ran;) {
-    ran = false;
-    for (int block = 0; block < cluster; ++block) {
-      enter(block);
-      const Turn turn = run_block(threads + block * count);
-      if (turn == Turn::Failed) return;
-      ran |= turn == Turn::Ran;
-    }
-  }
-  for (int block = 0; block < cluster && !message[0]; ++block) {
-    enter(block);
-    if (waiting_count) report_deadlock(threads + block * count, count);
-    else check_guards();
-  }
-  enter(0);
-}
+namespace emulator {
 
 template <class Args> struct Call {
   static inline void (*kernel)(Args);
@@ -406,33 +160,11 @@ template <class Args> struct Call {
 // what went wrong.
 template <class Args> const char* launch(void (*kernel)(Args), const void* args, size_t size,
                                          long long blocks, int count, size_t shared, int together) {
-  message[0] = 0;
-  blockIdx = {0, 0, 0};
-  if (size != sizeof(Args)) report("args have %zu bytes, the kernel's struct has %zu", size, sizeof(Args));
-  if (count < WARP || count > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
-  if (together > MAX_CLUSTER || count * together > MAX_TOGETHER || blocks % together)
-    report("%lld blocks in clusters of %d", blocks, together);
-  if (shared > MAX_SHARED) report("%zu bytes of shared memory, more than %zu", shared, MAX_SHARED);
-  if (message[0]) return message;
-
-  Call<Args>::kernel = kernel;
-  Call<Args>::args = static_cast<const Args*>(args);
-  shared_bytes = shared;
-  cluster = together, rank = 0;
-  blockDim = {unsigned(count), 1, 1};
-  gridDim = {unsigned(blocks), 1, 1};
-  const size_t room = count * cluster * STACK;
-  void* stacks = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  const unsigned before = flush_denormals();
   static bool backwards = true;
   backwards = !backwards;
-  for (long long n = 0; n < blocks && !message[0]; n += cluster) {
-    blockIdx.x = unsigned(backwards ? blocks - cluster - n : n);
-    run_cluster(static_cast<unsigned char*>(stacks), Call<Args>::run);
-  }
-  restore_denormals(before);
-  munmap(stacks, room);
-  return message[0] ? message : nullptr;
+  Call<Args>::kernel = kernel;
+  Call<Args>::args = static_cast<const Args*>(args);
+  return launch(Call<Args>::run, {size, sizeof(Args), backwards}, blocks, count, shared, together);
 }
 
 // ---- shuffles ---------------------------------------------------------------------------------------------

@@ -104,117 +104,56 @@ inline int opaque(int x) { return x; }
 
 namespace emulator {
 
-// How a 32-bit operand register holds values: PACKED of them, and tiles are DEPTH of them deep.
+#pragma GCC visibility push(default)
+void multiply_tf32(void* const* operands);
+void multiply_bf16(void* const* operands);
+void multiply_f16(void* const* operands);
+void multiply_integers(void* const* operands);
+void load_matrices(void* const* operands);
+void load_matrices_trans(void* const* operands);
+void store_matrices(void* const* operands);
+void store_matrices_trans(void* const* operands);
+void multiply_tile_tf32(const Started& product);
+void multiply_tile_bf16(const Started& product);
+void multiply_tile_f16(const Started& product);
+#pragma GCC visibility pop
+
+// How a 32-bit operand register holds values: PACKED of them, and tiles are DEPTH of them deep. What multiplies them.
 template <class T> struct Format;
 template <> struct Format<tf32> {
   static constexpr int PACKED = 1, DEPTH = 8;
+  static constexpr auto multiply = multiply_tf32;
+  static constexpr auto multiply_tile = multiply_tile_tf32;
   static float value(u32 bits, int) { return __uint_as_float(bits & ~0x1fffu); }
 };
 template <class T> struct Packed {
   static constexpr int PACKED = 2, DEPTH = 16;
   static float value(u32 bits, int i) { return to_float(T{u16(bits >> 16 * i)}); }
 };
-template <> struct Format<bf16> : Packed<bf16> {};
-template <> struct Format<f16> : Packed<f16> {};
+template <> struct Format<bf16> : Packed<bf16> {
+  static constexpr auto multiply = multiply_bf16;
+  static constexpr auto multiply_tile = multiply_tile_bf16;
+};
+template <> struct Format<f16> : Packed<f16> {
+  static constexpr auto multiply = multiply_f16;
+  static constexpr auto multiply_tile = multiply_tile_f16;
+};
 
 struct Product {
   float* d;
   const u32* a;
   const u32* b;
 };
-typedef float Four __attribute__((vector_size(16)));
-
-// Adds K products to each of eight sums: those of a row of A and as many rows of B, which lie `stride` floats apart.
-template <int K> void multiply_row(float* sums, const float* a, const float* b, int stride) {
-  Four low, high, x, y;
-  memcpy(&low, sums, sizeof low);
-  memcpy(&high, sums + 4, sizeof high);
-  for (int k = 0; k < K; ++k, b += stride) {
-    memcpy(&x, b, sizeof x);
-    memcpy(&y, b + 4, sizeof y);
-    low += a[k] * x;
-    high += a[k] * y;
-  }
-  memcpy(sums, &low, sizeof low);
-  memcpy(sums + 4, &high, sizeof high);
-}
-
-// A lane's part of A, as mma and wgmma take it.
-template <class T> void put_rows(float (&A)[16][Format<T>::DEPTH], int lane, const u32* a) {
-  constexpr int P = Format<T>::PACKED, K = Format<T>::DEPTH;
-  const int g = lane / 4, t = lane % 4;
-  for (int i = 0; i < P; ++i)
-    for (int r = 0; r < 4; ++r) A[g + r % 2 * 8][t * P + i + r / 2 * (K / 2)] = Format<T>::value(a[r], i);
-}
-
-template <class T> void multiply(void* const* operands) {
-  constexpr int P = Format<T>::PACKED, K = Format<T>::DEPTH;
-  float A[16][K], B[K][8], D[16][8];
-  for (int lane = 0; lane < WARP; ++lane) {
-    const Product& own = *static_cast<Product*>(operands[lane]);
-    const int g = lane / 4, t = lane % 4;
-    put_rows<T>(A, lane, own.a);
-    for (int i = 0; i < P; ++i)
-      for (int r = 0; r < 2; ++r) B[t * P + i + r * (K / 2)][g] = Format<T>::value(own.b[r], i);
-    for (int r = 0; r < 4; ++r) D[g + r / 2 * 8][t * 2 + r % 2] = own.d[r];
-  }
-  for (int row = 0; row < 16; ++row) multiply_row<K>(D[row], A[row], B[0], 8);
-  for (int lane = 0; lane < WARP; ++lane) {
-    const int g = lane / 4, t = lane % 4;
-    for (int r = 0; r < 4; ++r) static_cast<Product*>(operands[lane])->d[r] = D[g + r / 2 * 8][t * 2 + r % 2];
-  }
-}
-
 struct IntegerProduct {
   i32* d;
   const u32* a;
   const u32* b;
 };
 
-static void multiply_integers(void* const* operands) {
-  i32 A[16][32], B[32][8];
-  for (int lane = 0; lane < WARP; ++lane) {
-    const IntegerProduct& own = *static_cast<IntegerProduct*>(operands[lane]);
-    const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; ++i) {
-      for (int r = 0; r < 4; ++r) A[g + r % 2 * 8][t * 4 + i + r / 2 * 16] = i8(own.a[r] >> 8 * i);
-      for (int r = 0; r < 2; ++r) B[t * 4 + i + r * 16][g] = i8(own.b[r] >> 8 * i);
-    }
-  }
-  for (int lane = 0; lane < WARP; ++lane)
-    for (int r = 0; r < 4; ++r)
-      for (int k = 0; k < 32; ++k)
-        static_cast<IntegerProduct*>(operands[lane])->d[r] +=
-            A[lane / 4 + r / 2 * 8][k] * B[k][lane % 4 * 2 + r % 2];
-}
-
 struct MatrixRow {
   u32* r;
   u16* row;
 };
-
-template <bool TRANSPOSED> void load_matrices(void* const* operands) {
-  for (int lane = 0; lane < WARP; ++lane) {
-    const int g = lane / 4, t = lane % 4;
-    for (int m = 0; m < 4; ++m) {
-      auto value = [&](int i, int j) { return u32(static_cast<MatrixRow*>(operands[m * 8 + i])->row[j]); };
-      static_cast<MatrixRow*>(operands[lane])->r[m] =
-          TRANSPOSED ? value(2 * t, g) | value(2 * t + 1, g) << 16 : value(g, 2 * t) | value(g, 2 * t + 1) << 16;
-    }
-  }
-}
-
-template <bool TRANSPOSED> void store_matrices(void* const* operands) {
-  for (int lane = 0; lane < WARP; ++lane) {
-    const int g = lane / 4, t = lane % 4;
-    for (int m = 0; m < 4; ++m)
-      for (int i = 0; i < 2; ++i) {
-        const u16 value = u16(static_cast<MatrixRow*>(operands[lane])->r[m] >> 16 * i);
-        if (TRANSPOSED) static_cast<MatrixRow*>(operands[m * 8 + 2 * t + i])->row[g] = value;
-        else static_cast<MatrixRow*>(operands[m * 8 + g])->row[2 * t + i] = value;
-      }
-  }
-}
 
 static void matrix_collective(const char* call, u32* r, const void* row, Operation operation, Where where) {
   EMULATOR_CHECK(in_shared(row, 16), "%s of a row not aligned to 16 bytes or not in shared memory (%s:%d)", call,
@@ -225,7 +164,7 @@ static void matrix_collective(const char* call, u32* r, const void* row, Operati
 
 template <class T> void multiply_own(const char* call, float* d, const u32* a, const u32* b, Where where) {
   Product operand{d, a, b};
-  collective(call, where, multiply<T>, &operand);
+  collective(call, where, Format<T>::multiply, &operand);
 }
 
 }  // namespace emulator
@@ -267,7 +206,7 @@ inline void mma_i8(i32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::
 }
 
 inline void ldmatrix_x4(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
-  emulator::matrix_collective("ldmatrix_x4", r, row, emulator::load_matrices<false>, where);
+  emulator::matrix_collective("ldmatrix_x4", r, row, emulator::load_matrices, where);
 }
 
 inline void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offset,
@@ -277,7 +216,7 @@ inline void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offse
 }
 
 inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
-  emulator::matrix_collective("ldmatrix_x4_trans", r, row, emulator::load_matrices<true>, where);
+  emulator::matrix_collective("ldmatrix_x4_trans", r, row, emulator::load_matrices_trans, where);
 }
 
 inline float warp_sum(float x, emulator::Where where = emulator::here()) {
@@ -589,9 +528,9 @@ inline void copies_arrive(Barrier& b, emulator::Where where = emulator::here()) 
 inline void fence_async() {}
 
 inline void stmatrix_x4(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {
-  emulator::matrix_collective("stmatrix_x4", const_cast<u32*>(r), row, emulator::store_matrices<false>, where);
+  emulator::matrix_collective("stmatrix_x4", const_cast<u32*>(r), row, emulator::store_matrices, where);
 }
 
 inline void stmatrix_x4_trans(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {
-  emulator::matrix_collective("stmatrix_x4_trans", const_cast<u32*>(r), row, emulator::store_matrices<true>, where);
+  emulator::matrix_collective("stmatrix_x4_trans", const_cast<u32*>(r), row, emulator::store_matrices_trans, where);
 }
