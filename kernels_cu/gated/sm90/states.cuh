@@ -32,7 +32,7 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i6
   return at;
 }
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
-  const u32 H = u32(shape.H), heads = max(1u, gridDim.x / 2), n = blockIdx.x % heads;
+  const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
   const bool both = joined && blockIdx.x < heads;
   // Backwards first those that the other pass ended with: some of their last tokens are in L2.
   const u32 own = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
