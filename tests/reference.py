@@ -113,9 +113,14 @@ def size_of_terms(function, arrays, **arguments):
 
     The same recurrence of squares. None of an operator that is no such sum.
     """
+    return sizes_of_terms(function, arrays, **arguments)[0]
+
+
+def sizes_of_terms(function, arrays, **arguments):
+    """The same of o and of the final state."""
     if function is softmax_attention or arguments.get("feature_map") or arguments.get("normalize"):
-        return None
-    op, arrays = declaration(function, "size_of_terms"), [double(x) for x in arrays]
+        return None, None
+    op, arrays = declaration(function, "sizes_of_terms"), [double(x) for x in arrays]
     squares = [2 * x if name in DECAYS else x**2 for name, x in zip(op.arrays, arrays)]
     scale, start = arguments.get("scale"), double(arguments.get("initial_state"))
     arguments |= {"scale": 1 / arrays[0].shape[-1] if scale is None else scale**2}
@@ -123,7 +128,7 @@ def size_of_terms(function, arrays, **arguments):
     if op.name == "retention":
         gamma = arguments.get("gamma")
         arguments["gamma"] = (1 - 2.0 ** (-5 - np.arange(arrays[0].shape[1])) if gamma is None else double(gamma)) ** 2
-    return np.sqrt(exact(function, squares, **arguments)[0])
+    return tuple(map(np.sqrt, exact(function, squares, **arguments)))
 
 
 def size_of_gradients_terms(function, arrays, do):
@@ -234,11 +239,11 @@ def errors(x, wanted, terms=None):
     A whole-tensor figure misses one row that is zeroed, so every last-axis row is judged too, against its own rms.
     A row that cancels to far below the others carries their rounding: its rms counts as a tenth of the tensor's at
     least. Where `terms` say what numbers are sums of (`size_of_terms`), it counts as half of that: of the first tokens
-    a whole row is one value times one sum over channels, and cancels with it.
+    a whole row is one value times one sum over channels, and cancels with it. So may a whole tensor of a few numbers.
     """
     x, wanted = double(x), double(wanted)
     assert x.shape == wanted.shape, f"shape {x.shape}, expected {wanted.shape}"
-    size = rms(wanted) or 1.0
+    size = max(rms(wanted), 0 if terms is None else rms(terms) / 2) or 1.0
     if not x.size:
         return 0.0, 0.0
     least = size / 10 if terms is None else np.maximum(size / 10, rms(terms, axis=-1) / 2)
@@ -256,9 +261,9 @@ def assert_close(what, x, wanted, dtype, *, factor=1, rows=1, terms=None):
 
 
 def assert_results(function, arrays, found, dtype, **arguments):
-    """o, or o and the final state, of host arrays; o by its terms, since a row of few tokens may cancel as a whole."""
-    wanted, terms = exact(function, arrays, **arguments), size_of_terms(function, arrays, **arguments)
-    for what, x, y, of in zip(("o", "state"), found, wanted, (terms, None)):
+    """o, or o and the final state, of host arrays, by their terms: what has few of them may cancel as a whole."""
+    wanted, terms = exact(function, arrays, **arguments), sizes_of_terms(function, arrays, **arguments)
+    for what, x, y, of in zip(("o", "state"), found, wanted, terms):
         assert_close(what, x, y, dtype, terms=of)
 
 
