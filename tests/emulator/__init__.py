@@ -25,7 +25,7 @@ FLAGS = (
     "-fno-gnu-unique",  # each kernel's library keeps its own statics
     "-fno-strict-aliasing",  # kernels read one type's bits as another's, as CUDA compilers allow
 )  # fmt: skip
-CHECKED = "-Og", "-ftrivial-auto-var-init=pattern"  # of kernels: an uninitialised register shows
+CHECKED = "-O1", "-ftrivial-auto-var-init=pattern"  # of kernels: an uninitialised register shows
 ENTRY = """
 extern "C" __attribute__((visibility("default")))
 const char* emulated_launch(const void* args, size_t size, long long blocks, int threads, size_t smem, int cluster) {{
