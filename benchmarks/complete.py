@@ -30,13 +30,18 @@ def completed(new, earlier, changed=()):
     differing = [name for name in SAME if new["meta"].get(name) != earlier["meta"].get(name)]
     if differing:
         raise SystemExit(f"the two files differ in {', '.join(differing)}")
-    measured = {key(row) for row in new["rows"]}
+    measured = set(map(whole_key, new["rows"]))
     taken = [
         {"commit": earlier["meta"]["commit"]} | row
         for row in earlier["rows"]
-        if key(row) not in measured and pass_of(row) not in changed
+        if whole_key(row) not in measured and pass_of(row) not in changed
     ]
     return new | {"rows": new["rows"] + taken}
+
+
+def whole_key(row):
+    """With how the arrays lie, which rows of a sweep say."""
+    return *key(row), row.get("memory")
 
 
 if __name__ == "__main__":
