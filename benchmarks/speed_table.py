@@ -227,7 +227,8 @@ def of_clocks(meta, rows) -> str:
         return ""
     low = [row["mhz"] for row in rows if row.get("mhz") and row["mhz"] < 0.99 * meta["mhz"]]
     text = f" Samples begin at the full clock of {meta['mhz']:,.0f} MHz"
-    return text + (f", and end below 99 % of it in {len(low)} rows, at no less than {min(low):,.0f}." if low else ".")
+    of = "one row" if len(low) == 1 else f"{len(low)} rows"
+    return text + (f", and end below 99 % of it in {of}, at no less than {min(low):,.0f}." if low else ".")
 
 
 def worst(rows) -> str:
