@@ -85,12 +85,13 @@ def targets(instances):
 # The forward kernel of every card has 128 registers a thread, so that two blocks share a multiprocessor: 0.91 ms for
 # 1.04 at 4,4096,64,128 on an H200.
 SPILLED = {
-    ("gated/sm90/backward_queries", "sm_90a"): 120,
-    ("gated/sm90/backward_keys", "sm_90a"): 244,  # InTurn, float32 gates; where blocks have a sequence each 204
+    ("gated/sm90/backward_queries", "sm_90a"): 72,
+    ("gated/sm90/backward_keys", "sm_90a"): 192,
     ("float64/backwards", "sm_86"): 12,
     ("float64/backwards", "sm_89"): 12,
     ("float64/forwards", "sm_100"): 16,  # of 64 columns, in 40 registers, as the assembler chooses
     ("gated/backward_channels", "sm_100"): 92,
+    ("gated/backward_states", "sm_90"): 8,  # bfloat16 with float32 gates, 128 columns: as the assembler chooses
     ("gated/forward", "sm_80"): 128,
     ("gated/forward", "sm_86"): 104,
     ("gated/forward", "sm_89"): 104,
@@ -114,14 +115,14 @@ SPILLED = {
     ("value_gate/forward", "sm_86"): 152,
     ("value_gate/forward", "sm_89"): 152,
     ("value_gate/forward", "sm_90"): 88,
-    ("value_gate/forward", "sm_100"): 100,
+    ("value_gate/forward", "sm_100"): 108,
     ("value_gate/forward", "sm_120"): 80,
 }
 
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
 # for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
 # theirs to functions out of line, for gates that grow.
-STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
+STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 256, "rwkv6/decode_step": 80}
 
 
 @pytest.fixture
