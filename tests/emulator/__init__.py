@@ -67,25 +67,24 @@ def _header():
     return header
 
 
-def _library(name, what, text, *options):
+def _library(name, what, text, *options, with_library=()):
     """The path of one text's, which may have been compiled before."""
     text = disk.anywhere(text)
-    library = disk.folder("emulator") / f"{name}-{disk.key(*FLAGS, *options, text)}.so"
-    return str(_compiled(library, what, *options, "-x", "c++", "-", source=text))
+    library = disk.folder("emulator") / f"{name}-{disk.key(*FLAGS, *options, *with_library, text)}.so"
+    return str(_compiled(library, what, *options, "-x", "c++", "-", "-x", "none", *with_library, source=text))
 
 
 @cache
 def _runtime():
-    """The scheduler and the products of matrices, for the libraries of all kernels to find."""
-    text = _text() + source.text(HERE / "runtime", TWINS)
-    return ctypes.PyDLL(_library("runtime", "the emulator", text, "-O2"), os.RTLD_GLOBAL)
+    """The scheduler and the products of matrices: a library that the kernels' name."""
+    return _library("runtime", "the emulator", _text() + source.text(HERE / "runtime", TWINS), "-O2")
 
 
 @cache
 def _load(kernel):
-    _runtime()
     text = source.program([kernel], TWINS) + ENTRY.format(expression=kernel.expression)
-    made = _library(kernel.name, kernel.expression, text, *CHECKED, "-include", str(_header()))
+    options = *CHECKED, "-include", str(_header())
+    made = _library(kernel.name, kernel.expression, text, *options, with_library=[_runtime()])
     launch = ctypes.PyDLL(made).emulated_launch  # keeps the GIL: the runtime's statics hold one launch
     launch.restype = ctypes.c_char_p
     launch.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong, ctypes.c_int, ctypes.c_size_t, ctypes.c_int
