@@ -122,6 +122,7 @@ def cases_of_gpu(quick):
     yield Case("rwkv6", 8, 4096, 32, 64, gate="model", backward=True)
     yield from (Case(op, *SHAPES[0], gate=gate, backward=True) for gate in ("logsigmoid", "reset") for op in gated)
     yield from (Case(op, *WIDE) for op in gated)
+    yield from (Case(op, *WIDE, backward=True) for op in gated)
     yield from (Case(op, *SHAPES[-2], backward=True) for op in reversed(others))
     yield from (Case(op, *SHAPES[0], backward=True) for op in family)
 

@@ -1,11 +1,13 @@
 """Who else computes it, on the arrays of a benchmark: flash-linear-attention (fla-core), or torch softmax attention.
 
 Their arrays lie in memory as [B, T, H, ..], which both read without a copy. fla's first call for a shape tunes its
-kernels, for up to a minute for a new dtype or head size.
+kernels, for up to a minute for a new dtype or head size. Gradients of heads over 128 would take many: there each kernel
+is tuned over a few of the configurations that fla offers for it.
 """
 
 import sys
 import warnings
+from functools import cache
 
 FUNCTIONS = {
     "gla": ("gla", "chunk_gla"),
@@ -18,6 +20,7 @@ FUNCTIONS = {
 }
 MEANING = {"linear_attention": {"normalize": False}}  # what else makes its operator ours
 ATTENTION = "softmax_attention"
+TUNED_HEAD, MOST = 128, 6  # the widest head whose gradients are tuned over all configurations; of others so many
 
 
 def name(op) -> str | None:
@@ -60,8 +63,35 @@ def attention(q, k, v, scale):
     return o.transpose(1, 2), None
 
 
+def few_configurations(case) -> bool:
+    """Whether fla's kernels are not tuned over all of theirs."""
+    return name(case.op) == "fla" and case.backward and max(case.D, case.columns) > TUNED_HEAD
+
+
+@cache
+def every_configuration():
+    from triton.runtime.autotuner import Autotuner
+
+    return Autotuner.prune_configs
+
+
+def tune_over(most):
+    """Has Triton try `most` configurations of a kernel at most, from here on; all for None."""
+    from triton.runtime.autotuner import Autotuner
+
+    every = every_configuration()
+
+    def some(tuner, arguments):
+        found = every(tuner, arguments)
+        return found[:: -(-len(found) // most)]
+
+    Autotuner.prune_configs = some if most else every
+
+
 def bound(case, arrays, keywords):
     """What is to be timed."""
+    if few_configurations(case) or every_configuration.cache_info().currsize:
+        tune_over(MOST if few_configurations(case) else None)
     return (Pullback if case.backward else Call)(case, arrays, keywords)
 
 

@@ -12,6 +12,7 @@ import json
 from textwrap import fill
 
 import other_cards
+from peers import MOST, TUNED_HEAD
 from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
 
 BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
@@ -208,8 +209,15 @@ def machine(meta, rows) -> str:
         "time to read every input once and to write every result once at "
         f"{meta['copy_tb_per_s']:.2f} TB/s, the speed of a copy in the same run.{of_clocks(meta, rows)} Packed "
         "sequences have 24 to 2047 tokens. fla's kernels do the same work whatever the gates are: where a row has "
-        "other gates than logsigmoid's, fla's time may be the one with logsigmoid's."
+        "other gates than logsigmoid's, fla's time may be the one with logsigmoid's." + of_few_configurations(rows)
     )
+
+
+def of_few_configurations(rows) -> str:
+    """Which of fla's kernels were tuned over a part of their configurations."""
+    if not any(row["peer_ms"] and row["pass"] == "backward" and max(row["K"], row["V"]) > TUNED_HEAD for row in rows):
+        return ""
+    return f" Its gradients of heads over {TUNED_HEAD} were tuned over at most {MOST} configurations a kernel."
 
 
 def of_days(meta, rows) -> str:

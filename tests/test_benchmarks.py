@@ -309,6 +309,25 @@ def test_a_wrong_gradient_of_a_peer_is_not_timed(installed, monkeypatch):
     assert row["peer_error"] > 1e-3 and row["peer_ms"] is None and row["ours_ms"] > 0
 
 
+def test_wide_heads_are_tuned_over_few_configurations(monkeypatch):
+    class Autotuner:
+        def prune_configs(self, arguments):
+            return list(arguments["configs"])
+
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=Autotuner))
+    monkeypatch.setattr(run.peers, "Pullback", lambda *_: None)
+    run.peers.every_configuration.cache_clear()
+    wide, usual = (replace(case_of("gla", backward=True), D=D) for D in (256, 128))
+    tried = []
+    for case in (usual, wide, usual):
+        run.peers.bound(case, {}, {})
+        tried.append(len(Autotuner().prune_configs({"configs": range(100)})))
+    run.peers.every_configuration.cache_clear()
+    assert tried[0] == tried[2] == 100 and 1 <= tried[1] <= run.peers.MOST
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 def test_losses_are_said():
     row = of_small_case("gla", "bfloat16", gate="trained") | {"ours_ms": 1.0, "wall_ms": 1.0, "error": 3e-3}
