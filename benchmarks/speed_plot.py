@@ -1,4 +1,4 @@
-"""A plot of one file of benchmarks/results: ours and fla as multiples of the memory floor, a line for each shape."""
+"""Plots of one file of benchmarks/results: ours and fla as multiples of the memory floor, a line for each shape."""
 
 import matplotlib
 from speed_table import by_label, figure
@@ -7,17 +7,27 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of its backend)
 
 OURS, FLA, INK = "#0b6e8a", "#d9822b", "#333333"
-PANELS = (
+PASSES = (
     ("forward", ("gla", "rwkv6"), "B, T, H, D"),
     ("backward", ("gla", "rwkv6"), "B, T, H, D"),
-    ("step", ("gla_step", "rwkv6_step"), "sequences"),
 )
+PANELS = (*PASSES, ("step", ("gla_step", "rwkv6_step"), "sequences"))
 
 
 def draw(result, path):
+    """All of it."""
+    draw_panels(result, path, PANELS, headline, "bfloat16 and gates of trained models, or what a row says")
+
+
+def draw_lead(result, path):
+    """What comes first: bfloat16, and gates of trained models."""
+    draw_panels(result, path, PASSES, lead, "bfloat16, gates of trained models")
+
+
+def draw_panels(result, path, panels, chosen, words):
     rows = result["rows"]
-    shown = [(*panels, group) for panels in PANELS if (group := headline(by_label(rows, panels[0])))]
-    heights = [len(group) + 1.2 for *_, group in shown]
+    shown = [(*across, group) for across in panels if (group := chosen(by_label(rows, across[0])))]
+    heights = [len(group) + 1.5 for *_, group in shown]
     image, axes = plt.subplots(
         len(shown),
         2,
@@ -28,7 +38,7 @@ def draw(result, path):
         layout="constrained",
         height_ratios=heights,
     )
-    for (kind, ops, shape, group), across in zip(shown, axes):
+    for (kind, ops, sizes, group), across in zip(shown, axes):
         for axis, op in zip(across, ops):
             panel(
                 axis,
@@ -37,17 +47,24 @@ def draw(result, path):
             )
         names = ["   ".join(filter(None, (what, shape))) for shape, what in group]
         across[0].set_yticks(range(len(names)), names)
-        across[0].set_ylim(len(names) - 0.4, -0.6)
+        above = {"xycoords": "axes fraction", "xytext": (-14, 6), "textcoords": "offset points", "ha": "right"}
+        across[0].annotate(sizes, (0, 1), fontsize=9, color=INK, **above)
+        across[0].set_ylim(len(names) - 0.1, -0.6)
         limit_x(across[0], [pair[op] for pair in group.values() for op in ops if op in pair])
     for axis in axes.flat:
         axis.set_xlabel("times the memory floor", fontsize=9)
     handles, names = axes[0, 0].get_legend_handles_labels()
     image.legend(handles, names, loc="outside upper right", ncols=3, frameon=False)
     meta = result["meta"]
-    title = f"Times on {meta['card']}, {meta['date']}"
+    title = f"Times on {meta['card']}, {meta['date']}\n{words}"
     image.suptitle(title, x=0.01, ha="left", fontsize=12)
     image.savefig(path, dpi=130)
     plt.close(image)
+
+
+def lead(group):
+    """Rows that need no word beside their shape."""
+    return {(shape, what): pair for (shape, what), pair in group.items() if not what}
 
 
 def headline(group):

@@ -4,8 +4,8 @@
     python benchmarks/speed_table.py
 
 docs/performance.md gets all of them, card by card, with errors, estimates for other cards and the worst of
-benchmarks/sweep.py; the README the rows of CARD with the gates that models have. The plot needs matplotlib; without it
-the one that is there stays.
+benchmarks/sweep.py; the README the rows of CARD with the gates that models have, and a plot of them. Plots need
+matplotlib; without it those that are there stay.
 """
 
 import json
@@ -41,6 +41,7 @@ def main():
         return
     for path in results():
         speed_plot.draw(json.loads(path.read_text()), path.with_suffix(".png"))
+    speed_plot.draw_lead(json.loads((RESULTS / f"{CARD}.json").read_text()), RESULTS / f"{CARD}-lead.png")
 
 
 def results():

@@ -79,6 +79,18 @@ def test_results_are_whole(path):
         assert row["peer_error"] is None or row["peer_ms"] is None or row["peer_error"] < run.LIMITS[row["dtype"]]
 
 
+def test_the_first_plot_has_the_rows_of_the_first_table(tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
+    import speed_plot
+
+    result = json.loads((speed_table.RESULTS / f"{speed_table.CARD}.json").read_text())
+    shapes = [shape for shape, _ in speed_plot.lead(speed_table.by_label(result["rows"], "forward"))]
+    table = [line.split("|")[1].strip() for line in speed_table.summary().splitlines() if line.startswith("| ")]
+    assert shapes == table[2:]
+    speed_plot.draw_lead(result, tmp_path / "lead.png")
+    assert (tmp_path / "lead.png").read_bytes().startswith(b"\x89PNG")
+
+
 # -- measuring --------------------------------------------------------------------------------------------------------
 def test_limits_are_those_of_the_tests():
     assert run.LIMITS == {dtype: LIMITS.get(dtype, LIMITS["float16"])[0] for dtype in cases.DTYPES}

@@ -12,6 +12,8 @@ import linattn_np
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "kernels_cu").glob("*.md"))]
+LINK = re.compile(r"(?:\]\(|^\[\w+\]: )(?!http)([^)#\s]+)", re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = {f"{path.stem}-{n}": block for path in PAGES for n, block in enumerate(PYTHON.findall(path.read_text()))}
 
@@ -93,6 +95,6 @@ def test_the_readme_is_short():
 
 
 def test_links_lead_somewhere():
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
-        for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+    for page in (*PAGES, *NOTES):
+        for link in LINK.findall(page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
