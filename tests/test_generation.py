@@ -361,7 +361,7 @@ def test_top_k_keeps_the_likeliest():
 
 def test_few_are_sorted_of_many_and_nothing_changes(rng):
     """The likeliest of all logits, sorted as a whole, against what `likeliest` finds first; equals by their ids."""
-    for top_k, top_p in ((0, 0.5), (0, 0.99), (3, 1.0), (40, 0.9), (500, 0.3)):
+    for top_k, top_p in ((0, 0.5), (0, 0.99), (3, 1.0), (40, 0.9), (500, 0.3), (10**30, 0.9)):
         rows = rng.dirichlet(np.full(300, 0.1), 5).astype(np.float32)
         rows[1, ::2], rows[2] = rows[1, 1::2], 1 / 300
         ids, chosen, counts = likeliest(rows, top_k, top_p)

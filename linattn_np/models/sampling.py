@@ -226,8 +226,9 @@ def likeliest(p, top_k, top_p):
     V = p.shape[1]
     if top_k == 0 and top_p == 1:
         return None, p, V  # any order will do
+    top_k = min(top_k, V)  # however many are asked for
     if top_k:
-        least = -np.partition(-p, min(top_k, V) - 1, axis=1)[:, min(top_k, V) - 1, None]
+        least = -np.partition(-p, top_k - 1, axis=1)[:, top_k - 1, None]
     else:
         least = (1 - top_p) / V  # all that are less hold less than 1 - top_p together
     row, id = np.divmod(np.flatnonzero(p >= least), V)
