@@ -21,7 +21,8 @@ from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
 from linattn_np.models.threads import Board
 
 pytest.importorskip("numba", reason="matrices of few bits are multiplied by Numba's loops")
-from linattn_np.models import matrix_loops  # it imports Numba
+from linattn_np.models import matrix_loops  # they import Numba
+from linattn_np.models.rwkv6 import numba_loops
 
 ROOT = Path(__file__).parents[1]
 AUSTEN = ROOT / "examples" / "data" / "austen-x060"
@@ -283,6 +284,17 @@ def test_what_is_said_of_it(austen, dtype):
     assert repr(model) == f"RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, {dtype} on cpu)"
     assert repr(model.layers) == f"NumbaLayers(4 layers, {dtype}, {model.layers.nbytes:,} bytes)"
     assert repr(model.layers.whole.head) == f"Matrix([256, 256], {dtype}, {model.layers.whole.head.nbytes:,} bytes)"
+
+
+def test_tanh_is_float32s():
+    size = np.logspace(-30, 2, 10_001, dtype=np.float32)
+    x = np.stack([-size, size])
+    found, wanted = x.copy(), np.tanh(x.astype(np.float64))
+    numba_loops.tanh_of(found)
+    assert (np.abs(found - wanted) <= 6 * np.spacing(np.abs(wanted).astype(np.float32))).all()
+    found = np.array([[np.nan, np.inf, -np.inf, 0]], np.float32)
+    numba_loops.tanh_of(found)
+    np.testing.assert_array_equal(found, [[np.nan, 1, -1, 0]])
 
 
 # -- which dtype ------------------------------------------------------------------------------------------------------

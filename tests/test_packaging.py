@@ -248,7 +248,7 @@ ROOMS = {
     "models/matrices": ([f"models.{name}" for name in AROUND] + ["arrays", "errors"], ["numpy"]),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["arrays", "errors"], ["numpy"]),
     "models/matrix_loops": ([], ["numpy", "numba", "llvmlite"]),
-    "models/rwkv6/numba_loops": ([], ["numpy", "numba"]),
+    "models/rwkv6/numba_loops": (["models.matrix_loops", "models.rwkv6.math"], ["numpy", "numba"]),
     "models/training": (
         [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6", "models.steps"],
         ["numpy", "cupy", "safetensors"],

@@ -13,7 +13,7 @@ import os
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -105,6 +105,14 @@ def floats(typing, address):
         return builder.inttoptr(arguments[0], SINGLE.as_pointer())
 
     return types.CPointer(types.float32)(types.intp), generate
+
+
+@intrinsic
+def integers(typing, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(types.intp), generate
 
 
 @intrinsic
@@ -475,6 +483,42 @@ def multiply(board, format, bits, scales, x, y):
     share(board, S * board[TILES])
     # The arrays live until here, where nobody reads them any more.
     return chosen.size + counts.size + starts.size + totals.size
+
+
+@cfunc(types.void(*(types.intp,) * 10), cache=True)
+def multiply_at(board, format, bits, scales, x, y, S, T, K, M):
+    """`multiply` of arrays at addresses."""
+    multiply(
+        carray(integers(board), (BOARD,)),
+        format,
+        bits,
+        scales,
+        carray(floats(x), (S, T, K)),
+        carray(floats(y), (S, T, M)),
+    )
+
+
+@intrinsic
+def call(typing, address, arguments):
+    """A function of integers that is at an address."""
+
+    def generate(context, builder, signature, values):
+        address, arguments = values
+        numbers = cgutils.unpack_tuple(builder, arguments)
+        function = ir.FunctionType(ir.VoidType(), [number.type for number in numbers])
+        builder.call(builder.inttoptr(address, function.as_pointer()), numbers)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.UniTuple(types.intp, len(arguments))), generate
+
+
+@njit(**LOOP)
+def product_at(address, board, format, bits, scales, x, y):
+    """`multiply` for loops in another module: Numba's cache of theirs would not see that this one has changed, so that
+    they are told its address. x and y are contiguous.
+    """
+    S, T, K = x.shape
+    call(address, (board.ctypes.data, format, bits, scales, x.ctypes.data, y.ctypes.data, S, T, K, y.shape[2]))
 
 
 @njit(**LOOP)

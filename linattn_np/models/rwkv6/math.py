@@ -2,7 +2,8 @@
 
 `time_mix` and `channel_mix` say which pieces follow each other; what computes the pieces is given to them: NumPy for
 the CPU, steps of a plan for prompts on the GPU, and a pullback with each for gradients. A single token on the GPU has
-fewer and larger kernels than there are pieces, and a plan of its own (`cuda_decode`).
+fewer and larger kernels than there are pieces, and a plan of its own (`cuda_decode`); on the CPU it is one loop of
+Numba's (`numba_loops.step`).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 
 from ...arrays import BFLOAT16
-from ..matrices import FEW, pack
+from ..matrices import FEW, FEW_OF_FLOAT32, pack
+from ..matrix_loops import multiply_at
 from ..quantised import Stored
 from ..threads import Board
-from . import math
 from . import numba_loops as loops
 from . import weights as table
 from .numpy_layers import FLOAT32, NumpyLayers, Pieces
@@ -26,6 +26,7 @@ class NumbaLayers(NumpyLayers):
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
         super().load(weights, sizes, loaded, partial(kept, dtype))
+        self.gather(sizes)
         everything = [*vars(self.whole).values(), *(x for layer in self.layers for x in vars(layer).values())]
         self.nbytes = sum(array.nbytes for array in everything)
         self.step_bytes = self.nbytes - self.whole.embedding.nbytes
@@ -36,11 +37,30 @@ class NumbaLayers(NumpyLayers):
     def logits(self, tokens, state, rows, last):
         """[T, V], or [N, V] of each sequence's last token."""
         board = Board()
-        if not rows.single or len(tokens) > FEW:
+        if not rows.single or len(tokens) > (FEW_OF_FLOAT32 if self.dtype == "float32" else FEW):
             return self.run(Prompt(rows, board), tokens, state, rows, last)
+        x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
+        slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
         with board.helped(self.step_bytes):
-            slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
-            return self.run(Step(rows, board, slots), tokens, state, rows, last)
+            return loops.step(multiply_at.address, board.array, *self.gathered, x, *state.arrays, slots)
+
+    def gather(self, sizes):
+        """A table of the matrices, and the vectors in one array, as a step takes them; the layers' are views of it."""
+        head, norms = self.whole.head, np.concatenate([self.whole.ln0, self.whole.ln_out])
+        matrices = [[described(getattr(layer, name)) for name in loops.MATRICES] for layer in self.layers]
+        vectors = np.empty((len(self.layers), sum(loops.VECTORS.values()), sizes["D"]), FLOAT32)
+        for layer, its in zip(self.layers, vectors):
+            ends = np.cumsum([*loops.VECTORS.values()])
+            for name, part in zip(loops.VECTORS, np.split(its, ends[:-1])):
+                part = part.reshape(getattr(layer, name).shape)
+                part[:] = getattr(layer, name)
+                setattr(layer, name, part)
+        self.gathered = np.array(matrices), np.array(described(head)), vectors, norms
+
+
+def described(matrix):
+    """What a loop has to know of a matrix."""
+    return matrix.code, *matrix.where, matrix.shape[-2]
 
 
 def kept(format, field, weight, arrays):
@@ -74,36 +94,4 @@ class Prompt(Pieces):
 
     def relu_squared(self, x):
         loops.relu_squared(x)
-        return x
-
-
-@dataclass
-class Step(Prompt):
-    """The same for a token of each of a few sequences; `slots` has each one's row of the state."""
-
-    slots: np.ndarray
-
-    def shift_mix(self, layer, norm, maa, x, shift):
-        norm, maa = getattr(layer, norm), getattr(layer, maa)
-        maa = maa.reshape(-1, maa.shape[-1])
-        mixed, xx, d = np.empty((len(maa), *x.shape), FLOAT32), np.empty_like(x), np.empty_like(x)
-        loops.shift_mix(x, norm, maa, shift, self.slots, math.LAYER_NORM_EPS, mixed, xx, d)
-        return mixed, xx, d
-
-    def log_decay(self, layer, low):
-        w = self.product(layer, "decay_up", np.tanh(low))
-        loops.log_decay(w, layer.decay)
-        return w
-
-    def recurrence(self, layer, kvr, w, wkv):
-        o = np.empty_like(w)
-        loops.recurrence(kvr, w, layer.bonus, wkv, self.slots, o)
-        return o
-
-    def gated_norm(self, layer, o, gate):
-        loops.gated_norm(o, gate, layer.ln_x, len(layer.bonus), math.GROUP_NORM_EPS)
-        return o
-
-    def add_gated(self, x, gate, value):
-        loops.add_gated(x, gate, value)
         return x
