@@ -87,9 +87,6 @@ def targets(instances):
 SPILLED = {
     ("gated/sm90/backward_queries", "sm_90a"): 72,
     ("gated/sm90/backward_keys", "sm_90a"): 192,
-    ("float64/backwards", "sm_86"): 12,
-    ("float64/backwards", "sm_89"): 12,
-    ("float64/forwards", "sm_100"): 16,  # of 64 columns, in 40 registers, as the assembler chooses
     ("gated/backward_channels", "sm_100"): 92,
     ("gated/backward_states", "sm_90"): 8,  # bfloat16 with float32 gates, 128 columns: as the assembler chooses
     ("gated/forward", "sm_80"): 128,
@@ -100,17 +97,6 @@ SPILLED = {
     ("gated/forward", "sm_120"): 212,
     ("gated/backward_channels", "sm_120"): 64,
     ("gated/backward_values", "sm_120"): 8,
-    ("recurrent/step", "sm_100"): 68,
-    ("recurrent/step", "sm_120"): 44,
-    ("rwkv6/norm_shift", "sm_100"): 96,
-    ("rwkv6/time_mix_batch", "sm_100"): 8,
-    ("rwkv6/time_mix_batch", "sm_120"): 24,
-    ("rwkv6/time_mix_step", "sm_86"): 24,
-    ("rwkv6/time_mix_step", "sm_89"): 24,
-    ("softmax/backward_queries", "sm_100"): 84,
-    ("softmax/backward_queries", "sm_120"): 92,
-    ("softmax/backward_keys", "sm_100"): 104,
-    ("softmax/backward_keys", "sm_120"): 84,
     ("value_gate/forward", "sm_80"): 152,
     ("value_gate/forward", "sm_86"): 152,
     ("value_gate/forward", "sm_89"): 152,
