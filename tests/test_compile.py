@@ -89,9 +89,20 @@ def targets(instances):
 
 # Bytes that the worst instance of a kernel stores and loads for want of registers; all others spill nothing. Hopper's
 # registers hold one path for every gate: before there were these, half the heads of trained models were computed twice.
+#
 # The forward kernels of every card have 128 registers a thread where shared memory has room for two blocks of 128
-# channels and columns on a multiprocessor (0.91 ms for 1.04 at 4,4096,64,128 on an H200): on sm_90 and sm_100, and in
-# float16 on sm_80.
+# channels and columns on a multiprocessor (0.91 ms for 1.04 at 4,4096,64,128 on an H200). Of these sizes spill, x3 is
+# float32 in three products, gates are like data or said:
+#   gated/forward       sm_90   x3 96 to 120, bfloat16 44 to 72, with float32 gates 112 and 116, float16 32,
+#                               its SplitChannels 8
+#                       sm_100  x3 48 to 108, bfloat16 52, with float32 gates 28 and 144
+#   value_gate/forward  sm_80   float16 56
+#                       sm_90   bfloat16 76, float16 8, with float32 gates 72, x3 48, float32 8, SplitChannels 8 to 24
+#                       sm_100  bfloat16 108, x3 32, its SplitChannels 44
+# Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
+# in bfloat16: 8), and value_gate/forward on sm_90 (64 and 64, x3: 28).
+# gated/backward_channels has all 255 registers on sm_100 and sm_120, and spills in RWKV-6, x3 (92 and 16), and with
+# half-precision data under a scalar decay (8 and 12).
 SPILLED = {
     ("gated/sm90/backward_queries", "sm_90a"): 72,
     ("gated/sm90/backward_keys", "sm_90a"): 192,
