@@ -145,7 +145,7 @@ def measured(program, targets) -> dict[str, dict[str, Usage]]:
 
 def same_on(text, expressions, virtual, other) -> bool:
     """Whether the compiler's front end makes the same functions of a program for two virtual architectures: only then
-    does the code, or a header, not ask which one it is.
+    does the code, or a header, not ask which one it is, but to say how many blocks share a multiprocessor.
     """
     return _front_end().submit(_same_on, text, expressions, virtual, other).result()
 
@@ -161,9 +161,11 @@ def _same_on(text, expressions, virtual, other):
 
 
 def _functions(code):
-    """PTX without what names the target or the place in the source: from the first function to the debugger's data."""
+    """PTX without what names the target or the place in the source: from the first function to the debugger's data.
+    Nor with how many blocks share a multiprocessor, which bounds registers alone.
+    """
     lines = code[code.index(".entry") :].split(".section", 1)[0].splitlines()
-    return "\n".join(line for line in lines if not line.lstrip().startswith((".loc", ".file", "//")))
+    return "\n".join(line for line in lines if not line.lstrip().startswith((".loc", ".file", "//", ".minnctapersm")))
 
 
 def _compiled(text, expressions, *options):

@@ -13,6 +13,7 @@
 //           keep their gradient's digits
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    COLUMNS columns a launch, which adds to what those before have left in dx, da and du
+#include "cards.cuh"
 #include "state_row.cuh"
 
 struct Args {
@@ -32,8 +33,12 @@ struct Args {
   double scale;
 };
 
+// That share a multiprocessor; 0 leaves it to the assembler, which else chooses so many on some cards that it spills.
 template <class ReadOrder, int COLUMNS>
-__global__ void __launch_bounds__(32 * WARPS) float64_backwards(const Args args) {
+constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && !SINCE_SM100 ? 5 : 0;
+
+template <class ReadOrder, int COLUMNS>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_backwards(const Args args) {
   const WorkTile at(args.shape, args.R);
   if (at.r >= args.R) return;
   const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h, every = args.shape.chunk;

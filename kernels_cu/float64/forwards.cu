@@ -8,6 +8,7 @@
 // numerics  float64 throughout, sums over the columns in a fixed order
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
 // limits    COLUMNS columns a launch, which adds to what those before have left in `result`
+#include "cards.cuh"
 #include "state_row.cuh"
 
 struct Args {
@@ -25,8 +26,12 @@ struct Args {
   double scale;
 };
 
+// That share a multiprocessor; 0 leaves it to the assembler, which else chooses so many on some cards that it spills.
 template <class ReadOrder, int COLUMNS>
-__global__ void __launch_bounds__(32 * WARPS) float64_forwards(const Args args) {
+constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_SM100 ? 9 : 0;
+
+template <class ReadOrder, int COLUMNS>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_forwards(const Args args) {
   const WorkTile at(args.shape, args.R);
   if (at.r >= args.R) return;
   const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h;

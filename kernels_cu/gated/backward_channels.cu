@@ -19,6 +19,7 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
 #include "backward.cuh"
+#include "cards.cuh"
 #include "growth.cuh"
 
 constexpr int COLUMNS = 32, STEPS = COLUMNS / 16;  // of V, that are there at once
@@ -120,6 +121,13 @@ template <typename E> struct Element<E*> {
   using type = E;
 };
 
+// Where a block works.
+struct WorkTile {
+  int tile;  // of channels
+  i64 c, h, b;
+  Span span;
+};
+
 constexpr int HALF = SUBS / 2;  // sub-chunks of half a chunk
 
 // Of the gates of a lane's channel in half a chunk: what passes them within their sub-chunk, and the lane's share of
@@ -190,13 +198,23 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // Products of split operands are so many instructions that unrolled loops take a second longer to compile, and run no
   // faster.
   constexpr int UNROLLED = M::SPLIT ? 1 : 2;
+  // Whether the block's place is made anew where it is asked for, for want of registers. RWKV-6 in float32 spills more
+  // by that.
+  constexpr bool ANEW = SINCE_SM100 && !(M::SPLIT && BEFORE);
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 16 * warp;
-  const int tiles = int((shape.K + TILE - 1) / TILE), tile = blockIdx.x % tiles;
-  const u32 block = blockIdx.x / tiles, NC = u32(shape.NC), heads = u32(args.heads);
-  const i64 c = block % NC, h = args.first + block / NC % heads, b = block / NC / heads;
-  const Span span = chunk_tokens(shape, c);
+  const int tiles = int((shape.K + TILE - 1) / TILE);
+  const u32 NC = u32(shape.NC), heads = u32(args.heads);
+  const auto work_tile = [&](u32 block) -> WorkTile {
+    const u32 tile = block % tiles, chunk = block / tiles;
+    const i64 c = chunk % NC, h = args.first + chunk / NC % heads, b = chunk / NC / heads;
+    return {int(tile), c, h, b, chunk_tokens(shape, c)};
+  };
+  const WorkTile place = work_tile(blockIdx.x);
+  const int tile = place.tile;
+  const i64 c = place.c, h = place.h, b = place.b;
+  const Span span = place.span;
   const float scale = float(args.scale);
   constexpr float CUT_STATES = CUT<M> * CUT<M, E>;  // of products with do and v
   const bool vectors = args.vectors;
@@ -206,10 +224,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;  // of v and do
   const auto fetch = [&](int n) {
     Values<E>& to = s.values[n & 1];
-    const i64 head = Columns::gated ? h - args.first : h, column = n * COLUMNS;
+    const WorkTile at = ANEW && M::SPLIT ? work_tile(opaque(blockIdx.x)) : place;
+    const i64 head = Columns::gated ? at.h - args.first : at.h, column = n * COLUMNS;
     const bool pieces = Columns::gated || vectors;
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, b, head, span.start, span.stop, column, width, pieces);
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, b, head, span.start, span.stop, column, width, pieces);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, at.b, head, at.span.start, at.span.stop, column, width, pieces);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, at.b, head, at.span.start, at.span.stop, column, width, pieces);
   };
   States<M, Columns::turned> states;  // those of columns at hand, then of the next ones
   Shape kept = shape;
@@ -569,8 +588,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     }
   }
   __syncthreads();  // the results stand
-  if (!Columns::turned)
-    store_rows<CHUNK, TILE, LD<T, TILE>>(args.dq, s.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
-  store_rows<CHUNK, TILE, LD<T, TILE>>(args.dk, s.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
-  store_rows<CHUNK, TILE, LD<G, TILE>>(args.dg, s.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  const WorkTile end = ANEW ? work_tile(opaque(blockIdx.x)) : place;
+  const auto store = [&](const auto& to, const auto* tile) {
+    using E = typename Element<decltype(tile)>::type;
+    store_rows<CHUNK, TILE, LD<E, TILE>>(to, tile, end.b, end.h, end.span.start, end.span.stop, end.tile * TILE,
+                                         shape.K, vectors);
+  };
+  if (!Columns::turned) store(args.dq, s.q);
+  store(args.dk, s.k);
+  store(args.dg, s.g);
 }

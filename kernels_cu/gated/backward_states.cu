@@ -230,7 +230,8 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     for (int row = 0; row < 2; ++row)
       if (t == 0 && at.v_tile == 0 && channel + 8 * row < K) args.decays[slot * K + channel + 8 * row] = whole[row];
   } else if (backwards && args.dh0 && segment == P - 1) {
-    to = args.dh0 + (at.n / P * shape.H + at.h) * state;
+    const int n = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : at.n;  // for want of registers
+    to = args.dh0 + (n / P * shape.H + at.h) * state;
   }
   if (to) each([&](float& x, i64 offset) { to[offset] = x; });
 }

@@ -10,6 +10,7 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
 #include "backward.cuh"
+#include "cards.cuh"
 #include "growth.cuh"
 
 constexpr int CHANNELS = 32;  // that are there at once, a warp's 8 side by side
@@ -83,7 +84,8 @@ __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
-__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 3 : 2)
+__global__ void __launch_bounds__(
+    THREADS, blocks_with_room<Shared<T, G, PRODUCTS, BV>>(sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 3 : 2))
     gated_backward_values(const Args<T, G> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;

@@ -10,6 +10,7 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    BK and BV of 64, 128, BV also of 256; more channels by SplitChannels, a launch for every BK, each adding to
 //           `sums`
+#include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
 #include "gated/forward_tiles.cuh"
@@ -50,7 +51,8 @@ __device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride,
 }
 
 template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
+    gated_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
   using Mine = Share<T, BK, WARPS>;
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());

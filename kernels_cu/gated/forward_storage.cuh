@@ -23,12 +23,8 @@ template <typename T>
 constexpr int CHUNK =  // tokens of a chunk: twice as many where operands are half as large
     64 / sizeof(typename OperandOf<T>::Type);
 
-// Blocks that share a multiprocessor, as far as registers go. Where a block has more channels than columns, shared
-// memory has room for two. It has room for one of all channels and columns whose sub-chunks have the larger operands.
-template <class Schedule, typename T, int BK, int BV>
-constexpr int RESIDENT = !Schedule::all_channels && CHUNK<T> == 32 && BK + BV == 256 ? 1
-                         : Schedule::reads && BK > BV                                ? 2
-                                                                                     : 256 / BV;
+// Blocks that share a multiprocessor, as far as registers go.
+template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::reads && BK > BV ? 2 : 256 / BV;
 
 // What scores in sub-chunks are made of, and the number of products.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {

@@ -2,6 +2,7 @@
 // shapes    A tile is [rows, D] of 16-bit values, D of 64 or 128; arrays of fewer columns are padded with zeros.
 // numerics  Products of bf16 or f16 with sums in float32. What a product makes is rounded to the same type before it is
 //           a factor of the next one.
+#include "cards.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -36,8 +37,8 @@ template <int M, int N> using Fragment = float[M][N / 8][4];
 // d += A B^T, A the rows row... of tile a, B all N rows of tile b.
 template <int D, int M, int N, typename T>
 __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int row, T* b) {
-  const int lane = opaque(threadIdx.x & 31);        // so that addresses are made anew, not held in registers
-  constexpr int AT_ONCE = M * N > 64 ? 4 : D / 16;  // more would want more registers than there are
+  const int lane = opaque(threadIdx.x & 31);  // so that addresses are made anew, not held in registers
+  constexpr int AT_ONCE = M * N > 64 || SINCE_SM100 ? 4 : D / 16;  // more would want more registers than there are
 #pragma unroll AT_ONCE
   for (int k = 0; k < D / 16; ++k) {
     u32 rows[M][4], columns[4];

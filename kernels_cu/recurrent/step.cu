@@ -13,6 +13,7 @@
 // A lane has asked for its four pieces before it writes the first: that hides the memory's latency, since the compiler
 // may not move a load before a store. No warp waits for another before it writes: memory that is written where it was
 // read is fastest with little in between.
+#include "cards.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -20,8 +21,8 @@
 constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
 // On a multiprocessor, for the compiler: unasked, its order of a half-precision state's loads costs a sixth of the
-// time.
-template <typename S> constexpr int BLOCKS = sizeof(S) == 4 ? 4 : 5;
+// time. Since sm_100 so many spill registers; with a float state three do, too, unless it finds them itself (0).
+template <typename S> constexpr int BLOCKS = SINCE_SM100 ? sizeof(S) == 4 ? 0 : 4 : sizeof(S) == 4 ? 4 : 5;
 
 template <typename T, typename G, typename S> struct Args {
   Rows<const T> q, k, v;  // the time stride is not used

@@ -13,6 +13,7 @@
 // limits    N = 64, W even; P = 1, or up to 2 where SEQUENCES are fewer than 8; some launch between this one
 //           and the last that wrote the states has waited for the one before it before it let the next begin: states
 //           are read without waiting
+#include "cards.cuh"
 #include "decode.cuh"
 
 constexpr int N = 64;
@@ -125,12 +126,13 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   s.channels[warp][own + 1] = {k.y, r.y, decay_of(-expf(z.y)), k.y * u.y};
   __syncwarp();
 
+  constexpr int AT_ONCE = BEFORE_SM90 || SINCE_SM100 ? 8 : 4;  // rows, as few registers as that takes there
   float4 o = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     const float4 old = float4(held[row % HELD]);
     if (row + HELD < ROWS) held[row % HELD] = load_four(place(row + HELD));
-    if (row % 4 == 0) __syncwarp();  // or all rows' channels are loaded first, and take registers
+    if (row % AT_ONCE == 0) __syncwarp();  // or all rows' channels are loaded first, and take registers
     const Channel c = s.channels[warp][row * GROUPS + group];
     store4(place(row), step_channel(o, old, v, c.k, c.r, c.decay, c.ku));
   }

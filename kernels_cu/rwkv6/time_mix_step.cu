@@ -11,6 +11,7 @@
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 // limits    N a multiple of 4, up to 256; W up to 512
 #include "rwkv6/time_mix.cuh"
+#include "cards.cuh"
 
 template <typename T, typename X, typename S> struct Args {
   const float* k;
@@ -30,8 +31,11 @@ template <typename T, typename X, typename S> struct Args {
   double eps;
 };
 
+// On a multiprocessor; 0 leaves it to the assembler, which else chooses so many on some cards that it spills registers.
+constexpr int BLOCKS = BEFORE_SM90 ? 4 : 0;
+
 template <typename T, typename X, typename S, int TERMS>
-__global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X, S> args) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Args<T, X, S> args) {
   auto& s = *reinterpret_cast<TimeMixScratch*>(dynamic_smem());
   launch_next();
   const int N = int(args.N), W = int(args.W), tid = threadIdx.x;

@@ -12,6 +12,7 @@
 //           middle of their sub-chunk (columns.cuh). Products have o transposed, as decays of columns lie
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
+#include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
 #include "gated/forward_operands.cuh"
@@ -39,8 +40,6 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // all rows are whole pieces of so many: 16, 8, 4 or 2
 };
 
-constexpr u32 MOST_OF_TWO = 113 * 1024;  // bytes of shared memory: of blocks with more no card has two at once
-
 // Starts to copy a chunk's rows, of so many bytes at a time.
 template <int COLS, int THREADS, typename T, typename E>
 __device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, int rows, int width, int bytes) {
@@ -60,9 +59,8 @@ __device__ __noinline__ void store_slowly(T* to, i64 stride, const T* tile, int 
 }
 
 template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK, BV>) > MOST_OF_TWO
-                                              ? 1
-                                              : RESIDENT<Schedule, T, BK, BV>)
+__global__ void __launch_bounds__(2 * BV,
+                                  blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     value_gate_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
   using Mine = Share<T, BK, WARPS>;

@@ -98,8 +98,6 @@ class GatedForward(Kernel):
 
     @property
     def resident(self):
-        if self.schedule == SPLIT_CHANNELS and self.CHUNK == 32 and self.BK + self.BV == 2 * TILES[-1]:
-            return 1
         return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
 
     @property

@@ -42,8 +42,6 @@ class ValueGateForward(Kernel):
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
     cluster = 1
-    MOST_OF_TWO: ClassVar[int] = 113 * 1024  # bytes of shared memory: of blocks with more no card has two at once
-    constants = (("MOST_OF_TWO", "MOST_OF_TWO"),)
     schedule: str
     dtype: np.dtype
     gate: np.dtype
@@ -86,7 +84,7 @@ class ValueGateForward(Kernel):
 
     @property
     def resident(self):
-        return 1 if self.shared_bytes > self.MOST_OF_TWO else self.ungated.resident
+        return self.ungated.resident
 
     @property
     def shared_bytes(self):
