@@ -123,17 +123,32 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
   wgmma_keep(sums);
 }
 
-// A warpgroup's lane has two neighbouring rows of two vectors in every eight rows.
+// A warpgroup's lane has two neighbouring rows of two vectors in every eight rows. Two lanes exchange what they have of
+// 16 rows, so that each stores four neighbours.
 template <int ROWS>
 __device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
+  const bool odd = threadIdx.x & 1;
   row += 2 * (threadIdx.x & 3);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (b + 8 * half >= B) continue;
+    float* const to = y + (b + 8 * half) * M;
+    const bool inside = b + 8 * half < B;
 #pragma unroll
-    for (int n = 0; n < ROWS / 8; ++n)
-      if (row + 8 * n < M)
-        store2(y + (b + 8 * half) * M + row + 8 * n, {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]});
+    for (int n = 0; n + 1 < ROWS / 8; n += 2) {
+      const float2 lower = {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]};
+      const float2 upper = {sums[4 * n + 4 + 2 * half], sums[4 * n + 4 + 2 * half + 1]};
+      const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
+                            __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
+      // The lower eight rows are the even lanes'.
+      const int first = row + 8 * n + (odd ? 8 - 2 : 0);
+      if (inside && first < M)
+        store4(to + first,
+               odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y});
+    }
+    if constexpr (ROWS % 16) {
+      constexpr int n = ROWS / 8 - 1;  // has no neighbour
+      if (inside && row + 8 * n < M) store2(to + row + 8 * n, {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]});
+    }
   }
 }
 
