@@ -1,4 +1,4 @@
-"""RWKV-6's layers on the CPU: few tokens by Numba's loops, prompts by BLAS."""
+"""RWKV-6's layers on the CPU: products by Numba's loops, and a token of each sequence by one call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ...arrays import BFLOAT16
-from ..matrices import FEW, FEW_OF_FLOAT32, pack
+from ..matrices import pack
 from ..matrix_loops import multiply_at
 from ..quantised import Stored
 from ..threads import Board
@@ -37,7 +37,7 @@ class NumbaLayers(NumpyLayers):
     def logits(self, tokens, state, rows, last):
         """[T, V], or [N, V] of each sequence's last token."""
         board = Board()
-        if not rows.single or len(tokens) > (FEW_OF_FLOAT32 if self.dtype == "float32" else FEW):
+        if not rows.single:
             return self.run(Prompt(rows, board), tokens, state, rows, last)
         x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
