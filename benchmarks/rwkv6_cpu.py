@@ -2,8 +2,8 @@
 
     python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--seconds 150] [--rwkv-cpp LIBRARY] [--out FILE]
 
-The models are synthetic ones. The floor is every weight but the embedding once, in float32, at the speed at which a
-long vector is read.
+The models are synthetic ones. The floor is every weight but the embedding once, in float32, at the speed at which one
+large matrix is read, by the loops of this package: BLAS takes up to twice the time.
 Everything takes turns, so that a busy machine is busy for all, and a ratio is the median of the ratios within a round.
 Times are medians, the best beside them. Logits are compared before anything is timed. No round of a model begins after
 `--seconds`. The `rwkv` package, which needs torch, and rwkv.cpp, which has to be built, are optional.
@@ -40,6 +40,8 @@ def main():
 
     print(f"RWKV-6, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
     about = {"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL, "note": args.note}
+    about["kernels"] = kernels()
+    print(about["kernels"])
     rows = []
     for sizes in MODELS:
         rows.append(measure(np, sizes, len(cpus), args))
@@ -61,6 +63,20 @@ def arguments():
 def cpu():
     with open("/proc/cpuinfo") as file:
         return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
+
+
+def kernels():
+    """Whose instructions run: environment variables such as OPENBLAS_CORETYPE can hide those of the CPU."""
+    from threadpoolctl import threadpool_info
+
+    found = [
+        f"NumPy's {its['internal_api']} {its['architecture']}" for its in threadpool_info() if "architecture" in its
+    ]
+    try:
+        import torch
+    except ImportError:
+        return ", ".join(found)
+    return ", ".join([*found, f"torch's {torch.backends.cpu.get_cpu_capability()}"])
 
 
 def measure(np, sizes, threads, args):
@@ -175,9 +191,13 @@ def difference(np, model, tokens, prompt, step):
 
 
 def reading(np):
-    """One pass over memory: a product of a vector with itself, which BLAS's threads read in a stream each."""
-    vector = np.ones(BANDWIDTH_BYTES >> 2, np.float32)
-    return lambda: vector @ vector
+    """One pass over memory: a product of a matrix that no cache holds."""
+    from linattn_np.models.matrices import pack
+    from linattn_np.models.threads import Board
+
+    matrix = pack(np.ones((BANDWIDTH_BYTES >> 12, 1 << 10), np.float32), "float32")
+    x, board = np.ones((1, 1 << 10), np.float32), Board()
+    return lambda: matrix(x, board)
 
 
 def decoding(step, tokens):

@@ -151,9 +151,10 @@ def on_a_cpu(result) -> str:
     )
     text = (
         f"{result['device']}, {result['threads']} threads, one sequence, models of layers x channels. Decoding in "
-        f"float32 takes at least the time to read the weights, {floors}; a prompt has {result['prefill']} tokens. "
+        f"float32 takes at least the time to read the weights as one matrix, {floors}; a prompt has "
+        f"{result['prefill']} tokens. "
         "Factors are medians of pairs within a round, figures medians of all rounds. rwkv.cpp keeps the head in 16 "
-        f"bits in its quantised models. {result['note']}".rstrip()
+        f"bits in its quantised models. Kernels are {result['kernels']}. {result['note']}".rstrip()
     )
     head = [
         "",

@@ -59,8 +59,8 @@ def close(found, wanted, limit):
 
 # -- products ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("format", matrices.FORMATS)
-@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16, 17, 40])
-@pytest.mark.parametrize("shape", [(64, 32), (1, 1), (65, 33), (200, 96), (3, 130, 40)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16, 17, 40, 205])
+@pytest.mark.parametrize("shape", [(64, 32), (1, 1), (65, 33), (200, 96), (3, 130, 40), (150, 277)], ids=str)
 def test_a_product_is_float32s_with_the_numbers_that_are_stored(format, tokens, shape, rng):
     matrix = matrices.pack(rng.standard_normal(shape), format)
     x = rng.standard_normal((*shape[:-2], tokens, shape[-1]), np.float32)

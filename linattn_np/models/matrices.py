@@ -9,8 +9,8 @@
 
 A token's product takes as long as the matrix takes to be read, so that half of the bits is half of the time. Loops of
 Numba's (`matrix_loops`) widen the numbers in registers, and read float32 at up to twice the speed of BLAS, which reads
-several rows at once. Their sums are float32, in an order of their own: they differ from NumPy's by its rounding. A
-prompt's product widens some rows at a time and leaves them to BLAS, which reuses each for all tokens.
+several rows at once. A prompt's product widens numbers in a core's own cache, which costs less than BLAS's copy of the
+matrix. Sums are float32, in an order of their own: they differ from NumPy's by its rounding.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from .threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 TILE, BLOCK = 64, 32  # rows that lie side by side; numbers of a row that share a scale in int4
-FEW = 16  # tokens: with more, widening the matrix once costs less than reading it for each
-FEW_OF_FLOAT32 = 8  # there is nothing to widen
-# Numbers that are widened at a time: few stay in a core's own cache, many save BLAS from arranging x again and again.
-WIDE = {"a token": 1 << 13, "least": 1 << 18, "most": 1 << 22}
+A_BYTE = 4  # numbers that are multiplied in the time in which a byte is read
 CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # of int4's scale, as parts of what the largest asks for
 CACHED = 1 << 16  # numbers that are rounded at a time
 NONE = np.zeros(1, np.float32)
@@ -57,29 +54,9 @@ class Matrix:
         x = np.ascontiguousarray(x, np.float32)
         stack = x.reshape(-1, *x.shape[-2:])
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
-        if stack.shape[1] <= (FEW_OF_FLOAT32 if self.format == "float32" else FEW):
-            with board.helped(self.nbytes):
-                loops().multiply(board.array, self.code, *self.where, stack, y)
-        elif self.format == "float32":
-            np.matmul(stack, self.bits.swapaxes(1, 2), out=y)
-        else:
-            for n, (one, to) in enumerate(zip(stack, y)):
-                self.blas(one, n * self.bits.shape[1], to, board)
+        with board.helped(max(self.nbytes, y[..., 0].size * self.shape[-2] * self.shape[-1] // A_BYTE)):
+            loops().multiply(board.array, self.code, *self.where, stack, y)
         return y if x.ndim == 3 else y[0]
-
-    def blas(self, x, start, y, board):
-        """y [T, M] = x W^T of the matrix whose first tile is `start`."""
-        M, K = self.shape[-2:]
-        tiles = self.bits.shape[1]
-        numbers = min(max(WIDE["a token"] * len(x), WIDE["least"]), WIDE["most"])
-        most = min(tiles, max(1, numbers // (TILE * K)))
-        buffer = np.empty(K * TILE * most, np.float32)
-        for tile in range(0, tiles, most):
-            first, last = TILE * tile, min(M, TILE * (tile + most))
-            wide = buffer[: K * TILE * min(most, tiles - tile)].reshape(K, -1)
-            with board.helped(wide.nbytes):
-                loops().widen(board.array, self.code, *self.where, start + tile, wide)
-            np.matmul(x, wide[:, : last - first], out=y[:, first:last])
 
     def widened(self) -> np.ndarray:
         """float32, of `shape`: the numbers that products are of."""

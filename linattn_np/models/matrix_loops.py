@@ -5,6 +5,9 @@ A tile's sums stay in registers while its inputs pass, so that there is nothing 
 stream of neighbours at twice the speed of several, or of one with gaps. So rows of float32 are read one by one; and
 inputs that are zero are passed over, their numbers not read, only where most of them are.
 
+Of many tokens, some inputs' numbers of a tile are widened, or float32's rows transposed, into a core's own cache, and
+multiplied with some tokens at a time, whose sums stay in registers.
+
 Several threads share a product: the caller's publishes it in `board`, each thread claims tiles, and the caller goes on
 when all are done. Nobody waits for a thread that is late.
 """
@@ -12,7 +15,7 @@ when all are done. Nobody waits for a thread that is late.
 import os
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -32,17 +35,22 @@ CACHE_LINE = 64
 # is slower with it.
 AHEAD = {"int8": 48, "int4": 96}
 SOME_AHEAD = 16  # of inputs that are chosen, which the processor cannot guess
+FEW = 8  # tokens up to which a product reads the matrix for each of them
+DEPTH = 128  # inputs that are widened at a time: their numbers of a tile take 32 KiB
+CHUNK = 192  # tokens that they are widened for, a multiple of SIDE
+SIDE = 6  # tokens that are summed side by side, with as many vectors of a tile as there are registers for
+AT_ONCE = VECTORS if binding.get_host_cpu_features().get("avx512f") else 1
 FEW_INPUTS = 0.2  # the part of inputs that are not zero up to which it is faster to pass over the others
 
 # What the caller tells the others, int64 each, with the two that are contended in cache lines of their own. A claim has
-# the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits.
+# the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits but for the
+# first, which counts up to NUMBERS.
 CLAIM, DONE, WORK = 0, 8, 16
-FIELD = 20
-(FORMAT, BITS, SCALES, X, Y, CHOSEN, COUNTS, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES, NUMBER) = range(
-    WORK, WORK + 15
+FIELD, NUMBERS = 22, 1 << 19  # which fill 63 bits: a product of more tiles has 200 GB of results
+(FORMAT, BITS, SCALES, X, Y, CHOSEN, COUNTS, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES, STACK, NUMBER) = (
+    range(WORK, WORK + 16)
 )
 BOARD = WORK + 16
-WIDENING = 0  # instead of a number of tokens
 STOP = -1
 SPINS = 200  # looks at the board between two offers of the core to others
 
@@ -138,6 +146,11 @@ def store_float(typing, address, value):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.float32), generate
+
+
+def vector_at(builder, base, offset):
+    """The address of a vector that begins `offset` numbers behind another."""
+    return at(builder, base, ir.Constant(base.type, 4 * offset), SINGLES)
 
 
 def widened(builder, format, base, vector):
@@ -250,6 +263,68 @@ def sums(format, some):
     return tile_sums
 
 
+def products_of(tokens):
+    """The intrinsic (wide, x, columns, inputs, to) for that many tokens.
+
+    to [tokens, TILE] += x [tokens, inputs] wide [inputs, TILE], where x has rows of `columns`.
+    """
+
+    @intrinsic
+    def products(typing, wide, x, columns, inputs, to):
+        def generate(context, builder, signature, arguments):
+            wide, x, columns, inputs, to = arguments
+            size = ir.Constant(columns.type, 4)
+            rows = [x]
+            for _ in range(tokens - 1):
+                rows.append(builder.add(rows[-1], builder.mul(columns, size)))
+            for first in range(0, VECTORS, AT_ONCE):
+                offsets = [LANES * vector for vector in range(first, first + AT_ONCE)]
+                places = [[vector_at(builder, to, TILE * token + n) for n in offsets] for token in range(tokens)]
+                totals = [[cgutils.alloca_once(builder, SINGLES) for _ in offsets] for _ in rows]
+                for place, total in zip(sum(places, []), sum(totals, [])):
+                    builder.store(builder.load(place, align=4), total)
+                with cgutils.for_range(builder, inputs) as loop:
+                    k = builder.mul(loop.index, size)
+                    base = builder.add(wide, builder.mul(k, ir.Constant(k.type, TILE)))
+                    numbers = [builder.load(vector_at(builder, base, n), align=4) for n in offsets]
+                    for row, its in zip(rows, totals):
+                        one = everywhere(builder, builder.load(at(builder, row, k, SINGLE)))
+                        for total, number in zip(its, numbers):
+                            builder.store(fused_multiply_add(builder, number, one, builder.load(total)), total)
+                for place, total in zip(sum(places, []), sum(totals, [])):
+                    builder.store(builder.load(total), place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*(types.intp,) * 5), generate
+
+    return products
+
+
+@intrinsic
+def transpose(typing, rows, stride, to):
+    """to [LANES, TILE] = the columns of LANES float32 in each of LANES rows, `stride` bytes apart."""
+
+    def generate(context, builder, signature, arguments):
+        row, stride, to = arguments
+        vectors = []
+        for _ in range(LANES):
+            vectors.append(builder.load(at(builder, row, ir.Constant(row.type, 0), SINGLES), align=4))
+            row = builder.add(row, stride)
+        for size in (1, 2, 4, 8):  # of the squares that change places, beside the diagonal of larger ones
+            for n in (n for n in range(LANES) if not n & size):
+                pair = vectors[n], vectors[n + size]
+                upper = [m + LANES - size if m & size else m for m in range(LANES)]
+                lower = [m + LANES if m & size else m + size for m in range(LANES)]
+                vectors[n], vectors[n + size] = (
+                    builder.shuffle_vector(*pair, ir.Constant(WORDS, lanes)) for lanes in (upper, lower)
+                )
+        for n, vector in enumerate(vectors):
+            builder.store(vector, vector_at(builder, to, TILE * n), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
+
+
 def wide_row(format):
     """The intrinsic (row, scales, to): to[TILE] = an input's numbers in a tile."""
 
@@ -274,24 +349,10 @@ def wide_row(format):
 bfloat16_sums, int8_sums, int4_sums = (sums(format, some=False) for format in TILED)
 bfloat16_some, int8_some, int4_some = (sums(format, some=True) for format in TILED)
 wide_bfloat16, wide_int8, wide_int4 = map(wide_row, TILED)
+six_products, four_products, two_products, one_product = map(products_of, (SIDE, 4, 2, 1))
 
 
 # -- a tile of a product ----------------------------------------------------------------------------------------------
-@njit(**LOOP)
-def widen_tile(board, tile):
-    """A tile's numbers in float32, for BLAS."""
-    format, bits, scales, columns = board[FORMAT], board[BITS], board[SCALES], board[COLUMNS]
-    to, tile = board[Y] + 4 * TILE * tile, board[TILES] + tile
-    for k in range(columns):
-        place, row = to + 4 * board[ROWS] * k, tile * columns + k
-        if format == 0:
-            wide_bfloat16(bits + 2 * TILE * row, 0, place)
-        elif format == 1:
-            wide_int8(bits + TILE * row, scales + 4 * TILE * tile, place)
-        else:
-            wide_int4(bits + TILE // 2 * row, scales + 2 * TILE * (tile * board[BLOCKS] + k // BLOCK), place)
-
-
 @njit(**LOOP)
 def tile_of_bfloat16(tile, x, columns, chosen, count, to):
     if count < 0:
@@ -361,10 +422,77 @@ def multiply_rows(board, tile):
 
 
 @njit(**LOOP)
+def widen_tile(board, tile, first, inputs, to):
+    """to [inputs, TILE] = a tile's numbers in float32, of inputs from `first` on."""
+    format, bits, scales, columns = board[FORMAT], board[BITS], board[SCALES], board[COLUMNS]
+    for k in range(first, first + inputs):
+        place, row = to + 4 * TILE * (k - first), tile * columns + k
+        if format == 0:
+            wide_bfloat16(bits + 2 * TILE * row, 0, place)
+        elif format == 1:
+            wide_int8(bits + TILE * row, scales + 4 * TILE * tile, place)
+        else:
+            wide_int4(bits + TILE // 2 * row, scales + 2 * TILE * (tile * board[BLOCKS] + k // BLOCK), place)
+
+
+@njit(**LOOP)
+def transpose_rows(rows, columns, inputs, from_, to):
+    """The same of float32: of up to TILE rows of `columns`; what is left of `to` is not read."""
+    whole_rows, whole_inputs = rows // LANES * LANES, inputs // LANES * LANES
+    for m in range(0, whole_rows, LANES):
+        for k in range(0, whole_inputs, LANES):
+            transpose(from_ + 4 * (m * columns + k), 4 * columns, to + 4 * (k * TILE + m))
+    for m in range(rows):
+        for k in range(whole_inputs if m < whole_rows else 0, inputs):
+            store_float(to + 4 * (k * TILE + m), float_at(from_ + 4 * (m * columns + k)))
+
+
+@njit(**LOOP)
+def multiply_chunk(board, number):
+    """A tile of a product for up to CHUNK of many tokens."""
+    rows, columns, tokens, tiles = board[ROWS], board[COLUMNS], board[TOKENS], board[TILES]
+    tile, token = number % (board[STACK] * tiles), number // (board[STACK] * tiles) * CHUNK
+    which, row = tile // tiles, tile % tiles * TILE
+    tokens, its, first = min(CHUNK, tokens - token), min(TILE, rows - row), which * tokens + token
+    sums, wide = np.zeros((tokens, TILE), np.float32), np.zeros((DEPTH, TILE), np.float32)
+    for k in range(0, columns, DEPTH):
+        inputs = min(DEPTH, columns - k)
+        if board[FORMAT] == 3:
+            from_ = board[BITS] + 4 * ((which * rows + row) * columns + k)
+            transpose_rows(its, columns, inputs, from_, wide.ctypes.data)
+        else:
+            widen_tile(board, tile, k, inputs, wide.ctypes.data)
+        add_products(wide.ctypes.data, board[X] + 4 * (first * columns + k), columns, inputs, tokens, sums.ctypes.data)
+    for n in range(tokens):
+        y = carray(floats(board[Y] + 4 * ((first + n) * rows + row)), (its,))
+        for m in range(its):
+            y[m] = sums[n, m]
+    # The arrays live until here, where nobody reads them any more.
+    return sums.size + wide.size
+
+
+@njit(**LOOP)
+def add_products(wide, x, columns, inputs, tokens, to):
+    """to [tokens, TILE] += x W^T of some inputs."""
+    row, its = 4 * columns, 4 * TILE
+    n = tokens // SIDE * SIDE
+    for token in range(0, n, SIDE):
+        six_products(wide, x + token * row, columns, inputs, to + token * its)
+    if tokens - n >= 4:
+        four_products(wide, x + n * row, columns, inputs, to + n * its)
+        n += 4
+    if tokens - n >= 2:
+        two_products(wide, x + n * row, columns, inputs, to + n * its)
+        n += 2
+    if tokens > n:
+        one_product(wide, x + n * row, columns, inputs, to + n * its)
+
+
+@njit(**LOOP)
 def compute(board, tile, sums):
-    """One tile of what is on the board: of a product, or of a matrix to widen. `sums` [TILE] is room to work in."""
-    if board[TOKENS] == WIDENING:
-        widen_tile(board, tile)
+    """One tile of the product on the board; `sums` [TILE] is room to work in."""
+    if board[TOKENS] > FEW:
+        multiply_chunk(board, tile)
     elif board[FORMAT] == 3:
         multiply_rows(board, tile)
     else:
@@ -421,7 +549,7 @@ def share(board, tiles):
     """Computes what is on the board, together with the threads that look at it."""
     address = board.ctypes.data
     store_atomic(address + 8 * DONE, 0)
-    board[NUMBER] = (board[NUMBER] + 1) & ((1 << FIELD) - 1)
+    board[NUMBER] = (board[NUMBER] + 1) % NUMBERS
     store_atomic(address + 8 * CLAIM, (board[NUMBER] << (2 * FIELD)) | (tiles << FIELD))
     sums = np.empty(TILE, np.float32)
     while True:
@@ -471,16 +599,16 @@ def multiply(board, format, bits, scales, x, y):
     """y [S, T, M] = x [S, T, K] W^T, with all threads that look at the board; `bits` and `scales` are addresses."""
     S, T, K = x.shape
     blocks = (K + BLOCK - 1) // BLOCK
-    chosen, counts = np.empty((S, T, K + SOME_AHEAD), np.int32), np.empty((S, T), np.int32)
-    starts, totals = np.empty((S, T, blocks + 1), np.int32), np.empty((S, T, blocks), np.float32)
-    if format != 3:
-        choose(x, chosen, counts, starts, totals)
+    seen = T if T <= FEW and format != 3 else 0
+    chosen, counts = np.empty((S, seen, K + SOME_AHEAD), np.int32), np.empty((S, seen), np.int32)
+    starts, totals = np.empty((S, seen, blocks + 1), np.int32), np.empty((S, seen, blocks), np.float32)
+    choose(x[:, :seen], chosen, counts, starts, totals)
     board[FORMAT], board[BITS], board[SCALES] = format, bits, scales
     board[X], board[Y], board[TOTALS] = x.ctypes.data, y.ctypes.data, totals.ctypes.data
     board[CHOSEN], board[COUNTS], board[STARTS] = chosen.ctypes.data, counts.ctypes.data, starts.ctypes.data
     board[ROWS], board[COLUMNS], board[BLOCKS], board[TOKENS] = y.shape[2], K, blocks, T
-    board[TILES] = (y.shape[2] + TILE - 1) // TILE
-    share(board, S * board[TILES])
+    board[TILES], board[STACK] = (y.shape[2] + TILE - 1) // TILE, S
+    share(board, S * board[TILES] * (1 if T <= FEW else (T + CHUNK - 1) // CHUNK))
     # The arrays live until here, where nobody reads them any more.
     return chosen.size + counts.size + starts.size + totals.size
 
@@ -519,12 +647,3 @@ def product_at(address, board, format, bits, scales, x, y):
     """
     S, T, K = x.shape
     call(address, (board.ctypes.data, format, bits, scales, x.ctypes.data, y.ctypes.data, S, T, K, y.shape[2]))
-
-
-@njit(**LOOP)
-def widen(board, format, bits, scales, tile, wide):
-    """wide [K, n TILE] = the numbers of n tiles of a matrix from `tile` on, likewise."""
-    board[FORMAT], board[BITS], board[SCALES] = format, bits, scales
-    board[Y], board[ROWS], board[COLUMNS] = wide.ctypes.data, wide.shape[1], wide.shape[0]
-    board[BLOCKS], board[TOKENS], board[TILES] = (wide.shape[0] + BLOCK - 1) // BLOCK, WIDENING, tile
-    share(board, wide.shape[1] // TILE)

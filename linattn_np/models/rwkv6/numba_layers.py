@@ -1,4 +1,4 @@
-"""RWKV-6's layers on the CPU: few tokens by Numba's loops, prompts by BLAS."""
+"""RWKV-6's layers on the CPU: products by Numba's loops, and a token of each sequence by one call."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 
 from ...arrays import BFLOAT16
-from ..matrices import FEW, FEW_OF_FLOAT32, pack
+from ..matrices import pack
 from ..matrix_loops import multiply_at
 from ..quantised import Stored
 from ..threads import Board
 from . import numba_loops as loops
 from . import weights as table
-from .numpy_layers import FLOAT32, NumpyLayers, Pieces
+from .numpy_layers import FLOAT32, NumpyLayers, Pieces, token_shift
 
 # Matrices of low rank are a few percent of all, and what they compute steers the state: int4 leaves them 8 bits.
 FINER = {"int4": "int8"}
@@ -37,7 +37,7 @@ class NumbaLayers(NumpyLayers):
     def logits(self, tokens, state, rows, last):
         """[T, V], or [N, V] of each sequence's last token."""
         board = Board()
-        if not rows.single or len(tokens) > (FEW_OF_FLOAT32 if self.dtype == "float32" else FEW):
+        if not rows.single:
             return self.run(Prompt(rows, board), tokens, state, rows, last)
         x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
@@ -79,18 +79,33 @@ def kept(format, field, weight, arrays):
 
 @dataclass
 class Prompt(Pieces):
-    """`math.Pieces` on such matrices; NumPy's exponentials are faster than Numba's, its passes are not."""
+    """`math.Pieces` on such matrices; NumPy's exponentials are faster than Numba's, its passes and tanh are not."""
 
     board: Board
 
     def multiply(self, matrix, x):
         return matrix(x, self.board)
 
+    def shift_mix(self, layer, norm, maa, x, shift):
+        xx = loops.layer_norm(x, getattr(layer, norm))
+        d = token_shift(xx, shift, self.rows)
+        return loops.mixed(xx, d, np.atleast_2d(getattr(layer, maa))), xx, d
+
     def data_mix(self, layer, low, xx, d):
-        low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)
+        loops.tanh_of(low)
+        low = low.reshape(len(low), 5, -1).swapaxes(0, 1)
         m = self.product(layer, "maa_up", low)
         loops.data_mix(m, layer.maa, xx, d)
         return m
+
+    def gated_norm(self, layer, o, gate):
+        o = np.ascontiguousarray(o.reshape(gate.shape))
+        loops.gated_norm(o, gate, layer.ln_x, len(layer.bonus))
+        return o
+
+    def add_gated(self, x, gate, value):
+        loops.add_gated(x, gate, value)
+        return x
 
     def relu_squared(self, x):
         loops.relu_squared(x)

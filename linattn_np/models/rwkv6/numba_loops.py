@@ -94,19 +94,26 @@ def layer_norm(x, norm):
 
 
 @njit(**LOOP)
+def mixed(xx, d, maa):
+    """xx + d maa [n, B, D] for xx and d [B, D], maa [n, D]."""
+    to = np.empty((maa.shape[0], *xx.shape), np.float32)
+    for n in range(to.shape[0]):
+        for b in range(to.shape[1]):
+            for c in range(to.shape[2]):
+                to[n, b, c] = xx[b, c] + d[b, c] * maa[n, c]
+    return to
+
+
+@njit(**LOOP)
 def shift_mix(x, norm, maa, shift, slots):
     """xx + d maa [n, B, D], xx and d, for x [B, D], maa [n, D], shift [P, D]."""
     xx, d = layer_norm(x, norm), np.empty_like(x)
-    mixed = np.empty((maa.shape[0], *x.shape), np.float32)
     for b in range(x.shape[0]):
         last = shift[slots[b]]
         for c in range(x.shape[1]):
             d[b, c] = last[c] - xx[b, c]
             last[c] = xx[b, c]
-        for n in range(maa.shape[0]):
-            for c in range(x.shape[1]):
-                mixed[n, b, c] = xx[b, c] + d[b, c] * maa[n, c]
-    return mixed, xx, d
+    return mixed(xx, d, maa), xx, d
 
 
 @njit(**LOOP)
@@ -169,14 +176,14 @@ def product(multiply, board, matrix, x):
 
 @njit(**LOOP)
 def time_mix(multiply, board, matrices, vectors, x, shift, wkv, slots):
-    mixed_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], vectors[MAA_X : MAA_X + 1], shift, slots)
-    low = product(multiply, board, matrices[MAA_DOWN], mixed_x)
+    x_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], vectors[MAA_X : MAA_X + 1], shift, slots)
+    low = product(multiply, board, matrices[MAA_DOWN], x_x)
     tanh_of(low[0])
     low = np.ascontiguousarray(low.reshape(x.shape[0], 5, -1).transpose(1, 0, 2))
-    mixed = product(multiply, board, matrices[MAA_UP], low)
-    data_mix(mixed, vectors[MAA : MAA + 5], xx, d)
-    kvrg = product(multiply, board, matrices[KVRG], mixed[1:])
-    low = product(multiply, board, matrices[DECAY_DOWN], mixed[:1])
+    x_wkvrg = product(multiply, board, matrices[MAA_UP], low)
+    data_mix(x_wkvrg, vectors[MAA : MAA + 5], xx, d)
+    kvrg = product(multiply, board, matrices[KVRG], x_wkvrg[1:])
+    low = product(multiply, board, matrices[DECAY_DOWN], x_wkvrg[:1])
     tanh_of(low[0])
     w = product(multiply, board, matrices[DECAY_UP], low)[0]
     log_decay(w, vectors[DECAY])
@@ -187,10 +194,10 @@ def time_mix(multiply, board, matrices, vectors, x, shift, wkv, slots):
 
 @njit(**LOOP)
 def channel_mix(multiply, board, matrices, vectors, x, shift, slots):
-    mixed, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
-    k = product(multiply, board, matrices[FFN_KEY], mixed[:1])
+    x_kr, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
+    k = product(multiply, board, matrices[FFN_KEY], x_kr[:1])
     relu_squared(k[0])
-    gate = product(multiply, board, matrices[FFN_RECEPTANCE], mixed[1:])
+    gate = product(multiply, board, matrices[FFN_RECEPTANCE], x_kr[1:])
     add_gated(x, gate[0], product(multiply, board, matrices[FFN_VALUE], k)[0])
 
 
