@@ -104,9 +104,8 @@ def summary() -> str:
     result = json.loads(path.read_text())
     rows, meta = result["rows"], result["meta"]
     forward, backward = (by_label(rows, kind) for kind in ("forward", "backward"))
-    shapes = dict.fromkeys(shape for shape, _ in backward)
     lines, what = [], "" if any(what == "" for _, what in backward) else GATES["logsigmoid"]
-    for shape in shapes:
+    for shape in (shape for shape, its in backward if its == what):
         its = [group.get((shape, what), {}) for group in (forward, backward)]
         lines.append([shape, *(cell for pair in its for op in ("gla", "rwkv6") for cell in cells(pair, op))])
     head = [f"{op}{kind}" for kind in ("", " backward") for op in ("`gla`", "`rwkv6`")]
@@ -223,11 +222,14 @@ def of_few_configurations(rows) -> str:
 
 def of_days(meta, rows) -> str:
     """When the peers were measured, where that was not in this run; and whether without rests, which this one has."""
-    days = sorted({row["peer_date"] for row in rows if row.get("peer_date")})
-    if not days or days == [meta["date"]]:
+    dated = [row for row in rows if row.get("peer_date")]
+    days = {row["peer_date"] for row in dated}
+    if days <= {meta["date"]}:
         return ""
-    unrested = meta.get("mhz") and any(row["peer_ms"] and not row.get("peer_mhz") for row in rows)
-    return f", measured on {' and '.join(days)}" + ", in longer samples without rests" * bool(unrested)
+    unrested = {row["peer_date"] for row in dated if meta.get("mhz") and row.get("peer_ms") and not row.get("peer_mhz")}
+    parts = [(unrested, ", in longer samples without rests"), (days - unrested, "")]
+    said = (f" on {' and '.join(sorted(of))}{how}" for of, how in parts if of)
+    return f", measured{', and'.join(said)}"
 
 
 def of_clocks(meta, rows) -> str:

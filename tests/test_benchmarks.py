@@ -370,6 +370,8 @@ def test_the_days_of_kept_figures_are_said():
     assert speed_table.of_days(meta, rows) == ", measured on 2026-02-01 and 2026-02-02"
     kept = rows[0] | {"peer_ms": 1.0, "peer_mhz": None}
     assert speed_table.of_days(meta | {"mhz": 1980.0}, [kept]).endswith("2026-02-02, in longer samples without rests")
+    rested = kept | {"peer_date": "2026-02-03", "peer_mhz": 1980.0}
+    assert speed_table.of_days(meta | {"mhz": 1980.0}, [kept, rested]).endswith("without rests, and on 2026-02-03")
     assert speed_table.of_days(meta, [{}]) == speed_table.of_days({"date": "2026-02-02"}, rows[:1]) == ""
 
 
