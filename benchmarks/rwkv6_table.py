@@ -12,7 +12,7 @@ from textwrap import fill
 ROOT = Path(__file__).parents[1]
 README, PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "pictures" / "decoding.png"
-WIDTH = 120
+CARD, WIDTH = "nvidia-h200", 120
 EQUAL_BITS = {"float32": "rwkv.cpp FP32", "bfloat16": "rwkv.cpp FP16", "int8": "rwkv.cpp Q8_0", "int4": "rwkv.cpp Q4_0"}
 WHAT = {"decode": "decode", "prefill": "prompt"}
 OTHERS = {
@@ -27,6 +27,7 @@ def main():
     from rwkv6_plot import draw
 
     PAGE.write_text(between(PAGE.read_text(), BEGIN, END, tables()))
+    README.write_text(between(README.read_text(), BEGIN, END, summary()))
     for result in results():
         if "peers" in result:
             draw(result, PICTURE)
@@ -46,6 +47,59 @@ def results() -> list:
     """The files' figures, those of GPUs first."""
     found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-rwkv6.json"))]
     return sorted(found, key=lambda result: "peers" not in result)
+
+
+def summary() -> str:
+    """The README's: tokens a second, beside the floor or float32, and the nearest peer's; then who is faster."""
+    (gpu,), (cpu,) = ([result for result in results() if ("peers" in result) == on_gpu] for on_gpu in (True, False))
+    training = json.loads((RESULTS / "training" / f"{CARD}.json").read_text())
+    lines = [*gpu_lines(gpu), *training_lines(training), *cpu_lines(cpu)]
+    said = losses([name for row in cpu["rows"] for name in faster_on_cpu(row)])
+    return "\n".join([*table(["", "", "tokens/s", "", "peer, tokens/s"], lines), "", fill(said, WIDTH), ""])
+
+
+def gpu_lines(result):
+    peers = {name: peer for name, peer in result["peers"].items() if "skipped" not in peer}
+
+    def line(where, what, tokens, ms, beside, theirs):
+        rates = {name: tokens / its["ms"] * 1e3 for name, its in theirs.items()}
+        best = max(rates, key=rates.get)
+        return [where, what, count(tokens / ms * 1e3), beside, f"{best} {count(rates[best])}"]
+
+    where = f"{result['device']}, 1.6 billion parameters"
+    for row in result["rows"]:
+        B = row["batch"]
+        theirs = {name: its for name, peer in peers.items() for its in peer["rows"] if its["batch"] == B}
+        what = f"decoding, {B} sequence{'s' * (B > 1)}"
+        yield line(where, what, B, row["ms"], f"{row['ratio']:.2f} times the floor", theirs)
+        where = ""
+    prompt = result["prefill"]
+    theirs = {name: peer["prefill"] for name, peer in peers.items()}
+    what = f"a prompt of {count(prompt['tokens'])}"
+    yield line("", what, prompt["tokens"], prompt["ms"], f"{prompt['ms']:.1f} ms", theirs)
+
+
+def training_lines(training):
+    found = {}
+    for row in training["rows"]:
+        found.setdefault(row["size"], {})[row["who"]] = row
+    for size, its in found.items():
+        ours, peer = its["linattn-np"], its["fla"]
+        model, step = size.replace("x", " x ").split("@")
+        share = f"{ours['matrix_rate_share']:.0%} of the matrix rate"
+        rates = [count(row["tokens_per_s"]) for row in (ours, peer)]
+        yield [f"{training['device']}, {model}", f"training, {step} a step", rates[0], share, f"fla {rates[1]}"]
+
+
+def cpu_lines(result):
+    for row in result["rows"]:
+        where = f"{result['device']}, {result['threads']} threads, {row['L']} x {row['D']}"
+        for dtype, peer in EQUAL_BITS.items():
+            ours, its = (row["results"][name]["decode"] for name in (dtype, peer))
+            beside = "" if dtype == "float32" else f"{ours['times_float32']:.2f} times float32"
+            rates = [count(found["tokens_per_s"]) for found in (ours, its)]
+            yield [where, f"decoding, {dtype}", rates[0], beside, f"{peer} {rates[1]}"]
+            where = ""
 
 
 def on_a_gpu(result) -> str:
@@ -117,13 +171,29 @@ def versions(measured, date):
     )
 
 
+def at_equal_bits(found, dtype) -> dict:
+    return {name: found[name] for name in (EQUAL_BITS[dtype], *OTHERS.get(dtype, ())) if name in found}
+
+
+def faster_on_cpu(row) -> list[str]:
+    """Peers that are, at equal bits, and what in."""
+    found = row["results"]
+    return [
+        f"{name} ({row['L']} x {row['D']}, {dtype}, {word}, {found[dtype][what]['ms'] / its[what]['ms']:.2f} times)"
+        for dtype in EQUAL_BITS
+        for name, its in at_equal_bits(found, dtype).items()
+        for what, word in WHAT.items()
+        if what in its and its[what]["ms"] < found[dtype][what]["ms"]
+    ]
+
+
 def on_a_cpu(result) -> str:
-    rows, faster = [], []
+    rows = []
     for row in result["rows"]:
         found = row["results"]
-        for dtype, peer in EQUAL_BITS.items():
+        for dtype in EQUAL_BITS:
             ours, model = found[dtype], f"{row['L']} x {row['D']}, {dtype}"
-            theirs = {name: found[name] for name in (peer, *OTHERS.get(dtype, ())) if name in found}
+            theirs = at_equal_bits(found, dtype)
             cells = [
                 name + " " + ", ".join(count(its[what]["tokens_per_s"]) for what in WHAT if what in its)
                 for name, its in theirs.items()
@@ -140,12 +210,6 @@ def on_a_cpu(result) -> str:
                     "; ".join(cells),
                 ]
             )
-            faster += [
-                f"{name} ({model}, {word}, {ours[what]['ms'] / its[what]['ms']:.2f} times)"
-                for name, its in theirs.items()
-                for what, word in WHAT.items()
-                if what in its and its[what]["ms"] < ours[what]["ms"]
-            ]
     floors = " and ".join(
         f"{row['results']['floor']['decode']['ms']:.1f} ms at {row['L']} x {row['D']}" for row in result["rows"]
     )
@@ -166,7 +230,8 @@ def on_a_cpu(result) -> str:
         "times float32",
         "peers at equal bits: decode, prompt, tokens/s",
     ]
-    return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(losses(faster), WIDTH), ""])
+    said = losses([name for row in result["rows"] for name in faster_on_cpu(row)])
+    return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(said, WIDTH), ""])
 
 
 def losses(faster):
