@@ -31,7 +31,8 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents
 FEW_BITS = ("bfloat16", "int8", "int4")
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4.5}
 # Of products, relative; int4's numbers come with an offset, which cancels.
-LIMIT = {"float32": 1e-6, "bfloat16": 1e-5, "int8": 1e-5, "int4": 1e-4}
+# Of float32 sums, one number after the other: 1.2e-6 at most in 4,000 draws of 277.
+LIMIT = {"float32": 2e-6, "bfloat16": 1e-5, "int8": 1e-5, "int4": 1e-4}
 GREEDY = Sampling(temperature=0)
 
 
@@ -66,7 +67,7 @@ def test_a_product_is_float32s_with_the_numbers_that_are_stored(format, tokens, 
     x = rng.standard_normal((*shape[:-2], tokens, shape[-1]), np.float32)
     wide = matrix.widened()
     assert wide.shape == shape and wide.dtype == np.float32
-    close(matrix(x, Board()), x @ wide.swapaxes(-1, -2), LIMIT[format])
+    close(matrix(x, Board()), x.astype(float) @ wide.astype(float).swapaxes(-1, -2), LIMIT[format])
 
 
 @pytest.mark.parametrize("format", FEW_BITS)
