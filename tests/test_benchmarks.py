@@ -20,6 +20,7 @@ import cases  # noqa: E402  (from benchmarks)
 import complete  # noqa: E402
 import devices  # noqa: E402
 import other_cards  # noqa: E402
+import random_calls  # noqa: E402
 import run  # noqa: E402
 import speed_table  # noqa: E402
 import sweep  # noqa: E402
@@ -484,3 +485,21 @@ def test_a_sweep_reaches_both_sides_of_every_tile():
     changed = dict(sweep.variations(sweep.BASES[0]))
     assert {"K=60, V=64", "K=128, V=136", "K=320, V=64", "model gates"} <= set(changed)
     assert changed["K=60, V=64"].columns == 64 and "60x64" in str(changed["K=60, V=64"])
+
+
+def test_a_random_call_can_be_replayed():
+    rng = np.random.default_rng(0)
+    calls = [random_calls.draw_call(rng) for _ in range(300)]
+    assert [random_calls.read(str(call)) for call in calls] == calls
+    for field in ("op", "dtype", "gate", "layout", "memory", "groups", "reverse", "materialize", "mode", "backward"):
+        assert len({getattr(call, field) for call in calls}) > 1, field
+
+
+def test_random_calls_are_timed_and_checked(monkeypatch, capsys):
+    monkeypatch.setattr(random_calls, "ELEMENTS", (1 << 6, 1 << 10))
+    rng = np.random.default_rng(1)
+    calls = [random_calls.draw_call(rng) for _ in range(12)]
+    assert not sweep.random_sweep(calls, 60, Cpu(), 1e9, {}, None)
+    assert "of max(floor, 10 us)" in capsys.readouterr().out
+    monkeypatch.setattr(random_calls, "SPREAD", 0)  # nothing is as exact as that
+    assert sweep.random_sweep(calls, 60, Cpu(), 1e9, {}, None) and "WRONG" in capsys.readouterr().out
