@@ -66,10 +66,10 @@ class Attention:
         self.q, self.k, self.v = (multipliable(problem[name], self.dtype) for name in "qkv")
         self.softcap, self.window = problem.options["softcap"], problem.options["window"]
         B, H, T, S, HK = problem.shape("B H T S HK")
-        self.group, self.size = H // max(HK, 1), problem.chunk_size or TILE
-        self.count = max(1, self.size // max(self.group, 1))  # queries of a tile
+        self.group, self.size = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
+        self.count = max(1, self.size // self.group)  # queries of a tile
         scores = self.group * min(self.count, T) * min(self.size, S)
-        self.blocks = row_blocks(B, HK, max(1, self.size**2 // max(scores, 1)))
+        self.blocks = row_blocks(B, HK, max(1, self.size**2 // max(scores, 1))) if HK else []
         self.m, self.l = np.empty((2, B, H, T), self.dtype)
         self.exponents, self.sinks = np.zeros((B, H, T), np.int32), None
         if "sinks" in problem.arrays:
