@@ -147,7 +147,7 @@ class Op(Declaration):
 
     def groups(self, views, layout) -> int:
         """How many heads of v share each head of the other arrays, which agree on theirs; 1 where v is as they are."""
-        if not self.state or self.out != "B H T V":
+        if not self.state or self.out != "B H T V" or self.gates_per_value_head:
             return 1
         heads = {
             view.shape[self.arrays[name].split().index("H")]
@@ -230,6 +230,8 @@ class Op(Declaration):
 
     def route(self, mode, chunk_size, materialize):
         self.one_of("mode", mode, ("auto", *self.modes))
+        if len(self.modes) == 1:
+            (mode,) = self.modes
         chunked = mode in ("auto", "chunk", "staged")
         if chunk_size is not None:
             if not chunked:

@@ -12,6 +12,7 @@ import numpy as np
 from . import arrays
 from .contract import CHUNK, Op
 from .errors import ContractTypeError
+from .summary import Transition
 from .wording import kind_of, shown
 
 GATED: list[Op] = []  # the gated family: a backend's equations and kernels of it are a member's by its declaration
@@ -19,6 +20,7 @@ GATED: list[Op] = []  # the gated family: a backend's equations and kernels of i
 
 def gated(op: Op) -> Op:
     """A member of the gated family: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, read before or after the write."""
+    op = replace(op, transition=Transition.DIAGONAL)
     GATED.append(op)
     return op
 
@@ -38,7 +40,11 @@ class ValueGate(Op):
 
 
 GLA_VALUE_GATE = ValueGate(
-    "gla with gv", QKV | {"g": "B H T K", "gv": "B H T V"}, gates=("g", "gv"), modes=("recurrent", "chunk")
+    "gla with gv",
+    QKV | {"g": "B H T K", "gv": "B H T V"},
+    gates=("g", "gv"),
+    modes=("recurrent", "chunk"),
+    transition=Transition.DIAGONAL,
 )
 GLA = gated(Op("gla", QKV | {"g": "B H T K"}, gates=("g",), with_more=GLA_VALUE_GATE))
 RWKV6 = gated(
@@ -49,7 +55,7 @@ RWKV6 = gated(
         reads_before_write=True,
     )
 )
-SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",))
+SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
 
 
 class Retention(Op):
@@ -76,7 +82,7 @@ class Retention(Op):
         return np.broadcast_to(values, (heads,))
 
 
-RETENTION = Retention("retention", QKV)
+RETENTION = Retention("retention", QKV, transition=Transition.SCALAR)
 FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
