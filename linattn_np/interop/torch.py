@@ -32,7 +32,7 @@ from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
 from ..typing import F
 from ..wording import kind_of
-from .calls import Operator, flat, initial, together
+from .calls import Operator, flat, initial, is_pair, together
 from .torch_transforms import compute, stream_of, watching
 
 ON_RANKS = {operator: function for function, operator in distributed.operators.OPERATORS.items()}
@@ -58,7 +58,7 @@ def differentiable(function: F) -> F:
             results = compute(operator.declared.name, arrays, state, arguments)
         else:
             results = Compute.apply(operator, len(arrays), arguments, *tensors)
-        return together(results, bool(arguments.get("output_final_state")))
+        return together(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
 
