@@ -51,8 +51,8 @@ class Recurrence:
 
     def decay(self, gates, tokens):
         """What multiplies S [rows, heads, K, V] over a segment of so many tokens; None where that is 1."""
-        if "gamma" in self.problem.options:
-            factor = np.power(self.problem.options["gamma"], tokens).astype(self.dtype)
+        if "log_decay" in self.problem.options:
+            factor = self.problem.op.decay_over(self.problem.options["log_decay"], tokens).astype(self.dtype)
             return as_kind(factor.repeat(self.problem.groups)[:, None, None], self.problem.arrays["q"])
         if not gates:
             return None
@@ -130,7 +130,7 @@ class Recurrence:
         operator = (GLA, ops.gla) if problem.op.reads_before_write else (self.declared, self.function)
         (dS,) = self.final_state(*operator, (q, q, do, *gates), given)
         dS = dS * problem.scale
-        if "gamma" in problem.options:  # one decay a head: exact after the sum
+        if "log_decay" in problem.options:  # one decay a head: exact after the sum
             dS *= self.decay((), 1)
         return [dS]
 

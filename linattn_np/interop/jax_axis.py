@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 def along(axis_name, run, problem, arrays, state, arguments):
@@ -51,9 +50,9 @@ def turned(state, v_first):
 
 def decay_of(problem, arrays):
     """What multiplies S [B, HV, K, V] over this device's tokens; None where that is 1."""
-    if "gamma" in problem.options:
-        gamma = np.power(problem.options["gamma"], problem.sizes["T"]).repeat(problem.groups)
-        return jnp.asarray(gamma, problem.compute_dtype)[:, None, None]
+    if "log_decay" in problem.options:
+        decay = problem.op.decay_over(problem.options["log_decay"], problem.sizes["T"]).repeat(problem.groups)
+        return jnp.asarray(decay, problem.compute_dtype)[:, None, None]
     tokens = 1 if problem.layout == "bthd" else 2
     named = zip(problem.op.arrays, arrays)
     sums = [
