@@ -35,7 +35,7 @@ from .. import distributed, doubts, ops
 from ..errors import ContractTypeError
 from ..typing import F
 from ..wording import kind_of
-from .calls import Operator, flat, initial, together
+from .calls import Operator, flat, initial, is_pair, together
 from .torch_calls import Call, Compute, ComputeNow, settled
 from .torch_memory import as_torch
 
@@ -71,7 +71,7 @@ def differentiable(function: F) -> F:
         else:  # torch.func transforms what it sees
             seen = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
             results = ComputeNow.apply(call.text() if seen else call, *tensors)
-        return together(results, bool(arguments.get("output_final_state")))
+        return together(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
 
