@@ -24,14 +24,13 @@ torch.Size([1, 2, 50, 8])
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache
 
 import numpy as np
 import torch
 
 from .. import distributed, doubts, ops
+from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
 from ..typing import F
 from ..wording import kind_of
@@ -117,61 +116,6 @@ class CallOnRanks:
         *_, (do, *dht) = self.call.taken_apart(given)
         with as_torch(do):
             return tuple(flat(self.pullback(do, tuple(dht) or None)))
-
-
-class ProcessGroup:
-    """An `Engine` of `linattn_np.distributed` on a process group of torch.distributed, all ranks by default.
-
-    For tensors on the CPU, through a gloo group beside it, which all ranks of the group make together here. Tensors on
-    CUDA want ``linattn_np.distributed.connect("cuda")``, which reads torchrun's environment variables too.
-    """
-
-    homes = ("host",)
-
-    def __init__(self, group=None, *, limit_s=distributed.engine.LIMIT_S):
-        self.torch = torch.distributed
-        group = self.torch.group.WORLD if group is None else group
-        self.rank, self.size = self.torch.get_rank(group), self.torch.get_world_size(group)
-        self.group = self.torch.new_group(
-            self.torch.get_process_group_ranks(group),
-            backend="gloo",
-            timeout=timedelta(seconds=limit_s),
-            use_local_synchronization=True,
-        )
-
-    def all_gather(self, x):
-        gathered = np.empty_like(x, shape=(self.size, *x.shape))
-        with self.reporting():
-            work = self.torch.all_gather(
-                [as_tensor(part) for part in gathered], as_tensor(x), self.group, async_op=True
-            )
-
-        def wait():
-            with self.reporting():
-                work.wait()
-            return gathered
-
-        return wait
-
-    def send(self, x, to):
-        with self.reporting():
-            self.torch.send(as_tensor(x), self.torch.get_global_rank(self.group, to), self.group)
-
-    def recv(self, x, source):
-        with self.reporting():
-            self.torch.recv(as_tensor(x), self.torch.get_global_rank(self.group, source), self.group)
-
-    @contextmanager
-    def reporting(self):
-        try:
-            yield
-        except RuntimeError as error:  # gloo's, a time limit too
-            raise distributed.RankLost(f"rank {self.rank} of {self.size} lost the others: {error}") from error
-
-
-def as_tensor(x):
-    """A contiguous array's bytes."""
-    return torch.from_dlpack(x.reshape(-1).view(np.uint8))
 
 
 gla = differentiable(ops.gla)
