@@ -388,7 +388,7 @@ def test_what_ends_one_of_several_processes_keeps_the_texts_that_are_done(how, t
         ({"prompt": "a", "tokens": True}, "line 2: tokens is a bool, expected int"),
         ({"prompt": "a", "seed": -1}, "line 2: seed is -1, expected"),
         ({"prompt": "a", "top_p": 2}, "line 2: Sampling: top_p is 2, expected"),
-        ({"prompt": "a", "stop": [""]}, "line 2: Text: stop is [''], expected"),
+        ({"prompt": "a", "stop": [""]}, "line 2: Text: stop holds '', expected"),
         ({"prompt": "\ud800"}, "line 2: Bytes.encode: text has"),
         (b'{"prompt": "a", "prompt": "b"}', "line 2: the JSON has a key twice"),
         (
