@@ -118,8 +118,8 @@ class RankCall:
             "cu_seqlens": None if bounds is None else bounds.tolist(),
         }
         meaning |= {name: given[name] for name in (*COMPUTED, "feature_map", "normalize") if name in given}
-        if "gamma" in problem.options:
-            meaning["gamma"] = problem.options["gamma"].tolist()
+        if "log_decay" in problem.options:
+            meaning["log(gamma)"] = problem.options["log_decay"].tolist()
         return meaning
 
     def cut(self, lengths, backwards) -> Cut:
