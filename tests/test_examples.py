@@ -19,6 +19,7 @@ import linattn_np
 from linattn_np.__main__ import main
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
+ON_THE_CPU = rb"on the CPU \(\d+ threads, \w+\)\n"
 GENERATE = [sys.executable, "-m", "linattn_np", "generate"]
 COMMAND = [*GENERATE, "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}  # the package under test
@@ -117,7 +118,7 @@ def test_it_writes_english_with_no_argument():
         > len(words) / 5
     )
     assert re.match(
-        r"device (cpu: RWKV6: device 'cuda' cannot be used: .+|cuda)\n"
+        r"on the (CPU \(\d+ threads, (Numba|NumPy)\)|GPU \(.+\))\n"
         r"prefill 45 tokens at \d+ tokens/s\ndecode 400 tokens at \d+ tokens/s\n$",
         messages,
     )
@@ -126,7 +127,13 @@ def test_it_writes_english_with_no_argument():
 def test_greedy_text():
     done = decode("--prompt", "Mr. Knight", "--temperature", "0", "--tokens", "18")
     assert done.stdout == b"Mr. Knightley and his sister\n"
-    assert done.stderr.decode().startswith("device cpu\nprefill 10 tokens at ")
+    assert re.match(rb"on the CPU \(.+\)\nprefill 10 tokens at ", done.stderr)
+
+
+def test_a_prompt_may_be_a_word_or_several(here):
+    for words in (["-p", "Mr. Knight"], ["Mr.", "Knight"]):
+        assert here(*words, "-n", 3, *GREEDY)[:2] == (0, "Mr. Knightley\n")
+    assert here("Emma", "-p", "Emma")[0] == 2
 
 
 def test_a_seed_writes_the_same_text():
@@ -334,7 +341,7 @@ def test_a_batch_over_processes_is_that_of_one(batch):
     alone = target.read_bytes()
     done, target = batch(lines, "--slots", 2, "--cards", 3)
     assert done.returncode == 0 and target.read_bytes() == alone, done.stderr
-    assert done.stderr.count(b"device cpu") == 1
+    assert done.stderr.count(b"on the CPU") == 1
     done, target = batch(lines[:2], "--cards", 3)  # one process has slots enough
     assert done.returncode == 0 and target.read_bytes() == b"".join(alone.splitlines(keepends=True)[:2])
 
@@ -486,4 +493,4 @@ def test_a_closed_pipe_ends_it_quietly():
     process.stdout.close()
     messages = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(60), messages) == (0, b"device cpu\n")
+    assert process.wait(60) == 0 and re.fullmatch(ON_THE_CPU, messages)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from test_examples import ENVIRONMENT, interruptible
+from test_training import WROTE
 
 from linattn_np import LinattnWarning, caches
 from linattn_np.__main__ import main
@@ -143,7 +144,7 @@ def test_a_signal_saves_the_training(number, trained, tmp_path, monkeypatch):
         code, lines = trained(*SMALL)
     again = f"linattn-np train --text {tmp_path / 'text'} --out {tmp_path / 'out'} --device cpu --resume"
     assert code == 128 + number and lines[-1] == f"stopped at step 2. To go on: {again}"
-    assert kept(tmp_path / "out") == 2 and lines[-2] == f"wrote {tmp_path / 'out' / 'model.safetensors'}"
+    assert kept(tmp_path / "out") == 2 and lines[-2] == WROTE.format(tmp_path / "out")
     code, lines = trained("--resume", "--device", "cpu")
     assert code == 0 and kept(tmp_path / "out") == 4
 
