@@ -12,8 +12,8 @@ import pytest
 
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, Batch, Sampling, State
+from linattn_np.models.prompts import read
 from linattn_np.models.sampling import complaints, draw_each, likeliest
-from linattn_np.models.text import read
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 PROMPTS = [

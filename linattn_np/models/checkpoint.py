@@ -133,6 +133,17 @@ def located(path) -> Path:
     return next((path / name for name in IN_FOLDER if os.path.isfile(path / name)), path)
 
 
+def config(path) -> dict | None:
+    """The `config.json` beside a checkpoint, or in its folder; None where there is none."""
+    path = located(path).with_name("config.json")
+    if not path.is_file():
+        return None
+    try:
+        return json_object(mapped(path, "a JSON object")[:MAX_INDEX])
+    except FileError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
 def refuse(found, wanted) -> NoReturn:
     raise CheckpointError(f"{found}, expected {wanted}")
 

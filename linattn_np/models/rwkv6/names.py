@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 from ...arrays import FLOATS
 from ...errors import ContractTypeError
@@ -46,6 +47,7 @@ BLOCK = {
 }
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
 TUNED = {"att.time_state": "H N N"}  # in every block or in none: a tuned initial state, value by key
+EPS = "norm_eps"  # may be there, [2]: the eps of layer norms and of the group norm, where they are no official ones
 
 # The last part of a name that gives another version away. x060b and x060c have the same names; RWKV-4 has
 # those of RWKV-5 but no ln_x.
@@ -135,7 +137,7 @@ def official(weights: Mapping) -> dict:
         fla's (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs).
         A tuned `blocks.i.att.time_state` may be there, under its official name whatever the others are.
 
-    Arrays are views, but for fla's mixes. Shapes are the model's to check; fla's norm eps is in its config.
+    Arrays are views, but for fla's mixes. Shapes are the model's to check; what fla's config says is `config`'s.
 
     Raises
     ------
@@ -158,6 +160,7 @@ def official(weights: Mapping) -> dict:
     layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
     tuned = any(name.endswith(".time_state") for name in weights)
     origins = {name: (name, same) if name in weights else origin(name) for name in declared(layers, tuned)}
+    origins |= {EPS: (EPS, same)} if EPS in weights else {}
     wanted = dict(origins.values())
     missing = [name for name in wanted if name not in weights]
     left_over = [name for name in weights if name not in wanted]
@@ -190,6 +193,8 @@ def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
             refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
     if sizes["H"] * sizes["N"] != sizes["D"]:
         refuse(f"att.time_faaaa has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
+    if EPS in weights and (weights[EPS].shape != (2,) or not all(0 < number < inf for number in weights[EPS])):
+        refuse(f"{EPS} is {weights[EPS].dtype} {weights[EPS].shape}, expected two numbers above 0")
     if 5 * sizes["A"] != sizes["5A"]:
         refuse(
             f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']} as att.time_maa_w2 has it"

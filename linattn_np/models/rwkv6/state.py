@@ -45,6 +45,8 @@ class State:
     def copy(self) -> State:
         return State(*(array.copy() for array in self.arrays))
 
+    __copy__ = copy  # `forward` updates a state in place, which two must not share
+
     def row(self, slot: int) -> State:
         """One row, as the state of one sequence: views of this state's arrays."""
         return State(*(array[:, slot : slot + 1] for array in self.arrays))
