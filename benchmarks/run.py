@@ -409,19 +409,27 @@ def compile_all(cases, device, kernels):
     """Compiles what the cases launch, many at a time: one after the other the first calls would take minutes."""
     if device.xp is np:
         return
-    begun = time.monotonic()
 
     def of(case):
         arrays, keywords = draw(case, device.xp, None)
         others = {name: x for name, x in keywords.items() if name != "do"}
+        with choose_kernels(kernels):
+            linattn_np.warm_up(case.function, *arrays.values(), gradient=case.backward, **others)
+
+    compile_side_by_side(of, [case for case in cases if not case.step], device)
+
+
+def compile_side_by_side(of, calls, device):
+    begun = time.monotonic()
+
+    def compiled(call):
         try:
-            with choose_kernels(kernels):
-                linattn_np.warm_up(case.function, *arrays.values(), gradient=case.backward, **others)
+            of(call)
         except linattn_np.NotSupported:
-            pass  # the case says so in its turn
+            pass  # the call says so in its turn
 
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(of, (case for case in cases if not case.step)))
+        list(threads.map(compiled, calls))
     device.free()
     say(f"compiled in {time.monotonic() - begun:.1f} s")
 

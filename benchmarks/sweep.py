@@ -3,6 +3,8 @@
     python benchmarks/sweep.py [--keep-peers benchmarks/results/<card>.json] [--limit-s 60]
                                [--out benchmarks/results/sweep/<card>.json]
     python benchmarks/speed_table.py            writes the worst of them into the documentation
+    python benchmarks/sweep.py --random 400 --seed 1 [--limit-s 300] [--out FILE]     calls from the whole space
+    python benchmarks/sweep.py --replay 'op=gla B=4 T=4096 H=32 K=128 V=128 reverse=True'     one of these again
 
 Changed are the gates, dtypes, memory (strides, alignment), heads, lengths, and K and V on both sides of every tile.
 Times are those of benchmarks/run.py, whose results it has checked too; a call is judged by its multiple of the floor
@@ -20,6 +22,8 @@ from pathlib import Path
 import cases
 import devices
 import gates
+import numpy as np
+import random_calls
 import run
 
 LARGE, FEW, SMALL = (
@@ -97,6 +101,28 @@ def line(row) -> str:
     return f"{multiples}, error {row['error']:.1e}  {row['case']}"
 
 
+def random_sweep(calls, limit_s, device, bandwidth, meta, out):
+    """Times and checks random calls until the limit, and prints the worst with what ran; whether one was wrong."""
+    ends = time.monotonic() + limit_s
+    if device.xp is not np:
+        run.compile_side_by_side(lambda call: random_calls.warm_up(call, device), calls, device)
+    rows = []
+    for call in calls:
+        if time.monotonic() > ends:
+            run.say(f"time is up: {len(rows)} of {len(calls)} calls were measured")
+            break
+        rows.append(random_calls.measure(call, device, bandwidth))
+        run.say(random_calls.line(rows[-1]))
+        if out:
+            run.write(out, meta, rows)
+    measured = [row for row in rows if "refused" not in row]
+    print(f"{len(measured)} calls measured, {len(rows) - len(measured)} refused; the worst first:")
+    for row in sorted(measured, key=lambda row: (-row["wrong"], -row["multiple"]))[:WORST]:
+        print(random_calls.line(row))
+        print(*(f"    {what}" for what in row["ran"]), sep="\n")
+    return any(row["wrong"] for row in measured)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="+", default=["gla", "rwkv6"], choices=["gla", "rwkv6"])
@@ -105,12 +131,23 @@ def main():
     parser.add_argument(
         "--keep-peers", type=Path, nargs="+", default=[], metavar="FILE", help="as in benchmarks/run.py"
     )
+    parser.add_argument("--random", type=int, metavar="N", help="time and check N random calls instead")
+    parser.add_argument("--seed", type=int, default=0, help="which random calls")
+    parser.add_argument("--replay", metavar="LINE", help="time and check one call, as --random prints it")
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--commit", help="what to say of the sources where git cannot")
     args = parser.parse_args()
     device = devices.current()
     bandwidth = run.copy_bandwidth(device)
     meta = run.described(device, bandwidth, "auto", args.commit)
+    if args.random or args.replay:
+        rng = np.random.default_rng(args.seed)
+        calls = (
+            [random_calls.read(args.replay)]
+            if args.replay
+            else [random_calls.draw_call(rng) for _ in range(args.random)]
+        )
+        sys.exit(random_sweep(calls, args.limit_s, device, bandwidth, meta, args.out))
     peer = run.Peers(device, dict.fromkeys(("fla", "torch"), "kept"), run.kept_figures(args.keep_peers, meta), 0, 0)
     groups = wanted(args.ops, args.passes)
     run.compile_all([case for group in groups.values() for _, case in group], device, "auto")

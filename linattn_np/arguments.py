@@ -17,6 +17,7 @@ from . import arrays as array_kinds
 from . import foreign, grouped, overlap
 from .errors import ContractError, ContractTypeError
 from .layouts import in_layout, swap_heads
+from .summary import Transition
 from .wording import kind_of, shown
 
 
@@ -33,6 +34,8 @@ class Declaration:
     state: tuple[str, ...] = ("N H K V",)  # axes of each part of the recurrent state, N sequences
     reads_before_write: bool = False  # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
     feature: str = "K"  # the axis that sets the default scale, K**-0.5
+    transition: Transition = Transition.NONE  # what a token does to the state before it
+    gates_per_value_head: bool = False  # each value head has gates of its own, so that none can share a head's
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
         raise error(f"{self.name}: {argument} {complaint}")

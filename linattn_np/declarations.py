@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from . import arrays
+from . import arrays, varlen
+from .arguments import is_int, is_real
 from .contract import CHUNK, Op
-from .errors import ContractTypeError
+from .errors import ContractTypeError, NotSupported
+from .summary import Transition
 from .wording import kind_of, shown
 
 GATED: list[Op] = []  # the gated family: a backend's equations and kernels of it are a member's by its declaration
@@ -19,6 +21,7 @@ GATED: list[Op] = []  # the gated family: a backend's equations and kernels of i
 
 def gated(op: Op) -> Op:
     """A member of the gated family: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, read before or after the write."""
+    op = replace(op, transition=Transition.DIAGONAL)
     GATED.append(op)
     return op
 
@@ -38,7 +41,11 @@ class ValueGate(Op):
 
 
 GLA_VALUE_GATE = ValueGate(
-    "gla with gv", QKV | {"g": "B H T K", "gv": "B H T V"}, gates=("g", "gv"), modes=("recurrent", "chunk")
+    "gla with gv",
+    QKV | {"g": "B H T K", "gv": "B H T V"},
+    gates=("g", "gv"),
+    modes=("recurrent", "chunk"),
+    transition=Transition.DIAGONAL,
 )
 GLA = gated(Op("gla", QKV | {"g": "B H T K"}, gates=("g",), with_more=GLA_VALUE_GATE))
 RWKV6 = gated(
@@ -49,7 +56,7 @@ RWKV6 = gated(
         reads_before_write=True,
     )
 )
-SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",))
+SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
 
 
 class Retention(Op):
@@ -76,7 +83,7 @@ class Retention(Op):
         return np.broadcast_to(values, (heads,))
 
 
-RETENTION = Retention("retention", QKV)
+RETENTION = Retention("retention", QKV, transition=Transition.SCALAR)
 FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
@@ -96,13 +103,116 @@ NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 # -- softmax attention -------------------------------------------------------------------------------------------------
 class SoftmaxAttention(Op):
-    """Sees the past only, unless told otherwise."""
+    """H heads of T queries attend to HK heads of S keys and values. With `return_lse` the logarithm of each query's sum
+    is a result of its own, declared as a part of the state.
 
-    def check(self, inputs, *, causal=True, **arguments):
-        return super().check(inputs, causal=self.flag("causal", causal), **arguments)
+    Options of the problem: `window`, (left, right) keys beside a query's own place, right <= 0 where causal, -1 for no
+    bound; `softcap`, 0 for none; `key_spans`, the keys of each sequence.
+    """
+
+    def check(
+        self,
+        inputs,
+        *,
+        causal=True,
+        window=None,
+        softcap=None,
+        return_lse=False,
+        cu_seqlens=None,
+        cu_seqlens_k=None,
+        dropout_p=0.0,
+        block_table=None,
+        **arguments,
+    ):
+        self.refuse_missing(dropout_p, block_table)
+        declared = WITH_LSE.get(self, self) if self.flag("return_lse", return_lse) else self
+        problem = super(SoftmaxAttention, declared).check(
+            inputs, cu_seqlens=cu_seqlens, output_final_state=return_lse, **arguments
+        )
+        causal = self.flag("causal", causal)
+        return problem.replace(
+            options={
+                "causal": causal,
+                "window": self.window(window, causal, *problem.shape("T S")),
+                "softcap": self.softcap(softcap),
+                "key_spans": self.key_spans(cu_seqlens_k, problem),
+            }
+        )
+
+    def refuse_missing(self, dropout_p, block_table):
+        """Two of FlashAttention's arguments that ask for what no backend has."""
+        if not is_real(dropout_p) or dropout_p != 0:
+            self.refuse("dropout_p", f"is {shown(dropout_p)}, but there is no dropout: it must be 0", NotSupported)
+        if block_table is not None:
+            self.refuse(
+                "block_table",
+                "is given, but there are no paged caches: gather the pages, as in k_cache[block_table], and pack "
+                "sequences of their own lengths with cu_seqlens_k",
+                NotSupported,
+            )
+
+    def callers_axes(self, name, groups):
+        return {"k": "B HK S K", "v": "B HK S V"}.get(name) or super().callers_axes(name, groups)
+
+    def groups(self, views, layout):
+        return 1  # value heads are key heads here
+
+    def sizes(self, views, layout, groups=1):
+        sizes = super().sizes(views, layout, groups)
+        H, HK = sizes["H"], sizes["HK"]
+        if H % HK if HK else H:
+            self.refuse("k", f"and v have {HK} heads, expected as many as q, H={H}, or a divisor of it")
+        return sizes
+
+    def window(self, window, causal, T, S):
+        """(left, right), -1 for no bound: one that no key is beyond is none."""
+        left, right = (-1, -1) if window is None else self.pair(window)
+        if causal:
+            right = 0
+        return -1 if left >= S - 1 else left, -1 if right >= T - 1 else right
+
+    def pair(self, window):
+        if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(x) and x >= -1 for x in window):
+            self.refuse(
+                "window",
+                f"is {shown(window)}, expected (left, right), the keys seen on both sides of a query's own place, "
+                "-1 for no bound",
+            )
+        return tuple(map(int, window))
+
+    def softcap(self, softcap) -> float:
+        if softcap is None:
+            return 0.0
+        if not is_real(softcap) or not 0 <= softcap < float("inf"):
+            self.refuse("softcap", f"is {shown(softcap)}, expected a finite number above 0, or 0 or None for no cap")
+        return float(softcap)
+
+    def key_spans(self, cu_seqlens_k, problem) -> varlen.Spans:
+        """The keys of each sequence: without `cu_seqlens_k` as many as queries, or of a dense batch all."""
+        S = problem.sizes["S"]
+        if not problem.varlen:
+            if cu_seqlens_k is not None:
+                self.refuse("cu_seqlens_k", "is given without cu_seqlens, which says where the queries' sequences are")
+            return varlen.dense(S)
+        if cu_seqlens_k is None:
+            if problem.sizes["T"] != S:
+                self.refuse("cu_seqlens_k", f"is missing: q has {problem.sizes['T']} tokens, k and v have {S}")
+            return problem.spans
+        try:
+            spans = varlen.parse(cu_seqlens_k, S)
+        except ValueError as error:
+            self.refuse("cu_seqlens_k", str(error).replace("T=", "S="))
+        if spans.count != problem.spans.count:
+            self.refuse("cu_seqlens_k", f"has {spans.count} sequences, but cu_seqlens has {problem.spans.count}")
+        return spans
 
 
-SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", QKV, modes=("chunk",), state=())
+SOFTMAX_SINKS = SoftmaxAttention(
+    "softmax_attention", QKV | {"sinks": "H"}, gates=("sinks",), modes=("chunk",), state=()
+)
+SOFTMAX_ATTENTION = replace(SOFTMAX_SINKS, arrays=QKV, gates=(), with_more=SOFTMAX_SINKS)
+WITH_LSE = {op: replace(op, state=("B H T",)) for op in (SOFTMAX_ATTENTION, SOFTMAX_SINKS)}
+SOFTMAX = (*WITH_LSE, *WITH_LSE.values())  # a backend's kernels of it are those of each
 
 
 OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)

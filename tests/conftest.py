@@ -3,6 +3,7 @@
 pytest                                              numpy, and the CUDA kernels emulated on the CPU, those of Hopper too
 pytest --backends=cupy,numba                        on a card
 NUMBA_ENABLE_CUDASIM=1 pytest --backends=numba      Numba's simulator
+pytest -m quick                                     one minute: every operator, a kernel of every family
 pytest --exhaustive                                 every case of every product, where else are some of `pairs.py`
 """
 
@@ -247,12 +248,13 @@ def pytest_configure(config):
 def kept(cases, joined, config):
     """The numbers of the cases that run, of a test marked `pairwise`: first those with all pairs of its axes' values,
     where axes that are `joined` count as one; of these a part that the seed draws, with every value.
-    NumPy's cases take no time: they stay.
+    NumPy's cases take no time, and `pytest -m quick` has few: both stay.
     """
     costly = [n for n, case in enumerate(cases) if case.params.get("backend") != "numpy"]
     axes = lambda n: pairs.axes_of(cases[n].params, joined)
     drawn = pairs.part(pairs.choose(costly, axes), axes, PART, config.option.seed)
-    return {*range(len(cases))}.difference(costly).union(drawn)
+    quick = [n for n in costly if any(mark.name == "quick" for mark in cases[n].marks)]
+    return {*range(len(cases))}.difference(costly).union(drawn, quick)
 
 
 def thins_at_once(config):
@@ -285,7 +287,9 @@ def pytest_configure_node(node):
 
 
 def pytest_report_header(config):
-    return f"backends: {', '.join(config.backends)}; --seed={config.option.seed}"
+    chosen = config.option.markexpr or config.option.keyword or config.args != config.getini("testpaths")
+    takes = [] if chosen else ["all tests take 8 minutes of two cores with -n 3, else 15; pytest -m quick takes one"]
+    return [f"backends: {', '.join(config.backends)}; --seed={config.option.seed}", *takes]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -138,6 +138,7 @@ LARGE = (
 )
 SIZES = {"tiny": TINY, "small": SMALL, "large": LARGE}
 CASES = {case.name: case for cases in SIZES.values() for case in cases}
+QUICK = ("T65", "bfloat16-weak", "packed-hard-gates")
 OPTIONS = {  # of operators with options of their own; cases take them in turn
     "retention": ({}, {"gamma": 0.9}, {"gamma": 0.0}, {"gamma": 1.0}),
     "linear_attention": (
@@ -168,7 +169,12 @@ def combinations(backends):
                         for mode in backend.modes[op.name]:
                             if backend.takes(op, mode, np.dtype(case.dtype)) and applies(case, op, mode):
                                 yield pytest.param(
-                                    op.name, case.name, name, mode, id=f"{op.name}-{name}-{mode}-{case.name}"
+                                    op.name,
+                                    case.name,
+                                    name,
+                                    mode,
+                                    id=f"{op.name}-{name}-{mode}-{case.name}",
+                                    marks=pytest.mark.quick if case.name in QUICK else (),
                                 )
 
 

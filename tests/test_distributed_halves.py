@@ -203,13 +203,13 @@ def noted(words, word, function):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_rank_adds_up_no_states_but_those_before_its_own(gradient, rng, monkeypatch):
-    by_rank, carry = [], Recurrence.carry
+    by_rank, received = [], Recurrence.received
 
     def counted(recurrence, *arguments):
         by_rank.append(recurrence)
-        return carry(recurrence, *arguments)
+        return received(recurrence, *arguments)
 
-    monkeypatch.setattr(Recurrence, "carry", counted)
+    monkeypatch.setattr(Recurrence, "received", counted)
     call = Call("gla", rng, total=100)
     call.compare(call.by_ranks([25] * 4, gradient), call.exactly(gradient))
     assert sorted(map(by_rank.count, set(by_rank))) == ([3, 3, 3, 3] if gradient else [1, 2, 3])

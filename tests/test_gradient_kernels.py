@@ -117,7 +117,7 @@ def pytest_generate_tests(metafunc):
     able = {name: cls for name, cls in metafunc.config.backends.items() if issubclass(cls, Kernels)}
     if "case" in metafunc.fixturenames:
         cases = [
-            (name, op, case)
+            pytest.param(name, op, case, marks=pytest.mark.quick if case == "gate-weak-bf16" else ())
             for name, cls in able.items()
             for op in BY_NAME
             for case in CASES

@@ -1,7 +1,8 @@
-"""What a segment does to the state that comes in, for every operator: S_out = decay * S_in + S_own.
+"""The parts of a segment's `Summary` for every operator, computed by calls of it, and how ranks send them.
 
-S_own is the segment's final state from zero, decay the product of its tokens' decays. The gradient runs the other way,
-dS_in = decay * dS_out + dS_own, where dS_own comes from the segment's own o alone.
+The state behind a segment is F S_in + S_own: S_own is the segment's final state from zero, F the product of its
+tokens' transitions. The gradient runs the other way, dS_in = F^T dS_out + dS_own, where dS_own comes from the segment's
+own o alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import numpy as np
 from .. import ops
 from ..declarations import GLA
 from ..dispatch import summarise
+from ..grouped import beside
+from ..summary import Summary, Transition, factor_shapes
 from ..views import callers_sizes
 
 
@@ -33,43 +36,34 @@ class Recurrence:
         S = (rows, self.heads["V"], self.K, self.V)
         return [S, (rows, self.heads["K"], self.K)][: len(self.problem.op.state)]
 
-    def gate_shapes(self, rows):
-        """Of the decays that a segment tells the others: none where all know them."""
-        axes = {name: self.problem.op.arrays[name].split() for name in self.problem.op.gates if name != "u"}
+    def factor_shapes(self, rows):
+        """Of the factors of a transition that a segment tells the others: none where all know them."""
+        return factor_shapes(self.problem.op, rows, self.heads["K"], self.heads["V"], self.K, self.V)
+
+    def factors(self, arrays, given):
+        """The factors of the transition over these tokens, as `Summary` has them.
+
+        Gates are summed in float64: a million weak gates would lose digits in float32.
+        """
+        if self.problem.op.transition is Transition.RANK_ONE:
+            return self.whole_pass(self.function, arrays, given)[1]
+        named = dict(zip(self.problem.op.arrays, arrays))
         return [
-            (rows, self.heads["V" if "V" in of else "K"], *(getattr(self, axis) for axis in of[3:]))
-            for of in axes.values()
+            total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.gates if name != "u"
         ]
 
-    def gates(self, arrays, mask):
-        """exp of the sums over tokens: [rows, heads, channels], or [rows, heads] for a gate a head.
-
-        Summed in float64: a million weak gates would lose digits in float32.
-        """
-        named = dict(zip(self.problem.op.arrays, arrays))
-        return [total_decay(named[name], mask, self.dtype) for name in self.problem.op.gates if name != "u"]
-
-    def decay(self, gates, tokens):
-        """What multiplies S [rows, heads, K, V] over a segment of so many tokens; None where that is 1."""
+    def received(self, message, tokens, backwards=False) -> Summary:
+        """A segment's message [*own, *factors] as its map of the state, or `backwards` of the state's gradient."""
+        own, factors = message[: len(self.problem.op.state)], message[len(self.problem.op.state) :]
         if "gamma" in self.problem.options:
-            factor = np.power(self.problem.options["gamma"], tokens).astype(self.dtype)
-            return as_kind(factor.repeat(self.problem.groups)[:, None, None], self.problem.arrays["q"])
-        if not gates:
-            return None
-        factor = gates[0] if gates[0].ndim == 3 else gates[0][..., None]
-        if self.problem.groups > 1:
-            factor = factor.repeat(self.problem.groups, axis=1)
-        factor = factor[..., None]
-        return factor if len(gates) < 2 else factor * gates[1][:, :, None]
+            factors = [self.power_of_gamma(tokens)]
+        found = Summary(self.problem.op.transition, tuple(own), tuple(factors))
+        return found.turned(found.own) if backwards else found
 
-    def carry(self, state, own, gates, tokens):
-        """decay * state + own, after so many tokens; a normaliser does not decay, nor does the S beside it."""
-        if state is None:
-            return own
-        decay = self.decay(gates, tokens)
-        if decay is None:
-            return [before + added for before, added in zip(state, own, strict=True)]
-        return [decay * state[0] + own[0]]
+    def power_of_gamma(self, tokens):
+        """[1, H], retention's decay over so many tokens."""
+        factor = np.power(self.problem.options["gamma"], tokens).astype(self.dtype)
+        return as_kind(factor[None], self.problem.arrays["q"])
 
     def summary(self, arrays, given, gradient=False):
         """(the parts of the final state from zero, the decays, what the backend keeps), before the pass that gives o.
@@ -78,36 +72,52 @@ class Recurrence:
         one, and is not repeated. The other way, o from a zero state with (q * decay) S_in added afterwards, reads q and
         o and writes o again, and rounds o twice.
         """
+        if self.problem.op.transition is Transition.RANK_ONE:
+            return *self.whole_pass(self.function, arrays, given), ()
         found = summarise(self.declared, arrays, gradient=gradient, **given)
         if found is None:
-            return self.whole_pass(self.function, arrays, given), self.gates(arrays, given.get("mask")), ()
+            return self.whole_pass(self.function, arrays, given)[0], self.factors(arrays, given), ()
         own, decays, kept = found
-        if decays is None:
-            return list(own), self.gates(arrays, given.get("mask")), kept
-        return list(own), self.told(decays), kept
+        return list(own), self.factors(arrays, given) if decays is None else self.told(decays), kept
 
     def final_state(self, declared, function, arrays, given):
         """The final state from zero, without o where a backend can."""
         found = summarise(declared, arrays, **given)
-        return self.whole_pass(function, arrays, given) if found is None else list(found[0])
+        return self.whole_pass(function, arrays, given)[0] if found is None else list(found[0])
 
     def whole_pass(self, function, arrays, given):
-        """The same of the operator itself, whose o is not used."""
-        final = function(*arrays, output_final_state=True, state_dtype=self.dtype, **given)[1]
-        return list(final) if isinstance(final, tuple) else [final]
+        """(the parts of the final state from zero, the factors where they are a matrix), of a call whose o is not used.
+
+        The matrix is K more columns of the state that begin as the identity, into which no values are written.
+        """
+        given, columns = given | {"output_final_state": True, "state_dtype": self.dtype}, self.V
+        if self.problem.op.transition is not Transition.RANK_ONE:
+            final = function(*arrays, **given)[1]
+            return list(final) if isinstance(final, tuple) else [final], []
+        named = dict(zip(self.problem.op.arrays, arrays))
+        named["v"] = beside([named["v"], np.zeros_like(named["v"], shape=(*named["v"].shape[:3], self.K))])
+        start = np.zeros_like(
+            named["v"], shape=(len(named["v"]), self.heads["V"], self.K, columns + self.K), dtype=self.dtype
+        )
+        for channel in range(self.K):
+            start[..., channel, columns + channel] = 1
+        final = function(*named.values(), **given, initial_state=start)[1]
+        return [final[..., :columns]], [final[..., columns:]]
 
     def told(self, decays):
-        """A backend's decays [rows, heads, channels] as `gates`; None where all ranks know them."""
+        """A backend's decays [rows, heads, channels] as `factors`; None where all ranks know them."""
         return (
             []
             if decays is None
-            else [decays if len(shape) == 3 else decays[..., 0] for shape in self.gate_shapes(len(decays))]
+            else [decays if len(shape) == 3 else decays[..., 0] for shape in self.factor_shapes(len(decays))]
         )
 
     @property
     def turns_over(self) -> bool:
-        """Whether dS_own is the state of an operator that runs backwards: not through a division or two gates."""
-        return len(self.problem.op.state) == 1 and len(self.gate_shapes(0)) < 2
+        """Whether dS_own is the state of an operator that runs backwards: not through a division, two gates or a
+        matrix."""
+        one_factor = len(self.factor_shapes(0)) < 2 and self.problem.op.transition is not Transition.RANK_ONE
+        return len(self.problem.op.state) == 1 and one_factor
 
     def gradient_summary(self, arrays, do, given):
         """dS_own = scale * sum_t exp(g_1 + ... + g_t) q_t do_t^T, for RWKV-6 without g_t itself.
@@ -131,7 +141,7 @@ class Recurrence:
         (dS,) = self.final_state(*operator, (q, q, do, *gates), given)
         dS = dS * problem.scale
         if "gamma" in problem.options:  # one decay a head: exact after the sum
-            dS *= self.decay((), 1)
+            dS = Summary(Transition.SCALAR, (), (self.power_of_gamma(1),)).moved(dS)
         return [dS]
 
 

@@ -246,7 +246,7 @@ class Share:
         if not self.cut.crosses:
             return dict
         recurrence = self.recurrence
-        row = Row([*recurrence.state_shapes(self.rows), *recurrence.gate_shapes(self.rows)])
+        row = Row([*recurrence.state_shapes(self.rows), *recurrence.factor_shapes(self.rows)])
         wait = self.exchange(mine, row, self.cut.slots)
         return lambda: self.carried(backwards, wait())
 
@@ -266,7 +266,6 @@ class Share:
     def carried(self, backwards, messages):
         """The state that comes into each own segment, added up in the order of the recurrence."""
         edge = self.dht if backwards else self.state
-        count = len(self.problem.op.state)
         found, state = {}, None
         wanted = {part.index for part in self.own if (part.outgoing if backwards else part.incoming) is not None}
         for segment in self.cut.running(backwards):
@@ -285,7 +284,7 @@ class Share:
                     state = [x[self.place(leaves.sequence)].astype(self.recurrence.dtype) for x in edge]
             parts = messages(segment.rank, segment.slot)
             with np.errstate(all="ignore"):
-                state = self.recurrence.carry(state, parts[:count], parts[count:], leaves.stop - leaves.start)
+                state = self.recurrence.received(parts, leaves.stop - leaves.start, backwards).apply(state)
         return found
 
     def shared(self, found, backwards):
@@ -368,9 +367,6 @@ class Share:
         if found := summarise(self.declared, arrays, gradient=self.gradient, ahead=True, **given):
             self.kept[segment.index] = found[2]
 
-    def gates(self, start, stop):
-        return self.recurrence.gates(self.tokens(start, stop, self.arrays), self.masked(start, stop).get("mask"))
-
     def compute(self, segment, arrays, given, o):
         """(o, the final state's parts or None) of a segment; its o goes into `o` where there is one."""
         kept = self.kept.pop(segment.index, ())
@@ -450,11 +446,11 @@ class Share:
         if self.recurrence.turns_over:
             given = self.common | self.masked(start, stop)
             found = self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)
-            return [*found, *self.gates(start, stop)]
+            return [*found, *self.recurrence.factors(*self.call_on(start, stop))]
         found = self.pulls[segment.index](do[:, :, segment.start : segment.stop])[-1]
         rows = self.place(segment.pieces.index(piece))
         own = [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
-        return [*own, *self.gates(start, stop)]
+        return [*own, *self.recurrence.factors(*self.call_on(start, stop))]
 
     def gradient_ahead(self, do, segment):
         if found := self.pulls[segment.index].summarise(do[:, :, segment.start : segment.stop]):

@@ -45,7 +45,7 @@ from ..call_cache import exactly
 from ..errors import ContractTypeError
 from ..foreign import is_subclass, of_subclass
 from ..typing import F
-from .calls import Operator, blank, on_stream, outline, together
+from .calls import Operator, blank, is_pair, on_stream, outline, together
 from .jax_axis import along
 from .jax_partition import over_devices, sharding_of
 
@@ -83,7 +83,7 @@ def differentiable(function: F) -> F:
             results = over_devices(lambda arrays, state: run(arrays, state, arguments), problem, arrays, state)
         if results is None:
             results = run(arrays, state, arguments)
-        return together(results, bool(arguments.get("output_final_state")))
+        return together(results, is_pair(arguments))
 
     return operator.document(public, "JAX arrays")
 

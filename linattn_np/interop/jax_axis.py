@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..summary import Summary
+
 
 def along(axis_name, run, problem, arrays, state, arguments):
     """[o, *final state's parts] of this device's tokens, the states those of the whole sequence, alike on all devices.
@@ -27,8 +29,7 @@ def along(axis_name, run, problem, arrays, state, arguments):
     dtype, v_first = problem.compute_dtype, problem.state_v_first
     plain = {**arguments, "state_v_first": False, "state_dtype": dtype}
     _, *own = run(arrays, None, {**plain, "output_final_state": True})
-    decay = decay_of(problem, arrays)
-    own, decay = jax.lax.all_gather((own, decay), axis_name)
+    own, factors = jax.lax.all_gather((own, factors_of(problem, arrays)), axis_name)
     place, count = jax.lax.axis_index(axis_name), own[0].shape[0]
     start = [jnp.zeros_like(part[0]) for part in own]
     if state is not None:
@@ -36,8 +37,9 @@ def along(axis_name, run, problem, arrays, state, arguments):
     before = start
     for device in reversed(range(count)) if problem.reverse else range(count):
         earlier = device > place if problem.reverse else device < place
-        factor = 1 if decay is None else decay[device]
-        before = [jnp.where(earlier, factor * x + part[device], x) for x, part in zip(before, own)]
+        of_device = ([part[device] for part in parts] for parts in (own, factors))
+        behind = Summary(problem.op.transition, *of_device).apply(before)
+        before = [jnp.where(earlier, after, x) for after, x in zip(behind, before, strict=True)]
     o, *final = run(arrays, before, plain)
     last = place == (0 if problem.reverse else count - 1)
     return o, *(
@@ -49,23 +51,14 @@ def turned(state, v_first):
     return state.swapaxes(2, 3) if v_first and state.ndim == 4 else state
 
 
-def decay_of(problem, arrays):
-    """What multiplies S [B, HV, K, V] over this device's tokens; None where that is 1."""
+def factors_of(problem, arrays):
+    """The factors of this device's `Summary`."""
     if "gamma" in problem.options:
-        gamma = np.power(problem.options["gamma"], problem.sizes["T"]).repeat(problem.groups)
-        return jnp.asarray(gamma, problem.compute_dtype)[:, None, None]
+        return [jnp.asarray(np.power(problem.options["gamma"], problem.sizes["T"])[None], problem.compute_dtype)]
     tokens = 1 if problem.layout == "bthd" else 2
-    named = zip(problem.op.arrays, arrays)
-    sums = [
-        jnp.exp(total(g.astype(problem.compute_dtype), tokens))
-        for name, g in named
-        if name in problem.op.gates and name != "u"
-    ]
-    if not sums:
-        return None
-    factor = sums[0] if sums[0].ndim == 3 else sums[0][..., None]
-    factor = jnp.repeat(factor, problem.groups, axis=1)[..., None]
-    return factor if len(sums) < 2 else factor * sums[1][:, :, None]
+    named = dict(zip(problem.op.arrays, arrays))
+    decays = [named[name].astype(problem.compute_dtype) for name in problem.op.gates if name != "u"]
+    return [jnp.exp(total(g, tokens)) for g in decays]
 
 
 def total(g, axis):

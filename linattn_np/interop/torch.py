@@ -24,18 +24,15 @@ torch.Size([1, 2, 50, 8])
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from datetime import timedelta
-
-import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
 from .. import distributed, ops
+from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
 from ..typing import F
 from ..wording import kind_of
-from .calls import Operator, flat, initial, together
+from .calls import Operator, flat, initial, is_pair, together
 from .torch_transforms import compute, stream_of, watching
 
 ON_RANKS = {operator: function for function, operator in distributed.operators.OPERATORS.items()}
@@ -61,7 +58,7 @@ def differentiable(function: F) -> F:
             results = compute(operator.declared.name, arrays, state, arguments)
         else:
             results = Compute.apply(operator, len(arrays), arguments, *tensors)
-        return together(results, bool(arguments.get("output_final_state")))
+        return together(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
 
@@ -109,61 +106,6 @@ class ComputeOnRanks(torch.autograd.Function):
 def parted(count, tensors):
     """(`count` arrays, parts of the initial state or None)."""
     return tensors[:count], tensors[count:] or None
-
-
-class ProcessGroup:
-    """An `Engine` of `linattn_np.distributed` on a process group of torch.distributed, all ranks by default.
-
-    For tensors on the CPU, through a gloo group beside it, which all ranks of the group make together here. Tensors on
-    CUDA want ``linattn_np.distributed.connect("cuda")``, which reads torchrun's environment variables too.
-    """
-
-    homes = ("host",)
-
-    def __init__(self, group=None, *, limit_s=distributed.engine.LIMIT_S):
-        self.torch = torch.distributed
-        group = self.torch.group.WORLD if group is None else group
-        self.rank, self.size = self.torch.get_rank(group), self.torch.get_world_size(group)
-        self.group = self.torch.new_group(
-            self.torch.get_process_group_ranks(group),
-            backend="gloo",
-            timeout=timedelta(seconds=limit_s),
-            use_local_synchronization=True,
-        )
-
-    def all_gather(self, x):
-        gathered = np.empty_like(x, shape=(self.size, *x.shape))
-        with self.reporting():
-            work = self.torch.all_gather(
-                [as_tensor(part) for part in gathered], as_tensor(x), self.group, async_op=True
-            )
-
-        def wait():
-            with self.reporting():
-                work.wait()
-            return gathered
-
-        return wait
-
-    def send(self, x, to):
-        with self.reporting():
-            self.torch.send(as_tensor(x), self.torch.get_global_rank(self.group, to), self.group)
-
-    def recv(self, x, source):
-        with self.reporting():
-            self.torch.recv(as_tensor(x), self.torch.get_global_rank(self.group, source), self.group)
-
-    @contextmanager
-    def reporting(self):
-        try:
-            yield
-        except RuntimeError as error:  # gloo's, a time limit too
-            raise distributed.RankLost(f"rank {self.rank} of {self.size} lost the others: {error}") from error
-
-
-def as_tensor(x):
-    """A contiguous array's bytes."""
-    return torch.from_dlpack(x.reshape(-1).view(np.uint8))
 
 
 gla = differentiable(ops.gla)

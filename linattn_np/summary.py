@@ -1,0 +1,85 @@
+"""What a segment of tokens does to the state that reaches it: an affine map, S -> F S + S_own.
+
+F, the transition of the segment, is the product of its tokens' transitions; S_own is the segment's final state from
+zero. Two segments in a row are such a map again, and so is what a segment does to the state's gradient, which runs
+backwards in time with the transposed F: dS -> F^T dS + dS_own.
+
+The arrays may be NumPy's, CuPy's or JAX's. N counts sequences, H heads of keys, HV heads of values, a multiple of H.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Transition(Enum):
+    """The transition of one token; a segment's, their product, has the same form but for the rank."""
+
+    NONE = "none"  # S_t = S_{t-1} + k_t v_t^T
+    SCALAR = "scalar"  # exp(g_t) S_{t-1} + ..., one decay a head
+    DIAGONAL = "diagonal"  # diag(exp g_t) S_{t-1} + ..., a decay a channel; with gv also S_{t-1} diag(exp gv_t)
+    RANK_ONE = "rank one"  # (diag(exp g_t) + b_t a_t^T) S_{t-1} + ...: a segment's product is a full matrix [K, K]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One segment's map of the state.
+
+    own : (S [N, HV, K, V],), and behind it z [N, H, K] where the operator has a normaliser, which never decays
+    factors : of F: () for 1, ([N, H],) for a scalar, ([N, H, K],) or ([N, H, K], [N, HV, V]) for decays of channels
+        and of columns, ([N, H, K, K],) for a matrix. N may be 1 where all sequences share them.
+    """
+
+    transition: Transition
+    own: tuple[Any, ...]
+    factors: tuple[Any, ...] = ()
+
+    def apply(self, state) -> tuple[Any, ...]:
+        """The parts of the state behind the segment, from those before it; None stands for zero."""
+        if state is None:
+            return self.own
+        S, *normaliser = state
+        return tuple(before + added for before, added in zip((self.moved(S), *normaliser), self.own, strict=True))
+
+    def join(self, later: Summary) -> Summary:
+        """The map of this segment and the later one after it."""
+        if self.transition is Transition.RANK_ONE:
+            factors = tuple(second @ first for first, second in zip(self.factors, later.factors, strict=True))
+        else:
+            factors = tuple(second * first for first, second in zip(self.factors, later.factors, strict=True))
+        return Summary(self.transition, later.apply(self.own), factors)
+
+    def turned(self, own) -> Summary:
+        """The map of the state's gradient; `own` is the initial state's gradient if the final state's is zero."""
+        factors = self.factors
+        if self.transition is Transition.RANK_ONE:
+            factors = tuple(F.swapaxes(-1, -2) for F in factors)
+        return Summary(self.transition, own, factors)
+
+    def moved(self, S):
+        """F S."""
+        if not self.factors:
+            return S
+        F, *columns = (for_value_heads(factor, S.shape[1]) for factor in self.factors)
+        if self.transition is Transition.RANK_ONE:
+            return F @ S
+        F = F[..., None, None] if self.transition is Transition.SCALAR else F[..., None]
+        return (F * columns[0][..., None, :] if columns else F) * S
+
+
+def for_value_heads(factor, heads: int):
+    """[N, HV, ...] of [N, H, ...]: the value heads of a group share the factor of their head."""
+    groups = heads // factor.shape[1]
+    return factor if groups == 1 else factor.repeat(groups, axis=1)
+
+
+def factor_shapes(op, N: int, H: int, HV: int, K: int, V: int) -> list[tuple[int, ...]]:
+    """The shapes of the factors that the gates of a declared operator make; none where it has no gates."""
+    decays = [op.arrays[name].split() for name in op.gates if "T" in op.arrays[name].split()]
+    if op.transition is Transition.RANK_ONE:
+        return [(N, H, K, K)]
+    if op.transition is Transition.DIAGONAL:
+        return [(N, HV, V) if axes[-1] == "V" else (N, H, K) for axes in decays]
+    return [(N, H) for _ in decays]
