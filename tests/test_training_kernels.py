@@ -120,7 +120,9 @@ def test_float16_holds_large_squares(device, rng):
         named[f"blocks.{i}.ffn.key.weight"] *= 1000
         named[f"blocks.{i}.ffn.value.weight"] *= 1e-6
     found, wanted = on_device(device, np.float16, layout, vector, tokens), on_host(layout, vector, tokens)
-    assert {name: error for name, error in errors(found, wanted, layout).items() if error > 10 * limit(np.float16)} == {}
+    assert {
+        name: error for name, error in errors(found, wanted, layout).items() if error > 10 * limit(np.float16)
+    } == {}
 
 
 def test_blocks_of_several_tokens_and_sequences(device, rng, monkeypatch):

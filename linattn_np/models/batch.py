@@ -114,21 +114,21 @@ class Batch:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
         self.model.checked(np.concatenate(prompts)[None])
         samplers = [one.sampler() for one in how]
-        states = [
+        given = [
             None if state is None else self.model.on_device(state, rows=1) for state in states or [None] * len(how)
         ]
-        prompts, states = zip(*map(partial(read, self.model), prompts, states))
+        rests, before = zip(*map(partial(read, self.model), prompts, given))
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
         with self.model.turn():
-            if used := [slot for slot, state in zip(slots, states) if state is None and slot not in self.untouched]:
+            if used := [slot for slot, state in zip(slots, before) if state is None and slot not in self.untouched]:
                 self.pool.put(used, self.model.initial_state())
             self.untouched.difference_update(slots)
-            for slot, state in zip(slots, states):
+            for slot, state in zip(slots, before):
                 if state is not None:
                     self.pool.put(slot, state)
-        bounds = np.cumsum([0, *map(len, prompts)])
+        bounds = np.cumsum([0, *map(len, rests)])
         logits, _ = self.model.forward(
-            np.concatenate(prompts)[None], self.pool, cu_seqlens=bounds, slots=slots, last=True
+            np.concatenate(rests)[None], self.pool, cu_seqlens=bounds, slots=slots, last=True
         )
         source = Logits(self.model, logits)
         self.sequences |= {

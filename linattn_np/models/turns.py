@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import RLock
+from typing import Concatenate, ParamSpec, TypeVar
+
+S, R = TypeVar("S"), TypeVar("R")
+P = ParamSpec("P")
 
 
 class Lock:
@@ -24,12 +28,12 @@ class Lock:
         return Lock, ()
 
 
-def one_at_a_time(method):
+def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """A method that holds `self.lock`."""
 
     @wraps(method)
-    def locked(self, *arguments, **how):
-        with self.lock:
+    def locked(self: S, /, *arguments: P.args, **how: P.kwargs) -> R:
+        with self.lock:  # type: ignore[attr-defined]
             return method(self, *arguments, **how)
 
     return locked
