@@ -89,7 +89,27 @@ def shuffled(weights, rng):
     return {keys[i]: weights[keys[i]] for i in rng.permutation(len(keys))}
 
 
-NAMINGS = {"official": dict, "Hugging Face": to_hugging_face, "fla": to_fla}
+def to_web_rwkv(weights):
+    """What web-rwkv's converter makes of a model: names by replacement, and six kinds of matrices transposed."""
+    found = {}
+    for name, array in weights.items():
+        name = name.replace("time_faaaa", "time_first").replace("time_maa", "time_mix")
+        kinds = ("time_mix_w1", "time_mix_w2", "time_decay_w1", "time_decay_w2", "time_state")
+        found[name] = array.swapaxes(-1, -2) if name.endswith(kinds) else array
+    return found
+
+
+def to_trainers(weights):
+    return {f"_forward_module._orig_mod.model.{name}": array for name, array in weights.items()}
+
+
+NAMINGS = {
+    "web-rwkv": to_web_rwkv,
+    "trainers": to_trainers,
+    "official": dict,
+    "Hugging Face": to_hugging_face,
+    "fla": to_fla,
+}
 
 
 @pytest.mark.parametrize("naming", NAMINGS)
@@ -114,7 +134,7 @@ def test_only_flas_mix_is_copied(naming, weights):
 def test_a_tuned_state_keeps_its_official_name(weights):
     state = {f"blocks.{i}.att.time_state": np.ones((2, 8, 8)) for i in range(LAYERS)}
     plain = {name: array for name, array in weights.items() if "time_state" not in name}
-    for naming in NAMINGS.values():
+    for naming in (dict, to_hugging_face, to_fla):
         found = names.official(naming(plain) | state)
         assert all(found[name] is array for name, array in state.items())
 
@@ -171,6 +191,11 @@ def test_a_config_that_asks_for_what_is_not_computed(weights, field, value):
 def test_an_eps_that_is_none(weights, eps):
     with pytest.raises(ContractError, match="RWKV6: norm_eps is .* expected two numbers above 0"):
         RWKV6(weights | {"norm_eps": np.array(eps)})
+
+
+def test_an_adapter_is_named(weights):
+    with pytest.raises(CheckpointError, match="'blocks.0.att.key.lora_A' belongs to a LoRA .* expected merged weights"):
+        names.official(weights | {"blocks.0.att.key.lora_A": np.zeros((2, 16))})
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from functools import wraps
 from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
 
-S, R = TypeVar("S"), TypeVar("R")
+S = TypeVar("S")
+R = TypeVar("R")
 P = ParamSpec("P")
 
 

@@ -58,6 +58,9 @@ OTHER_VERSIONS = {
     **dict.fromkeys(("time_mix_k", "time_mix_key", "time_first"), "RWKV-5"),
 }
 
+TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
+ADAPTERS = ("lora_A", "lora_B")  # of PEFT and RWKV-PEFT
+
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"}
 
 
@@ -133,8 +136,9 @@ def official(weights: Mapping) -> dict:
     """`weights` under the official names and in the official shapes, in the official order.
 
     weights : mapping from names to host arrays
-        With the official names, with Hugging Face's (`rwkv.blocks.0.attention.*`, which rename only) or with
-        fla's (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs).
+        With the official names, with Hugging Face's (`rwkv.blocks.0.attention.*`, which rename only), with
+        fla's (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs) or with
+        web-rwkv's (`blocks.0.att.time_mix_w1`, which transposes them). Trainers' TRAINERS may stand before them all.
         A tuned `blocks.i.att.time_state` may be there, under its official name whatever the others are.
 
     Arrays are views, but for fla's mixes. Shapes are the model's to check; what fla's config says is `config`'s.
@@ -152,6 +156,7 @@ def official(weights: Mapping) -> dict:
     >>> list(weights)[:2], weights["blocks.0.att.time_maa_w2"].shape
     (['emb.weight', 'blocks.0.ln0.weight'], (5, 32, 256))
     """
+    weights = unwrapped(weights)
     refuse_other_versions(weights)
     blocks, origin = next(
         ((prefix, origin) for prefix, origin in NAMINGS.items() if any(name.startswith(prefix) for name in weights)),
@@ -159,7 +164,10 @@ def official(weights: Mapping) -> dict:
     )
     layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
     tuned = any(name.endswith(".time_state") for name in weights)
-    origins = {name: (name, same) if name in weights else origin(name) for name in declared(layers, tuned)}
+    if of_web_rwkv(weights):
+        origins = {name: web_rwkv(name) for name in declared(layers, tuned)}
+    else:
+        origins = {name: (name, same) if name in weights else origin(name) for name in declared(layers, tuned)}
     origins |= {EPS: (EPS, same)} if EPS in weights else {}
     wanted = dict(origins.values())
     missing = [name for name in wanted if name not in weights]
@@ -174,6 +182,16 @@ def official(weights: Mapping) -> dict:
             f"the parameters of RWKV-6 x060 with {layers} blocks",
         )
     return {name: made(weights, its_name, make, name) for name, (its_name, make) in origins.items()}
+
+
+def unwrapped(weights: Mapping) -> Mapping:
+    """`weights` without what trainers put before all names."""
+    while weights and not any(name.startswith(tuple(NAMINGS)) for name in weights):
+        prefix = next((word for word in TRAINERS if all(name.startswith(word) for name in weights)), None)
+        if prefix is None:
+            break
+        weights = {name.removeprefix(prefix): array for name, array in weights.items()}
+    return weights
 
 
 def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
@@ -233,6 +251,17 @@ def fla(name):
     return f"model.layers.{i}.{its_name}", make
 
 
+def web_rwkv(name):
+    part = name.split(".")[-1]
+    make = transposed if part.endswith(("_w1", "_w2")) or part == "time_state" else row if "maa" in part else same
+    make = row if part == "time_decay" else make
+    return name.replace("time_maa", "time_mix").replace("time_faaaa", "time_first"), make
+
+
+def of_web_rwkv(weights) -> bool:
+    return any(name.endswith(".time_mix_w1") for name in weights)
+
+
 NAMINGS = {"rwkv.blocks.": hugging_face, "model.layers.": fla, "blocks.": unchanged}
 
 
@@ -244,6 +273,14 @@ def made(weights, its_name, make, name):
 
 
 def refuse_other_versions(weights):
+    if of_web_rwkv(weights):
+        return
+    for name in weights:
+        if any(part in ADAPTERS for part in name.split(".")):
+            refuse_file(
+                f"{shown(name)} belongs to a LoRA adapter that is not merged",
+                "merged weights: the program that trained it merges it into its model",
+            )
     for name in weights:
         version = OTHER_VERSIONS.get(name.split(".")[-1])
         if version == "RWKV-5" and not any("ln_x" in other for other in weights):
