@@ -64,12 +64,15 @@ class Retention(Op):
 
     def check(self, inputs, *, gamma=None, **arguments):
         problem = super().check(inputs, **arguments)
-        return problem.replace(options=problem.options | {"gamma": self.gamma(gamma, problem.sizes["H"])})
+        return problem.replace(options=problem.options | {"log_decay": self.log_decay(gamma, problem.sizes["H"])})
 
-    def gamma(self, gamma, heads) -> np.ndarray:
-        """[H] float64 on the host."""
+    def log_decay(self, gamma, heads) -> np.ndarray:
+        """log(gamma), [H] float64 on the host; -inf where gamma is 0.
+
+        float32 has no number between 1 - 2^-24 and 1, where the decays of most heads of RetNet are, but their logs.
+        """
         if gamma is None:
-            return 1.0 - 2.0 ** (-5.0 - np.arange(heads))
+            return np.log1p(-(2.0 ** (-5.0 - np.arange(heads))))
         if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
             self.refuse("gamma", f"is a {kind_of(gamma)}, expected host numbers", ContractTypeError)
         values = arrays.host_array(gamma)
@@ -80,7 +83,13 @@ class Retention(Op):
             self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
         if not ((values >= 0) & (values <= 1)).all():
             self.refuse("gamma", f"is {shown(gamma)}, expected decays between 0 and 1")
-        return np.broadcast_to(values, (heads,))
+        with np.errstate(divide="ignore"):
+            return np.broadcast_to(np.log(values), (heads,))
+
+    @staticmethod
+    def decay_over(log_decay, tokens):
+        """gamma^tokens, [H] float64; 1 over no tokens, also where gamma is 0."""
+        return np.exp(tokens * log_decay) if tokens else np.ones_like(log_decay)
 
 
 RETENTION = Retention("retention", QKV, transition=Transition.SCALAR)
@@ -222,12 +231,14 @@ OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
 class Step(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
 
+    differentiable = False
+
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
         B, H, K, V = problem.shape("B H K V")
         pool = problem.sizes | {"N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
-        state = self.placed("state", state, axes, pool, problem.home)
+        state = self.placed("state", state, axes, pool, problem.home, use="written")
         self.writable("state", state, problem.home)
         slots = self.slots(slots, B, pool["N"], problem.home)
         return problem.replace(options={"state": state, "slots": slots})
@@ -284,6 +295,8 @@ RWKV6_STEP = Step(
 # -- the stages of the chunked form ------------------------------------------------------------------------------------
 class Stage(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
+
+    differentiable = False
 
     def check(self, inputs, *, chunk_size=CHUNK, **arguments):
         if chunk_size is None:
