@@ -1,8 +1,8 @@
 // what      What stands between two products: the channel mix's gate, layer norm, token shift, static mixes.
 // math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
 // shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
-//           mixed [TERMS, C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or d = 0;
-//           beside a gate, value comes in units of UNIT_OF_SQUARES<X, TERMS>
+//           mixed [TERMS, C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or
+//           d = 0; beside a gate, value comes in units of UNIT_OF_SQUARES<X, TERMS>
 // grid      a block a sequence; 512 threads, EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
