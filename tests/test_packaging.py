@@ -214,12 +214,12 @@ ROOMS = {
         ["numpy"],
     ),
     "distributed/engine": (["errors"], ["numpy"]),
-    "distributed/graphs": (["backends.cupy"], ["cupy"]),
     "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
     "distributed/recurrence": (
         ["distributed", "declarations", "dispatch", "grouped", "ops", "summary", "views"],
         ["numpy", "cupy"],
     ),
+    "distributed/passes": (["distributed", "autodiff", "backends.cupy", "dispatch", "grouped", "views"], ["numpy"]),
     "distributed/processes": (["distributed", "errors"], ["numpy", "cupy", "mpi4py", "torch"]),
     "distributed/threads": (["distributed", "errors"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
