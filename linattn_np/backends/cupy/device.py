@@ -78,9 +78,15 @@ class CupyDevice:
         if self.capturing:
             raise RuntimeError(
                 "host integers (cu_seqlens, slots) cannot be sent to the device while a graph is captured: "
-                "make the same call once before, on the same stream and thread"
+                "make the same call once before"
             )
         return cupy.asarray(host)
+
+    def lent(self, x) -> bool:
+        """Whether the memory of `x` is of another library's allocator, which knows what its own graphs need."""
+        import cupy
+
+        return isinstance(x.data.mem, cupy.cuda.UnownedMemory)
 
     def view(self, x, shape, strides, dtype, offset):
         """An array in the memory of `x`, so many bytes behind its first number."""
@@ -210,9 +216,19 @@ def compiled(kernel, device: int):
 
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
     with cupy.cuda.Device(device):
-        begin_compiling(options)
-        module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
-        return module.get_function(kernel.expression)
+        try:
+            begin_compiling(options)
+            return function_of(kernel, options)
+        except OSError:  # CuPy's folder is full, or gone
+            os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+            return function_of(kernel, options)
+
+
+def function_of(kernel, options):
+    import cupy
+
+    module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
+    return module.get_function(kernel.expression)
 
 
 def begin_compiling(options):
