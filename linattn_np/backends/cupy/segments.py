@@ -296,25 +296,21 @@ def beside_a_short_segment(cut):
 
 
 def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
-    """Segments of a sequence, of `blocks` blocks of the uncut problem, with the least cost, if that is less than whole
-    sequences take."""
+    """The number of segments of a sequence with the least cost, of `blocks` blocks of the uncut problem."""
     finest = min(resident_blocks(kernel, device) // max(blocks, 1), ceil_div(longest, kernel.CHUNK))
-
-    def cost(P):
-        return forward_cost(P, heads, blocks, longest, widest, device.multiprocessors)
-
-    P = min(range(2, finest + 1), key=cost, default=1)
-    return P if P > 1 and cost(P) < longest else 1
+    counts = range(1, max(1, finest) + 1)
+    return min(counts, key=lambda P: forward_cost(P, heads, blocks, longest, widest, device.multiprocessors))
 
 
 def forward_cost(P, heads, blocks, longest, widest, multiprocessors) -> float:
-    """Of Hopper's forward pass in P > 1 segments."""
-    chunks, chunk = ceil_div(longest, P * GatedForwardSm90.CHUNK), GatedForwardSm90.CHUNK
+    """Of Hopper's forward pass in P equal segments."""
+    if P == 1:
+        return longest
+    chunks = ceil_div(longest, P * GatedForwardSm90.CHUNK)
     start = (CUT_SMALL if widest <= TILES[0] else CUT_LARGE) + (UNSAVED if chunks & chunks - 1 else 0)
     of_heads = heads * (CUT_SHARED if blocks * P > multiprocessors else CUT_HEAD)
-    return (
-        start + (1 + CUT_TOKEN) * chunks * chunk + (CUT_JOINED + CUT_STATE * heads * widest / TILES[-1]) * P + of_heads
-    )
+    joining = P * (CUT_JOINED + CUT_STATE * heads * widest / TILES[-1])
+    return start + (1 + CUT_TOKEN) * chunks * GatedForwardSm90.CHUNK + joining + of_heads
 
 
 def short_first_segment(blocks, T, most) -> int:
