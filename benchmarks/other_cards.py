@@ -44,10 +44,10 @@ CARDS = (
 
 def main():
     for path in sorted((RESULTS / "portable").glob("*.json")):
-        print(of(path, DTYPES, True))
+        print(of(path, DTYPES))
 
 
-def of(path, dtypes, sources) -> str:
+def of(path, dtypes) -> str:
     """Measured and estimated milliseconds of each shape in these dtypes."""
     result = json.loads(path.read_text())
     measured = MEASURED[result["meta"]["card"]]
@@ -56,12 +56,11 @@ def of(path, dtypes, sources) -> str:
         f"{measured.name} took them in place of its own; other cards' times are **estimated** (~), scaled by the "
         "published bandwidth or rate of tensor cores, whichever gives more."
     )
-    if sources:
-        said += " None of the others was measured. Bandwidths, dense rates of half and tf32 products: " + "; ".join(
-            f"{card.name} {card.bandwidth:,.0f} GB/s, {card.halves:g} and {card.tf32:g} TFLOP/s ({card.source})"
-            for card in (measured, *CARDS)
-        )
-        said += "."
+    rates = "; ".join(
+        f"{card.name} {card.bandwidth:,.0f} GB/s, {card.halves:g} and {card.tf32:g} TFLOP/s ({card.source})"
+        for card in (measured, *CARDS)
+    )
+    said += f" None of the others was measured. Bandwidths, dense rates of half and tf32 products: {rates}."
     heads = ["B, T, H, D", "", f"{measured.name}, measured", *(f"{card.name}, estimated" for card in CARDS)]
     return "\n".join([fill(said, WIDTH), "", *table(heads, estimates(result["rows"], measured, dtypes)), ""])
 

@@ -50,56 +50,46 @@ def results() -> list:
 
 
 def summary() -> str:
-    """The README's: tokens a second, beside the floor or float32, and the nearest peer's; then who is faster."""
+    """The README's sentences: tokens a second beside the fastest peer that decodes, reads a prompt, or trains alike."""
     (gpu,), (cpu,) = ([result for result in results() if ("peers" in result) == on_gpu] for on_gpu in (True, False))
     training = json.loads((RESULTS / "training" / f"{CARD}.json").read_text())
-    lines = [*gpu_lines(gpu), *training_lines(training), *cpu_lines(cpu)]
-    said = losses([name for row in cpu["rows"] for name in faster_on_cpu(row)])
-    return "\n".join([*table(["", "", "tokens/s", "", "peer, tokens/s"], lines), "", fill(said, WIDTH), ""])
+    peers = {name: peer for name, peer in gpu["peers"].items() if "skipped" not in peer}
+    decoding = []
+    for row in gpu["rows"]:
+        ms = {name: its["ms"] for name, peer in peers.items() for its in peer["rows"] if its["batch"] == row["batch"]}
+        decoding.append(f"{row['batch']}: {count(row['batch'] / row['ms'] * 1e3)} ({beside(ms, row['ms'])})")
+    prompt = gpu["prefill"]
+    of_prompt = beside({name: peer["prefill"]["ms"] for name, peer in peers.items()}, prompt["ms"])
+    steps = {(row["size"], row["who"]): row["tokens_per_s"] for row in training["rows"]}
+    trained = [steps[size, "linattn-np"] / steps[size, "fla"] for size in dict.fromkeys(size for size, _ in steps)]
+    decoded = {
+        dtype: [
+            row["results"][dtype]["decode"]["tokens_per_s"] / row["results"][peer]["decode"]["tokens_per_s"]
+            for row in cpu["rows"]
+        ]
+        for dtype, peer in EQUAL_BITS.items()
+    }
+    on_cpu = ", ".join(f"{dtype} {between_bounds(times)}" for dtype, times in decoded.items())
+    said = (
+        f"RWKV-6 of 1.6 billion parameters on an {gpu['device']}, tokens/s by number of sequences, and multiples of "
+        "the fastest peer's: "
+        f"{'; '.join(decoding)}. A prompt of {count(prompt['tokens'])} tokens takes {prompt['ms']:.1f} ms "
+        f"({of_prompt}). Training is {between_bounds(trained)} times as fast as fla. On two threads of an "
+        f"{cpu['device']}, tokens/s as multiples of rwkv.cpp's at equal bits: {on_cpu}. "
+        f"{losses([name for row in cpu['rows'] for name in faster_on_cpu(row)])}"
+    )
+    return fill(said, WIDTH) + "\n"
 
 
-def gpu_lines(result):
-    peers = {name: peer for name, peer in result["peers"].items() if "skipped" not in peer}
-
-    def line(where, what, tokens, ms, beside, theirs):
-        rates = {name: tokens / its["ms"] * 1e3 for name, its in theirs.items()}
-        best = max(rates, key=rates.get)
-        return [where, what, count(tokens / ms * 1e3), beside, f"{best} {count(rates[best])}"]
-
-    where = f"{result['device']}, 1.6 billion parameters"
-    for row in result["rows"]:
-        B = row["batch"]
-        theirs = {name: its for name, peer in peers.items() for its in peer["rows"] if its["batch"] == B}
-        what = f"decoding, {B} sequence{'s' * (B > 1)}"
-        yield line(where, what, B, row["ms"], f"{row['ratio']:.2f} times the floor", theirs)
-        where = ""
-    prompt = result["prefill"]
-    theirs = {name: peer["prefill"] for name, peer in peers.items()}
-    what = f"a prompt of {count(prompt['tokens'])}"
-    yield line("", what, prompt["tokens"], prompt["ms"], f"{prompt['ms']:.1f} ms", theirs)
+def beside(times, ours) -> str:
+    """How many times the fastest of the peers' milliseconds is."""
+    best = min(times, key=times.get)
+    return f"{times[best] / ours:.1f}x {best}"
 
 
-def training_lines(training):
-    found = {}
-    for row in training["rows"]:
-        found.setdefault(row["size"], {})[row["who"]] = row
-    for size, its in found.items():
-        ours, peer = its["linattn-np"], its["fla"]
-        model, step = size.replace("x", " x ").split("@")
-        share = f"{ours['matrix_rate_share']:.0%} of the matrix rate"
-        rates = [count(row["tokens_per_s"]) for row in (ours, peer)]
-        yield [f"{training['device']}, {model}", f"training, {step} a step", rates[0], share, f"fla {rates[1]}"]
-
-
-def cpu_lines(result):
-    for row in result["rows"]:
-        where = f"{result['device']}, {result['threads']} threads, {row['L']} x {row['D']}"
-        for dtype, peer in EQUAL_BITS.items():
-            ours, its = (row["results"][name]["decode"] for name in (dtype, peer))
-            beside = "" if dtype == "float32" else f"{ours['times_float32']:.2f} times float32"
-            rates = [count(found["tokens_per_s"]) for found in (ours, its)]
-            yield [where, f"decoding, {dtype}", rates[0], beside, f"{peer} {rates[1]}"]
-            where = ""
+def between_bounds(numbers) -> str:
+    low, high = f"{min(numbers):.1f}", f"{max(numbers):.1f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def on_a_gpu(result) -> str:
@@ -235,7 +225,7 @@ def on_a_cpu(result) -> str:
 
 
 def losses(faster):
-    return f"Faster than ours: {', '.join(faster)}." if faster else "No peer that was measured is faster."
+    return f"Peers that are faster: {', '.join(faster)}." if faster else "No peer that was measured is faster."
 
 
 def count(number):

@@ -1,7 +1,7 @@
 """Plots of one file of benchmarks/results: ours and fla as multiples of the memory floor, a line for each shape."""
 
 import matplotlib
-from speed_table import by_label, figure
+from speed_table import LEAD, by_label, figure, led
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of its backend)
@@ -20,8 +20,26 @@ def draw(result, path):
 
 
 def draw_lead(result, path):
-    """What comes first: bfloat16, and gates of trained models."""
-    draw_panels(result, path, PASSES, lead, "bfloat16, gates of trained models")
+    """The README's: how many times as fast as fla, a bar for each operator and pass at each shape of LEAD."""
+    found = led(result["rows"])
+    image, axes = plt.subplots(1, len(found), figsize=(11, 2.1), sharey=True, layout="constrained")
+    for axis, ((op, kind), rows) in zip(axes, found.items()):
+        bars = [rows[shape] for shape in LEAD]
+        times = [row["peer_ms"] / row["ours_ms"] for row in bars]
+        shown = axis.barh(LEAD, times, 0.62, color=OURS)
+        axis.bar_label(shown, [f"{x:.1f}x" for x in times], label_type="center", color="white", fontweight="bold")
+        axis.bar_label(shown, [f" {time(row['ours_ms'])}" for row in bars], color=INK, fontsize=8)
+        axis.axvline(1, color=FLA, linewidth=2.5)
+        axis.set_title(op + " gradient" * (kind == "backward"), loc="left", fontsize=11, fontweight="bold", color=INK)
+        axis.set_xlim(0, 1.35 * max(times))
+        axis.set_xticks([1], ["fla"], color=FLA)
+        axis.tick_params(axis="both", length=0)
+        axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axes[0].invert_yaxis()
+    axes[0].set_ylabel("B, T, H, D", rotation=0, ha="right", va="center", color=INK)
+    image.suptitle(f"Times as fast as flash-linear-attention, {result['meta']['card']}", x=0.01, ha="left", color=INK)
+    image.savefig(path, dpi=130, transparent=True)
+    plt.close(image)
 
 
 def draw_panels(result, path, panels, chosen, words):
@@ -60,11 +78,6 @@ def draw_panels(result, path, panels, chosen, words):
     image.suptitle(title, x=0.01, ha="left", fontsize=12)
     image.savefig(path, dpi=130)
     plt.close(image)
-
-
-def lead(group):
-    """Rows that need no word beside their shape."""
-    return {(shape, what): pair for (shape, what), pair in group.items() if not what}
 
 
 def headline(group):

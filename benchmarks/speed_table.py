@@ -4,8 +4,8 @@
     python benchmarks/speed_table.py
 
 docs/performance.md gets all of them, card by card, with errors, estimates for other cards and the worst of
-benchmarks/sweep.py; the README the rows of CARD with the gates that models have, and a plot of them. Plots need
-matplotlib; without it those that are there stay.
+benchmarks/sweep.py. The README gets CARD's claim, a plot of it, a small table, and what is slow. Plots need
+matplotlib; without matplotlib the old plots stay.
 """
 
 import json
@@ -17,7 +17,8 @@ from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
 
 BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
 END = "<!-- end of the operators' speed -->\n"
-OTHERS = "<!-- other cards, written by benchmarks/speed_table.py -->\n", "<!-- end of other cards -->\n"
+CLAIM = "<!-- the claim, written by benchmarks/speed_table.py -->\n", "<!-- end of the claim -->\n"
+LEAD = ("4, 4096, 64, 128", "8, 4096, 32, 64", "2, 16384, 16, 128")  # shapes of the README
 CARD = "nvidia-h200"
 GATES = {
     None: "",
@@ -55,7 +56,7 @@ def pages():
     """(file, the comments around its tables, the tables)"""
     return (
         (README, (BEGIN, END), summary()),
-        (README, OTHERS, on_other_cards(("bfloat16",), sources=False)),
+        (README, CLAIM, claim()),
         (PAGE, (BEGIN, END), tables()),
     )
 
@@ -65,12 +66,12 @@ def forced():
     return sorted((RESULTS / "portable").glob("*.json"))
 
 
-def on_other_cards(dtypes, sources) -> str:
-    return "\n".join(other_cards.of(path, dtypes, sources) for path in forced())
+def on_other_cards(dtypes) -> str:
+    return "\n".join(other_cards.of(path, dtypes) for path in forced())
 
 
 def tables() -> str:
-    portable = [*map(of_portable_kernels, forced()), on_other_cards(other_cards.DTYPES, sources=True)]
+    portable = [*map(of_portable_kernels, forced()), on_other_cards(other_cards.DTYPES)]
     first, *others = results()
     return "\n".join([of_card(first), *portable, *map(titled_card, others)])
 
@@ -98,20 +99,50 @@ def of_portable_kernels(path) -> str:
     return "\n".join([fill(said, WIDTH), "", *table(heads, lines), ""])
 
 
+def led(rows):
+    """{(operator, pass): {shape: row}} with the gates of trained models, of every shape that fla was timed at."""
+    found = {}
+    for kind in ("forward", "backward"):
+        for (shape, what), pair in by_label(rows, kind).items():
+            for op, row in pair.items():
+                if not what and row["ours_ms"] and row["peer_ms"]:
+                    found.setdefault((op, kind), {})[shape] = row
+    return found
+
+
+def claim() -> str:
+    """How many times as fast as fla, and how near to the floor, over all shapes that models have."""
+    result = json.loads(results()[0].read_text())
+    rows = [row for its in led(result["rows"]).values() for row in its.values()]
+    faster = [row["peer_ms"] / row["ours_ms"] for row in rows]
+    multiples = {
+        kind: [row["ours_ms"] / row["floor_ms"] for row in rows if row["pass"] == kind]
+        for kind in ("forward", "backward")
+    }
+    forward, backward = (f"{min(its):.1f} to {max(its):.1f}" for its in multiples.values())
+    said = (
+        f"On an {result['meta']['card']} the library is **{min(faster):.0f} to {max(faster):.0f} times as fast as "
+        "flash-linear-attention**. An operator takes "
+        f"{forward} times as long as the memory needs to read every input and to write every result once, a gradient "
+        f"{backward} times."
+    )
+    return fill(said, WIDTH) + "\n"
+
+
 def summary() -> str:
-    """The README's: every shape once, with the gates of trained models where they were timed, then the worst."""
+    """The README's table: the gates of trained models at the shapes of LEAD; then the slowest calls."""
     path = results()[0]
     result = json.loads(path.read_text())
     rows, meta = result["rows"], result["meta"]
-    forward, backward = (by_label(rows, kind) for kind in ("forward", "backward"))
-    lines, what = [], "" if any(what == "" for _, what in backward) else GATES["logsigmoid"]
-    for shape in (shape for shape, its in backward if its == what):
-        its = [group.get((shape, what), {}) for group in (forward, backward)]
-        lines.append([shape, *(cell for pair in its for op in ("gla", "rwkv6") for cell in cells(pair, op))])
-    head = [f"{op}{kind}" for kind in ("", " backward") for op in ("`gla`", "`rwkv6`")]
+    found = led(rows)
+    lines = [
+        [shape, *(cell for (op, _), its in found.items() for cell in cells({op: its.get(shape, {})}, op))]
+        for shape in LEAD
+    ]
+    head = [f"`{op}`{' gradient' * (kind == 'backward')}" for op, kind in found]
     said = (
-        f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours "
-        "with multiples of the floor, flash-linear-attention's (fla) with multiples of ours."
+        f"Milliseconds on an {meta['card']} in bfloat16 with the gates of trained models ({meta['date']}). Brackets: "
+        "ours as a multiple of the floor, flash-linear-attention's (fla) as a multiple of ours."
     )
     return "\n".join(
         [
@@ -246,12 +277,12 @@ def worst(rows) -> str:
     """The largest multiples of the floor and of a peer, first of all figures."""
     timed = [row for row in rows if row["ours_ms"] and row["pass"] != "step"]
     floors = max(timed, key=lambda row: row["ours_ms"] / row["floor_ms"])
-    text = f"The worst first: {name(floors)} takes {floors['ours_ms'] / floors['floor_ms']:.1f} times its floor"
+    text = f"Slowest: {name(floors)} takes {floors['ours_ms'] / floors['floor_ms']:.1f} times its floor"
     beside = [row for row in timed if row["peer_ms"]]
     if not beside:
         return text + "."
     peers = max(beside, key=lambda row: row["ours_ms"] / row["peer_ms"])
-    return text + f", and {name(peers)} {peers['ours_ms'] / peers['peer_ms']:.2f} times as long as {peers['peer']}."
+    return text + f", and {name(peers)} takes {peers['ours_ms'] / peers['peer_ms']:.2f} times {peers['peer']}'s time."
 
 
 def errors_by_name(rows):

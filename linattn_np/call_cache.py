@@ -11,7 +11,7 @@ from .precisions import current
 from .problem import Problem
 
 ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
-INTEGERS = ("cu_seqlens", "slots")  # arguments that are integers on the host, whose values matter
+INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # that are integers on the host, whose values matter
 DECAYS = ("gamma",)  # and numbers there
 EXACT = frozenset({int, type})  # types whose equal values are the same, and hashable
 SCALARS = frozenset(np.sctypeDict.values())  # NumPy's own, no subclass of the caller's
@@ -69,7 +69,7 @@ def weight(problem: Problem) -> int:
     """About the bytes kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
     kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
     if problem.varlen:  # eight numbers a sequence, and two for every chunk of 64 tokens
-        kept += 8 * problem.spans.bounds.nbytes + problem.sizes["T"] // 4
+        kept += 8 * problem.spans.bounds.nbytes + max(problem.shape("T S" if "S" in problem.sizes else "T")) // 4
     return kept
 
 

@@ -170,7 +170,7 @@ class Op(Declaration):
         """The size of every axis, on which all arrays must agree."""
         sizes: dict[str, int] = {}
         for name, view in views.items():
-            for axis, size in zip(grouped.callers(self.arrays[name], groups).split(), view.shape):
+            for axis, size in zip(self.callers_axes(name, groups).split(), view.shape):
                 if sizes.setdefault(axis, size) != size:
                     self.refuse_sizes(views, layout, axis, groups)
         for axis in ("K", "V"):
@@ -179,9 +179,13 @@ class Op(Declaration):
                 self.refuse(name, f"has {axis}=0, expected at least 1")
         return sizes
 
+    def callers_axes(self, name, groups) -> str:
+        """The axes of the caller's array, each with a name of its own where its size may differ."""
+        return grouped.callers(self.arrays[name], groups)
+
     def refuse_sizes(self, views, layout, axis, groups):
         """Names the array that differs from what most have."""
-        axes = {name: grouped.callers(self.arrays[name], groups).split() for name in views}
+        axes = {name: self.callers_axes(name, groups).split() for name in views}
         found = {name: view.shape[axes[name].index(axis)] for name, view in views.items() if axis in axes[name]}
         usual = Counter(found.values()).most_common(1)[0][0]
         name = next(name for name, size in found.items() if size != usual)
@@ -189,7 +193,7 @@ class Op(Declaration):
         self.refuse(
             name,
             f"has {axis}={found[name]}, but {axis}={usual} elsewhere; {name} is {shape}, "
-            f"expected {in_layout(self.arrays[name], layout)}",
+            f"expected {in_layout(self.callers_axes(name, 1), layout)}",
         )
 
     def dtype(self, views):

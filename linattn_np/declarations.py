@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from . import arrays
+from . import arrays, varlen
+from .arguments import is_int, is_real
 from .contract import CHUNK, Op
-from .errors import ContractTypeError
+from .errors import ContractTypeError, NotSupported
 from .summary import Transition
 from .wording import kind_of, shown
 
@@ -63,12 +64,15 @@ class Retention(Op):
 
     def check(self, inputs, *, gamma=None, **arguments):
         problem = super().check(inputs, **arguments)
-        return problem.replace(options=problem.options | {"gamma": self.gamma(gamma, problem.sizes["H"])})
+        return problem.replace(options=problem.options | {"log_decay": self.log_decay(gamma, problem.sizes["H"])})
 
-    def gamma(self, gamma, heads) -> np.ndarray:
-        """[H] float64 on the host."""
+    def log_decay(self, gamma, heads) -> np.ndarray:
+        """log(gamma), [H] float64 on the host; -inf where gamma is 0.
+
+        float32 has no number between 1 - 2^-24 and 1, where the decays of most heads of RetNet are, but their logs.
+        """
         if gamma is None:
-            return 1.0 - 2.0 ** (-5.0 - np.arange(heads))
+            return np.log1p(-(2.0 ** (-5.0 - np.arange(heads))))
         if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
             self.refuse("gamma", f"is a {kind_of(gamma)}, expected host numbers", ContractTypeError)
         values = arrays.host_array(gamma)
@@ -79,7 +83,13 @@ class Retention(Op):
             self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
         if not ((values >= 0) & (values <= 1)).all():
             self.refuse("gamma", f"is {shown(gamma)}, expected decays between 0 and 1")
-        return np.broadcast_to(values, (heads,))
+        with np.errstate(divide="ignore"):
+            return np.broadcast_to(np.log(values), (heads,))
+
+    @staticmethod
+    def decay_over(log_decay, tokens):
+        """gamma^tokens, [H] float64; 1 over no tokens, also where gamma is 0."""
+        return np.exp(tokens * log_decay) if tokens else np.ones_like(log_decay)
 
 
 RETENTION = Retention("retention", QKV, transition=Transition.SCALAR)
@@ -102,13 +112,116 @@ NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 # -- softmax attention -------------------------------------------------------------------------------------------------
 class SoftmaxAttention(Op):
-    """Sees the past only, unless told otherwise."""
+    """H heads of T queries attend to HK heads of S keys and values. With `return_lse` the logarithm of each query's sum
+    is a result of its own, declared as a part of the state.
 
-    def check(self, inputs, *, causal=True, **arguments):
-        return super().check(inputs, causal=self.flag("causal", causal), **arguments)
+    Options of the problem: `window`, (left, right) keys beside a query's own place, right <= 0 where causal, -1 for no
+    bound; `softcap`, 0 for none; `key_spans`, the keys of each sequence.
+    """
+
+    def check(
+        self,
+        inputs,
+        *,
+        causal=True,
+        window=None,
+        softcap=None,
+        return_lse=False,
+        cu_seqlens=None,
+        cu_seqlens_k=None,
+        dropout_p=0.0,
+        block_table=None,
+        **arguments,
+    ):
+        self.refuse_missing(dropout_p, block_table)
+        declared = WITH_LSE.get(self, self) if self.flag("return_lse", return_lse) else self
+        problem = super(SoftmaxAttention, declared).check(
+            inputs, cu_seqlens=cu_seqlens, output_final_state=return_lse, **arguments
+        )
+        causal = self.flag("causal", causal)
+        return problem.replace(
+            options={
+                "causal": causal,
+                "window": self.window(window, causal, *problem.shape("T S")),
+                "softcap": self.softcap(softcap),
+                "key_spans": self.key_spans(cu_seqlens_k, problem),
+            }
+        )
+
+    def refuse_missing(self, dropout_p, block_table):
+        """Two of FlashAttention's arguments that ask for what no backend has."""
+        if not is_real(dropout_p) or dropout_p != 0:
+            self.refuse("dropout_p", f"is {shown(dropout_p)}, but there is no dropout: it must be 0", NotSupported)
+        if block_table is not None:
+            self.refuse(
+                "block_table",
+                "is given, but there are no paged caches: gather the pages, as in k_cache[block_table], and pack "
+                "sequences of their own lengths with cu_seqlens_k",
+                NotSupported,
+            )
+
+    def callers_axes(self, name, groups):
+        return {"k": "B HK S K", "v": "B HK S V"}.get(name) or super().callers_axes(name, groups)
+
+    def groups(self, views, layout):
+        return 1  # value heads are key heads here
+
+    def sizes(self, views, layout, groups=1):
+        sizes = super().sizes(views, layout, groups)
+        H, HK = sizes["H"], sizes["HK"]
+        if H % HK if HK else H:
+            self.refuse("k", f"and v have {HK} heads, expected as many as q, H={H}, or a divisor of it")
+        return sizes
+
+    def window(self, window, causal, T, S):
+        """(left, right), -1 for no bound: one that no key is beyond is none."""
+        left, right = (-1, -1) if window is None else self.pair(window)
+        if causal:
+            right = 0
+        return -1 if left >= S - 1 else left, -1 if right >= T - 1 else right
+
+    def pair(self, window):
+        if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(x) and x >= -1 for x in window):
+            self.refuse(
+                "window",
+                f"is {shown(window)}, expected (left, right), the keys seen on both sides of a query's own place, "
+                "-1 for no bound",
+            )
+        return tuple(map(int, window))
+
+    def softcap(self, softcap) -> float:
+        if softcap is None:
+            return 0.0
+        if not is_real(softcap) or not 0 <= softcap < float("inf"):
+            self.refuse("softcap", f"is {shown(softcap)}, expected a finite number above 0, or 0 or None for no cap")
+        return float(softcap)
+
+    def key_spans(self, cu_seqlens_k, problem) -> varlen.Spans:
+        """The keys of each sequence: without `cu_seqlens_k` as many as queries, or of a dense batch all."""
+        S = problem.sizes["S"]
+        if not problem.varlen:
+            if cu_seqlens_k is not None:
+                self.refuse("cu_seqlens_k", "is given without cu_seqlens, which says where the queries' sequences are")
+            return varlen.dense(S)
+        if cu_seqlens_k is None:
+            if problem.sizes["T"] != S:
+                self.refuse("cu_seqlens_k", f"is missing: q has {problem.sizes['T']} tokens, k and v have {S}")
+            return problem.spans
+        try:
+            spans = varlen.parse(cu_seqlens_k, S)
+        except ValueError as error:
+            self.refuse("cu_seqlens_k", str(error).replace("T=", "S="))
+        if spans.count != problem.spans.count:
+            self.refuse("cu_seqlens_k", f"has {spans.count} sequences, but cu_seqlens has {problem.spans.count}")
+        return spans
 
 
-SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", QKV, modes=("chunk",), state=())
+SOFTMAX_SINKS = SoftmaxAttention(
+    "softmax_attention", QKV | {"sinks": "H"}, gates=("sinks",), modes=("chunk",), state=()
+)
+SOFTMAX_ATTENTION = replace(SOFTMAX_SINKS, arrays=QKV, gates=(), with_more=SOFTMAX_SINKS)
+WITH_LSE = {op: replace(op, state=("B H T",)) for op in (SOFTMAX_ATTENTION, SOFTMAX_SINKS)}
+SOFTMAX = (*WITH_LSE, *WITH_LSE.values())  # a backend's kernels of it are those of each
 
 
 OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
@@ -118,12 +231,14 @@ OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
 class Step(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
 
+    differentiable = False
+
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
         B, H, K, V = problem.shape("B H K V")
         pool = problem.sizes | {"N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
-        state = self.placed("state", state, axes, pool, problem.home)
+        state = self.placed("state", state, axes, pool, problem.home, use="written")
         self.writable("state", state, problem.home)
         slots = self.slots(slots, B, pool["N"], problem.home)
         return problem.replace(options={"state": state, "slots": slots})
@@ -180,6 +295,8 @@ RWKV6_STEP = Step(
 # -- the stages of the chunked form ------------------------------------------------------------------------------------
 class Stage(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
+
+    differentiable = False
 
     def check(self, inputs, *, chunk_size=CHUNK, **arguments):
         if chunk_size is None:

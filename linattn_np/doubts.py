@@ -23,7 +23,7 @@ class LinattnWarning(UserWarning):
 
 def of_layout(problem) -> tuple[str, ...]:
     """[B, T, H, ...] given where [B, H, T, ...] is expected: more heads than tokens, and than models have."""
-    H, T = problem.sizes.get("H", 0), problem.sizes.get("T")
+    H, T = problem.sizes.get("H", 0), problem.sizes.get("S", problem.sizes.get("T"))
     if problem.layout != "bhtd" or T is None or T >= H or H < MANY_HEADS + (T < 2):
         return ()
     name = next(iter(problem.arrays))

@@ -57,6 +57,25 @@ class Options(TypedDict, total=False):
     out: Array | None
 
 
+class AttentionOptions(TypedDict, total=False):
+    """What `softmax_attention` takes by keyword, besides `return_lse`."""
+
+    causal: bool
+    scale: float | None
+    window: tuple[int, int] | None
+    softcap: float | None
+    sinks: Array | None
+    cu_seqlens: Integers | None
+    cu_seqlens_k: Integers | None
+    dropout_p: float
+    block_table: None
+    layout: Layout
+    mode: Literal["auto", "chunk"]
+    chunk_size: int | None
+    backend: Backend
+    out: Array | None
+
+
 class MaskedOptions(Options, total=False):
     """Those of the operators that take padding."""
 

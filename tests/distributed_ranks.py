@@ -143,26 +143,35 @@ def autograd_on_cards(comm):
     autograd(comm, f"cuda:{comm.device.id}", SINGLE)
 
 
-def torch_group():
-    import torch
+def strays(comm):
+    """Rank 1 gathers something while the others make a call; all are told, and go on."""
+    compute(comm)
+    for size in (16, 32, 4000, 800_000):
+        try:
+            comm.all_gather(np.zeros(size, np.uint8))() if comm.rank == 1 else compute(comm)
+        except distributed.Disagreement as error:
+            say(f"rank {comm.rank}: {error}")
+        comm.number = 1  # the same words again
+    assert (comm.all_gather(np.array([comm.rank]))().ravel() == np.arange(comm.size)).all()
 
-    from linattn_np.interop.torch import ProcessGroup
 
-    torch.distributed.init_process_group("gloo")
-    return ProcessGroup(limit_s=60)
+def receives(comm):
+    """Rank 0 waits for a message, rank 1 makes a call."""
+    compute(comm)
+    try:
+        compute(comm) if comm.rank else comm.recv(np.zeros(4), 1)
+    except distributed.RankLost as error:
+        say(f"rank {comm.rank}: {error}")
 
 
 def engine_for(names):
-    if "autograd" in names:
-        return torch_group()
-    if "autograd_on_cards" in names:
-        return distributed.connect("cuda", limit_s=60)
-    return distributed.connect(limit_s=2 if "hangs" in names else 60)
+    device = "cuda" if "autograd_on_cards" in names else "cpu"
+    return distributed.connect(device, limit_s=2 if {"hangs", "receives"} & set(names) else 60)
 
 
 if __name__ == "__main__":
     names = sys.argv[1:]
-    functions = operators, messages, differ, killed, hangs, autograd, autograd_on_cards
+    functions = operators, messages, differ, strays, receives, killed, hangs, autograd, autograd_on_cards
     what, comm = {function.__name__: function for function in functions}, engine_for(names)
     for name in names:
         what[name](comm)

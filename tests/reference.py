@@ -101,7 +101,7 @@ def exact(function, arrays, *, layout="bhtd", **arguments):
     op = declaration(function, "exact")
     arrays = [swap_heads(double(x), axes, layout) for x, axes in zip(arrays, op.arrays.values())]
     if function is softmax_attention:
-        o, final = literal(op, arrays, **arguments)
+        o, final = literal_attention(*arrays, **arguments)[:2]
     else:
         arguments |= {"initial_state": double(arguments.get("initial_state")), "output_final_state": True}
         o, final = function(*arrays, mode="recurrent", backend="numpy", **arguments)
@@ -157,9 +157,8 @@ def literal(
     gamma=None,
     feature_map=None,
     normalize=False,
-    causal=True,
 ):
-    """(o, final state or None) from the equations as the papers have them, float64."""
+    """(o, final state) from the equations as the papers have them, float64."""
     given = dict(zip(op.arrays, arrays))
     q, k, v = (given[name] for name in list(op.arrays)[:3])
     B, H, T, K = q.shape
@@ -181,13 +180,6 @@ def literal(
     o = np.empty((B, H, T, V))
     for n, (b, start, stop) in enumerate(rows):
         for h in range(H):
-            if op.name == "softmax_attention":
-                scores = scale * q[b, h, start:stop] @ k[b, h, start:stop].T
-                if causal:
-                    scores[np.triu_indices(stop - start, 1)] = -np.inf
-                weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
-                o[b, h, start:stop] = weights @ v[b, h, start:stop] / weights.sum(-1, keepdims=True)
-                continue
             for t in range(start, stop):
                 decay = {
                     "gla": lambda: np.exp(given["g"][b, h, t])[:, None],
@@ -207,9 +199,65 @@ def literal(
                     o[b, h, t] = read / seen if seen or read.any() else 0  # 0 / 0 is 0, as the docstring has it
                 elif op.name != "rwkv6":
                     o[b, h, t] = scale * q[b, h, t] @ S[n, h]
-    if op.name == "softmax_attention":
-        return o, None
     return o, (S, z) if normalize else S
+
+
+def literal_attention(
+    q,
+    k,
+    v,
+    sinks=None,
+    *,
+    causal=True,
+    scale=None,
+    window=None,
+    softcap=None,
+    return_lse=False,
+    cu_seqlens=None,
+    cu_seqlens_k=None,
+    do=None,
+    dlse=None,
+):
+    """(o, L or None, gradients of q, k, v and the sinks) of softmax attention, every score of a head at once."""
+    (B, H, T, K), (_, HK, S, V) = q.shape, v.shape
+    scale = K**-0.5 if scale is None else scale
+    left, right = window or (-1, -1)
+    o, L = np.zeros((B, H, T, V)), np.empty((B, H, T))
+    do, dlse = (np.zeros(x.shape) if given is None else given for x, given in ((o, do), (L, dlse)))
+    dq, dk, dv, dsinks = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), np.zeros(H)
+    bounds = [0, T] if cu_seqlens is None else list(cu_seqlens)
+    bounds_k = [0, S] if cu_seqlens is None else bounds if cu_seqlens_k is None else list(cu_seqlens_k)
+    for b, h, n in np.ndindex(B, H, len(bounds) - 1):
+        rows, keys, hk = slice(bounds[n], bounds[n + 1]), slice(bounds_k[n], bounds_k[n + 1]), h // (H // HK)
+        own_q, own_k, own_v = q[b, h, rows], k[b, hk, keys], v[b, hk, keys]
+        place = np.arange(len(own_q))[:, None] + len(own_k) - len(own_q)
+        beyond = np.arange(len(own_k)) - place
+        seen = (beyond <= 0) | (not causal)
+        seen &= (beyond >= -left) | (left < 0)
+        seen &= (beyond <= right) | (right < 0)
+        scores, slope = scale * own_q @ own_k.T, 1.0
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+            slope = 1 - (scores / softcap) ** 2
+        scores[~seen] = -np.inf
+        if sinks is not None:
+            scores = np.append(scores, np.full((len(own_q), 1), sinks[h]), axis=1)
+        m = scores.max(-1, keepdims=True, initial=-np.inf)
+        weights = np.exp(scores - np.where(m == -np.inf, 0, m))
+        total = weights.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            L[b, h, rows] = (m + np.log(total))[:, 0]
+        p = weights / np.where(total == 0, 1, total)
+        o[b, h, rows] = p[:, : len(own_k)] @ own_v
+        ds = -p * (np.vecdot(do[b, h, rows], o[b, h, rows]) - dlse[b, h, rows])[:, None]
+        if sinks is not None:
+            dsinks[h] += ds[:, -1].sum()
+            p, ds = p[:, :-1], ds[:, :-1]
+        ds = slope * (ds + p * (do[b, h, rows] @ own_v.T))
+        dq[b, h, rows] = scale * ds @ own_k
+        dk[b, hk, keys] += scale * ds.T @ own_q
+        dv[b, hk, keys] += p.T @ do[b, h, rows]
+    return o, L if return_lse else None, [dq, dk, dv, *([] if sinks is None else [dsinks])]
 
 
 # -- error figures -----------------------------------------------------------------------------------------------------

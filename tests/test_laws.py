@@ -8,6 +8,7 @@ from reference import assert_close, double, draw, draw_states, same_bits, stated
 
 from linattn_np import gla, linear_attention, retention, rwkv6, simple_gla
 from linattn_np.contract import CHUNK
+from linattn_np.declarations import RETENTION
 from linattn_np.ops import OPS
 
 pytestmark = pytest.mark.pairwise
@@ -272,6 +273,22 @@ def test_retention_is_a_constant_gate(backend, rng):
         with np.errstate(divide="ignore"):
             g = np.broadcast_to(np.log(gamma)[:, None], arrays[0].shape[:3]).astype(np.float32)
         assert_close(kept.mode, kept(arrays, gamma=gamma), plain([*arrays, g]), np.float32)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "staged"])
+def test_a_decay_next_to_1_decays(backend, mode, rng):
+    """RetNet's default of head 20, 1 - 2^-25, is 1 in float32; its log is not. Products of the log are taken in one
+    exp, whose rounding is two units in the last place of a state in every chunk of at least 16 tokens."""
+    log_decay = RETENTION.log_decay(None, 60)
+    assert (log_decay < 0).all() and np.allclose(log_decay, -(2.0 ** (-5.0 - np.arange(60))), rtol=0.02)
+    T, nothing = 512, np.zeros((1, 1, 512, 8), np.float32)
+    if backend.sizes == ("tiny",) or not backend.takes(RETENTION, mode, np.dtype(np.float32)):
+        return
+    arguments = {"gamma": np.exp(log_decay[20:21]), "mode": mode, "output_final_state": True}
+    start = backend.asarray(np.ones((1, 1, 8, 8), np.float32))
+    there = [backend.asarray(nothing)] * 3
+    _, final = backend.run(retention, *there, initial_state=start, **arguments)
+    np.testing.assert_allclose(1 - backend.tohost(final), -np.expm1(T * log_decay[20]), rtol=0.2)
 
 
 def test_linear_attention_has_no_gate(backend, rng):

@@ -263,3 +263,15 @@ def test_gate_gradients_are_right_to_their_own_size(kind, function, chunk_size, 
     assert off <= (2e-6 if kind in HALVED else 1e-4), f"off by {off:.1e} of what it is made of"
     assert not dg[:, :, 0].any(), "no gate comes to anything before there is a state"
     assert np.abs(dg[size == 0]).max() <= 1e-6 * np.abs(wanted).max()  # RWKV-6 reads nothing behind its last gate
+
+
+@pytest.mark.parametrize("side", ["g", "gv"])
+@pytest.mark.parametrize("kind", ["one of -20", "spikes", "logsigmoid"])
+def test_gate_gradients_of_either_side_are_right_to_their_own_size(kind, side, rng):
+    q, k, v, do = (rng.choice([-1, 1], (4, 1, 1, 150, 8)) * rng.uniform(0.5, 2, (4, 1, 1, 150, 8))).astype(np.float32)
+    gates = [GATES[kind](rng, q.shape).astype(np.float32), GATES["weak"](rng, q.shape).astype(np.float32)]
+    arrays = q, k, v, *(gates if side == "g" else gates[::-1])
+    wanted, sizes = (exact_vjp(gla, [of(x) for x in arrays[:3]] + list(arrays[3:]), of(do))[2] for of in (double, abs))
+    found = vjp(gla, *arrays)[1](do)
+    for dg, right, size in zip(found[3:], wanted[3:], sizes[3:]):
+        assert (np.abs(dg - right) / np.where(size == 0, 1, size))[size > 1e-30].max() <= 1e-4

@@ -45,8 +45,8 @@ def test_a_first_and_a_later_call_agree(op):
 
 def test_what_calls_alike_share_is_read_only():
     for shared in (
-        bound(RETENTION).options["gamma"],
-        bound(RETENTION, gamma=[0.5, 0.9]).options["gamma"],
+        bound(RETENTION).options["log_decay"],
+        bound(RETENTION, gamma=[0.5, 0.9]).options["log_decay"],
         bound(GLA_STEP).options["slots"],
     ):
         with pytest.raises(ValueError, match="read-only"):

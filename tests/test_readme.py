@@ -41,7 +41,8 @@ def test_code_runs(block, monkeypatch):
 
 def test_the_loop_is_the_operator(rng):
     names = {}
-    exec(BLOCKS["README-0"], names)
+    (loop,) = (block for block in PYTHON.findall(README) if "def gla_of_one_head" in block)
+    exec(loop, names)
     q, k, v, g = rng.standard_normal((4, 30, 8))
     g = -np.exp(g)
     o = linattn_np.gla(*(x[None, None] for x in (q, k, v, g)), scale=0.3)
@@ -90,8 +91,8 @@ def test_commands_are_what_ci_runs():
 
 
 def test_the_readme_is_short():
-    prose = [line for line in README.splitlines() if not line.startswith("|")]
-    assert len(" ".join(prose).split()) <= 1000
+    """All of it, code and tables too."""
+    assert len([word for word in README.split() if re.search(r"\w", word)]) <= 1200
 
 
 def test_links_lead_somewhere():

@@ -35,7 +35,7 @@ def test_a_faster_peer_is_named_with_its_factor(load, measured):
     }
     measured["peers"] = {"other": peer, "absent": {"skipped": "ImportError: no module"}}
     text = " ".join(speeds.on_a_gpu(measured).split())
-    assert "Faster than ours: other (decode, 8 sequences, 2.0 times)." in text
+    assert "Peers that are faster: other (decode, 8 sequences, 2.0 times)." in text
     assert "absent was not measured: ImportError: no module." in text
     assert "other is version 1.2, measured on a day." in text
     measured["peers"] = {}
@@ -87,7 +87,7 @@ def test_trainings_beside_their_peer(load):
     assert speeds(trainings() | {"note": "Seen once."}).split("\n\n")[0].endswith("Seen once.")
     assert "| 4x256, 64x512 | fla | 6.6 | 2,500,000 | 15% | 2.5 | 0.50 |" in text and "not faster in any row" in text
     found["rows"][1]["tokens_per_s"] = 1e7
-    assert "Faster than ours: fla (4x256, 64x512, 2.00 times)." in " ".join(speeds(found).split())
+    assert "Peers that are faster: fla (4x256, 64x512, 2.00 times)." in " ".join(speeds(found).split())
     found["rows"][1] = {"size": "4x256@64x512", "who": "fla", "skipped": "ImportError: no fla"}
     assert "not measured: ImportError: no fla" in speeds(found)
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import planned
 import pytest
-from reference import LIMITS, assert_close, double, draw, errors, exact, guarded, same_bits
+from reference import LIMITS, assert_close, double, draw, errors, exact, guarded, literal_attention, same_bits
 
-from linattn_np import softmax_attention, vjp
+from linattn_np import NotSupported, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import execute, softmax
 from linattn_np.declarations import SOFTMAX_ATTENTION
@@ -125,8 +125,8 @@ def test_gradients(backend, case, rng):
     assert same_bits(backend.tohost(o), backend.tohost(backend.run(softmax_attention, *given, **options)))
     do = rng.standard_normal(wanted_shape(case)).astype(case.dtype)
     gradients = pull(backend.asarray(swap_heads(do, SOFTMAX_ATTENTION.out, case.layout)))
-    _, exact_pull = vjp(softmax_attention, *map(double, arrays), **case.options, backend="numpy")
-    for name, x, gradient, wanted in zip("qkv", given, gradients, exact_pull(double(do)), strict=True):
+    *_, exact_gradients = literal_attention(*map(double, arrays), **case.options, do=double(do))
+    for name, x, gradient, wanted in zip("qkv", given, gradients, exact_gradients, strict=True):
         assert gradient.shape == x.shape and gradient.dtype == x.dtype
         gradient = in_order(backend, case, gradient)
         if wanted.any():  # one key's weight is 1 whatever its score, and so with a scale of 0
@@ -138,6 +138,96 @@ def test_gradients(backend, case, rng):
             assert row <= (30 if case.scale == 0.5 else 10) * most_row or case.K == 1, f"d{name}: {row:.1e}"
         else:
             assert np.abs(double(gradient)).max(initial=0) <= 0.05
+
+
+# -- fewer key heads, other keys, windows, caps, sinks, sums -----------------------------------------------------------
+PACKED = {"cu_seqlens": [0, 0, 7, 72, 75, 90], "cu_seqlens_k": [0, 12, 19, 19, 60, 75]}
+OPTIONS = {  # (H, HK, T, S, what else the call has)
+    "grouped": (6, 2, 70, 70, {}),
+    "multi-query-full": (3, 1, 70, 70, {"causal": False}),
+    "cache": (4, 2, 5, 150, {}),
+    "a-token-and-its-cache": (4, 1, 1, 150, {"softcap": 5.0}),
+    "more-queries-than-keys": (2, 1, 90, 40, {}),
+    "no-keys": (2, 2, 5, 0, {"causal": False}),
+    "no-keys-sinks": (2, 2, 5, 0, {"sinks": True}),
+    "window": (2, 2, 100, 100, {"window": (17, 5)}),
+    "window-full": (2, 1, 100, 90, {"window": (17, 5), "causal": False}),
+    "window-left": (2, 1, 100, 140, {"window": [33, -1], "causal": False}),
+    "window-right": (2, 2, 100, 90, {"window": (-1, 3), "causal": False}),
+    "window-of-one": (2, 2, 70, 70, {"window": (0, 0), "causal": False}),
+    "softcap": (2, 2, 70, 70, {"softcap": 0.7}),
+    "sinks": (4, 2, 70, 70, {"sinks": True}),
+    "everything": (4, 2, 70, 100, {"sinks": True, "softcap": 3.0, "window": (40, 0), "scale": 0.4}),
+    "packed": (2, 1, 90, 75, PACKED),
+    "packed-window-sinks": (4, 2, 90, 75, {**PACKED, "sinks": True, "window": (20, 4), "causal": False}),
+    "wide": (2, 1, 40, 60, {"K": 256, "V": 300}),
+}
+
+
+@dataclass
+class Attention:
+    """A call of OPTIONS, with gradients of o and L."""
+
+    arrays: list  # q, k, v and the sinks, [B, H, T, ...]
+    options: dict
+    do: np.ndarray
+    dlse: np.ndarray
+
+    @classmethod
+    def of(cls, name, rng, dtype, B=2):
+        H, HK, T, S, options = OPTIONS[name]
+        options = dict(options)
+        K, V, sinks = options.pop("K", 24), options.pop("V", 16), options.pop("sinks", False)
+        B = 1 if "cu_seqlens" in options else B
+        shapes = [(B, H, T, K), (B, HK, S, K), (B, HK, S, V), (B, H, T, V), (B, H, T)]
+        q, k, v, do, dlse = (rng.standard_normal(shape) for shape in shapes)
+        arrays = [x.astype(dtype) for x in (q, k, v, *([rng.standard_normal(H)] if sinks else []))]
+        return cls(arrays, options, do.astype(dtype), dlse.astype(np.float64 if dtype == "float64" else np.float32))
+
+    def there(self, backend, layout):
+        """(arrays, options) of the call where the backend wants them."""
+        arrays = [backend.asarray(np.ascontiguousarray(swap(x, layout))) for x in self.arrays[:3]]
+        sinks = {"sinks": backend.asarray(self.arrays[3])} if len(self.arrays) > 3 else {}
+        return arrays, {**self.options, **sinks, "layout": layout, "return_lse": True}
+
+    def exact(self):
+        """(o, L, gradients) in float64."""
+        return literal_attention(
+            *map(double, self.arrays), **self.options, return_lse=True, do=double(self.do), dlse=double(self.dlse)
+        )
+
+
+def swap(x, layout):
+    return x.swapaxes(1, 2) if layout == "bthd" else x
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.pairwise
+def test_options(backend, name, dtype, layout, rng):
+    """o, L, and the gradients through both, against every score at once."""
+    dtype = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    call = Attention.of(name, rng, dtype)
+    arrays, options = call.there(backend, layout)
+    try:
+        o, lse = backend.run(softmax_attention, *arrays, **options)
+    except NotSupported as error:
+        assert backend.name != "numpy" and "no kernels for" in str(error)
+        return
+    wanted_o, wanted_lse, wanted = call.exact()
+    assert_close("o", swap(backend.tohost(o), layout), wanted_o, dtype)
+    lse = backend.tohost(lse)
+    assert lse.shape == call.dlse.shape and lse.dtype == call.dlse.dtype
+    np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=1000 * np.finfo(lse.dtype).eps)  # -inf where -inf is due
+    (again, _), pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *arrays, **options)
+    assert same_bits(backend.tohost(again), backend.tohost(o))
+    gradients = pull(backend.asarray(np.ascontiguousarray(swap(call.do, layout))), backend.asarray(call.dlse))
+    for what, x, gradient, exactly in zip(("q", "k", "v", "sinks"), call.arrays, gradients, wanted, strict=False):
+        gradient = swap(backend.tohost(gradient), layout) if what != "sinks" else backend.tohost(gradient)[None]
+        assert gradient.dtype == x.dtype
+        assert_close(f"d{what}", gradient, exactly if what != "sinks" else exactly[None], dtype, rows=10)
+    assert len(gradients) == len(wanted)
 
 
 def wanted_shape(case):

@@ -1,20 +1,16 @@
 """The operators on a sequence that is cut over ranks: processes, hosts or cards, each with a part of the tokens.
 
 `connect()` gives a process its engine, which carries the messages; `run_threads` makes ranks of one process. An engine
-is anything with the members of `Engine`: `Mpi` and `Sockets` carry NumPy arrays, `Nccl` CuPy arrays, and
-`linattn_np.interop.torch.ProcessGroup` both, on a process group of torch.distributed. JAX has collectives of its own:
-the functions of `linattn_np.interop.jax` take ``axis_name=`` under `shard_map`.
+is anything with the members of `Engine`: `Mpi` and `ProcessGroup`, which is one of torch.distributed's, carry NumPy
+arrays, and `Nccl` CuPy arrays. JAX has collectives of its own: the functions of `linattn_np.interop.jax` take
+``axis_name=`` under `shard_map`.
 """
 
-from .agreement import Disagreement
-from .data_parallel import DataParallel
-from .engine import Alone, Engine, RankLost
-from .mpi import Mpi
+from .data_parallel import DataParallel, SequenceParallel
+from .engine import Alone, Disagreement, Engine, RankLost
 from .nccl import Nccl
 from .operators import gla, linear_attention, retention, rwkv6, simple_gla, vjp
-from .sequence_parallel import SequenceParallel
-from .sockets import Sockets
-from .startup import connect
+from .processes import Mpi, ProcessGroup, connect
 from .threads import run_threads
 
 __all__ = [
@@ -32,7 +28,7 @@ __all__ = [
     "Alone",
     "Mpi",
     "Nccl",
-    "Sockets",
+    "ProcessGroup",
     "RankLost",
     "Disagreement",
 ]

@@ -9,15 +9,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import ContractError
+from .engine import Disagreement, those
 
 DIGEST = 16  # bytes
 REMEMBERED = 256  # calls of an engine
 MEANT: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {key of a call: (header, text)}
 ANSWERS: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {header: the last answer to it}
-
-
-class Disagreement(ContractError):
-    """The ranks do not mean the same call; the message says which rank differs in what. Nothing is written."""
 
 
 def agree(comm, name, check):
@@ -36,6 +33,8 @@ class Question:
 
     def __init__(self, comm, name, check, key=None):
         self.comm, self.name = comm, name
+        if hasattr(comm, "begin"):
+            comm.begin(name)
         self.checked, self.error, self.lengths = None, None, None
         known = remembered(MEANT, comm)
         self.header, self.text = known.get(key, (None, None))
@@ -110,9 +109,3 @@ def differences(meanings):
         if len(having) > 1:
             rarest_first = sorted(having.items(), key=lambda entry: len(entry[1]))
             yield f"{key} is " + ", but ".join(f"{value} on {those(ranks)}" for value, ranks in rarest_first)
-
-
-def those(ranks):
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,17 +1,34 @@
-"""What carries messages between ranks: the protocol of an engine, and the engine of a rank that is alone."""
+"""What carries messages between ranks: the protocol of an engine, and what the engines of NumPy arrays share."""
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ..errors import ContractError
+
 LIMIT_S = 600.0  # how long a rank waits for the others by default, as torch.distributed does with NCCL
+LIMITS_S = 1e-3, 1e9  # the shortest and the longest time limit: torch counts milliseconds, of which 0 has no limit
+
+HEAD = np.dtype([("nbytes", "<i8"), ("begins", "<i8"), ("number", "<i8"), ("operation", "S72")])
+FRAME = 256  # bytes of a message's first part: its head, then the message itself where it fits
+ROOM = FRAME - HEAD.itemsize
+GATHERED, SENT, SENT_REST, GATHERED_REST = 0, 1, 2, 3  # tags; the last is that of the first of TAGS all-gathers
+TAGS = 4096
+BACKGROUND = 1 << 16  # bytes from which on an all-gather goes on in a thread while its rank computes
 
 
 class RankLost(RuntimeError):
     """Another rank has ended, or did not answer within the time limit."""
+
+
+class Disagreement(ContractError):
+    """The ranks do not mean the same call; the message says which rank differs in what. Nothing is written."""
 
 
 @runtime_checkable
@@ -52,6 +69,171 @@ class Alone:
 
     def abandon(self):
         """There is nobody else."""
+
+
+class HostEngine:
+    """An `Engine` of NumPy arrays on a library that sends bytes from one rank to another. `Mpi` and others derive.
+
+    A message begins with a part of fixed size. Its head says how long the message is, and which operation its sender is
+    in. Ranks compare the heads before they send the rest: libraries hang, or end the process, where sizes differ.
+
+    A derived class has
+
+    post(message, to, tag)          begins to send bytes, returns a request
+    fetch(into, source, tag)        begins to receive as many bytes, returns a request
+    finish(request, peer)           waits for the request, RankLost after `limit_s` seconds
+    threaded                        whether threads of one rank may do so at the same time
+    """
+
+    homes = ("host",)
+    threaded = False
+
+    def __init__(self, rank, size, limit_s):
+        check_limit(type(self).__name__, limit_s)
+        self.rank, self.size, self.limit_s = rank, size, limit_s
+        self.others = [(rank + step) % size for step in range(1, size)]
+        self.operation, self.number, self.begins = "no operation", 0, False
+        self.gathers, self.last = 0, None
+
+    def begin(self, operation):
+        """Names the operation that the next messages belong to."""
+        self.operation, self.number, self.begins = operation, self.number + 1, True
+
+    def all_gather(self, x):
+        message = as_bytes(x)
+        gathered = np.empty((self.size, *x.shape), x.dtype)
+        gathered[self.rank] = x
+        frames = np.empty((self.size, FRAME), np.uint8)
+        frames[self.rank] = self.frame(message)
+        frames_arrive = self.exchange(frames[self.rank], frames, GATHERED)
+        tag = GATHERED_REST + self.gathers % TAGS
+        self.gathers += 1
+
+        def work():
+            frames_arrive()
+            self.compare(frames)
+            rows = gathered.reshape(self.size, -1).view(np.uint8)
+            if message.nbytes > ROOM:
+                self.exchange(message, rows, tag)()
+            else:
+                rows[self.others] = frames[self.others, HEAD.itemsize :][:, : message.nbytes]
+            return gathered
+
+        self.last = Completion(work, self.last)
+        if self.threaded and message.nbytes >= BACKGROUND:
+            threading.Thread(target=self.last.settle, daemon=True).start()
+        return self.last
+
+    def exchange(self, message, rows, tag):
+        """Begins to send `message` to all other ranks, and to receive theirs into their rows. Returns a function that
+        waits for it."""
+        requests = [(self.fetch(rows[peer], peer, tag), peer) for peer in self.others]
+        requests += [(self.post(message, peer, tag), peer) for peer in self.others]
+
+        def wait():
+            for request, peer in requests:
+                self.finish(request, peer)
+
+        return wait
+
+    def send(self, x, to):
+        message = as_bytes(x)
+        self.finish(self.post(self.frame(message), to, SENT), to)
+        if message.nbytes > ROOM:
+            self.finish(self.post(message, to, SENT_REST), to)
+
+    def recv(self, x, source):
+        message, frame = as_bytes(x), np.empty(FRAME, np.uint8)
+        self.finish(self.fetch(frame, source, SENT), source)
+        (head,) = heads_of(frame[None])
+        if head[0] != message.nbytes:
+            raise RankLost(
+                f"rank {source} sent {head[0]} bytes where {message.nbytes} were expected: it is {place_of(head)}"
+            )
+        if message.nbytes > ROOM:
+            self.finish(self.fetch(message, source, SENT_REST), source)
+        else:
+            message[:] = frame[HEAD.itemsize :][: message.nbytes]
+
+    def frame(self, message):
+        """The first part of a message."""
+        frame = np.zeros(FRAME, np.uint8)
+        head = message.nbytes, self.begins, self.number, self.operation.encode()
+        frame[: HEAD.itemsize] = np.array([head], HEAD).view(np.uint8)
+        if message.nbytes <= ROOM:
+            frame[HEAD.itemsize :][: message.nbytes] = message
+        self.begins = False
+        return frame
+
+    def compare(self, frames):
+        """Raises Disagreement, on all ranks alike, where they are in different operations.
+
+        Ranks that all begin one say more about it in their messages: see `agreement`.
+        """
+        heads = heads_of(frames)
+        if len({(nbytes, begins, begins or operation) for nbytes, begins, _, operation in heads}) == 1:
+            return
+        by_place: dict = {}
+        for rank, head in enumerate(heads):
+            by_place.setdefault(f"{place_of(head)}, with a message of {head[0]} bytes", []).append(rank)
+        words = [f"{those(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in by_place.items()]
+        raise Disagreement(f"the ranks are in different operations: {'; '.join(words)}")
+
+
+class Completion:
+    """The rest of an all-gather, done once, by a thread or by who waits, and after those that were begun before."""
+
+    def __init__(self, work, before):
+        self.work, self.before = work, before
+        self.lock, self.result, self.error = threading.Lock(), None, None
+
+    def __call__(self):
+        self.settle()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def settle(self):
+        """Does the work of this one, and of those before it first."""
+        chain, each = [], self
+        while each is not None:
+            chain.append(each)
+            each = each.before
+        for each in reversed(chain):
+            each.run()
+
+    def run(self):
+        with self.lock:
+            if self.work is None:
+                return
+            try:
+                self.result = self.work()
+            except Exception as error:
+                self.error = error
+            self.work = self.before = None
+
+
+def heads_of(frames):
+    """[(bytes, whether the operation begins, its number, its name)] from frames [n, FRAME]."""
+    return frames[:, : HEAD.itemsize].copy().view(HEAD)[:, 0].tolist()
+
+
+def place_of(head):
+    _, begins, number, operation = head
+    return f"{'at the beginning of' if begins else 'in or after'} {operation.decode(errors='ignore')} (call {number})"
+
+
+def those(ranks):
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def check_limit(where, limit_s):
+    least, most = LIMITS_S
+    number = isinstance(limit_s, Real) and not isinstance(limit_s, bool) and math.isfinite(limit_s)
+    if not (number and least <= limit_s <= most):
+        raise ContractError(f"{where}: limit_s is {limit_s!r}, expected seconds, from {least:g} to {most:g}")
 
 
 def as_bytes(x) -> np.ndarray:

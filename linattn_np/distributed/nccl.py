@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from .engine import LIMIT_S, RankLost
+from .engine import LIMIT_S, RankLost, check_limit
 
 PRIORITY = -5  # the highest: a message's few blocks must not wait until a card that is full of work has none left
 CLOSING_S = 2.0  # how long a communicator's end is waited for
@@ -22,9 +22,9 @@ FLAGS = 1 << 12  # messages under way at most: CUDA holds the host back before
 class Nccl:
     """An `Engine` of CuPy arrays through `cupy.cuda.nccl`, for the current device, beside an engine of host arrays.
 
-    `host`, such as an `Mpi` or a `Sockets`, carries what the ranks agree by, and NCCL's first greeting. Messages are
-    enqueued on the engine's own stream, which waits for the current one and for which the current one waits when the
-    result is used: the host never does.
+    `host`, such as an `Mpi` or a `ProcessGroup`, carries what the ranks agree by, and NCCL's first greeting. Messages
+    are enqueued on the engine's own stream, which waits for the current one and for which the current one waits when
+    the result is used: the host never does.
 
     NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds, or soon after `host` has seen
     another rank end, the communicator is aborted, and stderr says so: what has been computed from it is worthless, and
@@ -37,6 +37,7 @@ class Nccl:
     homes = ("host", "cuda")
 
     def __init__(self, host, *, communicator=None, limit_s=LIMIT_S):
+        check_limit("Nccl", limit_s)
         import cupy
         from cupy.cuda import nccl
 
@@ -127,6 +128,10 @@ class Nccl:
         """Has the card write a flag when the stream's work is over: a call of Python would wait for its lock."""
         place, value = self.watch.begin()
         self.cupy.cuda.runtime.memsetAsync(self.flags + place, value, 1, self.stream.ptr)
+
+    def begin(self, operation):
+        if hasattr(self.host, "begin"):
+            self.host.begin(operation)
 
     def meet(self, peer):
         """Processes need not wait for each other before a message is enqueued."""

@@ -55,14 +55,14 @@ class Recurrence:
     def received(self, message, tokens, backwards=False) -> Summary:
         """A segment's message [*own, *factors] as its map of the state, or `backwards` of the state's gradient."""
         own, factors = message[: len(self.problem.op.state)], message[len(self.problem.op.state) :]
-        if "gamma" in self.problem.options:
+        if "log_decay" in self.problem.options:
             factors = [self.power_of_gamma(tokens)]
         found = Summary(self.problem.op.transition, tuple(own), tuple(factors))
         return found.turned(found.own) if backwards else found
 
     def power_of_gamma(self, tokens):
         """[1, H], retention's decay over so many tokens."""
-        factor = np.power(self.problem.options["gamma"], tokens).astype(self.dtype)
+        factor = self.problem.op.decay_over(self.problem.options["log_decay"], tokens).astype(self.dtype)
         return as_kind(factor[None], self.problem.arrays["q"])
 
     def summary(self, arrays, given, gradient=False):
@@ -140,7 +140,7 @@ class Recurrence:
         operator = (GLA, ops.gla) if problem.op.reads_before_write else (self.declared, self.function)
         (dS,) = self.final_state(*operator, (q, q, do, *gates), given)
         dS = dS * problem.scale
-        if "gamma" in problem.options:  # one decay a head: exact after the sum
+        if "log_decay" in problem.options:  # one decay a head: exact after the sum
             dS = Summary(Transition.SCALAR, (), (self.power_of_gamma(1),)).moved(dS)
         return [dS]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict, deque
 from contextlib import nullcontext
+from numbers import Integral
 
-import numpy as np
-
-from .engine import LIMIT_S, RankLost
+from ..errors import ContractError
+from .engine import LIMIT_S, HostEngine, RankLost, check_limit
 
 
 def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
@@ -25,9 +26,12 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
     [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"run_threads: device is {device!r}, expected 'cpu' or 'cuda'")
-    meeting = Meeting(size, limit_s)
-    ends = [Threads(meeting, rank) for rank in range(size)]
+        raise ContractError(f"run_threads: device is {device!r}, expected 'cpu' or 'cuda'")
+    if not isinstance(size, Integral) or size < 1:
+        raise ContractError(f"run_threads: size is {size!r}, expected a positive int")
+    check_limit("run_threads", limit_s)
+    meeting = Meeting(limit_s)
+    ends = [Threads(meeting, rank, size) for rank in range(size)]
     if device == "cuda":
         from .nccl import CLOSING_S, of_one_process
 
@@ -61,35 +65,30 @@ def on_card(ordinal):
 
 
 class Meeting:
-    """Where the threads leave their messages, each under a name that all know, until everyone has read them."""
+    """Where the threads leave their messages for each other."""
 
-    def __init__(self, size, limit_s):
-        self.size, self.limit_s = size, limit_s
+    def __init__(self, limit_s):
+        self.limit_s = limit_s
         self.changed = threading.Condition()
-        self.left, self.readers = {}, {}
+        self.messages = defaultdict(deque)  # by (source, to, tag)
         self.failure = None
 
-    def leave(self, name, who, message):
+    def leave(self, name, message):
         with self.changed:
-            self.left.setdefault(name, {})[who] = message
+            self.messages[name].append(message)
             self.changed.notify_all()
 
-    def read(self, name, count, readers):
-        """The messages of `count` ranks by rank; the last of so many readers takes them away."""
+    def take(self, name):
+        """The first message of that name."""
         deadline = time.monotonic() + self.limit_s
         with self.changed:
-            while len(self.left.get(name, ())) < count:
+            while not self.messages[name]:
                 if self.failure is not None:
                     rank, error = self.failure
                     raise RankLost(f"rank {rank} has ended: {type(error).__name__}: {error}")
                 if not self.changed.wait(deadline - time.monotonic()):
-                    absent = sorted(set(range(self.size)) - set(self.left.get(name, ())))
-                    raise RankLost(f"waited {self.limit_s:g} s for rank {', '.join(map(str, absent))}")
-            found = self.left[name]
-            self.readers[name] = self.readers.get(name, 0) + 1
-            if self.readers[name] == readers:
-                del self.left[name], self.readers[name]
-            return found
+                    raise RankLost(f"waited {self.limit_s:g} s for rank {name[0]}")
+            return self.messages[name].popleft()
 
     def fail(self, rank, error):
         with self.changed:
@@ -97,33 +96,23 @@ class Meeting:
             self.changed.notify_all()
 
 
-class Threads:
+class Threads(HostEngine):
     """An `Engine` of NumPy arrays between the threads of one process. `run_threads` makes them."""
 
-    homes = ("host",)
+    def __init__(self, meeting, rank, size):
+        super().__init__(rank, size, meeting.limit_s)
+        self.meeting = meeting
 
-    def __init__(self, meeting, rank):
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
-        self.gathered, self.sent, self.received = 0, {}, {}
+    def post(self, message, to, tag):
+        self.meeting.leave((self.rank, to, tag), message.copy())
 
-    def all_gather(self, x):
-        name = "all", self.gathered
-        self.gathered += 1
-        self.meeting.leave(name, self.rank, x.copy())  # the caller may write to x before the slowest has read it
+    def fetch(self, into, source, tag):
+        return into, (source, self.rank, tag)
 
-        def wait():
-            found = self.meeting.read(name, self.size, self.size)
-            return np.stack([found[rank] for rank in range(self.size)])
-
-        return wait
-
-    def send(self, x, to):
-        count = self.sent[to] = self.sent.get(to, 0) + 1
-        self.meeting.leave((self.rank, to, count), self.rank, x.copy())
+    def finish(self, request, peer):
+        if request is not None:  # what is posted is there
+            into, name = request
+            into[:] = self.meeting.take(name)
 
     def abandon(self):
         """`run_threads` tells the others when a thread ends."""
-
-    def recv(self, x, source):
-        count = self.received[source] = self.received.get(source, 0) + 1
-        x[...] = self.meeting.read((source, self.rank, count), 1, 1)[source]

@@ -94,6 +94,11 @@ def together(results, parted: bool):
     return o if not parted else (o, parts[0] if len(parts) == 1 else tuple(parts))
 
 
+def is_pair(arguments) -> bool:
+    """Whether a call returns more than o: a final state, or softmax attention's sums."""
+    return bool(arguments.get("output_final_state") or arguments.get("return_lse"))
+
+
 def flat(result) -> list:
     """The arrays of a result or of gradients, whose last may be a pair."""
     return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..summary import Summary
 
@@ -53,8 +52,9 @@ def turned(state, v_first):
 
 def factors_of(problem, arrays):
     """The factors of this device's `Summary`."""
-    if "gamma" in problem.options:
-        return [jnp.asarray(np.power(problem.options["gamma"], problem.sizes["T"])[None], problem.compute_dtype)]
+    if "log_decay" in problem.options:
+        decay = problem.op.decay_over(problem.options["log_decay"], problem.sizes["T"])
+        return [jnp.asarray(decay[None], problem.compute_dtype)]
     tokens = 1 if problem.layout == "bthd" else 2
     named = dict(zip(problem.op.arrays, arrays))
     decays = [named[name].astype(problem.compute_dtype) for name in problem.op.gates if name != "u"]

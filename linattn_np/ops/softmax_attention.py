@@ -1,62 +1,131 @@
-"""Softmax attention, the peer that every user compares with."""
+"""Softmax attention: grouped query heads, caches of keys, windows, sinks."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Unpack, overload
 
-from ..declarations import SOFTMAX_ATTENTION
+from ..declarations import SOFTMAX_ATTENTION, SOFTMAX_SINKS
 from ..dispatch import call
-from ..typing import A, Array, Backend, Integers, Layout
+from ..typing import A, Array, AttentionOptions, Result
+
+
+@overload
+def softmax_attention(
+    q: A, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> A: ...
+
+
+@overload
+def softmax_attention(
+    q: A, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[A, Result]: ...
+
+
+@overload
+def softmax_attention(
+    q: A, k: Array, v: Array, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> A | tuple[A, Result]: ...
 
 
 def softmax_attention(
-    q: A,
-    k: Array,
-    v: Array,
+    q,
+    k,
+    v,
     *,
-    causal: bool = True,
-    scale: float | None = None,
-    cu_seqlens: Integers | None = None,
-    layout: Layout = "bhtd",
-    mode: Literal["auto", "chunk"] = "auto",
-    chunk_size: int | None = None,
-    backend: Backend = "auto",
-    out: Array | None = None,
-) -> A:
-    """Softmax attention in tiles with an online softmax: memory linear in T, the T x T matrix never exists.
+    causal=True,
+    scale=None,
+    window=None,
+    softcap=None,
+    sinks=None,
+    return_lse=False,
+    cu_seqlens=None,
+    cu_seqlens_k=None,
+    dropout_p=0.0,
+    block_table=None,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    backend="auto",
+    out=None,
+):
+    """Softmax attention in tiles with an online softmax: memory linear in T, the T x S matrix never exists.
 
-        o_t = sum_s softmax_s(scale * q_t . k_s) v_s,       s <= t when causal
+        s_ij = scale * q_i . k_j,       of a softcap c:  c * tanh(s_ij / c)
+        L_i = log(sum_j exp(s_ij)),     with sinks:  log(exp(sinks_h) + sum_j exp(s_ij))
+        o_i = sum_j exp(s_ij - L_i) v_j
 
-    (Vaswani et al., 2017, eq. 1; the tiling is Dao et al., "FlashAttention", 2022, algorithm 1, its gradient
-    algorithm 4.)
+    The sums run over the keys j that query i sees. Its own place among the S keys is p = i + S - T, so that the last
+    query is at the last key:
+
+        j <= p when causal,       p - left <= j <= p + right with window=(left, right)
+
+    A query that sees no key has o = 0 and L = -inf, or with sinks L = sinks_h. (Vaswani et al., 2017, eq. 1; the tiling
+    is Dao et al., "FlashAttention", 2022, algorithm 1, its gradient algorithm 4; grouped heads are Ainslie et al.,
+    "GQA", 2023; the softcap is Gemma 2's, the sinks are gpt-oss's.)
 
     Parameters
     ----------
+    q : [B, H, T, K], k : [B, HK, S, K], v : [B, HK, S, V]
+        H is a multiple of HK; query head h attends to the keys and values of head ``h // (H // HK)``. HK = 1 is
+        multi-query attention. One query for each of B sequences against a cache of S keys is T = 1.
     causal : bool
         Attend to the past and the present only; False attends to the whole sequence.
+    window : (int, int), optional
+        How many keys before and behind its own place a query sees; -1 for no bound. Causal, right counts as 0.
+    softcap : float, optional
+        Bounds the scores between -softcap and softcap; 0 or None for no bound.
+    sinks : [H], optional
+        A logit a query head that takes its share of the weights and has no value. The dtype of q, or float32 beside
+        half-precision arrays.
+    return_lse : bool
+        Return ``(o, L)``, L [B, H, T] in either layout, float32 (float64 beside float64 arrays). Results over parts of
+        the keys are merged by it: o = sum_n exp(L_n - L) o_n with L = logaddexp of the L_n. `vjp`'s pullback takes L's
+        gradient as its second argument.
     cu_seqlens : host integers [N + 1], optional
-        Packed sequences attend within themselves only.
+        Sequences packed into one row (B = 1) attend within themselves only.
+    cu_seqlens_k : host integers [N + 1], optional
+        The same of k and v, where a sequence's keys are not as many as its queries.
+    dropout_p, block_table
+        FlashAttention's; there is no dropout and no paged cache. Other values than 0 and None raise `NotSupported`.
     chunk_size : int, optional
         The tile on the CPU, a multiple of 16; the CUDA kernels have tiles of their own.
 
-    q, k, v, scale, layout, backend, out, the result and the errors are those of `gla`. The CUDA kernels take float16
-    and bfloat16, and K and V up to 128; others raise `NotSupported`. Their blocks, in which a NaN in v reaches tokens
-    before it, have up to 128 queries; one in k or v makes NaN of all gradients of k.
+    Dtypes, scale, layout, backend, out and the errors are those of `gla`; gradients are those of q, k, v, and of
+    `sinks` where they are given. On a GPU kernels on tensor cores take float16 and bfloat16 with K and V up to 128,
+    plain ones the others. Their blocks, in which a NaN in v reaches tokens before it, have up to 128 queries; one in k
+    or v makes NaN of all gradients of k.
 
     Example
     -------
     >>> import numpy as np, linattn_np
-    >>> q = k = v = np.random.default_rng(0).standard_normal((1, 2, 50, 8))
+    >>> rng = np.random.default_rng(0)
+    >>> q, (k, v) = rng.standard_normal((1, 8, 50, 16)), rng.standard_normal((2, 1, 2, 50, 16))
     >>> o = linattn_np.softmax_attention(q, k, v)
-    >>> bool(np.allclose(o[:, :, 0], v[:, :, 0]))
+    >>> last = linattn_np.softmax_attention(q[:, :, -1:], k, v)             # a token against its cache
+    >>> bool(np.allclose(o[:, :, -1:], last))
+    True
+    >>> halves = [
+    ...     linattn_np.softmax_attention(q, k[:, :, n : n + 25], v[:, :, n : n + 25], causal=False, return_lse=True)
+    ...     for n in (0, 25)
+    ... ]
+    >>> lse = np.logaddexp(*(part for _, part in halves))[..., None]
+    >>> merged = sum(np.exp(part[..., None] - lse) * o for o, part in halves)
+    >>> bool(np.allclose(merged, linattn_np.softmax_attention(q, k, v, causal=False)))
     True
     """
+    op, arrays = (SOFTMAX_ATTENTION, (q, k, v)) if sinks is None else (SOFTMAX_SINKS, (q, k, v, sinks))
     return call(
-        SOFTMAX_ATTENTION,
-        (q, k, v),
+        op,
+        arrays,
         causal=causal,
         scale=scale,
+        window=window,
+        softcap=softcap,
+        return_lse=return_lse,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        dropout_p=dropout_p,
+        block_table=block_table,
         layout=layout,
         mode=mode,
         chunk_size=chunk_size,

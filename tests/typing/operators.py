@@ -42,6 +42,7 @@ def results(x: Half, gate: Single, flag: bool) -> None:
     assert_type(retention(x, x, x, gamma=[0.5, 0.9], cu_seqlens=[0, 7]), Half)
     assert_type(linear_attention(x, x, x, feature_map="elu", normalize=True, output_final_state=True), tuple[Half, Any])
     assert_type(softmax_attention(x, x, x, causal=False, out=x), Half)
+    assert_type(softmax_attention(x, x, x, window=(8, 0), sinks=x, return_lse=True), tuple[Half, Any])
     assert_type(gla_step(x, x, x, gate, gate, slots=[0, 1]), Half)
     assert_type(rwkv6_step(x, x, x, gate, gate, gate), Half)
 
@@ -54,7 +55,7 @@ def mistakes(x: Single) -> None:
     gla(x, x, x, x, mode="fast")  # type: ignore[call-overload]
     gla(x, x, x, x, no_such=1)  # type: ignore[call-overload]
     retention(x, x, x, mask=x)  # type: ignore[call-overload]
-    softmax_attention(x, x, x, mode="recurrent")  # type: ignore[arg-type]
+    softmax_attention(x, x, x, mode="recurrent")  # type: ignore[call-overload]
     gla_step(x, x, x, x)  # type: ignore[call-arg]
     print(gla(x, x, x, x).no_such)  # type: ignore[attr-defined]
     print(linattn_np.no_such)  # type: ignore[attr-defined]

@@ -31,29 +31,32 @@ from ...declarations import (
     RETENTION,
     RWKV6_STEP,
     SIMPLE_GLA,
-    SOFTMAX_ATTENTION,
+    SOFTMAX,
 )
 from ...kernel_choice import portable
 from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
 from .device import LEAST_CAPABILITY, CupyDevice
 from .plan import Plan, contiguous
 
-PLANNERS = dict.fromkeys(GATED, gated) | {
-    SIMPLE_GLA: scalar_decay,
-    RETENTION: scalar_decay,
-    LINEAR_ATTENTION: scalar_decay,
-    NORMALIZED: scalar_decay,
-    GLA_VALUE_GATE: value_gate,
-    SOFTMAX_ATTENTION: softmax,
-    GLA_STEP: step,
-    RWKV6_STEP: step,
-    CHUNK_CUMSUM: stages,
-    GATED_QK: stages,
-    INTER_CHUNK: stages,
-    INTRA_CHUNK: stages,
-    INTRA_CHUNK_BONUS: stages,
-    COMBINE: stages,
-}
+PLANNERS = (
+    dict.fromkeys(GATED, gated)
+    | dict.fromkeys(SOFTMAX, softmax)
+    | {
+        SIMPLE_GLA: scalar_decay,
+        RETENTION: scalar_decay,
+        LINEAR_ATTENTION: scalar_decay,
+        NORMALIZED: scalar_decay,
+        GLA_VALUE_GATE: value_gate,
+        GLA_STEP: step,
+        RWKV6_STEP: step,
+        CHUNK_CUMSUM: stages,
+        GATED_QK: stages,
+        INTER_CHUNK: stages,
+        INTRA_CHUNK: stages,
+        INTRA_CHUNK_BONUS: stages,
+        COMBINE: stages,
+    }
+)
 DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)
 KEEPS = True  # what `summarise` has computed, for `run` and `vjp`
 

@@ -138,9 +138,8 @@ def as_gla(draft, problem):
 def gate(draft, problem):
     if problem.op.gates:
         return problem["g"][..., None]
-    gamma = np.asarray(problem.options.get("gamma", [1.0]))
-    with np.errstate(divide="ignore"):  # gamma = 0 forgets: -inf
-        return draft.table(np.log(gamma).astype(dtype_of_sums(problem.dtype)).reshape(1, -1, 1, 1))
+    log_decay = np.asarray(problem.options.get("log_decay", [0.0]))
+    return draft.table(log_decay.astype(dtype_of_sums(problem.dtype)).reshape(1, -1, 1, 1))
 
 
 def dtype_of_sums(dtype):

@@ -103,7 +103,22 @@ class PlainSoftmaxBackwardKeys(PlainSoftmax):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    return None if problem.dtype in FLOATS else f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
+    if problem.dtype not in FLOATS:
+        return f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
+    sizes, options = problem.sizes, problem.options
+    reaches = options["window"][0] < 0 and options["window"][1] == (0 if options["causal"] and sizes["T"] > 1 else -1)
+    missing = {
+        "k and v with fewer heads than q (np.repeat them)": sizes["HK"] != sizes["H"],
+        "k and v with other tokens than q": options["key_spans"].bounds.tolist() != problem.spans.bounds.tolist(),
+        "window": not reaches,
+        "softcap": options["softcap"] > 0,
+        "sinks": "sinks" in problem.arrays,
+        "return_lse": problem.output_final_state,
+    }
+    if any(missing.values()):
+        asked = ", ".join(name for name, given in missing.items() if given)
+        return f"no kernels for {asked}; the NumPy backend computes it on host arrays"
+    return None
 
 
 def is_plain(problem) -> bool:

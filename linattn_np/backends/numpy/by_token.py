@@ -1,9 +1,10 @@
-"""Chunks that products cannot do, token by token: what is not finite, and what overflows on the way to a finite result.
+"""Chunks that products cannot do, token by token: what is not finite, and what leaves the range on the way to a result.
 
-In a product a weight of 0 still meets every value, and 0 times NaN is NaN: one value that is not finite would reach
+A decay below a dtype's range counts as 0 in a product, although what it meets there may be large: see `underflows`. In
+a product a weight of 0 still meets every value, and 0 times NaN is NaN: one value that is not finite would reach
 tokens before it. Factors may overflow where their product does not. Either way some result of the chunk is not finite,
-which is all that finite data pay to know. The walk below is then the recurrence itself, so a chunk has no NaN or inf
-where mode "recurrent" has none.
+which is all that finite data without growth pay to know. The walk below is then the recurrence itself, so a chunk has
+no NaN or inf where mode "recurrent" has none.
 """
 
 import numpy as np
@@ -19,6 +20,24 @@ def finite_rows(*arrays):
     return np.logical_and.reduce([np.isfinite(x).all(tuple(range(2, x.ndim))) for x in arrays])
 
 
+ROOM = 24 * np.log(2)  # nats: decays below the range may count as 0 beside numbers up to 2^24
+
+
+def largest(*arrays):
+    """The product of the arrays' largest magnitudes, none of them below 1, in nats."""
+    return sum(np.log(np.maximum(1, np.maximum(x.max(), -x.min()))) for x in arrays if x.size)
+
+
+def underflows(g, nats):
+    """Which chunks [...] of gates [..., C, K] lose in products what the recurrence has.
+
+    In some channel decays come to less than the dtype's smallest normal number, and all growth of the chunk, with what
+    `nats` come in beside it, leaves ROOM.
+    """
+    decayed, grown = np.minimum(g, 0).sum(-2), np.maximum(g, 0).sum(-2)
+    return ((decayed < np.log(np.finfo(g.dtype).tiny)) & (grown + nats > ROOM)).any(-1)
+
+
 def to_redo(results, inputs, states):
     """Rows [B, H] of one chunk for which products did not do; `inputs` are q, k, v, g and what else there is.
 
@@ -27,7 +46,7 @@ def to_redo(results, inputs, states):
     """
     q, k, v, g, *rest = inputs
     own = finite_rows(q, k, v, *rest) & (g <= 0).all((2, 3))  # NaN is not
-    return ~finite_rows(*results) & ~(own & ~finite_rows(*states))
+    return underflows(g, largest(*states)) | (~finite_rows(*results) & ~(own & ~finite_rows(*states)))
 
 
 def step(S, decay, k, v):

@@ -41,23 +41,26 @@ def forward(schedule, o, states):
 def final_state(member):
     """The final state [N, H, K, V] from zero without o; None where it takes more than products."""
     schedule, final = Schedule(member), member.state(None)
-    in_parallel(lambda rows: states_alone(schedule, rows, final), schedule.blocks)
-    return final if by_token.is_finite(final) else None
+    well = in_parallel(lambda rows: states_alone(schedule, rows, final), schedule.blocks)
+    return final if all(well) and by_token.is_finite(final) else None
 
 
 def states_alone(schedule, rows, final):
-    """As `streamed`, without o."""
-    member, carried, scratch = schedule.member, None, thread_scratch(schedule.dtype)
+    """As `streamed`, without o; whether all decays are in range."""
+    member, carried, scratch, well = schedule.member, None, thread_scratch(schedule.dtype), True
     block = member.k[rows].shape[:2]
     for first, segment in schedule.segments:
         h, decay = schedule.states(block, segment.count, scratch)
         k, v, g = (segment.pack(x[rows], schedule.dtype) for x in (member.k, member.v, member.g))
-        kg = gated_keys(k, Gates(g, scratch), decay, scratch)
+        gates = Gates(g, scratch)
+        kg = gated_keys(k, gates, decay, scratch)
         np.matmul(kg.swapaxes(-1, -2), blas_ready(v), out=h[:, :, 1:])
         if carried is not None:
             h[:, :, 0] = carried
         schedule.chunking.scan(rows, first, decay, h, final)
+        well &= not gates.underflow(h[:, :, :-1])
         carried = h[:, :, segment.count].copy()
+    return well
 
 
 def mend(member, o, final):
@@ -127,8 +130,8 @@ class Schedule:
 
 
 def streamed(schedule, rows, o, final, states):
-    """All segments of a block of rows, one after the other, carrying the state; whether o is finite."""
-    block, scratch, carried, finite = o[rows].shape[:2], thread_scratch(schedule.dtype), None, True
+    """All segments of a block of rows, one after the other, carrying the state; whether products did for o."""
+    block, scratch, carried, well = o[rows].shape[:2], thread_scratch(schedule.dtype), None, True
     for first, segment in schedule.segments:
         n = segment.count
         h, decay = schedule.states(block, n, scratch)
@@ -139,14 +142,14 @@ def streamed(schedule, rows, o, final, states):
         carried = h[:, :, n].copy()
         if states is not None:
             states[rows][:, :, first : first + n] = h[:, :, :n]
-        finite &= read_out(schedule, rows, segment, inside, h, o, scratch)
-    return finite
+        well &= read_out(schedule, rows, segment, inside, h, o, scratch)
+    return well
 
 
 def materialized(schedule, o, final, states):
     """Every chunk's state kept: all segments side by side, then the states in order, then all outputs.
 
-    Whether o is finite, by blocks of rows.
+    Whether products did for o, by blocks of rows.
     """
     h, decay = schedule.states(o.shape[:2], schedule.chunking.count, Scratch(schedule.dtype))
 
@@ -164,8 +167,8 @@ def materialized(schedule, o, final, states):
         rows, _, segment, states, _, scratch = part
         return read_out(schedule, rows, segment, inside, states, o, scratch)
 
-    finite = in_parallel(out_of, parts, inside)
-    return [all(finite[at : at + len(schedule.segments)]) for at in range(0, len(parts), len(schedule.segments))]
+    well = in_parallel(out_of, parts, inside)
+    return [all(well[at : at + len(schedule.segments)]) for at in range(0, len(parts), len(schedule.segments))]
 
 
 def carefully(schedule, rows, o, initial, final, states):
@@ -236,7 +239,7 @@ class Scores:
 
 
 def read_out(schedule, rows, segment, scores, h, o, scratch):
-    """o = scale (qg h + A v), in the memory of kg and b, which have served; whether it is finite."""
+    """o = scale (qg h + A v), in the memory of kg and b, which have served; whether products did for it."""
     within = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
     in_place = segment.view(o[rows], schedule.dtype)
     part = scratch("b", within.shape) if in_place is None else in_place
@@ -245,7 +248,7 @@ def read_out(schedule, rows, segment, scores, h, o, scratch):
     part *= schedule.member.scale
     if in_place is None:
         segment.unpack_into(o[rows], part)
-    return by_token.is_finite(part)
+    return by_token.is_finite(part) and not scores.gates.underflow(h[:, :, :-1])
 
 
 def put_bonus(A, q, k, u):
@@ -305,8 +308,8 @@ class Gradients:
 
 
 def backward(schedule, rows, do, states, dstates, gradients):
-    """All segments of a block of rows, last first, carrying the state's gradient; whether all is finite."""
-    carried, finite = None, True
+    """All segments of a block of rows, last first, carrying the state's gradient; whether products did for all."""
+    carried, well = None, True
     for first, segment in reversed(schedule.segments):
         scratch = thread_scratch(schedule.dtype)
         scores = schedule.scores_before(rows, first, segment, scratch)
@@ -316,11 +319,12 @@ def backward(schedule, rows, do, states, dstates, gradients):
             dh[:, :, -1] = carried
         schedule.chunking.scan_back(rows, first, scores.decay, dh, dstates)
         found = list(gradients.memory(rows, segment, scratch))
-        du = products.vjp(states[rows][:, :, first : first + segment.count], dh, found)
+        h = states[rows][:, :, first : first + segment.count]
+        du = products.vjp(h, dh, found)
         gradients.put(rows, segment, first, du, found)
-        finite &= by_token.is_finite(*found)
+        well &= by_token.is_finite(*found) and not scores.gates.underflow(h, dh[:, :, 1:])
         carried = dh[:, :, 0].copy()
-    return finite
+    return well
 
 
 class ChunkProducts:

@@ -20,23 +20,23 @@ def run(member, o):
     problem, chunking = member.problem, Chunking(member.problem)
     whole = Segment(chunking.table, chunking.size)
     q, k, v, g = (whole.pack(x, problem.compute_dtype) for x in (member.q, member.k, member.v, member.g))
-    packed, final = np.empty(v.shape, v.dtype), member.initial_state()
+    packed, final, well = np.empty(v.shape, v.dtype), member.initial_state(), True
     for (first, s), last in zip(chunking.begins.items(), chunking.ends):
         chunks = np.s_[:, :, first : last + 1]
         state = chunking.of_sequence(final, np.s_[:, :], s)
-        state[:] = sequence(member, q[chunks], k[chunks], v[chunks], g[chunks], state, packed[chunks])
+        well &= sequence(member, q[chunks], k[chunks], v[chunks], g[chunks], state, packed[chunks])
     whole.unpack_into(o, packed)
-    if not is_finite(packed, final):
+    if not (well and is_finite(packed, final)):
         mend(member, o, final)
     return final
 
 
-def sequence(member, q, k, v, g, initial, o):
-    """One sequence of n row blocks [B, H, n, C, ...]: fills o, returns the final state."""
+def sequence(member, q, k, v, g, state, o):
+    """One sequence of n row blocks [B, H, n, C, ...]: fills o, moves the state on; whether all decays are in range."""
     B, H, n, C, K = k.shape
     scratch = Scratch(k.dtype)
     keys, values = np.empty((B, H, n * C, K), k.dtype), v.reshape(B, H, n * C, -1)
-    decayed = initial.copy()  # h_0, decayed to the present block like the keys
+    decayed, well = state.copy(), True  # h_0, decayed to the present block like the keys
     for i in range(n):
         decay = scratch("decay", g[:, :, i, 0].shape)
         block = q[:, :, i], k[:, :, i], Gates(g[:, :, i], scratch)
@@ -44,9 +44,11 @@ def sequence(member, q, k, v, g, initial, o):
         if member.u is not None:
             put_bonus(A, *block[:2], member.bonus(np.s_[:, :])[:, 0])
         past = slice(0, i * C)
+        well &= not block[2].underflow(keys[:, :, past], decayed)
         scores = qg @ keys[:, :, past].swapaxes(-1, -2)
         o[:, :, i] = member.scale * (qg @ decayed + scores @ values[:, :, past] + A @ v[:, :, i])
         keys[:, :, past] *= decay[:, :, None]
         keys[:, :, i * C : (i + 1) * C] = kg
         decayed *= decay[..., None]
-    return decayed + keys.swapaxes(-1, -2) @ values
+    state[:] = decayed + keys.swapaxes(-1, -2) @ values
+    return well

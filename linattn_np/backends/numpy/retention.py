@@ -7,7 +7,7 @@ from .recurrent import outer, read, read_vjp, write_vjp
 
 
 def decay(problem):
-    return problem.options["gamma"].astype(problem.compute_dtype)[:, None, None]  # [H, 1, 1]
+    return np.exp(problem.options["log_decay"]).astype(problem.compute_dtype)[:, None, None]  # [H, 1, 1]
 
 
 def step(problem, state, q, k, v):
@@ -30,8 +30,7 @@ class Retention(Member):
     """The gate is log gamma for every token, one channel wide."""
 
     def __init__(self, problem):
-        with np.errstate(divide="ignore"):  # gamma = 0 forgets: -inf
-            g = np.log(decay(problem))
+        g = problem.options["log_decay"].astype(problem.compute_dtype)[:, None, None]
         super().__init__(
             problem,
             problem["q"],

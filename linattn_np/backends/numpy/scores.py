@@ -10,11 +10,13 @@
   ones decayed from where the halves meet, the others to it; then both are decayed on to the whole block. Every factor
   is a product of decays, and no gate is special. (Yang et al., 2024, section 4.3, secondary chunking, all the way.)
 
-Large q, k or growing gates may still leave a dtype's range. Then results are not finite, and `by_token` does the chunk.
+Large q, k or growing gates may still leave a dtype's range. Then results are not finite, or `underflow` says so, and
+`by_token` does the chunk.
 
 The gate's gradient is what flows across its token. By halves these are sums in which nothing cancels. Factored, the
 pairs of query and key that lie behind the token are added and taken away again; what that leaves behind is rounding of
-their size, so chunks with a gate below LEAST, which makes the flow itself small, go by halves.
+their size. So chunks go by halves with a gate below LEAST, which makes the flow itself small, or above MOST, which
+makes such pairs large.
 """
 
 from functools import wraps
@@ -22,16 +24,18 @@ from functools import wraps
 import numpy as np
 
 from ...caches import Cache
+from . import by_token
 
 CONSTANTS = Cache(most=1 << 24, entries=64)
 LIMIT = 30.0  # nats from the middle: exp(30) = 1e13 leaves float32 room for values from 1e-25 to 1e25
 LEAST = -5.0  # nats of one gate: exp(-5) leaves its gradient four digits in float32, and mostly five
+MOST = 1.0
 
 
 class Gates:
     """The log decays [..., C, K or 1] of a stack of chunks, and which chunks are too strong to be factored.
 
-    Chunks with a gate below `least` count as strong too.
+    With `least`, chunks with a gate below that or above MOST count as strong too.
     """
 
     def __init__(self, g, scratch, least=None):
@@ -46,14 +50,27 @@ class Gates:
             self.start = np.exp(g[..., :1, :] - c[..., :1, :])  # of the chunk's tokens up to its middle
             self.decay = np.exp(c, out=c)
 
+    def underflow(self, *states):
+        """Whether some chunk has decays that leave the range beside growth, or beside states [B, H, n, K, V]."""
+        if self.strong is None:
+            return False
+        nats = by_token.largest(*states)
+        if nats <= by_token.ROOM and self.g.max() <= 0:
+            return False
+        return bool(by_token.underflows(self.g[self.strong], nats).any())
+
     def serve_gradients(self, least):
         """Whether gates told of `least` would be these: then theirs of the forward pass will do for the backward."""
-        return self.strong is None and (least is None or bool(self.g.min(initial=0) >= least))
+        return self.strong is None and (least is None or bool(is_mild(self.g, least, None)))
 
 
 def is_weak(c, g, least, axis):
     weak = (c.max(axis, initial=0) <= LIMIT) & (c.min(axis, initial=0) >= -LIMIT)
-    return weak if least is None else weak & (g.min(axis, initial=0) >= least)
+    return weak if least is None else weak & is_mild(g, least, axis)
+
+
+def is_mild(g, least, axis):
+    return (g.min(axis, initial=0) >= least) & (g.max(axis, initial=0) <= MOST)
 
 
 def constant(make):

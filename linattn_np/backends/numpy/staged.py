@@ -18,10 +18,11 @@ def run(member, o):
     qg, kg = gate_qk(q, k, b, e, member.exclusive)
     final = member.initial_state()
     h = chunk_states(chunking, kg, v, np.exp(b[..., -1, :]), final)
-    A = scores(q, k, g, member.bonus(np.s_[:, :]), member.exclusive)
+    gates = Gates(g, Scratch(q.dtype))
+    A = scores(q, k, gates, member.bonus(np.s_[:, :]), member.exclusive)
     packed = read(qg, h, A, v, member.scale)
     whole.unpack_into(o, packed)
-    if not is_finite(packed, final):
+    if not is_finite(packed, final) or gates.underflow(h):
         mend(member, o, final)
     return final
 
@@ -38,10 +39,10 @@ def chunk_states(chunking, kg, v, decay, states):
     return h[:, :, :-1]
 
 
-def scores(q, k, g, u, exclusive):
-    scratch = Scratch(q.dtype)
+def scores(q, k, gates, u, exclusive):
+    scratch, g = Scratch(q.dtype), gates.g
     decay = scratch("decay", (*g.shape[:-2], g.shape[-1]))
-    A = gated_scores(q, k, Gates(g, scratch), exclusive, decay, scratch)[2]
+    A = gated_scores(q, k, gates, exclusive, decay, scratch)[2]
     if u is not None:
         put_bonus(A, q, k, u)
     return A
@@ -98,7 +99,8 @@ def inter_chunk(problem):
 def intra_chunk(problem):
     tokens = Tokens(problem)
     u = problem["u"][:, None, None].astype(tokens.dtype) if "u" in problem.arrays else None
-    return tokens.put(scores(tokens["q"], tokens["k"], tokens["g"], u, problem.op.reads_before_write), "q")
+    gates = Gates(tokens["g"], Scratch(tokens.dtype))
+    return tokens.put(scores(tokens["q"], tokens["k"], gates, u, problem.op.reads_before_write), "q")
 
 
 def combine(problem, o):
