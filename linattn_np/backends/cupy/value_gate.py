@@ -25,13 +25,13 @@ from .instances import (
     channels,
     tile_bytes,
 )
-from .kernel import CTYPES, DOUBLE, Kernel
+from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel
 from .plan import FLOAT32, Draft, aligned16, ceil_div
 from .segments import PORTABLE
 
 
 @dataclass(frozen=True)
-class ValueGateForward(Kernel):
+class ValueGateForward(TiledKernel):
     """Forward in chunks: BK channels a launch, tiles and schedules as `GatedForward` has them."""
 
     file = "value_gate/forward"
@@ -45,7 +45,7 @@ class ValueGateForward(Kernel):
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
-    cluster = 1
+    SUB_CHUNK = GatedForward.SUB_CHUNK
     schedule: str
     dtype: np.dtype
     gate: np.dtype
@@ -69,11 +69,6 @@ class ValueGateForward(Kernel):
         """The same without gates of columns."""
         return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
 
-    @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
-
     def with_channels(self, _left):
         """The instance for a launch: the last one's channels are as many as the others'."""
         return self
@@ -94,13 +89,9 @@ class ValueGateForward(Kernel):
     def shared_bytes(self):
         return self.ungated.shared_bytes + self.CHUNK * self.BV * self.gate.itemsize
 
-    @property
-    def tiles(self):
-        return self.ungated.tiles
-
 
 @dataclass(frozen=True)
-class ValueGateRecurrent(Kernel):
+class ValueGateRecurrent(TiledKernel):
     """Forward token by token."""
 
     file = "value_gate/recurrent"
@@ -115,10 +106,6 @@ class ValueGateRecurrent(Kernel):
     @property
     def shared_bytes(self):
         return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV}
 
 
 @dataclass(frozen=True)
