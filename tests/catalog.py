@@ -79,7 +79,7 @@ def on_every_card():
             for V in gated.TILES:
                 yield gated.GatedBackwardValues(order, T, G, products, V)
         for S in CTYPES:
-            yield step.Step(order, T, G, S)
+            yield step.RecurrentStep(order, T, G, S)
     for T in CTYPES:
         yield stages.ChunkCumsum(T)
         yield stages.InterChunk(T)

@@ -137,7 +137,7 @@ def test_tiles_under_a_shared_gate(op, dtype):
 @pytest.mark.parametrize("gate, gate_dtype", [("logsigmoid", "bfloat16"), ("weak", "float32"), ("all-20", "bfloat16")])
 def test_shared_gates_by_tiles(hopper, gate, gate_dtype, segments, rng, monkeypatch):
     """The gate's gradient with the digits of q . dq and k . dk, whose sums it is, as that of narrow heads has."""
-    monkeypatch.setattr(cuts, "segments", lambda *_: segments)
+    monkeypatch.setattr(cuts, "segments_that_fill", lambda *_: segments)
     sizes = {"B": 2, "H": 2, "T": 300, "K": 136, "V": 200, "N": 2}
     q, k, v, g = arrays = draw(SIMPLE_GLA, rng, sizes, "bfloat16", gate, gate_dtype)
     do = rng.standard_normal((2, 2, 300, 200)).astype(BFLOAT16)

@@ -101,7 +101,7 @@ class TiledKernel(Kernel):
     """A kernel whose blocks have a tile of a state: BK channels and BV columns."""
 
     CHUNK: ClassVar[int] = 0  # tokens that are computed together; 0 if they are computed one after the other
-    SUB_CHUNK: ClassVar[int] = 0  # tokens of a chunk whose scores are computed in float32, where that is not all
+    SUB_CHUNK: ClassVar[int] = 0  # tokens of a sub-chunk; 0 if chunks are not cut further
 
     @property
     def channels(self):
