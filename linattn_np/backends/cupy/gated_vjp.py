@@ -103,7 +103,7 @@ class GatedBackwardPass:
     problem: Problem
     inputs: tuple[Array, ...]  # q, k, v, g
     do: Array
-    gradients: tuple[Array, ...]  # of the inputs
+    gradients: tuple[Array | None, ...]  # of the inputs
     dht: Array | None  # the gradient of the final state, if there is one
     dh0: Array | None  # that of the initial state, if it is wanted
     adds: bool = False  # whether dq, dk and dg add to what these hold, those of other columns
@@ -115,16 +115,14 @@ class GatedBackwardPass:
         return dict(zip("qkvg", self.inputs, strict=True)) | {"do_": self.do}
 
     @property
-    def written(self) -> dict[str, Array]:
+    def written(self) -> dict[str, Array | None]:
         return dict(zip(("dq", "dk", "dv", "dg"), self.gradients, strict=True))
 
     def of_tile(self, tile: StateTile, draft, u=None) -> GatedBackwardPass:
         """That of a tile, whose bonus is `u`; its states lie by themselves, in memory of a draft."""
         problem = tile.problem(self.problem, **({} if u is None else {"u": u}))
-        inputs, gradients = (
-            tuple(tile.part(x, axis) for x, axis in zip(arrays, "KKVK", strict=True))
-            for arrays in (self.inputs, self.gradients)
-        )
+        inputs = tuple(tile.part(x, axis) for x, axis in zip(self.inputs, "KKVK", strict=True))
+        gradients = tuple(tile.part(x, axis) for x, axis in zip(self.gradients, "KKVK", strict=True))
         dht, dh0 = draft.plain(tile.state(self.dht), "dht"), gradient_of_state(draft, problem)
         return GatedBackwardPass(problem, inputs, tile.part(self.do, "V"), gradients, dht, dh0, tile.adds, tile.adds_dv)
 

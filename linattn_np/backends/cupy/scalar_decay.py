@@ -69,10 +69,10 @@ def plan_summary_vjp(problem, device, do, saved=()):
     if normalized(problem) or cut.way != HOPPER:
         return None
     gla = in_float32(draft, gla)
-    arrays = backward_inputs(draft, gla, do)
+    read = {name: draft.mapped(gla[name], name) for name in "qkv"}
+    read["do_"] = draft.mapped(gated_vjp.as_inputs(draft, gla, do), "do")
     launches = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=True)
-    arrays = arrays | {"do": draft.mapped(arrays["do"], "do")}
-    return launches.summary(*segments_of(gla, arrays), len(problem.op.gates), g=arrays["g"])
+    return launches.summary(*segments_kernel(gla, read), len(problem.op.gates), g=gla["g"])
 
 
 def plan_vjp(problem, device, do, dht, saved=(), kept=()):
@@ -332,12 +332,12 @@ def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=
 
 # -- backward on Hopper ------------------------------------------------------------------------------------------------
 # Of which arrays each gradient is the sum, as queries, keys and values.
-SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
+SUMS = {"dq": ("do_", "v", "k"), "dk": ("v", "do_", "q"), "dv": ("k", "q", "do_")}
 
 
 def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     """A plan of gla's pullback under a scalar decay. Its dg is [B, H, T] as the kernels read g, or of parts
-    [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether anybody wants it."""
+    [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether dg is wanted."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
     cut = segments.scalar_backward_cut(gla, device)
@@ -346,91 +346,74 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
         of_channels = segments.backward_cut(wide, device, do, exact=True, rounded=not exact_gate)
         return gated_vjp.plan_cut(wide, of_channels, do, dht)
     own = Draft()
-    if kept or not sums_read_gate(gla, cut):
+    reads_half_gate = segments.has_own_gates(gla) and cut.way == HOPPER and cut.segments == 1
+    if kept or not (reads_half_gate and gla["g"].dtype == BFLOAT16):
         gla = in_float32(own, gla)
-    arrays = backward_inputs(own, gla, do)
+    inputs = *(own.mapped(gla[name], name) for name in "qkv"), gla["g"]
+    do, gradients = gated_vjp.as_inputs(own, gla, do), (*map(own.like, inputs[:3]), None)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
-    found = {f"d{name}": own.like(arrays[name]) for name in "qkv"}
+    backward = gated_vjp.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0)
     if cut.way == TILED:
-        dg, tiles = sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0)
+        dg, tiles = sums_tile_after_tile(own, backward, device)
     else:
-        dg, tiles = gradients_by_sums(own, gla, cut, arrays, found, dht, dh0, kept)
-    return own.plan(((*found.values(), dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
+        dg, tiles = gradients_by_sums(own, backward, cut, kept)
+    return own.plan(((*gradients[:3], dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
 
 
-def backward_inputs(draft, gla, do):
-    """What kernels read, by name."""
-    arrays = {name: draft.mapped(gla[name], name) for name in "qkv"}
-    return arrays | {"do": gated_vjp.as_inputs(draft, gla, do), "g": gla["g"]}
-
-
-def sums_read_gate(gla, cut):
-    """Whether the kernels that give the gate's gradient are all there are: they read a bfloat16 gate as it is."""
-    return gla["g"].dtype == BFLOAT16 and segments.has_own_gates(gla) and cut.way == HOPPER and cut.segments == 1
-
-
-def segments_of(gla, arrays):
+def segments_kernel(gla, read):
     """(the kernel that summarises segments, what it reads by tensor maps)."""
-    mapped = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
-    return ScalarBackwardSegments.fitting(gla.sizes["V"]), mapped
+    return ScalarBackwardSegments.fitting(gla.sizes["V"]), {name: read[name] for name in ("q", "k", "v", "do_")}
 
 
-def prepared(own, gla, cut, arrays, dht, kept):
-    """(launches on segments, the arrays with `do` as tensor maps take it, states before and gradients behind each)."""
-    on_hopper = gated_vjp.HopperBackward(own, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
-    arrays = arrays | {"do": own.mapped(arrays["do"], "do")}
-    initial, dht = on_hopper.initial, own.aligned(dht, "dht")
-    if kept:
-        initial, dht = on_hopper.resumed(*kept, dht)
-    elif on_hopper.P > 1:
-        initial, dht = on_hopper.between_segments(*segments_of(gla, arrays), initial, dht, g=arrays["g"])
-    return on_hopper, arrays, initial, dht
-
-
-def sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0):
-    """As `gated_vjp.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share it, too;
-    the sizes of what runs for the first)."""
-    memory, tiles, sizes = Reused(own), tiles_of(gla), []
-    parts = own.empty((len(tiles), *gla.shape("B H T")), FLOAT32) if segments.has_own_gates(gla) else None
+def sums_tile_after_tile(draft, whole, device):
+    """As `gated_vjp.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share the
+    gate, too; the sizes of what runs for the first tile)."""
+    memory, tiles, sizes = Reused(draft), tiles_of(whole.problem), []
+    shape, own_gates = whole.problem.shape("B H T"), segments.has_own_gates(whole.problem)
+    parts = draft.empty((len(tiles), *shape), FLOAT32) if own_gates else None
     for n, tile in enumerate(tiles):
-        draft, smaller = memory.again(), tile.problem(gla)
-        read, written = (
-            {name: x if name == "g" else tile.part(x, "V" if name in ("v", "do", "dv") else "K") for name, x in named}
-            for named in (arrays.items(), found.items())
-        )
-        states = draft.plain(tile.state(dht), "dht"), gated_vjp.gradient_of_state(draft, smaller)
-        more = {"adds": {"dq": tile.adds, "dk": tile.adds, "dv": tile.adds_dv}, "dg": parts and parts[n]}
-        cut = segments.sums_backward_cut(smaller, device)
-        sizes.append(gradients_by_sums(draft, smaller, cut, read, written, *states, **more)[1])
-        if dh0 is not None:
-            own.copy(states[1], tile.state(dh0))
-    dg = parts and own.empty(parts.shape[1:], FLOAT32)
-    if parts is not None:
-        sum_of_parts(own, parts, dg)
+        own = memory.again()
+        backward = whole.of_tile(tile, own)
+        cut = segments.sums_backward_cut(backward.problem, device)
+        sizes.append(gradients_by_sums(own, backward, cut, dg=parts and parts[n])[1])
+        if whole.dh0 is not None:
+            draft.copy(backward.dh0, tile.state(whole.dh0))
+    if parts is None:
+        return None, sizes[0] | {"tiles": len(tiles)}
+    dg = draft.empty(shape, FLOAT32)
+    sum_of_parts(draft, parts, dg)
     return dg, sizes[0] | {"tiles": len(tiles)}
 
 
-def gradients_by_sums(own, gla, cut, arrays, found, dht, dh0, kept=(), adds=None, dg=None):
-    """Three sums, at once or the first before the others; those leave and find what the gate's gradient is made of,
-    where it is asked for. (that gradient, the sizes of what runs). Of a tile: `adds`, by name, says whether they do,
-    and the gate's gradient goes to `dg` as a whole."""
-    K, V = gla.shape("K V")
-    on_hopper, arrays, initial, dht = prepared(own, gla, cut, arrays, dht, kept)
-    P, gate = on_hopper.P, segments.has_own_gates(gla)
-    sums, kernels = [], segments.weighted_sums(gla, gla["g"].dtype, P, cut.device, gate, one_part=dg is not None)
+def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
+    """(the gate's gradient if tokens have gates of their own, the sizes of what runs).
+
+    Three sums, by one launch, or dq by the first of two launches. With the gate's gradient there are two: the first
+    leaves what the second makes the gradient of. A tile's goes to `dg` as a whole.
+    """
+    gla, read, written = backward.problem, backward.read, backward.written
+    (K, V), gate = gla.shape("K V"), segments.has_own_gates(gla)
+    hopper = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
+    read["do_"] = draft.mapped(backward.do, "do")
+    initial, dht, P = hopper.initial, draft.aligned(backward.dht, "dht"), hopper.P
+    if kept:
+        initial, dht = hopper.resumed(*kept, dht)
+    elif P > 1:
+        initial, dht = hopper.between_segments(*segments_kernel(gla, read), initial, dht, g=read["g"])
+    sums, adds = [], {"dq": backward.adds, "dk": backward.adds, "dv": backward.adds_dv}
     for name, parts in SUMS.items():
-        of = (*(arrays[part] for part in parts), found[name])
-        partner, adding = arrays[name[1:]] if gate else None, bool(adds and adds[name])
-        more = {"partner": partner, "turned": name != "dv", "adds": adding}
+        of, partner = (*(read[part] for part in parts), written[name]), read[name[1:]] if gate else None
+        more = {"partner": partner, "turned": name != "dv", "adds": adds[name]}
         if name == "dq":
             sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, **more))
         else:
-            more["final"] = dh0 if name == "dv" else None
-            sums.append(weighted_sum(of, dht, read=1.0, write=gla.scale, backwards=True, **more))
-    of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) | ({"dg": dg} if dg else {}) if gate else {}
+            final = backward.dh0 if name == "dv" else None
+            sums.append(weighted_sum(of, dht, final, read=1.0, write=gla.scale, backwards=True, **more))
+    kernels = segments.weighted_sums(gla, read["g"].dtype, P, cut.device, gate, one_part=dg is not None)
+    of_gate = gate_sums(draft, gla, hopper.shape, *kernels) | ({"dg": dg} if dg else {}) if gate else {}
     for kernel in kernels:
         count, widest = SUMS_AT_ONCE[kernel.what], K if kernel.what.endswith("Queries") else max(K, V)
-        launch_sums(own, gla, kernel, sums[:count], arrays["g"], on_hopper.shape, widest, of=P, **of_gate)
+        launch_sums(draft, gla, kernel, sums[:count], read["g"], hopper.shape, widest, of=P, **of_gate)
         sums = sums[count:]
     return of_gate.get("dg"), kernels[-1].tiles | ({"segments": P} if P > 1 else {})
 
