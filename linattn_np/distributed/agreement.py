@@ -9,10 +9,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import ContractError
-from .engine import Disagreement, those
+from .engine import Disagreement, begin, those
 
 DIGEST = 16  # bytes
 REMEMBERED = 256  # calls of an engine
+CALL = "the call"  # where ranks differ in this, nothing else is compared
 MEANT: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {key of a call: (header, text)}
 ANSWERS: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {header: the last answer to it}
 
@@ -33,15 +34,15 @@ class Question:
 
     def __init__(self, comm, name, check, key=None):
         self.comm, self.name = comm, name
-        if hasattr(comm, "begin"):
-            comm.begin(name)
+        begin(comm, name)
         self.checked, self.error, self.lengths = None, None, None
         known = remembered(MEANT, comm)
         self.header, self.text = known.get(key, (None, None))
         try:
             self.checked, tokens, meaning = check(self.header is None)
             if self.header is None:
-                self.header, self.text = in_words(tokens, {name: str(value) for name, value in meaning.items()})
+                meaning = {CALL: name} | {what: str(value) for what, value in meaning.items()}
+                self.header, self.text = in_words(tokens, meaning)
                 if key is not None:
                     keep(known, key, (self.header, self.text))
         except ContractError as refusal:
@@ -102,8 +103,9 @@ def differences(meanings):
         if "refused" in meaning:
             yield f"rank {rank} refused its call: {meaning['refused']}"
     calls = {rank: meaning for rank, meaning in enumerate(meanings) if "refused" not in meaning}
-    for key in dict.fromkeys(key for meaning in calls.values() for key in meaning):
-        having = {}
+    alike = len({meaning[CALL] for meaning in calls.values()}) < 2
+    for key in dict.fromkeys(key for meaning in calls.values() for key in meaning) if alike else [CALL]:
+        having: dict = {}
         for rank, meaning in calls.items():
             having.setdefault(meaning.get(key, "nothing"), []).append(rank)
         if len(having) > 1:

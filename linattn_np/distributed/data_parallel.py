@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ContractError
 from . import operators
 from .agreement import agree
-from .engine import RankLost
+from .engine import RankLost, begin
 
 BUCKET = 1 << 22  # numbers that travel together where they are added up here
 BUCKETS = 8  # that may be under way, which bounds the memory
@@ -86,6 +86,7 @@ class DataParallel:
 
     # -- the course of a training -------------------------------------------------------------------------------------
     def clock(self, step, seconds):
+        begin(self.comm, f"Training, step {step}")
         told = self.comm.all_gather(np.array([step, seconds], np.float64))()
         if (told[:, 0] != step).any():
             raise RankLost(

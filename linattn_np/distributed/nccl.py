@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from .engine import LIMIT_S, RankLost, check_limit
+from .engine import LIMIT_S, RankLost, begin, check_limit
 
 PRIORITY = -5  # the highest: a message's few blocks must not wait until a card that is full of work has none left
 CLOSING_S = 2.0  # how long a communicator's end is waited for
@@ -130,8 +130,7 @@ class Nccl:
         self.cupy.cuda.runtime.memsetAsync(self.flags + place, value, 1, self.stream.ptr)
 
     def begin(self, operation):
-        if hasattr(self.host, "begin"):
-            self.host.begin(operation)
+        begin(self.host, operation)
 
     def meet(self, peer):
         """Processes need not wait for each other before a message is enqueued."""
