@@ -6,10 +6,12 @@ import ctypes
 import importlib.util
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from ..caches import folder_for_cupy
 from ..errors import ContractError, NotSupported
 
 DEVICES = ("cpu", "cuda")
@@ -21,6 +23,7 @@ def check_device(owner: str, device: str):
         raise ContractError(f"{owner}: device is {device!r}, expected 'cpu' or 'cuda'")
     if device == "cpu":
         return
+    folder_for_cupy()
     try:
         import cupy
 
@@ -67,7 +70,8 @@ def open_beside(number: int = 0) -> threading.Thread:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # CUDA's runtime takes the same one
 
     thread = threading.Thread(target=opened)
-    thread.start()
+    with suppress(RuntimeError):  # the system gives no thread: CuPy opens the device
+        thread.start()
     return thread
 
 

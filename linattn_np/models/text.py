@@ -8,11 +8,12 @@ from itertools import islice
 
 from ..errors import ContractError, ContractTypeError
 from .batch import Batch
-from .checks import whole
+from .checks import shown, whole
 from .face import Model, State
 from .sampling import Sampling
 from .tokenizers import Tokenizer
 
+LONGEST = (1 << 31) - 1  # tokens of a text
 PIECE = 512  # tokens of a prompt that are read at a time: what is in flight stays small, and progress shows
 
 
@@ -22,7 +23,7 @@ class Text:
     All that `feed` returns is, put together, the text. It holds back what may be the beginning of a stop string, and
     the bytes of a character until it is whole, so that nothing has to be taken back.
 
-    length : so many tokens at most; None is no limit.
+    length : so many tokens at most, up to 2^31 - 1; None is no limit.
     stop : strings that end the text and are no part of it; of several, the one that is complete first.
     finish : None while the text goes on, then "stop", "end" or "length"; or what `close` was told.
     error : what was wrong, of a text whose `finish` is "error".
@@ -37,15 +38,9 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int | None = None, stop: Sequence[str] = ()):
-        if (
-            isinstance(stop, str)
-            or not isinstance(stop, Iterable)
-            or not all(isinstance(string, str) and string for string in stop)
-        ):
-            raise ContractError(f"Text: stop is {stop!r}, expected a sequence of strings, none of them empty")
         if length is not None:
-            whole("Text", "length", length, 1)
-        self.length, self.stop, self.end, self.tokenizer = length, tuple(stop), tokenizer.end, tokenizer
+            whole("Text", "length", length, 1, LONGEST)
+        self.length, self.stop, self.end, self.tokenizer = length, stops(stop), tokenizer.end, tokenizer
         self.error: str | None = None
         self.stream, self.held = tokenizer.stream(), ""
         self.finish: str | None = None
@@ -103,6 +98,16 @@ class Text:
             ),
             0,
         )
+
+
+def stops(given) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ContractError(f"Text: stop is {shown(given)}, expected a sequence of strings, none of them empty")
+    strings = tuple(given)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ContractError(f"Text: stop holds {shown(string)}, expected strings, none of them empty")
+    return strings
 
 
 @dataclass

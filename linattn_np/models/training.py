@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -152,6 +152,12 @@ class Training:
     def __repr__(self):
         return f"Training({self.layout.size:,} parameters, {self.steps.dtype} on {self.device}, {self.done:.0%} done)"
 
+    def change(self, **how):
+        """From here on `steps`, `minutes` or `lr` of the settings are others; steps and minutes replace each other."""
+        if how.keys() & {"steps", "minutes"}:
+            how = {"steps": None, "minutes": None, **how}
+        self.settings = replace(self.settings, **how)
+
     @property
     def done(self) -> float:
         """The part of the training that is done, from 0 to 1."""
@@ -195,9 +201,11 @@ class Training:
 
     # -- files -------------------------------------------------------------------------------------------------------
     def save(self, path):
-        """All that `restore` needs, in one file, which is there whole or not at all."""
+        """All that `restore` needs, in one file, which is there whole or not at all; ContractError, and the file stays
+        as it was, where a number is not finite."""
         about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
         vectors = {name: on_host(getattr(self.steps, name)) for name in VECTORS}
+        self.check_finite(vectors)
         write_arrays(
             path,
             {
@@ -210,15 +218,17 @@ class Training:
         )
 
     def save_model(self, path):
-        """The weights under the model's names for files; matrices in the dtype of products."""
+        """The weights under the model's names for files, matrices in the dtype of products; ContractError as `save`."""
         named = self.layout.named(on_host(self.steps.weights))
-        write_arrays(
-            path,
-            {
-                name: array.astype(self.steps.dtype) if array.squeeze().ndim > 1 else array
-                for name, array in named.items()
-            },
-        )
+        arrays = {
+            name: array.astype(self.steps.dtype) if array.squeeze().ndim > 1 else array for name, array in named.items()
+        }
+        self.check_finite(arrays)
+        write_arrays(path, arrays)
+
+    def check_finite(self, arrays):
+        if lost := first_not_finite(arrays):
+            refuse(f"{lost} at step {self.step_number} has numbers that are not finite, which no file shall hold")
 
     @classmethod
     def restore(
@@ -246,6 +256,11 @@ class Training:
         self.steps.load(**{name: stored[name] for name in VECTORS})
         self.step_number, self.seconds = int(stored["step"][0]), float(stored["seconds"][0])
         return self
+
+
+def first_not_finite(arrays) -> str | None:
+    """Its name. A sum of finite float32 numbers in float64 is finite, and takes no array of answers."""
+    return next((name for name, x in arrays.items() if not np.isfinite(x.sum(dtype=np.float64))), None)
 
 
 class Text:
@@ -328,6 +343,8 @@ def checked(stored, kind) -> Settings:
     for name, count in (*((name, wanted) for name in VECTORS), ("text", 32), ("step", 1), ("seconds", 1)):
         if len(stored[name]) != count:
             refuse(f"has {len(stored[name])} elements of {name}, expected {count}")
+    if lost := first_not_finite({name: stored[name] for name in VECTORS}):
+        refuse(f"has numbers in {lost} that are not finite")
     if stored["step"][0] < 0 or not 0 <= stored["seconds"][0] < math.inf:
         refuse(f"is at step {stored['step'][0]} after {stored['seconds'][0]} seconds")
     return settings

@@ -216,9 +216,19 @@ def compiled(kernel, device: int):
 
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
     with cupy.cuda.Device(device):
-        begin_compiling(options)
-        module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
-        return module.get_function(kernel.expression)
+        try:
+            begin_compiling(options)
+            return function_of(kernel, options)
+        except OSError:  # CuPy's folder is full, or gone
+            os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+            return function_of(kernel, options)
+
+
+def function_of(kernel, options):
+    import cupy
+
+    module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
+    return module.get_function(kernel.expression)
 
 
 def begin_compiling(options):

@@ -4,14 +4,13 @@ What Python and NumPy take between the loops of a token is as long as 4 bits of 
 """
 
 import numpy as np
-from numba import njit
 
+from ...compiled import njit
 from ..matrix_loops import product_at
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 
 LOOP = {
     "nogil": True,
-    "cache": True,
     "error_model": "numpy",  # a look for zeros at every division keeps a loop from vectors
     "fastmath": {"contract", "nsz", "arcp", "reassoc"},
 }
