@@ -188,7 +188,7 @@ ROOMS = {
         ],
         ["numpy"],
     ),
-    "declarations": (["arrays", "contract", "errors", "summary", "wording"], ["numpy"]),
+    "declarations": (["arguments", "arrays", "contract", "errors", "summary", "varlen", "wording"], ["numpy"]),
     "dispatch": (["contract", "errors", "problem", "views"], []),
     "ops": (["ops", "arrays", "declarations", "dispatch", "views", "wording", "typing"], ["numpy"]),
     "stages": (["contract", "declarations", "dispatch", "views", "typing"], ["numpy"]),
@@ -288,6 +288,8 @@ ROOMS = {
         ["backends.numpy", "arrays", "caches", "contract", "declarations", "varlen"],
         ["numpy"],
     ),
+    "backends/numpy/compiled": (["backends.numpy"], ["numba"]),
+    "backends/numpy/numba_loops": ([], ["numpy", "numba", "llvmlite"]),
     "backends/cupy": (
         ["backends.cupy", "arrays", "contract", "declarations", "kernel_choice", "problem", "varlen"],
         ["numpy", "cupy"],
@@ -337,6 +339,7 @@ def test_array_libraries_are_imported_where_they_are_used():
     }
     assert at_the_top <= {
         "backends/numba/runtime",
+        "backends/numpy/numba_loops",
         "interop/jax",
         "interop/jax_axis",
         "interop/jax_partition",

@@ -1,0 +1,23 @@
+"""Numba's loops for what stands between products, where Numba is installed and a call is long enough for them."""
+
+from functools import cache
+
+LEAST_ELEMENTS = 1 << 20  # between products: a call of fewer takes less time than importing Numba
+
+
+def loops(elements):
+    """The module of loops, or None: then NumPy's own functions do the same, in several passes."""
+    return module() if elements >= LEAST_ELEMENTS else None
+
+
+@cache
+def module():
+    try:
+        from numba import config
+
+        if config.DISABLE_JIT:
+            return None
+        from . import numba_loops
+    except Exception:  # it is not installed, or this installation cannot compile or keep what it compiles
+        return None
+    return numba_loops
