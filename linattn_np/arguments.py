@@ -18,7 +18,7 @@ from . import foreign, grouped, overlap
 from .errors import ContractError, ContractTypeError
 from .layouts import in_layout, swap_heads
 from .summary import Transition
-from .wording import kind_of, shown
+from .wording import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +36,7 @@ class Declaration:
     feature: str = "K"  # the axis that sets the default scale, K**-0.5
     transition: Transition = Transition.NONE  # what a token does to the state before it
     gates_per_value_head: bool = False  # each value head has gates of its own, so that none can share a head's
+    differentiable = True  # by a function of this name in linattn_np.interop
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
         raise error(f"{self.name}: {argument} {complaint}")
@@ -52,18 +53,12 @@ class Declaration:
             self.refuse(argument, f"is {shown(x)}, expected True or False", ContractTypeError)
         return bool(x)
 
-    def native(self, name, x):
+    def native(self, name, x, use="computed"):
         """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
-        whose = array_kinds.kind(x)
-        if whose is None:
-            way_out = f": np.asarray({name}) is one" if isinstance(x, (list, tuple, int, float, np.generic)) else ""
-            self.refuse(name, f"is a {kind_of(x)}, expected an array{way_out}", ContractTypeError)
-        if obstacle := foreign.obstacle(x, whose, self.name):
-            self.refuse(name, obstacle, ContractTypeError)
         try:
-            return array_kinds.to_native(x, whose), whose
-        except (TypeError, BufferError, ImportError, RuntimeError) as error:
-            self.refuse(name, f"cannot be read: {error}", ContractTypeError)
+            return foreign.admitted(name, x, use, self.name.split()[0] if self.differentiable else None)
+        except foreign.Refusal as refusal:
+            self.refuse(name, str(refusal), ContractTypeError)
 
     def logical(self, name, array, axes, layout):
         """`array` with its axes in the order `axes`; only arrays that have both H and T come in another layout."""
@@ -71,9 +66,9 @@ class Declaration:
             self.refuse(name, f"has {array.ndim} axes, shape {tuple(array.shape)}, expected {in_layout(axes, layout)}")
         return swap_heads(array, axes, layout)
 
-    def placed(self, name, x, axes, sizes, home, dtypes=array_kinds.FLOATS):
+    def placed(self, name, x, axes, sizes, home, dtypes=array_kinds.FLOATS, use="computed"):
         """`x` as a native array of exactly the sizes and the device of the call."""
-        native, _ = self.native(name, x)
+        native, _ = self.native(name, x, use)
         wanted = tuple(sizes[axis] for axis in axes.split())
         if tuple(native.shape) != wanted:
             self.refuse(name, f"is {tuple(native.shape)}, expected [{', '.join(axes.split())}] = {wanted}")

@@ -36,8 +36,8 @@ def to_native(x, whose: str):
     """`x`, of kind `whose`, as a numpy.ndarray or cupy.ndarray over the same memory."""
     if whose in ("numpy", "cupy"):
         return np.asarray(x) if whose == "numpy" else x  # of a memory map the plain array
-    if whose == "torch" and x.requires_grad:
-        x = x.detach()
+    if whose == "torch":
+        x = in_memory(x)
     if whose == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
         import cupy
 
@@ -53,6 +53,12 @@ def to_native(x, whose: str):
     return np.from_dlpack(x)
 
 
+def in_memory(x):
+    """A tensor of torch's without its gradient, whose numbers are those in memory: not negated or zero when read."""
+    x = x.detach() if x.requires_grad else x
+    return x.clone() if x._is_zerotensor() else x.resolve_neg()
+
+
 def from_native(native, whose: str, example):
     """A result as the caller's kind of array, without a copy where that library allows it."""
     if whose in ("numpy", "cupy", "cuda"):
@@ -62,12 +68,22 @@ def from_native(native, whose: str, example):
         torch = sys.modules["torch"]
         if bfloat16_on_host:
             return torch.from_dlpack(native.view(np.int16)).view(torch.bfloat16)
-        return torch.from_dlpack(native)
+        memory = None if isinstance(native, np.ndarray) else getattr(native.data.mem, "_owner", None)
+        return view_of(memory, native) if isinstance(memory, torch.Tensor) else torch.from_dlpack(native)
     if whose == "jax":
         jax = sys.modules["jax"]
         return jax.numpy.asarray(native) if bfloat16_on_host else jax.dlpack.from_dlpack(native)
     namespace = getattr(example, "__array_namespace__", None)
     return namespace().from_dlpack(native) if namespace else native
+
+
+def view_of(memory, native):
+    """The tensor with the numbers of a CuPy array in the memory that torch's tensor `memory` owns."""
+    torch = sys.modules["torch"]
+    storage, size = memory.untyped_storage(), native.itemsize
+    empty = torch.empty(0, dtype=getattr(torch, native.dtype.name), device=memory.device)
+    start = (native.data.ptr - storage.data_ptr()) // size if native.size else 0
+    return empty.set_(storage, start, native.shape, tuple(step // size for step in native.strides))
 
 
 def home(x) -> str:

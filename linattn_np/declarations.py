@@ -231,12 +231,14 @@ OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
 class Step(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
 
+    differentiable = False
+
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
         B, H, K, V = problem.shape("B H K V")
         pool = problem.sizes | {"N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
-        state = self.placed("state", state, axes, pool, problem.home)
+        state = self.placed("state", state, axes, pool, problem.home, use="written")
         self.writable("state", state, problem.home)
         slots = self.slots(slots, B, pool["N"], problem.home)
         return problem.replace(options={"state": state, "slots": slots})
@@ -293,6 +295,8 @@ RWKV6_STEP = Step(
 # -- the stages of the chunked form ------------------------------------------------------------------------------------
 class Stage(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
+
+    differentiable = False
 
     def check(self, inputs, *, chunk_size=CHUNK, **arguments):
         if chunk_size is None:

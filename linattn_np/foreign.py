@@ -1,4 +1,8 @@
-"""Arrays that can be read but must not be: what they carry besides their numbers would be lost without a word."""
+"""The door for arrays: which are taken, and why every other one is refused, with the way out.
+
+An array that is read must be all in its memory. What is not on the lists below has something beside its memory (a mask,
+a gradient, a transformation, other devices) or no memory of its own, and both would be lost without a word.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,42 @@ import sys
 
 import numpy as np
 
+from . import arrays
 from .wording import kind_of
 
-NATIVE = (np.ndarray, np.memmap)  # a memory map is an array like any other, in a file
+OF_NUMPY = (np.ndarray, np.memmap)  # a memory map is an array like any other, in a file
 
 
-def is_subclass(x) -> bool:
-    """Whether `x` is a NumPy array with rules of its own, which half of an operator would follow and half would not."""
-    return isinstance(x, np.ndarray) and type(x) not in NATIVE
+class Refusal(TypeError):
+    """What is wrong with an array, to be said behind its name."""
 
 
-def obstacle(x, whose: str, operator: str) -> str | None:
-    """Why an operator does not take `x`, of kind `whose`, with the way out; None where it does."""
-    if is_subclass(x):
-        return of_subclass(x)
-    if whose == "torch":
-        return of_torch(x, operator)
-    if whose == "jax" and isinstance(x, sys.modules["jax"].core.Tracer):
-        return (
-            f"is a {kind_of(x)}, which has no numbers yet: under JAX's transformations import {operator} from "
-            "linattn_np.interop.jax"
-        )
-    return None
+def admitted(name, x, use: str = "computed", operator: str | None = None):
+    """(`x` as a NumPy or CuPy array over the same memory, the kind of `x`); a Refusal where `x` is not taken.
+
+    `use` is what `x` is for: "computed" with, "written" to, or only "copied". `operator` is the differentiable function
+    of linattn_np.interop that does the same, if there is one.
+    """
+    whose = arrays.kind(x)
+    if whose is None:
+        way_out = f": np.asarray({name}) is one" if isinstance(x, (list, tuple, int, float, np.generic)) else ""
+        raise Refusal(f"is a {kind_of(x)}, expected an array{way_out}")
+    if whose in OBSTACLES and (obstacle := OBSTACLES[whose](x, use, operator)):
+        raise Refusal(obstacle)
+    try:
+        return arrays.to_native(x, whose), whose
+    except (TypeError, BufferError, ImportError, RuntimeError) as error:
+        raise Refusal(f"cannot be read: {error}") from error
 
 
-def of_subclass(x) -> str:
+def differentiable(operator, library) -> str:
+    return f": import {operator} from linattn_np.interop.{library}" if operator else ""
+
+
+# -- what each library's array is refused for, or None -----------------------------------------------------------------
+def of_numpy(x, use, operator) -> str | None:
+    if type(x) in OF_NUMPY:
+        return None
     if isinstance(x, np.ma.MaskedArray):
         return (
             f"is a {kind_of(x)}, whose mask would be ignored, expected a plain array: x.filled(0) and, for "
@@ -39,21 +54,80 @@ def of_subclass(x) -> str:
     return f"is a {kind_of(x)}, a subclass of numpy.ndarray, expected a plain array: np.asarray(x)"
 
 
-def of_torch(x, operator: str) -> str | None:
+def of_cupy(x, use, operator) -> str | None:
+    if type(x) is sys.modules["cupy"].ndarray:
+        return None
+    return f"is a {kind_of(x)}, a subclass of cupy.ndarray, expected a plain array"
+
+
+def of_jax(x, use, operator) -> str | None:
+    if isinstance(x, sys.modules["jax"].core.Tracer):
+        return f"is a {kind_of(x)}, which has no numbers under JAX's transformations" + differentiable(operator, "jax")
+    if x.is_deleted():
+        return "is a JAX array that was deleted, or donated to another call"
+    if use == "written":
+        return "is a JAX array, which nobody may write to" + differentiable(operator, "jax")
+    return None
+
+
+def of_torch(x, use, operator) -> str | None:
     torch = sys.modules["torch"]
+    instead = differentiable(operator, "torch")
     if torch.compiler.is_compiling():
-        return (
-            "is traced by torch.compile, which cannot look into this call: import "
-            f"{operator} from linattn_np.interop.torch"
-        )
+        return "is traced by torch.compile, which cannot look into this call" + instead
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return (
-            "is a tensor under a transformation of torch.func, which would not see this call: import "
-            f"{operator} from linattn_np.interop.torch"
-        )
+        return "is a tensor under a transformation of torch.func, which would not see this call" + instead
+    if misfit := not_plain(torch, x):
+        return misfit
+    if use == "written" and not_resolved(x):
+        return "is a view that torch computes when it is read, but it is written: x.clone() has memory of its own"
+    if use == "copied":
+        return None
+    forward = torch.autograd.forward_ad
+    if forward._current_level >= 0 and forward.unpack_dual(x).tangent is not None:
+        return "carries a tangent of torch's forward-mode derivatives, which this call would cut"
     if x.requires_grad and torch.is_grad_enabled():
-        return (
-            f"requires grad, which this call would cut: import {operator} from linattn_np.interop.torch to train, "
-            "or pass x.detach() or call under torch.no_grad() to compute alone"
+        compute = "pass x.detach() or call under torch.no_grad() to compute alone"
+        return "requires grad, which this call would cut" + (
+            f"{instead} to train, or {compute}" if instead else f": {compute}"
         )
     return None
+
+
+OBSTACLES = {"numpy": of_numpy, "cupy": of_cupy, "jax": of_jax, "torch": of_torch}
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+def not_plain(torch, x) -> str | None:
+    """Why a tensor is not one of strided numbers in the memory of the CPU or of a CUDA device, None where it is."""
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        way_out = ": x.to_local() is this rank's" if hasattr(x, "to_local") else ""
+        return f"is a {kind_of(x)}, expected a torch.Tensor or torch.nn.Parameter itself{way_out}"
+    if x.is_nested:
+        return (
+            "is a nested tensor: x.to_padded_tensor(0) with the operator's mask=, or packed sequences with cu_seqlens="
+        )
+    if x.is_quantized:
+        return "is a quantised tensor: x.dequantize()"
+    if x.layout is not torch.strided:
+        return f"is a tensor of layout {x.layout}, expected torch.strided: x.to_dense()"
+    if torch._is_functional_tensor(x):
+        return "is a tensor that torch functionalises, which has no memory"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"is on torch's device {x.device}, expected the CPU or CUDA"
+    if x.untyped_storage().nbytes() < extent(x):
+        return "is a tensor whose memory was freed"
+    return None
+
+
+def extent(x) -> int:
+    """Bytes from the start of a tensor's storage to its last number; 0 where it has none, or is computed when read."""
+    if not x.numel() or x._is_zerotensor():
+        return 0
+    last = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape))
+    return (x.storage_offset() + last + 1) * x.element_size()
+
+
+def not_resolved(x) -> bool:
+    """Whether a tensor's numbers are not those in its memory: negated or zero, when they are read."""
+    return x.is_neg() or x._is_zerotensor()

@@ -8,6 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from . import arrays as array_kinds
+from . import foreign
 from .arguments import is_int, is_real
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError
@@ -223,10 +224,10 @@ class GatedLinearAttention:
         """The layer's own copies of `weights`, once every shape fits the others."""
         found = {}
         for name, x in weights.items():
-            whose = array_kinds.kind(x)
-            if whose is None:
-                refuse(f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
-            found[name] = array_kinds.to_native(x, whose)
+            try:
+                found[name], _ = foreign.admitted(name, x, "copied")
+            except foreign.Refusal as refusal:
+                refuse(f"{name} {refusal}", ContractTypeError)
         for name in SIZED:
             if name in found and found[name].ndim != 2:
                 refuse(f"{name} is {found[name].shape}, expected two axes")

@@ -28,7 +28,7 @@ MODULES = sorted(
 )
 
 NEEDED = {
-    f"linattn_np.interop.{module}": module.split("_")[0] for module in ("jax", "jax_axis", "torch", "torch_transforms")
+    f"linattn_np.interop.{module}": module.split("_")[0] for module in ("jax", "jax_axis", "torch", "torch_calls")
 }
 
 

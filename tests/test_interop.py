@@ -1,16 +1,19 @@
 """Arrays of other libraries: read where they lie, answered in kind; libraries and devices do not mix."""
 
+import re
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 from reference import assert_close, draw, same_bits
 
-from linattn_np import ContractTypeError, explain, gla, gla_step, vjp
+from linattn_np import ContractTypeError, explain, gla, gla_step, stages, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.declarations import GLA
 from linattn_np.errors import ContractError
+from linattn_np.layers import GatedLinearAttention, random_weights
 
 SIZES = {"B": 1, "H": 2, "T": 20, "K": 8, "V": 6, "N": 1}
 
@@ -166,6 +169,78 @@ def test_torch_transformations_are_refused(torch, arrays):
         ContractTypeError, match="gla: k is a tensor under a transformation of torch.func.*interop.torch"
     ):
         torch.func.vmap(lambda k: gla(q, k, v, g))(k[None])
+
+
+def strange_tensors(torch):
+    """Tensors whose memory does not hold their numbers, with what the error says of them."""
+    plain = torch.zeros(1, 2, 20, 8)
+    freed = plain.clone()
+    freed.untyped_storage().resize_(16)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        fake = torch.zeros(1, 2, 20, 8)
+    return {
+        "a subclass": (plain.as_subclass(type("Wrapped", (torch.Tensor,), {})), "Wrapped, expected a torch.Tensor or"),
+        "fake": (fake, "FakeTensor, expected a torch.Tensor or torch.nn.Parameter itself"),
+        "meta": (plain.to("meta"), "is on torch's device meta, expected the CPU or CUDA"),
+        "sparse": (plain.to_sparse(), "is a tensor of layout torch.sparse_coo, expected torch.strided"),
+        "mkldnn": (plain.to_mkldnn(), "is a tensor of layout torch._mkldnn"),
+        "quantised": (torch.quantize_per_tensor(plain, 0.1, 0, torch.quint8), "is a quantised tensor"),
+        "nested": (torch.nested.nested_tensor([plain[0]]), "is a nested tensor"),
+        "functional": (torch._to_functional_tensor(plain), "is a tensor that torch functionalises"),
+        "freed": (freed, "is a tensor whose memory was freed"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, of old kinds
+def test_strange_tensors_are_refused(torch, arrays):
+    """By every way in."""
+    interop = pytest.importorskip("linattn_np.interop.torch")
+    plain = [torch.from_numpy(x) for x in arrays]
+    weights = random_weights(np.random.default_rng(0), hidden_size=32, num_heads=2)
+    for strange, message in strange_tensors(torch).values():
+        for call in (gla, interop.gla, partial(vjp, gla)):
+            with pytest.raises(ContractTypeError, match=f"gla: k .*{message}"):
+                call(plain[0], strange, *plain[2:])
+        with pytest.raises(ContractTypeError, match=f"gla: do .*{message}"):
+            vjp(gla, *plain)[1](strange)
+        with pytest.raises(ContractTypeError, match=f"GatedLinearAttention: q_proj.weight .*{message}"):
+            GatedLinearAttention(weights | {"q_proj.weight": strange}, 2)
+
+
+def test_tensors_that_are_computed_when_they_are_read(torch, arrays):
+    """Negated or zero: their memory does not say so, and cannot be written to."""
+    q, k, v, g = map(torch.from_numpy, arrays)
+    negated = torch.complex(k, k).conj().imag
+    assert negated.is_neg() and torch.equal(gla(q, negated, v, g), gla(q, -k, v, g))
+    zero = torch._efficientzerotensor(k.shape)
+    assert torch.equal(gla(q, k, v, zero), gla(q, k, v, torch.zeros_like(g)))
+    token, ones = [x[:, :, 0] for x in (q, k, v, g)], torch.ones(1, 2, 8, 6)
+    for state in (torch.complex(ones, ones).conj().imag, torch._efficientzerotensor(ones.shape)):
+        with pytest.raises(ContractTypeError, match="gla_step: state is a view that torch computes.*x.clone()"):
+            gla_step(*token, state)
+
+
+def test_arrays_of_jax_that_are_gone_or_written(jax, arrays):
+    interop = pytest.importorskip("linattn_np.interop.jax")
+    q, k, v, g = map(jax.numpy.asarray, arrays)
+    k.delete()
+    for call in (gla, interop.gla):
+        with pytest.raises(ContractTypeError, match="gla: k is a JAX array that was deleted"):
+            call(q, k, v, g)
+    with pytest.raises(ContractTypeError, match="gla_step: state is a JAX array, which nobody may write to"):
+        gla_step(*(x[:, :, 0] for x in (q, q, v, g)), jax.numpy.zeros((1, 2, 8, 6)))
+
+
+def test_errors_name_imports_that_exist(torch, arrays):
+    q, k, v, g = (torch.from_numpy(x).requires_grad_() for x in arrays)
+    interop = pytest.importorskip("linattn_np.interop.torch")
+    stage = partial(stages.intra_chunk, q, k, g)
+    step = partial(gla_step, *(x[:, :, 0] for x in (q, k, v, g)), torch.zeros(1, 2, 8, 6))
+    for call in (stage, step, partial(gla, q, k, v, g), partial(gla, q, k, v, g, v)):
+        with pytest.raises(ContractTypeError, match="requires grad, .*pass x.detach()") as refusal:
+            call()
+        named = re.search(r"import (.*) from linattn_np.interop.torch", str(refusal.value))
+        assert named is None or hasattr(interop, named[1])
 
 
 def test_torch_compile_is_refused(torch, arrays):

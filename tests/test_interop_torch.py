@@ -10,12 +10,13 @@ from reference import assert_close, draw
 
 import linattn_np
 from linattn_np import ContractError, ContractTypeError
-from linattn_np.arrays import BFLOAT16
+from linattn_np.arrays import BFLOAT16, from_native
+from linattn_np.backends.cupy import execute
 from linattn_np.declarations import GLA
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("linattn_np.interop.torch")
-torch_transforms = pytest.importorskip("linattn_np.interop.torch_transforms")
+torch_memory = pytest.importorskip("linattn_np.interop.torch_memory")
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
@@ -174,6 +175,116 @@ def test_changes_in_place_are_noticed(rng):
         o.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "name, option, make, change",
+    [
+        ("gla", "mask", lambda: torch.ones(1, 21, dtype=torch.bool), lambda x: x.fill_(False)),
+        ("gla", "mask", lambda: np.ones((1, 21), bool), lambda x: x.fill(False)),
+        ("gla", "cu_seqlens", lambda: [0, 3, 21], lambda x: x.__setitem__(1, 9)),
+        ("retention", "gamma", lambda: np.array([0.5, 0.9]), lambda x: x.fill(0.1)),
+    ],
+)
+def test_options_that_change_are_copied(name, option, make, change, rng):
+    """Between the forward and the backward pass."""
+    case = Case(name, rng, {**SIZES, "B": 1, "H": 2, "N": 2}, stateful=False)
+    inputs, gradients = [torch.tensor(x, requires_grad=True) for x in case.arrays], []
+    for changing in (change, lambda x: None):
+        given = make()
+        o = getattr(interop, name)(*inputs, **{option: given})
+        changing(given)
+        gradients.append(torch.autograd.grad(o.sum(), inputs))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_changes_in_place_are_noticed_on_ranks(rng):
+    arrays = draw(GLA, rng, SIZES)
+
+    def on_a_rank(comm):
+        q, k, v, g = (torch.tensor(x) for x in arrays)
+        o = interop.gla(q, k, v.requires_grad_(), g, comm=comm)
+        k += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            o.sum().backward()
+
+    linattn_np.distributed.run_threads(on_a_rank, 1)
+
+
+def test_a_negated_cotangent(rng):
+    """z.conj().imag, of which memory holds the opposite."""
+    q, k, v, g = (torch.tensor(x, requires_grad=True) for x in draw(GLA, rng, SIZES))
+    o, do = interop.gla(q, k, v, g), torch.complex(v, v).detach().conj().imag
+    assert do.is_neg()
+    wanted = torch.autograd.grad(o, q, do.resolve_neg(), retain_graph=True)
+    assert torch.equal(*torch.autograd.grad(o, q, do), *wanted)
+
+
+def test_results_are_in_memory_of_torch(monkeypatch):
+    """What CuPy takes from torch's allocator comes back as views of torch's storage, empty ones too."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    with cupy.cuda.using_allocator(lambda size: torch_memory.lent(torch.device("cpu"), size)):
+        x = cupy.ndarray((3, 4, 5), np.float32)
+        empty = cupy.ndarray((0, 4), np.float64)
+    part = from_native(x[1:, ::2].transpose(0, 2, 1), "torch", None)
+    x.data.mem._owner.view(torch.float32).copy_(torch.arange(60))
+    assert torch.equal(part, torch.arange(60.0).view(3, 4, 5)[1:, ::2].transpose(1, 2))
+    assert part.untyped_storage().data_ptr() == x.data.ptr and not part._is_view()
+    assert from_native(empty, "torch", None).shape == (0, 4)
+
+
+def test_results_live_as_tensors_do(home):
+    """Another stream may read what is dropped, once torch is told."""
+    if home.device == "cpu":
+        pytest.skip("the CPU has no streams")
+    q, k, v, g = (torch.randn(2, 4, 512, 64, device="cuda") for _ in range(4))
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    with torch.no_grad():
+        wanted = interop.gla(q, k, v, -g.abs()).double().sum()
+        torch.cuda.synchronize()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            o = interop.gla(q, k, v, -g.abs())
+        main.wait_stream(side)
+        torch.cuda._sleep(10**8)
+        found = o.double().sum()
+        o.record_stream(main)
+        place = o.data_ptr()
+        del o
+        with torch.cuda.stream(side):
+            assert all(interop.gla(q, k, 3 * v, -g.abs()).data_ptr() != place for _ in range(4))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("option", ["gradients", "cu_seqlens", "mask"])
+def test_graphs_of_torch(home, option):
+    """torch's own idiom: a side stream warms up, another one captures."""
+    if home.device == "cpu":
+        pytest.skip("the CPU has no graphs")
+    q, k, v, g = (torch.randn(1, 4, 300, 64, device="cuda") for _ in range(4))
+    given = {"cu_seqlens": {"cu_seqlens": [0, 100, 300]}, "mask": {"mask": torch.arange(300, device="cuda")[None] > 20}}
+    learns = option == "gradients"
+
+    def call():
+        inputs = [x.detach().requires_grad_(learns) for x in (q, k, v, g)]
+        o = interop.gla(*inputs[:3], -inputs[3].abs(), **given.get(option, {}))
+        return torch.autograd.grad(o.square().sum(), inputs) if learns else (o,)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    kept = len(execute.in_graphs)
+    with torch.cuda.graph(graph):
+        results = call()
+    assert all(x.dtype == np.int64 for x in execute.in_graphs[kept:])  # tables; the rest is in the graph's pool
+    for x in (q, k, v, g):
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    compare(results, call(), torch.float32)
+
+
 def test_training(rng):
     """A few steps with torch's optimizer, through a projection."""
     x = torch.tensor(rng.standard_normal((1, 2, 40, 8)), dtype=torch.float32)
@@ -209,10 +320,23 @@ def test_gradients_of_gradients_are_refused(rng):
     gradient = torch.func.grad(lambda q: interop.gla(q, k, v, g).square().sum())
     with pytest.raises(NotImplementedError, match="gradients are first-order"):
         torch.func.grad(lambda q: gradient(q).sum())(q)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        q.requires_grad_()
-        (gradient,) = torch.autograd.grad(interop.gla(q, k, v, g).square().sum(), q, create_graph=True)
-        gradient.sum().backward()
+    q.requires_grad_()
+    for loss in (interop.gla(q, k, v, g).square(), interop.gla(q, k, v, g)):  # do needs a gradient, or does not
+        (gradient,) = torch.autograd.grad(loss.sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="gradients are first-order"):
+            (gradient.square().sum() + q.sum()).backward()
+
+
+def test_tangents_are_refused(rng):
+    q, k, v, g = (torch.tensor(x) for x in draw(GLA, rng, SIZES))
+    with pytest.raises(NotImplementedError, match="gradients are first-order and reverse-mode"):
+        torch.func.jvp(lambda q: interop.gla(q, k, v, g), (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, k)
+        with pytest.raises(NotImplementedError, match="gradients are first-order and reverse-mode"):
+            interop.gla(dual, k, v, g)
+        with pytest.raises(ContractTypeError, match="gla: q carries a tangent"):
+            linattn_np.gla(dual, k, v, g)
 
 
 # -- transformations ---------------------------------------------------------------------------------------------------
@@ -228,15 +352,24 @@ def weighed(case, **given):
     return lambda *inputs: sum((x * w).sum() for x, w in zip(case.ours(*inputs, **given), weights, strict=True))
 
 
-compiles = pytest.mark.skipif(not torch_transforms.COMPILES, reason="torch.compile needs torch 2.15")
+compiles = pytest.mark.skipif(not interop.TRACED, reason="a graph holds a call from torch 2.15 on")
 
 
-@pytest.mark.skipif(torch_transforms.COMPILES, reason="of an older torch")
-def test_an_older_compiler_is_refused(rng):
-    arrays = [torch.tensor(x) for x in draw(GLA, rng, SIZES)]
-    compiled = torch.compile(interop.gla, backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="torch.compile needs torch 2.15 or newer"):
-        compiled(*arrays)
+@pytest.mark.skipif(interop.TRACED, reason="of an older torch")
+def test_an_older_compiler_leaves_its_graph(rng):
+    """With one warning, and with gradients."""
+    inputs = [torch.tensor(x, requires_grad=True) for x in draw(GLA, rng, SIZES)]
+    interop.tell_of_the_break.cache_clear()
+
+    def loss(q, k, v, g):
+        return interop.gla(2 * q, k, v, g).square().sum()
+
+    compiled = torch.compile(loss, backend="eager")
+    with pytest.warns(linattn_np.LinattnWarning, match="torch.compile leaves its graph") as told:
+        found = [torch.autograd.grad(compiled(*inputs), inputs) for _ in range(2)]
+    assert len(told) == 1
+    for gradients in found:
+        compare(gradients, torch.autograd.grad(loss(*inputs), inputs), torch.float64)
 
 
 @compiles

@@ -392,6 +392,17 @@ def test_a_graph_keeps_its_tables_and_scratch(monkeypatch):
     assert len(execute.in_graphs) == 1 + 6
 
 
+def test_a_graph_takes_the_tables_of_another_queue(monkeypatch):
+    """While one is captured nothing can be sent."""
+    monkeypatch.setattr(execute, "in_graphs", [])
+    on = EmulatedDevice()
+    problem = GLA.bind(arrays(B=1), cu_seqlens=[0, 13, 40])
+    wanted, _ = planned.replayed(problem, on)
+    on.queue, on.capturing, on.upload = 1, True, None
+    found, _ = planned.replayed(problem, on)
+    assert same_bits(found, wanted) and len(execute.in_graphs) == 1
+
+
 def test_threads_share_plans():
     on, results = EmulatedDevice(), {}
 

@@ -6,12 +6,11 @@ arrays, and `Nccl` CuPy arrays. JAX has collectives of its own: the functions of
 ``axis_name=`` under `shard_map`.
 """
 
-from .data_parallel import DataParallel
+from .data_parallel import DataParallel, SequenceParallel
 from .engine import Alone, Disagreement, Engine, RankLost
 from .nccl import Nccl
 from .operators import gla, linear_attention, retention, rwkv6, simple_gla, vjp
 from .processes import Mpi, ProcessGroup, connect
-from .sequence_parallel import SequenceParallel
 from .threads import run_threads
 
 __all__ = [

@@ -12,8 +12,8 @@ class Piece:
     sequence: int
     start: int  # of the segment's tokens
     stop: int
-    earlier: bool  # the recurrence has run over tokens of it in another segment before
-    later: bool  # and will afterwards
+    earlier: bool  # the pass has run over tokens of this sequence in another segment before
+    later: bool  # the pass will run over tokens of this sequence in another segment afterwards
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Cut:
     """The segments of all ranks, known alike on every rank, in the order of the tokens.
 
     `lengths` are the ranks' tokens, `bounds` [N + 1] those of the sequences, of which a dense batch has one for all of
-    its rows. Segments have `size` tokens at most; without a size each rank has one.
+    its rows. With `reverse` the pass that is cut runs from the last token to the first. Segments have `size` tokens at
+    most; without a size each rank has one.
     """
 
     def __init__(self, lengths, bounds, reverse, size=None):
@@ -69,9 +70,9 @@ class Cut:
                     *((after, before) if self.reverse else (before, after)),
                 )
 
-    def running(self, backwards=False):
-        """The segments in the order of the recurrence, or of its gradient."""
-        return self.segments[::-1] if self.reverse != backwards else self.segments
+    def running(self):
+        """The segments in the order of the pass."""
+        return self.segments[::-1] if self.reverse else self.segments
 
     def of(self, rank):
         return [segment for segment in self.segments if segment.rank == rank]
@@ -81,11 +82,6 @@ class Cut:
         """Whether any state has to go from one segment to another."""
         return any(segment.outgoing for segment in self.segments)
 
-    def owners(self, backwards=False):
-        """[(segment, piece)] where each sequence ends, or with `backwards` begins: one for each that has tokens."""
-        return [
-            (segment, piece)
-            for segment in self.segments
-            for piece in segment.pieces
-            if not (piece.earlier if backwards else piece.later)
-        ]
+    def ends(self):
+        """[(segment, piece)] in which a sequence ends: one for each that has tokens."""
+        return [(segment, piece) for segment in self.segments for piece in segment.pieces if not piece.later]

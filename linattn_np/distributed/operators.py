@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 from .. import ops
-from .share import Share
+from .call import RankCall
+from .passes import Forward, gradients
+
+OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {}  # the functions of this module, with linattn_np's
 
 
-def gla(
-    q,
-    k,
-    v,
-    g,
-    gv=None,
-    *,
-    comm,
-    segment_size=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_dtype=None,
-    cu_seqlens=None,
-    mask=None,
-    reverse=False,
-    state_v_first=False,
-    layout="bhtd",
-    mode="auto",
-    chunk_size=None,
-    materialize=None,
-    precision=None,
-    backend="auto",
-    out=None,
-):
+def on_ranks(operator):
+    """Decorates a documented name: `operator` with the arguments `comm` and `segment_size`."""
+    parameters = list(inspect.signature(operator).parameters.values())
+    arrays = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    comm = inspect.Parameter("comm", inspect.Parameter.KEYWORD_ONLY)
+    segment_size = comm.replace(name="segment_size", default=None)
+    signature = inspect.Signature([*arrays, comm, segment_size, *parameters[len(arrays) :]])
+
+    def decorate(documented) -> Callable[..., Any]:
+        @wraps(documented)
+        def function(*arrays, **arguments):
+            return Forward(call_of(function, arrays, arguments)).result()
+
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        OPERATORS[function] = operator
+        return function
+
+    return decorate
+
+
+def call_of(function, arrays, arguments, gradient=False) -> RankCall:
+    bound = inspect.signature(function).bind(*arrays, **arguments)  # an unknown keyword is Python's own TypeError
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    return RankCall(OPERATORS[function], given.pop("comm"), given.pop("segment_size"), given, gradient)
+
+
+@on_ranks(ops.gla)
+def gla():
     """`linattn_np.gla` of a sequence whose tokens lie on several ranks, each with a part, in the order of the ranks.
 
         S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -76,58 +86,10 @@ def gla(
     >>> bool(np.allclose(o, linattn_np.gla(q, k, v, g)))
     True
     """
-    return forward(
-        ops.gla,
-        comm,
-        segment_size,
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        gv=gv,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_dtype=state_dtype,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        layout=layout,
-        mode=mode,
-        chunk_size=chunk_size,
-        materialize=materialize,
-        precision=precision,
-        backend=backend,
-        out=out,
-    )
 
 
-def rwkv6(
-    r,
-    k,
-    v,
-    w,
-    u,
-    *,
-    comm,
-    segment_size=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_dtype=None,
-    cu_seqlens=None,
-    mask=None,
-    reverse=False,
-    state_v_first=False,
-    layout="bhtd",
-    mode="auto",
-    chunk_size=None,
-    materialize=None,
-    precision=None,
-    backend="auto",
-    out=None,
-):
+@on_ranks(ops.rwkv6)
+def rwkv6():
     """`linattn_np.rwkv6` of a sequence whose tokens lie on several ranks.
 
         o_t = scale * r_t^T (S_{t-1} + diag(u) k_t v_t^T),      S_t = diag(exp w_t) S_{t-1} + k_t v_t^T
@@ -149,57 +111,10 @@ def rwkv6(
     >>> bool(np.allclose(o, linattn_np.rwkv6(r, k, v, w, u)))
     True
     """
-    return forward(
-        ops.rwkv6,
-        comm,
-        segment_size,
-        r=r,
-        k=k,
-        v=v,
-        w=w,
-        u=u,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_dtype=state_dtype,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        layout=layout,
-        mode=mode,
-        chunk_size=chunk_size,
-        materialize=materialize,
-        precision=precision,
-        backend=backend,
-        out=out,
-    )
 
 
-def simple_gla(
-    q,
-    k,
-    v,
-    g,
-    *,
-    comm,
-    segment_size=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_dtype=None,
-    cu_seqlens=None,
-    mask=None,
-    reverse=False,
-    state_v_first=False,
-    layout="bhtd",
-    mode="auto",
-    chunk_size=None,
-    materialize=None,
-    precision=None,
-    backend="auto",
-    out=None,
-):
+@on_ranks(ops.simple_gla)
+def simple_gla():
     """`linattn_np.simple_gla` of a sequence whose tokens lie on several ranks.
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -219,55 +134,10 @@ def simple_gla(
     >>> bool(np.allclose(o, linattn_np.simple_gla(*arrays)))
     True
     """
-    return forward(
-        ops.simple_gla,
-        comm,
-        segment_size,
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_dtype=state_dtype,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        layout=layout,
-        mode=mode,
-        chunk_size=chunk_size,
-        materialize=materialize,
-        precision=precision,
-        backend=backend,
-        out=out,
-    )
 
 
-def retention(
-    q,
-    k,
-    v,
-    *,
-    comm,
-    segment_size=None,
-    gamma=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_dtype=None,
-    cu_seqlens=None,
-    reverse=False,
-    state_v_first=False,
-    layout="bhtd",
-    mode="auto",
-    chunk_size=None,
-    materialize=None,
-    precision=None,
-    backend="auto",
-    out=None,
-):
+@on_ranks(ops.retention)
+def retention():
     """`linattn_np.retention` of a sequence whose tokens lie on several ranks.
 
         S_t = gamma_h S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -285,56 +155,10 @@ def retention(
     >>> np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2).ravel()
     array([1.   , 1.5  , 1.75 , 1.875])
     """
-    return forward(
-        ops.retention,
-        comm,
-        segment_size,
-        q=q,
-        k=k,
-        v=v,
-        gamma=gamma,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_dtype=state_dtype,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        layout=layout,
-        mode=mode,
-        chunk_size=chunk_size,
-        materialize=materialize,
-        precision=precision,
-        backend=backend,
-        out=out,
-    )
 
 
-def linear_attention(
-    q,
-    k,
-    v,
-    *,
-    comm,
-    segment_size=None,
-    feature_map=None,
-    normalize=False,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_dtype=None,
-    cu_seqlens=None,
-    mask=None,
-    reverse=False,
-    state_v_first=False,
-    layout="bhtd",
-    mode="auto",
-    chunk_size=None,
-    materialize=None,
-    precision=None,
-    backend="auto",
-    out=None,
-):
+@on_ranks(ops.linear_attention)
+def linear_attention():
     """`linattn_np.linear_attention` of a sequence whose tokens lie on several ranks.
 
         S_t = S_{t-1} + phi(k_t) v_t^T,     z_t = z_{t-1} + phi(k_t)
@@ -353,44 +177,6 @@ def linear_attention(
     >>> np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2).ravel()
     array([1., 2., 3., 4.])
     """
-    return forward(
-        ops.linear_attention,
-        comm,
-        segment_size,
-        q=q,
-        k=k,
-        v=v,
-        feature_map=feature_map,
-        normalize=normalize,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_dtype=state_dtype,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        layout=layout,
-        mode=mode,
-        chunk_size=chunk_size,
-        materialize=materialize,
-        precision=precision,
-        backend=backend,
-        out=out,
-    )
-
-
-OPERATORS = {
-    gla: ops.gla,
-    rwkv6: ops.rwkv6,
-    simple_gla: ops.simple_gla,
-    retention: ops.retention,
-    linear_attention: ops.linear_attention,
-}
-
-
-def forward(function, comm, segment_size, **given):
-    return Share(function, given, comm, segment_size).forward()
 
 
 def vjp(op, *arrays, **arguments):
@@ -427,11 +213,12 @@ def vjp(op, *arrays, **arguments):
             f"vjp: op is {op!r}, expected one of linattn_np.distributed's operators: "
             + ", ".join(function.__name__ for function in OPERATORS)
         )
-    bound = inspect.signature(op).bind(*arrays, **arguments)  # an unknown keyword is Python's own TypeError
-    bound.apply_defaults()
-    given = bound.arguments
-    comm, segment_size, out = given.pop("comm"), given.pop("segment_size"), given["out"]
-    if out is not None:
+    if arguments.get("out") is not None:
         ops.declaration(OPERATORS[op], "vjp").refuse("out", "cannot be given to vjp")
-    share = Share(OPERATORS[op], given, comm, segment_size, gradient=True)
-    return share.forward(), share.pullback
+    forward = Forward(call_of(op, arrays, arguments, gradient=True))
+    result = forward.result()
+
+    def pullback(do, dht=None, *, summed=True):
+        return gradients(forward, do, dht, summed)
+
+    return result, pullback

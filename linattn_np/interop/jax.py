@@ -39,11 +39,11 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from .. import ops
-from ..arrays import to_native
+from ..arrays import kind, to_native
 from ..caches import Cache
 from ..call_cache import exactly
 from ..errors import ContractTypeError
-from ..foreign import is_subclass, of_subclass
+from ..foreign import OBSTACLES
 from ..typing import F
 from .calls import Operator, blank, is_pair, on_stream, outline, together
 from .jax_axis import along
@@ -64,8 +64,9 @@ def differentiable(function: F) -> F:
         axis_name = named.pop("axis_name", None) if more else None
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
-            if is_subclass(x):
-                declared.refuse(name, of_subclass(x), ContractTypeError)
+            obstacle = None if isinstance(x, jax.core.Tracer) else OBSTACLES.get(kind(x))
+            if obstacle and (found := obstacle(x, "computed", None)):
+                declared.refuse(name, found, ContractTypeError)
         arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
 
         def run(arrays, state, arguments):

@@ -1,10 +1,10 @@
 """The operators as torch functions, to train with: tensors on the CPU or on CUDA, without a copy.
 
-NumPy computes CPU tensors; the CUDA kernels compute CUDA tensors through CuPy, on torch's current stream. bfloat16
-tensors work on both. The inputs alone are kept for the backward pass, which computes again what it needs of the
-forward pass. Gradients are first-order; torch refuses gradients of gradients. `torch.compile` and the transforms of
-`torch.func` see each call as one operator of torch's; `vmap` computes its elements one after the other: a batch is
-faster as the operators' B.
+NumPy computes CPU tensors; the CUDA kernels compute CUDA tensors through CuPy, on torch's current stream and in memory
+of torch's allocator. bfloat16 tensors work on both. The inputs alone are kept for the backward pass, which computes
+again what it needs of the forward pass. Gradients are first-order and reverse-mode; others are refused. `torch.compile`
+(from torch 2.15 on; before, it leaves its graph for a call) and the transforms of `torch.func` see each call as one
+operator of torch's; `vmap` computes its elements one after the other: a batch is faster as the operators' B.
 
 With ``comm=ProcessGroup()``, or another engine of `linattn_np.distributed`, the tokens are cut over ranks, with
 gradients; `segment_size`, states and errors are as there. What is computed from a final state must be computed on all
@@ -24,18 +24,22 @@ torch.Size([1, 2, 50, 8])
 
 from __future__ import annotations
 
-import torch
-from torch.autograd.function import once_differentiable
+from functools import cache
 
-from .. import distributed, ops
+import numpy as np
+import torch
+
+from .. import distributed, doubts, ops
 from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
 from ..typing import F
 from ..wording import kind_of
 from .calls import Operator, flat, initial, is_pair, together
-from .torch_transforms import compute, stream_of, watching
+from .torch_calls import Call, Compute, ComputeNow, settled
+from .torch_memory import as_torch
 
 ON_RANKS = {operator: function for function, operator in distributed.operators.OPERATORS.items()}
+TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # earlier, Dynamo loses a gradient's operator
 
 
 def differentiable(function: F) -> F:
@@ -44,68 +48,74 @@ def differentiable(function: F) -> F:
     operator = Operator.of(function, more=more)
 
     def public(*positional, **named):
-        given = {name: named.pop(name) for name in more if name in named}
+        if torch.compiler.is_compiling() and (not TRACED or named.get("comm") is not None):
+            return beside_the_graph(public, positional, named)
+        on_ranks = {name: named.pop(name) for name in more if name in named}
         declared, arrays, state, arguments = operator.take_apart(positional, named)
-        for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
+        mask = as_mask(declared, arguments.pop("mask", None))
+        tensors = [*arrays, *(state or ()), *mask]
+        for name, x in zip([*declared.arrays, *["initial_state"] * len(state or ()), "mask"], tensors):
             if not isinstance(x, torch.Tensor):
                 declared.refuse(name, f"is a {kind_of(x)}, expected a torch.Tensor", ContractTypeError)
-        tensors = *arrays, *(state or ())
-        if given.get("comm") is not None:
-            results = ComputeOnRanks.apply(ON_RANKS[function], len(arrays), arguments | given, *tensors)
-        elif given.get("segment_size") is not None:
+        counts = len(arrays), len(state or ()), bool(mask)
+        call = Call(operator, counts, {name: settled(x) for name, x in arguments.items()})
+        if on_ranks.get("comm") is not None:
+            call.arguments.update(on_ranks)
+            learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+            results = ComputeNow.apply(CallOnRanks(call, ON_RANKS[function], learns), *tensors)
+        elif on_ranks.get("segment_size") is not None:
             declared.refuse("segment_size", "has no meaning without comm")
-        elif watching(tensors):
-            results = compute(operator.declared.name, arrays, state, arguments)
-        else:
-            results = Compute.apply(operator, len(arrays), arguments, *tensors)
+        elif torch.compiler.is_compiling():
+            results = Compute.apply(call.text(), *tensors)
+        else:  # torch.func transforms what it sees
+            seen = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+            results = ComputeNow.apply(call.text() if seen else call, *tensors)
         return together(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
 
 
-class Compute(torch.autograd.Function):
-    """(operator, how many arrays, its other arguments, *arrays, *parts of the initial state) -> (o, *parts of the final
-    state)."""
-
-    @staticmethod
-    def forward(context, operator, count, arguments, *tensors):
-        context.operator, context.count, context.arguments = operator, count, arguments
-        context.save_for_backward(*tensors)
-        with stream_of(tensors[0]):
-            return tuple(operator.run(*parted(count, tensors), arguments))
-
-    @staticmethod
-    @once_differentiable
-    def backward(context, do, *dht):
-        operator = context.operator
-        with stream_of(do):
-            arrays, state = parted(context.count, context.saved_tensors)
-            return None, None, None, *operator.gradients(arrays, state, context.arguments, do, dht)
+def as_mask(declared, mask) -> list:
+    """A copy of a mask as a tensor, in a list; none of None."""
+    if mask is None or isinstance(mask, torch.Tensor):
+        return [] if mask is None else [mask.clone()]
+    native, _ = declared.native("mask", mask)
+    return [torch.tensor(native) if isinstance(native, np.ndarray) else mask]
 
 
-class ComputeOnRanks(torch.autograd.Function):
-    """The same with a function of linattn_np.distributed, whose pullback is kept: the ranks compute nothing twice."""
+@torch.compiler.disable(reason="a call of linattn_np is no part of a graph here")
+def beside_the_graph(public, positional, named):
+    tell_of_the_break()
+    return public(*positional, **named)
 
-    @staticmethod
-    def forward(context, function, count, arguments, *tensors):
-        arrays, state = parted(count, tensors)
-        given = {**arguments, **initial(state)}
-        with stream_of(tensors[0]):
-            if not any(context.needs_input_grad):
-                return tuple(flat(function(*arrays, **given)))
-            result, context.pullback = distributed.vjp(function, *arrays, **given)
+
+@cache
+def tell_of_the_break():
+    doubts.warn(
+        "linattn_np.interop.torch: torch.compile leaves its graph for a call of an operator, and goes on behind it: in "
+        "one graph torch 2.15 holds it, without comm"
+    )
+
+
+class CallOnRanks:
+    """A `Call` of a function of linattn_np.distributed, whose pullback is kept: the ranks compute nothing twice."""
+
+    def __init__(self, call, function, learns):
+        self.call, self.function, self.learns = call, function, learns
+
+    def run(self, tensors):
+        arrays, state, arguments, _ = self.call.taken_apart(tensors)
+        arguments = {**arguments, **initial(state)}
+        with as_torch(tensors[0]):
+            if not self.learns:
+                return tuple(flat(self.function(*arrays, **arguments)))
+            result, self.pullback = distributed.vjp(self.function, *arrays, **arguments)
             return tuple(flat(result))
 
-    @staticmethod
-    @once_differentiable
-    def backward(context, do, *dht):
-        with stream_of(do):
-            return None, None, None, *flat(context.pullback(do, dht or None))
-
-
-def parted(count, tensors):
-    """(`count` arrays, parts of the initial state or None)."""
-    return tensors[:count], tensors[count:] or None
+    def gradients(self, given):
+        *_, (do, *dht) = self.call.taken_apart(given)
+        with as_torch(do):
+            return tuple(flat(self.pullback(do, tuple(dht) or None)))
 
 
 gla = differentiable(ops.gla)

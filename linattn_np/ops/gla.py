@@ -106,8 +106,8 @@ def gla(
         otherwise.
     cu_seqlens : host integers [N + 1], optional
         Sequences packed into one row (B = 1): sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``. Empty
-        sequences are legal and hand their initial state through. The first such call on a CUDA stream sends them to
-        the device: make it before the stream is captured into a graph.
+        sequences are legal and hand their initial state through. The first such call sends them to the device: make
+        it, and wait for it, before one is captured into a CUDA graph.
     mask : bool [B, T], optional
         True for a token, False for padding, which is as if it were not there: it writes nothing, its gate is 0 (no
         decay), and o and all gradients are 0 there, whatever the arrays hold. It costs a copy of every array.

@@ -78,9 +78,15 @@ class CupyDevice:
         if self.capturing:
             raise RuntimeError(
                 "host integers (cu_seqlens, slots) cannot be sent to the device while a graph is captured: "
-                "make the same call once before, on the same stream and thread"
+                "make the same call once before"
             )
         return cupy.asarray(host)
+
+    def lent(self, x) -> bool:
+        """Whether the memory of `x` is of another library's allocator, which knows what its own graphs need."""
+        import cupy
+
+        return isinstance(x.data.mem, cupy.cuda.UnownedMemory)
 
     def view(self, x, shape, strides, dtype, offset):
         """An array in the memory of `x`, so many bytes behind its first number."""

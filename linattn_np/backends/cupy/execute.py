@@ -95,9 +95,12 @@ def call(plan, problem, device, *trees, kept_as="plans"):
     else:
         plans, key = found.setdefault(kept_as, {}), (device, device.queue, *kinds)
         if key not in plans:
+            alike = None
+            if device.capturing:  # nothing can be sent: the tables of a call alike, on another queue, are there
+                alike = next((x for (on, _, *of), x in plans.items() if on is device and of == kinds), None)
             if len(plans) >= COMPILED:
                 plans.clear()
-            plans[key] = compile_plan(plan(problem, device, *trees), device)
+            plans[key] = alike or compile_plan(plan(problem, device, *trees), device)
         compiled = plans[key]
     return compiled and compiled([*arrays_of(problem), *more])
 
@@ -137,7 +140,8 @@ class Compiled:
         for command in commands:
             command(arrays)
         if self.hidden and self.device.capturing:
-            in_graphs.extend(arrays[n] for n in self.hidden)
+            lent, tables = self.device.lent, self.addressed
+            in_graphs.extend(arrays[n] for n in self.hidden if n >= tables or not lent(arrays[n]))
         return self.result(arrays)
 
     def commands(self, arrays) -> list:

@@ -1,0 +1,237 @@
+"""One rank's part of a call: its arguments, checked on all ranks, and what each segment of its tokens takes of them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from weakref import WeakSet
+
+import numpy as np
+
+from .. import varlen
+from ..arrays import contents, from_native, host_array
+from ..call_cache import call_key
+from ..dispatch import choose, split_to_fit
+from ..errors import ContractTypeError
+from ..layouts import swap_heads
+from ..ops import declaration
+from ..views import callers_sizes
+from .agreement import Question
+from .cuts import Cut
+from .engine import Engine
+from .recurrence import Recurrence, Row, wide
+
+COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # how: every segment's call gets them as given
+OWN = ("gamma", "feature_map", "normalize")  # options that only some operators have
+OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
+ENGINES: WeakSet[type] = WeakSet()  # classes that were seen to be engines: to ask takes a fifth of a call's host time
+
+cut_of = lru_cache(64)(Cut)
+
+
+class RankCall:
+    """A call of `function`, an operator of linattn_np, with this rank's tokens.
+
+    problem : the checked call on this rank's tokens
+    arrays : views [B, H, T, ...], in the order of the declaration
+    state : the parts of the whole initial state [N, H, K, V], or None
+    bounds : cu_seqlens [N + 1] of the tokens of all ranks, or None
+    question : whether the other ranks mean the same call; it has been asked
+    """
+
+    def __init__(self, function, comm, segment_size, given, gradient):
+        self.function, self.comm, self.segment_size, self.gradient = function, comm, segment_size, gradient
+        self.declared, inputs, self.given = declaration(function, "linattn_np.distributed").taken_apart(given)
+        if not is_engine(comm):
+            self.declared.refuse(
+                "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
+            )
+        key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
+        self.question = Question(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
+        self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.question.checked
+        self.packed = self.bounds is not None
+        self.recurrence = Recurrence(function, self.declared, self.problem)
+        self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
+        self.sequences = len(self.bounds) - 1 if self.packed else 1
+        self.options = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
+        self.options |= {"scale": self.problem.scale, "reverse": self.problem.reverse}
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+    def check(self, inputs, anew):
+        """((problem, arrays, state, mask, out, bounds), this rank's tokens, what all ranks must agree on).
+
+        Of a call that is not `anew` the last is None: its ranks have agreed on one alike.
+        """
+        given = self.given
+        options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
+        problem = self.declared.bind(inputs, gradient=self.gradient, **options)
+        if anew:  # where no backend can compute it, no rank begins
+            (split_to_fit if self.gradient else choose)(problem, given["backend"])
+        op, sizes, home = problem.op, callers_sizes(problem), problem.home
+        self.check_home(op, home)
+        if self.segment_size is not None and (type(self.segment_size) is not int or self.segment_size < 1):
+            op.refuse("segment_size", f"is {self.segment_size!r}, expected a positive int or None")
+        bounds = self.checked_bounds(op, sizes)
+        mask = op.mask(given.get("mask"), sizes, home, given["cu_seqlens"])
+        arrays = [
+            swap_heads(op.native(name, x)[0], axes, problem.layout)
+            for (name, axes), x in zip(op.arrays.items(), inputs)
+        ]
+        count = sizes["B"] if bounds is None else len(bounds) - 1
+        state = op.initial_state(
+            given["initial_state"], sizes | {"N": count}, home, problem.state_v_first, problem.groups
+        )
+        out = given.get("out")
+        out = None if out is None else swap_heads(out, op.out, problem.layout)
+        checked = problem, arrays, state, mask, out, bounds
+        return checked, sizes["T"], self.meaning(problem, arrays, state, bounds, sizes) if anew else None
+
+    def check_home(self, op, home):
+        homes = self.comm.homes
+        if home.split(":")[0] not in homes:
+            way_out = "" if "cuda" in homes else '; linattn_np.distributed.connect("cuda") takes those on CUDA'
+            kind = type(self.comm).__name__
+            op.refuse(
+                "comm", f"is a {kind}, which takes arrays on {', '.join(homes)}, but these are on {home}{way_out}"
+            )
+
+    def checked_bounds(self, op, sizes):
+        """cu_seqlens, or None. Whether it ends where the tokens do is checked once all lengths are known: see `cut`."""
+        given = self.given["cu_seqlens"]
+        if given is None:
+            return None
+        bounds = host_array(given) if contents(given, "iu") else None
+        total = int(bounds[-1]) if bounds is not None and bounds.ndim == 1 and bounds.size else 0
+        return op.spans(given, sizes | {"T": total}).bounds
+
+    def meaning(self, problem, arrays, state, bounds, sizes):
+        """What must be the same on all ranks, by its name in an error."""
+        op, given = problem.op, self.given
+        meaning = {"the operator": op.name, "a gradient": self.gradient, "the size of segments": self.segment_size}
+        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {"the heads of v": arrays[2].shape[1]}
+        meaning |= {f"the dtype of {name}": x.dtype for name, x in zip(op.arrays, arrays)}
+        meaning |= {
+            "the arrays' home": problem.home.split(":")[0],
+            "scale": problem.scale,
+            "reverse": problem.reverse,
+            "initial_state": "given" if state else "not given",
+            "output_final_state": problem.output_final_state,
+            "cu_seqlens": None if bounds is None else bounds.tolist(),
+        }
+        meaning |= {name: given[name] for name in (*COMPUTED, "feature_map", "normalize") if name in given}
+        if "log_decay" in problem.options:
+            meaning["log(gamma)"] = problem.options["log_decay"].tolist()
+        return meaning
+
+    def cut(self, lengths, backwards) -> Cut:
+        """The segments of ranks with so many tokens each, for a pass of the recurrence or of its gradient."""
+        op, total = self.problem.op, sum(lengths)
+        if self.packed:
+            try:
+                varlen.parse(self.bounds, total)
+            except ValueError as error:
+                op.refuse("cu_seqlens", f"{error}, the tokens of all ranks: {lengths}")
+        size = self.segment_size
+        if size and any(length % size for length in lengths[:-1]):
+            op.refuse(
+                "segment_size",
+                f"is {size}, but the ranks have {lengths} tokens, expected multiples of it "
+                "on all but the last, so that cuts do not depend on the ranks",
+            )
+        bounds = self.bounds.tolist() if self.packed else [0, total]
+        return cut_of(tuple(lengths), tuple(bounds), self.problem.reverse != backwards, size)
+
+    # -- a segment's call ---------------------------------------------------------------------------------------------
+    def of_tokens(self, start, stop):
+        """(arrays, arguments) of the operator for tokens of one sequence, without states.
+
+        Arrays that have no tokens are in single precision at least, as their gradients then are, which are added up.
+        """
+        arrays = [
+            x[:, :, start:stop] if "T" in axes.split() else wide(x)
+            for x, axes in zip(self.arrays, self.problem.op.arrays.values())
+        ]
+        return arrays, self.options | ({} if self.mask is None else {"mask": self.mask[:, start:stop]})
+
+    def of_segment(self, segment):
+        """(arrays, arguments) of the operator for a segment, without states."""
+        arrays, arguments = self.of_tokens(segment.start, segment.stop)
+        if self.packed:
+            arguments["cu_seqlens"] = [0, *(piece.stop for piece in segment.pieces)] if segment.pieces else [0, 0]
+        return arrays, arguments
+
+    # -- states -------------------------------------------------------------------------------------------------------
+    def in_order(self, parts):
+        """States [N, ...] from the caller's order of axes, or into it; a view."""
+        if parts is None:
+            return None
+        return [part.swapaxes(2, 3) if self.problem.state_v_first and part.ndim == 4 else part for part in parts]
+
+    def rows_of(self, number):
+        """The rows of a packed sequence in states [N, ...]; a dense batch has them all."""
+        return slice(number, number + 1) if self.packed else slice(None)
+
+    def empty(self, shape):
+        """A contiguous array beside this rank's arrays, in the dtype of states."""
+        return np.empty_like(self.arrays[0], shape=shape, dtype=self.recurrence.dtype, order="C")
+
+    def states_of(self, segment, arriving, edge):
+        """The states that a segment's call begins from: `arriving` where a sequence comes from another segment, else
+        rows of `edge`, the states of all sequences or None."""
+        if segment.incoming is None and edge is None:
+            return None
+        if segment.incoming is not None and not self.packed:
+            return one_or_all(arriving)
+        states = [self.empty(shape) for shape in self.recurrence.state_shapes(self.rows * (len(segment.pieces) or 1))]
+        for number, part in enumerate(states):
+            part[...] = 0
+            for at, piece in enumerate(segment.pieces):
+                if piece is segment.incoming:
+                    part[self.rows_of(at)] = arriving[number]
+                elif edge is not None:
+                    of_sequence = edge[number][self.rows_of(piece.sequence)]
+                    part[self.rows_of(at)] = of_sequence.astype(self.recurrence.dtype, copy=False)
+        return one_or_all(states)
+
+    def states_to_caller(self, parts, dtypes):
+        parts = [part.astype(dtype, copy=False) for part, dtype in zip(self.in_order(parts), dtypes)]
+        return one_or_all([from_native(part, self.problem.kind, self.problem.example) for part in parts])
+
+    def array_to_caller(self, x, axes):
+        return from_native(swap_heads(x, axes, self.problem.layout), self.problem.kind, self.problem.example)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+    def exchange(self, mine, shapes, count):
+        """Sends this rank's messages, {slot: arrays of these shapes}, of `count` slots on each rank.
+
+        The function that comes back waits for all ranks', and gives a function of (rank, slot) that gives the arrays.
+        """
+        row = Row(shapes)
+        message = row.seen_in(mine[0], self.recurrence.dtype) if count == len(mine) == 1 else None
+        if message is None:
+            message = self.empty((count, row.length))  # slots without a message are not read
+            for slot, arrays in mine.items():
+                row.put(message[slot], arrays)
+        wait = self.comm.all_gather(message)
+
+        def messages():
+            gathered = wait()
+            return lambda rank, slot: row.parts(gathered[rank, slot])
+
+        return messages
+
+
+def is_engine(comm) -> bool:
+    kind = type(comm)
+    if kind not in ENGINES and isinstance(comm, Engine):
+        ENGINES.add(kind)
+    return kind in ENGINES
+
+
+def parts_of(state):
+    """(the parts of a state), or None."""
+    return state if state is None or isinstance(state, tuple) else (state,)
+
+
+def one_or_all(parts):
+    """A state as operators take it: its only part, or a tuple of them."""
+    return tuple(parts) if len(parts) > 1 else parts[0]
