@@ -6,8 +6,7 @@ python examples/compare_attention.py --device cpu --longest 8192 --out cpu.png
 
 import sys
 
-from linattn_np.command import compare
 from linattn_np.command.terminal import run
 
 if __name__ == "__main__":
-    sys.exit(run(compare, "compare_attention.py"))
+    sys.exit(run("compare", "compare_attention.py"))

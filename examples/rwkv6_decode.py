@@ -13,8 +13,7 @@ In a program of your own it is as short:
 
 import sys
 
-from linattn_np.command import generate
 from linattn_np.command.terminal import run
 
 if __name__ == "__main__":
-    sys.exit(run(generate, "rwkv6_decode.py"))
+    sys.exit(run("generate", "rwkv6_decode.py"))

@@ -17,8 +17,7 @@ In a program of your own it is as short:
 
 import sys
 
-from linattn_np.command import train
 from linattn_np.command.terminal import run
 
 if __name__ == "__main__":
-    sys.exit(run(train, "train_rwkv6.py"))
+    sys.exit(run("train", "train_rwkv6.py"))

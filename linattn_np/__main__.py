@@ -2,20 +2,24 @@
 
 import argparse
 import sys
-from importlib import import_module
 
 from . import __version__
 from .command import COMMANDS
-from .command.terminal import Parser, run
+from .command.terminal import Parser, guarded, run
 
 NAME = "linattn-np"
+CODES = "exit codes: 0 done, 1 a fault of this program, 2 refused or missing, 128 + n ended by signal n (Ctrl-C: 130)"
 
 
 def main(arguments=None) -> int:
     """The exit code of ``linattn-np ARGUMENTS``; by default those of the process."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = parser().parse_args(arguments[:1] or ["--help"]).command
-    return run(import_module(f"linattn_np.command.{command}"), f"{NAME} {command}", arguments[1:])
+
+    def work():
+        command = parser().parse_args(arguments[:1] or ["--help"]).command
+        return run(command, f"{NAME} {command}", arguments[1:])
+
+    return guarded(NAME, work)
 
 
 def parser() -> Parser:
@@ -23,9 +27,8 @@ def parser() -> Parser:
     made = Parser(
         prog=NAME,
         usage=f"{NAME} COMMAND ...",
-        description="\n".join([__doc__, "", "commands:", *lines]),
-        epilog=f"{NAME} COMMAND --help tells a command's options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="\n".join([__doc__ or "", "", "commands:", *lines]),
+        epilog=f"{NAME} COMMAND --help tells a command's options.\n{CODES}",
     )
     made.add_argument("--version", action="version", version=f"{NAME} {__version__}", help="tell the version, and end")
     made.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)

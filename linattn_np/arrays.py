@@ -10,6 +10,8 @@ import sys
 import ml_dtypes
 import numpy as np
 
+from .caches import folder_for_cupy
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)
 
@@ -39,6 +41,7 @@ def to_native(x, whose: str):
     if whose == "torch":
         x = in_memory(x)
     if whose == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
+        folder_for_cupy()
         import cupy
 
         return cupy.asarray(x) if whose == "cuda" else cupy.from_dlpack(x)

@@ -1,8 +1,20 @@
-"""What is kept for later calls, bounded in bytes."""
+"""What is kept: for later calls, bounded in bytes; for later processes, where there is a folder for it."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from functools import cache
 from threading import Lock
+
+from .doubts import LinattnWarning
+from .errors import NotSupported
+
+CUPYS_FOLDER = "~/.cupy/kernel_cache"  # without CUPY_CACHE_DIR
 
 
 class Cache:
@@ -45,3 +57,25 @@ class Cache:
         with self.lock:
             self.kept.clear()
             self.bytes = 0
+
+
+@cache
+def folder_for_cupy():
+    """To be called before CuPy is imported, which fails where its folder for kernels cannot be written: one of this
+    process's takes its place, with a LinattnWarning; NotSupported where that cannot be either."""
+    if "cupy" in sys.modules:
+        return
+    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser(CUPYS_FOLDER)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        wrong = f"CuPy cannot keep kernels in {folder} ({error.strerror})"
+        way = "CUPY_CACHE_DIR names another folder"
+        try:
+            own = tempfile.mkdtemp(prefix="linattn_np-")
+        except OSError:
+            raise NotSupported(f"{wrong}, nor in {tempfile.gettempdir()}: {way}") from None
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        os.environ["CUPY_CACHE_DIR"] = own
+        warnings.warn(f"{wrong}: every process compiles its own. {way}", LinattnWarning, stacklevel=2)

@@ -231,8 +231,6 @@ OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
 class Step(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
 
-    differentiable = False
-
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
         B, H, K, V = problem.shape("B H K V")
@@ -290,6 +288,7 @@ RWKV6_STEP = Step(
     modes=("recurrent",),
     reads_before_write=True,
 )
+STEPS = (GLA_STEP, RWKV6_STEP)
 
 
 # -- the stages of the chunked form ------------------------------------------------------------------------------------

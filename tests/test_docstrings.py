@@ -28,7 +28,12 @@ MODULES = sorted(
 )
 
 NEEDED = {
-    f"linattn_np.interop.{module}": module.split("_")[0] for module in ("jax", "jax_axis", "torch", "torch_calls")
+    f"linattn_np.interop.{module}": library
+    for library, modules in (
+        ("jax", ("jax", "jax_axis", "jax_partition")),
+        ("torch", ("fla", "torch", "torch_calls", "torch_memory")),
+    )
+    for module in modules
 }
 
 

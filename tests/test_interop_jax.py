@@ -105,6 +105,24 @@ def test_gradients_without_states(home, variant, rng):
     compare(found, exactly(lambda x: case.gradients(lambda *a: case.literal(*a)[:1], x), inputs), home.dtype)
 
 
+@pytest.mark.parametrize("name", ["gla", "rwkv6"])
+def test_steps(home, name, rng):
+    """The scan of a step has the results and gradients of the whole sequence."""
+    case = Case(name, rng, {**SIZES, "T": 4})
+    case.final = True
+    inputs = home.put(case.arrays)
+    step = getattr(interop, f"{name}_step")
+
+    def by_steps(*inputs):
+        *arrays, state = inputs
+        fixed, tokens = arrays[4:], [jnp.moveaxis(x, 2, 0) for x in arrays[:4]]
+        state, o = jax.lax.scan(lambda state, token: step(*token, *fixed, state)[::-1], state, tokens)
+        return [jnp.moveaxis(o, 0, 2), state]
+
+    compare(by_steps(*inputs), case.ours(*inputs), home.dtype)
+    compare(case.gradients(by_steps, inputs), case.gradients(case.ours, inputs), home.dtype)
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", ["gla", "rwkv6"])
 def test_half_precision_gradients(home, name, dtype, rng):

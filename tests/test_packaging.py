@@ -223,7 +223,10 @@ ROOMS = {
     "distributed/processes": (["distributed", "errors"], ["numpy", "cupy", "mpi4py", "torch"]),
     "distributed/threads": (["distributed", "errors"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
-    "interop/calls": (["autodiff", "contract", "ops", "precisions", "views"], ["numpy", "cupy"]),
+    "interop/calls": (
+        ["autodiff", "contract", "declarations", "errors", "ops", "precisions", "views", "wording"],
+        ["numpy", "cupy"],
+    ),
     "interop/jax": (
         [
             "interop.calls",
@@ -255,6 +258,7 @@ ROOMS = {
         ],
         ["numpy", "torch"],
     ),
+    "interop/fla": (["errors", "interop.calls", "interop.torch"], ["torch"]),
     "interop/torch_calls": (["interop.calls", "interop.torch_memory", "arrays", "ops"], ["numpy", "torch"]),
     "interop/torch_memory": (["interop.calls"], ["torch", "cupy"]),
     "models": ([f"models.{name}" for name in AROUND] + CHECKED, ["numpy", "ml_dtypes", "cupy", "safetensors"]),
@@ -355,6 +359,7 @@ def test_array_libraries_are_imported_where_they_are_used():
         "interop/jax_axis",
         "interop/jax_partition",
         "interop/torch",
+        "interop/fla",
         "interop/torch_calls",
         "interop/torch_memory",
         "models/matrix_loops",

@@ -152,7 +152,7 @@ def compiling(monkeypatch):
 def test_kernels_are_compiled_side_by_side_and_once(compiling):
     both, done = Barrier(2), []
     compiling.append(lambda kernel: (both.wait(20), done.append(kernel), kernel.name)[-1])
-    kernels, device = (rwkv6.Argmax(), rwkv6.GatedAdd()), devices.CupyDevice()
+    kernels, device = (rwkv6.Argmax(), rwkv6.GatedAdd(SINGLE)), devices.CupyDevice()
     device.compile(kernels)
     device.compile(kernels)
     device.wait_for(kernels)

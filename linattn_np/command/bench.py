@@ -15,7 +15,7 @@ from functools import partial
 from .. import NotSupported, vjp
 from ..ops import OPS
 from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
-from .terminal import bar, say, status, whole
+from .terminal import bar, put, say, status, whole
 
 TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}  # no single steps
 
@@ -39,7 +39,7 @@ def run(options):
     shape = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
     say(f"{device.dtype} on {device.name}; {shape}")
     floor = ms_of_a_byte(device)
-    print(f"memory {1e-6 / floor:,.0f} GB/s", flush=True)
+    put(f"memory {1e-6 / floor:,.0f} GB/s")
     row("operator", "forward ms", "floors", "backward ms", "floors")
     names = options.operators or list(TIMED)
     with status("") as show:
@@ -77,4 +77,4 @@ def word_for(why) -> str:
 
 
 def row(name, *columns):
-    print(f"{name:<18}" + "".join(f"{column:>13}" for column in columns), flush=True)
+    put(f"{name:<18}" + "".join(f"{column:>13}" for column in columns))

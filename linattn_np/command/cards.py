@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -11,8 +13,12 @@ from multiprocessing.connection import wait
 
 from .. import NotSupported
 from ..models.devices import check_device, cuda_devices, may_be_several, uses_cuda
+from .signals import NUMBERS, Ended, deferred
+from .terminal import told
 
-RAISED = {error.__name__: error for error in (ImportError, MemoryError, OSError)}  # the rest is a ValueError
+PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+PATIENCE = 0.2  # seconds between two looks for a signal
+RAISED = ValueError, ImportError, OSError, MemoryError, RuntimeError  # by the first process for another; last, the rest
 
 
 def devices(wanted) -> int:
@@ -22,8 +28,9 @@ def devices(wanted) -> int:
     if not may_be_several():
         return 1
     pipe, theirs = multiprocessing.Pipe(duplex=False)
-    process = beginning().Process(target=tell_devices, args=(theirs,), daemon=True)
-    process.start()  # as processes that are forked from one that has asked the driver cannot use it
+    process = beginning().Process(target=tell_devices, args=(theirs, os.getpid()), daemon=True)
+    with no_signals():
+        process.start()  # as processes that are forked from one that has asked the driver cannot use it
     theirs.close()
     try:
         return pipe.recv()
@@ -33,7 +40,8 @@ def devices(wanted) -> int:
         process.join()
 
 
-def tell_devices(pipe):
+def tell_devices(pipe, parent):
+    begin_for(parent)
     pipe.send(cuda_devices())
 
 
@@ -90,10 +98,11 @@ class Cards:
         if self.context is None:
             self.context = beginning()
             self.taken = self.context.Value("q", 0)
-        with no_interrupts():
+        with no_signals():
             for card in range(len(self.started), count):
                 pipe, theirs = self.context.Pipe()
-                process = self.context.Process(target=work, args=(card, self.ahead, self.taken, theirs), daemon=True)
+                what = card, self.ahead, self.taken, theirs, os.getpid()
+                process = self.context.Process(target=work, args=what, daemon=True)
                 process.start()
                 theirs.close()  # so that the end of the process is the end of its messages
                 self.started[pipe] = card, process
@@ -115,26 +124,38 @@ class Cards:
             receive(pipe, *self.started[pipe])
         for pipe in at_work:
             pipe.send("begin")
-        while at_work:
-            for pipe in wait(at_work):
-                found = receive(pipe, *self.started[pipe])
-                if found is None:
-                    at_work.remove(pipe)
-                else:
-                    yield found
+        with deferred() as ended:
+            while at_work and not ended():
+                for pipe in wait(at_work, PATIENCE):
+                    found = receive(pipe, *self.started[pipe])
+                    if found is None:
+                        at_work.remove(pipe)
+                    else:
+                        yield found
+            if number := ended():
+                raise Ended(number)
 
 
 @contextmanager
-def no_interrupts():
-    """Ctrl-C comes later. Processes that begin inside get none, and need none: the first process ends them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def no_signals():
+    """Signals come later; processes that begin inside get none until `begin_for`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def begin_for(parent):
+    """This process works for another one, whose terminal's signals are not for it, and ends with that, however it
+    ends: where there is no prctl, at its next message."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # which was gone before
+        os._exit(1)
 
 
 def hand_over(pipe, what):
@@ -151,14 +172,14 @@ def receive(pipe, card, process):
         process.join()
         raise OSError(f"the process of card {card} has ended with exit code {process.exitcode}") from None
     if kind == "failed":
-        name, words = found
-        raise RAISED.get(name, ValueError)(words)
+        number, words = found
+        raise RAISED[number](words)
     return found[0]
 
 
-def work(card, ahead, taken, pipe):
+def work(card, ahead, taken, pipe, parent):
     """What a process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where `no_interrupts` can do nothing
+    begin_for(parent)
     try:
         ahead(card)
         given = pipe.recv()
@@ -171,10 +192,13 @@ def work(card, ahead, taken, pipe):
         for found in write(numbers(taken, texts)):
             pipe.send(("text", found))
         pipe.send(("done", None))
-    except EOFError:  # the first process has ended
+    except (EOFError, BrokenPipeError):  # the first process has ended
         return
     except Exception as error:
-        pipe.send(("failed", type(error).__name__, str(error)))
+        number = next((n for n, kind in enumerate(RAISED) if isinstance(error, kind)), -1)
+        words = told(error) if number >= 0 else f"{type(error).__name__}: {error}"
+        with suppress(BrokenPipeError):
+            pipe.send(("failed", number, words))
 
 
 def numbers(taken, texts):

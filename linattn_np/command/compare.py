@@ -18,7 +18,7 @@ import numpy as np
 
 from ..ops import OPS
 from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
-from .terminal import bar, status, whole
+from .terminal import bar, put, status, whole
 
 # Colour, width and size of the markers: a line that another covers is wider, and shows on both sides of it.
 LINES = {
@@ -65,7 +65,7 @@ def run(options):
     device = chosen(options.device)
     curves = measured(device, options)
     draw(curves, ms_of_a_byte(device), device, options)
-    print(options.out)
+    put(options.out)
 
 
 def check_plots():

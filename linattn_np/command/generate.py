@@ -5,13 +5,12 @@
     linattn-np generate --load-state novel.npz --prompt " And then"
     linattn-np generate --batch-file prompts.jsonl --output texts.jsonl --slots 8
 
-Ctrl-C keeps what is finished: texts, lines and states.
+Ctrl-C, SIGTERM and SIGHUP keep what is finished: texts, lines and states.
 """
 
 import json
 import os
 import select
-import signal
 import stat
 import sys
 import time
@@ -21,15 +20,18 @@ from functools import partial
 from pathlib import Path
 
 from .. import NotSupported
+from ..caches import folder_for_cupy
 from ..models import RWKV6, Batch, Bytes, Sampling, State, World, austen
 from ..models.checkpoint import located
 from ..models.checks import shown
 from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
-from ..models.text import Request, Text, complete, read
+from ..models.prompts import read
+from ..models.text import Request, Text, complete
 from ..models.tokenizers import VOCABULARY
 from .cards import Cards, processes, use
-from .terminal import add_device, add_tokenizer, bar, say, some_text, status, whole
+from .signals import Ended, deferred, forget_ctrl_c, noted
+from .terminal import add_device, add_tokenizer, bar, put, say, some_text, status, told, whole
 from .threads import blas_for
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
@@ -106,8 +108,8 @@ def declare(parser):
         "--output",
         metavar="OUT.jsonl",
         help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
-        '"end"} in the order of --batch-file, written when all are done or Ctrl-C ends them. A text that could not go '
-        'on has "finish": "error" and an "error"',
+        '"end"}, each written when its text is done, and in the end put in the order of --batch-file. A text that '
+        'could not go on has "finish": "error" and an "error"',
     )
     add(
         "--slots",
@@ -142,7 +144,13 @@ def declare(parser):
         metavar="STRING",
         help="ends the text, and is not written; repeatable",
     )
-    add("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0 takes the likeliest, a number near 0 draws among the likeliest; "
+        "it comes before --top-k and --top-p (default: %(default)s)",
+    )
     add(
         "--top-p",
         type=float,
@@ -271,12 +279,12 @@ class Writer:
 
     def answer(self, prompt: bytes, stop) -> Text:
         tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
-        with interrupts() as interrupted:
+        with deferred() as ended:
             with status("reading ...") as show:
 
                 def progress(done):
-                    if interrupted():
-                        raise KeyboardInterrupt
+                    if number := ended():
+                        raise Ended(number)
                     show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens")
 
                 rest, state = read(self.model, tokens, self.state, progress)
@@ -285,8 +293,8 @@ class Writer:
             first = time.perf_counter()
             text = Text(self.tokenizer, self.options.tokens, stop)
             while text.finish is None:
-                print(text.close("interrupt") if interrupted() else text.feed(batch.step()[slot]), end="", flush=True)
-        print(flush=True)
+                put(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
+        put()
         self.state = batch.state(slot)
         self.read, self.reading = self.read + len(tokens), self.reading + first - start
         self.written, self.writing = self.written + text.count, self.writing + time.perf_counter() - first
@@ -303,35 +311,15 @@ class Writer:
                 say(f"{what} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
 
 
-@contextmanager
-def interrupts():
-    """A function that tells whether Ctrl-C was pressed. It lets a token be finished; pressed again, it raises.
-
-    An exception that comes at any moment may be lost: a callback of Numba's, as it loads a loop, drops it.
-    """
-    pressed, before = [], signal.getsignal(signal.SIGINT)
-
-    def press(number, frame):
-        pressed.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    if before is signal.default_int_handler:  # and not where interrupts are ignored
-        signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def write(options, model, state):
     """The prompt and what follows, on stdout as it comes, never half a character; speeds on stderr."""
     prompt = prompt_of(options)
-    print(prompt.decode("utf-8", "replace"), end="", flush=True)
+    put(prompt.decode("utf-8", "replace"), end="")
     writer = Writer(options, model, state)
     text = writer.answer(prompt, options.stop or ())
     writer.save()
     if text.finish == "interrupt":
-        raise KeyboardInterrupt
+        raise Ended(noted.number)
     writer.tell()
 
 
@@ -353,8 +341,6 @@ def prompt_of(options) -> bytes:
 def piped() -> bool:
     """Whether stdin is a file, or a pipe with something in it within a second: one that nobody writes to must not
     keep a text waiting that has a prompt of its own. `--prompt -` waits."""
-    if sys.stdin is None:
-        return False
     kind = os.fstat(sys.stdin.fileno()).st_mode
     return stat.S_ISREG(kind) or stat.S_ISFIFO(kind) and bool(select.select([sys.stdin], [], [], 1)[0])
 
@@ -370,9 +356,11 @@ def converse(options, model, state):
             turn = before + TURN.format(line.strip())
             try:
                 text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
-            except KeyboardInterrupt:  # while it read, or pressed twice: the state is the one before the turn
-                print(flush=True)
+            except Ended:  # while it read, or pressed twice: the state is the one before the turn
+                put()
                 continue
+            finally:
+                forget_ctrl_c()
             # A stop string has been read and closes the turn; an answer that ended otherwise has to be closed.
             before = "" if text.finish == "stop" else TURN_ENDS
     finally:
@@ -382,7 +370,7 @@ def converse(options, model, state):
 
 def ask() -> str:
     if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
+        say("> ", end="")
     return sys.stdin.buffer.readline().decode("utf-8", "surrogateescape")
 
 
@@ -430,9 +418,9 @@ class Texts:
                 begun.append(number)
                 yield self.requests.pop(number, None) or self.request(number)
 
-        slots = self.options.slots or SLOTS
-        with blas_for(model.device, model.sizes), interrupts() as interrupted:
-            for place, text, how in complete(model, self.options.vocabulary, taken(), slots, interrupted):
+        slots = min(self.options.slots or SLOTS, max(1, len(self.asked)))
+        with blas_for(model.device, model.sizes), deferred() as ended:
+            for place, text, how in complete(model, self.options.vocabulary, taken(), slots, ended):
                 yield (
                     begun[place],
                     {
@@ -443,8 +431,8 @@ class Texts:
                         **({"error": how.error} if how.error else {}),
                     },
                 )
-            if interrupted():
-                raise KeyboardInterrupt
+            if number := ended():
+                raise Ended(number)
 
 
 def quiet(line):
@@ -460,6 +448,7 @@ def ahead(device, process):
     """What a process does first of all: its device opens while this thread loads the code that computes there."""
     if device == "cpu":
         return
+    folder_for_cupy()
     open_beside(process)
     with suppress(ImportError, RuntimeError):  # of which tells who loads a model
         from cupy.cuda import cublas, nvrtc  # noqa: F401
@@ -483,34 +472,77 @@ def write_batch(options):
 
 def write_texts(options, asked, texts):
     """The lines of --output, out of (number, line) as they come; tells how far they are, and what is wrong."""
-    done = {}
-    start = time.perf_counter()
+    output, errors, count, start = Output(options.output), {}, 0, time.perf_counter()
     try:
         with status("writing ...") as show, closing(texts):
             for number, line in texts:
-                done[number] = line
-                show(f"writing {bar(len(done) / len(asked))} {len(done)} of {len(asked)} texts")
+                done = output.add(number, line)
+                count += line["tokens"]
+                if "error" in line:
+                    errors[number] = line["error"]
+                show(f"writing {bar(done / len(asked))} {done} of {len(asked)} texts")
     finally:
-        if done or not asked:
-            write_lines(options.output, [done[number] for number in sorted(done)])
-        if len(done) < len(asked):
+        done = output.finish(len(asked))
+        if done < len(asked):
             say(
-                f"{len(done)} of {len(asked)} texts are done, "
+                f"{done} of {len(asked)} texts are done, "
                 + (f"{options.output} has them" if done else f"{options.output} is not written")
             )
-    count = sum(line["tokens"] for line in done.values())
-    say(f"{len(asked)} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
-    for number in sorted(done):
-        if error := done[number].get("error"):
-            raise ValueError(
-                f"{options.batch_file}, line {asked[number][0]}: {error}; the other texts are in {options.output}"
-            )
+    say(f"{done} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
+    for number in sorted(errors):
+        raise ValueError(
+            f"{options.batch_file}, line {asked[number][0]}: {errors[number]}; the other texts are in {options.output}"
+        )
 
 
-def write_lines(path, objects):
-    encode = json.JSONEncoder(ensure_ascii=False).encode
-    with replaced(path) as file:
-        file.write(b"".join(f"{encode(line)}\n".encode() for line in objects))
+class Output:
+    """The file of --output. It has every text from the moment at which it is done, in the order in which they are; in
+    the end they are put in the order of the numbers that `add` was given.
+
+    What the file held before is lost with the first text. What is no regular file gets all in the end.
+    """
+
+    def __init__(self, path):
+        self.path, self.lines, self.file, self.size = path, {}, None, 0
+        self.regular = not os.path.exists(path) or os.path.isfile(path)
+
+    def add(self, number, line) -> int:
+        """How many there are with this one."""
+        encoded = f"{json.dumps(line, ensure_ascii=False)}\n".encode()
+        if self.regular:
+            self.append(encoded)
+        self.lines[number] = encoded
+        return len(self.lines)
+
+    def append(self, encoded):
+        """A whole line, or where there is no room for it nothing."""
+        if self.file is None:
+            with replaced(self.path):
+                pass
+            self.file = open(self.path, "ab", buffering=0)
+        try:
+            written = self.file.write(encoded)
+            while written < len(encoded):
+                written += self.file.write(encoded[written:])
+            self.size += written
+        except OSError as error:
+            self.file.truncate(self.size)
+            raise OSError(error.errno, error.strerror, self.path) from None
+
+    def finish(self, asked) -> int:
+        """How many texts there are, now in order; one for nothing that was asked makes an empty file."""
+        if self.file:
+            os.fsync(self.file.fileno())
+            self.file.close()
+        if (self.lines or not asked) and not (self.file and list(self.lines) == sorted(self.lines)):
+            try:
+                with replaced(self.path) as file:
+                    file.writelines(self.lines[number] for number in sorted(self.lines))
+            except OSError as error:
+                if not self.file:
+                    raise
+                say(f"{told(error)}: the texts stay in the order in which they were done")
+        return len(self.lines)
 
 
 def read_lines(options):

@@ -18,8 +18,10 @@ import numpy as np
 
 from .. import NotSupported, __version__, explain, gla
 from ..backends.numpy.cores import workers
+from ..caches import folder_for_cupy
 from ..models import austen
 from ..models.devices import check_device
+from .terminal import put
 from .threads import VARIABLES
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -62,9 +64,9 @@ def run(options):
         ("threads", threads),
         ("environment", environment),
     ):
-        print(title)
+        put(title)
         for name, fact in facts():
-            print(f"  {name:<18}{' '.join(told(fact).split())}", flush=True)
+            put(f"  {name:<18}{' '.join(told(fact).split())}")
 
 
 def told(fact) -> str:
@@ -87,6 +89,7 @@ def versions():
 
 def devices():
     yield "CPU", f"{platform.machine()}, {workers()} cores for this process"
+    folder_for_cupy()
     try:
         import cupy
     except ImportError as error:

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from ..arrays import BFLOAT16
+from ..caches import folder_for_cupy
 
 CALLS = 5
 COPIED = 1 << 28  # bytes of the copy that gives the floor
@@ -69,6 +70,7 @@ def chosen(name):
     """ImportError where the device that was asked for is not there, or what drives it."""
     if name == "cpu":
         return Cpu()
+    folder_for_cupy()
     try:
         import cupy
 

@@ -3,43 +3,187 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
-from contextlib import contextmanager
+import threading
+import traceback
+import warnings
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from importlib import import_module
 
 from ..models.checks import shown
+from .signals import Ended, handled
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
+FAULT, REFUSED = 1, 2  # exit codes, beside 0 and those of signals
+NO_ROOM = "free some room, or name another place"
+WAYS_OUT = {
+    errno.ENOSPC: NO_ROOM,
+    errno.EDQUOT: NO_ROOM,
+    errno.EFBIG: "the limit on files is reached (ulimit -f)",
+    errno.EACCES: "change its permissions, or name another place",
+    errno.EPERM: "change its permissions, or name another place",
+    errno.EROFS: "name a place that can be written",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "name a folder before the last /",
+    errno.EMFILE: "too many files are open (ulimit -n)",
+    errno.EAGAIN: "there are too many processes or threads (ulimit -u)",
+    errno.EBADF: "it is closed: send it to a file, a pipe or a terminal",
+}
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, **how):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+
     def error(self, message):
         """One line, where argparse would print its usage too."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        self.exit(REFUSED, f"{self.prog}: {' '.join(message.split())}\n")
+
+    def _print_message(self, message, file=None):
+        """argparse's own leaves what a full disk refuses to the interpreter's end, which complains."""
+        (put if file is sys.stdout else say)(message, end="")
 
 
 def run(command, name, arguments=None) -> int:
-    """The exit code of a subcommand's module, called `name` in its messages; by default on the process's arguments."""
-    parser = Parser(prog=name, description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.declare(parser)
-    options = parser.parse_args(arguments)
-    utf8_written()
+    """The exit code of a subcommand, called `name` in its messages; by default on the process's arguments."""
+
+    def work():
+        module = import_module(f"{__package__}.{command}")
+        parser = Parser(prog=name, description=module.__doc__)
+        module.declare(parser)
+        options = parser.parse_args(arguments)
+        utf8_written()
+        module.run(options)
+        return 0
+
+    return guarded(name, work)
+
+
+def guarded(name, work) -> int:
+    """What `work()` returns, or the exit code that its end has.
+
+    1: a fault of this program. 2: something was refused, or is missing. 128 + n: signal n ended it.
+    """
+    usable_streams()
+    before = threading.excepthook, warnings.showwarning
+    threading.excepthook, warnings.showwarning = thread_ended, lambda message, *_, **__: say(f"{name}: {message}")
     try:
-        command.run(options)
+        with handled():
+            return work()
+    except Ended as end:
+        return end.code
     except KeyboardInterrupt:
-        eval("0")  # where it came in a string that was run, CPython would end by the signal, until it runs another
         return 130
-    except BrokenPipeError:  # whoever read has left: leave too, and let Python flush into nothing
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read has left: leave too
+        silence(sys.stdout)
+        return 0
     except (ValueError, ImportError, OSError) as error:
-        parser.error(str(error))
+        return complain(name, told(error), REFUSED)
     except MemoryError as error:
-        parser.error(f"out of memory: {error}")
-    return 0
+        return complain(name, f"out of memory: {error}".removesuffix(": "), REFUSED)
+    except Exception as error:
+        return complain(name, f"{fault(error)}. Please report it, with what `linattn-np info` prints", FAULT)
+    finally:
+        threading.excepthook, warnings.showwarning = before
+
+
+def complain(name, message, code) -> int:
+    say(f"{name}: {' '.join(message.split())}")
+    return code
+
+
+def told(error) -> str:
+    """An error in a line; of the system's the file, what is wrong, and a way out."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error) or type(error).__name__
+    words = [error.strerror]
+    if error.filename is not None:
+        file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+        words.insert(0, file)
+        if error.errno == errno.ENOENT and (near := neighbour(file)):
+            return ": ".join(words) + f"; did you mean {near}?"
+    way = WAYS_OUT.get(error.errno or 0)
+    return ": ".join(words) + (f"; {way}" if way else "")
+
+
+def neighbour(file) -> str | None:
+    """What is there under a name like that of a file that is not."""
+    folder, name = os.path.split(file)
+    with suppress(OSError):
+        if near := get_close_matches(name, os.listdir(folder or "."), 1):
+            return os.path.join(folder, near[0])
+    return None
+
+
+def fault(error) -> str:
+    """What nobody foresaw, and where in this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(PACKAGE)] or frames
+    where = f" in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else ""
+    return f"a fault of linattn-np: {type(error).__name__}{where}: {error}".removesuffix(": ")
+
+
+def thread_ended(what):
+    """In the place of a traceback; whoever waits for the thread gets the error too."""
+    if what.exc_value is not None and not issubclass(what.exc_type, SystemExit):
+        say(fault(what.exc_value))
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+def usable_streams():
+    """A stream that was closed when the process began becomes an empty file to read, or one that cannot be written
+    (stdout) or that nobody reads (stderr). Otherwise another file would get its number, to which libraries write."""
+    for number, name, mode, flags in (
+        (0, "stdin", "r", os.O_RDONLY),
+        (1, "stdout", "w", os.O_RDONLY),
+        (2, "stderr", "w", os.O_WRONLY),
+    ):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, flags)
+        with suppress(OSError):
+            os.fstat(number)
+            number = opened  # as another file has that number by now
+        if opened != number:
+            os.dup2(opened, number)
+            os.close(opened)
+        setattr(sys, name, open(number, mode, closefd=False))
 
 
 def utf8_written():
     """stdout takes any character, whatever the locale; what a test or a notebook has put there is left alone."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+
+
+def put(text="", end="\n"):
+    """Text on stdout, at once; the OSError of one that cannot be written names it."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence(sys.stdout)
+        raise OSError(error.errno, error.strerror, "stdout") from None
+
+
+def say(line, end="\n"):
+    """A message on stderr; where that is full or nobody reads it, the work goes on without."""
+    try:
+        print(line, end=end, file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
+
+
+def silence(stream):
+    """What is written there from now on is lost, and what its buffer holds."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -83,14 +227,14 @@ def add_tokenizer(add):
     )
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
+# -- progress ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def status(first):
     """A function that shows how far things are, on a terminal's last line, which is blank again in the end."""
 
     def show(line):
         if sys.stderr.isatty():
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            say(f"\r\x1b[K{line}", end="")
 
     show(first)
     try:
@@ -101,7 +245,3 @@ def status(first):
 
 def bar(share, width=30):
     return f"[{'#' * round(share * width):<{width}}]"
-
-
-def say(line):
-    print(line, file=sys.stderr, flush=True)

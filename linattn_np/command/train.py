@@ -5,21 +5,25 @@
     linattn-np generate --model novel/model.safetensors --prompt "Emma was"
     mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes, with a card each where there are any
 
-The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte.
+The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte. Ctrl-C, SIGTERM and SIGHUP
+finish the step, write both files and tell the command that goes on; a second one ends at once.
 """
 
 import math
+import shlex
 import time
 from dataclasses import fields
 from pathlib import Path
 
-from .. import NotSupported
+from .. import ContractError, NotSupported
 from ..distributed import DataParallel, RankLost, SequenceParallel, connect
+from ..models.checkpoint import read
 from ..models.devices import check_device
-from ..models.files import same_file
+from ..models.files import check_writable, same_file
 from ..models.ranks import OneProcess
 from ..models.training import Settings, Training
-from .terminal import add_device, bar, say, status, whole
+from .signals import Ended, deferred
+from .terminal import add_device, bar, say, status, told, whole
 from .threads import blas_for
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
@@ -29,6 +33,8 @@ DEFAULTS = {
 }
 SHARES = {"batch": DataParallel, "context": SequenceParallel}
 CHECKPOINT, MODEL = "training.safetensors", "model.safetensors"
+CHANGES = ("steps", "minutes", "lr")  # settings that --resume may change
+HOW = {"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60}  # the default of what no file holds
 SHOWN = 0.2  # seconds between two states of the progress bar
 
 
@@ -41,7 +47,7 @@ def run(options):
     try:
         training = start(options, device, ranks)
         with blas_for(training.device, training.layout.sizes):
-            train(training, Path(options.out), options.every)
+            train(training, Path(options.out), options.every, command(options))
     except RankLost as lost:
         comm.abandon()
         raise OSError(f"rank {ranks.rank}: {lost}; --resume goes on with what {options.out} holds") from lost
@@ -58,19 +64,20 @@ def declare(parser):
         required=True,
         metavar="FOLDER",
         help=f"gets {MODEL}, which linattn-np generate and RWKV6.from_file "
-        f"read, and {CHECKPOINT}, from which --resume goes on; both are whole whenever the program ends, and however",
+        f"read, and {CHECKPOINT}, from which --resume goes on, before the first step and with every report; both are "
+        "whole whenever the program ends, and however",
     )
     add(
         "--resume",
         action="store_true",
         help="go on with the training in --out; on the CPU it ends with the same bits "
-        "as one that was never interrupted",
+        "as one that was never interrupted. --steps, --minutes and --lr may differ from what it had, the others not",
     )
     add_device(add)
     add(
         "--dtype",
         choices=("bfloat16", "float32"),
-        default="bfloat16",
+        default=HOW["dtype"],
         help="of activations and of the matrices in products on cuda "
         "(default: %(default)s); sums, weights and the optimiser are float32, as is the cpu",
     )
@@ -82,13 +89,13 @@ def declare(parser):
     add(
         "--share",
         choices=SHARES,
-        default="batch",
+        default=HOW["share"],
         help="what several processes share out: the sequences of each step (default), or every sequence's context",
     )
     add(
         "--every",
         type=float,
-        default=60,
+        default=HOW["every"],
         metavar="SECONDS",
         help="between held-out losses and checkpoints (default: %(default)s)",
     )
@@ -116,29 +123,56 @@ def declare(parser):
 
 
 def start(options, device, ranks) -> Training:
-    """A new training, or the one in the folder."""
+    """A new training, which is in the folder already, or the one in the folder."""
     if not options.every >= 0:
         raise ValueError(f"argument --every: is {options.every}, expected a number from 0 up")
-    text, path = Path(options.text).read_bytes(), Path(options.out) / CHECKPOINT
+    text, folder = Path(options.text).read_bytes(), Path(options.out)
     for name in (CHECKPOINT, MODEL):
-        if same_file(options.text, Path(options.out) / name):
+        if same_file(options.text, folder / name):
             raise ValueError(f"argument --text: is {name} in --out, which the training would replace")
     given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
+    how = device, options.dtype
     if options.resume:
-        training = Training.restore(path, text, device, options.dtype, recompute=options.recompute, ranks=ranks)
-        for name, value in given.items():
-            if (own := getattr(training.settings, name)) != value:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"argument {flag}: is {value}, but the training in {options.out} has {own}")
+        training = Training.restore(folder / CHECKPOINT, text, *how, recompute=options.recompute, ranks=ranks)
+        resume(training, given, options.out)
+        check_writable(folder / CHECKPOINT)
+        check_writable(folder / MODEL)
         return training
-    if ranks.rank == 0 and path.exists():
-        raise ValueError(f"argument --out: {options.out} holds a training; --resume goes on with it")
+    if ranks.rank == 0:
+        check_free(folder)
     defaults = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in given}
-    training = Training(
-        text, Settings(**defaults | given), device, options.dtype, recompute=options.recompute, ranks=ranks
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    training = Training(text, Settings(**defaults | given), *how, recompute=options.recompute, ranks=ranks)
+    if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save(training, folder)
     return training
+
+
+def check_free(folder):
+    """Nothing in the folder is lost; a training without a step is nothing."""
+    if (folder / CHECKPOINT).exists():
+        if read(folder / CHECKPOINT).get("step", [1])[0]:
+            raise ValueError(f"argument --out: {folder} holds a training; --resume goes on with it")
+    elif (folder / MODEL).exists():
+        raise ValueError(f"argument --out: {folder} holds a {MODEL}, which the training would replace")
+
+
+def resume(training, given, folder):
+    """The settings that were given take effect, if --resume may change them."""
+    for name, value in given.items():
+        if (own := getattr(training.settings, name)) != value and name not in CHANGES:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"argument {flag}: is {value}, but the training in {folder} has {own}")
+    training.change(**{name: value for name, value in given.items() if name in CHANGES})
+
+
+def command(options) -> str:
+    """What goes on with this training, to be typed."""
+    words = ["linattn-np", "train", "--text", options.text, "--out", options.out]
+    for name, usual in HOW.items():
+        if (value := getattr(options, name)) != usual:
+            words += [f"--{name}", str(value)]
+    return shlex.join([*words, *["--recompute"] * options.recompute, "--resume"])
 
 
 def device_of(wanted) -> tuple[str, str]:
@@ -154,42 +188,56 @@ def device_of(wanted) -> tuple[str, str]:
         return "cpu", f": {why}"
 
 
-def train(training, folder, every):
-    """Until it is done; what an interrupt loses are the steps since the last report.
+def train(training, folder, every, again):
+    """Until it is done, or a signal comes: `again` is the command that goes on then.
 
     Of several ranks the first one reports, and the others wait for it at their next step. A rank that is lost costs
     the step that it was in: on the CPU the first saves what all had before it. A card may have begun to use numbers
     that never came.
     """
-    if training.ranks.rank:
-        while training.done < 1:
-            training.step()
-        return
-    try:
-        steps(training, folder, every)
-    except RankLost:
-        if training.device == "cpu":
-            training.save(folder / CHECKPOINT)
-        raise
+    with deferred() as ended:
+        try:
+            if training.ranks.rank:
+                while training.done < 1:
+                    training.step()
+            else:
+                steps(training, folder, every, ended)
+        except RankLost:
+            if training.ranks.rank == 0 and training.device == "cpu":
+                training.save(folder / CHECKPOINT)
+            if training.ranks.rank and ended():
+                raise Ended(ended()) from None
+            raise
+    if training.ranks.rank == 0 and (number := ended()):
+        say(f"stopped at step {training.step_number}. To go on: {again}")
+        raise Ended(number)
 
 
-def steps(training, folder, every):
+def steps(training, folder, every, ended):
     """Those of the rank that reports."""
+    if training.done >= 1:
+        say(f"{folder} holds a training that is done, of {training.step_number} steps; --steps or --minutes extends it")
+        return
     say(
         f"{training.layout.size:,} parameters; {len(training.text.learned):,} bytes to learn, "
         f"{len(training.text.held):,} held out"
     )
     with status("training ...") as show:
         interval = Interval(training)
-        while training.done < 1:
+        while training.done < 1 and not ended():
             interval.step()
             if interval.since_shown > SHOWN:
                 show(f"training {bar(training.done)} {interval.latest()}")
             if interval.seconds > every and training.done < 1:
-                interval.report(folder, show)
+                interval.report(folder, show, last=False)
                 interval = Interval(training)
-        interval.report(folder, show)
+        interval.report(folder, show, last=True)
     say(f"wrote {folder / MODEL}")
+
+
+def save(training, folder):
+    training.save(folder / CHECKPOINT)
+    training.save_model(folder / MODEL)
 
 
 class Interval:
@@ -218,17 +266,31 @@ class Interval:
     def speed(self):
         return (self.training.bytes - self.first) / self.seconds
 
-    def report(self, folder, show):
-        """The mean loss, the held-out loss and the files; nothing is written once the weights are lost."""
+    def report(self, folder, show, last):
+        """The mean loss, the held-out loss and the files; nothing is written once the weights are lost.
+
+        Where there is no room for the files the training goes on with the older ones, unless it is the `last` report.
+        """
         training, line = self.training, f"step {self.training.step_number}"
         if self.losses:
-            mean = math.fsum(map(float, self.losses)) / len(self.losses)
-            if not math.isfinite(mean):
-                raise ValueError(f"the loss is {mean} by step {training.step_number}; a lower --lr may help")
+            mean = finite(math.fsum(map(float, self.losses)) / len(self.losses), "the loss", training, folder)
             line += f", loss {mean:.3f}, {self.speed():,.0f} bytes/s"
         show(f"{line} ...")
-        held_out = training.held_out_loss()
-        training.save(folder / CHECKPOINT)
-        training.save_model(folder / MODEL)
+        held_out = finite(training.held_out_loss(), "the loss on what is held out", training, folder)
+        try:
+            save(training, folder)
+        except OSError as error:
+            if last:
+                raise
+            say(f"step {training.step_number} is not saved, and the training goes on: {told(error)}")
         show("")
         say(f"{line}, held out {held_out:.4f}")
+
+
+def finite(loss, what, training, folder):
+    if not math.isfinite(loss):
+        raise ContractError(
+            f"{what} is {loss} by step {training.step_number}; {folder} keeps the files of the report before, from "
+            "which --resume goes on. A lower --lr may help"
+        )
+    return loss

@@ -11,14 +11,24 @@ import numpy as np
 
 from ..autodiff import pullback
 from ..contract import Op
+from ..declarations import STEPS
+from ..errors import ContractTypeError
 from ..ops import declaration
 from ..precisions import current
 from ..views import state_to_caller, to_caller
+from ..wording import kind_of
 
 DOC = """`linattn_np.{name}` as a differentiable function of {kind}.
 
     Arguments, result, equation and errors are those of `linattn_np.{name}`, without {without}. Gradients are
     those of `linattn_np.vjp`, for the arrays and `initial_state`, with the final state's gradient where there is one.
+    """
+
+
+STEP_DOC = """`linattn_np.{name}` as a differentiable function of {kind}: ``(o, the state after the token)``.
+
+    Arguments, equation and errors are those of `linattn_np.{name}`, without `slots` and `out`; `state` [B, H, K, V] is
+    not written to, and the one that comes back has its dtype.
     """
 
 
@@ -41,10 +51,8 @@ class Operator:
     def document(self, public, kind: str):
         given = inspect.signature(self.function).parameters
         without = " and ".join(f"`{name}`" for name in given if name not in self.signature.parameters)
-        public.__name__ = public.__qualname__ = self.declared.name
-        public.__doc__ = DOC.format(name=self.declared.name, kind=kind, without=without)
-        public.__signature__ = self.signature
-        return public
+        doc = DOC.format(name=self.declared.name, kind=kind, without=without)
+        return labelled(public, self.declared.name, doc, self.signature)
 
     def take_apart(self, positional, named):
         """(declaration, arrays, parts of the initial state or None, everything else) of a call."""
@@ -67,6 +75,37 @@ class Operator:
     def gradients(self, arrays, state, arguments, do, dht) -> list:
         """Those of the arrays, then those of the initial state's parts."""
         return flat(pullback(self.function, *arrays, **arguments, **initial(state))(do, tuple(dht) or None))
+
+
+def labelled(public, name, doc, signature):
+    """The function `public`, by its name to whoever reads it."""
+    public.__name__ = public.__qualname__ = name
+    public.__doc__, public.__signature__ = doc, signature
+    return public
+
+
+def step(operator, function, kind: str):
+    """The step `function` of linattn_np by the framework's `operator`, on a sequence of one token."""
+    given = inspect.signature(function)
+    accepted = [x for name, x in given.parameters.items() if name not in ("slots", "out")]
+    signature = given.replace(parameters=accepted, return_annotation=tuple)
+    (declared,) = (op for op in STEPS if op.name == function.__name__)
+
+    def public(*positional, **named):
+        arguments = signature.bind(*positional, **named).arguments
+        *arrays, state = (arguments.pop(name) for name in (*declared.arrays, "state"))
+        for name, x in zip((*declared.arrays, "state"), (*arrays, state)):
+            if not hasattr(x, "ndim"):
+                declared.refuse(name, f"is a {kind_of(x)}, expected an array", ContractTypeError)
+        tokens = [
+            declared.logical(name, x, axes, "bhtd")[:, :, None] if axes.startswith("B") else x
+            for (name, axes), x in zip(declared.arrays.items(), arrays)
+        ]
+        kept = str(state.dtype).removeprefix("torch.")
+        o, state = operator(*tokens, initial_state=state, output_final_state=True, state_dtype=kept, **arguments)
+        return o[:, :, 0], state
+
+    return labelled(public, declared.name, STEP_DOC.format(name=declared.name, kind=kind), signature)
 
 
 def outline(declared, arrays, state, arguments):

@@ -45,7 +45,7 @@ from ..call_cache import exactly
 from ..errors import ContractTypeError
 from ..foreign import OBSTACLES
 from ..typing import F
-from .calls import Operator, blank, is_pair, on_stream, outline, together
+from .calls import Operator, blank, is_pair, on_stream, outline, step, together
 from .jax_axis import along
 from .jax_partition import over_devices, sharding_of
 
@@ -207,3 +207,5 @@ simple_gla = differentiable(ops.simple_gla)
 retention = differentiable(ops.retention)
 linear_attention = differentiable(ops.linear_attention)
 softmax_attention = differentiable(ops.softmax_attention)
+gla_step = step(gla, ops.gla_step, "JAX arrays")
+rwkv6_step = step(rwkv6, ops.rwkv6_step, "JAX arrays")

@@ -34,7 +34,7 @@ from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
 from ..typing import F
 from ..wording import kind_of
-from .calls import Operator, flat, initial, is_pair, together
+from .calls import Operator, flat, initial, is_pair, step, together
 from .torch_calls import Call, Compute, ComputeNow, settled
 from .torch_memory import as_torch
 
@@ -57,6 +57,7 @@ def differentiable(function: F) -> F:
         for name, x in zip([*declared.arrays, *["initial_state"] * len(state or ()), "mask"], tensors):
             if not isinstance(x, torch.Tensor):
                 declared.refuse(name, f"is a {kind_of(x)}, expected a torch.Tensor", ContractTypeError)
+        tensors[: len(arrays)] = under_autocast(declared, arrays)
         counts = len(arrays), len(state or ()), bool(mask)
         call = Call(operator, counts, {name: settled(x) for name, x in arguments.items()})
         if on_ranks.get("comm") is not None:
@@ -73,6 +74,19 @@ def differentiable(function: F) -> F:
         return together(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
+
+
+def under_autocast(declared, tensors) -> list:
+    """The tensors in autocast's dtype where one is asked for; of half-precision calls the gates may stay float32."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    half, single = torch.get_autocast_dtype(device), torch.float32
+    cast = [
+        half if name not in declared.gates or x.dtype == half else single for name, x in zip(declared.arrays, tensors)
+    ]
+    # As torch's own: nothing of what is float64, or no float at all.
+    return [x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x, to in zip(tensors, cast)]
 
 
 def as_mask(declared, mask) -> list:
@@ -124,3 +138,5 @@ simple_gla = differentiable(ops.simple_gla)
 retention = differentiable(ops.retention)
 linear_attention = differentiable(ops.linear_attention)
 softmax_attention = differentiable(ops.softmax_attention)
+gla_step = step(gla, ops.gla_step, "torch tensors")
+rwkv6_step = step(rwkv6, ops.rwkv6_step, "torch tensors")

@@ -6,10 +6,12 @@ import ctypes
 import importlib.util
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from ..caches import folder_for_cupy
 from ..errors import ContractError, NotSupported
 
 DEVICES = ("cpu", "cuda")
@@ -21,6 +23,7 @@ def check_device(owner: str, device: str):
         raise ContractError(f"{owner}: device is {device!r}, expected 'cpu' or 'cuda'")
     if device == "cpu":
         return
+    folder_for_cupy()
     try:
         import cupy
 
@@ -67,7 +70,8 @@ def open_beside(number: int = 0) -> threading.Thread:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # CUDA's runtime takes the same one
 
     thread = threading.Thread(target=opened)
-    thread.start()
+    with suppress(RuntimeError):  # the system gives no thread: CuPy opens the device
+        thread.start()
     return thread
 
 
@@ -77,6 +81,17 @@ def cuda_driver():
         return ctypes.CDLL("libcuda.so.1") if importlib.util.find_spec("cupy") else None
     except OSError:
         return None
+
+
+class NotCopied:
+    """What keeps addresses of a device's memory in the arguments of kernels and in graphs: a copy would have the same
+    ones. `copy`, `deepcopy` and `pickle` are refused with NotSupported."""
+
+    def __reduce_ex__(self, protocol):
+        raise NotSupported(
+            f"{type(self).__name__}: what is on the GPU cannot be copied or pickled. Threads can share it; another "
+            "copy, or another process, loads it from its file again"
+        )
 
 
 def on_host(array):

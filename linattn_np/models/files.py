@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import mmap
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import BinaryIO, NoReturn
 
 import numpy as np
 
 from ..errors import ContractError
 from .checks import shown
+
+PART = re.compile(r"\.linattn-[0-9a-f]{16}\.part")
 
 
 class FileError(ContractError):
@@ -79,40 +84,78 @@ def json_object(text) -> dict:
 def replaced(path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` at one moment, once it is whole and on the disk.
 
-    Until then, and after any error, `path` holds what it held. The new file has the old one's mode; a symbolic link
-    stays, and what it points to is replaced. A FIFO or a device is written as such.
+    Until then, and after any error, `path` holds what it held; OSError names it. The new file has the old one's mode; a
+    symbolic link stays, and what it points to is replaced. A FIFO or a device is written as such.
     """
     old = check_writable(path)
     if old is not None and not stat.S_ISREG(old.st_mode):
         whole = io.BytesIO()  # in which a writer can seek
         yield whole
-        with open(path, "wb") as file:
+        with named(path), open(path, "wb") as file:
             file.write(whole.getbuffer())
         return
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
-    # A name of its own for every writer, of which no two may share a file, and no user's.
-    part = os.path.join(folder, f".linattn-{secrets.token_hex(8)}.part")
+    remove_left(folder)
     mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)  # the umask is the system's to take off
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            if old is not None:
-                os.fchmod(descriptor, mode)
-            yield file
-            file.flush()
-            os.fsync(descriptor)
+    with named(path), part_in(folder, mode) as (file, part):
+        if old is not None:
+            os.fchmod(file.fileno(), mode)
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
         os.replace(part, target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(part)
-        raise
     with suppress(OSError):  # some file systems cannot sync a folder; the file is in its place all the same
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def named(path):
+    """An OSError inside that names no file, as of a disk that is full, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, path) and not PART.search(str(error.filename)):
+            raise
+        raise problem(error.errno, path) from None
+
+
+@contextmanager
+def part_in(folder, mode) -> Iterator[tuple[BinaryIO, str]]:
+    """A new file in `folder` and its name, of which no two writers may share one, and no user has one.
+
+    It is locked while it is written, which a writer that is killed no longer does; after an error it is removed.
+    """
+    while True:
+        part = os.path.join(folder, f".linattn-{secrets.token_hex(8)}.part")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with suppress(OSError):  # some file systems have no locks; there nobody removes anything
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            break
+        os.close(descriptor)  # `remove_left` saw it before it was locked
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file, part
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+        raise
+
+
+@cache
+def remove_left(folder):
+    """Removes what writers left in `folder` that were killed: once in a process, as it takes a look at every name."""
+    with suppress(OSError):
+        for name in filter(PART.fullmatch, os.listdir(folder)):
+            path = os.path.join(folder, name)
+            with suppress(OSError, FileError), opened(path) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
 
 
 def write_arrays(path, arrays):

@@ -16,9 +16,11 @@ import os
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from ..compiled import cfunc, njit
 
 TILE = 64  # rows of W that are summed side by side
 LANES = 16  # numbers in a vector: what AVX-512 has in a register, and others in two
@@ -54,8 +56,8 @@ BOARD = WORK + 16
 STOP = -1
 SPINS = 200  # looks at the board between two offers of the core to others
 
-LOOP = {"nogil": True, "cache": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
-yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit(lambda: 0)
+LOOP = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
+yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit()(lambda: 0)
 
 
 # -- what Numba has no words for --------------------------------------------------------------------------------------
@@ -613,7 +615,7 @@ def multiply(board, format, bits, scales, x, y):
     return chosen.size + counts.size + starts.size + totals.size
 
 
-@cfunc(types.void(*(types.intp,) * 10), cache=True)
+@cfunc(types.void(*(types.intp,) * 10))
 def multiply_at(board, format, bits, scales, x, y, S, T, K, M):
     """`multiply` of arrays at addresses."""
     multiply(

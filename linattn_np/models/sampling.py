@@ -30,11 +30,13 @@ class Sampling:
     Parameters
     ----------
     temperature : float
-        0 takes the likeliest token, 1 the model's distribution, more flattens it.
+        0 takes the likeliest token, of several the first; 1 the model's distribution, more flattens it. The temperature
+        comes before `top_k` and `top_p`, which see the distribution that it has made. One so small that a
+        probability is below float32's range draws among the likeliest.
     top_k : int
         Draw from so many of the likeliest tokens; 0 is all.
     top_p : float
-        Draw from the likeliest tokens that together hold this much probability.
+        Draw from the likeliest tokens that together hold this much probability, after the temperature and `top_k`.
     presence, frequency : float
         Subtracted from the logit of a token that was drawn before: once, and times its count (OpenAI's presence and
         frequency penalties).
@@ -191,11 +193,16 @@ def alike(logits, kinds) -> Iterator[tuple]:
 
 
 def in_threads(work, parts) -> list:
-    """The results of `work`, in order. NumPy leaves Python's lock to other threads."""
+    """The results of `work`, in order. NumPy leaves Python's lock to other threads; where there are none, this one
+    does what they would."""
     if len(parts) == 1:
         return [work(parts[0])]
     with ThreadPoolExecutor(min(count(), len(parts))) as pool:
-        return list(pool.map(work, parts))
+        try:
+            done = pool.map(work, parts)
+        except RuntimeError:
+            return list(map(work, parts))
+        return list(done)
 
 
 def probabilities(logits, temperature):

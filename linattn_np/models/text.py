@@ -8,12 +8,12 @@ from itertools import islice
 
 from ..errors import ContractError, ContractTypeError
 from .batch import Batch
-from .checks import whole
+from .checks import shown, whole
 from .face import Model, State
 from .sampling import Sampling
 from .tokenizers import Tokenizer
 
-PIECE = 512  # tokens of a prompt that are read at a time: what is in flight stays small, and progress shows
+LONGEST = (1 << 31) - 1  # tokens of a text
 
 
 class Text:
@@ -22,7 +22,7 @@ class Text:
     All that `feed` returns is, put together, the text. It holds back what may be the beginning of a stop string, and
     the bytes of a character until it is whole, so that nothing has to be taken back.
 
-    length : so many tokens at most; None is no limit.
+    length : so many tokens at most, up to 2^31 - 1; None is no limit.
     stop : strings that end the text and are no part of it; of several, the one that is complete first.
     finish : None while the text goes on, then "stop", "end" or "length"; or what `close` was told.
     error : what was wrong, of a text whose `finish` is "error".
@@ -37,15 +37,9 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int | None = None, stop: Sequence[str] = ()):
-        if (
-            isinstance(stop, str)
-            or not isinstance(stop, Iterable)
-            or not all(isinstance(string, str) and string for string in stop)
-        ):
-            raise ContractError(f"Text: stop is {stop!r}, expected a sequence of strings, none of them empty")
         if length is not None:
-            whole("Text", "length", length, 1)
-        self.length, self.stop, self.end, self.tokenizer = length, tuple(stop), tokenizer.end, tokenizer
+            whole("Text", "length", length, 1, LONGEST)
+        self.length, self.stop, self.end, self.tokenizer = length, stops(stop), tokenizer.end, tokenizer
         self.error: str | None = None
         self.stream, self.held = tokenizer.stream(), ""
         self.finish: str | None = None
@@ -105,6 +99,16 @@ class Text:
         )
 
 
+def stops(given) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ContractError(f"Text: stop is {shown(given)}, expected a sequence of strings, none of them empty")
+    strings = tuple(given)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ContractError(f"Text: stop holds {shown(string)}, expected strings, none of them empty")
+    return strings
+
+
 @dataclass
 class Request:
     """A prompt (ids, at least one), how to go on from it, and the state it goes on from (None: the beginning)."""
@@ -149,8 +153,8 @@ def complete(
                 text = Text(tokenizer)
                 yield number, text.close("error", str(error)), text
         if joining:
-            numbers, texts, hows, rests, states = zip(*joining)
-            slots_taken = batch.join(list(rests), list(hows), list(states))
+            numbers, texts, hows, prompts, states = zip(*joining)
+            slots_taken = batch.join(list(prompts), list(hows), list(states))
             running |= {slot: (number, text) for slot, number, text in zip(slots_taken, numbers, texts)}
         if not asked and not running:
             return
@@ -169,31 +173,10 @@ def complete(
 
 
 def begun(model, tokenizer, request):
-    """The request's `Text` and `Sampling`, the rest of its prompt and the state before that; all of it is checked."""
+    """The request's `Text`, `Sampling`, prompt and state before that, once all of it is checked."""
     text = Text(tokenizer, request.length, request.stop)
     if not isinstance(request.how, Sampling):
         raise ContractTypeError(f"Request: how is a {type(request.how).__name__}, expected a Sampling")
-    return text, request.how, *read(model, request.prompt, request.state)
-
-
-def read(
-    model: Model,
-    prompt: Sequence[int],
-    state: State | None = None,
-    progress: Callable[[int], object] = lambda done: None,
-) -> tuple[Sequence[int], State | None]:
-    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before.
-
-    None for the state where nothing has been read.
-    """
-    model.checked([list(prompt)])
-    if state is not None:
-        state = model.on_device(state, rows=1).copy()
-    elif len(prompt) > PIECE:
-        state = model.initial_state()
-    start = 0
-    while len(prompt) - start > PIECE:
-        model.forward([prompt[start : start + PIECE]], state, last=True)
-        start += PIECE
-        progress(start)
-    return prompt[start:], state
+    model.checked([list(request.prompt)])
+    state = request.state if request.state is None else model.on_device(request.state, rows=1)
+    return text, request.how, request.prompt, state

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import numpy as np
@@ -35,10 +35,11 @@ class Helpers:
 
     def wake(self, board, wanted):
         with self.lock:
-            for _ in range(wanted - self.started):
-                threading.Thread(target=self.run, daemon=True, name="linattn_np").start()
-                self.started += 1
-        for _ in range(wanted):
+            with suppress(RuntimeError):  # the system gives no more threads
+                for _ in range(wanted - self.started):
+                    threading.Thread(target=self.run, daemon=True, name="linattn_np").start()
+                    self.started += 1
+        for _ in range(min(wanted, self.started)):
             self.boards.put(board)
 
     def run(self):

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -19,12 +19,13 @@ import numpy as np
 from ..errors import ContractError
 from . import checkpoint
 from .checks import real, whole
-from .devices import check_device, on_host
+from .devices import check_device
 from .face import Trainable
 from .files import FileError, json_object, write_arrays
 from .ranks import OneProcess
 from .rwkv6 import RWKV6
 from .steps import CudaSteps, HostSteps
+from .turns import Lock, one_at_a_time
 
 HELD_OUT = 0.05  # of the text, its end
 MAX_BYTES = 1 << 24  # of a step, far more than any machine has the memory for
@@ -79,7 +80,7 @@ class Settings:
 
 
 class Training:
-    """A model, its optimiser and its text.
+    """A model, its optimiser and its text. Several threads may call it: its methods wait for each other.
 
     Parameters
     ----------
@@ -146,11 +147,17 @@ class Training:
             self.steps = CudaSteps(*what, rows, context + 1, dtype)
         else:
             self.steps = HostSteps(*what)
-        self.step_number, self.seconds, self.latest = 0, 0.0, None
+        self.step_number, self.seconds, self.latest, self.lock = 0, 0.0, None, Lock()
         self.steps.load(weights=self.layout.initial(settings.seed))
 
     def __repr__(self):
         return f"Training({self.layout.size:,} parameters, {self.steps.dtype} on {self.device}, {self.done:.0%} done)"
+
+    def change(self, **how):
+        """From here on `steps`, `minutes` or `lr` of the settings are others; steps and minutes replace each other."""
+        if how.keys() & {"steps", "minutes"}:
+            how = {"steps": None, "minutes": None, **how}
+        self.settings = replace(self.settings, **how)
 
     @property
     def done(self) -> float:
@@ -164,6 +171,7 @@ class Training:
         """Read so far."""
         return self.step_number * self.settings.batch * self.settings.context
 
+    @one_at_a_time
     @np.errstate(all="ignore")  # a loss that is not finite is what tells
     def step(self):
         """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the loss before it, on the device."""
@@ -184,6 +192,7 @@ class Training:
         self.latest = now
         self.seconds = self.ranks.clock(self.step_number, self.seconds)
 
+    @one_at_a_time
     @np.errstate(all="ignore")
     def held_out_loss(self) -> float:
         """Nats a byte of the held-out end, read in rows of `context` bytes, each from an empty state."""
@@ -194,10 +203,13 @@ class Training:
         return nats / count
 
     # -- files -------------------------------------------------------------------------------------------------------
+    @one_at_a_time
     def save(self, path):
-        """All that `restore` needs, in one file, which is there whole or not at all."""
+        """All that `restore` needs, in one file, which is there whole or not at all; ContractError, and the file stays
+        as it was, where a number is not finite."""
         about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
-        vectors = {name: on_host(getattr(self.steps, name)) for name in VECTORS}
+        vectors = {name: self.steps.on_host(name) for name in VECTORS}
+        self.check_finite(vectors)
         write_arrays(
             path,
             {
@@ -209,16 +221,19 @@ class Training:
             },
         )
 
+    @one_at_a_time
     def save_model(self, path):
-        """The weights under the model's names for files; matrices in the dtype of products."""
-        named = self.layout.named(on_host(self.steps.weights))
-        write_arrays(
-            path,
-            {
-                name: array.astype(self.steps.dtype) if array.squeeze().ndim > 1 else array
-                for name, array in named.items()
-            },
-        )
+        """The weights under the model's names for files, matrices in the dtype of products; ContractError as `save`."""
+        named = self.layout.named(self.steps.on_host("weights"))
+        arrays = {
+            name: array.astype(self.steps.dtype) if array.squeeze().ndim > 1 else array for name, array in named.items()
+        }
+        self.check_finite(arrays)
+        write_arrays(path, arrays)
+
+    def check_finite(self, arrays):
+        if lost := first_not_finite(arrays):
+            refuse(f"{lost} at step {self.step_number} has numbers that are not finite, which no file shall hold")
 
     @classmethod
     def restore(
@@ -246,6 +261,11 @@ class Training:
         self.steps.load(**{name: stored[name] for name in VECTORS})
         self.step_number, self.seconds = int(stored["step"][0]), float(stored["seconds"][0])
         return self
+
+
+def first_not_finite(arrays) -> str | None:
+    """Its name. A sum of finite float32 numbers in float64 is finite, and takes no array of answers."""
+    return next((name for name, x in arrays.items() if not np.isfinite(x.sum(dtype=np.float64))), None)
 
 
 class Text:
@@ -328,6 +348,8 @@ def checked(stored, kind) -> Settings:
     for name, count in (*((name, wanted) for name in VECTORS), ("text", 32), ("step", 1), ("seconds", 1)):
         if len(stored[name]) != count:
             refuse(f"has {len(stored[name])} elements of {name}, expected {count}")
+    if lost := first_not_finite({name: stored[name] for name in VECTORS}):
+        refuse(f"has numbers in {lost} that are not finite")
     if stored["step"][0] < 0 or not 0 <= stored["seconds"][0] < math.inf:
         refuse(f"is at step {stored['step'][0]} after {stored['seconds'][0]} seconds")
     return settings

@@ -4,6 +4,7 @@ import numpy as np  # noqa: F401
 from numpy import inf, nan  # noqa: F401
 
 from attack.calls import Call  # noqa: F401
+from attack.endings import Ending  # noqa: F401
 from attack.files import Batch, Damaged, Edit, Npz, Vocabulary  # noqa: F401
 from attack.models import Drawing, Entering, Joining  # noqa: F401
 from attack.operators import Split  # noqa: F401

@@ -1,7 +1,7 @@
 """cuBLAS for products with a float32 result, also while a graph is captured: CuPy refuses to call it then."""
 
 import ctypes
-from functools import cache, partial
+from functools import partial
 from threading import Lock
 
 import numpy as np
@@ -16,7 +16,8 @@ WORKSPACE = 32 << 20  # bytes, as cuBLAS takes on sm_90; our own, so that a grap
 
 
 class Cublas:
-    """A handle on the current CUDA device, for the current stream of each call."""
+    """A handle on the current CUDA device, for the current stream of each call. Products share a workspace, so that
+    those on different streams must not run at the same time."""
 
     def __init__(self):
         import cupy
@@ -87,9 +88,3 @@ def reading(x):
     matrices, rows, columns = (step // x.itemsize for step in x.strides)
     how, leading = (NORMAL, rows) if columns == 1 else (TRANSPOSED, columns)
     return how, leading, ctypes.c_longlong(matrices)
-
-
-@cache
-def handle(device: int) -> Cublas:
-    """The handle of CUDA device `device`, which must be the current one."""
-    return Cublas()

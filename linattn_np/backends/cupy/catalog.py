@@ -237,7 +237,8 @@ def of_models():
         yield from rwkv6.FiveMixes.all(T)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
-    yield rwkv6.GatedAdd()
+    for X in CTYPES:
+        yield rwkv6.GatedAdd(X)
 
 
 def of_training():

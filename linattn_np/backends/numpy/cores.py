@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from threading import Barrier, Condition, Thread
 
@@ -26,8 +27,11 @@ def pool():
     together = Barrier(workers())
 
     def start():
-        for found in [made.submit(together.wait) for _ in range(workers())]:
-            found.result()
+        try:
+            for found in [made.submit(together.wait) for _ in range(workers())]:
+                found.result()
+        except RuntimeError:  # the system gives no more threads
+            together.abort()
 
     starter = Thread(target=start)
     starter.start()
@@ -50,8 +54,8 @@ def in_parallel(task, *items, caller=False):
     threads = min(workers(), len(shift.results))
     caller = caller or threads < 2
     try:
-        helpers = [pool().submit(shift.help) for _ in range(threads - caller)]
-        if caller:
+        helpers = helped(shift, threads - caller)
+        if caller or not helpers:
             shift.work()
         for helper in helpers:
             helper.result()
@@ -59,6 +63,15 @@ def in_parallel(task, *items, caller=False):
         shift.end()
         raise
     return shift.results
+
+
+def helped(shift, count) -> list:
+    """Futures of `count` threads that work on it, or of as many as the system gives."""
+    helpers: list = []
+    with suppress(RuntimeError):
+        while len(helpers) < count:
+            helpers.append(pool().submit(shift.help))
+    return helpers
 
 
 class Shift:

@@ -1,0 +1,73 @@
+"""Ctrl-C, SIGTERM and SIGHUP, which end a subcommand: at once, or where it has work to finish after its next step.
+
+`handled` takes them for as long as a subcommand runs. An exception that comes at any moment may be lost, as a callback
+of Numba's drops it while a loop is loaded; so the signal is noted too, and work in steps asks for it (`deferred`).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class Ended(KeyboardInterrupt):
+    """A signal, whose number is the argument, ends the work."""
+
+    @property
+    def code(self) -> int:
+        """The process's exit code, as shells count it."""
+        return 128 + self.args[0]
+
+
+class Noted:
+    """The signal that came, and whether the work under way will ask for it. Ctrl-C gives way to the others, as work
+    may go on after it."""
+
+    number: int | None = None
+    asked_for = False
+
+    def __call__(self, number, frame=None):
+        alone = self.number is None
+        if self.number in (None, signal.SIGINT):
+            self.number = number
+        if not (alone and self.asked_for):
+            raise Ended(number)
+
+
+noted = Noted()
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Inside, a signal raises Ended. One that is ignored, as under nohup, stays so; only the main thread gets any."""
+    noted.number, noted.asked_for, before = None, False, {}
+    if threading.current_thread() is threading.main_thread():
+        for number in NUMBERS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, noted)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[Callable[[], int | None]]:
+    """Inside, the first signal is only noted: a function tells its number, or None. A second one raises Ended."""
+    noted.asked_for = True
+    try:
+        yield lambda: noted.number
+    finally:
+        noted.asked_for = False
+
+
+def forget_ctrl_c():
+    """The work goes on after a Ctrl-C that has stopped a part of it; another signal raises Ended."""
+    number, noted.number = noted.number, None
+    if number not in (None, signal.SIGINT):
+        raise Ended(number)

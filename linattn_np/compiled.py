@@ -1,0 +1,91 @@
+"""Numba's loops, kept on the disk from one process to the next: in the folder that NUMBA_CACHE_DIR names, else beside
+their module or in the user's cache. Where the disk fails, each process compiles its own.
+
+ImportError where Numba is missing, or NUMBA_DISABLE_JIT is set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import pickle
+from contextlib import suppress
+from typing import Any
+
+import numba
+from numba.core import caching
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.sigutils import normalize_signature
+
+config: Any = numba.config  # its settings are made as the environment has them
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, and NumPy computes instead of Numba's loops")
+
+DIGEST = hashlib.sha256().digest_size  # bytes behind what a file holds
+atexit.register(global_compiler_lock.acquire)  # LLVM would crash if a thread compiled while the process ends
+
+
+def njit(**options):
+    """`numba.njit`, with its machine code kept."""
+
+    def decorate(function):
+        loop = numba.njit(**options)(function)
+        loop._cache = kept(function)
+        return loop
+
+    return decorate
+
+
+def cfunc(signature, **options):
+    """`numba.cfunc`, with its machine code kept."""
+
+    def decorate(function):
+        loop = CFunc(function, normalize_signature(signature), locals={}, options=options)
+        loop._cache = kept(function)
+        loop.compile()
+        return loop
+
+    return decorate
+
+
+def kept(function):
+    try:
+        return Kept(function)
+    except (OSError, RuntimeError):  # there is no folder that can be written
+        return caching.NullCache()
+
+
+class Files(caching.IndexDataCacheFile):
+    """Numba's files with a checksum: machine code that is damaged could do anything."""
+
+    def _dump(self, obj):
+        data = super()._dump(obj)
+        return data + hashlib.sha256(data).digest()
+
+    def _load_data(self, name):
+        with open(self._data_path(name), "rb") as file:
+            data = file.read()
+        if hashlib.sha256(data[:-DIGEST]).digest() != data[-DIGEST:]:
+            raise ValueError(f"{name} is damaged")
+        return pickle.loads(data[:-DIGEST])
+
+
+class Kept(caching.FunctionCache):
+    """Numba's cache of a function, of which no fault costs more than a compilation."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self._cache_file.__class__ = Files
+
+    def load_overload(self, signature, context):
+        try:
+            return super().load_overload(signature, context)
+        except Exception:  # Numba reads a file that was cut short again and again, unless it is emptied
+            with suppress(Exception):
+                self.flush()
+            return None
+
+    def save_overload(self, signature, data):
+        with suppress(Exception):  # the disk is full, or the folder is gone
+            super().save_overload(signature, data)

@@ -1,0 +1,120 @@
+"""The command in a process: signals at any moment, streams that are closed or full, disks without room."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from attack.harness import holds_for, require
+from linattn_np.models import checkpoint
+
+LINES = '{"prompt": "Emma was", "tokens": 3}\n' * 400
+WORK = {
+    "text": "generate --device cpu --tokens 400",
+    "batch": "generate --device cpu --batch-file in --output out --slots 4",
+    "cards": "generate --device cpu --batch-file in --output out --slots 4 --cards 2",
+    "train": "train --device cpu --text in --out trained --layers 1 --width 16 --head-size 8 --batch 2 --context 16 "
+    "--steps 2000 --every 0",
+    "quantise": "quantise --dtype bfloat16 --text in --tokens 64 --out few.safetensors",
+    "help": "--help",
+}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
+PATIENCE = 60  # seconds
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A command, the signals that come some seconds after it takes them, and what is wrong with its surroundings."""
+
+    work: str = "batch"
+    signals: tuple = ()
+    after: float = 0.5
+    closed: tuple = ()
+    full: tuple = ()
+    room: int | None = None  # bytes that a file may have
+
+
+def endings(machine):
+    streams = st.lists(st.sampled_from((0, 1, 2)), max_size=2, unique=True).map(tuple)
+    return st.builds(
+        Ending,
+        st.sampled_from(list(WORK)),
+        st.lists(st.sampled_from([*map(int, SIGNALS)]), max_size=2).map(tuple),
+        st.floats(0, 3),
+        streams,
+        streams,
+        st.none() | st.sampled_from((0, 100, 10_000, 100_000)),
+    )
+
+
+@holds_for(endings, machines=("numpy",), round=3)
+def ends(case, machine):
+    """A documented exit code, no traceback, and files that are whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "in").write_text(LINES)
+        code, messages = ended(case, folder)
+        killed = -signal.SIGKILL in (code, *(-number for number in case.signals))
+        wanted = {0, 2, *(128 + number for number in case.signals), *(-number for number in case.signals)}
+        require(code in wanted, f"endings: exit code {code}", messages[-300:])
+        for word in ("Traceback", "Exception ignored"):
+            require(word not in messages, f"endings: {word}", messages[-600:])
+        left = [path.name for path in Path(folder).rglob("*.part")]
+        require(killed or not left, "endings: a part is left", str(left))
+        whole(Path(folder))
+
+
+def ended(case, folder):
+    """The exit code and what was written on stderr."""
+
+    def surroundings():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if case.room is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (case.room, case.room))
+        for number in case.full:
+            os.dup2(os.open("/dev/full", os.O_RDWR), number)
+        for number in case.closed:
+            os.close(number)
+
+    command = [sys.executable, "-m", "linattn_np", *WORK[case.work].split()]
+    environment = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
+    how = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=surroundings, **how)
+    until = time.monotonic() + PATIENCE
+    while process.poll() is None and not takes_signals(process.pid):
+        time.sleep(0.01)
+    time.sleep(case.after if case.signals else 0)
+    for number in case.signals:
+        process.send_signal(number)
+    try:
+        messages = process.communicate(timeout=until - time.monotonic())[1]
+    finally:
+        process.kill()
+    return process.returncode, messages.decode()
+
+
+def takes_signals(pid) -> bool:
+    """Whether its own handlers are in place."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return bool(caught >> signal.SIGTERM - 1 & 1)
+
+
+def whole(folder):
+    if (folder / "out").exists():
+        for line in (folder / "out").read_text().splitlines():
+            try:
+                json.loads(line)
+            except ValueError:
+                require(False, "endings: a line is cut", line[:200])
+    for path in folder.rglob("*.safetensors"):
+        checkpoint.read(path)

@@ -1,0 +1,107 @@
+"""The functions with flash-linear-attention's names take and give what its own do."""
+
+import inspect
+
+import numpy as np
+import peer_suite
+import pytest
+
+import linattn_np
+from linattn_np import ContractError
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+fla = pytest.importorskip("linattn_np.interop.fla")
+
+
+@pytest.fixture
+def qkv(rng):
+    """[B, T, H, K], twice, and [B, T, H, V]."""
+    return [torch.tensor(rng.standard_normal((2, 9, 3, size)), requires_grad=True) for size in (4, 4, 6)]
+
+
+def ours(function, *tensors, **options):
+    return function(*(x.detach().numpy() for x in tensors), layout="bthd", **options)
+
+
+def test_names():
+    assert peer_suite.ours("fused_chunk_linear_attn") is fla.fused_chunk_linear_attn
+    assert peer_suite.ours("naive_recurrent_gla") is peer_suite.ours("chunk_gated_delta_rule") is None
+    assert str(inspect.signature(fla.chunk_rwkv6)).startswith(
+        "(r, k, v, w, u, scale=None, initial_state=None, output_f"
+    )
+
+
+def test_states_and_gradients(qkv):
+    g = torch.full_like(qkv[0], -0.5).requires_grad_()
+    o, state = fla.fused_recurrent_gla(*qkv, gk=g, output_final_state=True)
+    (o.sum() + state.sum()).backward()
+    wanted = ours(linattn_np.gla, *qkv, g, output_final_state=True)
+    for found, array in zip((o, state), wanted, strict=True):
+        np.testing.assert_allclose(found.detach(), array)
+    assert g.grad[:, 1:].abs().min() > 0
+    resumed, none = fla.chunk_gla(q=qkv[0], k=qkv[1], v=qkv[2], g=g, initial_state=state)
+    assert resumed.shape == o.shape and none is None
+
+
+def test_packed_sequences(qkv):
+    q, k, v = (x[:1] for x in qkv)
+    o, _ = fla.chunk_retention(q, k, v, cu_seqlens=torch.tensor([0, 4, 9]))
+    np.testing.assert_allclose(o.detach(), ours(linattn_np.retention, q, k, v, cu_seqlens=[0, 4, 9]))
+
+
+def test_the_normaliser_is_on_where_theirs_is(qkv):
+    o, (_, keys) = fla.chunk_linear_attn(*qkv, output_final_state=True)
+    np.testing.assert_allclose(o.detach(), ours(linattn_np.linear_attention, *qkv, normalize=True))
+    np.testing.assert_allclose(keys.detach(), qkv[1].detach().sum(1, keepdim=True))
+    halves = [fla.chunk_linear_attn(*(x[:, :5] for x in qkv), output_final_state=True)]
+    halves.append(fla.chunk_linear_attn(*(x[:, 5:] for x in qkv), initial_state=halves[0][1]))
+    torch.testing.assert_close(torch.cat([half for half, _ in halves], 1), o)
+    o, _ = fla.fused_recurrent_linear_attn(*qkv)
+    np.testing.assert_allclose(o.detach(), ours(linattn_np.linear_attention, *qkv))
+
+
+def test_attentions(qkv):
+    q, k, v = qkv
+    g = -torch.rand(2, 9, 3, dtype=q.dtype)
+    o, scores = fla.parallel_simple_gla(q=q, k=k, v=v, g=g, output_attentions=True)
+    assert scores.shape == (2, 3, 9, 9) and scores.triu(1).abs().max() == 0
+    torch.testing.assert_close(torch.einsum("bhts,bshv->bthv", scores, v), o)
+
+
+def test_the_older_name_of_an_option(qkv):
+    with pytest.warns(DeprecationWarning):
+        _, state = fla.chunk_retention(*qkv, output_final_state=True, transpose_state_layout=True)
+    assert state.shape == (2, 3, 6, 4)
+    with pytest.raises(ContractError, match="name one option"):
+        fla.chunk_retention(*qkv, state_v_first=True, transpose_state_layout=True)
+
+
+def test_gates_that_are_left_out(qkv):
+    """Of gla: none. Of simple_gla: none, one a token, one a head, or their sum."""
+    q, k, v = (x.detach() for x in qkv)
+    decays, gates = torch.tensor([-0.1, -0.2, -0.3]), -torch.rand(2, 9, 3)
+    plain = torch.tensor(ours(linattn_np.linear_attention, q, k, v))
+    torch.testing.assert_close(fla.fused_recurrent_gla(q, k, v)[0], plain)
+    torch.testing.assert_close(fla.chunk_simple_gla(q, k, v)[0], plain)
+    for given, g in (
+        ({"g": gates}, gates),
+        ({"g_gamma": decays}, decays),
+        ({"g": gates, "g_gamma": decays}, gates + decays),
+    ):
+        wanted = ours(linattn_np.simple_gla, q, k, v, g.expand(2, 9, 3).double().contiguous())
+        torch.testing.assert_close(fla.chunk_simple_gla(q, k, v, **given)[0], torch.tensor(wanted))
+
+
+def test_heads_first_are_refused(qkv):
+    assert fla.chunk_retention(*qkv, head_first=False)[1] is None
+    with pytest.raises(ContractError, match="chunk_retention: head_first is True, expected tensors .B, T, H, ...."):
+        fla.chunk_retention(*qkv, head_first=True)
+
+
+def test_bounds_on_the_host_spare_a_wait(qkv):
+    """`cu_seqlens_cpu` is read in place of a tensor on a device."""
+    q, k, v = (x[:1] for x in qkv)
+    o, _ = fla.chunk_rwkv6(
+        q, k, v, -k.abs(), k[0, 0], cu_seqlens=torch.empty(3, device="meta"), cu_seqlens_cpu=torch.tensor([0, 2, 9])
+    )
+    assert torch.equal(o, fla.chunk_rwkv6(q, k, v, -k.abs(), k[0, 0], cu_seqlens=[0, 2, 9])[0])
