@@ -303,8 +303,7 @@ ROOMS = {
         ["backends.numpy", "arrays", "caches", "contract", "declarations", "varlen"],
         ["numpy"],
     ),
-    "backends/numpy/compiled": (["backends.numpy"], ["numba"]),
-    "backends/numpy/numba_loops": ([], ["numpy", "numba", "llvmlite"]),
+    "backends/numpy/numba_loops": (["compiled"], ["numpy", "numba", "llvmlite"]),
     "backends/cupy": (
         ["backends.cupy", "arrays", "contract", "declarations", "kernel_choice", "problem", "varlen"],
         ["numpy", "cupy"],

@@ -10,7 +10,7 @@ from reference import LIMITS, assert_close, double, draw, errors, exact, guarded
 from linattn_np import NotSupported, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import execute, softmax
-from linattn_np.backends.numpy import compiled as loops
+from linattn_np.backends.numpy import loop_choice
 from linattn_np.declarations import SOFTMAX_ATTENTION
 from linattn_np.layouts import swap_heads
 
@@ -235,8 +235,8 @@ def test_options(backend, name, dtype, layout, rng):
 def test_a_long_call_on_the_cpu(compiled, rng, monkeypatch):
     """Of float32, by Numba's loops where they are, and without them."""
     if not compiled:
-        monkeypatch.setattr(loops, "module", lambda: None)
-    elif loops.module() is None:
+        monkeypatch.setattr(loop_choice, "module", lambda: None)
+    elif loop_choice.module() is None:
         pytest.skip("Numba is not here")
     q, k, v, do = rng.standard_normal((4, 1, 2, 750, 20)).astype(np.float32)
     q[:, :, 5] *= 300  # scores of hundreds

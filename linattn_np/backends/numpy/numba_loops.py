@@ -2,12 +2,13 @@
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from ...compiled import njit
 
 LOOP = {
     "nogil": True,
-    "cache": True,
     "error_model": "numpy",  # a look for zeros at every division keeps a loop from vectors
     "fastmath": {"contract", "nsz", "arcp", "reassoc"},
 }

@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 
 from .by_token import is_finite, product_over
-from .compiled import loops
 from .cores import in_parallel
+from .loop_choice import loops
 from .packing import row_blocks, thread_scratch
 
 TILE = 256  # keys of a tile
@@ -207,23 +207,28 @@ class Attention:
 
         def task(block, queries):
             found = self.attend(block, queries, keys)
+            bad = ~np.isfinite(found[0]).all(-1)
+            if bad.any():
+                margin = np.log(queries.keys.stop - queries.keys.start)
+                for x, again in zip(found, self.attend(block, queries, keys, margin), strict=True):
+                    x[bad] = again[bad]
             for x, rows in zip((o, self.m, self.l, self.exponents), found, strict=True):
                 self.write(x, block, queries.tokens, rows)
 
         tasks = [(block, queries) for found in self.sequences() for queries in reversed(found) for block in self.blocks]
         in_parallel(task, *zip(*tasks), caller=True)
 
-    def attend(self, block, queries, keys, exponents=None):
+    def attend(self, block, queries, keys, margin=0.0, exponents=None):
         """(o, m, l, exponents) of some rows: running sums over the tiles of keys.
 
-        m is higher than every score by the logarithm of their number, so that sums of values do not overflow either.
+        m is higher than every score by `margin`. With the logarithm of their number no sum of values overflows.
         """
         raw = self.rows(self.q, block, queries.tokens)
         q = self.scaled(raw, exponents)
         if exponents is None and not self.fits(q, block, queries.keys):
-            return self.attend(block, queries, keys, self.exponents_of(raw, self.k[(*block, queries.keys)]))
+            return self.attend(block, queries, keys, margin, self.exponents_of(raw, self.k[(*block, queries.keys)]))
         (m, l), o = self.before(block, queries.tokens, exponents), np.zeros((*q.shape[:-1], self.v.shape[-1]), q.dtype)
-        margin = self.in_units(self.dtype.type(np.log(max(1, queries.keys.stop - queries.keys.start))), exponents)
+        margin = self.in_units(self.dtype.type(margin), exponents)
         for tile in queries.tiles:
             seen = self.seen(queries, tile)
             s = only(self.scores(q, keys(block, tile), exponents), seen, -np.inf)

@@ -1,4 +1,4 @@
-"""Numba's loops for what stands between products, where Numba is installed and a call is long enough for them."""
+"""Whether Numba's loops compute what stands between products: where Numba is installed and a call is long enough."""
 
 from functools import cache
 
@@ -13,11 +13,7 @@ def loops(elements):
 @cache
 def module():
     try:
-        from numba import config
-
-        if config.DISABLE_JIT:
-            return None
         from . import numba_loops
-    except Exception:  # it is not installed, or this installation cannot compile or keep what it compiles
+    except ImportError:
         return None
     return numba_loops
