@@ -70,8 +70,9 @@ def plan_summary_vjp(problem, device, do, saved=()):
         return None
     gla = in_float32(draft, gla)
     read = {name: draft.mapped(gla[name], name) for name in "qkv"}
-    read["do_"] = draft.mapped(gated_vjp.as_inputs(draft, gla, do), "do")
+    do = gated_vjp.as_inputs(draft, gla, do)
     launches = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=True)
+    read["do_"] = draft.mapped(do, "do")
     return launches.summary(*segments_kernel(gla, read), len(problem.op.gates), g=gla["g"])
 
 
