@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, in_eight_bits, relative_error, synthetic
 
-from linattn_np import NotSupported
+from linattn_np import ContractError, NotSupported
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.backends.cupy.device import CupyDevice
@@ -181,6 +181,16 @@ def test_float16_holds_large_squares_and_outputs(on_cuda, calls, rng):
     found, _ = in_calls(on_cuda(weights), tokens, calls)
     wanted, _ = in_calls(RWKV6(weights), tokens, calls)
     assert np.median(relative_error(found, wanted, -1)) <= tolerance(HALF)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=str)
+def test_weights_beyond_float16_are_refused(on_cuda, dtype, rng):
+    weights = {name: array.astype(dtype) for name, array in synthetic(rng, SMALL).items()}
+    weights["blocks.1.att.key.weight"][3, 4] = 1e5
+    with pytest.raises(
+        ContractError, match="RWKV6: blocks.1.att.key.weight has numbers beyond float16, expected dtype"
+    ):
+        on_cuda(weights, HALF)
 
 
 def test_threads_and_streams_share_a_model(on_cuda, rng):

@@ -8,6 +8,8 @@ from functools import wraps
 from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
 
+from ..errors import NotSupported
+
 S = TypeVar("S")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -45,16 +47,21 @@ class Turns:
     enqueued inside comes behind all that was enqueued inside before, on whatever stream."""
 
     def __init__(self, device):
-        self.device, self.lock = device, RLock()
-        self.queue, self.event = device.queue, device.record()
+        self.device, self.lock, self.event = device, RLock(), device.record()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with self.lock:
-            if self.queue != self.device.queue:
-                self.device.wait(self.event)
+            if self.device.capturing:
+                raise NotSupported(
+                    "RWKV6: a model's calls cannot be captured in a CUDA graph; they make graphs themselves"
+                )
+            self.device.wait(self.event)  # on the same stream, too: one that is gone may have had its address
             try:
                 yield
             finally:
-                self.queue = self.device.queue
                 self.device.record(self.event)
+
+    def wait(self):
+        """Until all that was enqueued in earlier turns is done, so that its memory may be given back."""
+        self.device.finish(self.event)

@@ -109,6 +109,9 @@ class EmulatedDevice:
     def wait(self, event):
         pass
 
+    def finish(self, event):
+        pass
+
     def empty(self, shape, dtype):
         x = np.empty(shape, dtype)
         x.reshape(-1).view(np.uint8)[...] = 0xFF

@@ -68,6 +68,10 @@ class CupyDevice:
 
         cupy.cuda.get_current_stream().wait_event(event)
 
+    def finish(self, event):
+        """Waits for `event`."""
+        event.synchronize()
+
     @property
     def capturing(self) -> bool:
         """Whether launches now go into a CUDA graph."""

@@ -47,18 +47,20 @@ class CudaLayers(NotCopied):
 
     def steps_of(self, batch) -> Steps:
         """Those of `batch` sequences."""
-        return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)))
+        return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
     def prompts_of(self, rows, last) -> Prompts:
         """Those of such lengths."""
-        return recent(self.prompts, (rows.bounds.tobytes(), last), lambda: Prompts(self.decoder, rows, last))
+        key = rows.bounds.tobytes(), last
+        return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last), self.turn.wait)
 
 
-def recent(kept, key, make, most=MOST_KEPT):
+def recent(kept, key, make, before_dropping=lambda: None, most=MOST_KEPT):
     """What is kept under `key`, or made; of more than `most`, what was not wanted for longest makes room for it."""
     found = kept.pop(key, None)
     kept[key] = make() if found is None else found
     if len(kept) > most:
+        before_dropping()
         del kept[next(iter(kept))]
     return kept[key]
 
@@ -85,7 +87,7 @@ class Steps:
 
     def run(self, state, slots):
         key = slots is None, self.decoder.place(*state.arrays)
-        decoder = recent(self.decoders, key, self.decoder.beside, STATES)
+        decoder = recent(self.decoders, key, self.decoder.beside, most=STATES)
         if not decoder.bound:
             return decoder.step(self.tokens, state, slots)
         if not decoder.graph:
