@@ -363,19 +363,25 @@ class GatedForwardSm90(TiledKernel):
 
     @property
     def shared_bytes(self):
-        BK, half, gate, groups = self.BK, self.dtype.itemsize, self.gate_bytes, self.producer_groups
+        """By the members of the kernel's struct `Shared`, in its order but for those of a producer group."""
+        C, BK, half, gate, groups = self.CHUNK, self.BK, self.dtype.itemsize, self.gate_bytes, self.producer_groups
         reads, coarse = self.reads, self.dtype == BFLOAT16
         ranks, wide = 1 + (self.schedule == CLUSTER_SPLIT_K), 2 if coarse else 4
         middle = wide if ranks == 1 else 4
         stages = max(2, groups * (1 + (self.schedule == CLUSTER_SPLIT_V)))
-        tiles = stages * ranks * 32 * BK * (half + reads * wide)
-        pairs = (stages if coarse or self.cluster > 1 else 1) * ranks * 32 * PANEL * half * reads
-        numbers, votes = stages * (4 * ranks * BK + 16), 80 if ranks > 1 else 8 if reads else 24
         slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
-        scores = 32 * (2 * BK * (middle + half) + 16) * reads + 128  # an empty member takes its alignment
-        group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
-        used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 40
-        used += 8 * (slots + 2 * stages)
+
+        operands = stages * ranks * C * BK * (half + reads * wide)  # k, and if o is computed q
+        scores = (stages if coarse or self.cluster > 1 else 1) * ranks * C * PANEL * half * reads  # A
+        values = slots * C * PANEL * half  # v, then o
+        score_operands = C * (2 * BK * (middle + half) + 16) * reads + 128  # an empty member takes its alignment
+        inputs = C * BK * (half * (1 + reads) + gate)  # q, k, g as they come from memory
+        decays, group_barriers = 4 * BK * 4, 2 * 8
+        bonus, numbers, work_tile = 4 * BK, stages * (4 * ranks * BK + 16), 40
+        votes = 80 if ranks > 1 else 8 if reads else 24  # with the struct Scan
+        barriers = 8 * (slots + 2 * stages)
+        used = operands + scores + values + groups * (score_operands + inputs + decays + group_barriers)
+        used += bonus + numbers + votes + work_tile + barriers
         return padded(used, 1024)
 
     @property
