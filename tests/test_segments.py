@@ -345,3 +345,17 @@ def test_a_cut_asks_the_device():
     kernels = forward(128), forward(128, instances.CLUSTER_SPLIT_V)
     on_h200, on_small = (segments.split_columns(64, 128, 2048, card, *kernels) for card in (H200, Small(90)))
     assert on_h200 and not on_small
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "pullback"])
+@pytest.mark.parametrize("H, T", [(16, 2048), (96, 8192), (100, 64)])
+@pytest.mark.parametrize("op", [GLA, SIMPLE_GLA])
+def test_each_decision_is_made_once_a_plan(op, H, T, gradient, monkeypatch):
+    asked = []
+    for name in ("forward_cut", "hoppers_backward_cut", "forward_segments", "backward_segments", "split_columns"):
+        decide = getattr(segments, name)
+        monkeypatch.setattr(segments, name, lambda *a, name=name, decide=decide: (asked.append(name), decide(*a))[1])
+    shapes = {"B H T": (1, H, T), "B H T K": (1, H, T, 128), "B H T V": (1, H, T, 128)}
+    arrays = [np.zeros(shapes[axes], BFLOAT16) for axes in op.arrays.values()]
+    planned.plan_of(op.bind(arrays, gradient=gradient).replace(memo=None), H200)
+    assert len(set(asked)) == len(asked) and bool(asked) == (op is GLA)

@@ -84,7 +84,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
         return float64.plan_vjp(problem, device, do, dht)
     cut = segments.backward_cut(problem, device, do)
     if cut.way == HOPPER and cut.segments > 1 and not saved and not kept:
-        cut = replace(cut, forward=segments.forward_cut(problem, device))
+        cut = replace(cut, forward=segments.forward_cut(problem, device, cut))
     return gated_vjp.plan_cut(problem, cut, do, dht, saved, kept)
 
 

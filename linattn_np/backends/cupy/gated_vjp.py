@@ -98,7 +98,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
 
 @dataclass(frozen=True)
 class GatedBackwardPass:
-    """What a backward pass reads and writes: of all of a problem, or of a tile of the state."""
+    """What a backward pass reads and writes, for a whole problem or for one tile of the state."""
 
     problem: Problem
     inputs: tuple[Array, ...]  # q, k, v, g
@@ -106,12 +106,12 @@ class GatedBackwardPass:
     gradients: tuple[Array | None, ...]  # of the inputs
     dht: Array | None  # the gradient of the final state, if there is one
     dh0: Array | None  # that of the initial state, if it is wanted
-    adds: bool = False  # whether dq, dk and dg add to what these hold, those of other columns
-    adds_dv: bool = False  # whether dv does, that of other channels
+    adds: bool = False  # dq, dk and dg hold the parts of other columns, to which this pass adds
+    adds_dv: bool = False  # dv holds the part of other channels, to which this pass adds
 
     @property
     def read(self) -> dict[str, Array]:
-        """By the kernels' names."""
+        """The arrays that kernels read, by the names of their arguments."""
         return dict(zip("qkvg", self.inputs, strict=True)) | {"do_": self.do}
 
     @property
@@ -119,7 +119,8 @@ class GatedBackwardPass:
         return dict(zip(("dq", "dk", "dv", "dg"), self.gradients, strict=True))
 
     def of_tile(self, tile: StateTile, draft, u=None) -> GatedBackwardPass:
-        """That of a tile, whose bonus is `u`; its states lie by themselves, in memory of a draft."""
+        """The pass of one tile. `u`: the bonus of the tile's channels. The tile's states are copies in the draft's
+        memory."""
         problem = tile.problem(self.problem, **({} if u is None else {"u": u}))
         inputs = tuple(tile.part(x, axis) for x, axis in zip(self.inputs, "KKVK", strict=True))
         gradients = tuple(tile.part(x, axis) for x, axis in zip(self.gradients, "KKVK", strict=True))
@@ -132,7 +133,7 @@ def as_inputs(draft, problem, do):
 
 
 def cotangent(draft, dht):
-    """The gradient of the final state as the kernels read it."""
+    """The final state's gradient, contiguous and in float32, or None."""
     return draft.plain(None if dht is None else dht[0], "dht")
 
 
@@ -145,9 +146,9 @@ def stored(draft, problem, dh0):
     return None if dh0 is None else (draft.cast(dh0, problem.initial_state[0].dtype),)
 
 
-# -- for every card ----------------------------------------------------------------------------------------------------
+# -- on every card -----------------------------------------------------------------------------------------------------
 def on_every_card(draft, backward, cut):
-    """The kernels for every card; the sizes of what runs, and the parts of du."""
+    """Launches the portable kernels: (their sizes, the parts of du)."""
     problem, inputs, read, device = backward.problem, backward.inputs, backward.read, cut.device
     dq, dk, dv, dg = backward.gradients
     B, N, H, K, V = problem.shape("B N H K V")
@@ -206,7 +207,7 @@ def on_every_card(draft, backward, cut):
 
 
 def on_small_heads(draft, backward, cut):
-    """The kernels of small heads, on every card; the sizes of what runs, and the parts of du."""
+    """Launches the kernels of small heads, on any card: (their sizes, the parts of du)."""
     problem, read, written = backward.problem, backward.read, backward.written
     B, N, H, K, V = problem.shape("B N H K V")
     instance = read_order(problem.op), problem, read["g"].dtype
@@ -241,7 +242,8 @@ def on_small_heads(draft, backward, cut):
 
 
 def scan_both_ways(draft, problem, states, decays, P, first=0):
-    """From what P segments leave by themselves to what each starts from, from the `first` direction on."""
+    """Replaces what each of P segments leaves by itself by what it starts from: states (direction 0) and gradients of
+    states (direction 1), or gradients alone with `first` = 1."""
     N, H, K, V = problem.shape("N H K V")
     scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "first": first}
     draft.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), states=states, decays=decays, **sizes)
@@ -249,9 +251,11 @@ def scan_both_ways(draft, problem, states, decays, P, first=0):
 
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
 def on_hopper(draft, backward, cut, left=(), starts=None):
-    """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
-    runs, and the parts of du. `left`: what a summary has saved. `starts`: the states that the forward pass started
-    segments from, which then are equal ones."""
+    """Launches Hopper's own kernels: (their sizes, the parts of du).
+
+    The first kernel writes to dg and `kept` what the second reads. `left`: what `HopperBackward.summary` has saved.
+    `starts`: the states at the starts of the forward pass's segments, which are as many and of equal length.
+    """
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
     weight = draft.like(dg) if backward.adds else dg
     B, N, H, T, K, V = problem.shape("B N H T K V")
@@ -286,8 +290,8 @@ def on_hopper(draft, backward, cut, left=(), starts=None):
 
 
 def tile_after_tile(draft, whole, cut):
-    """Hopper's own kernels, a tile of the state after the other; the sizes of what runs for the first, and the parts
-    of du."""
+    """Launches Hopper's own kernels for one tile of the state after the other: (the sizes of the first tile's, the
+    parts of du)."""
     problem = whole.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
     memory, sizes = Reused(draft), []
@@ -308,10 +312,11 @@ def tile_after_tile(draft, whole, cut):
 
 
 class HopperBackward:
-    """Launches of Hopper's own backward kernels, of P segments a sequence.
+    """Launches of Hopper's own backward kernels, with P segments a sequence.
 
-    `framed`: between two empty ones. Then what all segments make of a gradient is there before the gradient is known,
-    at the end of the first, and can be given later, at those of the last two.
+    `framed`: an empty segment precedes a sequence's segments and another one follows. Segments can then be summarised
+    before the final state's gradient is known: it is inserted behind the last two segments later, and the initial
+    state's gradient is the one behind the first, empty segment.
     """
 
     def __init__(self, draft, problem, P, chunk, framed=False, short=0):
@@ -323,7 +328,7 @@ class HopperBackward:
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
     def launch(self, kernel, blocks, mapped, **more):
-        """So many blocks; tensor maps and rows of `mapped`."""
+        """Launches so many blocks. The arrays `mapped` are given as tensor maps and as rows."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(
@@ -337,14 +342,14 @@ class HopperBackward:
         )
 
     def between_segments(self, summary, mapped, initial, dht, starts=None, **more):
-        """The state at every segment's start, where that is not known, and the gradient of that at its end."""
+        """(the states at the segments' starts, or `starts` if given, and the gradients of the states at their ends)."""
         states, decays = self.left_by_segments(summary, mapped, initial, dht, **more)
         if self.P > 2 and not self.short:
             scan_both_ways(self.draft, self.problem, states, decays, self.P, first=int(starts is not None))
         return states[0] if starts is None else starts, states[1]
 
     def summary(self, kernel, mapped, channels, **more):
-        """The plan of `plan_summary_vjp`, with so many channels of the decay."""
+        """The plan that `plan_summary_vjp` returns, with so many `channels` of the decay."""
         draft, message = self.draft, MessageDraft(self.draft, self.problem, channels)
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
         joined = draft.empty(states.shape, states.dtype)
@@ -353,7 +358,7 @@ class HopperBackward:
         return draft.plan(message.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
     def resumed(self, states, decays, dht, starts=None):
-        """As `between_segments`, from what `summary` saved; `starts` has no empty segments."""
+        """As `between_segments`, from what `summary` has saved; `starts` leaves empty segments out."""
         draft, known = self.draft, starts is not None or self.P == 3
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
@@ -361,19 +366,20 @@ class HopperBackward:
             for segment in (self.P - 2, self.P - 1):
                 draft.copy(dht, joined[1][:, segment])
         if known:
-            draft.fill(joined[0])  # what empty segments start from is read, and matters to nobody
+            draft.fill(joined[0])  # kernels read the states of empty segments too, whose values change nothing
         if starts is not None:
             for n, own in enumerate(range(0, starts.shape[0], self.P - 2)):
                 draft.copy(starts[own : own + self.P - 2], joined[0][n, 1:-1])
         elif not known:
             draft.copy(states[0], joined[0])
-        elif self.initial is not None:  # the one segment's that is not empty
+        elif self.initial is not None:  # one segment has tokens, between two empty ones
             draft.copy(self.initial, joined[0][:, 1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, first=int(known))
         return joined[0], joined[1]
 
     def left_by_segments(self, summary, mapped, initial, dht, **more):
-        """(states [2, N, P, H, K, V], decays [2, N, P, H, 1, K]), as gated/sm90/backward_segments.cu has them."""
+        """(states [2, N, P, H, K, V], decays [2, N, P, H, 1, K]) that each segment leaves by itself, forwards and
+        backwards in time."""
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)

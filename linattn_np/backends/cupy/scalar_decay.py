@@ -1,8 +1,9 @@
 """Scalar decays: simple_gla, retention and linear_attention, whose channels all share a gate.
 
-Hopper's own kernels read such a gate as it is. Where there is none it is spread over the channels, and `gated` plans
-the rest. Feature maps are passes over q and k. The normaliser is one more column of v, all ones, so that the state is
-S | z and o is y | z, in float32 as sums over many tokens need it, padded with zeros; a last pass divides.
+Hopper's own kernels read such a gate as it is. On other cards the gate is first copied to every channel, and `gated`
+plans the rest. A feature map is a pass over q and k. The normaliser z is computed as one more column of v, all ones:
+the state becomes S | z and the output y | z, both in float32, since z sums many tokens, and padded with zeros to whole
+pieces of 16 bytes. A last pass divides y by z.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .scalar_instances import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
 from .segments import HOPPER, PORTABLE, TILED
 from .state_tiles import Reused, tiles_of
 
-WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
+WHOLE = 4  # float32 columns in 16 bytes: S | z has a multiple of so many columns
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
 NO_GATE = "a gate of 0: spread over tokens and channels"
 
@@ -108,7 +109,8 @@ def normalized(problem) -> bool:
 
 
 def as_gla(draft, problem):
-    """The problem of gla's, with a gate [B, H, T, 1], of size 1 also along other axes on which it is the same."""
+    """The same call as a problem of gla, with a gate [B, H, T, 1]; the gate's other axes have size 1, too, if it is the
+    same along them."""
     B, N, H, T, K, V = problem.shape("B N H T K V")
     q, k, v = (problem[name] for name in "qkv")
     changed, phi = {"dtype": problem.dtype}, feature_map(problem)
@@ -184,9 +186,9 @@ def with_last(draft, x, last, shape, reason):
 
 
 def beside(draft, parts, shape, dtype, phi, reason):
-    """`phi` of the parts, (array, columns) each, side by side; an axis of 1 is as long as it is to be.
+    """phi of the `parts`, each (array, columns), side by side in one array; arrays are repeated along axes of size 1.
 
-    In the memory order of the first part, where that is all and has rows.
+    The result has the first part's memory order if that part fills it.
     """
     first, at = parts[0][0], 0
     found = draft.like(first, dtype) if first.shape == shape else draft.empty(shape, dtype)
@@ -209,7 +211,7 @@ def split(draft, problem, joined, dtypes):
 
 
 def gradient_of_gate(draft, problem, dg):
-    """The gradient of a gate that all channels share, [B, H, T] or from [B, H, T, C], whose sums it is."""
+    """The gradient [B, H, T] of a gate that all channels share, from itself or from parts [B, H, T, C] to be added."""
     if dg.ndim == 3 and dg.dtype == problem["g"].dtype:
         return dg
     found = draft.empty(problem.shape("B H T"), problem["g"].dtype)
@@ -232,13 +234,13 @@ def through(draft, phi, x, dy, name):
 
 
 def by_token(draft, problem, kernel, **args):
-    """A warp for each token."""
+    """Launches a kernel with one warp for each token of each head."""
     B, H, T = problem.shape("B H T")
     draft.launch(kernel, ceil_div(32 * B * H * T, kernel.threads), **args, B=B, H=H, T_=T)
 
 
 def fill(draft, y, x, phi, reason=""):
-    """y = phi(x), `x` read again and again along the axes of which it has one."""
+    """y = phi(x); `x` is repeated along axes of size 1."""
     B, H, T, C = y.shape
     step = int(x.shape[-1] > 1)
     kernel = FeatureMap(FEATURE_MAPS[phi], x.dtype, y.dtype)
@@ -283,7 +285,7 @@ def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
 
 
 class ScalarHopperForward(HopperForward):
-    """By the kernel for gates of every channel, which reads one of float32 for all of them."""
+    """By the kernel for gates of every channel, which here reads one float32 gate a token."""
 
     def inputs_of(self, kernel):
         return super().inputs_of(kernel) | {"g": TensorMap(self.k, kernel.BK, kernel.CHUNK, False), "one": self.g}
@@ -305,8 +307,11 @@ class SumsForward(ForwardPass):
 
 
 def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False, adds=False):
-    """The kernel's `WeightedSum`; states are [K, V], and `turned` where the values are as wide as K. `partner`: what
-    the sum is the gradient of, where the gate's gradient needs it. `adds`: to what other tiles have left."""
+    """The kernel's struct `WeightedSum` for arrays `parts`: queries, keys, values and the result.
+
+    States are [K, V] in memory; `turned`: the kernel's keys index their columns. `partner`: the array whose gradient
+    the sum is, if the gate's gradient is wanted. `adds`: the result holds the sums of other tiles.
+    """
     arrays = dict(zip(("q", "k", "v", "o"), parts)) | {"partner": partner or parts[2]}
     K, V = arrays["k"].shape[-1], arrays["v"].shape[-1]
     return {
@@ -332,7 +337,7 @@ def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=
 
 
 # -- backward on Hopper ------------------------------------------------------------------------------------------------
-# Of which arrays each gradient is the sum, as queries, keys and values.
+# The arrays that take the places of queries, keys and values in the weighted sum that is each gradient.
 SUMS = {"dq": ("do_", "v", "k"), "dk": ("v", "do_", "q"), "dv": ("k", "q", "do_")}
 
 
@@ -420,7 +425,7 @@ def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
 
 
 def gate_sums(own, gla, shape, queries, keys):
-    """What the two kernels hand on, and dg, of a part for every tile of K."""
+    """The arrays that the first kernel hands to the second for the gate, and dg, with a part for every tile of K."""
     B, H, T, K = gla.shape("B H T K")
     stretches, parts, tiles = T // queries.STRETCH + shape.count, ceil_div(K, queries.BV), ceil_div(K, keys.BV)
     return {

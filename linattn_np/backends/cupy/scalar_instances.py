@@ -24,7 +24,7 @@ SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 
 
 @dataclass(frozen=True)
 class WeightedSums(TiledKernel):
-    """Sums of values weighted by decayed products of queries with keys: o is one, and so are dq, dk and dv.
+    """Sums of values weighted by decayed products of queries with keys: o, dq, dk and dv are such sums.
 
     `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others;
     "GatedQueries" and "GatedKeys" give the gate's gradient as well.
@@ -34,7 +34,7 @@ class WeightedSums(TiledKernel):
     shared = ("Shared<{what}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 64
-    STRETCH: ClassVar[int] = 256  # tokens, of which the last state is kept for the gate's gradient
+    STRETCH: ClassVar[int] = 256  # tokens between states that are kept for the gate's gradient
     what: str
     gate: np.dtype
     BK: int
@@ -78,7 +78,7 @@ class WeightedSums(TiledKernel):
 
 @dataclass(frozen=True)
 class ScalarBackwardSegments(TiledKernel):
-    """What segments leave behind in the states and in their gradients, on Hopper under a scalar decay."""
+    """The state and the state's gradient that each segment leaves by itself, on Hopper under a scalar decay."""
 
     file = "scalar_decay/sm90/backward_segments"
     arguments = (

@@ -15,7 +15,6 @@ these are an H200's, in bfloat16. tests/test_segments.py holds cuts to those tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -170,6 +169,7 @@ class ForwardCut:
     summary: Any
     segments: int = 1  # of every sequence
     first: int = 0  # tokens of the first of two segments of which the second has the rest; 0 for equal segments
+    backward: BackwardCut | None = None  # of the pullback that follows and may take over states
 
     @property
     def spans(self):
@@ -194,23 +194,18 @@ class ForwardCut:
         N, H, V = self.problem.shape("N H V")
         return parts(self.summary, N * H, V, self.segments, longest_of(self.problem), last, self.device)
 
-    @cached_property
-    def backward(self) -> BackwardCut:
-        """How the pullback's main kernels cut sequences."""
-        return hoppers_backward_cut(self.problem, self.device)
-
-    @cached_property
+    @property
     def starts_are_the_backwards(self) -> bool:
         """Whether the pullback's segments start from the same states."""
-        return self.way == HOPPER and not self.first and 1 < self.segments == self.backward.segments
+        return self.backward is not None and not self.first and 1 < self.segments == self.backward.segments
 
-    @cached_property
+    @property
     def marks(self) -> int:
         """How many chunks lie between the states that the kernel leaves on its way, since the pullback's segments start
         there: a power of two; 0 for none."""
-        P, mine = self.backward.segments, self.segments
-        if self.way != HOPPER or self.first or not P or self.backward.short:
+        if self.first or self.backward is None or not self.backward.segments or self.backward.short:
             return 0
+        P, mine = self.backward.segments, self.segments
         shortest, longest = int(self.problem.spans.lengths.min()), longest_of(self.problem)
         theirs, ours = (ceil_div(longest, n * self.kernel.CHUNK) for n in (P, mine))
         nested = P > mine and P % mine == 0 and (mine == 1 or ours * mine == theirs * P)
@@ -218,12 +213,14 @@ class ForwardCut:
         return theirs if nested and whole and theirs & theirs - 1 == 0 else 0
 
 
-def forward_cut(problem, device) -> ForwardCut:
-    """For gates of every channel."""
+def forward_cut(problem, device, backward=None) -> ForwardCut:
+    """For gates of every channel. `backward`: how the pullback is cut, if that is known already."""
     if are_small(problem, device):
         return small_forward_cut(problem, device)
     if fits_hoppers_forward(problem, device, pieces.rows(problem)):
-        return hoppers_forward_cut(problem, device)
+        if backward is None and problem.gradient:
+            backward = hoppers_backward_cut(problem, device)
+        return hoppers_forward_cut(problem, device, backward)
     return portable_forward_cut(problem, device)
 
 
@@ -264,8 +261,8 @@ def hoppers_kernel(problem, schedule, gate, columns):
     return GatedForwardSm90.fitting(order, schedule, problem.dtype, gate, problem.sizes["K"], columns)
 
 
-def hoppers_forward_cut(problem, device):
-    """Segments as many as the pullback's, if a cut pays at all and a pullback follows: then it has their states."""
+def hoppers_forward_cut(problem, device, backward):
+    """As many segments as the pullback has, if a cut pays at all and a pullback follows: it takes over their states."""
     (N, H, K, V), longest, gate = problem.shape("N H K V"), longest_of(problem), gate_dtype(problem)
     half = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # bfloat16's clusters are better
     columns = TILES[0] if half else V
@@ -277,18 +274,18 @@ def hoppers_forward_cut(problem, device):
         kernel = split if split_columns(N * H, V, longest, device, alone, split) else alone
     blocks, most = N * H * grid(kernel, V), resident_blocks(kernel, device)
     summary = hoppers_kernel(problem, SEGMENT_STATE, gate, V)
-    cut = ForwardCut(problem, device, HOPPER, kernel, summary)
-    P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
-    if P > 1 and problem.gradient and cut.backward.segments > 1 and blocks * cut.backward.segments <= most:
-        P = cut.backward.segments
-    return replace(cut, segments=P) if P > 1 else beside_a_short_segment(cut)
+    P, theirs = forward_segments(N * H, blocks, longest, kernel, max(K, V), device), backward and backward.segments
+    if P > 1 and theirs and theirs > 1 and blocks * theirs <= most:
+        P = theirs
+    cut = ForwardCut(problem, device, HOPPER, kernel, summary, P, backward=backward)
+    return cut if P > 1 else beside_a_short_segment(cut)
 
 
 def beside_a_short_segment(cut):
     """The cut of whole sequences, or with a short first segment where whole sequences leave multiprocessors idle. A
     pullback in equal segments wants the states that whole sequences leave on their way."""
     problem, (N, H, T, V) = cut.problem, cut.problem.shape("N H T V")
-    wants_marks = problem.gradient and cut.backward.segments > 1 and not cut.backward.short
+    wants_marks = cut.backward is not None and cut.backward.segments > 1 and not cut.backward.short
     if problem.varlen or wants_marks:
         return cut
     first = short_first_segment(N * H * grid(cut.kernel, V), T, resident_blocks(cut.kernel, cut.device))

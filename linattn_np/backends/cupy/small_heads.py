@@ -16,11 +16,11 @@ SIZES = (8, 16)  # D: a head has at most so many channels and columns
 
 @dataclass(frozen=True)
 class GatedSmall(Kernel):
-    """One of them: a warp has several heads, and a block so many warps."""
+    """A kernel of small heads: a warp computes several heads, a block has WARPS warps."""
 
-    CHUNK: ClassVar[int] = 8  # tokens that are there at once
+    CHUNK: ClassVar[int] = 8  # tokens of a step, which are in shared memory together
     WARPS: ClassVar[int] = 4
-    SEGMENT: ClassVar[int] = 64  # tokens that are worth a pass of their own
+    SEGMENT: ClassVar[int] = 64  # tokens of the shortest segment
     shared = ("Shared<{dtype}, {gate}, {D}>",)
     constants: ClassVar[tuple] = (("STEP", "CHUNK"), ("WARPS", "WARPS"))
     read_order: str
@@ -51,7 +51,7 @@ class GatedSmall(Kernel):
         return ceil_div(heads, self.heads)
 
     def tokens_bytes(self, arrays: int) -> int:
-        """Of two steps of so many arrays of a block's heads and of their gates, and of the decays of one."""
+        """Shared memory of two steps' tokens of so many arrays and of the gates, and of one step's decays."""
         return self.CHUNK * self.heads * self.D * (2 * (arrays * self.dtype.itemsize + self.gate.itemsize) + 4)
 
     @property
@@ -74,7 +74,7 @@ class GatedSmallForward(GatedSmall):
 
 
 class GatedSmallStates(GatedSmall):
-    """What segments leave behind, in one direction or in both."""
+    """What each segment leaves by itself: the state, or the state and its gradient."""
 
     file = "gated/small_states"
     arguments = (
@@ -102,9 +102,9 @@ class GatedSmallBackward(GatedSmall):
         *integers("P bytes"),
     )
     WARPS: ClassVar[int] = 2
-    SEGMENT: ClassVar[int] = 32  # 0.039 for 0.057 ms in float32 at 2,1024,16,16
+    SEGMENT: ClassVar[int] = 32  # 64 -> 32: 0.057 -> 0.039 ms in float32 at B,T,H,D = 2,1024,16,16
     resident = 4
-    NUMBERS: ClassVar[int] = 16  # of a state, that a lane has
+    NUMBERS: ClassVar[int] = 16  # numbers of a state in the registers of a lane
     constants = (*GatedSmall.constants, ("NUMBERS", "NUMBERS"))
 
     @property

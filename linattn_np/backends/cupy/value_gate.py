@@ -1,7 +1,8 @@
-"""gla with a gate on either side of the state, in chunks, and forwards also token by token.
+"""gla with gates of channels and of columns: S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_t^T.
 
-Turned over, a state with its gates is one of values for keys. So the gradients come from kernels that run twice, once
-for either side: queries, keys and g; and do, values and gv.
+The forward pass goes in chunks or token by token, the pullback in chunks. The transposed state obeys the same
+recurrence with values for keys and gv for g. So the same backward kernels run twice: with queries, keys and g, and with
+do, values and gv.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .segments import PORTABLE
 
 @dataclass(frozen=True)
 class ValueGateForward(TiledKernel):
-    """Forward in chunks: BK channels a launch, tiles and schedules as `GatedForward` has them."""
+    """Forward in chunks: BK channels a launch, with the tiles and schedules of `GatedForward`."""
 
     file = "value_gate/forward"
     arguments = (
@@ -70,7 +71,7 @@ class ValueGateForward(TiledKernel):
         return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
 
     def with_channels(self, _left):
-        """The instance for a launch: the last one's channels are as many as the others'."""
+        """The instance for a launch: the last launch takes as many channels as the others."""
         return self
 
     @property
@@ -110,7 +111,7 @@ class ValueGateRecurrent(TiledKernel):
 
 @dataclass(frozen=True)
 class ValueGateBackwardScores(Kernel):
-    """Backward, of one side: scores, and tokens decayed to the ends of chunks."""
+    """Backward, for one side: scores, and tokens decayed to the ends of their chunks."""
 
     file = "value_gate/backward_scores"
     arguments = (
@@ -184,8 +185,7 @@ def plan(problem, device):
 
 
 def forward_cut(problem, device, gate):
-    """How the forward pass is cut, whose gates are both of one dtype. More channels than a launch has are more launches
-    even if sequences are summarised."""
+    """How the forward pass is cut; both gates have the dtype `gate`."""
     instance = problem.dtype, gate, segments.tf32_products(problem), *problem.shape("K V"), device.shared_per_block
     schedule = SPLIT_CHANNELS if problem.sizes["K"] > TILES[-1] else SINGLE_PASS
     kernels = (ValueGateForward.fitting(schedule, *instance) for schedule in (schedule, SEGMENT_STATE))
@@ -193,7 +193,7 @@ def forward_cut(problem, device, gate):
 
 
 class ValueGateForwardPass(PortableForward):
-    """In chunks, with gates on either side of the state."""
+    """The forward pass in chunks, with gates of channels and of columns."""
 
     gates_columns = True
 
@@ -229,8 +229,8 @@ def plan_vjp(problem, device, do, dht, saved=()):
 
 
 class ValueGateSide:
-    """The keys' side of the state, or the values': what takes the place of queries, keys and their gates there, their
-    gradients, and what kernels leave for one another. `turned`: with values for keys."""
+    """The arrays of one side of the state: those that take the places of queries, keys and gate, their gradients, and
+    what the kernels write for each other. `turned`: the values' side, of the transposed state."""
 
     def __init__(self, draft, problem, instance, heads, arrays, turned):
         self.draft, self.problem, self.turned, (self.q, self.k, self.g) = draft, problem, turned, arrays
@@ -265,7 +265,7 @@ class ValueGateSide:
         )
 
     def launch_channels(self, blocks, other, kept, **here):
-        """`other`: the other side."""
+        """Launches the kernel of dq, dk and dg of this side; it reads what the `other` side's scores kernel wrote."""
         self.draft.launch(
             self.instance,
             blocks * ceil_div(self.K, self.instance.TILE),
@@ -289,8 +289,8 @@ class ValueGateSide:
 
 
 class ValueGateBackward:
-    """The gradients, some heads at a time: scores of either side, states between chunks, then all chunks at once, the
-    keys' side and the values'."""
+    """All gradients, for some heads at a time: the scores of both sides, the states between chunks, then the gradients
+    of all chunks, of the keys' side and of the values' side."""
 
     def __init__(self, draft, problem, arrays, do, initial, dht, dh0):
         (q, k, v, g, gv), (B, H, K, V) = arrays, problem.shape("B H K V")
@@ -335,7 +335,7 @@ class ValueGateBackward:
 
 
 def operands(draft, problem):
-    """The arrays with both gates in one dtype: float32 where they differ."""
+    """The arrays, with both gates in one dtype: float32 if their dtypes differ."""
     q, k, v, g, gv = draft.inputs(problem)
     dtype = g.dtype if g.dtype == gv.dtype else FLOAT32
     return (
