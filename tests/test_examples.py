@@ -177,13 +177,13 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        (["--tokens", "0"], "argument --tokens: is '0', expected a whole number from 1 up"),
-        (["--tokens", "many"], "argument --tokens: is 'many', expected"),
+        (["--tokens", "0"], "argument -n/--tokens: is '0', expected a whole number from 1 to 2147483647"),
+        (["--tokens", "many"], "argument -n/--tokens: is 'many', expected"),
         (["--seed=-1"], "argument --seed: is '-1', expected a whole number from 0 up"),
         (["--temperature=-1"], "temperature is -1.0, expected a number from 0 up"),
         (["--temperature=hot"], "argument --temperature: invalid float value: 'hot'"),
         (["--top-p=0"], "top_p is 0.0, expected a number above 0 and up to 1"),
-        (["--prompt="], "argument --prompt: is empty, expected some text"),
+        (["--prompt="], "argument -p/--prompt: is empty, expected some text"),
         (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
         (
@@ -197,8 +197,8 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
         (["--fast"], "unrecognized arguments: --fast"),
         (["--model=nowhere.safetensors"], "nowhere.safetensors: No such file or directory"),
         (["--model=examples"], "is a folder without a checkpoint, expected a file, or a folder with model.safetensors"),
-        (["--tokens", "9" * 5000], "argument --tokens: is '99"),
-        (["--model", __file__], "expected a .pth that torch wrote, or the ending .safetensors"),
+        (["--tokens", "9" * 5000], "argument -n/--tokens: is '99"),
+        (["--model", __file__], "expected a .pth that torch wrote, a .safetensors, or the ending .index.json"),
         (["--top-k=-1"], "argument --top-k: is '-1', expected a whole number from 0 up"),
         (["--stop="], "argument --stop: is empty, expected some text"),
         (["--presence=nan"], "Sampling: presence is nan, expected a finite number"),
