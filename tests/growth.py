@@ -18,7 +18,7 @@ def bounded(gates, most):
     """No run of tokens grows by more than `most`: gates that would do so are 0. One that decays by more than 80 nats
     ends in a reset: float32 knows nothing of what is left, and it would show if that grew again.
     """
-    grown, decayed = np.zeros_like(gates[:, :, 0]), np.zeros_like(gates[:, :, 0])
+    grown, decayed = np.zeros((2, *gates.shape[:2], *gates.shape[3:]), gates.dtype)  # T may be 0
     for t in range(gates.shape[2]):
         gate = gates[:, :, t]
         gate[grown + gate > most] = 0

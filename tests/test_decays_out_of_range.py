@@ -53,6 +53,15 @@ def test_gradients_of_decays_before_growth(name):
     np.testing.assert_allclose(found[1].ravel(), exact, rtol=10 * LIMIT)
 
 
+def test_a_state_out_of_range_that_no_output_needs():
+    """k v is 1e40; q . k is 1e10, and o 1e30 a token."""
+    for tokens in (1, 5):
+        o, _ = called("gla", np.zeros(tokens), np.full(tokens, 1e-10), np.full(tokens, 1e20))
+        p = gla(*(np.full((1, 1, tokens, 1), x, np.float32) for x in (1e-10, 1e20, 1e20, 0)), scale=1.0)
+        np.testing.assert_allclose(o.ravel(), 1e10 * np.arange(1, tokens + 1), rtol=LIMIT)
+        np.testing.assert_allclose(p.ravel(), 1e30 * np.arange(1, tokens + 1), rtol=LIMIT)
+
+
 @pytest.mark.filterwarnings("ignore::linattn_np.LinattnWarning")
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 def test_growth_on_one_side_and_decay_on_the_other(tokens):

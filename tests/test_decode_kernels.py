@@ -5,6 +5,7 @@ from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
+import catalog
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from planned import host
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import catalog
 from linattn_np.backends.cupy import model_products as products
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.backends.cupy.execute import Compiled

@@ -5,12 +5,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import catalog
 import numpy as np
 import pytest
 from emulator import EmulatedDevice
 
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import arguments, catalog, execute, instances, rwkv6, stages
+from linattn_np.backends.cupy import arguments, execute, instances, rwkv6, stages
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy.plan import (
     Copy,

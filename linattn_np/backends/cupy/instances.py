@@ -14,10 +14,9 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from .arguments import integers, maps, pointers, reals, rows, shape
-from .kernel import Kernel, padded
+from .kernel import Kernel, TiledKernel, padded
 
-CHANNELS = (64, 128, 256)  # BK, the whole of K in one tile, padded up: smaller ones would save nothing that a block of
-# 128 threads notices
+CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K: a tile below 64 would not be faster
 SM90 = "sm_90a"
 
 
@@ -27,20 +26,20 @@ def channels(K: int) -> int:
 
 
 def read_order(op) -> str:
-    """The template's argument `ReadOrder`."""
+    """The template argument `ReadOrder`: whether o reads the state before or after the token is written."""
     return "BeforeWrite" if op.reads_before_write else "AfterWrite"
 
 
 # -- gated: a gate for every channel -----------------------------------------------------------------------------------
-# The schedules of forward kernels: a sequence in one pass by one block, and the state of a segment alone; on every card
-# a launch for some of the channels, on Hopper a cluster of two blocks that split K or V.
+# The schedules of forward kernels: a sequence in one pass of one block; only the state that a segment leaves; on every
+# card a launch for some of the channels; on Hopper a cluster of two blocks, each with half of K or half of V.
 SINGLE_PASS, SEGMENT_STATE, SPLIT_CHANNELS = "SinglePass", "SegmentState", "SplitChannels"
 CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
 TILES = (64, 128)  # BK and BV of forward kernels
 
 
 @dataclass(frozen=True)
-class GatedForward(Kernel):
+class GatedForward(TiledKernel):
     """Forward, on every card: BK channels a launch."""
 
     file = "gated/forward"
@@ -53,19 +52,19 @@ class GatedForward(Kernel):
         *integers("channel bytes"),
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
-    cluster = 1
+    SUB_CHUNK = 8
     read_order: str
     schedule: str
     dtype: np.dtype
     gate: np.dtype
-    products: int  # of tf32 numbers, where a product of float32 is the sum of so many
+    products: int  # of tf32 numbers, whose sum is one product of float32 numbers
     BK: int
     BV: int
 
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, products, K, V, shared):
-        """For a device whose blocks may have so many bytes of shared memory: as many columns as that allows, or where
-        one is not enough for all channels, as many of these."""
+        """For a device whose blocks may have `shared` bytes of shared memory: with as many columns as that allows, or,
+        if one launch cannot take all channels, as many channels."""
         found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
         split = schedule == SPLIT_CHANNELS
         wide = replace(found, BV=2 * TILES[-1])
@@ -76,13 +75,8 @@ class GatedForward(Kernel):
         return replace(found, BK=TILES[0]) if split else replace(found, BV=TILES[0])
 
     def with_channels(self, left) -> GatedForward:
-        """The instance for a launch when so many channels are left."""
+        """The instance for a launch to which `left` channels are left."""
         return replace(self, BK=TILES[0]) if self.schedule == SPLIT_CHANNELS and left <= TILES[0] else self
-
-    @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
 
     @property
     def operand_bytes(self):
@@ -110,19 +104,14 @@ class GatedForward(Kernel):
         state = 0 if X == size else 2 * X * C * BK
         return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
-
 
 @dataclass(frozen=True)
-class GatedSegmentStates(Kernel):
-    """What segments leave behind, on every card: BK channels a launch."""
+class GatedSegmentStates(TiledKernel):
+    """The state that each segment leaves by itself, and its decays, on every card: BK channels a launch."""
 
     file = "gated/segment_states"
     arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed parts bytes"))
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
-    cluster = 1
     dtype: np.dtype
     gate: np.dtype
     products: int  # as `GatedForward` has them
@@ -131,19 +120,14 @@ class GatedSegmentStates(Kernel):
 
     @classmethod
     def fitting(cls, dtype, gate, products, K, V, shared):
-        """For a device whose blocks may have so many bytes of shared memory: as many channels as that allows. Operands
-        of float16 data leave registers for 64 columns."""
+        """For a device whose blocks may have `shared` bytes of shared memory: with as many channels as that allows.
+        float16 data leave registers for 64 columns only."""
         found = cls(dtype, gate, products, TILES[K > TILES[0]], TILES[V > TILES[0] and dtype != np.float16])
         return found if found.shared_bytes <= shared else replace(found, BK=TILES[0])
 
     @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
-
-    @property
     def CHUNK(self):
-        """Tokens that are there at once."""
+        """Tokens that are in shared memory together."""
         return 64 // self.dtype.itemsize
 
     @property
@@ -161,7 +145,7 @@ class GatedSegmentStates(Kernel):
 
 
 @dataclass(frozen=True)
-class Recurrent(Kernel):
+class Recurrent(TiledKernel):
     """Forward token by token, on every card."""
 
     file = "recurrent/forward"
@@ -178,14 +162,10 @@ class Recurrent(Kernel):
     def shared_bytes(self):
         return 4 * (3 * 16 * self.BK + 16 * 32 + self.BK + 4 * 16 * 32)
 
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV}
-
 
 @dataclass(frozen=True)
 class GatedBackward(Kernel):
-    """A backward kernel of chunks, on every card; `products` is of how many tf32 products a product consists."""
+    """A backward kernel of chunks, on every card; one product is the sum of so many tf32 `products`."""
 
     CHUNK: ClassVar[int] = 64
     TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that are kept
@@ -197,7 +177,7 @@ class GatedBackward(Kernel):
 
     @property
     def stored(self) -> np.dtype:
-        """What states are kept in, and operands of products."""
+        """The dtype of kept states and of operands."""
         return BFLOAT16 if self.dtype == BFLOAT16 and self.products == 1 else np.dtype(np.float32)
 
     @property
@@ -206,7 +186,7 @@ class GatedBackward(Kernel):
 
 
 def tile_bytes(rows, columns, dtype) -> int:
-    """Of a tile whose rows lie so far apart that those of one column touch every bank once."""
+    """Shared memory of a tile whose rows are padded so that one column's numbers lie in different banks."""
     return rows * (columns + (8 if dtype.itemsize == 2 else 4)) * dtype.itemsize
 
 
@@ -226,7 +206,7 @@ class GatedBackwardStates(GatedBackward):
 
     @classmethod
     def widths(cls, dtype, products, V=TILES[-1]):
-        """What BV can be; half-precision data of three products leave no registers for more than a tile."""
+        """The possible BV: half-precision data in three products leave registers for one tile only."""
         return TILES if V > cls.TILE and (products == 1 or dtype.itemsize == 4) else TILES[:1]
 
     @property
@@ -244,8 +224,8 @@ class GatedBackwardStates(GatedBackward):
 
 @dataclass(frozen=True)
 class GatedBackwardChannels(GatedBackward):
-    """dq, dk, dg and the parts of du. `columns` says whether those have gates too: "Gated", or, with values for keys,
-    "GatedTurned"."""
+    """dq, dk, dg and the parts of du. `columns`: "Ungated"; "Gated" if columns have gates too; "GatedTurned" for the
+    transposed state, with values for keys."""
 
     file = "gated/backward_channels"
     arguments = (
@@ -285,7 +265,7 @@ class GatedBackwardValues(GatedBackward):
 
     @classmethod
     def fitting(cls, read_order, dtype, gate, products, V, shared):
-        """128 columns, which all share the scores, where a block can have the shared memory."""
+        """With 128 columns, which share the scores, if a block may have the shared memory, or else with 64."""
         wide = cls(read_order, dtype, gate, products, 128)
         return wide if V > 64 and wide.shared_bytes <= shared else cls(read_order, dtype, gate, products, 64)
 
@@ -301,7 +281,7 @@ class ScanSegments(Kernel):
     file = "gated/scan_segments"
     arguments = (*pointers("left decays column_decays initial starts final"), *integers("P R H K V"))
     threads = 256
-    width: int  # values that a thread has, of one channel
+    width: int  # columns of one channel that a thread takes
 
     @classmethod
     def fitting(cls, V):
@@ -316,12 +296,12 @@ class ScanBothWays(Kernel):
 
 
 # -- gated, on Hopper --------------------------------------------------------------------------------------------------
-PANEL = 64  # columns of V a warpgroup
+PANEL = 64  # columns of V of a warpgroup
 SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
 
 
 @dataclass(frozen=True)
-class GatedForwardSm90(Kernel):
+class GatedForwardSm90(TiledKernel):
     file = "gated/sm90/forward"
     arguments = (
         *maps("q k g v o_boxes"),
@@ -337,7 +317,7 @@ class GatedForwardSm90(Kernel):
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
-    CHUNK: ClassVar[int] = 32
+    CHUNK, SUB_CHUNK = 32, 8
     read_order: str
     schedule: str
     dtype: np.dtype
@@ -369,8 +349,9 @@ class GatedForwardSm90(Kernel):
 
     @property
     def producer_groups(self):
-        """Two, but for CLUSTER_SPLIT_K, where the other block helps, and where shared memory has room for one: beside
-        two groups it holds one of float32 gates, float16 data and CLUSTER_SPLIT_V."""
+        """Warpgroups that make operands: two, or one for CLUSTER_SPLIT_K, whose other block makes half of them, or one
+        if shared memory is short: it holds two groups with at most one of float32 gates, float16 data and
+        CLUSTER_SPLIT_V."""
         if self.schedule == CLUSTER_SPLIT_K:
             return 1
         more = (self.gate_bytes == 4) + (self.dtype != BFLOAT16) + (self.schedule == CLUSTER_SPLIT_V)
@@ -382,45 +363,47 @@ class GatedForwardSm90(Kernel):
 
     @property
     def shared_bytes(self):
-        BK, half, gate, groups = self.BK, self.dtype.itemsize, self.gate_bytes, self.producer_groups
+        """By the members of the kernel's struct `Shared`, in its order but for those of a producer group."""
+        C, BK, half, gate, groups = self.CHUNK, self.BK, self.dtype.itemsize, self.gate_bytes, self.producer_groups
         reads, coarse = self.reads, self.dtype == BFLOAT16
         ranks, wide = 1 + (self.schedule == CLUSTER_SPLIT_K), 2 if coarse else 4
         middle = wide if ranks == 1 else 4
         stages = max(2, groups * (1 + (self.schedule == CLUSTER_SPLIT_V)))
-        tiles = stages * ranks * 32 * BK * (half + reads * wide)
-        pairs = (stages if coarse or self.cluster > 1 else 1) * ranks * 32 * PANEL * half * reads
-        numbers, votes = stages * (4 * ranks * BK + 16), 80 if ranks > 1 else 8 if reads else 24
         slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
-        scores = 32 * (2 * BK * (middle + half) + 16) * reads + 128  # what is empty takes its alignment
-        group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
-        used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 40
-        used += 8 * (slots + 2 * stages)
+
+        operands = stages * ranks * C * BK * (half + reads * wide)  # k, and if o is computed q
+        scores = (stages if coarse or self.cluster > 1 else 1) * ranks * C * PANEL * half * reads  # A
+        values = slots * C * PANEL * half  # v, then o
+        score_operands = C * (2 * BK * (middle + half) + 16) * reads + 128  # an empty member takes its alignment
+        inputs = C * BK * (half * (1 + reads) + gate)  # q, k, g as they come from memory
+        decays, group_barriers = 4 * BK * 4, 2 * 8
+        bonus, numbers, work_tile = 4 * BK, stages * (4 * ranks * BK + 16), 40
+        votes = 80 if ranks > 1 else 8 if reads else 24  # with the struct Scan
+        barriers = 8 * (slots + 2 * stages)
+        used = operands + scores + values + groups * (score_operands + inputs + decays + group_barriers)
+        used += bonus + numbers + votes + work_tile + barriers
         return padded(used, 1024)
 
     @property
     def resident(self):
         return 2 if self.BK + self.BV == 128 else 1
 
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
-
 
 def tensor_rows(names):
-    """Arrays by tensor copies, and by rows for what these do not reach."""
+    """Arguments of arrays as tensor maps, and as rows for tokens that boxes of a tensor map do not cover."""
     return (*maps(names), *rows(" ".join(f"{name.removesuffix('_')}_rows" for name in names.split())))
 
 
 @dataclass(frozen=True)
-class GatedBackwardSm90(Kernel):
-    """Hopper's own backward kernels, for any gates."""
+class GatedBackwardSm90(TiledKernel):
+    """A backward kernel of Hopper's, for gates of every channel."""
 
     arch = SM90
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
-    CHECKPOINT_EVERY: ClassVar[int] = 1024  # tokens between the states that are kept: what is cut off of those that are
-    # read adds up in the gates' gradient from one to the next
-    FLAGS: ClassVar[int] = 2  # float32 numbers behind the sums of a chunk: 8 bytes, of as many warps
+    CHECKPOINT_EVERY: ClassVar[int] = 1024  # tokens between kept states, at which the gates' gradient starts anew: its
+    # rounding errors add up in between
+    FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's sums: one byte for each of 8 warps
     constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
     read_order: str
     dtype: np.dtype
@@ -438,12 +421,11 @@ class GatedBackwardSm90(Kernel):
 
     @property
     def tiles(self):
-        sizes = {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-        return sizes | {"checkpoint every": self.CHECKPOINT_EVERY}
+        return super().tiles | {"checkpoint every": self.CHECKPOINT_EVERY}
 
     def ring(self, stages, channels, gates, columns, pairs, rest):
-        """Shared memory of so many stages, each of so many tiles of tokens by channels, gates and columns, and what
-        is beside."""
+        """Shared memory of a ring of so many stages, each with so many tiles of channels, gates and columns and `pairs`
+        bytes of scores, and of `rest` bytes besides."""
         gate = gates * self.gate.itemsize
         stage = 32 * (2 * channels * self.BK + gate * self.BK + 2 * columns * self.BV) + pairs
         return padded(stages * stage + rest + 8 * (3 * stages + 2), 1024)
@@ -454,8 +436,8 @@ ONE_EACH, IN_TURN = "OneEach", "InTurn"
 
 @dataclass(frozen=True)
 class GatedBackwardMainSm90(GatedBackwardSm90):
-    """The two that go over the chunks. `schedule` ONE_EACH: a block a segment; IN_TURN: blocks take whole sequences one
-    after the other, as many of them as the card holds."""
+    """The two kernels that compute gradients, chunk by chunk. `schedule` ONE_EACH: one block a segment; IN_TURN: as
+    many blocks as the card holds take whole sequences one after the other."""
 
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
     schedule: str
@@ -469,7 +451,7 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
         return 2 if self.BK + self.BV == 128 else 1
 
     def places(self, count):
-        """Bytes of so many chunks' places and of what comes next."""
+        """Bytes that say where `count` chunks in flight lie, and which chunk comes next."""
         return 40 * count + 48 if self.schedule == IN_TURN else 0
 
 

@@ -1,5 +1,4 @@
-"""What all instances of kernels have in common: the template's arguments as fields, the argument's struct, the
-sizes."""
+"""The base of all kernel classes: template arguments as fields, the argument struct, threads, shared memory."""
 
 from __future__ import annotations
 
@@ -40,11 +39,11 @@ class Kernel:
     """
 
     file: ClassVar[str]
-    entry: ClassVar[str] = ""  # the name of the `__global__`, where it is another
-    arguments: ClassVar[tuple] = ()  # the members of its argument
-    shared: ClassVar[tuple[str, ...]] = ()  # the C++ types that stand in shared memory, fields in braces
+    entry: ClassVar[str] = ""  # the name of the `__global__`, if it differs from the file's
+    arguments: ClassVar[tuple] = ()  # the members of its argument struct
+    shared: ClassVar[tuple[str, ...]] = ()  # the C++ types of its shared memory, with fields in braces
     arch: ClassVar[str] = ""
-    constants: ClassVar[tuple] = ()  # (the kernel's, ours) by name, of what planners count on besides
+    constants: ClassVar[tuple] = ()  # (the kernel's name, ours) of constants that the compiler compares
     overlaps: ClassVar[bool] = False  # whether it calls `wait_for_previous`, so that it may begin before that one ends
 
     @property
@@ -82,7 +81,7 @@ class Kernel:
 
     @property
     def resident(self) -> int:
-        """Blocks that share a multiprocessor as far as registers go."""
+        """Blocks that can share a multiprocessor's registers."""
         return 1
 
     def check(self, args):
@@ -95,6 +94,24 @@ class Kernel:
         """The argument, of addresses, numbers and None."""
         self.check(args)
         return pack(self.arguments, args)
+
+
+class TiledKernel(Kernel):
+    """A kernel whose blocks have a tile of a state: BK channels and BV columns."""
+
+    CHUNK: ClassVar[int] = 0  # tokens that are computed together; 0 if they are computed one after the other
+    SUB_CHUNK: ClassVar[int] = 0  # tokens of a sub-chunk; 0 if chunks are not cut further
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK
+
+    @property
+    def tiles(self):
+        """The sizes that `explain` shows."""
+        sizes = {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": self.SUB_CHUNK}
+        return {name: size for name, size in sizes.items() if size}
 
 
 class ModelKernel(Kernel):

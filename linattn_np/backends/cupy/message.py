@@ -1,4 +1,4 @@
-"""What a rank tells the others of its tokens: the state that they leave behind beside the product of their decays."""
+"""The message of a rank about its tokens: their final state from zero, and behind it the product of their decays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Message(Kernel):
 
 
 class MessageDraft:
-    """A message of a problem, in one buffer, as a plan makes it. `channels` of the decays are told apart, or none."""
+    """A message in one buffer while its plan is drawn, with so many `channels` of decays, or without any."""
 
     def __init__(self, draft, problem, channels):
         self.draft, self.sizes = draft, problem.shape("N H K V")
@@ -35,7 +35,7 @@ class MessageDraft:
         return Array(self.whole.memory, shape, strides, FLOAT32, offset)
 
     def finish(self, decays, state=None):
-        """((the state,), the product of `decays`); a `state` [N, H, K, V] that is elsewhere is put into the message.
+        """((the state,), the product of `decays`) in the message; a given `state` [N, H, K, V] is copied there.
 
         decays : [N, parts, H, factors, K], or with the parts in one axis with the sequences
         """

@@ -9,7 +9,7 @@ import numpy as np
 
 from .arguments import integers, maps, pointers, reals, rows, shape, structs
 from .instances import SM90, TILES, tensor_rows
-from .kernel import Kernel, padded
+from .kernel import TiledKernel, padded
 
 WEIGHTED_SUM = (
     *maps("q k v o partner"),
@@ -23,8 +23,8 @@ SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 
 
 
 @dataclass(frozen=True)
-class WeightedSums(Kernel):
-    """Sums of values weighted by decayed products of queries with keys: o is one, and so are dq, dk and dv.
+class WeightedSums(TiledKernel):
+    """Sums of values weighted by decayed products of queries with keys: o, dq, dk and dv are such sums.
 
     `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others;
     "GatedQueries" and "GatedKeys" give the gate's gradient as well.
@@ -34,7 +34,7 @@ class WeightedSums(Kernel):
     shared = ("Shared<{what}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 64
-    STRETCH: ClassVar[int] = 256  # tokens, of which the last state is kept for the gate's gradient
+    STRETCH: ClassVar[int] = 256  # tokens between states that are kept for the gate's gradient
     what: str
     gate: np.dtype
     BK: int
@@ -61,11 +61,6 @@ class WeightedSums(Kernel):
         return 2 * self.BV + 256
 
     @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
-
-    @property
     def cluster(self):
         return 2 if self.what == "GatedKeys" and self.BK + self.BV == 256 else 1
 
@@ -80,14 +75,10 @@ class WeightedSums(Kernel):
         stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
         return padded(stages * (stage + gates + 8 * 4) + 8 * 4, 1024)
 
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-
 
 @dataclass(frozen=True)
-class ScalarBackwardSegments(Kernel):
-    """What segments leave behind in the states and in their gradients, on Hopper under a scalar decay."""
+class ScalarBackwardSegments(TiledKernel):
+    """The state and the state's gradient that each segment leaves by itself, on Hopper under a scalar decay."""
 
     file = "scalar_decay/sm90/backward_segments"
     arguments = (
@@ -113,7 +104,3 @@ class ScalarBackwardSegments(Kernel):
     def shared_bytes(self):
         stages, stage = 4, padded(32 * 2 * (self.BK + self.BV) + 4 * 33, 1024)
         return padded(stages * stage + 8 * 2 * stages, 1024)
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}

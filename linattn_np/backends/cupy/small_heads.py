@@ -1,5 +1,4 @@
-"""Instances of the kernels of heads of at most 16 channels and columns, which `gated` and `gated_vjp` plan, and how
-they cut sequences."""
+"""Instances of the kernels of heads of at most 16 channels and columns."""
 
 from __future__ import annotations
 
@@ -8,31 +7,20 @@ from typing import ClassVar
 
 import numpy as np
 
-from . import tuning
 from .arguments import integers, pointers, reals, rows, shape
 from .kernel import Kernel
 from .plan import ceil_div
 
-SIZES = (8, 16)  # D, of which channels and columns are at most so many
-AT_LEAST, AT_LEAST_ON_HOPPER = 1 << 15, 1 << 17  # tokens of all heads: the time of fewer is that of launches, of which
-# Hopper's kernels for half-precision data need fewer
-SPARED = 128  # tokens that a cut has to spare: as long as two launches more take
-
-
-def are_small(problem, device) -> bool:
-    """Whether these kernels compute a problem of the gated family."""
-    B, H, T, K, V = problem.shape("B H T K V")
-    least = AT_LEAST_ON_HOPPER if device.capability == 90 and problem.dtype.itemsize == 2 else AT_LEAST
-    return max(K, V) <= SIZES[-1] and B * H * T >= least
+SIZES = (8, 16)  # D: a head has at most so many channels and columns
 
 
 @dataclass(frozen=True)
 class GatedSmall(Kernel):
-    """One of them: a warp has several heads, and a block so many warps."""
+    """A kernel of small heads: a warp computes several heads, a block has WARPS warps."""
 
-    CHUNK: ClassVar[int] = 8  # tokens that are there at once
+    CHUNK: ClassVar[int] = 8  # tokens of a step, which are in shared memory together
     WARPS: ClassVar[int] = 4
-    SEGMENT: ClassVar[int] = 64  # tokens that are worth a pass of their own
+    SEGMENT: ClassVar[int] = 64  # tokens of the shortest segment
     shared = ("Shared<{dtype}, {gate}, {D}>",)
     constants: ClassVar[tuple] = (("STEP", "CHUNK"), ("WARPS", "WARPS"))
     read_order: str
@@ -63,14 +51,8 @@ class GatedSmall(Kernel):
         return ceil_div(heads, self.heads)
 
     def tokens_bytes(self, arrays: int) -> int:
-        """Of two steps of so many arrays of a block's heads and of their gates, and of the decays of one."""
+        """Shared memory of two steps' tokens of so many arrays and of the gates, and of one step's decays."""
         return self.CHUNK * self.heads * self.D * (2 * (arrays * self.dtype.itemsize + self.gate.itemsize) + 4)
-
-    def segments(self, heads, longest, device) -> int:
-        """Into how many a sequence is cut, of so many heads of all sequences."""
-        most = tuning.resident_blocks(self, device) * self.heads
-        P = max(1, min(most // max(heads, 1), longest // self.SEGMENT))
-        return P if longest * (P - 1) >= SPARED * P else 1
 
     @property
     def channels(self):
@@ -92,7 +74,7 @@ class GatedSmallForward(GatedSmall):
 
 
 class GatedSmallStates(GatedSmall):
-    """What segments leave behind, in one direction or in both."""
+    """What each segment leaves by itself: the state, or the state and its gradient."""
 
     file = "gated/small_states"
     arguments = (
@@ -120,9 +102,9 @@ class GatedSmallBackward(GatedSmall):
         *integers("P bytes"),
     )
     WARPS: ClassVar[int] = 2
-    SEGMENT: ClassVar[int] = 32  # 0.039 for 0.057 ms in float32 at 2,1024,16,16
+    SEGMENT: ClassVar[int] = 32  # 64 -> 32: 0.057 -> 0.039 ms in float32 at B,T,H,D = 2,1024,16,16
     resident = 4
-    NUMBERS: ClassVar[int] = 16  # of a state, that a lane has
+    NUMBERS: ClassVar[int] = 16  # numbers of a state in the registers of a lane
     constants = (*GatedSmall.constants, ("NUMBERS", "NUMBERS"))
 
     @property

@@ -21,24 +21,24 @@ class StateTile:
 
     @property
     def adds(self) -> bool:
-        """Whether dq, dk and dg have something of other columns already."""
+        """Whether dq, dk and dg hold the sums of earlier tiles, of other columns."""
         return self.columns.start > 0
 
     @property
     def adds_dv(self) -> bool:
-        """Whether dv has something of other channels."""
+        """Whether dv holds the sums of earlier tiles, of other channels."""
         return self.channels.start > 0
 
     def part(self, x, axis):
-        """That of an array whose last axis is K or V; a gate that channels share stays whole."""
-        return x if x.shape[-1] == 1 else x[..., self.channels if axis == "K" else self.columns]
+        """The tile's part of an array whose last axis is K or V, or None; a gate that channels share stays whole."""
+        return x if x is None or x.shape[-1] == 1 else x[..., self.channels if axis == "K" else self.columns]
 
     def state(self, x):
-        """That of a state, if there is one."""
+        """The tile's channels and columns of the state `x`, or None."""
         return x and x[..., self.channels, self.columns]
 
     def problem(self, problem, **known):
-        """The problem of this tile alone; `known` arrays are its already."""
+        """The problem of this tile alone; `known`: arrays by name that are the tile's already."""
         arrays = {name: self.part(x, problem.op.arrays[name].split()[-1]) for name, x in problem.arrays.items()}
         sizes = {axis: part.stop - part.start for axis, part in (("K", self.channels), ("V", self.columns))}
         initial = problem.initial_state and (self.state(problem.initial_state[0]),)
@@ -46,7 +46,7 @@ class StateTile:
 
 
 def tiles_of(problem) -> list[StateTile]:
-    """All tiles, those of the same columns side by side."""
+    """All tiles; tiles of the same columns follow each other."""
 
     def parts(size):
         return [slice(first, min(first + TILES[-1], size)) for first in range(0, size, TILES[-1])]
@@ -56,14 +56,14 @@ def tiles_of(problem) -> list[StateTile]:
 
 
 class Reused(Draft):
-    """Drafts of a part of a call each, one after the other in the same memory."""
+    """A draft for the parts of a call, one after the other, which all use the same buffers."""
 
     def __init__(self, draft):
         super().__init__()
         self.buffers, self.steps, self.known, self.taken = draft.buffers, draft.steps, {}, {}
 
     def again(self) -> Reused:
-        """For the next part, which needs nothing of the last one."""
+        """Frees all buffers for the next part, which reads nothing that the previous part wrote."""
         self.taken, self.made_plain = {}, {}
         return self
 

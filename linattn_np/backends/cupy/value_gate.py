@@ -1,7 +1,8 @@
-"""gla with a gate on either side of the state, in chunks, and forwards also token by token.
+"""gla with gates of channels and of columns: S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_t^T.
 
-Turned over, a state with its gates is one of values for keys. So the gradients come from kernels that run twice, once
-for either side: queries, keys and g; and do, values and gv.
+The forward pass goes in chunks or token by token, the pullback in chunks. The transposed state obeys the same
+recurrence with values for keys and gv for g. So the same backward kernels run twice: with queries, keys and g, and with
+do, values and gv.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from . import float64, gated, gated_vjp, tuning
+from . import float64, gated, gated_vjp, segments
 from .arguments import integers, pointers, reals, rows, shape
+from .gated_forward import PortableForward
 from .instances import (
     CHANNELS,
+    SEGMENT_STATE,
+    SINGLE_PASS,
     SPLIT_CHANNELS,
     TILES,
     GatedBackwardChannels,
@@ -22,13 +26,14 @@ from .instances import (
     channels,
     tile_bytes,
 )
-from .kernel import CTYPES, DOUBLE, Kernel
+from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel
 from .plan import FLOAT32, Draft, aligned16, ceil_div
+from .segments import PORTABLE
 
 
 @dataclass(frozen=True)
-class ValueGateForward(Kernel):
-    """Forward in chunks: BK channels a launch, tiles and schedules as `GatedForward` has them."""
+class ValueGateForward(TiledKernel):
+    """Forward in chunks: BK channels a launch, with the tiles and schedules of `GatedForward`."""
 
     file = "value_gate/forward"
     arguments = (
@@ -41,7 +46,7 @@ class ValueGateForward(Kernel):
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
-    cluster = 1
+    SUB_CHUNK = GatedForward.SUB_CHUNK
     schedule: str
     dtype: np.dtype
     gate: np.dtype
@@ -65,13 +70,8 @@ class ValueGateForward(Kernel):
         """The same without gates of columns."""
         return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
 
-    @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
-
     def with_channels(self, _left):
-        """The instance for a launch: the last one's channels are as many as the others'."""
+        """The instance for a launch: the last launch takes as many channels as the others."""
         return self
 
     @property
@@ -90,13 +90,9 @@ class ValueGateForward(Kernel):
     def shared_bytes(self):
         return self.ungated.shared_bytes + self.CHUNK * self.BV * self.gate.itemsize
 
-    @property
-    def tiles(self):
-        return self.ungated.tiles
-
 
 @dataclass(frozen=True)
-class ValueGateRecurrent(Kernel):
+class ValueGateRecurrent(TiledKernel):
     """Forward token by token."""
 
     file = "value_gate/recurrent"
@@ -112,14 +108,10 @@ class ValueGateRecurrent(Kernel):
     def shared_bytes(self):
         return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
 
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV}
-
 
 @dataclass(frozen=True)
 class ValueGateBackwardScores(Kernel):
-    """Backward, of one side: scores, and tokens decayed to the ends of chunks."""
+    """Backward, for one side: scores, and tokens decayed to the ends of their chunks."""
 
     file = "value_gate/backward_scores"
     arguments = (
@@ -180,38 +172,49 @@ def unsupported(problem) -> str | None:
 def plan(problem, device):
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
-    draft, mode = Draft(), "recurrent" if problem.mode == "recurrent" else "chunk"
+    draft = Draft()
     o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
-    if mode == "recurrent":
+    if problem.mode == "recurrent":
         named = dict(zip(("q", "k", "v", "g", "gv"), arrays, strict=True))
         kernel = ValueGateRecurrent(problem.dtype, named["g"].dtype, channels(problem.sizes["K"]))
-        tiles = gated.recurrent(draft, problem, kernel, named, o, final)
-    else:
-        tiles = InChunks(draft, problem, device, arrays, o).run(final)
-    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
+        return gated.launch_recurrent(draft, problem, kernel, named, o, final)
+    launches = ValueGateForwardPass(draft, problem, forward_cut(problem, device, arrays[3].dtype), arrays, o)
+    launches.run(final)
+    results = draft.give_back(problem, o), draft.stored(problem, final)
+    return draft.plan(results, mode=problem.mode, tiles=launches.cut.tiles)
 
 
-class InChunks(gated.OnEveryCard):
-    """By the kernel of every card that has gates on either side."""
+def forward_cut(problem, device, gate):
+    """How the forward pass is cut; both gates have the dtype `gate`."""
+    instance = problem.dtype, gate, segments.tf32_products(problem), *problem.shape("K V"), device.shared_per_block
+    schedule = SPLIT_CHANNELS if problem.sizes["K"] > TILES[-1] else SINGLE_PASS
+    kernels = (ValueGateForward.fitting(schedule, *instance) for schedule in (schedule, SEGMENT_STATE))
+    return segments.filled(problem, device, PORTABLE, *kernels)
 
-    summarise = gated.OnePass.summarise
 
-    def __init__(self, draft, problem, device, arrays, o):
+class ValueGateForwardPass(PortableForward):
+    """The forward pass in chunks, with gates of channels and of columns."""
+
+    gates_columns = True
+
+    def __init__(self, draft, problem, cut, arrays, o):
         *ungated, self.gv = arrays
-        super().__init__(draft, problem, device, ungated, o)
+        super().__init__(draft, problem, cut, ungated, o)
 
-    def kernel(self, schedule):
-        instance = self.problem.dtype, self.g.dtype, tuning.tf32_products(self.problem), *self.problem.shape("K V")
-        return ValueGateForward.fitting(schedule, *instance, self.device.shared_per_block)
-
+    @property
     def rows(self):
-        return super().rows() | {"gv": self.gv}
+        return super().rows | {"gv": self.gv}
 
-    def more(self, decays=None, of=1, needed=1):
-        if decays is not None and self.column_decays is None:
-            self.column_decays = self.draft.empty((decays.shape[0], *self.problem.shape("H V")), FLOAT32)
-        columns = None if decays is None else self.column_decays
-        return {"channel_decays": decays, "column_decays": columns, "of": of, "needed": needed}
+    def launch_outputs(self, shape, initial, final):
+        self.launch_decays(self.cut.kernel, shape, initial, final)
+
+    def launch_summaries(self, parts, left, of, needed):
+        self.launch_decays(self.cut.summary, self.finer_shape(parts), None, *left, of * parts, needed * parts)
+
+    def launch_decays(self, kernel, shape, initial, final, channels=None, columns=None, of=1, needed=1):
+        """`channels`, `columns`: the decays that a segment leaves, if it is to leave any."""
+        decays = {"channel_decays": channels, "column_decays": columns}
+        self.launch(kernel, shape, initial=initial, final=final, **decays, of=of, needed=needed)
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -220,119 +223,76 @@ def plan_vjp(problem, device, do, dht, saved=()):
     draft = Draft()
     arrays, do = operands(draft, problem), gated_vjp.as_inputs(draft, problem, do)
     dht, dh0 = gated_vjp.cotangent(draft, dht), gated_vjp.gradient_of_state(draft, problem)
-    gradients = Backward(draft, problem, arrays, do, draft.initial(problem), dht, dh0)
-    found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients.launched(), problem.arrays.values()))
-    return draft.plan((found, gated_vjp.stored(draft, problem, dh0)), tiles=gradients.channels.tiles)
+    kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
+    states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
+    gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
+    found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients, problem.arrays.values(), strict=True))
+    return draft.plan((found, gated_vjp.stored(draft, problem, dh0)), tiles=kernel.tiles)
 
 
-class Side:
-    """The keys' side of the state, or the values': what takes the place of queries, keys and their gates there, their
-    gradients, and what kernels leave for one another. `turned`: with values for keys."""
+def launch_gradients(draft, problem, kernel, arrays, do, states):
+    """All gradients, for some heads at a time: the scores of both sides of the state, the states between chunks, then
+    the gradients of all chunks, of the keys' side and of the values' side."""
+    (q, k, v, g, gv), (B, N, H, K, V) = arrays, problem.shape("B N H K V")
+    tiles = ceil_div(K, kernel.TILE) * ceil_div(V, kernel.TILE)
+    of_a_head = 2 * B * draft.shape(problem, None, kernel.CHUNK).NC * tiles * kernel.TILE**2
+    inputs = sum(x.nbytes for x in arrays)
+    heads = segments.heads_at_once(H, of_a_head * kernel.stored.itemsize, inputs)
+    kept = draft.empty((max(1, heads * of_a_head),), kernel.stored)
+    keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
+    values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
+    for first in range(0, H, heads):
+        here = {"first": first, "heads": min(heads, H - first)}
+        blocks = B * keys.shape.NC * here["heads"]
+        keys.launch_scores(blocks, **here)
+        values.launch_scores(blocks, **here)
+        draft.launch(
+            ValueGateBackwardStates(kernel.dtype, kernel.products),
+            2 * N * here["heads"] * tiles,
+            **{"q": keys.starts, "k": keys.ends, "v": values.ends, "do_": values.starts},
+            **{"channel_decays": keys.scores["decays"], "column_decays": values.scores["decays"]},
+            **{"kept": kept, "shape": keys.shape, "scale": problem.scale},
+            **states,
+            **here,
+        )
+        keys.launch_channels(blocks, values, kept=kept, **here)
+        values.launch_channels(blocks, keys, kept=kept, **here)
+    of_keys, of_values = keys.written, values.written
+    return of_keys["dq"], of_keys["dk"], of_values["dk"], of_keys["dg"], of_values["dg"]
 
-    def __init__(self, draft, problem, instance, heads, arrays, turned):
-        self.draft, self.problem, self.turned, (self.q, self.k, self.g) = draft, problem, turned, arrays
+
+class ValueGateSide:
+    """The arrays of one side of the state: `read` in the places of queries, keys and gate, their gradients (`written`),
+    and what the kernels write for each other. `turned`: the values' side, of the transposed state."""
+
+    def __init__(self, draft, problem, kernel, heads, read, turned):
+        self.draft, self.read = draft, read
         B, T, K, V = problem.shape("B T K V")
         self.K, self.V = (V, K) if turned else (K, V)
-        self.shape = draft.shape(problem, None, instance.CHUNK, K=self.K, V=self.V)
-        self.dq = None if turned else draft.like(self.q)
-        self.dk, self.dg = draft.like(self.k), draft.like(self.g)
-        stored, chunks, width = instance.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
+        self.shape = draft.shape(problem, None, kernel.CHUNK, K=self.K, V=self.V)
+        self.written = {f"d{name}": None if turned and name == "q" else draft.like(x) for name, x in read.items()}
+        stored, chunks, width = kernel.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
         self.starts, self.ends = (draft.empty((B, heads, T, width), stored) for _ in range(2))
-        self.pairs, self.own = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
-        self.decays = draft.empty((*chunks, width), FLOAT32)
-        self.instance = replace(instance, columns="GatedTurned" if turned else "Gated")
-        given = [self.q, self.k, self.g, self.dk, self.dg, *([] if turned else [self.dq])]
-        self.more = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*given)}
+        pairs, own = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
+        self.scores = {"pairs": pairs, "own": own, "decays": draft.empty((*chunks, width), FLOAT32)}
+        self.kernel = replace(kernel, columns="GatedTurned" if turned else "Gated")
+        rows = [x for x in (*read.values(), *self.written.values()) if x is not None]
+        self.more = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*rows)}
 
     def launch_scores(self, blocks, **here):
-        instance = self.instance
-        self.draft.launch(
-            ValueGateBackwardScores(instance.dtype, instance.gate, instance.products),
-            blocks,
-            q=self.q,
-            k=self.k,
-            g=self.g,
-            starts=self.starts,
-            ends=self.ends,
-            pairs=self.pairs,
-            own=self.own,
-            decays=self.decays,
-            **self.more,
-            **here,
-        )
+        kernel = ValueGateBackwardScores(self.kernel.dtype, self.kernel.gate, self.kernel.products)
+        made = self.scores | {"starts": self.starts, "ends": self.ends}
+        self.draft.launch(kernel, blocks, **self.read, **made, **self.more, **here)
 
-    def launch_channels(self, blocks, other, kept, **here):
-        """`other`: the other side."""
-        self.draft.launch(
-            self.instance,
-            blocks * ceil_div(self.K, self.instance.TILE),
-            q=self.q,
-            k=self.k,
-            v=other.ends,
-            do_=other.starts,
-            g=self.g,
-            dq=self.dq,
-            dk=self.dk,
-            dg=self.dg,
-            u=None,
-            kept=kept,
-            partial_du=None,
-            pairs=other.pairs,
-            own=other.own,
-            decays=other.decays,
-            **self.more,
-            **here,
-        )
-
-
-class Backward:
-    """The gradients, some heads at a time: scores of either side, states between chunks, then all chunks at once, the
-    keys' side and the values'."""
-
-    def __init__(self, draft, problem, arrays, do, initial, dht, dh0):
-        (q, k, v, g, gv), (B, H, K, V) = arrays, problem.shape("B H K V")
-        self.draft, self.problem = draft, problem
-        self.given = {"initial": initial, "dht": dht, "dh0": dh0}
-        self.channels = GatedBackwardChannels("AfterWrite", problem.dtype, g.dtype, tuning.tf32_products(problem))
-        shape = draft.shape(problem, None, self.channels.CHUNK)
-        self.tiles = ceil_div(K, self.channels.TILE) * ceil_div(V, self.channels.TILE)
-        of_a_head = 2 * B * shape.NC * self.tiles * self.channels.TILE**2
-        inputs = sum(x.nbytes for x in arrays)
-        self.heads = tuning.heads_at_once(H, of_a_head * self.channels.stored.itemsize, inputs)
-        self.kept = draft.empty((max(1, self.heads * of_a_head),), self.channels.stored)
-        self.keys = Side(draft, problem, self.channels, self.heads, (q, k, g), False)
-        self.values = Side(draft, problem, self.channels, self.heads, (do, v, gv), True)
-
-    def launched(self):
-        """The gradients in the order of the arrays."""
-        (B, N, H), keys, values = self.problem.shape("B N H"), self.keys, self.values
-        for first in range(0, H, self.heads):
-            here = {"first": first, "heads": min(self.heads, H - first)}
-            blocks = B * keys.shape.NC * here["heads"]
-            keys.launch_scores(blocks, **here)
-            values.launch_scores(blocks, **here)
-            self.draft.launch(
-                ValueGateBackwardStates(self.channels.dtype, self.channels.products),
-                2 * N * here["heads"] * self.tiles,
-                q=keys.starts,
-                k=keys.ends,
-                v=values.ends,
-                do_=values.starts,
-                channel_decays=keys.decays,
-                column_decays=values.decays,
-                kept=self.kept,
-                shape=keys.shape,
-                scale=self.problem.scale,
-                **self.given,
-                **here,
-            )
-            keys.launch_channels(blocks, values, self.kept, **here)
-            values.launch_channels(blocks, keys, self.kept, **here)
-        return keys.dq, keys.dk, values.dk, keys.dg, values.dg
+    def launch_channels(self, blocks, other, **here):
+        """Launches the kernel of dq, dk and dg of this side; it reads what the `other` side's scores kernel wrote."""
+        blocks *= ceil_div(self.K, self.kernel.TILE)
+        arrays = self.read | self.written | other.scores | {"v": other.ends, "do_": other.starts}
+        self.draft.launch(self.kernel, blocks, **arrays, u=None, partial_du=None, **self.more, **here)
 
 
 def operands(draft, problem):
-    """The arrays with both gates in one dtype: float32 where they differ."""
+    """The arrays, with both gates in one dtype: float32 if their dtypes differ."""
     q, k, v, g, gv = draft.inputs(problem)
     dtype = g.dtype if g.dtype == gv.dtype else FLOAT32
     return (

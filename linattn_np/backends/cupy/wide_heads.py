@@ -1,4 +1,4 @@
-"""Instances of the kernels of heads with more than 128 channels, which `gated` plans."""
+"""Instances of the kernels of heads with more than 128 channels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .plan import ceil_div
 
 @dataclass(frozen=True)
 class GatedWideOperands(Kernel):
-    """Forward with more than 128 channels, on every card: what chunks are to the state and their tokens to each other,
-    once for all columns."""
+    """Forward with more than 128 channels, on every card: the operands and the scores of all chunks, made once for all
+    columns."""
 
     file = "gated/wide_operands"
     arguments = (*rows("q k g"), *pointers("u operands scores decays"), *shape, *integers("bytes"))
@@ -35,7 +35,7 @@ class GatedWideOperands(Kernel):
 
 @dataclass(frozen=True)
 class GatedWideForward(Kernel):
-    """Forward from what `GatedWideOperands` leaves."""
+    """Forward from the operands and scores that `GatedWideOperands` has written."""
 
     file = "gated/wide_forward"
     arguments = (
@@ -50,7 +50,7 @@ class GatedWideForward(Kernel):
     TILE: ClassVar[int] = 128  # channels
     SCORES: ClassVar[int] = 2 * 32 * 40  # numbers of a chunk's scores
     BV: ClassVar[int] = 64
-    MOST_TILES: ClassVar[int] = 4  # of a block's registers
+    MOST_TILES: ClassVar[int] = 4  # tiles of channels for which a block has registers
     constants = (("CHUNK<bf16>", "CHUNK"), ("WIDE", "TILE"), ("SCORES", "SCORES"), ("BV", "BV"))
     dtype: np.dtype
     channel_tiles: int

@@ -189,7 +189,9 @@ def carefully(schedule, rows, o, initial, final, states):
         at = np.nonzero(by_token.to_redo((found, after), inputs, (carried,)))
         if at[0].size:
             how = rows_of_bonus(member, rows, at), member.scale, member.exclusive
-            found[at], after[at] = by_token.forward(*(x[at] for x in inputs), *how, carried[at])
+            stepwise, after[at] = by_token.forward(*(x[at] for x in inputs), *how, carried[at])
+            overflowed = ~np.isfinite(stepwise) & np.isfinite(found[at])  # in the state, which scores do not go through
+            found[at] = np.where(overflowed, found[at], stepwise)
         segment.unpack_into(o[rows], found[:, :, None])
         carried = after
         if (s := schedule.chunking.ends.get(c)) is not None:
