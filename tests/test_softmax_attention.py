@@ -1,13 +1,15 @@
 """Softmax attention's kernels, forwards and backwards, and what any right attention obeys."""
 
+import importlib.util
 from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 import planned
 import pytest
 from reference import LIMITS, assert_close, double, draw, errors, exact, guarded, literal_attention, same_bits
 
-from linattn_np import NotSupported, softmax_attention, vjp
+from linattn_np import ContractError, ContractTypeError, NotSupported, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import execute, softmax
 from linattn_np.backends.numpy import loop_choice
@@ -231,6 +233,60 @@ def test_options(backend, name, dtype, layout, rng):
     assert len(gradients) == len(wanted)
 
 
+# -- numbers near the end of the dtype's range -------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_scores_beyond_the_range(backend, dtype, rng):
+    """Finite q, k and v give what exact scores give: on the CPU beyond the dtype's range, by the plain kernels up to a
+    64th of it, by the tensor cores' up to 5e5. Their weights are exp2(s c - m c), whose rounding grows with s."""
+    dtype = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    limit = float(ml_dtypes.finfo(dtype).max)
+    score = 16 * limit if backend.name == "numpy" else 5e5 if dtype == BFLOAT16 else limit / 64
+    root = score**0.5 / 4 if score < limit else limit**0.5
+    v = rng.standard_normal((1, 2, 70, 16)).astype(dtype)
+    q, k = np.zeros((2, 1, 2, 70, 16), dtype)
+    q[..., :4], k[:, :, 1::2, :4], k[:, :, ::2, :4] = 2 * root, 2 * root, -2 * root  # one half of the weights is 0
+    wanted = np.where(np.arange(70)[:, None] < 1, double(v), np.nan)
+    odd = np.cumsum(double(v)[:, :, 1::2], 2) / np.arange(1, 36)[:, None]
+    wanted[:, :, 1:] = np.repeat(odd, 2, 2)[:, :, :69]
+    for scale in (1.0, -1.0):
+        given = map(backend.asarray, (q, k, v) if scale > 0 else (-q, k, v))
+        o, pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *given, scale=scale)
+        assert_close("o", backend.tohost(o), wanted, dtype)
+        *_, dv = map(backend.tohost, pull(backend.asarray(np.ones_like(v))))
+        assert np.isfinite(double(dv)).all()
+        if backend.name == "numpy":  # beside such scores the kernels' L has no room for the logarithm of a sum
+            np.testing.assert_allclose(double(dv).sum(2), 70, rtol=0.02)
+
+
+def test_a_row_of_large_numbers_leaves_the_others(rng):
+    """On the CPU: rows beside one whose scores overflow keep every bit; capped scores and sums are right too."""
+    q, k, v = rng.standard_normal((3, 1, 1, 40, 8)).astype(np.float32)
+    wanted = softmax_attention(q, k, v)
+    q[:, :, 7] *= 1e30
+    k[:, :, 3] *= 1e30
+    assert same_bits(softmax_attention(q, k, v)[:, :, :3], wanted[:, :, :3])
+    for options in ({}, {"softcap": 30.0}, {"sinks": np.array([-1e30], np.float32)}):
+        o, lse = softmax_attention(q, k, v, return_lse=True, **options)
+        with np.errstate(over="ignore"):
+            exactly = [
+                x.astype(np.float32)
+                for x in literal_attention(
+                    *map(double, (q, k, v)),
+                    return_lse=True,
+                    **{name: double(x) if name == "sinks" else x for name, x in options.items()},
+                )[:2]
+            ]
+        assert_close("o", o, exactly[0], np.float32)
+        np.testing.assert_allclose(lse, exactly[1], rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_large_values(rng):
+    """Weighted sums of values near the end of the range, on the CPU."""
+    q, k = rng.standard_normal((2, 1, 1, 300, 8)).astype(np.float32)
+    v = np.full((1, 1, 300, 8), 3e38, np.float32)
+    assert_close("o", softmax_attention(q, k, v), v, np.float32)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_long_call_on_the_cpu(compiled, rng, monkeypatch):
     """Of float32, by Numba's loops where they are, and without them."""
@@ -365,3 +421,66 @@ def test_what_is_planned(capability, rng):
     backward = planned.plan_of(SOFTMAX_ATTENTION.bind(arrays, gradient=True), device)
     assert planned.names(backward) == ["softmax_backward_queries", "softmax_backward_keys"]
     assert backward.tiles["softmax_backward_keys keys"] == 64
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+WRONG = {
+    "heads": ({"HK": 4}, ContractError, ["k and v have 4 heads", "H=6", "divisor"]),
+    "window": ({"window": 5}, ContractError, ["window is 5", "(left, right)", "-1"]),
+    "window-negative": ({"window": (-2, 0)}, ContractError, ["window is (-2, 0)"]),
+    "window-floats": ({"window": (1.0, 0.0)}, ContractError, ["window is (1.0, 0.0)"]),
+    "softcap": ({"softcap": -1.0}, ContractError, ["softcap is -1.0", "above 0"]),
+    "softcap-text": ({"softcap": "5"}, ContractError, ["softcap is '5'"]),
+    "return_lse": ({"return_lse": 1}, ContractTypeError, ["return_lse is 1", "True or False"]),
+    "sinks-shape": ({"sinks": np.zeros(5)}, ContractError, ["sinks has H=5", "[H]"]),
+    "sinks-dtype": ({"sinks": np.zeros(6, np.float16)}, ContractTypeError, ["sinks has dtype float16"]),
+    "keys-alone": ({"cu_seqlens_k": [0, 9]}, ContractError, ["cu_seqlens_k", "without cu_seqlens"]),
+    "keys-missing": ({"cu_seqlens": [0, 5]}, ContractError, ["cu_seqlens_k is missing", "5 tokens", "have 9"]),
+    "keys-end": ({"cu_seqlens": [0, 5], "cu_seqlens_k": [0, 5]}, ContractError, ["cu_seqlens_k", "S=9"]),
+    "keys-count": ({"cu_seqlens": [0, 5], "cu_seqlens_k": [0, 4, 9]}, ContractError, ["has 2 sequences", "has 1"]),
+    "dropout": ({"dropout_p": 0.1}, NotSupported, ["dropout_p is 0.1", "no dropout"]),
+    "pages": ({"block_table": [[0]]}, NotSupported, ["block_table", "no paged caches", "cu_seqlens_k"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_refused(name):
+    given, kind, words = WRONG[name]
+    options = dict(given)
+    HK = options.pop("HK", 2)
+    with pytest.raises(kind) as caught:
+        softmax_attention(np.zeros((1, 6, 5, 4)), *np.zeros((2, 1, HK, 9, 4)), **options)
+    assert str(caught.value).startswith("softmax_attention: ") and all(word in str(caught.value) for word in words)
+
+
+def test_frameworks_take_the_options(rng):
+    """Of torch and JAX: the same numbers, and gradients of all four arrays through o and L."""
+    call = Attention.of("everything", rng, np.dtype(np.float32))
+    arrays, options = call.arrays, {**call.options, "return_lse": True}
+    wanted_o, wanted_lse, wanted = call.exact()
+    results = []
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        from linattn_np.interop.torch import softmax_attention as of_torch
+
+        *qkv, sinks = (torch.tensor(x, requires_grad=True) for x in arrays)
+        o, lse = of_torch(*qkv, sinks=sinks, **options)
+        ((o * torch.tensor(call.do)).sum() + (lse * torch.tensor(call.dlse)).sum()).backward()
+        results.append((o.detach().numpy(), lse.detach().numpy(), [x.grad.numpy() for x in (*qkv, sinks)]))
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        from linattn_np.interop.jax import softmax_attention as of_jax
+
+        def loss(q, k, v, sinks):
+            o, lse = of_jax(q, k, v, sinks=sinks, **options)
+            return (o * call.do).sum() + (lse * call.dlse).sum(), (o, lse)
+
+        gradients, (o, lse) = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
+        results.append((np.asarray(o), np.asarray(lse), list(map(np.asarray, gradients))))
+    for o, lse, gradients in results:
+        assert_close("o", o, wanted_o, np.float32)
+        np.testing.assert_allclose(lse, wanted_lse, atol=1e-4)
+        for x, y in zip(gradients, wanted, strict=True):
+            assert_close("gradient", np.atleast_2d(x), np.atleast_2d(y), np.float32, rows=10)

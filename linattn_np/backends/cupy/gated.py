@@ -69,11 +69,10 @@ def plan_summary(problem, device):
     cut = segments.forward_cut(problem, device)
     if problem.mode != "chunk" or cut.way != HOPPER:
         return None
+    cut = segments.without_a_short_segment(problem, device, cut)
     draft = Draft()
     inputs = draft.mapped_inputs(problem)
-    launches = HopperForward(
-        draft, problem, cut.equal, inputs, o=inputs[2]
-    )  # o is not written: v's tensor map stands for it
+    launches = HopperForward(draft, problem, cut, inputs, o=inputs[2])  # o is not written: v's tensor map stands for it
     return launches.summary(problem.sizes["K"])
 
 

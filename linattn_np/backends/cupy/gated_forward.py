@@ -63,7 +63,7 @@ class ForwardPass:
         and if columns have gates, their decays [N * P * R, H, V]. Of the `last` segment of a sequence only if that is
         asked for."""
         N, H, K, V = self.problem.shape("N H K V")
-        P, R = self.cut.segments, self.cut.parts(last)
+        P, R = self.cut.segments, self.cut.parts[last]
         count = N * P * R
         left = self.draft.empty((count, H, K, V), FLOAT32), self.draft.empty((count, H, 2, K), FLOAT32)
         if self.gates_columns:
@@ -214,7 +214,7 @@ class HopperForward(ForwardPass):
         """Has the kernel of o leave the states from which the pullback's segments start, if it passes them."""
         if self.cut.marks:
             N, H, K, V = self.problem.shape("N H K V")
-            self.marks = self.draft.empty((N * self.cut.backward.segments, H, K, V), FLOAT32)
+            self.marks = self.draft.empty((N * self.cut.backward_segments, H, K, V), FLOAT32)
 
     @property
     def saved(self) -> tuple:

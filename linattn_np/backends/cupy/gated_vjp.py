@@ -331,15 +331,7 @@ class HopperBackward:
         """Launches so many blocks. The arrays `mapped` are given as tensor maps and as rows."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
-        self.draft.launch(
-            kernel,
-            blocks,
-            **maps,
-            **rows,
-            **more,
-            shape=self.shape,
-            scale=self.problem.scale,
-        )
+        self.draft.launch(kernel, blocks, **maps, **rows, **more, shape=self.shape, scale=self.problem.scale)
 
     def between_segments(self, summary, mapped, initial, dht, starts=None, **more):
         """(the states at the segments' starts, or `starts` if given, and the gradients of the states at their ends)."""

@@ -522,13 +522,7 @@ def describe(problem, device) -> tuple:
     if not isinstance(options.get("slots"), (type(None), np.ndarray)):
         options["slots"] = seen("slots", options["slots"])
     seen_problem = problem.replace(
-        arrays=arrays,
-        initial_state=initial,
-        out=out,
-        options=options,
-        mode=mode_of(problem),
-        memo=None,
-        example=None,
+        arrays=arrays, initial_state=initial, out=out, options=options, mode=mode_of(problem), memo=None, example=None
     )
     return seen_problem, tuple(given)
 

@@ -57,7 +57,8 @@ def plan_summary(problem, device):
     cut = segments.scalar_forward_cut(gla, device)
     if cut is None:
         return None
-    launches = scalar_forward_pass(draft, gla, cut.equal, gla["v"])  # o is not written: v's tensor map stands for it
+    cut = segments.without_a_short_segment(gla, device, cut)
+    launches = scalar_forward_pass(draft, gla, cut, gla["v"])  # o is not written: v's tensor map stands for it
     inner = launches.summary(len(problem.op.gates))
     return replace(inner, buffers=tuple(draft.buffers), steps=tuple(draft.steps))
 

@@ -14,7 +14,7 @@ these are an H200's, in bfloat16. tests/test_segments.py holds cuts to those tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -162,55 +162,46 @@ def fits_hoppers_forward(problem, device, arrays) -> bool:
 class ForwardCut:
     """How a forward pass is computed: `kernel` gives o, `summary` what a segment does to a state."""
 
-    problem: Any
-    device: Any
     way: str
     kernel: Any
     summary: Any
-    segments: int = 1  # of every sequence
-    first: int = 0  # tokens of the first of two segments of which the second has the rest; 0 for equal segments
-    backward: BackwardCut | None = None  # of the pullback that follows and may take over states
-
-    @property
-    def spans(self):
-        """The token ranges of all segments."""
-        if self.first:
-            return self.problem.spans.split_at(self.first)
-        return self.problem.spans.segments(self.segments, self.summary.CHUNK)
+    segments: int  # of every sequence
+    first: int  # tokens of the first of two segments of which the second has the rest; 0 for equal segments
+    spans: Any  # the token ranges of all segments
+    parts: tuple[int, int]  # of each segment that is summarised: of all but a sequence's last one, or of all
+    starts_are_the_backwards: bool  # whether the pullback's segments start from the same states
+    marks: int  # chunks between the states that the kernel leaves on its way, at which the pullback's segments start: a
+    # power of two; 0 for none
+    backward_segments: int  # of the pullback that may take over states
 
     @property
     def tiles(self) -> dict:
         return self.kernel.tiles | ({"segments": self.segments} if self.segments > 1 else {})
 
-    @property
-    def equal(self) -> ForwardCut:
-        """The same, or a cut of whole sequences if the segments are unequal, for a pass that gives no o."""
-        return replace(self, segments=1, first=0) if self.first else self
 
-    def parts(self, last) -> int:
-        """Into how many parts each segment is cut to be summarised, the `last` one of a sequence, too, or not."""
-        if self.way == SMALL:
-            return 1
-        N, H, V = self.problem.shape("N H V")
-        return parts(self.summary, N * H, V, self.segments, longest_of(self.problem), last, self.device)
+def cut_into(problem, device, way, kernel, summary, P, first=0, backward=None) -> ForwardCut:
+    """A cut into P equal segments, or into two with `first` tokens in the first one. `backward`: the cut of the
+    pullback that follows."""
+    (N, H, V), theirs = problem.shape("N H V"), 0 if backward is None else backward.segments
+    spans = problem.spans.split_at(first) if first else problem.spans.segments(P, summary.CHUNK)
+    finer = [1 if way == SMALL else parts(summary, N * H, V, P, longest_of(problem), last, device) for last in (0, 1)]
+    alike = not first and 1 < P == theirs
+    every = 0 if first or not theirs or backward.short else marks(problem, P, theirs)
+    return ForwardCut(way, kernel, summary, P, first, spans, (finer[0], finer[1]), alike, every, theirs)
 
-    @property
-    def starts_are_the_backwards(self) -> bool:
-        """Whether the pullback's segments start from the same states."""
-        return self.backward is not None and not self.first and 1 < self.segments == self.backward.segments
 
-    @property
-    def marks(self) -> int:
-        """How many chunks lie between the states that the kernel leaves on its way, since the pullback's segments start
-        there: a power of two; 0 for none."""
-        if self.first or self.backward is None or not self.backward.segments or self.backward.short:
-            return 0
-        P, mine = self.backward.segments, self.segments
-        shortest, longest = int(self.problem.spans.lengths.min()), longest_of(self.problem)
-        theirs, ours = (ceil_div(longest, n * self.kernel.CHUNK) for n in (P, mine))
-        nested = P > mine and P % mine == 0 and (mine == 1 or ours * mine == theirs * P)
-        whole = shortest == longest > (P - 1) * theirs * self.kernel.CHUNK
-        return theirs if nested and whole and theirs & theirs - 1 == 0 else 0
+def marks(problem, P, theirs) -> int:
+    """`ForwardCut.marks`, if all of a pullback's segments start within the forward pass's P segments or at theirs."""
+    shortest, longest, chunk = int(problem.spans.lengths.min()), longest_of(problem), GatedForwardSm90.CHUNK
+    every, ours = (ceil_div(longest, n * chunk) for n in (theirs, P))
+    nested = theirs > P and theirs % P == 0 and (P == 1 or ours * P == every * theirs)
+    whole = shortest == longest > (theirs - 1) * every * chunk
+    return every if nested and whole and every & every - 1 == 0 else 0
+
+
+def without_a_short_segment(problem, device, cut) -> ForwardCut:
+    """The same with whole sequences if its segments are unequal, for a pass that gives no o."""
+    return cut_into(problem, device, cut.way, cut.kernel, cut.summary, 1) if cut.first else cut
 
 
 def forward_cut(problem, device, backward=None) -> ForwardCut:
@@ -228,13 +219,13 @@ def filled(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
     """As many segments as fill the card."""
     (N, H, V), longest = problem.shape("N H V"), longest_of(problem)
     P = segments_that_fill(N * H * grid(kernel, V), longest, resident_blocks(kernel, device), spared)
-    return ForwardCut(problem, device, way, kernel, summary, P)
+    return cut_into(problem, device, way, kernel, summary, P)
 
 
 def small_forward_cut(problem, device):
     instance = read_order(problem.op), problem, gate_dtype(problem)
     kernel, summary = GatedSmallForward.fitting(*instance), GatedSmallStates.fitting(*instance)
-    return ForwardCut(problem, device, SMALL, kernel, summary, small_segments(kernel, problem, device))
+    return cut_into(problem, device, SMALL, kernel, summary, small_segments(kernel, problem, device))
 
 
 def small_segments(kernel, problem, device) -> int:
@@ -277,19 +268,18 @@ def hoppers_forward_cut(problem, device, backward):
     P, theirs = forward_segments(N * H, blocks, longest, kernel, max(K, V), device), backward and backward.segments
     if P > 1 and theirs and theirs > 1 and blocks * theirs <= most:
         P = theirs
-    cut = ForwardCut(problem, device, HOPPER, kernel, summary, P, backward=backward)
-    return cut if P > 1 else beside_a_short_segment(cut)
+    first = short_first_of(problem, device, kernel, backward) if P == 1 else 0
+    return cut_into(problem, device, HOPPER, kernel, summary, 2 if first else P, first, backward)
 
 
-def beside_a_short_segment(cut):
-    """The cut of whole sequences, or with a short first segment where whole sequences leave multiprocessors idle. A
-    pullback in equal segments wants the states that whole sequences leave on their way."""
-    problem, (N, H, T, V) = cut.problem, cut.problem.shape("N H T V")
-    wants_marks = cut.backward is not None and cut.backward.segments > 1 and not cut.backward.short
+def short_first_of(problem, device, kernel, backward=None) -> int:
+    """Tokens of a short first segment, or 0, beside sequences that otherwise are whole. A pullback in equal segments
+    wants the states that whole sequences leave on their way."""
+    wants_marks = backward is not None and backward.segments > 1 and not backward.short
     if problem.varlen or wants_marks:
-        return cut
-    first = short_first_segment(N * H * grid(cut.kernel, V), T, resident_blocks(cut.kernel, cut.device))
-    return replace(cut, segments=2, first=first) if first else cut
+        return 0
+    N, H, T, V = problem.shape("N H T V")
+    return short_first_segment(N * H * grid(kernel, V), T, resident_blocks(kernel, device))
 
 
 def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
@@ -544,8 +534,10 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
         kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, SCALAR, V)
     else:
         kernel = hoppers_kernel(problem, SINGLE_PASS, SCALAR, narrow)
-    cut = filled(problem, device, HOPPER, kernel, hoppers_kernel(problem, SEGMENT_STATE, SCALAR, V), SPARED)
-    return cut if cut.segments > 1 else beside_a_short_segment(cut)
+    summary = hoppers_kernel(problem, SEGMENT_STATE, SCALAR, V)
+    cut = filled(problem, device, HOPPER, kernel, summary, SPARED)
+    first = short_first_of(problem, device, kernel) if cut.segments == 1 else 0
+    return cut_into(problem, device, HOPPER, kernel, summary, 2, first) if first else cut
 
 
 def scalar_backward_cut(problem, device) -> BackwardCut:

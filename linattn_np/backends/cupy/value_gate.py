@@ -223,115 +223,72 @@ def plan_vjp(problem, device, do, dht, saved=()):
     draft = Draft()
     arrays, do = operands(draft, problem), gated_vjp.as_inputs(draft, problem, do)
     dht, dh0 = gated_vjp.cotangent(draft, dht), gated_vjp.gradient_of_state(draft, problem)
-    gradients = ValueGateBackward(draft, problem, arrays, do, draft.initial(problem), dht, dh0)
-    found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients.launched(), problem.arrays.values()))
-    return draft.plan((found, gated_vjp.stored(draft, problem, dh0)), tiles=gradients.channels.tiles)
+    kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
+    states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
+    gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
+    found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients, problem.arrays.values(), strict=True))
+    return draft.plan((found, gated_vjp.stored(draft, problem, dh0)), tiles=kernel.tiles)
+
+
+def launch_gradients(draft, problem, kernel, arrays, do, states):
+    """All gradients, for some heads at a time: the scores of both sides of the state, the states between chunks, then
+    the gradients of all chunks, of the keys' side and of the values' side."""
+    (q, k, v, g, gv), (B, N, H, K, V) = arrays, problem.shape("B N H K V")
+    tiles = ceil_div(K, kernel.TILE) * ceil_div(V, kernel.TILE)
+    of_a_head = 2 * B * draft.shape(problem, None, kernel.CHUNK).NC * tiles * kernel.TILE**2
+    inputs = sum(x.nbytes for x in arrays)
+    heads = segments.heads_at_once(H, of_a_head * kernel.stored.itemsize, inputs)
+    kept = draft.empty((max(1, heads * of_a_head),), kernel.stored)
+    keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
+    values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
+    for first in range(0, H, heads):
+        here = {"first": first, "heads": min(heads, H - first)}
+        blocks = B * keys.shape.NC * here["heads"]
+        keys.launch_scores(blocks, **here)
+        values.launch_scores(blocks, **here)
+        draft.launch(
+            ValueGateBackwardStates(kernel.dtype, kernel.products),
+            2 * N * here["heads"] * tiles,
+            **{"q": keys.starts, "k": keys.ends, "v": values.ends, "do_": values.starts},
+            **{"channel_decays": keys.scores["decays"], "column_decays": values.scores["decays"]},
+            **{"kept": kept, "shape": keys.shape, "scale": problem.scale},
+            **states,
+            **here,
+        )
+        keys.launch_channels(blocks, values, kept=kept, **here)
+        values.launch_channels(blocks, keys, kept=kept, **here)
+    of_keys, of_values = keys.written, values.written
+    return of_keys["dq"], of_keys["dk"], of_values["dk"], of_keys["dg"], of_values["dg"]
 
 
 class ValueGateSide:
-    """The arrays of one side of the state: those that take the places of queries, keys and gate, their gradients, and
-    what the kernels write for each other. `turned`: the values' side, of the transposed state."""
+    """The arrays of one side of the state: `read` in the places of queries, keys and gate, their gradients (`written`),
+    and what the kernels write for each other. `turned`: the values' side, of the transposed state."""
 
-    def __init__(self, draft, problem, instance, heads, arrays, turned):
-        self.draft, self.problem, self.turned, (self.q, self.k, self.g) = draft, problem, turned, arrays
+    def __init__(self, draft, problem, kernel, heads, read, turned):
+        self.draft, self.read = draft, read
         B, T, K, V = problem.shape("B T K V")
         self.K, self.V = (V, K) if turned else (K, V)
-        self.shape = draft.shape(problem, None, instance.CHUNK, K=self.K, V=self.V)
-        self.dq = None if turned else draft.like(self.q)
-        self.dk, self.dg = draft.like(self.k), draft.like(self.g)
-        stored, chunks, width = instance.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
+        self.shape = draft.shape(problem, None, kernel.CHUNK, K=self.K, V=self.V)
+        self.written = {f"d{name}": None if turned and name == "q" else draft.like(x) for name, x in read.items()}
+        stored, chunks, width = kernel.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
         self.starts, self.ends = (draft.empty((B, heads, T, width), stored) for _ in range(2))
-        self.pairs, self.own = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
-        self.decays = draft.empty((*chunks, width), FLOAT32)
-        self.instance = replace(instance, columns="GatedTurned" if turned else "Gated")
-        given = [self.q, self.k, self.g, self.dk, self.dg, *([] if turned else [self.dq])]
-        self.more = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*given)}
+        pairs, own = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
+        self.scores = {"pairs": pairs, "own": own, "decays": draft.empty((*chunks, width), FLOAT32)}
+        self.kernel = replace(kernel, columns="GatedTurned" if turned else "Gated")
+        rows = [x for x in (*read.values(), *self.written.values()) if x is not None]
+        self.more = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*rows)}
 
     def launch_scores(self, blocks, **here):
-        instance = self.instance
-        self.draft.launch(
-            ValueGateBackwardScores(instance.dtype, instance.gate, instance.products),
-            blocks,
-            q=self.q,
-            k=self.k,
-            g=self.g,
-            starts=self.starts,
-            ends=self.ends,
-            pairs=self.pairs,
-            own=self.own,
-            decays=self.decays,
-            **self.more,
-            **here,
-        )
+        kernel = ValueGateBackwardScores(self.kernel.dtype, self.kernel.gate, self.kernel.products)
+        made = self.scores | {"starts": self.starts, "ends": self.ends}
+        self.draft.launch(kernel, blocks, **self.read, **made, **self.more, **here)
 
-    def launch_channels(self, blocks, other, kept, **here):
+    def launch_channels(self, blocks, other, **here):
         """Launches the kernel of dq, dk and dg of this side; it reads what the `other` side's scores kernel wrote."""
-        self.draft.launch(
-            self.instance,
-            blocks * ceil_div(self.K, self.instance.TILE),
-            q=self.q,
-            k=self.k,
-            v=other.ends,
-            do_=other.starts,
-            g=self.g,
-            dq=self.dq,
-            dk=self.dk,
-            dg=self.dg,
-            u=None,
-            kept=kept,
-            partial_du=None,
-            pairs=other.pairs,
-            own=other.own,
-            decays=other.decays,
-            **self.more,
-            **here,
-        )
-
-
-class ValueGateBackward:
-    """All gradients, for some heads at a time: the scores of both sides, the states between chunks, then the gradients
-    of all chunks, of the keys' side and of the values' side."""
-
-    def __init__(self, draft, problem, arrays, do, initial, dht, dh0):
-        (q, k, v, g, gv), (B, H, K, V) = arrays, problem.shape("B H K V")
-        self.draft, self.problem = draft, problem
-        self.given = {"initial": initial, "dht": dht, "dh0": dh0}
-        self.channels = GatedBackwardChannels("AfterWrite", problem.dtype, g.dtype, segments.tf32_products(problem))
-        shape = draft.shape(problem, None, self.channels.CHUNK)
-        self.tiles = ceil_div(K, self.channels.TILE) * ceil_div(V, self.channels.TILE)
-        of_a_head = 2 * B * shape.NC * self.tiles * self.channels.TILE**2
-        inputs = sum(x.nbytes for x in arrays)
-        self.heads = segments.heads_at_once(H, of_a_head * self.channels.stored.itemsize, inputs)
-        self.kept = draft.empty((max(1, self.heads * of_a_head),), self.channels.stored)
-        self.keys = ValueGateSide(draft, problem, self.channels, self.heads, (q, k, g), False)
-        self.values = ValueGateSide(draft, problem, self.channels, self.heads, (do, v, gv), True)
-
-    def launched(self):
-        """The gradients in the order of the arrays."""
-        (B, N, H), keys, values = self.problem.shape("B N H"), self.keys, self.values
-        for first in range(0, H, self.heads):
-            here = {"first": first, "heads": min(self.heads, H - first)}
-            blocks = B * keys.shape.NC * here["heads"]
-            keys.launch_scores(blocks, **here)
-            values.launch_scores(blocks, **here)
-            self.draft.launch(
-                ValueGateBackwardStates(self.channels.dtype, self.channels.products),
-                2 * N * here["heads"] * self.tiles,
-                q=keys.starts,
-                k=keys.ends,
-                v=values.ends,
-                do_=values.starts,
-                channel_decays=keys.decays,
-                column_decays=values.decays,
-                kept=self.kept,
-                shape=keys.shape,
-                scale=self.problem.scale,
-                **self.given,
-                **here,
-            )
-            keys.launch_channels(blocks, values, self.kept, **here)
-            values.launch_channels(blocks, keys, self.kept, **here)
-        return keys.dq, keys.dk, values.dk, keys.dg, values.dg
+        blocks *= ceil_div(self.K, self.kernel.TILE)
+        arrays = self.read | self.written | other.scores | {"v": other.ends, "do_": other.starts}
+        self.draft.launch(self.kernel, blocks, **arrays, u=None, partial_du=None, **self.more, **here)
 
 
 def operands(draft, problem):
