@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,7 @@ config: Any = numba.config  # its settings are made as the environment has them
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and NumPy computes instead of Numba's loops")
 
+COMPILING: list[Callable[[], object]] = []  # called before a loop is compiled, which takes up to some seconds
 DIGEST = hashlib.sha256().digest_size  # bytes behind what a file holds
 atexit.register(global_compiler_lock.acquire)  # LLVM would crash if a thread compiled while the process ends
 
@@ -53,7 +55,13 @@ def kept(function):
     try:
         return Kept(function)
     except (OSError, RuntimeError):  # there is no folder that can be written
-        return caching.NullCache()
+        return Unkept()
+
+
+class Unkept(caching.NullCache):
+    def load_overload(self, signature, context):
+        for tell in COMPILING:
+            tell()
 
 
 class Files(caching.IndexDataCacheFile):
@@ -79,12 +87,13 @@ class Kept(caching.FunctionCache):
         self._cache_file.__class__ = Files
 
     def load_overload(self, signature, context):
+        found = None
         try:
-            return super().load_overload(signature, context)
+            found = super().load_overload(signature, context)
         except Exception:  # Numba reads a file that was cut short again and again, unless it is emptied
             with suppress(Exception):
                 self.flush()
-            return None
+        return found or Unkept().load_overload(signature, context)
 
     def save_overload(self, signature, data):
         with suppress(Exception):  # the disk is full, or the folder is gone

@@ -102,6 +102,8 @@ ATTENTION = (  # B H T K V, dtype, keywords
     ((1, 1, 70, 20, 9), BFLOAT16, {"causal": False}),
     ((1, 1, 133, 20, 9), SINGLE, {"cu_seqlens": PACKED}),
     ((1, 2, 37, 136, 20), BFLOAT16, {}),
+    ((1, 2, 300, 128, 128), BFLOAT16, {"softcap": 5.0, "window": (90, 0)}),
+    ((1, 2, 200, 192, 128), HALF, {"scale": -0.1}),
 )
 FAMILY = (  # operator, B H T K V, dtype, keywords
     (simple_gla, SIMPLE_GLA, (1, 2, 133, 64, 128), BFLOAT16, {"cu_seqlens": PACKED}),

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from test_examples import AUSTEN, ENVIRONMENT
 import linattn_np
 from linattn_np.__main__ import main
 from linattn_np.backends.numpy import cores
-from linattn_np.command import COMMANDS, bench, cards, info, quantise, threads
+from linattn_np.command import COMMANDS, bench, cards, info, quantise, threads, train
 from linattn_np.command.terminal import Parser
 from linattn_np.models import Bytes, austen, devices, example
 
@@ -64,6 +65,40 @@ def test_help_reads_well(name, capsys):
     parser = Parser()
     module.declare(parser)
     assert all(action.help for action in parser._actions)
+
+
+def test_the_page_is_what_help_tells():
+    """Where it is not: python docs/write_command.py"""
+    found = runpy.run_path(str(ROOT / "docs" / "write_command.py"))
+    assert found["PAGE"].read_text() == found["page"]()
+
+
+@pytest.mark.parametrize(
+    "words, meant",
+    [
+        (["trian"], "train"),
+        (["generate", "--promt", "x"], "--prompt"),
+        (["generate", "--device", "cdua"], "cuda"),
+        (["bench", "--heds=3"], "--heads"),
+    ],
+)
+def test_what_was_probably_meant(words, meant, capsys):
+    code, _, err = called(capsys, *words)
+    assert code == 2 and err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_reasons_are_told_to_those_who_ask(capsys, monkeypatch):
+    def missing(owner, device):
+        raise linattn_np.NotSupported("no card is here")
+
+    monkeypatch.setattr(train, "check_device", missing)
+    monkeypatch.setattr(train, "start", lambda *_: [][0])
+    words = ["train", "--text", "x", "--out", "y"]
+    code, _, err = called(capsys, *words)
+    first, fault = err.splitlines()
+    assert code == 1 and re.fullmatch(r"on the CPU \(\d+ threads, NumPy\)", first) and fault.count(" in ") == 1
+    lines = called(capsys, *words, "-v")[2].splitlines()
+    assert lines[0] == "no card is here" and lines[2].count(" from in ") > 2
 
 
 @pytest.mark.parametrize("script, name", SCRIPTS.items())

@@ -19,6 +19,7 @@ import linattn_np
 from linattn_np.__main__ import main
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
+ON_THE_CPU = rb"on the CPU \(\d+ threads, \w+\)\n"
 GENERATE = [sys.executable, "-m", "linattn_np", "generate"]
 COMMAND = [*GENERATE, "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}  # the package under test
@@ -117,7 +118,7 @@ def test_it_writes_english_with_no_argument():
         > len(words) / 5
     )
     assert re.match(
-        r"device (cpu: RWKV6: device 'cuda' cannot be used: .+|cuda)\n"
+        r"on the (CPU \(\d+ threads, (Numba|NumPy)\)|GPU \(.+\))\n"
         r"prefill 45 tokens at \d+ tokens/s\ndecode 400 tokens at \d+ tokens/s\n$",
         messages,
     )
@@ -126,7 +127,13 @@ def test_it_writes_english_with_no_argument():
 def test_greedy_text():
     done = decode("--prompt", "Mr. Knight", "--temperature", "0", "--tokens", "18")
     assert done.stdout == b"Mr. Knightley and his sister\n"
-    assert done.stderr.decode().startswith("device cpu\nprefill 10 tokens at ")
+    assert re.match(rb"on the CPU \(.+\)\nprefill 10 tokens at ", done.stderr)
+
+
+def test_a_prompt_may_be_a_word_or_several(here):
+    for words in (["-p", "Mr. Knight"], ["Mr.", "Knight"]):
+        assert here(*words, "-n", 3, *GREEDY)[:2] == (0, "Mr. Knightley\n")
+    assert here("Emma", "-p", "Emma")[0] == 2
 
 
 def test_a_seed_writes_the_same_text():
@@ -170,13 +177,13 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        (["--tokens", "0"], "argument --tokens: is '0', expected a whole number from 1 up"),
-        (["--tokens", "many"], "argument --tokens: is 'many', expected"),
+        (["--tokens", "0"], "argument -n/--tokens: is '0', expected a whole number from 1 to 2147483647"),
+        (["--tokens", "many"], "argument -n/--tokens: is 'many', expected"),
         (["--seed=-1"], "argument --seed: is '-1', expected a whole number from 0 up"),
         (["--temperature=-1"], "temperature is -1.0, expected a number from 0 up"),
         (["--temperature=hot"], "argument --temperature: invalid float value: 'hot'"),
         (["--top-p=0"], "top_p is 0.0, expected a number above 0 and up to 1"),
-        (["--prompt="], "argument --prompt: is empty, expected some text"),
+        (["--prompt="], "argument -p/--prompt: is empty, expected some text"),
         (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
         (
@@ -190,8 +197,8 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
         (["--fast"], "unrecognized arguments: --fast"),
         (["--model=nowhere.safetensors"], "nowhere.safetensors: No such file or directory"),
         (["--model=examples"], "is a folder without a checkpoint, expected a file, or a folder with model.safetensors"),
-        (["--tokens", "9" * 5000], "argument --tokens: is '99"),
-        (["--model", __file__], "expected a .pth that torch wrote, or the ending .safetensors"),
+        (["--tokens", "9" * 5000], "argument -n/--tokens: is '99"),
+        (["--model", __file__], "expected a .pth that torch wrote, a .safetensors, or the ending .index.json"),
         (["--top-k=-1"], "argument --top-k: is '-1', expected a whole number from 0 up"),
         (["--stop="], "argument --stop: is empty, expected some text"),
         (["--presence=nan"], "Sampling: presence is nan, expected a finite number"),
@@ -334,7 +341,7 @@ def test_a_batch_over_processes_is_that_of_one(batch):
     alone = target.read_bytes()
     done, target = batch(lines, "--slots", 2, "--cards", 3)
     assert done.returncode == 0 and target.read_bytes() == alone, done.stderr
-    assert done.stderr.count(b"device cpu") == 1
+    assert done.stderr.count(b"on the CPU") == 1
     done, target = batch(lines[:2], "--cards", 3)  # one process has slots enough
     assert done.returncode == 0 and target.read_bytes() == b"".join(alone.splitlines(keepends=True)[:2])
 
@@ -486,4 +493,4 @@ def test_a_closed_pipe_ends_it_quietly():
     process.stdout.close()
     messages = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(60), messages) == (0, b"device cpu\n")
+    assert process.wait(60) == 0 and re.fullmatch(ON_THE_CPU, messages)

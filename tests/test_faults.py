@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from test_examples import ENVIRONMENT, interruptible
+from test_training import WROTE
 
 from linattn_np import LinattnWarning, caches
 from linattn_np.__main__ import main
@@ -143,7 +144,7 @@ def test_a_signal_saves_the_training(number, trained, tmp_path, monkeypatch):
         code, lines = trained(*SMALL)
     again = f"linattn-np train --text {tmp_path / 'text'} --out {tmp_path / 'out'} --device cpu --resume"
     assert code == 128 + number and lines[-1] == f"stopped at step 2. To go on: {again}"
-    assert kept(tmp_path / "out") == 2 and lines[-2] == f"wrote {tmp_path / 'out' / 'model.safetensors'}"
+    assert kept(tmp_path / "out") == 2 and lines[-2] == WROTE.format(tmp_path / "out")
     code, lines = trained("--resume", "--device", "cpu")
     assert code == 0 and kept(tmp_path / "out") == 4
 
@@ -399,26 +400,25 @@ def test_where_numba_compiles_nothing_numpy_computes():
     assert done.stdout.startswith(b"NumpyLayers("), done.stderr
 
 
-@pytest.fixture
-def no_cupy(monkeypatch):
-    caches.folder_for_cupy.cache_clear()
+def test_cupy_without_a_folder_gets_one(monkeypatch):
+    def again():
+        monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/nowhere")
+        caches.folder_for_cupy.__wrapped__()
+
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    yield
-    caches.folder_for_cupy.cache_clear()
-
-
-def test_cupy_without_a_folder_gets_one(no_cupy, monkeypatch):
-    monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/nowhere")
     with pytest.warns(
         LinattnWarning, match="cannot keep kernels in /proc/nowhere .*: every process compiles its own. CU"
     ):
-        caches.folder_for_cupy()
+        again()
     assert Path(os.environ["CUPY_CACHE_DIR"]).is_dir()
-    caches.folder_for_cupy.cache_clear()
-    monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/nowhere")
     monkeypatch.setattr(caches.tempfile, "mkdtemp", lambda **_: os.listdir("/nowhere"))
     with pytest.raises(ContractError, match="CUPY_CACHE_DIR names another folder"):
-        caches.folder_for_cupy()
+        again()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    with pytest.warns(LinattnWarning):
+        again()
+    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
 
 
 def test_cupy_with_a_full_folder_keeps_kernels_in_memory(monkeypatch):

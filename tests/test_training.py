@@ -32,6 +32,7 @@ from linattn_np.models.rwkv6.names import declared, in_block
 from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
 from linattn_np.models.training import Settings, Text, Training
 
+WROTE = "wrote {0}/model.safetensors. To write with it: linattn-np generate --model {0}/model.safetensors 'The '"
 TRAIN = [sys.executable, "-m", "linattn_np", "train"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}  # the package under test
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
@@ -395,7 +396,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint, comm
 
 
 def test_a_training_in_the_folder_is_neither_lost_nor_mixed_up(command, tmp_path):
-    assert command() == (0, f"wrote {tmp_path / 'out' / 'model.safetensors'}")
+    assert command() == (0, WROTE.format(tmp_path / "out"))
     assert "holds a training; --resume goes on with it" in command()[1]
     assert command("--resume")[0] == 0
     code, line = command("--resume", "--width", 32, small=[])

@@ -27,12 +27,12 @@ from ..models.checks import shown
 from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
 from ..models.prompts import read
-from ..models.text import Request, Text, complete
+from ..models.text import LONGEST, Request, Text, complete
 from ..models.tokenizers import VOCABULARY
 from .cards import Cards, processes, use
 from .signals import Ended, deferred, forget_ctrl_c, noted
-from .terminal import add_device, add_tokenizer, bar, put, say, some_text, status, told, whole
-from .threads import blas_for
+from .terminal import add_device, add_tokenizer, bar, details, put, say, some_text, status, told, whole
+from .threads import blas_for, compiling, where
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
@@ -47,12 +47,16 @@ LINE = {
     "stop": (str, list),
 }
 SLOTS = 8
-LONGEST = 1 << 24  # bytes of a line of --batch-file
+LONGEST_LINE = 1 << 24  # bytes, of --batch-file
 PROMPTS = 1024  # tokens, about as many as the prompts that begin a batch together: the same kernels read them
 
 
 def run(options):
     options.model = Path(options.model) if options.model else austen()
+    if options.words:
+        if options.prompt:
+            raise ValueError("argument PROMPT: does not go with --prompt, which is another one")
+        options.prompt = some_text(" ".join(options.words))
     check_combination(options)
     if options.batch_file:
         write_batch(options)
@@ -84,7 +88,9 @@ def declare(parser):
     add_tokenizer(add)
 
     add = parser.add_argument_group("what is read").add_argument
+    add("words", nargs="*", metavar="PROMPT", help="the same as --prompt, and the same as one in quotation marks")
     add(
+        "-p",
         "--prompt",
         type=some_text,
         help="- reads stdin, as does a pipe or a file there when no prompt is given; "
@@ -136,7 +142,7 @@ def declare(parser):
     )
 
     add = parser.add_argument_group("what is written").add_argument
-    add("--tokens", type=whole(1), default=400, help="how many to write at most (default: %(default)s)")
+    add("-n", "--tokens", type=whole(1, LONGEST), default=400, help="how many to write at most (default: %(default)s)")
     add(
         "--stop",
         action="append",
@@ -220,18 +226,21 @@ def load(options, say=say, status=status) -> RWKV6:
     if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
         device = "cpu"
     dtype = None if options.dtype == "auto" else options.dtype
-    with status(f"loading {path.name} ...") as show:
+    with status(f"loading {path.name} ...") as show, compiling(show):
 
         def progress(done, total):
             show(f"loading {path.name} {bar(done / total)} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
         try:
-            model, message = RWKV6.from_file(path, "cuda" if device == "auto" else device, dtype, progress), ""
+            model = RWKV6.from_file(path, "cuda" if device == "auto" else device, dtype, progress)
         except NotSupported as why:
             if device != "auto":
                 raise
-            model, device, message = RWKV6.from_file(path, "cpu", dtype, progress), "cpu", f": {why}"
-    say(f"device {'cuda' if device == 'auto' else device}{message}")
+            details(str(why))
+            model = RWKV6.from_file(path, "cpu", dtype, progress)
+        if model.device == "cpu":
+            model.warm_up((1,), 2)  # compiles, of which the rates that are told shall say nothing
+    say(where(model.device, type(model.layers).__name__.removesuffix("Layers")))
     return model
 
 
@@ -347,6 +356,7 @@ def piped() -> bool:
 
 def converse(options, model, state):
     """Answers line by line, the state carried on; ends with stdin."""
+    say(about(options, model))
     writer = Writer(options, model, state)
     before = f"{options.prompt}{TURN_ENDS}" if options.prompt else ""
     try:
@@ -366,6 +376,16 @@ def converse(options, model, state):
     finally:
         writer.save()
     writer.tell()
+
+
+def about(options, model) -> str:
+    """What a chat is with."""
+    size = "{L} layers, {D} channels, {V:,} tokens".format(**model.sizes)
+    if options.model == austen():
+        kind = "which has read Jane Austen's novels alone. It carries on like one of them, and answers nothing"
+    else:
+        kind = f'which answers if it was taught to: "{TURN.format("...")}"'.replace("\n", "\\n")
+    return f"{options.model.name}: RWKV-6, {size}, {kind}. Ctrl-D or Ctrl-C ends the chat"
 
 
 def ask() -> str:
@@ -549,7 +569,7 @@ def read_lines(options):
     """``(line number, its object)`` of every line that is not blank, each checked before anything runs."""
     try:
         with open(options.batch_file, "rb") as file:
-            for number, raw in lines(file, LONGEST):
+            for number, raw in lines(file, LONGEST_LINE):
                 if raw.strip():
                     yield number, line_of(raw, number)
     except ValueError as error:

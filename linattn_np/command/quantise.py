@@ -17,7 +17,7 @@ from ..models.files import check_writable, same_file, write_arrays
 from ..models.matrices import loops
 from .generate import tokenizer_of
 from .terminal import add_tokenizer, bar, say, status, whole
-from .threads import blas_for
+from .threads import blas_for, compiling
 
 PIECE = 512  # tokens that are read at a time
 
@@ -53,8 +53,10 @@ def run(options):
     check_writable(options.out)
     if options.dtype != "bfloat16":
         loops()  # what reads the file again, before anything is written
-    weights, config = checkpoint.read(options.model), checkpoint.config(options.model)
-    model = RWKV6(weights, config=config)
+    with status("loading ...") as show, compiling(show):
+        weights, config = checkpoint.read(options.model), checkpoint.config(options.model)
+        model = RWKV6(weights, config=config)
+        model.warm_up((), 2)
     tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[: options.tokens]
     if len(tokens) < 2:
         raise ValueError(f"argument --text: has {len(tokens)} tokens, expected at least 2")

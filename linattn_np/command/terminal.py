@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import sys
 import threading
 import traceback
@@ -39,8 +40,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **how)
 
     def error(self, message):
-        """One line, where argparse would print its usage too."""
-        self.exit(REFUSED, f"{self.prog}: {' '.join(message.split())}\n")
+        """One line, where argparse would print its usage too, with what was probably meant."""
+        near = self.near(message)
+        self.exit(REFUSED, f"{self.prog}: {' '.join(message.split())}{f'; did you mean {near}?' if near else ''}\n")
+
+    def near(self, message) -> str | None:
+        if unknown := re.match(r"unrecognized arguments: (--[^ =]+)", message):
+            word, known = unknown[1], list(self._option_string_actions)
+        elif unknown := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            word, known = unknown[1], re.findall(r"[\w-]+", unknown[2])
+        else:
+            return None
+        return next(iter(get_close_matches(word, known, 1)), None)
 
     def _print_message(self, message, file=None):
         """argparse's own leaves what a full disk refuses to the interpreter's end, which complains."""
@@ -51,15 +62,25 @@ def run(command, name, arguments=None) -> int:
     """The exit code of a subcommand, called `name` in its messages; by default on the process's arguments."""
 
     def work():
-        module = import_module(f"{__package__}.{command}")
-        parser = Parser(prog=name, description=module.__doc__)
-        module.declare(parser)
+        module, parser = declared(command, name)
         options = parser.parse_args(arguments)
+        details.told = options.verbose
         utf8_written()
         module.run(options)
         return 0
 
     return guarded(name, work)
+
+
+def declared(command, name) -> tuple:
+    """A subcommand's module and parser."""
+    module = import_module(f"{__package__}.{command}")
+    parser = Parser(prog=name, description=module.__doc__)
+    module.declare(parser)
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="tell why a device is not used, and where a fault came from"
+    )
+    return module, parser
 
 
 def guarded(name, work) -> int:
@@ -68,8 +89,10 @@ def guarded(name, work) -> int:
     1: a fault of this program. 2: something was refused, or is missing. 128 + n: signal n ended it.
     """
     usable_streams()
-    before = threading.excepthook, warnings.showwarning
-    threading.excepthook, warnings.showwarning = thread_ended, lambda message, *_, **__: say(f"{name}: {message}")
+    details.told = False
+    before = threading.excepthook, sys.unraisablehook, warnings.showwarning
+    threading.excepthook = sys.unraisablehook = not_raised
+    warnings.showwarning = lambda message, *_, **__: say(f"{name}: {message}")
     try:
         with handled():
             return work()
@@ -87,7 +110,7 @@ def guarded(name, work) -> int:
     except Exception as error:
         return complain(name, f"{fault(error)}. Please report it, with what `linattn-np info` prints", FAULT)
     finally:
-        threading.excepthook, warnings.showwarning = before
+        threading.excepthook, sys.unraisablehook, warnings.showwarning = before
 
 
 def complain(name, message, code) -> int:
@@ -119,16 +142,17 @@ def neighbour(file) -> str | None:
 
 
 def fault(error) -> str:
-    """What nobody foresaw, and where in this package."""
+    """What nobody foresaw, and where in this package; with --verbose by which calls."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename.startswith(PACKAGE)] or frames
-    where = f" in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else ""
+    shown = reversed(frames) if details.told else own[-1:]
+    where = " from".join(f" in {os.path.basename(frame.filename)}, line {frame.lineno}" for frame in shown)
     return f"a fault of linattn-np: {type(error).__name__}{where}: {error}".removesuffix(": ")
 
 
-def thread_ended(what):
-    """In the place of a traceback; whoever waits for the thread gets the error too."""
-    if what.exc_value is not None and not issubclass(what.exc_type, SystemExit):
+def not_raised(what):
+    """In the place of the traceback of a thread, or of a callback of a library. A signal is noted elsewhere."""
+    if isinstance(what.exc_value, Exception):
         say(fault(what.exc_value))
 
 
@@ -170,6 +194,19 @@ def put(text="", end="\n"):
         raise OSError(error.errno, error.strerror, "stdout") from None
 
 
+class Details:
+    """Whether --verbose asks for what only some want to know."""
+
+    told = False
+
+    def __call__(self, line):
+        if self.told:
+            say(line)
+
+
+details = Details()
+
+
 def say(line, end="\n"):
     """A message on stderr; where that is full or nobody reads it, the work goes on without."""
     try:
@@ -193,10 +230,11 @@ def some_text(text):
     return text
 
 
-def whole(least):
+def whole(least, most=10**18):
     def number(text):
-        if not (text.isascii() and text.isdecimal() and len(text) <= 18) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"is {shown(text)}, expected a whole number from {least} up")
+        if not (text.isascii() and text.isdecimal() and len(text) <= 18) or not least <= int(text) <= most:
+            to = "up" if most == 10**18 else f"to {most}"
+            raise argparse.ArgumentTypeError(f"is {shown(text)}, expected a whole number from {least} {to}")
         return int(text)
 
     return number
@@ -244,4 +282,4 @@ def status(first):
 
 
 def bar(share, width=30):
-    return f"[{'#' * round(share * width):<{width}}]"
+    return f"[{'#' * round(min(1, share) * width):<{width}}]"

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
-from .terminal import say
+from ..models.threads import count
+from .terminal import bar, say
 
+LOOPS = 40  # about as many as there are
 SHARE = 4 << 20  # bytes of a matrix for which another thread pays
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -42,6 +44,40 @@ def blas_for(device: str, sizes: dict):
         return
     with threadpool_limits(count, "blas"):
         yield
+
+
+@contextmanager
+def compiling(show):
+    """Inside, a line says that Numba compiles, before it does, and `show` how far it is."""
+    try:
+        from ..compiled import COMPILING
+    except ImportError:
+        yield
+        return
+    done = 0
+
+    def tell():
+        nonlocal done
+        if not done:
+            show("")
+            say("compiling loops for this CPU, once, which takes about half a minute")
+        done += 1
+        show(f"compiling {bar(done / LOOPS)}")
+
+    COMPILING.append(tell)
+    try:
+        yield
+    finally:
+        COMPILING.remove(tell)
+
+
+def where(device: str, library: str) -> str:
+    """What computes, in the first line of a subcommand's messages."""
+    if device == "cpu":
+        return f"on the CPU ({count()} threads, {library})"
+    import cupy
+
+    return f"on the GPU ({cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)['name'].decode()})"
 
 
 def wanted(size: int, most: int) -> int:

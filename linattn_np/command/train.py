@@ -13,18 +13,22 @@ import math
 import shlex
 import time
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 
 from .. import ContractError, NotSupported
 from ..distributed import DataParallel, RankLost, SequenceParallel, connect
+from ..models import RWKV6
 from ..models.checkpoint import read
-from ..models.devices import check_device
+from ..models.devices import check_device, on_host
 from ..models.files import check_writable, same_file
 from ..models.ranks import OneProcess
+from ..models.rwkv6.names import parameters
+from ..models.rwkv6.numpy_layers import NumpyLayers
 from ..models.training import Settings, Training
 from .signals import Ended, deferred
-from .terminal import add_device, bar, say, status, told, whole
-from .threads import blas_for
+from .terminal import add_device, bar, details, say, status, told, whole
+from .threads import blas_for, where
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
 DEFAULTS = {
@@ -35,15 +39,16 @@ SHARES = {"batch": DataParallel, "context": SequenceParallel}
 CHECKPOINT, MODEL = "training.safetensors", "model.safetensors"
 CHANGES = ("steps", "minutes", "lr")  # settings that --resume may change
 HOW = {"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60}  # the default of what no file holds
+SAMPLE, SAMPLED = 72, 1.0  # bytes of text with a report, and the seconds after which there are fewer
 SHOWN = 0.2  # seconds between two states of the progress bar
 
 
 def run(options):
-    device, message = device_of(options.device)
+    device = device_of(options.device)
     comm = connect(device)
     ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
-        say(f"device {device}{message}" + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
+        say(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
     try:
         training = start(options, device, ranks)
         with blas_for(training.device, training.layout.sizes):
@@ -175,17 +180,17 @@ def command(options) -> str:
     return shlex.join([*words, *["--recompute"] * options.recompute, "--resume"])
 
 
-def device_of(wanted) -> tuple[str, str]:
-    """The device, and why it is not another one."""
+def device_of(wanted) -> str:
     if wanted == "cpu":
-        return "cpu", ""
+        return "cpu"
     try:
         check_device("Training", "cuda")
-        return "cuda", ""
+        return "cuda"
     except NotSupported as why:
         if wanted == "cuda":
             raise
-        return "cpu", f": {why}"
+        details(str(why))
+        return "cpu"
 
 
 def train(training, folder, every, again):
@@ -222,17 +227,46 @@ def steps(training, folder, every, ended):
         f"{training.layout.size:,} parameters; {len(training.text.learned):,} bytes to learn, "
         f"{len(training.text.held):,} held out"
     )
+    begun = training.done, time.perf_counter()
     with status("training ...") as show:
         interval = Interval(training)
         while training.done < 1 and not ended():
             interval.step()
             if interval.since_shown > SHOWN:
-                show(f"training {bar(training.done)} {interval.latest()}")
+                show(f"training {bar(training.done)} {left(training, begun)} left, {interval.latest()}")
             if interval.seconds > every and training.done < 1:
                 interval.report(folder, show, last=False)
                 interval = Interval(training)
         interval.report(folder, show, last=True)
-    say(f"wrote {folder / MODEL}")
+    model = folder / MODEL
+    say(f"wrote {model}. To write with it: linattn-np generate --model {shlex.quote(str(model))} 'The '")
+
+
+def left(training, begun) -> str:
+    """The time until it is done, as `begun`, (the part that was done, when), tells."""
+    done, seconds = training.done - begun[0], time.perf_counter() - begun[1]
+    minutes, seconds = divmod(round(seconds * (1 - training.done) / done) if done else 0, 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+class Reader(RWKV6):
+    """A model by NumPy alone, as Numba's loops would first be compiled."""
+
+    def __init__(self, weights):
+        weights, self.sizes = parameters(weights)
+        self.device, self.layers = "cpu", NumpyLayers(weights, self.sizes, "float32", lambda array: None)
+
+
+def sample(training) -> str:
+    """What the model writes by now, on a line: as much of SAMPLE bytes as takes no longer than a report may."""
+    until, written = time.perf_counter() + SAMPLED, []
+    model = Reader(training.layout.named(on_host(training.steps.weights)))
+    for token in islice(model.generate(b"\n", temperature=0.8, top_p=0.9, seed=0), SAMPLE):
+        written.append(token)
+        if time.perf_counter() > until:
+            break
+    words = bytes(written).decode("utf-8", "replace").split()
+    return "".join(character for character in " ".join(words) if character.isprintable())
 
 
 def save(training, folder):
@@ -285,6 +319,8 @@ class Interval:
             say(f"step {training.step_number} is not saved, and the training goes on: {told(error)}")
         show("")
         say(f"{line}, held out {held_out:.4f}")
+        if last or self.seconds > SAMPLED:
+            say(f"  it writes: {sample(training)}")
 
 
 def finite(loss, what, training, folder):
