@@ -5,13 +5,25 @@ from .autodiff import vjp
 from .doubts import LinattnWarning
 from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain, warm_up
-from .ops import OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention
+from .ops import (
+    OPS,
+    gla,
+    gla_step,
+    hgrn2,
+    linear_attention,
+    retention,
+    rwkv6,
+    rwkv6_step,
+    simple_gla,
+    softmax_attention,
+)
 from .precisions import precision
 
 __version__ = "0.1.0"
 __all__ = [
     "gla",
     "rwkv6",
+    "hgrn2",
     "simple_gla",
     "retention",
     "linear_attention",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Declaration:
     feature: str = "K"  # the axis that sets the default scale, K**-0.5
     transition: Transition = Transition.NONE  # what a token does to the state before it
     gates_per_value_head: bool = False  # each value head has gates of its own, so that none can share a head's
+    derived: Any = None  # a `derived.KeyFromGate` where backends compute another operator, from more arrays
     differentiable = True  # by a function of this name in linattn_np.interop
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:

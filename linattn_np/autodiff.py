@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .derived import computed
 from .dispatch import backend_module, split_to_fit
 from .grouped import added, beside, callers, cotangents, has_columns
 from .ops import declaration
@@ -60,19 +61,37 @@ def resumed(op, arrays, arguments, kept=()):
     backend, arguments = arguments["backend"], {name: x for name, x in arguments.items() if name != "backend"}
     problem = bind(op, arrays, arguments)
     name, parts = split_to_fit(problem, backend)
-    done = [backend_module(name).vjp(with_output(part), *([kept] if kept else [])) for part in parts]
+    done = [backend_module(name).vjp(computed(with_output(part)), *([kept] if kept else [])) for part in parts]
     o, final_state = together([result for result, _ in done], problem)
     result = in_kind(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
         result = (result, states_to_caller(problem, final_state))
-    return result, Checked(problem, [pull for _, pull in done])
+    return result, Checked(problem, [turned_back(part, pull) for part, (_, pull) in zip(parts, done)])
 
 
 def pullback(op, *arrays, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
     name, parts = split_to_fit(problem, backend)
-    return Checked(problem, [backend_module(name).pullback(part) for part in parts])
+    return Checked(problem, [turned_back(part, backend_module(name).pullback(computed(part))) for part in parts])
+
+
+def turned_back(problem, pull):
+    """A backend's pullback of the problem that it computes, as that of `problem`."""
+    return pull if problem.op.derived is None else DerivedPull(problem, pull)
+
+
+class DerivedPull:
+    """The pullback of an operator that a backend computes as another one."""
+
+    def __init__(self, problem, pull):
+        self.problem, self.pull = problem, pull
+        if hasattr(pull, "summarise"):  # the states are those of the operator that is computed
+            self.summarise = pull.summarise
+
+    def __call__(self, do, dht, **kept):
+        found, initial = self.pull(do, dht, **kept)
+        return self.problem.op.derived.gradients(self.problem, found), initial
 
 
 def bind(op, arrays, arguments):

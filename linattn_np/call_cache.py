@@ -68,6 +68,8 @@ def exactly(x):
 def weight(problem: Problem) -> int:
     """About the bytes kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
     kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
+    if "S" in problem.sizes:  # 12 words of 4 bytes for every 64 to 192 tokens of a head, here and on a device
+        kept += problem.sizes["B"] * problem.sizes["H"] * (problem.sizes["T"] + problem.sizes["S"])
     if problem.varlen:  # eight numbers a sequence, and two for every chunk of 64 tokens
         kept += 8 * problem.spans.bounds.nbytes + max(problem.shape("T S" if "S" in problem.sizes else "T")) // 4
     return kept

@@ -12,17 +12,22 @@ import numpy as np
 from . import arrays, varlen
 from .arguments import is_int, is_real
 from .contract import CHUNK, Op
+from .derived import KeyFromGate
 from .errors import ContractTypeError, NotSupported
 from .summary import Transition
 from .wording import kind_of, shown
 
-GATED: list[Op] = []  # the gated family: a backend's equations and kernels of it are a member's by its declaration
+MEMBERS: list[Op] = []  # the gated family
+GATED: list[Op] = []  # its members that backends compute by their own arrays: by its declaration a member has the
+# family's kernels; the others are derived from these
 
 
 def gated(op: Op) -> Op:
     """A member of the gated family: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, read before or after the write."""
     op = replace(op, transition=Transition.DIAGONAL)
-    GATED.append(op)
+    MEMBERS.append(op)
+    if op.derived is None:
+        GATED.append(op)
     return op
 
 
@@ -54,6 +59,14 @@ RWKV6 = gated(
         {"r": "B H T K", "k": "B H T K", "v": "B H T V", "w": "B H T K", "u": "H K"},
         gates=("w", "u"),
         reads_before_write=True,
+    )
+)
+HGRN2 = gated(
+    Op(
+        "hgrn2",
+        {"q": "B H T K", "g": "B H T K", "v": "B H T V"},
+        gates=("g",),
+        derived=KeyFromGate(GLA, key=lambda g: -np.expm1(g), slope=lambda g: -np.exp(g)),  # of 1 - exp g
     )
 )
 SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
@@ -224,7 +237,7 @@ WITH_LSE = {op: replace(op, state=("B H T",)) for op in (SOFTMAX_ATTENTION, SOFT
 SOFTMAX = (*WITH_LSE, *WITH_LSE.values())  # a backend's kernels of it are those of each
 
 
-OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
+OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
 
 
 # -- one token ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from functools import cache
 from importlib import import_module
 
 from .contract import Op
+from .derived import computed, outlined
 from .errors import NotSupported
 from .problem import Problem
 from .views import in_kind, split_value_heads, state_to_caller, states_to_caller, to_caller, with_output
@@ -34,6 +35,7 @@ def backend_module(name: str):
 
 def reasons_against(problem: Problem) -> dict[str, str | None]:
     """Each backend's reason not to run, None for those that can."""
+    problem = outlined(problem)
     return {name: backend_module(name).why_not(problem) for name in ORDER}
 
 
@@ -46,9 +48,9 @@ def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
 
 def choose(problem: Problem, backend: str = "auto") -> str:
     """The backend's name, or NotSupported with every reason."""
-    against = {}
+    against, asked = {}, outlined(problem)
     for name in candidates(problem, backend):  # a backend that is not needed is not even imported
-        against[name] = backend_module(name).why_not(problem)
+        against[name] = backend_module(name).why_not(asked)
         if against[name] is None:
             return name
     raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
@@ -70,7 +72,9 @@ def split_to_fit(problem: Problem, backend: str = "auto") -> tuple[str, list[Pro
 def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
     """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
     problem = op.bind(arrays, **arguments)
-    o, final_state = backend_module(choose(problem, backend)).run(with_output(problem), *([kept] if kept else []))
+    o, final_state = backend_module(choose(problem, backend)).run(
+        computed(with_output(problem)), *([kept] if kept else [])
+    )
     o = handed_out(problem, to_caller(problem, o, op.out), arguments.get("out"))
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
 
@@ -85,7 +89,7 @@ def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **
     name, parts = split_to_fit(problem, backend)
     module = backend_module(name)
     possible = hasattr(module, "summarise") and len(parts) == 1 and (getattr(module, "KEEPS", False) or not ahead)
-    found = module.summarise(problem) if possible else None
+    found = module.summarise(computed(problem)) if possible else None
     if found is None:
         return None
     (final, decays), kept = found

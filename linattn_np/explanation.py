@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .derived import outlined
 from .dispatch import backend_module, reasons_against, split_to_fit
 from .errors import NotSupported
 from .kernel_choice import KERNELS, choose_kernels
@@ -62,7 +63,7 @@ def warm_up(
     prepare = getattr(backend_module(name), "warm_up", None)
     if prepare is not None:
         for part in parts:
-            prepare(part)
+            prepare(outlined(part))
 
 
 def problem_of(who: str, op, arrays, gradient, arguments) -> Problem:
@@ -112,7 +113,7 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
     reasons = {against: reason for against, reason in reasons_against(parts[0]).items() if reason is not None}
     if name is None:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
-    found = backend_module(name).describe(parts[0], moved)
+    found = backend_module(name).describe(outlined(parts[0]), moved)
     found["copies"] = (*copies(problem), *found["copies"])
     if len(parts) > 1:
         found["tiles"] = found["tiles"] | {"value_head_parts": len(parts)}
@@ -122,7 +123,8 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
 def copies(problem: Problem) -> list[str]:
     """Those made before a backend sees the arrays."""
     found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.copied_arrays]
-    return found + ([f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else [])
+    found += [f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else []
+    return found + (["k: computed from the gate"] if problem.op.derived else [])
 
 
 def bytes_moved(problem: Problem) -> int:

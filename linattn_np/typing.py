@@ -64,7 +64,6 @@ class AttentionOptions(TypedDict, total=False):
     scale: float | None
     window: tuple[int, int] | None
     softcap: float | None
-    sinks: Array | None
     cu_seqlens: Integers | None
     cu_seqlens_k: Integers | None
     dropout_p: float

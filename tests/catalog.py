@@ -31,24 +31,7 @@ def kernels():
     yield from value_gates()
     yield from element_by_element()
     yield from in_float64()
-    for cls, T, D in product(
-        (
-            softmax.SoftmaxForward,
-            softmax.SoftmaxForwardSm90,
-            softmax.SoftmaxBackwardQueries,
-            softmax.SoftmaxBackwardKeys,
-        ),
-        HALF,
-        softmax.COLUMNS,
-    ):
-        yield cls(T, D)
-    for cls in (
-        softmax.PlainSoftmaxForward,
-        softmax.PlainSoftmaxBackwardQueries,
-        softmax.PlainSoftmaxBackwardKeys,
-    ):
-        for T in FLOATS:
-            yield cls(T)
+    yield from softmax_attention()
     yield from of_models()
     yield from of_training()
 
@@ -154,6 +137,22 @@ def value_gates():
                 yield value_gate.ValueGateBackwardStates(T, products)
         for size in gated.CHANNELS:
             yield value_gate.ValueGateRecurrent(T, G, size)
+
+
+def softmax_attention():
+    for T in HALF:
+        for cls in (softmax.SoftmaxForward, softmax.SoftmaxBackwardQueries, softmax.SoftmaxBackwardKeys):
+            for D, capped in product(cls.COLUMNS, (False, True)):
+                yield cls(T, D, capped)
+        for capped in (False, True):
+            for K, V in softmax.SoftmaxForwardSm90.COLUMNS:
+                yield softmax.SoftmaxForwardSm90(T, K, V, capped)
+            for cls in (softmax.SoftmaxBackwardQueriesSm90, softmax.SoftmaxBackwardKeysSm90):
+                for D in cls.COLUMNS:
+                    yield cls(T, D, capped)
+    for T in FLOATS:
+        for what in softmax.SoftmaxPlain.PASSES:
+            yield softmax.SoftmaxPlain(what, T)
 
 
 def element_by_element():

@@ -193,7 +193,10 @@ class Cupy(OnCard, Kernels):
 
 
 class NumbaKernels(Backend):
-    modes = {op.name: ("recurrent", "staged") if op.name in ("gla", "rwkv6") else () for op in (*OPS, GLA_VALUE_GATE)}
+    modes = {
+        op.name: ("recurrent", "staged") if op.name in ("gla", "rwkv6", "hgrn2") else ()
+        for op in (*OPS, GLA_VALUE_GATE)
+    }
     materialize = (True,)
 
 

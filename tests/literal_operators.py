@@ -23,6 +23,9 @@ def literal(xp, scan, name, arrays, state=(), *, gamma=None, feature_map=None, n
 
     `scan` is jax.lax.scan, or for torch a loop that does the same.
     """
+    if name == "hgrn2":
+        q, g, v = arrays
+        name, arrays = "gla", (q, 1 - xp.exp(g), v, g)
     q, k, v, *gates = arrays
     scale = q.shape[-1] ** -0.5
     q, k = phi(xp, feature_map, q), phi(xp, feature_map, k)

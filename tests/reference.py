@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linattn_np import softmax_attention, vjp
+from linattn_np import gla, hgrn2, softmax_attention, vjp
 from linattn_np.declarations import LINEAR_ATTENTION, NORMALIZED
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import declaration
@@ -121,6 +121,9 @@ def sizes_of_terms(function, arrays, **arguments):
     if function is softmax_attention or arguments.get("feature_map") or arguments.get("normalize"):
         return None, None
     op, arrays = declaration(function, "sizes_of_terms"), [double(x) for x in arrays]
+    if function is hgrn2:
+        q, g, v = arrays
+        return sizes_of_terms(gla, [q, -np.expm1(g), v, g], **arguments)
     squares = [2 * x if name in DECAYS else x**2 for name, x in zip(op.arrays, arrays)]
     scale, start = arguments.get("scale"), double(arguments.get("initial_state"))
     arguments |= {"scale": 1 / arrays[0].shape[-1] if scale is None else scale**2}
@@ -160,7 +163,9 @@ def literal(
 ):
     """(o, final state) from the equations as the papers have them, float64."""
     given = dict(zip(op.arrays, arrays))
-    q, k, v = (given[name] for name in list(op.arrays)[:3])
+    if op.name == "hgrn2":
+        given["k"] = 1 - np.exp(given["g"])
+    q, k, v = (given[name] for name in ("r" if op.name == "rwkv6" else "q", "k", "v"))
     B, H, T, K = q.shape
     V = v.shape[-1]
     scale = K**-0.5 if scale is None else scale
@@ -182,6 +187,7 @@ def literal(
         for h in range(H):
             for t in range(start, stop):
                 decay = {
+                    "hgrn2": lambda: np.exp(given["g"][b, h, t])[:, None],
                     "gla": lambda: np.exp(given["g"][b, h, t])[:, None],
                     "gla with gv": lambda: np.outer(np.exp(given["g"][b, h, t]), np.exp(given["gv"][b, h, t])),
                     "rwkv6": lambda: np.exp(given["w"][b, h, t])[:, None],

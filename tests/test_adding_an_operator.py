@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ LINES = {
         "OPERATORS = (",
         'DECAYED = gated(Op("decayed", QKV | {"f": "B H T K"}, gates=("f",)))\n',
     ),
-    "__init__.py": ("__version__", "from .ops.decayed import decayed\n"),
+    "__init__.py": ("__version__", "from .ops.decayed import decayed as decayed\n"),
 }
 USE = """
 import json, sys
@@ -65,23 +66,101 @@ print(json.dumps([kernel.name for kernel in cupy.plan_of(problem, device).kernel
 """
 
 
+# HGRN2 with another key: the declaration alone says what k is.
+SQUARED = PUBLIC.replace("DECAYED", "SQUARED").replace("decayed", "squared").replace("k, v, f", "f, v")
+SQUARED_FILES = {"ops/squared.py": SQUARED.replace("k_t v_t^T", "exp(2 f_t) v_t^T")}
+SQUARED_LINES = {
+    "declarations.py": (
+        "OPERATORS = (",
+        'SQUARED = gated(Op("squared", {"q": "B H T K", "f": "B H T K", "v": "B H T V"}, gates=("f",), '
+        "derived=KeyFromGate(GLA, lambda f: np.exp(2 * f), lambda f: 2 * np.exp(2 * f))))\n",
+    ),
+    "__init__.py": ("__version__", "from .ops.squared import squared as squared\n"),
+}
+SQUARED_USE = """
+import sys
+import numpy as np
+from linattn_np import gla, squared, vjp
+
+sys.path.append({tests!r})
+from conftest import Emulated, Hopper
+
+rng = np.random.default_rng(0)
+q, v = rng.standard_normal((2, 1, 2, 40, 16)).astype(np.float32)
+f = -rng.random((1, 2, 40, 16)).astype(np.float32)
+k = np.exp(2 * f)
+wanted, pull = vjp(gla, q, k, v, f)
+dq, dk, dv, df = pull(v)
+expected = dq, df + 2 * k * dk, dv
+
+def check(on, **options):
+    for mode in ("recurrent", "chunk", "staged", "parallel"):
+        if mode == "parallel" and on.__name__ != "direct":
+            continue
+        o, mine = on(vjp, squared, q, f, v, mode=mode, **options)
+        np.testing.assert_allclose(o, wanted, rtol=1e-3, atol=1e-4)
+        for x, y in zip(mine(v), expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
+
+def direct(function, *arrays, **options):
+    return function(*arrays, **options)
+
+check(direct)
+for backend in (Emulated("emulated"), Hopper("hopper")):
+    check(backend.run)
+"""
+SQUARED_SIMULATED = """
+import numpy as np
+from linattn_np import gla, squared
+
+rng = np.random.default_rng(0)
+q, v = rng.standard_normal((2, 1, 1, 5, 4)).astype(np.float32)
+f = -rng.random((1, 1, 5, 4)).astype(np.float32)
+o = squared(q, f, v, mode="recurrent", backend="numba")
+np.testing.assert_allclose(o, gla(q, np.exp(2 * f), v, f), rtol=1e-3, atol=1e-4)
+"""
+
+
 def added_lines(old, new):
     return [line for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line.startswith(("+ ", "- "))]
 
 
-def test_a_member_of_the_gated_family_costs_two_files_and_two_lines(tmp_path):
-    for name in ("linattn_np", "kernels_cu"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    package, changed = tmp_path / "linattn_np", []
-    for path, text in FILES.items():
+def added(package, files, lines):
+    """The lines that adding an operator to a copy of the package changes in files that were there."""
+    changed = []
+    for path, text in files.items():
         assert not (package / path).exists()
         (package / path).write_text(text)
-    for path, (before, line) in LINES.items():
+    for path, (before, line) in lines.items():
         old = (package / path).read_text()
         (package / path).write_text(old.replace(before, line + before, 1))
         changed += added_lines(old, (package / path).read_text())
-    assert len(FILES) == 2 and len(changed) == 2
-    program = USE.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=None)
+    return changed
+
+
+def copied(folder):
+    for name in ("linattn_np", "kernels_cu"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / "linattn_np"
+
+
+def used(program, folder, **variables):
+    """What a program prints that imports the copy."""
+    program = program.format(tests=str(Path(__file__).parent))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, env=os.environ | variables
+    )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["gated_backward_states", "gated_backward_channels", "gated_backward_values"]
+    return done.stdout
+
+
+def test_a_member_of_the_gated_family_costs_two_files_and_two_lines(tmp_path):
+    assert len(FILES) == 2 and len(added(copied(tmp_path), FILES, LINES)) == 2
+    kernels = ["gated_backward_states", "gated_backward_channels", "gated_backward_values"]
+    assert json.loads(used(USE, tmp_path)) == kernels
+
+
+def test_a_member_whose_key_is_a_function_of_its_gate_costs_one_file_and_two_lines(tmp_path):
+    assert len(SQUARED_FILES) == 1 and len(added(copied(tmp_path), SQUARED_FILES, SQUARED_LINES)) == 2
+    used(SQUARED_USE, tmp_path)
+    used(SQUARED_SIMULATED, tmp_path, NUMBA_ENABLE_CUDASIM="1")

@@ -54,7 +54,7 @@ class Case:
     state_dtype: str | None = None
     chunk_size: int | None = None
     scale: float | None = None
-    fused: bool = False  # q, k and v are slices of one buffer
+    fused: bool = False  # the first three arrays are slices of one buffer, where they share a dtype
 
     @property
     def sizes(self):
@@ -212,9 +212,13 @@ def native_inputs(backend, arrays, op, case):
     arrays = [np.ascontiguousarray(swap_heads(x, axes, case.layout)) for x, axes in zip(arrays, op.arrays.values())]
     if not case.fused:
         return [backend.asarray(x.copy()) for x in arrays]
-    buffer = backend.asarray(np.concatenate(arrays[:3], axis=-1))
-    K = case.K
-    return [buffer[..., :K], buffer[..., K : 2 * K], buffer[..., 2 * K :], *(backend.asarray(x) for x in arrays[3:])]
+    together = [n for n, x in enumerate(arrays[:3]) if x.dtype == arrays[0].dtype]
+    buffer = backend.asarray(np.concatenate([arrays[n] for n in together], axis=-1))
+    stops = dict(zip(together, np.cumsum([arrays[n].shape[-1] for n in together]).tolist()))
+    return [
+        buffer[..., stops[n] - x.shape[-1] : stops[n]] if n in stops else backend.asarray(x)
+        for n, x in enumerate(arrays)
+    ]
 
 
 def as_parts(state):

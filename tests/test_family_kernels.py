@@ -37,7 +37,7 @@ VARIANTS = {
     "normalized": (linear_attention, {"normalize": True, "feature_map": None}),
 }
 DECLARED = {function: op for op, function in OPS.items()}
-SCALAR = [op for op in OPS if PLANNERS[op] is scalar_decay]
+SCALAR = [op for op in OPS if PLANNERS.get(op) is scalar_decay]
 SIZES = {"B": 2, "H": 2, "T": 70, "K": 16, "V": 24, "N": 2}
 CASES = {
     "float32": {},

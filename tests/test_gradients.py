@@ -6,13 +6,24 @@ import pytest
 from conftest import Kernels, made
 from reference import DECAYS, assert_close, draw, draw_states, rms, same_bits, stated
 
-from linattn_np import ContractError, NotSupported, gla, linear_attention, rwkv6, simple_gla, softmax_attention, vjp
+from linattn_np import (
+    ContractError,
+    NotSupported,
+    gla,
+    hgrn2,
+    linear_attention,
+    rwkv6,
+    simple_gla,
+    softmax_attention,
+    vjp,
+)
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS
 
 VARIANTS = {
     "gla": (gla, {}),
     "rwkv6": (rwkv6, {"scale": 1.0}),
+    "hgrn2": (hgrn2, {}),
     "simple_gla": (simple_gla, {}),
     "retention": (next(f for op, f in OPS.items() if op.name == "retention"), {"gamma": 0.8}),
     "linear_attention": (linear_attention, {}),

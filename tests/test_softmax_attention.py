@@ -1,15 +1,17 @@
 """Softmax attention's kernels, forwards and backwards, and what any right attention obeys."""
 
+import importlib.util
 from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 import planned
 import pytest
 from reference import LIMITS, assert_close, double, draw, errors, exact, guarded, literal_attention, same_bits
 
-from linattn_np import NotSupported, softmax_attention, vjp
+from linattn_np import ContractError, ContractTypeError, NotSupported, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import execute, softmax
+from linattn_np.backends.cupy import execute, softmax, softmax_work
 from linattn_np.backends.numpy import loop_choice
 from linattn_np.declarations import SOFTMAX_ATTENTION
 from linattn_np.layouts import swap_heads
@@ -148,6 +150,8 @@ OPTIONS = {  # (H, HK, T, S, what else the call has)
     "multi-query-full": (3, 1, 70, 70, {"causal": False}),
     "cache": (4, 2, 5, 150, {}),
     "a-token-and-its-cache": (4, 1, 1, 150, {"softcap": 5.0}),
+    "a-token-and-a-long-cache": (4, 2, 1, 1100, {}),
+    "a-few-and-a-long-cache": (2, 1, 3, 1100, {"sinks": True, "window": (900, 0)}),
     "more-queries-than-keys": (2, 1, 90, 40, {}),
     "no-keys": (2, 2, 5, 0, {"causal": False}),
     "no-keys-sinks": (2, 2, 5, 0, {"sinks": True}),
@@ -211,11 +215,7 @@ def test_options(backend, name, dtype, layout, rng):
     dtype = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
     call = Attention.of(name, rng, dtype)
     arrays, options = call.there(backend, layout)
-    try:
-        o, lse = backend.run(softmax_attention, *arrays, **options)
-    except NotSupported as error:
-        assert backend.name != "numpy" and "no kernels for" in str(error)
-        return
+    o, lse = backend.run(softmax_attention, *arrays, **options)
     wanted_o, wanted_lse, wanted = call.exact()
     assert_close("o", swap(backend.tohost(o), layout), wanted_o, dtype)
     lse = backend.tohost(lse)
@@ -229,6 +229,60 @@ def test_options(backend, name, dtype, layout, rng):
         assert gradient.dtype == x.dtype
         assert_close(f"d{what}", gradient, exactly if what != "sinks" else exactly[None], dtype, rows=10)
     assert len(gradients) == len(wanted)
+
+
+# -- numbers near the end of the dtype's range -------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_scores_beyond_the_range(backend, dtype, rng):
+    """Finite q, k and v give what exact scores give: on the CPU beyond the dtype's range, by the plain kernels up to a
+    64th of it, by the tensor cores' up to 5e5. Their weights are exp2(s c - m c), whose rounding grows with s."""
+    dtype = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    limit = float(ml_dtypes.finfo(dtype).max)
+    score = 16 * limit if backend.name == "numpy" else 5e5 if dtype == BFLOAT16 else limit / 64
+    root = score**0.5 / 4 if score < limit else limit**0.5
+    v = rng.standard_normal((1, 2, 70, 16)).astype(dtype)
+    q, k = np.zeros((2, 1, 2, 70, 16), dtype)
+    q[..., :4], k[:, :, 1::2, :4], k[:, :, ::2, :4] = 2 * root, 2 * root, -2 * root  # one half of the weights is 0
+    wanted = np.where(np.arange(70)[:, None] < 1, double(v), np.nan)
+    odd = np.cumsum(double(v)[:, :, 1::2], 2) / np.arange(1, 36)[:, None]
+    wanted[:, :, 1:] = np.repeat(odd, 2, 2)[:, :, :69]
+    for scale in (1.0, -1.0):
+        given = map(backend.asarray, (q, k, v) if scale > 0 else (-q, k, v))
+        o, pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *given, scale=scale)
+        assert_close("o", backend.tohost(o), wanted, dtype)
+        *_, dv = map(backend.tohost, pull(backend.asarray(np.ones_like(v))))
+        assert np.isfinite(double(dv)).all()
+        if backend.name == "numpy":  # beside such scores the kernels' L has no room for the logarithm of a sum
+            np.testing.assert_allclose(double(dv).sum(2), 70, rtol=0.02)
+
+
+def test_a_row_of_large_numbers_leaves_the_others(rng):
+    """On the CPU: rows beside one whose scores overflow keep every bit; capped scores and sums are right too."""
+    q, k, v = rng.standard_normal((3, 1, 1, 40, 8)).astype(np.float32)
+    wanted = softmax_attention(q, k, v)
+    q[:, :, 7] *= 1e30
+    k[:, :, 3] *= 1e30
+    assert same_bits(softmax_attention(q, k, v)[:, :, :3], wanted[:, :, :3])
+    for options in ({}, {"softcap": 30.0}, {"sinks": np.array([-1e30], np.float32)}):
+        o, lse = softmax_attention(q, k, v, return_lse=True, **options)
+        with np.errstate(over="ignore"):
+            exactly = [
+                x.astype(np.float32)
+                for x in literal_attention(
+                    *map(double, (q, k, v)),
+                    return_lse=True,
+                    **{name: double(x) if name == "sinks" else x for name, x in options.items()},
+                )[:2]
+            ]
+        assert_close("o", o, exactly[0], np.float32)
+        np.testing.assert_allclose(lse, exactly[1], rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_large_values(rng):
+    """Weighted sums of values near the end of the range, on the CPU."""
+    q, k = rng.standard_normal((2, 1, 1, 300, 8)).astype(np.float32)
+    v = np.full((1, 1, 300, 8), 3e38, np.float32)
+    assert_close("o", softmax_attention(q, k, v), v, np.float32)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -300,6 +354,26 @@ def test_packed_sequences_are_calls_of_their_own(backend, causal, rng):
         assert all(same_bits(x[:, :, start:stop], y) for x, y in zip(packed, alone)), n
 
 
+def test_nothing_comes_from_sequences_beside(backend, rng):
+    """Where some have no query, or no key, and others hold NaN."""
+    bounds, key_bounds = [0, 3, 70, 70, 140, 140, 200], [0, 30, 50, 99, 160, 170, 190]
+    shapes = (1, 2, 200, 64), (1, 1, 190, 64), (1, 1, 190, 64), (1, 2, 200, 64)
+    arrays = [rng.standard_normal(shape).astype(BFLOAT16) for shape in shapes]
+    options = {"cu_seqlens": bounds, "cu_seqlens_k": key_bounds, "causal": False}
+    o, _, (dq, dk, dv) = literal_attention(*map(double, arrays[:3]), **options, do=double(arrays[3]))
+    kept = [np.zeros(n, bool) for n in (200, 190)]
+    for n in range(0, 6, 2):
+        for side, ends in zip(kept, (bounds, key_bounds)):
+            side[ends[n] : ends[n + 1]] = True
+    sides = kept[0], kept[1], kept[1], kept[0]
+    for x, side in zip(arrays, sides):
+        x[:, :, ~side] = np.nan
+    *given, do = map(backend.asarray, arrays)
+    found, pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *given, **options)
+    for x, wanted, side in zip((found, *pull(do)), (o, dq, dk, dv), (kept[0], *sides)):
+        assert_close("a sequence's own", backend.tohost(x)[:, :, side], wanted[:, :, side], BFLOAT16, rows=10)
+
+
 def test_equal_scores_give_the_mean(backend, rng):
     """And scores of any size neither overflow nor vanish."""
     q, k, v = draw(SOFTMAX_ATTENTION, rng, Case(T=90).sizes, BFLOAT16)
@@ -359,9 +433,130 @@ def test_a_long_sequence_on_the_card(card, rng):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_what_is_planned(capability, rng):
     arrays, device = draw(SOFTMAX_ATTENTION, rng, Case(T=5, V=80).sizes, HALF), planned.Noting(capability)
+    family, keys = ("softmax_sm90", 128) if capability == 90 else ("softmax", 64)
     forward = planned.plan_of(SOFTMAX_ATTENTION.bind(arrays), device)
-    assert planned.names(forward) == ["softmax_sm90_forward" if capability == 90 else "softmax_forward"]
-    assert forward.tiles == {"D": 128, "queries": 128, "keys": 128 if capability == 90 else 64}
+    assert planned.names(forward) == [f"{family}_forward"]
+    assert forward.tiles == {f"{family}_forward queries": 128, f"{family}_forward keys": keys}
     backward = planned.plan_of(SOFTMAX_ATTENTION.bind(arrays, gradient=True), device)
-    assert planned.names(backward) == ["softmax_backward_queries", "softmax_backward_keys"]
-    assert backward.tiles["softmax_backward_keys keys"] == 64
+    assert planned.names(backward) == [f"{family}_backward_queries", f"{family}_backward_keys"]
+    assert backward.tiles[f"{family}_backward_keys queries"] == 64
+
+
+@pytest.mark.parametrize(
+    "sizes, reason",
+    [({"K": 60}, "a tensor map cannot describe q, k"), ({"K": 200}, "K=200 and V=64 are over (192, 128)")],
+)
+def test_what_is_not_planned_on_hopper(sizes, reason, rng):
+    """`explain` says why."""
+    arrays = draw(SOFTMAX_ATTENTION, rng, Case(T=5, **sizes).sizes, HALF)
+    plan = planned.plan_of(SOFTMAX_ATTENTION.bind(arrays), planned.Noting(90))
+    assert plan.tiles["not Hopper's kernels"] == reason
+    assert all("sm90" not in name for name in planned.names(plan))
+
+
+# -- Hopper's blocks, which take one tile after the other --------------------------------------------------------------
+MANY_TILES = {
+    "causal": ((1, 3, 300, 64, 64), {}),
+    "wide": ((2, 1, 270, 128, 72), {"causal": False, "scale": -0.1}),
+    "keys-of-192": ((1, 2, 300, 192, 128), {"window": (120, 0)}),
+    "packed": ((1, 2, 420, 128, 128), {"cu_seqlens": [0, 3, 3, 140, 269, 270, 420]}),
+}
+
+
+@pytest.mark.parametrize("case", MANY_TILES)
+def test_few_blocks_have_the_same_bits(case, rng):
+    """Two blocks take all tiles in turn, which on a large card have a block each."""
+    (B, H, T, K, V), options = MANY_TILES[case]
+    sizes = {"B": B, "H": H, "T": T, "K": K, "V": V}
+    arrays = draw(SOFTMAX_ATTENTION, rng, sizes, BFLOAT16)
+    do = rng.standard_normal((B, H, T, V)).astype(BFLOAT16)
+    found = []
+    for multiprocessors in (132, 2):
+        device = planned.Noting(90)
+        device.multiprocessors = multiprocessors
+        problem = SOFTMAX_ATTENTION.bind(arrays, gradient=True, **options)
+        (o, _), saved = execute.run(softmax, problem, device)
+        gradients, _ = planned.pull(problem, device, do, None, saved)
+        assert all("sm90" in kernel.name for kernel in device.launched) or K == 192
+        found.append([o, saved[1], *gradients])
+    assert all(same_bits(x, y) for x, y in zip(*found))
+    *_, wanted = literal_attention(*map(double, arrays), **options, do=double(do))
+    for x, exactly in zip(found[1][2:], wanted):
+        assert errors(x, exactly)[0] < LIMITS["bfloat16"][0]
+
+
+def test_every_tile_is_taken_once(rng):
+    """By the block that has least to do; and none has much more than its part."""
+    arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 2, "H": 5, "T": 1100, "K": 8, "V": 8}, HALF)
+    tiles = softmax_work.works(SOFTMAX_ATTENTION.bind(arrays), 128, 64)
+    assert tiles.shape == (10, 9, softmax_work.WORDS)
+    for at_once in (10, 3):
+        table = softmax_work.balanced(tiles, 7, at_once)
+        assert not table[-1].any()
+        taken = table[softmax_work.blocks_of(table) > 0]
+        assert sorted(map(tuple, taken)) == sorted(map(tuple, tiles.reshape(-1, softmax_work.WORDS)))
+        loads = softmax_work.blocks_of(table).sum(0)
+        assert loads.max() <= 1.1 * loads.mean()
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+WRONG = {
+    "heads": ({"HK": 4}, ContractError, ["k and v have 4 heads", "H=6", "divisor"]),
+    "window": ({"window": 5}, ContractError, ["window is 5", "(left, right)", "-1"]),
+    "window-negative": ({"window": (-2, 0)}, ContractError, ["window is (-2, 0)"]),
+    "window-floats": ({"window": (1.0, 0.0)}, ContractError, ["window is (1.0, 0.0)"]),
+    "softcap": ({"softcap": -1.0}, ContractError, ["softcap is -1.0", "above 0"]),
+    "softcap-text": ({"softcap": "5"}, ContractError, ["softcap is '5'"]),
+    "return_lse": ({"return_lse": 1}, ContractTypeError, ["return_lse is 1", "True or False"]),
+    "sinks-shape": ({"sinks": np.zeros(5)}, ContractError, ["sinks has H=5", "[H]"]),
+    "sinks-dtype": ({"sinks": np.zeros(6, np.float16)}, ContractTypeError, ["sinks has dtype float16"]),
+    "keys-alone": ({"cu_seqlens_k": [0, 9]}, ContractError, ["cu_seqlens_k", "without cu_seqlens"]),
+    "keys-missing": ({"cu_seqlens": [0, 5]}, ContractError, ["cu_seqlens_k is missing", "5 tokens", "have 9"]),
+    "keys-end": ({"cu_seqlens": [0, 5], "cu_seqlens_k": [0, 5]}, ContractError, ["cu_seqlens_k", "S=9"]),
+    "keys-count": ({"cu_seqlens": [0, 5], "cu_seqlens_k": [0, 4, 9]}, ContractError, ["has 2 sequences", "has 1"]),
+    "dropout": ({"dropout_p": 0.1}, NotSupported, ["dropout_p is 0.1", "no dropout"]),
+    "pages": ({"block_table": [[0]]}, NotSupported, ["block_table", "no paged caches", "cu_seqlens_k"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_refused(name):
+    given, kind, words = WRONG[name]
+    options = dict(given)
+    HK = options.pop("HK", 2)
+    with pytest.raises(kind) as caught:
+        softmax_attention(np.zeros((1, 6, 5, 4)), *np.zeros((2, 1, HK, 9, 4)), **options)
+    assert str(caught.value).startswith("softmax_attention: ") and all(word in str(caught.value) for word in words)
+
+
+def test_frameworks_take_the_options(rng):
+    """Of torch and JAX: the same numbers, and gradients of all four arrays through o and L."""
+    call = Attention.of("everything", rng, np.dtype(np.float32))
+    arrays, options = call.arrays, {**call.options, "return_lse": True}
+    wanted_o, wanted_lse, wanted = call.exact()
+    results = []
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        from linattn_np.interop.torch import softmax_attention as of_torch
+
+        *qkv, sinks = (torch.tensor(x, requires_grad=True) for x in arrays)
+        o, lse = of_torch(*qkv, sinks=sinks, **options)
+        ((o * torch.tensor(call.do)).sum() + (lse * torch.tensor(call.dlse)).sum()).backward()
+        results.append((o.detach().numpy(), lse.detach().numpy(), [x.grad.numpy() for x in (*qkv, sinks)]))
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        from linattn_np.interop.jax import softmax_attention as of_jax
+
+        def loss(q, k, v, sinks):
+            o, lse = of_jax(q, k, v, sinks=sinks, **options)
+            return (o * call.do).sum() + (lse * call.dlse).sum(), (o, lse)
+
+        gradients, (o, lse) = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
+        results.append((np.asarray(o), np.asarray(lse), list(map(np.asarray, gradients))))
+    for o, lse, gradients in results:
+        assert_close("o", o, wanted_o, np.float32)
+        np.testing.assert_allclose(lse, wanted_lse, atol=1e-4)
+        for x, y in zip(gradients, wanted, strict=True):
+            assert_close("gradient", np.atleast_2d(x), np.atleast_2d(y), np.float32, rows=10)

@@ -88,6 +88,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// log2(x) of x above 0, to 2^-22; -inf of 0.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The larger of x and `least`; NaN stays NaN.
 __device__ __forceinline__ float at_least(float x, float least) {
   float y;
@@ -286,7 +293,12 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; whether any of the threads has `some`.
+// Count this warp among those that barrier `id` waits for, and go on.
+__device__ __forceinline__ void barrier_pass(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// barrier_sync; whether any of the threads has `some`.
 __device__ __forceinline__ bool barrier_any(int id, int threads, bool some) {
   u32 any;
   asm volatile(
@@ -448,6 +460,14 @@ __device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes,
           "r"(u32(__cvta_generic_to_shared(to))),
       "l"(from), "r"(bytes), "r"(u32(__cvta_generic_to_shared(&b))), "l"(policy)
       : "memory");
+}
+
+// The same of what others read too.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, Barrier& b) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   u32(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(bytes), "r"(u32(__cvta_generic_to_shared(&b)))
+               : "memory");
 }
 
 // ---- boxes of tensors -------------------------------------------------------------------------------------

@@ -3,22 +3,9 @@
 // numerics  Products of bf16 or f16 with sums in float32. What a product makes is rounded to the same type before it is
 //           a factor of the next one.
 #include "cards.cuh"
-#include "ptx.cuh"
-#include "tensor.cuh"
+#include "softmax_work.cuh"
 
 constexpr int THREADS = 128;
-
-template <typename T> struct SoftmaxForwardArgs {
-  Rows<const T> q, k, v;
-  Rows<T> o;
-  Shape shape;  // a chunk is the queries of a block
-  float* L;     // [B, H, T] or null
-  double scale;
-  i64 causal;
-  i64 vectors;  // whether all rows are whole pieces of 16 bytes
-};
-
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 // Piece `piece` of 16 bytes of a tile's row. Pieces change places within 128 bytes, so that the same one of eight rows,
 // which is what ldmatrix takes, lies in all banks.
@@ -34,11 +21,12 @@ __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const
 // A warp's [16 M, N] values: 16 x 8 at a time, as the tensor cores leave them.
 template <int M, int N> using Fragment = float[M][N / 8][4];
 
-// d += A B^T, A the rows row... of tile a, B all N rows of tile b.
-template <int D, int M, int N, typename T>
+// d += A B^T, A the rows row... of tile a, B all N rows of tile b. FEW: in fewer registers.
+template <int D, int M, int N, bool FEW = false, typename T>
 __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int row, T* b) {
   const int lane = opaque(threadIdx.x & 31);  // so that addresses are made anew, not held in registers
-  constexpr int AT_ONCE = M * N > 64 || SINCE_SM100 ? 4 : D / 16;  // more would want more registers than there are
+  constexpr int AT_ONCE =
+      FEW || M * N > 64 || SINCE_SM100 ? 4 : D / 16;  // more would want more registers than there are
 #pragma unroll AT_ONCE
   for (int k = 0; k < D / 16; ++k) {
     u32 rows[M][4], columns[4];
@@ -82,8 +70,9 @@ __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<
   }
 }
 
-// Calls f(value, m, half, column) for every value of this lane: its row is 16 m + 8 half + lane / 4.
-template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M, N>& d, F f) {
+// Calls f(value of a, value of b, m, half, column) for every value of this lane: its row is 16 m + 8 half + lane / 4.
+template <int M, int N, class F>
+__device__ __forceinline__ void each_of_two(Fragment<M, N>& a, Fragment<M, N>& b, F f) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -91,22 +80,22 @@ template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-        for (int x = 0; x < 2; ++x) f(d[m][n][2 * half + x], m, half, 8 * n + 2 * (threadIdx.x & 3) + x);
+        for (int x = 0; x < 2; ++x)
+          f(a[m][n][2 * half + x], b[m][n][2 * half + x], m, half, 8 * n + 2 * int(threadIdx.x & 3) + x);
+}
+template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M, N>& a, F f) {
+  each_of_two<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
 }
 
-// Of the four lanes that share a row.
-__device__ __forceinline__ float row_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+// Those of a row's N values whose columns are not among the `count` from column -from on become x.
+template <int N>
+__device__ __forceinline__ void unseen_become(float (&s)[N / 8][4], int half, int from, int count, float x) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (u32(from + 8 * n + 2 * int(threadIdx.x & 3) + i) >= u32(count)) s[n][2 * half + i] = x;
 }
-__device__ __forceinline__ float row_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// The size of the scale, in base 2, above 0, so that it leaves -inf as it is; its sign goes with the queries, so that
-// the largest product is the largest score.
-__device__ __forceinline__ float size_of_scale(double scale) { return max(float(fabs(scale)) * LOG2E, 1e-37f); }
 
 // A row's next N scores become weights e^(s - m), m the largest so far; returns what the weights before are to be
 // multiplied by, since m has grown. `scale` makes scores of products, in base 2.
@@ -116,7 +105,7 @@ __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float sca
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) higher = max(higher, max(s[n][2 * half], s[n][2 * half + 1]));
   higher = row_max(higher);
-  const float kept = exp2_approx(scale * (most - higher)), shift = scale * higher;
+  const float shift = higher == minus_infinity() ? 0.f : scale * higher, kept = exp2_approx(fmaf(scale, most, -shift));
   most = higher;
   sum *= kept;
 #pragma unroll
@@ -129,42 +118,16 @@ __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float sca
   return kept;
 }
 
-// Where a block works: a chunk of the tokens of one sequence and head. Tokens count from the sequence's start. It
-// stands in shared memory, since the products leave no registers for it.
-struct WorkTile {
-  int batch, head, start;  // the sequence's first token among all
-  int first, length;       // the chunk's first token, the sequence's tokens
-  i64 row;                 // where the sequence begins in an array [B, H, T]
-};
-
-__device__ __forceinline__ WorkTile work_tile(const Shape& shape, int chunk, u32 pair) {
-  int sequence = 0, last = int(shape.count) - 1;
-  while (sequence < last) {  // the last sequence whose chunks do not begin after this one
-    const int middle = (sequence + last + 1) / 2;
-    if (shape.chunk_bounds[middle] <= chunk) sequence = middle;
-    else last = middle - 1;
-  }
-  const Span span = tokens_of(shape, sequence);
-  const u32 H = u32(shape.H);
-  return {int(pair / H),
-          int(pair % H),
-          int(span.start),
-          int(chunk_tokens(shape, chunk).start - span.start),
-          int(span.stop - span.start),
-          i64(pair) * shape.T + span.start};
-}
-
-// Fill a tile with columns `column`... of tokens first... of the sequence, zeros beyond it and beyond `width` columns:
-// with `vectors` (rows start on 16 bytes and end on them) in the background until the next cp_async_wait, otherwise at
-// once.
+// Fill a tile with tokens of a sequence: those from `token` on of (batch, head), zeros from the first `rows` on and
+// beyond `width` columns: with `vectors` (rows start on 16 bytes and end on them) in the background until the next
+// cp_async_wait, otherwise at once.
 template <int ROWS, int D, typename T>
-__device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, const WorkTile& at, int first, i64 width,
-                                      bool vectors, int column = 0) {
+__device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch, i32 head, i32 token, int rows,
+                                      i64 width, bool vectors) {
   constexpr int ACROSS = D / 8, DOWN = THREADS / ACROSS;
-  const int thread = opaque(threadIdx.x % THREADS), piece = thread % ACROSS;
-  const int columns = int(width) - column - 8 * piece;
-  const int rows = columns > 0 ? at.length - first : 0;
-  const T* from = x.row(at.batch, at.head, at.start + i64(first)) + column + 8 * piece;
+  const int thread = opaque(threadIdx.x), piece = thread % ACROSS, columns = int(width) - 8 * piece;
+  const T* from = x.row(batch, head, token) + 8 * piece;
+  if (columns <= 0) rows = 0;
   if (vectors) {
 #pragma unroll
     for (int n = 0; n < ROWS / DOWN; ++n) {
@@ -180,11 +143,11 @@ __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, const Wor
   }
 }
 
-// Store a warp's [16 M, D] values, each times the factor of its row, as tokens first... of the sequence, through rows
-// `row`... of a tile that only this warp uses.
+// Store a warp's [16 M, D] values, each times the factor of its row, as tokens of a work tile, through rows `row`... of
+// a tile that only this warp uses.
 template <int D, int M, typename T, class F>
-__device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x,
-                                      const WorkTile& at, int first, i64 width, bool vectors) {
+__device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x, const Work& at,
+                                      i64 width, bool vectors) {
   const int lane = threadIdx.x & 31;
   __syncwarp();  // the warp has read what the tile held
 #pragma unroll
@@ -200,9 +163,9 @@ __device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int 
   __syncwarp();  // all of it stands
   for (int n = lane; n < 16 * M * D / 8; n += 32) {
     const int down = n / (D / 8), piece = n % (D / 8), columns = int(width) - 8 * piece;
-    if (first + down >= at.length || columns <= 0) continue;
+    if (row + down >= at.count || columns <= 0) continue;
     const T* from = piece_of<D>(tile, row + down, piece);
-    T* to = x.row(at.batch, at.head, i64(at.start) + first + down) + 8 * piece;
+    T* to = x.row(at.part, at.head, at.start + row + down) + 8 * piece;
     if (vectors) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     else
       for (int i = 0; i < 8 && i < columns; ++i) to[i] = from[i];

@@ -78,7 +78,7 @@ WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), 
 #undef WGMMA
 
 // The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
-// on. In half precision, and N is 16, 24, 32, 64, 72, 128 or 144.
+// on. In half precision, and N is 16, 24, 32, 64, 72, 96, 128 or 144.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -101,6 +101,7 @@ WGMMA_TILES(24, TEN() "%10,%11", "%12", "%13", "%14", D8(0), D4(8))
 WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
 WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
 WGMMA_TILES(72, TEN() TEN(1) TEN(2) "%30,%31,%32,%33,%34,%35", "%36", "%37", "%38", D32(0), D4(32))
+WGMMA_TILES(96, TEN() TEN(1) TEN(2) TEN(3) EIGHT(4), "%48", "%49", "%50", D32(0), D8(32), D8(40))
 WGMMA_TILES(128, SIXTY "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
 WGMMA_TILES(144, SIXTY TEN(6) "%70,%71", "%72", "%73", "%74", D32(0), D32(32), D8(64))
 #undef WGMMA

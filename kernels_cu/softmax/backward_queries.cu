@@ -1,7 +1,9 @@
-// what      Softmax attention's gradient of the queries, and what the gradients of keys and values need of o.
-// math      dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j,   p_ij = e^(s_ij - L_i),   delta_i = do_i . o_i
-// shapes    q k dq [B, H, T, K], v o do [B, H, T, V], L delta [B, H, T] float32, L as the forward leaves it
-// grid      a block for every QUERIES queries of a (sequence, head), those that see most keys first; a warp has 32
+// what      Softmax attention's gradient of the queries, and the statistics that the gradients of keys and values need.
+// math      dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j,   p_ij = e^(s_ij - lse_i),   delta_i = do_i . o_i -
+//           dlse_i; of capped scores each term times 1 - (s_ij / cap)^2
+// shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V], L [B, H, Tq] as the forward
+//           leaves it, dL the same or null
+// grid      a block for every tile of `works`, the longest first; a warp has 32 queries
 // smem      Shared: the queries, then dq; the gradients of o; o, then two tiles of keys and values, one at hand and one
 //           under way
 // barriers  queries and o arrived | o read; then one a tile of keys: it has arrived, nobody reads the one before
@@ -18,11 +20,11 @@ constexpr int QUERIES = 128, KEYS = 32;
 template <typename T> struct Args {
   Rows<const T> q, k, v, o, g;  // g is do
   Rows<T> dq;
-  Shape shape;  // a chunk is QUERIES tokens
-  const float* L;
-  float* delta;
-  double scale;
-  i64 causal;
+  const Work* works;
+  const float *L, *dL;
+  float* statistics;
+  i64 H, group, Tq, K, V, left, right, chunks;
+  double scale, softcap;
   i64 vectors;  // whether all rows are whole pieces of 16 bytes
 };
 
@@ -33,81 +35,96 @@ template <typename T, int D> struct alignas(128) Shared {
     T o[QUERIES * D];
     T kv[2][2][KEYS * D];  // keys, values of two tiles
   };
-  float delta[QUERIES];
-  WorkTile at;
+  float L[QUERIES], delta[QUERIES];
+  Work at;
 };
 
-template <typename T, int D>
+template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Args<T> args) {
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
-  static_assert(sizeof(s) == 2 * D * (2 * QUERIES + 4 * KEYS) + 4 * QUERIES + 128, "what the host asks for");
-  const Shape& shape = args.shape;
-  const u32 pairs = u32(shape.B * shape.H);
-  if (threadIdx.x == 0) s.at = work_tile(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
+  static_assert(sizeof(s) == 2 * D * (2 * QUERIES + 4 * KEYS) + 8 * QUERIES + 128, "what the host asks for");
+  if (threadIdx.x == 0) s.at = args.works[blockIdx.x];
   __syncthreads();  // the place stands
-  const WorkTile& at = s.at;
+  const Work& at = s.at;
   const int row = threadIdx.x / 32 * 32, lane = threadIdx.x & 31;
-  // The warp's first query and the keys that the block sees, made anew each time for want of registers.
-  auto query = [&] { return at.first + row; };
-  auto seen = [&] { return args.causal ? min(at.first + QUERIES, at.length) : at.length; };
-  auto fetch_keys = [&](int first, int stage) {
-    fetch<KEYS, D>(s.kv[stage][0], args.k, at, first, shape.K, args.vectors);
-    fetch<KEYS, D>(s.kv[stage][1], args.v, at, first, shape.V, args.vectors);
+  // Where the diagonal meets the warp's first query, and the last tile, made anew each time for want of registers.
+  auto diagonal = [&] { return at.shift + row; };
+  auto end = [&] { return at.first + at.blocks; };
+  auto fetch_keys = [&](int block, int stage) {
+    const int head = at.head / int(args.group), rows = at.length - block * KEYS, token = at.others + block * KEYS;
+    fetch<KEYS, D>(s.kv[stage][0], args.k, at.batch, head, token, rows, args.K, args.vectors);
+    fetch<KEYS, D>(s.kv[stage][1], args.v, at.batch, head, token, rows, args.V, args.vectors);
     cp_async_commit();
   };
 
-  fetch<QUERIES, D>(s.q, args.q, at, at.first, shape.K, args.vectors);
-  fetch<QUERIES, D>(s.g, args.g, at, at.first, shape.V, args.vectors);
-  fetch<QUERIES, D>(s.o, args.o, at, at.first, shape.V, args.vectors);
+  fetch<QUERIES, D>(s.q, args.q, at.batch, at.head, at.start, at.count, args.K, args.vectors);
+  fetch<QUERIES, D>(s.g, args.g, at.batch, at.head, at.start, at.count, args.V, args.vectors);
+  fetch<QUERIES, D>(s.o, args.o, at.batch, at.head, at.start, at.count, args.V, args.vectors);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();  // q, do and o have arrived
   static_assert(QUERIES == THREADS);
-  float own = 0.f;
+  {
+    const int n = threadIdx.x;
+    float delta = 0.f;
 #pragma unroll
-  for (int n = 0; n < D / 8; ++n) {
-    const T *g = piece_of<D>(s.g, threadIdx.x, n), *o = piece_of<D>(s.o, threadIdx.x, n);
+    for (int piece = 0; piece < D / 8; ++piece) {
+      const T *g = piece_of<D>(s.g, n, piece), *o = piece_of<D>(s.o, n, piece);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) own = fmaf(to_float(g[i]), to_float(o[i]), own);
+      for (int i = 0; i < 8; ++i) delta = fmaf(to_float(g[i]), to_float(o[i]), delta);
+    }
+    const i64 pair = i64(at.batch) * args.H + at.head, token = pair * args.Tq + at.start + n;
+    float L = minus_infinity();
+    if (n < at.count) {
+      L = LOG2E * args.L[token];
+      if (args.dL) delta -= args.dL[token];
+    }
+    s.L[n] = L = L == minus_infinity() ? -L : L;
+    s.delta[n] = delta;
+    if (n / STATISTICS * STATISTICS < at.count) {
+      float* const to = args.statistics + (pair * args.chunks + at.chunk + n / STATISTICS) * (2 * STATISTICS);
+      to[n % STATISTICS] = L, to[STATISTICS + n % STATISTICS] = delta;
+    }
   }
-  s.delta[threadIdx.x] = own;
-  if (at.first + int(threadIdx.x) < at.length) args.delta[at.row + at.first + threadIdx.x] = own;
-  __syncthreads();  // o is read, delta stands
-  fetch_keys(0, 0);
+  __syncthreads();  // o is read, L and delta stand
+  fetch_keys(at.first, 0);
 
-  const float scale = float(args.scale) * LOG2E;
-  float L[2][2], delta[2][2];
+  const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
+  // Of a lane's rows; L is read anew each time for want of registers.
+  auto L = [&](int m, int half) { return s.L[row + 16 * m + 8 * half + lane / 4]; };
+  float delta[2][2];
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int down = 16 * m + 8 * half + lane / 4;
-      L[m][half] = query() + down < at.length ? args.L[at.row + query() + down] : 0.f;
-      delta[m][half] = s.delta[row + down];
-    }
+    for (int half = 0; half < 2; ++half) delta[m][half] = s.delta[row + 16 * m + 8 * half + lane / 4];
   Fragment<2, D> dq = {};
-  for (int first = 0, stage = 0; first < seen(); first += KEYS, stage ^= 1) {
+  for (int block = at.first, stage = 0; block < end(); ++block, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
-    if (first + KEYS < seen()) fetch_keys(first + KEYS, stage ^ 1);
-    if (args.causal && first > query() + 31) continue;  // the warp sees none of it
+    if (block + 1 < end()) fetch_keys(block + 1, stage ^ 1);
+    const int key = block * KEYS;
+    if (key > diagonal() + 31 + int(args.right) || key + KEYS <= diagonal() - int(args.left)) continue;  // none is seen
     Fragment<2, KEYS> p = {}, dp = {};
-    multiply_transposed<D, 2, KEYS>(p, s.q, row, s.kv[stage][0]);
-    multiply_transposed<D, 2, KEYS>(dp, s.g, row, s.kv[stage][1]);
-    each<2, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L[m][half])); });
-    if (first + KEYS > at.length || args.causal && first + KEYS - 1 > query())
-      each<2, KEYS>(p, [&](float& x, int m, int half, int column) {
-        const int last = args.causal ? min(query() + 16 * m + 8 * half + lane / 4, at.length - 1) : at.length - 1;
-        if (first + column > last) x = 0.f;
-      });
+    multiply_transposed<D, 2, KEYS, CAPPED>(p, s.q, row, s.kv[stage][0]);
+    multiply_transposed<D, 2, KEYS, CAPPED>(dp, s.g, row, s.kv[stage][1]);
+    if (CAPPED) {
+      const float inner = float(args.scale) * inverse(float(args.softcap));
+      each<2, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
+    }
+    each<2, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
+    if (key + KEYS > at.length || key + KEYS - 1 > diagonal() + int(args.right) ||
+        key < diagonal() + 31 - int(args.left))
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+      for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-        for (int x = 0; x < 4; ++x) p[m][n][x] *= dp[m][n][x] - delta[m][x / 2];
+        for (int half = 0; half < 2; ++half) {
+          const int its = diagonal() + 16 * m + 8 * half + lane / 4;
+          const Seen keys = seen(its, int(args.left), int(args.right), at.length);
+          unseen_become<KEYS>(p[m], half, key - keys.from, keys.count, 0.f);
+        }
+    if (CAPPED) each<2, KEYS>(p, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
+    each_of_two<2, KEYS>(p, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
     multiply_rows<D, 2, KEYS>(dq, p, s.kv[stage][0]);
   }
-  auto factor = [&](int, int) { return float(args.scale); };
-  store<D, 2>(dq, factor, s.q, row, args.dq, at, query(), shape.K, args.vectors);
+  store<D, 2>(dq, [&](int, int) { return float(args.scale); }, s.q, row, args.dq, at, args.K, args.vectors);
 }

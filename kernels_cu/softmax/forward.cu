@@ -1,8 +1,9 @@
-// what      Softmax attention in tiles with an online softmax: no T x T matrix, memory linear in T.
-// math      per tile of keys:  m' = max(m, max_j s_ij),  l <- e^(m - m') l + sum_j e^(s_ij - m'),
-//           o <- e^(m - m') o + sum_j e^(s_ij - m') v_j;  at the end o / l;  s_ij = scale q_i . k_j, j <= i when causal
-// shapes    q k [B, H, T, K], v o [B, H, T, V], L [B, H, T] float32: log2 sum_j 2^(s_ij log2 e)
-// grid      a block for every QUERIES queries of a (sequence, head), those that see most keys first; a warp has 32
+// what      Softmax attention in tiles with an online softmax: no Tq x Tk matrix, memory linear in both.
+// math      per tile of keys:  m' = max(m, max_j s_ij),  l <- e^(m - m') l + sum_j e^(s_ij - m'), o <- e^(m - m') o +
+//           sum_j e^(s_ij - m') v_j;  at the end o / l;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);
+//           lse_i = log sum_j e^s_ij;  a head's sink is one more weight of every row
+// shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], L [B, H, Tq] float32 or null: lse
+// grid      a block for every tile of `works`, the longest first; a warp has 16 ROWS queries
 // smem      Shared: the queries, then o; two tiles of keys and values, one at hand and one under way
 // barriers  one a tile of keys: it has arrived, and nobody reads the one before
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
@@ -13,58 +14,77 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int QUERIES = 128, KEYS = 64;
+constexpr int KEYS = 64;
 
-template <typename T, int D> struct alignas(128) Shared {
+// 16 queries of a warp: capped scores leave registers for fewer.
+template <int D, bool CAPPED> constexpr int ROWS = D == 128 && CAPPED ? 1 : 2;
+
+template <typename T> struct Args {
+  Rows<const T> q, k, v;
+  Rows<T> o;
+  const Work* works;
+  float* L;
+  const float* sinks;  // [H] or null
+  i64 H, group, Tq, K, V, left, right;
+  double scale, softcap;
+  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+};
+
+template <typename T, int D, bool CAPPED> struct alignas(128) Shared {
+  static constexpr int QUERIES = 64 * ROWS<D, CAPPED>;
   T q[QUERIES * D];
   T k[2][KEYS * D];
   T v[2][KEYS * D];
-  WorkTile at;
+  Work at;
 };
 
-template <typename T, int D>
-__global__ void __launch_bounds__(THREADS, 2) softmax_forward(const SoftmaxForwardArgs<T> args) {
-  Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
+template <typename T, int D, bool CAPPED>
+__global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args) {
+  using S = Shared<T, D, CAPPED>;
+  constexpr int M = ROWS<D, CAPPED>, QUERIES = S::QUERIES;
+  S& s = *reinterpret_cast<S*>(dynamic_smem());
   static_assert(sizeof(s) == 2 * D * (QUERIES + 4 * KEYS) + 128, "what the host asks for");
-  const Shape& shape = args.shape;
-  const u32 pairs = u32(shape.B * shape.H);
-  if (threadIdx.x == 0) s.at = work_tile(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
+  if (threadIdx.x == 0) s.at = args.works[blockIdx.x];
   __syncthreads();  // the place stands
-  const WorkTile& at = s.at;
-  const int row = threadIdx.x / 32 * 32, query = at.first + row, lane = threadIdx.x & 31;  // the warp's first
-  const int seen = args.causal ? min(at.first + QUERIES, at.length) : at.length;
-  auto fetch_keys = [&](int first, int stage) {
-    fetch<KEYS, D>(s.k[stage], args.k, at, first, shape.K, args.vectors);
-    fetch<KEYS, D>(s.v[stage], args.v, at, first, shape.V, args.vectors);
+  const Work& at = s.at;
+  const int row = threadIdx.x / 32 * 16 * M, diagonal = at.shift + row, lane = threadIdx.x & 31;  // of the warp's first
+  const int left = int(args.left), right = int(args.right), end = at.first + at.blocks;
+  auto fetch_keys = [&](int block, int stage) {
+    const int head = at.head / int(args.group), rows = at.length - block * KEYS, token = at.others + block * KEYS;
+    fetch<KEYS, D>(s.k[stage], args.k, at.batch, head, token, rows, args.K, args.vectors);
+    fetch<KEYS, D>(s.v[stage], args.v, at.batch, head, token, rows, args.V, args.vectors);
     cp_async_commit();
   };
 
-  fetch<QUERIES, D>(s.q, args.q, at, at.first, shape.K, args.vectors);
-  fetch_keys(0, 0);
-  if (args.scale < 0) {
-    cp_async_wait<0>();
-    __syncthreads();  // q stands
-    for (int n = threadIdx.x; n < QUERIES * D; n += THREADS) s.q[n].bits ^= 0x8000;
-  }
-  const float scale = size_of_scale(args.scale);
+  fetch<QUERIES, D>(s.q, args.q, at.batch, at.head, at.start, at.count, args.K, args.vectors);
+  fetch_keys(at.first, 0);
+  const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
 
-  Fragment<2, D> o = {};
-  float most[2][2], sum[2][2] = {};
+  Fragment<M, D> o = {};
+  float most[M][2], sum[M][2] = {};
   for (auto& pair : most) pair[0] = pair[1] = minus_infinity();
-  for (int first = 0, stage = 0; first < seen; first += KEYS, stage ^= 1) {
+  for (int block = at.first, stage = 0; block < end; ++block, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
-    if (first + KEYS < seen) fetch_keys(first + KEYS, stage ^ 1);
-    if (args.causal && first > query + 31) continue;  // the warp sees none of it
-    Fragment<2, KEYS> p = {};
-    multiply_transposed<D, 2, KEYS>(p, s.q, row, s.k[stage]);
-    if (first + KEYS > at.length || args.causal && first + KEYS - 1 > query)
-      each<2, KEYS>(p, [&](float& x, int m, int half, int column) {
-        const int last = args.causal ? min(query + 16 * m + 8 * half + lane / 4, at.length - 1) : at.length - 1;
-        if (first + column > last) x = minus_infinity();
-      });
+    if (block + 1 < end) fetch_keys(block + 1, stage ^ 1);
+    const int key = block * KEYS;
+    if (key > diagonal + 16 * M - 1 + right || key + KEYS <= diagonal - left) continue;  // the warp sees none of it
+    Fragment<M, KEYS> p = {};
+    multiply_transposed<D, M, KEYS>(p, s.q, row, s.k[stage]);
+    if (CAPPED) {
+      const float inner = float(args.scale) * inverse(float(args.softcap));
+      each<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
+    } else if (args.scale < 0) each<M, KEYS>(p, [](float& x, int, int, int) { x = -x; });
+    if (key + KEYS > at.length || key + KEYS - 1 > diagonal + right || key < diagonal + 16 * M - 1 - left)
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Seen keys = seen(diagonal + 16 * m + 8 * half + lane / 4, left, right, at.length);
+          unseen_become<KEYS>(p[m], half, key - keys.from, keys.count, minus_infinity());
+        }
+#pragma unroll
+    for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float kept = weigh<KEYS>(p[m], half, scale, most[m][half], sum[m][half]);
@@ -72,18 +92,19 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const SoftmaxForwa
 #pragma unroll
           for (int n = 0; n < D / 8; ++n) o[m][n][2 * half] *= kept, o[m][n][2 * half + 1] *= kept;
       }
-    multiply_rows<D, 2, KEYS>(o, p, s.v[stage]);
+    multiply_rows<D, M, KEYS>(o, p, s.v[stage]);
   }
 
+  const float sink = args.sinks ? LOG2E * args.sinks[at.head] : minus_infinity();
 #pragma unroll
-  for (int m = 0; m < 2; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      sum[m][half] = row_sum(sum[m][half]);
-      const int token = query + 16 * m + 8 * half + lane / 4;
-      if (args.L && lane % 4 == 0 && token < at.length)
-        args.L[at.row + token] = scale * most[m][half] + log2f(sum[m][half]);
+      const RowEnd found = row_end(scale * most[m][half], row_sum(sum[m][half]), sink);
+      const int down = row + 16 * m + 8 * half + lane / 4;
+      if (args.L && lane % 4 == 0 && down < at.count)
+        args.L[(i64(at.part) * args.H + at.head) * args.Tq + at.start + down] = found.logarithm / LOG2E;
+      sum[m][half] = found.factor;
     }
-  auto normaliser = [&](int m, int half) { return 1.f / sum[m][half]; };
-  store<D, 2>(o, normaliser, s.q, row, args.o, at, query, shape.V, args.vectors);
+  store<D, M>(o, [&](int m, int half) { return sum[m][half]; }, s.q, row, args.o, at, args.V, args.vectors);
 }

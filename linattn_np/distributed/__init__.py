@@ -9,13 +9,14 @@ arrays, and `Nccl` CuPy arrays. JAX has collectives of its own: the functions of
 from .data_parallel import DataParallel, SequenceParallel
 from .engine import Alone, Disagreement, Engine, RankLost
 from .nccl import Nccl
-from .operators import gla, linear_attention, retention, rwkv6, simple_gla, vjp
+from .operators import gla, hgrn2, linear_attention, retention, rwkv6, simple_gla, vjp
 from .processes import Mpi, ProcessGroup, connect
 from .threads import run_threads
 
 __all__ = [
     "gla",
     "rwkv6",
+    "hgrn2",
     "simple_gla",
     "retention",
     "linear_attention",

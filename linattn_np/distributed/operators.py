@@ -113,6 +113,29 @@ def rwkv6():
     """
 
 
+@on_ranks(ops.hgrn2)
+def hgrn2():
+    """`linattn_np.hgrn2` of a sequence whose tokens lie on several ranks.
+
+        S_t = diag(exp g_t) S_{t-1} + (1 - exp g_t) v_t^T,        o_t = scale * q_t^T S_t
+
+    (Qin et al., "HGRN2: Gated Linear RNNs with State Expansion", 2024.) All else is as in `gla` here.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> from linattn_np import distributed
+    >>> rng = np.random.default_rng(0)
+    >>> q, g, v = rng.standard_normal((3, 1, 2, 50, 8))
+    >>> arrays = q, -np.exp(g), v
+    >>> def on_a_rank(comm):
+    ...     return distributed.hgrn2(*(np.split(x, 2, axis=2)[comm.rank] for x in arrays), comm=comm)
+    >>> o = np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2)
+    >>> bool(np.allclose(o, linattn_np.hgrn2(*arrays)))
+    True
+    """
+
+
 @on_ranks(ops.simple_gla)
 def simple_gla():
     """`linattn_np.simple_gla` of a sequence whose tokens lie on several ranks.

@@ -129,7 +129,8 @@ class Recurrence:
         forward pass, a third of the work of a backward pass.
         """
         problem = self.problem
-        q, gates = arrays[0], arrays[3:4]
+        q, *_ = arrays
+        gates = [x for name, x in zip(problem.op.arrays, arrays) if name in problem.op.gates and name != "u"]
         dtype = q.dtype if do.dtype == q.dtype else self.dtype  # do may have more digits than o
         given = given | {"reverse": not given["reverse"]}
         if problem.op.gates:
@@ -140,7 +141,8 @@ class Recurrence:
                     q = (wide(q) * (decay if g.ndim == 4 else decay[..., None])).astype(dtype)
             gates = [g if g.dtype == dtype else g.astype(self.dtype)]
         q, do = q.astype(dtype, copy=False), do.astype(dtype, copy=False)
-        operator = (GLA, ops.gla) if problem.op.reads_before_write else (self.declared, self.function)
+        as_gla = problem.op.reads_before_write or problem.op.derived is not None
+        operator = (GLA, ops.gla) if as_gla else (self.declared, self.function)
         (dS,) = self.final_state(*operator, (q, q, do, *gates), given)
         dS = dS * problem.scale
         if "log_decay" in problem.options:  # one decay a head: exact after the sum

@@ -134,6 +134,7 @@ class CallOnRanks:
 
 gla = differentiable(ops.gla)
 rwkv6 = differentiable(ops.rwkv6)
+hgrn2 = differentiable(ops.hgrn2)
 simple_gla = differentiable(ops.simple_gla)
 retention = differentiable(ops.retention)
 linear_attention = differentiable(ops.linear_attention)

@@ -6,6 +6,7 @@ from ..arrays import kind
 from ..declarations import OPERATORS
 from ..wording import shown
 from .gla import GLA, gla
+from .hgrn2 import HGRN2, hgrn2
 from .linear_attention import LINEAR_ATTENTION, linear_attention
 from .retention import RETENTION, retention
 from .rwkv6 import RWKV6, rwkv6

@@ -11,19 +11,31 @@ from ..typing import A, Array, AttentionOptions, Result
 
 @overload
 def softmax_attention(
-    q: A, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+    q: A,
+    k: Array,
+    v: Array,
+    sinks: Array | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
 ) -> A: ...
 
 
 @overload
 def softmax_attention(
-    q: A, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    q: A,
+    k: Array,
+    v: Array,
+    sinks: Array | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[A, Result]: ...
 
 
 @overload
 def softmax_attention(
-    q: A, k: Array, v: Array, *, return_lse: bool, **options: Unpack[AttentionOptions]
+    q: A, k: Array, v: Array, sinks: Array | None = None, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> A | tuple[A, Result]: ...
 
 
@@ -31,12 +43,12 @@ def softmax_attention(
     q,
     k,
     v,
+    sinks=None,
     *,
     causal=True,
     scale=None,
     window=None,
     softcap=None,
-    sinks=None,
     return_lse=False,
     cu_seqlens=None,
     cu_seqlens_k=None,

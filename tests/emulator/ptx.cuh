@@ -88,6 +88,8 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0 : y;
 }
 
+inline float log2_approx(float x) { return log2f(x); }
+
 inline float at_least(float x, float least) { return x < least ? least : x; }
 
 template <typename T> u32 at_least(u32 x, u32 least) {
@@ -286,6 +288,11 @@ inline void barrier_sync(int id, int threads, emulator::Where where = emulator::
   emulator::wait_until("barrier_sync", where, emulator::all_arrived, &operand);
 }
 
+inline void barrier_pass(int id, int threads, emulator::Where where = emulator::here()) {
+  emulator::Arrival operand{id, threads};
+  emulator::collective("barrier_pass", where, emulator::arrive, &operand);
+}
+
 inline bool barrier_any(int id, int threads, bool some, emulator::Where where = emulator::here()) {
   emulator::NamedBarrier& barrier = emulator::named_barriers[emulator::rank][id];
   barrier.some |= some;
@@ -432,6 +439,10 @@ inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulato
   memcpy(to, from, bytes);
   phases->coming -= bytes / 16;
   emulator::end_phase(phases);
+}
+
+inline void copy_bulk(void* to, const void* from, u32 bytes, Barrier& b, emulator::Where where = emulator::here()) {
+  copy_once(to, from, bytes, b, where);
 }
 
 // ---- boxes of tensors -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from linattn_np import (
     explain,
     gla,
     gla_step,
+    hgrn2,
     linear_attention,
     retention,
     rwkv6,
@@ -37,6 +38,7 @@ def results(x: Half, gate: Single, flag: bool) -> None:
     assert_type(gla(x, x, x, gate, output_final_state=False), Half)
     assert_type(gla(x, x, x, gate, gate, output_final_state=True), tuple[Half, Any])
     assert_type(gla(x, x, x, gate, output_final_state=flag), Half | tuple[Half, Any])
+    assert_type(hgrn2(x, gate, x, output_final_state=True), tuple[Half, Any])
     assert_type(rwkv6(x, x, x, gate, gate, scale=1.0, output_final_state=True), tuple[Half, Any])
     assert_type(simple_gla(x, x, x, gate, mask=np.ones((2, 7), bool)), Half)
     assert_type(retention(x, x, x, gamma=[0.5, 0.9], cu_seqlens=[0, 7]), Half)

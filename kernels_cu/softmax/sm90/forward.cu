@@ -1,180 +1,279 @@
-// what      softmax_forward on Hopper: producer warps fetch keys and values, two consumer warpgroups multiply.
-// math      that of softmax_forward; while a tile's scores become weights, the last tile's weights multiply its values
-// shapes    q k [B, H, T, K], v o [B, H, T, V], L [B, H, T] float32: log2 sum_j 2^(s_ij log2 e)
-// grid      a block for every QUERIES queries of a (sequence, head), those that see most keys first. Eight warps
-//           consume,
-//           16 queries each; four produce
-// smem      Shared: the queries, then o; two tiles of keys and of values. Rows of 128 bytes in the tensor cores'
-//           swizzle
-// barriers  keys[stage], values[stage]: they have arrived (the queries with the first keys); keys_read[stage],
-//           values_read[stage]: the consumers are done with them; enum Named
-// numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
-// source    Shah et al., "FlashAttention-3", 2024, algorithm 2 and section 3.2 for the overlap
-// limits    sm_90a; half data; K, V <= D; D of 64, 128
-#include "softmax.cuh"
-#include "wgmma.cuh"
-#include "tensor.cuh"
+// what      Softmax attention on Hopper: one thread copies, the other warpgroups multiply.
+// math      o = softmax(s) v,  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  lse_i = log sum_j e^s_ij; a
+//           head's sink is one more weight of every row, without a value
+// shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], L [B, H, Tq] float32 or null: lse
+// grid      as many blocks as multiprocessors; each takes the tiles of its column of `works`, in turn. Two warpgroups
+//           consume, 64 queries each, or three where K and V are small; of one more one thread produces
+// smem      Shared: two tiles of queries, through which o leaves; rings of keys and of values; the tiles' Work
+// barriers  q_full, k_full, v_full: a tile has arrived; q_empty, k_empty, v_empty: each consuming warp has left it.
+//           Named: 1 + warpgroup, zeros stand; 4 + warpgroup, its turn to issue products
+// numerics  scores, m, l, o in float32; e^(s - m) is rounded to T. m grows only where it would by more than SLACK in
+//           base 2: o and l have the same m, so the result is exact
+// source    Shah et al., "FlashAttention-3", 2024: roles, and the last tile's values under this tile's softmax. Here
+//           the last tile may be another tile of queries': one loop over all of a block's tiles
+// limits    sm_90a; half data; rows of whole 16 bytes; K of 64, 128, 192, V of 64, 128, at most K
+#include "softmax_sm90.cuh"
 
-constexpr int QUERIES = 128, KEYS = 128, PANEL = 64, STAGES = 2;
-constexpr int CONSUMERS = 256;
+constexpr float SLACK = 8.f;
 
-enum Named { QUERIES_READ = 1 };
-
-template <typename T, int D> struct alignas(1024) Shared {
-  T q[D / PANEL][QUERIES * PANEL];
-  T k[STAGES][D / PANEL][KEYS * PANEL];
-  T v[STAGES][D / PANEL][KEYS * PANEL];
-  Barrier keys[STAGES], values[STAGES], keys_read[STAGES], values_read[STAGES];
-  WorkTile at;
+template <typename T> struct Args {
+  TensorMap q, k, v, o;  // boxes of 64 columns and: 64 tokens, KEYS, KEYS, 16
+  Rows<T> out;           // o, for tiles that end within a sequence
+  const Work* works;     // [rounds, gridDim.x]
+  float* L;
+  const float* sinks;  // [H] or null
+  i64 H, group, Tq, V, left, right;
+  double scale, softcap;
 };
 
-template <int N>
-__device__ __forceinline__ float (&flat(Fragment<1, N>& d)) [N / 2] { return reinterpret_cast<float (&)[N / 2]>(d); }
+template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
+  static constexpr int WARPGROUPS = K == 64 && !CAPPED ? 3 : 2, QUERIES = 64 * WARPGROUPS, STAGES = K == 64 ? 4 : 2;
+  static constexpr int KEYS = K > 128 ? 96 : 128;
+  Tile<T, K, QUERIES> q[2];
+  Tile<T, K, KEYS> k[STAGES];
+  Tile<T, V, KEYS> v[STAGES];
+  Work works[2], coming;
+  Barrier q_full[2], q_empty[2], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
 
-template <typename T, int D>
-__device__ __forceinline__ void produce(Shared<T, D>& s, const SoftmaxForwardArgs<T>& args, int seen) {
-  auto hand_over = [&](Barrier& b) {
-    if (args.vectors) copies_arrive(b);
-    else barrier_arrive(b);
+template <typename T, class S> __device__ __forceinline__ void produce(S& s, const Args<T>& args) {
+  const Work* next = args.works + blockIdx.x;
+  fetch_work(s.coming, next);
+  prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.o);
+  Ring<S::STAGES> k, v;
+  Ring<2> q;
+  int token = -1, head = 0, batch = 0;  // of the tile whose values are still to come
+  auto fetch_values = [&] {
+    barrier_wait(s.v_empty[v.at], v.parity ^ 1);
+    barrier_expect(s.v_full[v.at], sizeof s.v[0]);
+    load_tile<S::KEYS>(s.v[v.at], args.v, s.v_full[v.at], token, head, batch);
+    v.next();
   };
-  for (int panel = 0; panel < D / PANEL; ++panel)
-    fetch<QUERIES, PANEL>(s.q[panel], args.q, s.at, s.at.first, args.shape.K, args.vectors, panel * PANEL);
-  for (int n = 0; n * KEYS < seen; ++n) {
-    const int stage = n % STAGES, before = n / STAGES - 1 & 1;
-    if (n >= STAGES) barrier_wait(s.keys_read[stage], before);
-    for (int panel = 0; panel < D / PANEL; ++panel)
-      fetch<KEYS, PANEL>(s.k[stage][panel], args.k, s.at, n * KEYS, args.shape.K, args.vectors, panel * PANEL);
-    hand_over(s.keys[stage]);
-    if (n >= STAGES) barrier_wait(s.values_read[stage], before);
-    for (int panel = 0; panel < D / PANEL; ++panel)
-      fetch<KEYS, PANEL>(s.v[stage][panel], args.v, s.at, n * KEYS, args.shape.V, args.vectors, panel * PANEL);
-    hand_over(s.values[stage]);
+  while (true) {
+    const Work at = take_work(s.coming, next);
+    barrier_wait(s.q_empty[q.at], q.parity ^ 1);
+    fence_async();  // after what consumers read and wrote there, before the copy engine writes
+    s.works[q.at] = at;
+    if (!at.blocks) {
+      barrier_arrive(s.q_full[q.at]);
+      if (token >= 0) fetch_values();
+      return;
+    }
+    barrier_expect(s.q_full[q.at], sizeof s.q[0]);
+    load_tile<64>(s.q[q.at], args.q, s.q_full[q.at], at.start, at.head, at.batch);
+    q.next();
+    const int shared_head = int(u32(at.head) / u32(args.group));
+#pragma unroll 1
+    for (int block = at.first + at.blocks - 1; block >= at.first; --block) {
+      barrier_wait(s.k_empty[k.at], k.parity ^ 1);
+      barrier_expect(s.k_full[k.at], sizeof s.k[0]);
+      load_tile<S::KEYS>(s.k[k.at], args.k, s.k_full[k.at], at.others + block * S::KEYS, shared_head, at.batch);
+      k.next();
+      if (token >= 0) fetch_values();
+      token = at.others + block * S::KEYS, head = shared_head, batch = at.batch;
+    }
   }
 }
 
-template <typename T, int D>
-__device__ __forceinline__ void consume(Shared<T, D>& s, const SoftmaxForwardArgs<T>& args, int seen) {
-  const WorkTile& at = s.at;
-  const int lane = threadIdx.x & 31, row = threadIdx.x / 32 * 16, query = at.first + row;  // the warp's first
-  const float scale = size_of_scale(args.scale);
-
-  auto wait_for = [](Barrier& b, int iteration) {
-    barrier_wait(b, iteration & 1);
-    fence_async();  // what was copied can be read by wgmma
-  };
-
-  u32 q[D / 16][4];
-  wait_for(s.keys[0], 0);
-#pragma unroll
-  for (int k = 0; k < D / 16; ++k) {
-    ldmatrix_x4(q[k], piece_of<PANEL>(s.q[k / 4], row + lane % 16, k % 4 * 2 + lane / 16));
-    if (args.scale < 0)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) q[k][r] ^= 0x80008000;
-  }
-  barrier_sync(QUERIES_READ, CONSUMERS);  // o may take their place
-
-  Fragment<1, KEYS> p;
-  Fragment<1, D> o = {};
+template <typename T, int K, int V, bool CAPPED, class S>
+__device__ __forceinline__ void consume(S& s, const Args<T>& args) {
+  constexpr int KEYS = S::KEYS, WARPGROUPS = S::WARPGROUPS, FIRST_TURN = 4;
+  constexpr bool TURNS = WARPGROUPS == 3;
+  const int warpgroup = uniform(threadIdx.x / 128), own = 64 * warpgroup, lane = threadIdx.x & 31;
+  const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of a tile
+  const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
+  Ring<S::STAGES> k, v;
+  Ring<2> q;
+  float scores[KEYS / 2], o[V / 2], most[2], sum[2], kept[2];
   u32 weights[KEYS / 16][4];
-  float most[2] = {minus_infinity(), minus_infinity()}, sum[2] = {}, kept[2];
-  auto score = [&](int stage) {
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k)
-      wgmma<T, KEYS, false>(flat<KEYS>(p), q[k], wgmma_tile(s.k[stage][k / 4], 16, 1024) + k % 4 * 32 / 16, k > 0);
-    wgmma_commit();
+  bool leaving = false;             // lane 0: this warp's o may still be read, in the slot of the queries before
+  int first, ahead, shift, length;  // of the tile at hand; it comes behind `ahead` others, from the last to the first
+  int valid;                        // tokens of the tile whose values are read next
+
+  auto take_turn = [&] {
+    if (TURNS) barrier_sync(FIRST_TURN + warpgroup, 256);
   };
-  auto read = [&](int stage) {
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k)
-      wgmma<T, D, true>(flat<D>(o), weights[k], wgmma_tile(s.v[stage], KEYS * 128, 1024) + k * 16 * 128 / 16, true);
-    wgmma_commit();
-  };
-  auto weigh_tile = [&](int first) {
-    if (first + KEYS > at.length || args.causal && first + KEYS - 1 > query)
-      each<1, KEYS>(p, [&](float& x, int, int half, int column) {
-        const int last = args.causal ? min(query + 8 * half + lane / 4, at.length - 1) : at.length - 1;
-        if (first + column > last) x = minus_infinity();
-      });
-#pragma unroll
-    for (int half = 0; half < 2; ++half) kept[half] = weigh<KEYS>(p[0], half, scale, most[half], sum[half]);
-  };
-  auto round_weights = [&] {
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float (&from)[4] = p[0][2 * k + r / 2];
-        weights[k][r] = pack<T>(from[r % 2 * 2], from[r % 2 * 2 + 1]);
-      }
+  auto pass_turn = [&] {
+    if (TURNS) barrier_pass(FIRST_TURN + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
   };
   auto leave = [&](Barrier& b) {
     if (lane == 0) barrier_arrive(b);
   };
+  auto hand_back = [&](int slot) {  // the slot from which o has left
+    if (leaving) {
+      tensor_store_wait();
+      barrier_arrive(s.q_empty[slot]);
+      leaving = false;
+    }
+  };
+  auto begin = [&](const Work& at) {
+    first = uniform(at.first), ahead = uniform(at.blocks) - 1;
+    shift = uniform(at.shift), length = uniform(at.length);
+  };
+  auto score = [&] {
+    const u64 a = wgmma_tile(s.q[q.at][0] + own * PANEL, 16, 1024), b = wgmma_tile(s.k[k.at][0], 16, 1024);
+#pragma unroll
+    for (int n = 0; n < K / 16; ++n)
+      wgmma<T, KEYS, false>(scores, a + n / 4 * (S::QUERIES * 128 / 16) + n % 4 * 2,
+                            b + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
+    wgmma_commit();
+  };
+  auto read = [&](bool begun) {
+    if (valid < KEYS) zero_rows(s.v[v.at], valid, warpgroup);
+    const u64 b = wgmma_tile(s.v[v.at][0], KEYS * 128, 1024);
+    wgmma_fence();  // the wait before may be a branch
+#pragma unroll
+    for (int n = 0; n < KEYS / 16; ++n) wgmma<T, V, true>(o, weights[n], b + n * (16 * 128 / 16), n > 0 || begun);
+    wgmma_commit();
+  };
+  // Scores become weights; earlier weights are to be multiplied by `kept`.
+  auto weigh = [&] {
+    const int key = (first + ahead) * KEYS, diagonal = shift + own;
+    valid = min(KEYS, length - key);
+    if (CAPPED) {
+      const float inner = float(args.scale) * inverse(float(args.softcap));
+#pragma unroll
+      for (int n = 0; n < KEYS / 2; ++n) scores[n] = tanh_of(inner * scores[n]);
+    } else if (args.scale < 0)
+#pragma unroll
+      for (int n = 0; n < KEYS / 2; ++n) scores[n] = -scores[n];
+    if (valid < KEYS || key + KEYS - 1 > diagonal + int(args.right) || key < diagonal + 63 - int(args.left)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Seen keys = seen(shift + row + 8 * half, int(args.left), int(args.right), length);
+        const int from = key + 2 * (lane & 3) - keys.from;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+          for (int x = 0; x < 2; ++x)
+            if (u32(from + 8 * n + x) >= u32(keys.count)) scores[4 * n + 2 * half + x] = minus_infinity();
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float part[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) part[n] = max(scores[4 * n + 2 * half], scores[4 * n + 2 * half + 1]);
+#pragma unroll
+      for (int n = 4; n < KEYS / 8; ++n)
+        part[n % 4] = max(part[n % 4], max(scores[4 * n + 2 * half], scores[4 * n + 2 * half + 1]));
+      float higher = row_max(max(max(part[0], part[1]), max(part[2], part[3])));
+      if (!(scale * (higher - most[half]) > SLACK)) higher = max(most[half], minus_infinity());
+      const float shift = higher == minus_infinity() ? 0.f : scale * higher;
+      kept[half] = exp2_approx(fmaf(scale, most[half], -shift));
+      most[half] = higher;
+      float sums[2] = {sum[half] * kept[half], 0.f};
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          float& p = scores[4 * n + 2 * half + x];
+          p = exp2_approx(fmaf(scale, p, -shift));
+          sums[x] += p;
+        }
+      sum[half] = sums[0] + sums[1];
+    }
+  };
+  auto round_weights = [&] {
+#pragma unroll
+    for (int n = 0; n < KEYS / 16; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) weights[n][r] = pack<T>(scores[8 * n + 2 * r], scores[8 * n + 2 * r + 1]);
+  };
+  auto finish = [&](int slot, const float (&most)[2], const float (&sum)[2]) {
+    const Work& at = s.works[slot];
+    float by[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sink = args.sinks ? LOG2E * args.sinks[at.head] : minus_infinity();
+      const RowEnd end = row_end(scale * most[half], row_sum(sum[half]), sink);
+      by[half] = end.factor;
+      if (args.L && lane % 4 == 0 && row + 8 * half < at.count)
+        args.L[(i64(at.part) * args.H + at.head) * args.Tq + at.start + row + 8 * half] = end.logarithm / LOG2E;
+    }
+    store_rows(args.o, args.out, args.V, o, by[0], by[1], s.q[slot], own, at);
+    leaving = lane == 0;
+  };
 
+  barrier_wait(s.q_full[0], 0);
+  if (!uniform(s.works[0].blocks)) return;
+  begin(s.works[0]);
+  most[0] = most[1] = minus_infinity(), sum[0] = sum[1] = 0.f;
+  if (TURNS && warpgroup == WARPGROUPS - 1) pass_turn();  // the first one may begin
+  barrier_wait(s.k_full[0], 0);
   wgmma_fence();
-  score(0);
+  score();
   wgmma_wait<0>();
-  wgmma_keep(flat<KEYS>(p));
-  leave(s.keys_read[0]);
-  weigh_tile(0);
+  wgmma_keep(scores);
+  leave(s.k_empty[0]);
+  k.next();
+  weigh();
   round_weights();
-  int n = 1;
-  for (; n * KEYS < seen; ++n) {
-    const int stage = n % STAGES, before = (n - 1) % STAGES;
-    wait_for(s.keys[stage], n / STAGES);
+  bool begun = false;  // o has something of this tile
+  while (true) {       // products under way across a loop's end would be serialised: what is to overlap are operands
+    const bool fresh = ahead == 0;  // the next tile of keys is for other queries
+    if (fresh) {
+      hand_back(q.at ^ 1);
+      q.next();
+      barrier_wait(s.q_full[q.at], q.parity);
+      if (!uniform(s.works[q.at].blocks)) break;
+    } else --ahead;
+    barrier_wait(s.k_full[k.at], k.parity);
+    take_turn();
     wgmma_fence();
-    score(stage);
-    wait_for(s.values[before], (n - 1) / STAGES);
-    read(before);
+    score();
+    barrier_wait(s.v_full[v.at], v.parity);
+    read(begun);
+    pass_turn();
+    if (fresh) begin(s.works[q.at]);
+    else hand_back(q.at ^ 1);
     wgmma_wait<1>();
-    wgmma_keep(flat<KEYS>(p));
-    leave(s.keys_read[stage]);
-    weigh_tile(n * KEYS);
+    wgmma_keep(scores);
+    leave(s.k_empty[k.at]);
+    k.next();
+    const float last_most[2] = {most[0], most[1]}, last_sum[2] = {sum[0], sum[1]};
+    if (fresh) most[0] = most[1] = minus_infinity(), sum[0] = sum[1] = 0.f;
+    weigh();
     wgmma_wait<0>();
-    wgmma_keep(flat<D>(o));
-    leave(s.values_read[before]);
-    each<1, D>(o, [&](float& x, int, int half, int) { x *= kept[half]; });
+    wgmma_keep(o);
+    leave(s.v_empty[v.at]);
+    v.next();
+    if (fresh) finish(q.at ^ 1, last_most, last_sum);
+    else if (__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f)) {
+#pragma unroll
+      for (int n = 0; n < V / 2; ++n) o[n] *= kept[n / 2 % 2];
+    }
+    begun = !fresh;
     round_weights();
   }
-  wait_for(s.values[(n - 1) % STAGES], (n - 1) / STAGES);
-  wgmma_fence();
-  read((n - 1) % STAGES);
+  barrier_wait(s.v_full[v.at], v.parity);
+  read(begun);
   wgmma_wait<0>();
-  wgmma_keep(flat<D>(o));
-
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    sum[half] = row_sum(sum[half]);
-    const int token = query + 8 * half + lane / 4;
-    if (args.L && lane % 4 == 0 && token < at.length) args.L[at.row + token] = scale * most[half] + log2f(sum[half]);
-  }
-  auto normaliser = [&](int, int half) { return 1.f / sum[half]; };
-  store<D, 1>(o, normaliser, s.q[0], row, args.o, at, query, args.shape.V, args.vectors);
+  wgmma_keep(o);
+  finish(q.at ^ 1, most, sum);
+  if (lane == 0) tensor_store_wait();
 }
 
-template <typename T, int D>
-__global__ void __launch_bounds__(CONSUMERS + THREADS, 1) softmax_sm90_forward(const SoftmaxForwardArgs<T> args) {
-  Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
-  static_assert(sizeof(s) == 2 * D * (128 + 4 * 128) + 1024, "what the host asks for");
-  const Shape& shape = args.shape;
-  const u32 pairs = u32(shape.B * shape.H);
+template <typename T, int K, int V, bool CAPPED>
+__global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 128, 1)
+    softmax_sm90_forward(const __grid_constant__ Args<T> args) {
+  using S = Shared<T, K, V, CAPPED>;
+  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  constexpr int CONSUMERS = 128 * S::WARPGROUPS;
   if (threadIdx.x == 0) {
-    s.at = work_tile(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
-    for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.keys[stage], THREADS);
-      barrier_init(s.values[stage], THREADS);
-      barrier_init(s.keys_read[stage], CONSUMERS / 32);
-      barrier_init(s.values_read[stage], CONSUMERS / 32);
+    for (int n = 0; n < 2; ++n) barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], CONSUMERS / 32);
+    for (int n = 0; n < S::STAGES; ++n) {
+      barrier_init(s.k_full[n], 1), barrier_init(s.k_empty[n], CONSUMERS / 32);
+      barrier_init(s.v_full[n], 1), barrier_init(s.v_empty[n], CONSUMERS / 32);
     }
+    fence_async();  // the copy engine sees the barriers
   }
-  __syncthreads();  // the place and the barriers stand
-  const int seen = args.causal ? min(s.at.first + QUERIES, s.at.length) : s.at.length;
+  __syncthreads();  // the barriers stand
   if (threadIdx.x < CONSUMERS) {
-    registers_up<240>();
-    consume(s, args, seen);
+    registers_up<S::WARPGROUPS == 2 ? 240 : 160>();
+    consume<T, K, V, CAPPED>(s, args);
   } else {
-    registers_down<24>();
-    produce(s, args, seen);
+    registers_down<S::WARPGROUPS == 2 ? 24 : 32>();
+    if (threadIdx.x == CONSUMERS) produce(s, args);
   }
 }

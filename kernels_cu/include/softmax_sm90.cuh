@@ -1,0 +1,111 @@
+// what      What softmax attention's kernels on Hopper share: tiles that tensor maps fill, places in rings of them, how
+//           sums leave.
+// limits    sm_90a; half data; whole rows of 16 bytes
+#include "softmax_work.cuh"
+#include "wgmma.cuh"
+
+constexpr int PANEL = 64;  // columns of a row of 128 bytes
+template <typename T, int D, int ROWS> using Tile = T[D / PANEL][ROWS * PANEL];
+
+// A place in a ring of N, and the parity of the phase that a wait there is for.
+template <int N> struct Ring {
+  int at = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++at == N) at = 0, parity ^= 1;
+  }
+};
+
+// x, which is the same in all lanes, where the compiler cannot know: what depends on it takes uniform registers and
+// branches, without which products' descriptions are made lane by lane.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// Start copying the next tile of a block's column of the table.
+__device__ __forceinline__ void fetch_work(Work& to, const Work*& next) {
+  for (int n = 0; n < int(sizeof(Work)) / 16; ++n)
+    cp_async<16>(reinterpret_cast<uint4*>(&to) + n, reinterpret_cast<const uint4*>(next) + n, true);
+  cp_async_commit();
+  next += gridDim.x;
+}
+// It, when it has come; the one behind it is under way then, unless it is the last.
+__device__ __forceinline__ Work take_work(Work& coming, const Work*& next) {
+  cp_async_wait<0>();
+  const Work at = coming;
+  if (at.blocks) fetch_work(coming, next);
+  return at;
+}
+
+// Start copying ROWS tokens to a tile, BOX at a time.
+template <int BOX, int PANELS, int SIZE, typename T>
+__device__ __forceinline__ void load_tile(T (&tile)[PANELS][SIZE], const TensorMap& map, Barrier& full, i32 token,
+                                          i32 head, i32 batch) {
+#pragma unroll 1
+  for (int panel = 0; panel < PANELS; ++panel)
+#pragma unroll
+    for (int row = 0; row < SIZE / PANEL; row += BOX)
+      tensor_load(tile[panel] + row * PANEL, map, full, panel * PANEL, token + row, head, batch);
+}
+
+// Zeros in the rows of a tile from `first` on, which are another sequence's: a weight of 0 does not undo a NaN. Each
+// warpgroup does it for itself, and may use the tile behind it. All lanes go around as often, as in all loops of warps
+// that multiply: behind a branch that lanes may take apart, the compiler describes tiles lane by lane.
+template <int PANELS, int SIZE, typename T>
+__device__ __forceinline__ void zero_rows(T (&tile)[PANELS][SIZE], int first, int warpgroup) {
+  const int thread = opaque(threadIdx.x % 128);
+#pragma unroll 1
+  for (int n = 0; n < PANELS * SIZE / 8 / 128; ++n) {
+    const int piece = n * 128 + thread;  // of 16 bytes
+    if (piece / 8 % (SIZE / PANEL) >= first) reinterpret_cast<uint4*>(tile[0])[piece] = {0, 0, 0, 0};
+  }
+  fence_async();
+  barrier_sync(1 + warpgroup, 128);  // the warpgroup's zeros stand
+}
+
+// Where this lane's row of the four matrices lies that are 16 columns from 16 n on of the warp's 16 rows; rows are the
+// warpgroup's from `row` on.
+template <int SIZE, int PANELS, typename T>
+__device__ __forceinline__ T* matrix_row(T (&tile)[PANELS][SIZE], int row, int n) {
+  const int thread = opaque(threadIdx.x), down = thread % 16;
+  return &tile[n / 4][(row + thread / 32 % 4 * 16 + down) * PANEL + ((n % 4 * 2 + thread / 16 % 2) ^ (down & 7)) * 8];
+}
+
+// A warpgroup's 64 rows from `row` on as operands A: a[n] columns 16 n to 16 n + 15.
+template <int N, int PANELS, int SIZE, typename T>
+__device__ __forceinline__ void load_rows(u32 (&a)[N][4], T (&tile)[PANELS][SIZE], int row) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) ldmatrix_x4(a[n], matrix_row(tile, row, n));
+}
+
+// Two rows' accumulators, times `by`, leave as tokens of a work tile, through this warp's rows of a tile, whose first
+// row is the warpgroup's `row`. A whole box goes by the copy engine, which reads on: `tensor_store_wait` is for lane 0.
+template <int N, int PANELS, int SIZE, typename T>
+__device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& to, i64 width, const float (&x)[N],
+                                           float by0, float by1, T (&tile)[PANELS][SIZE], int row, const Work& at) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n) {
+    u32 two[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float by = r & 1 ? by1 : by0;
+      two[r] = pack<T>(by * x[8 * n + 2 * r], by * x[8 * n + 2 * r + 1]);
+    }
+    stmatrix_x4(matrix_row(tile, row, n), two);
+  }
+  fence_async();
+  __syncwarp();  // the warp's rows stand
+  const int thread = opaque(threadIdx.x), lane = thread % 32, first = row + thread / 32 % 4 * 16;
+  if (!__any_sync(0xffffffffu, first + 16 > at.count)) {
+    if (lane == 0)
+      for (int panel = 0; panel < N / 32; ++panel)
+        tensor_store(map, tile[panel] + first * PANEL, panel * PANEL, at.start + first, at.head, at.part);
+    return;
+  }
+#pragma unroll 1
+  for (int n = 0; n < 16 * N / 4 / 32; ++n) {
+    const int down = (n * 32 + lane) / (N / 4), piece = (n * 32 + lane) % (N / 4);
+    if (first + down < at.count && piece * 8 < width)
+      *reinterpret_cast<uint4*>(to.row(at.part, at.head, at.start + first + down) + piece * 8) =
+          *reinterpret_cast<const uint4*>(tile[piece / 8] + (first + down) * PANEL + ((piece ^ down) & 7) * 8);
+  }
+  __syncwarp();  // the warp's rows are read
+}

@@ -1,0 +1,66 @@
+// what      What all softmax attention kernels share: the table of their tiles, which keys a query sees, a row's
+//           maximum and sum.
+#include "tensor.cuh"
+
+// A tile of queries, or of keys, and the tiles of the other side that it meets. The host makes a table of them,
+// balanced over the blocks; where `blocks` is 0 a block has no more of them.
+struct alignas(16) Work {
+  i32 batch, head;
+  i32 start, count;    // the tile's first token in its arrays, and how many of its tokens there are
+  i32 others, length;  // the other side: the first token of the sequence in its arrays, the tokens that count
+  i32 shift;           // where the diagonal meets the tile's first token, among the other side's tokens
+  i32 first, blocks;   // tiles of the other side: the first one, how many
+  i32 chunk;           // in `statistics`: the tile's first 64 queries, or those of the sequence
+  i32 part;            // the batch of its results: its own, or, where keys are split, that of a part of them
+  i32 spare;
+};
+
+// Which tokens of the other side a row sees that meets the diagonal there: the first one, how many.
+struct Seen {
+  int from, count;
+};
+__device__ __forceinline__ Seen seen(int diagonal, int before, int behind, int length) {
+  const int from = max(diagonal - before, 0);
+  return {from, max(min(diagonal + behind + 1, length) - from, 0)};
+}
+
+// Of every 64 queries of a sequence, in `statistics` [B, H, chunks, 2, 64]: the logarithm of the sum of weights, base
+// 2, infinite where there are none or no such query, so that weights are 0; then delta.
+constexpr int STATISTICS = 64;
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+// Of the four lanes that share a row.
+__device__ __forceinline__ float row_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// The size of the scale, in base 2, above 0, so that it leaves -inf as it is.
+__device__ __forceinline__ float size_of_scale(double scale) { return max(float(fabs(scale)) * LOG2E, 1e-37f); }
+
+// tanh(x), to 2^-22 of 1.
+__device__ __forceinline__ float tanh_of(float x) {
+  return fmaf(-2.f, inverse(exp2_approx(2.f * LOG2E * x) + 1.f), 1.f);
+}
+
+// 1 - tanh^2 of a capped score, which its weight p = 2^(scale tanh - L) tells; `scale` is the cap in base 2.
+__device__ __forceinline__ float slope_of_cap(float p, float L, float scale) {
+  const float its = max((log2_approx(p) + L) * inverse(scale), -1.f);
+  return fmaf(-its, its, 1.f);
+}
+
+// What a row's sums become at the end: the factor of its output, and the logarithm of the sum of weights, base 2.
+// `most` is what was subtracted, `sum` the sum of weights without the sink's, both logarithms in base 2.
+struct RowEnd {
+  float factor, logarithm;
+};
+__device__ __forceinline__ RowEnd row_end(float most, float sum, float sink) {
+  const float top = max(max(most, sink), -1e30f);  // finite also where no key is seen
+  const float kept = exp2_approx(most - top), all = fmaf(sum, kept, exp2_approx(sink - top));
+  return {all > 0.f ? kept / all : 0.f, top + log2f(all)};
+}
