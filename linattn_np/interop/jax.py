@@ -43,7 +43,7 @@ from ..arrays import kind, to_native
 from ..caches import Cache
 from ..call_cache import exactly
 from ..errors import ContractTypeError
-from ..foreign import OBSTACLES
+from ..foreign import OBSTACLES, host_array
 from ..typing import F
 from .calls import Operator, blank, is_pair, on_stream, outline, step, together
 from .jax_axis import along
@@ -92,7 +92,7 @@ def differentiable(function: F) -> F:
 def on_blanks(declared, arrays, state, arguments):
     """`outline` of a call on arrays of which only shapes and dtypes are known."""
     arrays, state = jax.tree.map(lambda x: blank(x.shape, x.dtype), (arrays, state))
-    return outline(declared, arrays, state, arguments)
+    return outline(declared, arrays, state, arguments, "jax")
 
 
 def shapes(declared, arrays, state, arguments):
@@ -134,7 +134,8 @@ def like(x):
 
 def static(x):
     """`x` as it cannot be changed any more."""
-    return tuple(np.asarray(x).tolist()) if isinstance(x, (list, np.ndarray)) else x
+    numbers = x if kind(x) is None else host_array(x)
+    return tuple(np.asarray(numbers).tolist()) if isinstance(numbers, (list, np.ndarray)) else x
 
 
 def primitive(operator, results, arguments):
