@@ -93,7 +93,6 @@ def roots():
     for opcode, text in (
         ("INST", b"(X\1\0\0\0aios\nsystem\n"),
         ("NEWOBJ", b")\x81"),
-        ("STACK_GLOBAL", b"\x93"),
         ("EXT1", b"\x82\1"),
         ("POP", b"0"),
         ("DUP", b"2"),
@@ -102,15 +101,15 @@ def roots():
         ("STRING", b"S'a'\n"),
         ("FLOAT", b"F1\n"),
         ("INT", b"I1\n"),
-        ("BINFLOAT", b"G" + bytes(8)),
         ("NEXT_BUFFER", b"\x97"),
         ("FROZENSET", b"(\x91"),
         ("EMPTY_SET", b"\x8f(\x90"),
-        ("MEMOIZE", b"\x94"),
-        ("SHORT_BINUNICODE", b"\x8c\1a"),
     ):
         yield f"opcode {opcode}", Raw(text), f"the pickle has the opcode {opcode} "
-    yield "another protocol", Raw(b"\x80\4}"), "opcode PROTO 4, expected those of a state dict, protocol 2"
+    yield "another protocol", Raw(b"\x80\6}"), "opcode PROTO 6, expected those of a state dict, protocols 2 to 5"
+    yield "a name from the stack", Raw(b"\x8c\2os\x8c\6system\x93"), "asks for 'os system', expected only"
+    yield "a name of numbers", Raw(b"K\1K\2\x93"), "asks for 1, expected a module and a name"
+    yield "a name of nothing", Raw(b"\x93"), "damaged .IndexError"
     yield "an unknown opcode", Raw(b"\xff"), "damaged .ValueError"
     yield "an unset memo", Raw(b"h\7"), "damaged .KeyError"
     yield "an empty stack", Raw(b"\x87"), "damaged .IndexError"
@@ -125,7 +124,11 @@ def roots():
     yield "no UTF-8", Raw(b"X\2\0\0\0\xff\xfe"), "damaged .UnicodeDecodeError"
     yield "a deep list", Raw(b"]" * 100_000 + b"(" + b"]"), "holds a list"
     yield "a deep tuple", Raw(b")" + b"\x85" * 100_000), "holds a tuple"
-    yield ("a deep key", Raw(b"})" + b"\x85" * 100_000 + b"K\1s"), "a key is a tuple, expected a string")
+    yield (
+        "a deep key",
+        Raw(b"})" + b"\x85" * 100_000 + b"K\1s"),
+        "a key is a tuple, expected a whole number or a string",
+    )
     yield "a deep magic number", Raw(b"(" * 100_000), "damaged .IndexError"
     yield "a billion laughs", Raw(b")" + b"q\0h\0\x86" * 1000), "holds a tuple"
     yield "a tuple that doubles", Raw(b"}X\1\0\0\0a)" + b"q\0h\0\x86" * 1000 + b"s"), "'a' is a tuple"
@@ -136,8 +139,8 @@ def roots():
     yield "a list of itself", Raw(b"}X\1\0\0\0a]q\0h\0as"), "'a' is a list"
     yield "a list", [tensor(FLOATS, (3,))], "holds a list"
     yield "a training state", {"epoch": 3, "model": {}}, "'epoch' is 3, expected tensors alone"
-    yield "a number as key", {1: tensor(FLOATS, (3,))}, "a key is 1, expected a string"
-    yield "a long key", {"a" * 5000: tensor(FLOATS, (3,))}, "expected a string of up to 1024"
+    yield "a number as key", {1: tensor(FLOATS, (3,))}, "1 is a Tensor, expected tensors alone"
+    yield "a long key", {"a" * 5000: tensor(FLOATS, (3,))}, "expected a whole number or a string of up to 1024"
     yield "a key twice", Raw(b"}X\1\0\0\0aNsX\1\0\0\0aNs"), "'a' is there twice"
     yield ("another kind of reference", {"a": tensor(Persistent("module", "os"), (3,))}, "a persistent id is a tuple")
     yield (
@@ -196,7 +199,7 @@ def roots():
     )
     yield "fewer strides", a((3, 4), (1,)), "2 axes and 1 strides"
     yield "a hundred axes", a((1,) * 100), "100 axes and 100 strides"
-    yield "a shape of floats", a((Raw(b"G?\xf0\0\0\0\0\0\0"),), (1,)), "opcode BINFLOAT"
+    yield "a shape of floats", a((Raw(b"G?\xf0\0\0\0\0\0\0"),), (1,)), "given something else"
     yield "a shape of bools", a((True,), (1,)), "given something else"
     yield "a shape of strings", a(("3",), (1,)), "given something else"
     yield (
@@ -479,8 +482,9 @@ def others():
     yield "empty", b"", "is empty, expected a checkpoint"
     yield "text", b"not a checkpoint", "starts with b'not a ch', expected a .pth that torch wrote"
     yield "a pickle of protocol 0", pickle.dumps({}, 0), "starts with b"
-    yield "a pickle of protocol 4", pickle.dumps({}, 4), "starts with b"
+    yield "a pickle of protocol 4", pickle.dumps({}, 4), "damaged|starts with a dict"
     yield "a bare pickle", pickle.dumps({}, 2), "damaged|starts with a dict"
+    yield "a pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "pointer of Git LFS.*git lfs pull"
     yield "gzip", b"\x1f\x8b" + bytes(50), "starts with b"
     yield "tar", b"storages" + bytes(600), "starts with b'storages'"
     yield "an empty zip", struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0, 0, 0, 0, 0), "starts with b'PK"

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+EPS = 1e-5, 64e-5  # of the layer norms and of the group norm
+
 
 def logits_of(weights, tokens):
     """[T, V] after each of `tokens`, for official names."""
@@ -73,7 +75,7 @@ class Layer:
         u = w[f"{att}.time_faaaa"].reshape(H, N)
         o = np.einsum("hk,hkv->hv", r, self.S + u[:, :, None] * kv)
         self.S = decay[:, :, None] * self.S + kv
-        o = (o - o.mean(-1, keepdims=True)) / np.sqrt(o.var(-1, keepdims=True) + 64e-5)
+        o = (o - o.mean(-1, keepdims=True)) / np.sqrt(o.var(-1, keepdims=True) + w.get("norm_eps", EPS)[1])
         o = o.ravel() * w[f"{att}.ln_x.weight"] + w[f"{att}.ln_x.bias"]
         return w[f"{att}.output.weight"] @ (o * g / (1 + np.exp(-g)))
 
@@ -86,4 +88,4 @@ class Layer:
 
 
 def layer_norm(x, w, name):
-    return (x - x.mean()) / np.sqrt(x.var() + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return (x - x.mean()) / np.sqrt(x.var() + w.get("norm_eps", EPS)[0]) * w[f"{name}.weight"] + w[f"{name}.bias"]

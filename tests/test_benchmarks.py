@@ -19,6 +19,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import cases  # noqa: E402  (from benchmarks)
 import complete  # noqa: E402
 import devices  # noqa: E402
+import fit_segments  # noqa: E402
 import other_cards  # noqa: E402
 import random_calls  # noqa: E402
 import run  # noqa: E402
@@ -501,3 +502,21 @@ def test_random_calls_are_timed_and_checked(monkeypatch, capsys):
     assert "of max(floor, 10 us)" in capsys.readouterr().out
     monkeypatch.setattr(random_calls, "SPREAD", 0)  # nothing is as exact as that
     assert sweep.random_sweep(calls, 60, Cpu(), 1e9, {}, None) and "WRONG" in capsys.readouterr().out
+
+
+# -- the cuts of sequences ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, nanoseconds", [("forward", 21.0), ("backward", 55.0)])
+def test_the_constants_of_a_cost_are_found_again(name, nanoseconds):
+    """From times that other constants make: then the least cost is the least time."""
+    secret = [1.25 * getattr(fit_segments.segments, constant) for constant in fit_segments.FITTED[name]]
+    with fit_segments.with_constants(name, secret):
+        rows = [
+            (case, P, nanoseconds * 1e-6 * fit_segments.cost(name, P, case, 132))
+            for case in fit_segments.SHAPES
+            for P in fit_segments.SEGMENTS
+            if P <= case.T // 32
+        ]
+    found = fit_segments.fit(name, rows, 132)
+    np.testing.assert_allclose(found, secret, rtol=1e-6)
+    assert max(fit_segments.losses(name, found, rows, 132)) < 1 + 1e-9
+    assert max(fit_segments.losses(name, np.zeros_like(secret), rows, 132)) > 1.1

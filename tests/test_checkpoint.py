@@ -310,6 +310,25 @@ def model(torch):
     return module.state_dict()
 
 
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older"])
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_later_protocols_and_what_trainers_leave(torch, model, protocol, zipped, tmp_path):
+    path, wanted = tmp_path / "model.pth", {name: as_numpy(torch, value) for name, value in model.items()}
+    others = {"epoch": 3, "lr": 1e-4, "optimizer": {"state": {0: {"step": torch.zeros(())}}}, "size": torch.Size([2])}
+    for value in (model, {"state_dict": model, **others}, {**others, "module": model}):
+        torch.save(value, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+        assert_same(read(path), wanted)
+
+
+def test_safetensors_of_any_ending(tmp_path):
+    from safetensors.numpy import save_file
+
+    weights = {"a": np.arange(3, dtype=np.float32)}
+    for ending in ("st", "bin", "safetensors"):
+        save_file(weights, tmp_path / f"model.{ending}")
+        assert_same(read(tmp_path / f"model.{ending}"), weights)
+
+
 def as_numpy(torch, value):
     if value.dtype == torch.bfloat16:
         return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

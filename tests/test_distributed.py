@@ -463,6 +463,30 @@ def test_other_dtypes_and_sizes_are_named(rng):
         assert "the dtype of q is float32 on rank 1, but float64 on ranks 0 and 2" in str(error)
 
 
+def test_ranks_in_other_calls_are_named(rng):
+    """Two operators, an operator and a gradient, an operator and a training."""
+    call, other = (Call(name, rng, states=False) for name in ("gla", "linear_attention"))
+
+    def on_rank(comm):
+        said, arrays = [], [x[:, :, :50] for x in call.arrays]
+        o, pullback = distributed.vjp(distributed.gla, *arrays, comm=comm)
+        for stray in (
+            lambda: other.on_rank([50, 50], False, comm),
+            lambda: pullback(o),
+            lambda: distributed.DataParallel(comm).agree({"the seed": 1}),
+        ):
+            with pytest.raises(Disagreement) as raised:
+                stray() if comm.rank else distributed.gla(*arrays, comm=comm)
+            said.append(str(raised.value).partition(": ")[2])
+        with pytest.raises(Disagreement, match="rank 1 is at the beginning of Training, step 7") as raised:
+            distributed.DataParallel(comm).clock(7, 1.0) if comm.rank else distributed.gla(*arrays, comm=comm)
+        return said
+
+    others = "linear_attention", "gla's gradient", "Training"
+    for said in run_threads(on_rank, 2, limit_s=10):
+        assert said == [f"the call is gla on rank 0, but {name} on rank 1" for name in others]
+
+
 def test_a_refused_call_ends_all_ranks(rng):
     def change(rank, arrays, given):
         if rank == 1:

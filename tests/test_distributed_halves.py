@@ -11,7 +11,8 @@ from test_distributed import VARIANTS, Call
 import linattn_np
 from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import PLANNERS, execute, tuning
+from linattn_np.backends.cupy import PLANNERS, execute
+from linattn_np.backends.cupy import segments as cuts
 from linattn_np.backends.cupy.instances import SEGMENT_STATE
 from linattn_np.dispatch import call, summarise
 from linattn_np.distributed import run_threads
@@ -30,8 +31,8 @@ def arrays_of(variant, rng, dtype, tokens=TOKENS, gate="by_channel"):
 
 @pytest.fixture
 def hopper(backend, monkeypatch):
-    monkeypatch.setattr(tuning, "SPARED", 0)  # so few tokens are cut
-    monkeypatch.setattr(tuning, "CUT_SMALL", 0)
+    monkeypatch.setattr(cuts, "SPARED", 0)  # so few tokens are cut
+    monkeypatch.setattr(cuts, "CUT_SMALL", 0)
     if backend.name != "hopper":
         pytest.skip("only Hopper's kernels cut sequences")
     with backend.in_dispatch():
@@ -101,9 +102,9 @@ def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
     hopper, operator, batch, segments, rng, monkeypatch
 ):
     """The forward pass has left them, or there is one segment; the gradients are those of a whole pass."""
-    monkeypatch.setattr(tuning, "segments", lambda *sizes: segments)
-    monkeypatch.setattr(tuning, "forward_segments", lambda *sizes: segments)
-    monkeypatch.setattr(tuning, "backward_segments", lambda *sizes: segments)
+    monkeypatch.setattr(cuts, "segments_that_fill", lambda *sizes: segments)
+    monkeypatch.setattr(cuts, "forward_segments", lambda *sizes: segments)
+    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: segments)
     op, _ = VARIANTS[operator]
     arrays = draw(op, rng, SIZES | {"T": TOKENS, "B": batch, "N": batch}, BFLOAT16, "by_channel")
     do = rng.standard_normal((batch, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)

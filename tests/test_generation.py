@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_files import zipped_pth
+from safetensors.numpy import save_file
 
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, Batch, Sampling, State
+from linattn_np.models.prompts import read
 from linattn_np.models.sampling import complaints, draw_each, likeliest
-from linattn_np.models.text import read
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 PROMPTS = [
@@ -224,6 +226,20 @@ def test_a_small_file_does_not_become_a_large_state(tmp_path):
         State.load(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+def test_a_tuned_state_is_a_state(rng, tmp_path):
+    tuned = {f"blocks.{i}.att.time_state": rng.standard_normal((2, 3, 3), np.float32) for i in range(3)}
+    save_file(tuned, tmp_path / "state.st")
+    (tmp_path / "state.pth").write_bytes(zipped_pth(tuned))
+    for path in sorted(tmp_path.iterdir()):
+        state = State.load(path)
+        assert [*map(np.shape, state.arrays)] == [(3, 1, 6), (3, 1, 2, 3, 3), (3, 1, 6)]
+        for found, wanted in zip(state.wkv[:, 0], tuned.values()):
+            np.testing.assert_array_equal(found, wanted.swapaxes(1, 2))
+    save_file(tuned | {"emb.weight": np.zeros(1)}, tmp_path / "state.st")
+    with pytest.raises(ContractError, match="state.st .* has 'blocks.3.att.time_state', expected att.time_state of"):
+        State.load(tmp_path / "state.st")
 
 
 def test_a_text_as_state_is_said_in_our_words(tmp_path):

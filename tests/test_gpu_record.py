@@ -6,13 +6,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import catalog
 import conftest
 import gpu_record
 import numpy as np
 import pytest
 import sanitized
 
-from linattn_np.backends.cupy import catalog, instances
+from linattn_np.backends.cupy import instances
 from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
 
 TREE = {

@@ -25,7 +25,7 @@ from reference import (
 
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import execute, tuning
+from linattn_np.backends.cupy import execute, segments
 from linattn_np.declarations import GLA, RWKV6
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.layouts import swap_heads
@@ -256,7 +256,7 @@ def test_hopper_computes_a_head_once(op, dtype):
 @pytest.mark.parametrize("length", [1024, 1025, 2100])
 def test_states_are_kept_in_long_sequences(op, backend, length, rng, monkeypatch):
     """Uncut: the gate's gradient goes on from the states that the first pass keeps, in packed sequences too."""
-    monkeypatch.setattr(tuning, "backward_segments", lambda *_: 1)
+    monkeypatch.setattr(segments, "backward_segments", lambda *_: 1)
     call = Call(op, Case(lengths=(40, length, 7), K=16, V=16, H=1, dtype="bfloat16", gate="weak"), rng)
     _, found = call.on(backend)
     call.assert_close("kept", found, call.exact[1])
@@ -276,7 +276,7 @@ def test_any_channels_and_columns(op, K, V, dtype, rng):
 
 @pytest.mark.parametrize("turn", [1, 2])
 def test_heads_take_turns_where_their_states_are_large(op, backend, turn, rng, monkeypatch):
-    monkeypatch.setattr(tuning, "heads_at_once", lambda *_: turn)
+    monkeypatch.setattr(segments, "heads_at_once", lambda *_: turn)
     call = Call(op, Case(T=150, H=3, B=2), rng)
     _, found = call.on(backend)
     call.assert_close(f"{turn} of three heads at once", found, call.exact[1])

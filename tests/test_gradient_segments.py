@@ -8,7 +8,9 @@ from emulator import EmulatedDevice
 from reference import assert_close, same_bits
 from test_gradient_kernels import BY_NAME, Call, Case
 
-from linattn_np.backends.cupy import execute, gated, instances, tuning
+from linattn_np.backends.cupy import execute, gated, instances
+from linattn_np.backends.cupy import segments as cuts
+from linattn_np.backends.cupy.gated_forward import HopperForward
 
 pytestmark = pytest.mark.parametrize("op", BY_NAME)
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.parametrize("op", BY_NAME)
 def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypatch):
     """Where both cut alike: then the pass that summarises segments has one direction alone."""
     for name in ("forward_segments", "backward_segments"):
-        monkeypatch.setattr(tuning, name, lambda *_: 4)
+        monkeypatch.setattr(cuts, name, lambda *_: 4)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
     initial = call.options["initial_state"]
@@ -40,7 +42,7 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypa
 @pytest.mark.parametrize("dht", [True, False])
 def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, monkeypatch):
     """What a block had before leaves no trace: the bits are those of a block for each, where gates grow in one, too."""
-    monkeypatch.setattr(tuning, "backward_segments", lambda *_: 1)
+    monkeypatch.setattr(cuts, "backward_segments", lambda *_: 1)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     lengths, options = (40, 0, 33, 5, 70, 64), {"initial": "float32" if dht else None, "dht": dht}
     call = Call(op, Case(lengths=lengths, K=K, V=V, H=3, dtype=dtype, gate_dtype=gate_dtype, **options), rng)
@@ -65,9 +67,7 @@ def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
     """Where two heads leave a third of the card idle: only what the passes begin with is summarised."""
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     monkeypatch.setattr(type(device), "multiprocessors", 3, raising=False)
-    monkeypatch.setattr(
-        tuning, "backward_segments", lambda *_: 1
-    )  # else as many as the forward pass has, which it saves
+    monkeypatch.setattr(cuts, "backward_segments", lambda *_: 1)  # else as many as the forward pass has, which it saves
     call = Call(op, Case(T=3072, K=16, V=16, H=1, B=2, dtype="bfloat16", gate="weak", dht=dht), rng)
     if gate == "growth":  # in a chunk of each segment, from which the second pass is told
         call.arrays[3][:, :, 40::1024, ::5] = 2
@@ -87,7 +87,7 @@ def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
 def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, monkeypatch):
     """Where its own segments, or uncut sequences, are as many whole ones of the gradients' each."""
     for name, given in (("forward_segments", P), ("backward_segments", 4), ("split_columns", split)):
-        monkeypatch.setattr(tuning, name, lambda *_, given=given: given)
+        monkeypatch.setattr(cuts, name, lambda *_, given=given: given)
     call = Call(op, Case(T=450, lengths=lengths, K=16, V=128, H=1, dtype="bfloat16"), rng)
     options = {name: call.options[name] for name in ("initial_state", "cu_seqlens") if name in call.options}
     problem = BY_NAME[op][0].bind(call.arrays, gradient=True, **options).replace(memo=None)
@@ -103,8 +103,8 @@ def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, m
 
 def summarised_both_ways(call, device, segments, monkeypatch):
     """A call's gradients in so many segments whose states the forward pass does not leave."""
-    monkeypatch.setattr(tuning, "backward_segments", lambda *_: segments)
-    monkeypatch.setattr(gated.OnHopper, "starts_of", lambda *_: None)
+    monkeypatch.setattr(cuts, "backward_segments", lambda *_: segments)
+    monkeypatch.setattr(HopperForward, "starts_of_the_backward", lambda *_: None)
     options = {
         name: x if name == "cu_seqlens" else device.upload(x) for name, x in call.options.items() if x is not None
     }
@@ -122,7 +122,7 @@ def test_what_a_border_has_forgotten_is_not_summarised(op, hopper, dtype, K, V, 
     """NaN far from the cut stays in its own segment, in both directions; where a channel keeps, nothing is left out. By
     a block alone or by two that have some channels each."""
     if alone:
-        monkeypatch.setattr(tuning, "summary_channels", lambda K, *_: K)
+        monkeypatch.setattr(cuts, "summary_channels", lambda K, *_: K)
     call = Call(op, Case(T=1210, K=K, V=V, dtype=dtype, gate="weak", gate_dtype=gate_dtype), rng)
     call.rows, gates = Hopper.gradient_rows, call.arrays[3]
     gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
@@ -170,7 +170,7 @@ def test_nothing_may_grow(op, hopper, segments, first, rng, monkeypatch):
 def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monkeypatch):
     """By the kernels of every card: a NaN that a segment's end has forgotten, or its start, stays in the segment; where
     one channel keeps, nothing is left out."""
-    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: 2)
+    monkeypatch.setattr(cuts, "summarised_segments", lambda *_: 2)
     declared, device = BY_NAME[op][0], EmulatedDevice()
     call = Call(op, Case(T=1210, K=72, V=16, H=2, dtype=dtype, gate="weak", gate_dtype=gate_dtype, dht=False), rng)
     _, keys, _, gates, *_ = call.arrays
@@ -190,7 +190,7 @@ def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monke
 def test_what_grew_before_it_decayed_is_summarised(op, backwards, rng, monkeypatch):
     """By the kernels of every card: 64 nats, and 51 nats of decay from there to the cut at 640. One gate that grows on
     the way, however little, tells of it. What comes over the cut is all that the other segment is compared by."""
-    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: 2)
+    monkeypatch.setattr(cuts, "summarised_segments", lambda *_: 2)
     declared, device = BY_NAME[op][0], EmulatedDevice()
     call = Call(op, Case(T=1280, K=16, V=16, H=1, gate="weak", dht=False, initial=None), rng)
     decay, growth, told = (np.s_[640:768], np.s_[768:832], 650) if backwards else (np.s_[512:640], np.s_[448:512], 630)
@@ -208,13 +208,13 @@ def test_what_grew_before_it_decayed_is_summarised(op, backwards, rng, monkeypat
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_wide_walks_leave_the_same_states(op, dtype, V, segments, rng, monkeypatch):
     """By the kernels of every card: of 64 columns a block, and of 128, as calls of many heads have them."""
-    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: segments)
+    monkeypatch.setattr(cuts, "summarised_segments", lambda *_: segments)
     declared, device = BY_NAME[op][0], EmulatedDevice()
     call = Call(op, Case(T=150, K=20, V=V, H=1, dtype=dtype), rng)
     call.rows, found = Kernels.gradient_rows, []
     problem = declared.bind(call.arrays, gradient=True, initial_state=call.options["initial_state"])
     for width in range(2):
-        monkeypatch.setattr(tuning, "widest_that_fills", lambda kernels, *_, width=width: kernels[width])
+        monkeypatch.setattr(cuts, "widest_that_fills", lambda kernels, *_, width=width: kernels[width])
         found.append(sum(planned.pull(problem, device, call.do, (call.dht,)), ()))
     call.assert_close(f"{V} columns", found[1], call.exact[1])
     assert all(same_bits(x, y) for x, y in zip(*found, strict=True))

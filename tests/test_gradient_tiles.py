@@ -12,7 +12,7 @@ from test_gradient_kernels import Call, Case, large
 
 from linattn_np import gla, retention, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import gated_vjp, tuning
+from linattn_np.backends.cupy import segments as cuts
 from linattn_np.backends.cupy.pieces import rows
 from linattn_np.declarations import GLA, LINEAR_ATTENTION, RETENTION, RWKV6, SIMPLE_GLA
 
@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def few_heads_are_worth_it(monkeypatch):
-    monkeypatch.setattr(tuning, "worth_tiles", lambda *_: True)
+    monkeypatch.setattr(cuts, "worth_tiles", lambda *_: True)
 
 
 class WideCall(Call):
@@ -76,7 +76,7 @@ def test_tiles_add_up(hopper, name, rng):
 
 
 def test_tiles_of_segments_add_up(hopper, rng, monkeypatch):
-    monkeypatch.setattr(tuning, "backward_segments", lambda *_: 3)
+    monkeypatch.setattr(cuts, "backward_segments", lambda *_: 3)
     call = WideCall("gla", Case(T=300, K=136, V=136, H=1, dtype="bfloat16", gate="weak"), rng)
     assert len(steps_of(planned.plan_of(call.problem(hopper), hopper), "segments")) == 4
     call.assert_close("in segments", call.pulled(hopper), call.exact[1])
@@ -116,7 +116,7 @@ def test_few_tokens_take_the_kernels_for_every_card(H, T, taken, monkeypatch):
     """Each tile has launches of its own, and one block a head goes through all tokens of a segment."""
     monkeypatch.undo()
     problem = large(GLA, K=256, V=256, T=T, H=H)
-    assert bool(gated_vjp.segments_of_tiles(problem, EmulatedDevice(90), rows(problem))) == taken
+    assert bool(cuts.tiles_segments(problem, EmulatedDevice(90), rows(problem))) == taken
     assert ("tiles" in planned.plan_of(problem, EmulatedDevice(90)).tiles) == taken
 
 
@@ -137,7 +137,7 @@ def test_tiles_under_a_shared_gate(op, dtype):
 @pytest.mark.parametrize("gate, gate_dtype", [("logsigmoid", "bfloat16"), ("weak", "float32"), ("all-20", "bfloat16")])
 def test_shared_gates_by_tiles(hopper, gate, gate_dtype, segments, rng, monkeypatch):
     """The gate's gradient with the digits of q . dq and k . dk, whose sums it is, as that of narrow heads has."""
-    monkeypatch.setattr(tuning, "segments", lambda *_: segments)
+    monkeypatch.setattr(cuts, "segments_that_fill", lambda *_: segments)
     sizes = {"B": 2, "H": 2, "T": 300, "K": 136, "V": 200, "N": 2}
     q, k, v, g = arrays = draw(SIMPLE_GLA, rng, sizes, "bfloat16", gate, gate_dtype)
     do = rng.standard_normal((2, 2, 300, 200)).astype(BFLOAT16)

@@ -11,7 +11,7 @@ from reference import assert_close, exact
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import tuning
+from linattn_np.backends.cupy import segments as cuts
 from linattn_np.declarations import GLA, RWKV6
 
 SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
@@ -74,10 +74,10 @@ def test_growth_of_many_sizes(device, rng, op, K, V, dtype, gate_dtype, lengths)
 
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_growth_in_segments(device, rng, monkeypatch, op):
-    monkeypatch.setattr(tuning, "segments", lambda *sizes: 3)
-    monkeypatch.setattr(tuning, "forward_segments", lambda *sizes: 3)
-    monkeypatch.setattr(tuning, "summarised_segments", lambda *sizes: 3)
-    monkeypatch.setattr(tuning, "backward_segments", lambda *sizes: 3)
+    monkeypatch.setattr(cuts, "segments_that_fill", lambda *sizes: 3)
+    monkeypatch.setattr(cuts, "forward_segments", lambda *sizes: 3)
+    monkeypatch.setattr(cuts, "summarised_segments", lambda *sizes: 3)
+    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: 3)
     assert_right(drawn(op, rng, BFLOAT16, "ramps", lengths=(300,)), device, BFLOAT16)
 
 
@@ -87,7 +87,7 @@ def test_growth_in_segments(device, rng, monkeypatch, op):
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_what_grows_on_both_sides_of_a_strong_decay(device, rng, monkeypatch, op, segments, beside):
     """Tokens that meet across e^-24 outweigh all that lie between, so the gates between have their gradient."""
-    monkeypatch.setattr(tuning, "backward_segments", lambda *sizes: segments)
+    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: segments)
     call = drawn(op, rng, BFLOAT16, lengths=(190,))
     g, dg = call.arrays[growth.GATE], f"d{[*op.arrays][growth.GATE]}"
     g[...] = -0.01
@@ -101,7 +101,7 @@ def test_what_grows_on_both_sides_of_a_strong_decay(device, rng, monkeypatch, op
 
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_growth_with_one_product(device, rng, monkeypatch, op):
-    monkeypatch.setattr(tuning, "tf32_products", lambda problem: 1)
+    monkeypatch.setattr(cuts, "tf32_products", lambda problem: 1)
     monkeypatch.setitem(LIMITS, SINGLE, (4e-3, 1e-33))
     assert_right(drawn(op, rng, SINGLE), device, SINGLE)
 

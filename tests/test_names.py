@@ -1,12 +1,17 @@
 """Parameter names: a random model under every naming gives the same official arrays; others are refused."""
 
+import json
 import re
 
 import numpy as np
 import pytest
+from literal_rwkv6 import logits_of
+from safetensors.numpy import save_file
 
+from linattn_np import ContractError
+from linattn_np.models import RWKV6, checkpoint, matrices
 from linattn_np.models.checkpoint import CheckpointError
-from linattn_np.models.rwkv6 import names
+from linattn_np.models.rwkv6 import cpu_layers, names
 
 SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
 LAYERS = 3
@@ -84,7 +89,27 @@ def shuffled(weights, rng):
     return {keys[i]: weights[keys[i]] for i in rng.permutation(len(keys))}
 
 
-NAMINGS = {"official": dict, "Hugging Face": to_hugging_face, "fla": to_fla}
+def to_web_rwkv(weights):
+    """What web-rwkv's converter makes of a model: names by replacement, and six kinds of matrices transposed."""
+    found = {}
+    for name, array in weights.items():
+        name = name.replace("time_faaaa", "time_first").replace("time_maa", "time_mix")
+        kinds = ("time_mix_w1", "time_mix_w2", "time_decay_w1", "time_decay_w2", "time_state")
+        found[name] = array.swapaxes(-1, -2) if name.endswith(kinds) else array
+    return found
+
+
+def to_trainers(weights):
+    return {f"_forward_module._orig_mod.model.{name}": array for name, array in weights.items()}
+
+
+NAMINGS = {
+    "web-rwkv": to_web_rwkv,
+    "trainers": to_trainers,
+    "official": dict,
+    "Hugging Face": to_hugging_face,
+    "fla": to_fla,
+}
 
 
 @pytest.mark.parametrize("naming", NAMINGS)
@@ -109,9 +134,68 @@ def test_only_flas_mix_is_copied(naming, weights):
 def test_a_tuned_state_keeps_its_official_name(weights):
     state = {f"blocks.{i}.att.time_state": np.ones((2, 8, 8)) for i in range(LAYERS)}
     plain = {name: array for name, array in weights.items() if "time_state" not in name}
-    for naming in NAMINGS.values():
+    for naming in (dict, to_hugging_face, to_fla):
         found = names.official(naming(plain) | state)
         assert all(found[name] is array for name, array in state.items())
+
+
+# -- config.json -----------------------------------------------------------------------------------------------
+HF_CONFIG, FLA_CONFIG = {"layer_norm_epsilon": 1e-3, "head_size_divisor": 30}, {"norm_eps": 1e-3}
+
+
+@pytest.mark.parametrize("loops", [True, False])
+@pytest.mark.parametrize(
+    "naming, config, eps", [(to_hugging_face, HF_CONFIG, [1e-3, 9e-3]), (to_fla, FLA_CONFIG, [1e-3, 1e-3])]
+)
+def test_eps_tied_heads_and_absent_biases(naming, config, eps, loops, rng, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_layers, "has_loops", lambda: loops and bool(matrices.loops()))
+    shapes = {name: [SIZES[axis] for axis in axes.split()] for name, axes in names.declared(LAYERS).items()}
+    plain = {name: rng.standard_normal(shape, np.float32) * 0.3 for name, shape in shapes.items()}
+    plain["head.weight"], absent = plain["emb.weight"], {"head.weight", "lm_head.weight"}
+    if naming is to_fla:
+        plain |= {name: 0 * plain[name] for name in plain if name.endswith(".bias") and "ln_x" not in name}
+        absent |= {name for name, array in to_fla(plain).items() if not array.any()}
+    weights = {name: array for name, array in naming(plain).items() if name not in absent}
+    save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, tmp_path / "model.safetensors")
+    config = config | {"tie_word_embeddings": True, "norm_bias": False, "expand_k": 1.0, "hidden_act": "sqrelu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens, official = [1, 2, 3, 4], plain | {"norm_eps": np.array(eps)}
+    wanted = logits_of(official, tokens)
+    quantised = RWKV6.quantise(checkpoint.read(tmp_path), "bfloat16", checkpoint.config(tmp_path))
+    np.testing.assert_allclose(quantised["norm_eps"], eps, rtol=1e-15)
+    for model in RWKV6.from_file(tmp_path), RWKV6(official), RWKV6(weights, config=config):
+        whole, state = model.forward([tokens[:3]])
+        step, _ = model.forward([tokens[3:]], state)
+        np.testing.assert_allclose(np.concatenate([whole, step], 1)[0], wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("hidden_act", "relu"),
+        ("expand_k", 0.5),
+        ("expand_v", 2),
+        ("norm_first", False),
+        ("attn", {"layers": [1]}),
+        ("norm_eps", 0),
+        ("norm_eps", "1e-5"),
+    ],
+)
+def test_a_config_that_asks_for_what_is_not_computed(weights, field, value):
+    with pytest.raises(ContractError, match=f"RWKV6: config.json.*{field}"):
+        RWKV6(to_fla(weights), config={"norm_eps": 1e-5, field: value})
+    RWKV6(weights, config={field: value})  # official names have no config
+
+
+@pytest.mark.parametrize("eps", [[1e-5], [1e-5, 0], [np.nan, 1], [np.inf, 1]])
+def test_an_eps_that_is_none(weights, eps):
+    with pytest.raises(ContractError, match="RWKV6: norm_eps is .* expected two numbers above 0"):
+        RWKV6(weights | {"norm_eps": np.array(eps)})
+
+
+def test_an_adapter_is_named(weights):
+    with pytest.raises(CheckpointError, match="'blocks.0.att.key.lora_A' belongs to a LoRA .* expected merged weights"):
+        names.official(weights | {"blocks.0.att.key.lora_A": np.zeros((2, 16))})
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

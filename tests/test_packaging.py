@@ -307,6 +307,7 @@ ROOMS = {
         ["backends.numpy", "arrays", "caches", "contract", "declarations", "varlen"],
         ["numpy"],
     ),
+    "backends/numpy/numba_loops": (["compiled"], ["numpy", "numba", "llvmlite"]),
     "backends/cupy": (
         ["backends.cupy", "arrays", "contract", "declarations", "kernel_choice", "problem", "varlen"],
         ["numpy", "cupy"],
@@ -356,6 +357,7 @@ def test_array_libraries_are_imported_where_they_are_used():
     }
     assert at_the_top <= {
         "backends/numba/runtime",
+        "backends/numpy/numba_loops",
         "interop/jax",
         "interop/jax_axis",
         "interop/jax_partition",

@@ -8,7 +8,7 @@ from reference import assert_close, draw, draw_states, exact, exact_vjp, same_bi
 
 from linattn_np import gla, rwkv6, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import execute, pieces, tuning
+from linattn_np.backends.cupy import execute, pieces, segments
 from linattn_np.backends.cupy.plan import Draft, describe_array, whole
 from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
@@ -69,7 +69,9 @@ def test_forward(kernels, rng, op, layout, given):
 @pytest.mark.parametrize("K, V, T, copied", [(64, 64, 4096, False), (64, 65, 4096, True), (64, 65, 64, False)])
 def test_which_calls_are_copied(device, K, V, T, copied, gradient, monkeypatch):
     """Large ones with uneven rows; the kernels are then those of the wider rows, Hopper's own on Hopper."""
-    monkeypatch.setattr(tuning, "backward_segments", lambda *_: 1)  # states of segments are saved for plain rows alone
+    monkeypatch.setattr(
+        segments, "backward_segments", lambda *_: 1
+    )  # states of segments are saved for plain rows alone
 
     def plan(V):
         shapes = ((1, 2, T, K), (1, 2, T, K), (1, 2, T, V), (1, 2, T, K))

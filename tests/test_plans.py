@@ -5,12 +5,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import catalog
 import numpy as np
 import pytest
 from emulator import EmulatedDevice
 
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import arguments, catalog, execute, instances, rwkv6, stages
+from linattn_np.backends.cupy import arguments, execute, instances, rwkv6, stages
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy.plan import (
     Copy,
@@ -152,7 +153,7 @@ def compiling(monkeypatch):
 def test_kernels_are_compiled_side_by_side_and_once(compiling):
     both, done = Barrier(2), []
     compiling.append(lambda kernel: (both.wait(20), done.append(kernel), kernel.name)[-1])
-    kernels, device = (rwkv6.Argmax(), rwkv6.GatedAdd()), devices.CupyDevice()
+    kernels, device = (rwkv6.Argmax(), rwkv6.GatedAdd(SINGLE)), devices.CupyDevice()
     device.compile(kernels)
     device.compile(kernels)
     device.wait_for(kernels)

@@ -1,5 +1,6 @@
 """The forward kernel of every card: any sizes and alignment, sequences in segments, products of float32."""
 
+import catalog
 import numpy as np
 import planned
 import pytest
@@ -9,7 +10,7 @@ from reference import assert_close, assert_results, draw, errors, exact, same_bi
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import catalog, instances, tuning
+from linattn_np.backends.cupy import instances, segments
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.ops import GLA, RWKV6
 
@@ -35,8 +36,8 @@ def portable(device):
 )
 def test_segments(portable, rng, monkeypatch, op, K, V, dtype, packed, P, R, final):
     """Odd lengths, empty sequences, parts of segments; the same bits at every call."""
-    monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
-    monkeypatch.setattr(tuning, "parts", lambda *sizes: R)
+    monkeypatch.setattr(segments, "segments_that_fill", lambda *sizes: P)
+    monkeypatch.setattr(segments, "parts", lambda *sizes: R)
     sizes = {"B": 1, "H": 2, "T": 212, "K": K, "V": V, "N": 6 if packed else 1}
     arguments = {"cu_seqlens": BOUNDS} if packed else {}
     arrays = draw(op, rng, sizes, dtype, "trained")
@@ -90,7 +91,7 @@ def test_wide_heads(portable, rng, op, K, V, shared, packed):
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
 def test_rows_begin_anywhere(portable, rng, monkeypatch, dtype, gate_dtype, off, K, P):
     """Slices so many elements into a buffer: the bits of aligned arrays."""
-    monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
+    monkeypatch.setattr(segments, "segments_that_fill", lambda *sizes: P)
     arrays = draw(GLA, rng, {"B": 1, "H": 2, "T": 45, "K": K, "V": 64}, dtype, gate_dtype=gate_dtype)
 
     def shifted(x):
@@ -111,8 +112,8 @@ def test_rows_begin_anywhere(portable, rng, monkeypatch, dtype, gate_dtype, off,
 )
 def test_what_a_segments_end_forgets_is_not_summarised(portable, rng, monkeypatch, op, K, V, dtype, R, gate_dtype):
     """A NaN there stays in its own segment; where one channel keeps, nothing is left out."""
-    monkeypatch.setattr(tuning, "segments", lambda *sizes: 2)
-    monkeypatch.setattr(tuning, "parts", lambda *sizes: R)
+    monkeypatch.setattr(segments, "segments_that_fill", lambda *sizes: 2)
+    monkeypatch.setattr(segments, "parts", lambda *sizes: R)
     arrays = draw(op, rng, {"B": 1, "H": 3, "T": 410, "K": K, "V": V}, dtype, "weak", gate_dtype)
     keys, gates = arrays[1], arrays[3]
     gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
@@ -134,7 +135,7 @@ def test_one_product_of_float32(portable, rng, monkeypatch, op):
     arrays = draw(op, rng, {"B": 1, "H": 2, "T": 70, "K": 64, "V": 64}, SINGLE, "trained")
     wanted = exact(OPS[op], arrays)[0]
     three = errors(results(op, arrays, portable)[0], wanted)[0]
-    monkeypatch.setattr(tuning, "tf32_products", lambda dtype: 1)
+    monkeypatch.setattr(segments, "tf32_products", lambda dtype: 1)
     one = errors(results(op, arrays, portable)[0], wanted)[0]
     assert three < 2e-6 and 1e-5 < one < 6e-4
 
@@ -180,7 +181,7 @@ def test_a_burst_of_growth(portable, rng, dtype):
 @pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
 def test_a_segment_that_grows_beyond_range(portable, rng, monkeypatch, dtype):
     """e^128 over a segment, where early tokens write nothing, or so little that it stays in range."""
-    monkeypatch.setattr(tuning, "segments", lambda *sizes: 2)
+    monkeypatch.setattr(segments, "segments_that_fill", lambda *sizes: 2)
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 256, "K": 64, "V": 64}, dtype)
     arrays[1][:, :, :112] = 0
     arrays[1][:, :, 28] = 1e-20

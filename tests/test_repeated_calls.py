@@ -13,7 +13,7 @@ from reference import draw, same_bits
 
 from linattn_np import ContractError, ContractTypeError, gla, gla_step, retention, rwkv6_step
 from linattn_np.arrays import BFLOAT16, signature
-from linattn_np.backends.cupy import execute, tuning
+from linattn_np.backends.cupy import execute, segments
 from linattn_np.call_cache import MEMOS
 from linattn_np.declarations import GLA, GLA_STEP, RETENTION, RWKV6, RWKV6_STEP
 from linattn_np.layouts import swap_heads
@@ -323,7 +323,7 @@ def pull_problem(op, dtype, seed, *, start=False, dht=False, **options):
 @pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
 def test_a_recorded_pullback_does_what_the_plan_does(op, case, dtype, capability, monkeypatch):
     """Strong gates of one head, then of none, then of another: nothing of a call is left over."""
-    monkeypatch.setattr(tuning, "SEGMENT", 48)
+    monkeypatch.setattr(segments, "SEGMENT", 48)
     on, calls = device(capability), [pull_problem(op, dtype, seed, **PULLS[case]) for seed in range(4)]
     for (problem, *_), head in zip(calls, (1, None, 0, None)):
         if head is not None:

@@ -1,5 +1,10 @@
 """RWKV6 on CUDA: prompts by the layers, steps by `CudaDecoder`, one set of weights; on the emulated device too."""
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -8,9 +13,10 @@ import numpy as np
 import pytest
 from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, in_eight_bits, relative_error, synthetic
 
-from linattn_np import NotSupported
+from linattn_np import ContractError, NotSupported
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import rwkv6 as kernels
+from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
 from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, cuda_prefill, model
 
@@ -24,10 +30,10 @@ def on_cuda(device, monkeypatch):
 
     def capture(decoder, tokens, state, slots=None):
         decoder.bind(tokens, state, slots, False)
-        decoder.captured = decoder.launches
+        decoder.graph = decoder.launches
 
     def replay(decoder):
-        for launch in decoder.captured:
+        for launch in decoder.graph:
             launch()
         return decoder.logits
 
@@ -164,6 +170,69 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, rng, mon
     assert graphs[0] > 10 * len(model.layers.decoder.layers)
 
 
+@pytest.mark.parametrize("calls", [[9], [1, 1]], ids=str)
+def test_float16_holds_large_squares_and_outputs(on_cuda, calls, rng):
+    """The channel mix's squares and the recurrence's output pass 65,504, where float16 ends; the logits do not."""
+    weights = synthetic(rng, SMALL)
+    for i in range(2):
+        for name, factor in (("ffn.key", 300), ("ffn.value", 1e-6), ("att.key", 100), ("att.value", 100)):
+            weights[f"blocks.{i}.{name}.weight"] *= factor
+    weights, tokens = {n: a.astype(HALF) for n, a in weights.items()}, rng.integers(0, SMALL["V"], (9, sum(calls)))
+    found, _ = in_calls(on_cuda(weights), tokens, calls)
+    wanted, _ = in_calls(RWKV6(weights), tokens, calls)
+    assert np.median(relative_error(found, wanted, -1)) <= tolerance(HALF)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=str)
+def test_weights_beyond_float16_are_refused(on_cuda, dtype, rng):
+    weights = {name: array.astype(dtype) for name, array in synthetic(rng, SMALL).items()}
+    weights["blocks.1.att.key.weight"][3, 4] = 1e5
+    with pytest.raises(
+        ContractError, match="RWKV6: blocks.1.att.key.weight has numbers beyond float16, expected dtype"
+    ):
+        on_cuda(weights, HALF)
+
+
+def test_threads_and_streams_share_a_model(on_cuda, rng):
+    """Prompts and steps of each thread are what they are alone; on a card also where each has a stream of its own."""
+    model, how, streams = on_cuda(synthetic(rng, SMALL)), Sampling(temperature=0), [nullcontext]
+    if isinstance(model.layers.device, CupyDevice):
+        import cupy
+
+        streams.append(partial(cupy.cuda.Stream, non_blocking=True))
+    prompts = rng.integers(0, SMALL["V"], (3, 4))
+
+    def write(prompt, stream=nullcontext):
+        with stream():
+            batch = Batch(model, 1)
+            (slot,) = batch.join([prompt], how)
+            return [batch.step()[slot] for _ in range(2)] + list(islice(model.generate(prompt, temperature=0), 3))
+
+    wanted = [write(prompt) for prompt in prompts]
+    for stream in streams:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(partial(write, stream=stream), prompts)) == wanted
+
+
+def test_copies_share_the_weights_or_are_refused(on_cuda, rng):
+    model = on_cuda(synthetic(rng, SMALL))
+    _, state = model.forward([[1, 2]])
+    assert copy.copy(model).layers is model.layers
+    for one in (model, model.layers.decoder, Batch(model, 1)):
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(NotSupported, match="what is on the GPU cannot be copied or pickled"):
+                copied(one)
+    twin = copy.copy(state)
+    wanted, _ = model.forward([[3]], state)
+    np.testing.assert_array_equal(host(model.forward([[3]], twin)[0]), host(wanted))
+
+
+def test_the_eps_of_norms_is_that_of_the_weights(on_cuda, rng):
+    weights, tokens = synthetic(rng, SMALL) | {"norm_eps": np.array([0.1, 0.5])}, rng.integers(0, SMALL["V"], (2, 5))
+    found, _ = in_calls(on_cuda(weights), tokens, [4, 1])
+    close(found, in_calls(RWKV6(weights), tokens, [4, 1])[0], 1e-5)
+
+
 def test_a_tuned_state_is_where_sequences_start(on_cuda, rng):
     weights = synthetic(rng, SMALL)
     weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((4, 16, 16), np.float32) for i in range(2)}
@@ -230,7 +299,7 @@ def test_a_graph_is_captured_once_a_state_comes_again(on_cuda, calls, rng):
         kept.append((found, reference.forward([[token]], wanted)[0]))
         assert done == expected
     assert step(other, 1)[1] == ["step 1"]  # new arrays, no graph yet
-    assert step(state, 4)[1] == ["step 1"]
+    assert step(state, 4)[1] == ["replay 1"]  # states that alternate keep theirs
     close(model.to_host(step(state, 5)[0]), [reference.forward([[token]], wanted)[0] for token in (4, 5)][1], 1e-5)
     for found, expected in kept:  # no later step has written over them
         close(model.to_host(found), expected, 1e-5)

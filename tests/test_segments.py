@@ -9,7 +9,7 @@ from reference import assert_close, assert_results, draw, exact, same_bits
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import instances, tuning
+from linattn_np.backends.cupy import instances, segments
 from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
 
 HALF = np.dtype(np.float16)
@@ -21,14 +21,14 @@ BOUNDS = (0, 0, 5, 205, 238, 238, 412)
 
 def cut(monkeypatch, P, R):
     """Every sequence into P segments of R parts."""
-    for name in ("segments", "forward_segments"):
-        monkeypatch.setattr(tuning, name, lambda *sizes: P)
-    monkeypatch.setattr(tuning, "parts", lambda *sizes: R)
+    for name in ("segments_that_fill", "forward_segments"):
+        monkeypatch.setattr(segments, name, lambda *sizes: P)
+    monkeypatch.setattr(segments, "parts", lambda *sizes: R)
 
 
 def split_columns(monkeypatch):
     """Every head's columns of V shared by the blocks of a cluster."""
-    monkeypatch.setattr(tuning, "split_columns", lambda heads, V, *_: V > instances.PANEL)
+    monkeypatch.setattr(segments, "split_columns", lambda heads, V, *_: V > instances.PANEL)
 
 
 @pytest.mark.pairwise
@@ -108,7 +108,7 @@ def test_columns_split_over_a_cluster(hopper, rng, monkeypatch, op, K, V, dtype,
 def test_a_short_first_segment_beside_the_rest(hopper, rng, monkeypatch, op, K, V, gate, final):
     """Two sequences leave part of the card idle, in which their first segments are made."""
     cut(monkeypatch, 1, 2)
-    monkeypatch.setattr(tuning, "short_first_segment", lambda *sizes: 160)
+    monkeypatch.setattr(segments, "short_first_segment", lambda *sizes: 160)
     arrays = draw(op, rng, {"B": 2, "H": 2, "T": 411, "K": K, "V": V}, BFLOAT16, gate)
     start = rng.standard_normal((2, 2, K, V)).astype(np.float32) if final else None
     found = results(op, arrays, hopper, start, final)
@@ -151,7 +151,7 @@ def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, f
 )
 def test_what_a_segments_end_forgets_is_not_summarised(hopper, rng, monkeypatch, op, K, V, dtype, R, gate_dtype):
     """A NaN there stays in its own segment; where one channel keeps, nothing is left out."""
-    monkeypatch.setattr(tuning, "split_columns", lambda *sizes: False)
+    monkeypatch.setattr(segments, "split_columns", lambda *sizes: False)
     cut(monkeypatch, 2, R)
     arrays = draw(op, rng, {"B": 1, "H": 2, "T": 1210, "K": K, "V": V}, dtype, "weak", gate_dtype)
     keys, gates = arrays[1], arrays[3]
@@ -206,8 +206,8 @@ def forward(D, schedule=instances.SINGLE_PASS, dtype=BFLOAT16):
 )
 def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     summary = forward(128, instances.SEGMENT_STATE)
-    assert tuning.segments(heads, longest, tuning.resident_blocks(summary, H200)) == P
-    assert tuning.parts(summary, heads, 128, P, longest, final, H200) == R
+    assert segments.segments_that_fill(heads, longest, segments.resident_blocks(summary, H200)) == P
+    assert segments.parts(summary, heads, 128, P, longest, final, H200) == R
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     ],
 )
 def test_a_cut_of_hoppers_forward_pass_spares_enough(blocks, longest, most, P):
-    assert tuning.segments(blocks, longest, most, tuning.SPARED) == P
+    assert segments.segments_that_fill(blocks, longest, most, segments.SPARED) == P
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_cut_of_hoppers_forward_pass_spares_enough(blocks, longest, most, P):
     ],
 )
 def test_a_cut_of_gates_for_every_channel_takes_less_time(heads, longest, D, P):
-    assert tuning.forward_segments(heads, heads, longest, forward(D), D, H200) == P
+    assert segments.forward_segments(heads, heads, longest, forward(D), D, H200) == P
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_cut_of_gates_for_every_channel_takes_less_time(heads, longest, D, P):
     ],
 )
 def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
-    assert tuning.backward_segments(blocks, longest, H200.multiprocessors, 128, 128) == P
+    assert segments.backward_segments(blocks, longest, H200.multiprocessors, 128, 128) == P
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
 )
 def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
     sizes = H200.multiprocessors, 128, 128
-    P = tuning.backward_segments(blocks, T, *sizes)
-    assert tuning.short_segment(P, blocks, T, *sizes, instances.GatedBackwardSm90.CHECKPOINT_EVERY) == length
+    P = segments.backward_segments(blocks, T, *sizes)
+    assert segments.short_segment(P, blocks, T, *sizes, instances.GatedBackwardSm90.CHECKPOINT_EVERY) == length
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
     ],
 )
 def test_a_short_first_segment_for_idle_multiprocessors(blocks, T, length):
-    assert tuning.short_first_segment(blocks, T, H200.multiprocessors) == length
+    assert segments.short_first_segment(blocks, T, H200.multiprocessors) == length
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_a_short_first_segment_for_idle_multiprocessors(blocks, T, length):
 )
 def test_which_heads_are_split_by_columns(heads, V, longest, split):
     kernels = forward(128), forward(128, instances.CLUSTER_SPLIT_V)
-    assert tuning.split_columns(heads, V, longest, H200, *kernels) == split
+    assert segments.split_columns(heads, V, longest, H200, *kernels) == split
 
 
 @pytest.mark.parametrize(
@@ -324,24 +324,24 @@ def test_which_heads_are_split_by_columns(heads, V, longest, split):
 def test_no_columns_are_split_where_that_halves_the_producers(D, dtype, gate, split):
     schedules = instances.SINGLE_PASS, instances.CLUSTER_SPLIT_V
     kernels = [instances.GatedForwardSm90.fitting("AfterWrite", x, dtype, gate, D, 128) for x in schedules]
-    assert tuning.split_columns(64, 128, 2048, H200, *kernels) == split
+    assert segments.split_columns(64, 128, 2048, H200, *kernels) == split
 
 
 def test_two_blocks_of_the_smallest_share_a_multiprocessor():
     narrow, wide = (forward(D) for D in instances.TILES)
     finer = forward(64, dtype=HALF)
-    assert tuning.resident_blocks(narrow, H200) == 2 * tuning.resident_blocks(wide, H200) == 264
-    assert tuning.resident_blocks(finer, H200) == 264
+    assert segments.resident_blocks(narrow, H200) == 2 * segments.resident_blocks(wide, H200) == 264
+    assert segments.resident_blocks(finer, H200) == 264
 
 
-def test_tuning_asks_the_device():
+def test_a_cut_asks_the_device():
     """On a card with fewer multiprocessors, or too little shared memory for two blocks, sequences are cut otherwise."""
 
     class Small(EmulatedDevice):
         multiprocessors, shared_per_multiprocessor = 66, 164 * 1024
 
     kernel = forward(64)
-    assert tuning.resident_blocks(kernel, H200) == 264 and tuning.resident_blocks(kernel, Small(90)) == 66
+    assert segments.resident_blocks(kernel, H200) == 264 and segments.resident_blocks(kernel, Small(90)) == 66
     kernels = forward(128), forward(128, instances.CLUSTER_SPLIT_V)
-    on_h200, on_small = (tuning.split_columns(64, 128, 2048, card, *kernels) for card in (H200, Small(90)))
+    on_h200, on_small = (segments.split_columns(64, 128, 2048, card, *kernels) for card in (H200, Small(90)))
     assert on_h200 and not on_small

@@ -9,7 +9,7 @@ from test_gradient_kernels import Call, Case
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import execute, gated, small_heads
+from linattn_np.backends.cupy import execute, gated, segments
 from linattn_np.ops import GLA, RWKV6
 
 SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
@@ -19,9 +19,9 @@ BOUNDS = (0, 0, 5, 105, 138, 138, 212)
 @pytest.fixture
 def cut(monkeypatch):
     """Cuts sequences into so many segments, however few tokens there are."""
-    monkeypatch.setattr(small_heads, "AT_LEAST", 0)
-    monkeypatch.setattr(small_heads, "AT_LEAST_ON_HOPPER", 0)
-    return lambda P: monkeypatch.setattr(small_heads.GatedSmall, "segments", lambda *sizes: P)
+    monkeypatch.setattr(segments, "SMALL_TOKENS", 0)
+    monkeypatch.setattr(segments, "SMALL_TOKENS_ON_HOPPER", 0)
+    return lambda P: monkeypatch.setattr(segments, "small_segments", lambda *sizes: P)
 
 
 @pytest.mark.pairwise

@@ -10,6 +10,7 @@ from reference import LIMITS, assert_close, double, draw, errors, exact, guarded
 from linattn_np import NotSupported, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import execute, softmax
+from linattn_np.backends.numpy import loop_choice
 from linattn_np.declarations import SOFTMAX_ATTENTION
 from linattn_np.layouts import swap_heads
 
@@ -228,6 +229,22 @@ def test_options(backend, name, dtype, layout, rng):
         assert gradient.dtype == x.dtype
         assert_close(f"d{what}", gradient, exactly if what != "sinks" else exactly[None], dtype, rows=10)
     assert len(gradients) == len(wanted)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_long_call_on_the_cpu(compiled, rng, monkeypatch):
+    """Of float32, by Numba's loops where they are, and without them."""
+    if not compiled:
+        monkeypatch.setattr(loop_choice, "module", lambda: None)
+    elif loop_choice.module() is None:
+        pytest.skip("Numba is not here")
+    q, k, v, do = rng.standard_normal((4, 1, 2, 750, 20)).astype(np.float32)
+    q[:, :, 5] *= 300  # scores of hundreds
+    options = {"window": (600, 0), "softcap": 100.0}
+    o, pull = vjp(softmax_attention, q, k, v, **options)
+    wanted, _, gradients = literal_attention(*map(double, (q, k, v)), **options, do=double(do))
+    for what, x, y in zip(("o", "dq", "dk", "dv"), (o, *pull(do)), (wanted, *gradients)):
+        assert_close(what, x, y, np.float32)
 
 
 def wanted_shape(case):

@@ -74,7 +74,9 @@ def assembled(kernels):
 
 
 def main(folder, wanted, seed):
-    from linattn_np.backends.cupy import catalog, source
+    import catalog
+
+    from linattn_np.backends.cupy import source
 
     every = defaultdict(list)
     for kernel in catalog.kernels():

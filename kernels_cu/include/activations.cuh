@@ -2,11 +2,14 @@
 #include "training.cuh"
 
 struct ReluSquared {
-  static __device__ __forceinline__ float value(float x) { return x > 0.f ? x * x : x != x ? x : 0.f; }
-  static __device__ __forceinline__ float slope(float y) { return 2.f * sqrtf(y); }
+  // In units of UNIT_OF_SQUARES<T>; its gradient is that of the number of units.
+  template <typename T> static __device__ __forceinline__ float value(float x) { return relu_squared<T>(x); }
+  template <typename T> static __device__ __forceinline__ float slope(float y) {
+    return 2.f * sqrtf(y * (1.f / UNIT_OF_SQUARES<T>));
+  }
 };
 
 struct Tanh {
-  static __device__ __forceinline__ float value(float x) { return tanhf(x); }
-  static __device__ __forceinline__ float slope(float y) { return 1.f - y * y; }
+  template <typename T> static __device__ __forceinline__ float value(float x) { return tanhf(x); }
+  template <typename T> static __device__ __forceinline__ float slope(float y) { return 1.f - y * y; }
 };

@@ -113,6 +113,13 @@ template <typename X, int TERMS> __device__ __forceinline__ constexpr float unit
   return term == 0 ? TERM_STEP<X> : term == 1 ? 1.f : 1.f / TERM_STEP<X>;
 }
 
+// The channel mix's squares, and the sums that a product makes of them, come in this unit where they are stored as one
+// number of type X: float16 ends at 65504, which a square passes from 256 on.
+template <typename X, int TERMS = 1> constexpr float UNIT_OF_SQUARES = TERMS == 1 ? TERM_STEP<X> : 1.f;
+template <typename X, int TERMS = 1> __device__ __forceinline__ float relu_squared(float x) {
+  return x > 0.f ? x * x * (1.f / UNIT_OF_SQUARES<X, TERMS>) : x != x ? x : 0.f;
+}
+
 template <int TERMS, typename X> __device__ __forceinline__ void store_terms(X* to, i64 apart, float x) {
 #pragma unroll
   for (int term = 0; term < TERMS; ++term, to += apart) {

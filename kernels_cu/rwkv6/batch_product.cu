@@ -252,10 +252,11 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
     if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
     const float4& sum = sums[iteration];
     const i64 to = (tile.rows.which * args.B + b) * stack.M + row;
-    if (stack.finish == Finish::ReluSquared)
+    if (stack.finish == Finish::ReluSquared) {
+      const auto squared = [](float x) { return relu_squared<typename S::X, TERMS<COLUMNS>>(x); };
       store<TERMS<COLUMNS>>(static_cast<typename S::X*>(stack.y) + to, stack.C * args.B * stack.M, inside,
-                            {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
-    else store<1>(static_cast<float*>(stack.y) + to, 0, inside, sum);
+                            {squared(sum.x), squared(sum.y), squared(sum.z), squared(sum.w)});
+    } else store<1>(static_cast<float*>(stack.y) + to, 0, inside, sum);
   }
   if constexpr (SPLIT > 1) cluster_leave();  // the others have read this block's part
 }

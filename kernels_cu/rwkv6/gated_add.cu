@@ -1,5 +1,5 @@
 // what      The channel mix's gate, added to the residual.
-// math      x += sigmoid(gate) value
+// math      x += sigmoid(gate) value, which comes in units of UNIT_OF_SQUARES<X>
 // shapes    x gate value [count]
 // grid      a thread four elements; 256 threads
 // smem      none
@@ -18,12 +18,13 @@ struct Args {
   i64 count;
 };
 
-__global__ void __launch_bounds__(THREADS) rwkv6_gated_add(const Args args) {
+template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_gated_add(const Args args) {
   launch_next();
   wait_for_previous();
   const i64 at = 4 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   if (at >= args.count) return;
   const float4 x = load4(args.x + at), gate = load4(args.gate + at), value = load4(args.value + at);
-  store4(args.x + at, {fmaf(sigmoid(gate.x), value.x, x.x), fmaf(sigmoid(gate.y), value.y, x.y),
-                       fmaf(sigmoid(gate.z), value.z, x.z), fmaf(sigmoid(gate.w), value.w, x.w)});
+  constexpr float UNIT = UNIT_OF_SQUARES<X>;
+  store4(args.x + at, {fmaf(UNIT * sigmoid(gate.x), value.x, x.x), fmaf(UNIT * sigmoid(gate.y), value.y, x.y),
+                       fmaf(UNIT * sigmoid(gate.z), value.z, x.z), fmaf(UNIT * sigmoid(gate.w), value.w, x.w)});
 }

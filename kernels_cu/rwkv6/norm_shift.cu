@@ -1,7 +1,8 @@
 // what      What stands between two products: the channel mix's gate, layer norm, token shift, static mixes.
 // math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
 // shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
-//           mixed [TERMS, C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or d = 0
+//           mixed [TERMS, C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or
+//           d = 0; beside a gate, value comes in units of UNIT_OF_SQUARES<X, TERMS>
 // grid      a block a sequence; 512 threads, EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
@@ -79,7 +80,8 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
         if (p < args.P) parts[p] = load4(args.value + p * args.B * D + row + j);
       if (args.gate) {
         const float4 gate = load4(args.gate + row + j);
-        open = {sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w)};
+        constexpr float UNIT = UNIT_OF_SQUARES<X, TERMS>;
+        open = {UNIT * sigmoid(gate.x), UNIT * sigmoid(gate.y), UNIT * sigmoid(gate.z), UNIT * sigmoid(gate.w)};
       }
 #pragma unroll
       for (int p = 1; p < PARTS; ++p) parts[0] = add_scaled(parts[0], {1.f, 1.f, 1.f, 1.f}, parts[p]);

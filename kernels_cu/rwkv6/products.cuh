@@ -39,8 +39,6 @@ template <int DEPTH> __device__ __forceinline__ Steps steps_of_part(i64 K, int p
   return {part * each * DEPTH, min(each, max(0, all - part * each))};
 }
 
-__device__ __forceinline__ float relu_squared(float x) { return x > 0.f ? x * x : 0.f; }
-
 // Eight neighbours as tensor cores take them.
 template <typename T> __device__ __forceinline__ uint4 eight(const T* from) {
   if constexpr (sizeof(T) > 1) return *reinterpret_cast<const uint4*>(from);

@@ -1,5 +1,5 @@
 // what      The channel mix's activation, for the products that have no epilogue of their own.
-// math      y = relu(x)^2
+// math      y = relu(x)^2, in units of UNIT_OF_SQUARES<Y>
 // shapes    x y [count]
 // grid      a thread eight elements; 256 threads
 // smem      none
@@ -25,6 +25,6 @@ template <typename X, typename Y> __global__ void __launch_bounds__(THREADS) rwk
   float x[8];
   load8(x, args.x + at);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = x[i] > 0.f ? x[i] * x[i] : 0.f;
+  for (int i = 0; i < 8; ++i) x[i] = relu_squared<Y>(x[i]);
   store8(args.y + at, x);
 }

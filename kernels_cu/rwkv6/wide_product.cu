@@ -178,7 +178,7 @@ __device__ __forceinline__ void store_squares(T* y, i64 M, int row, int b, int B
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (const int n = first + i; n < ROWS / 8)
-          x[i] = pack<T>(relu_squared(sums[4 * n + 2 * half]), relu_squared(sums[4 * n + 2 * half + 1]));
+          x[i] = pack<T>(relu_squared<T>(sums[4 * n + 2 * half]), relu_squared<T>(sums[4 * n + 2 * half + 1]));
       transpose(x);
       if (b + 8 * half < B && first + (threadIdx.x & 3) < ROWS / 8 && row + 8 * first < M)
         *reinterpret_cast<uint4*>(y + (b + 8 * half) * M + row + 8 * first) = {x[0], x[1], x[2], x[3]};

@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(THREADS) training_activation_backward(const Ar
     Eight dy = load8(args.dy + at);
     const Eight y = load8(args.y + at);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) dy.x[n] *= F::slope(y.x[n]);
+    for (int n = 0; n < 8; ++n) dy.x[n] *= F::template slope<T>(y.x[n]);
     store8(args.dy + at, dy);
   } else {
     for (i64 n = at; n < args.count; ++n)
-      args.dy[n] = from_float<T>(to_float(args.dy[n]) * F::slope(to_float(args.y[n])));
+      args.dy[n] = from_float<T>(to_float(args.dy[n]) * F::template slope<T>(to_float(args.y[n])));
   }
 }

@@ -1,5 +1,5 @@
 // what      An activation, in place.
-// math      x <- relu(x)^2, or tanh(x)
+// math      x <- relu(x)^2 in units of UNIT_OF_SQUARES<T>, or tanh(x)
 // shapes    x [count]
 // grid      a thread for 8 elements; 256 threads
 // smem      none
@@ -22,9 +22,9 @@ __global__ void __launch_bounds__(THREADS) training_activation_forward(const Arg
   if (at + 8 <= args.count) {
     Eight x = load8(args.x + at);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) x.x[n] = F::value(x.x[n]);
+    for (int n = 0; n < 8; ++n) x.x[n] = F::template value<T>(x.x[n]);
     store8(args.x + at, x);
   } else {
-    for (i64 n = at; n < args.count; ++n) args.x[n] = from_float<T>(F::value(to_float(args.x[n])));
+    for (i64 n = at; n < args.count; ++n) args.x[n] = from_float<T>(F::template value<T>(to_float(args.x[n])));
   }
 }

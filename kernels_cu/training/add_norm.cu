@@ -1,6 +1,7 @@
 // what      The residual with what a mix adds to it, and its layer norm: where every mix of a training step begins.
 // math      y = x + drop(change), xx = LN(y)
-//           change = first (Added), sigmoid(first) value (Gated); y = drop(table_token) (Embedded); y = x (Kept)
+//           change = first (Added), sigmoid(first) value in units of UNIT_OF_SQUARES<T> (Gated);
+//           y = drop(table_token) (Embedded); y = x (Kept)
 // shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value
 //           xx [tokens, D]; table [V, D], read [tokens / T, T + 1]
 // grid      a block a token; threads of 8 channels each
@@ -43,7 +44,7 @@ struct Gated {
     Eight value = load8(args.value + at), x = load8(args.x + at);
     dropped(value, args.drop, at);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) x.x[n] = fmaf(sigmoid(gate.x[n]), value.x[n], x.x[n]);
+    for (int n = 0; n < 8; ++n) x.x[n] = fmaf(UNIT_OF_SQUARES<T> * sigmoid(gate.x[n]), value.x[n], x.x[n]);
     return x;
   }
 };

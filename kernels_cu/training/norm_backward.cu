@@ -2,7 +2,8 @@
 //           norm, and of what the mix before has added, whose own gradient comes out with it.
 // math      G_t = dxx_t + sum_c dmixed_c,t - D_t + D_{t+1}, D_t = dd_t + sum_c dmixed_c,t maa_c, within a sequence
 //           dx = dy + the layer norm's pullback of G
-//           Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of drop(dx) by sigmoid(first) value
+//           Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of drop(dx) by sigmoid(first) value,
+//           where value comes in units of UNIT_OF_SQUARES<T>
 //           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
 // shapes    dxx dd xx [tokens, D] or null, dmixed [C, tokens, D], maa [C, D]; x dy dx [tokens, D], moments [tokens, 2];
 //           first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
@@ -57,7 +58,7 @@ template <typename T> struct Gated {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float opening = sigmoid(gate.x[n]);
-      dvalue.x[n] = dy.x[n] * opening;
+      dvalue.x[n] = dy.x[n] * opening * UNIT_OF_SQUARES<T>;
       dgate.x[n] = dvalue.x[n] * value.x[n] * (1.f - opening);
     }
     store8(args.dfirst + at, dgate);

@@ -26,7 +26,8 @@ from ..models.checkpoint import located
 from ..models.checks import shown
 from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
-from ..models.text import Request, Text, complete, read
+from ..models.prompts import read
+from ..models.text import Request, Text, complete
 from ..models.tokenizers import VOCABULARY
 from .cards import Cards, processes, use
 from .signals import Ended, deferred, forget_ctrl_c, noted

@@ -53,15 +53,15 @@ def run(options):
     check_writable(options.out)
     if options.dtype != "bfloat16":
         loops()  # what reads the file again, before anything is written
-    weights = checkpoint.read(options.model)
-    model = RWKV6(weights)
+    weights, config = checkpoint.read(options.model), checkpoint.config(options.model)
+    model = RWKV6(weights, config=config)
     tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[: options.tokens]
     if len(tokens) < 2:
         raise ValueError(f"argument --text: has {len(tokens)} tokens, expected at least 2")
     with blas_for(model.device, model.sizes):
         before = loss(model, tokens, "before")
         with status("rounding ..."):
-            write_arrays(options.out, RWKV6.quantise(weights, options.dtype))
+            write_arrays(options.out, RWKV6.quantise(weights, options.dtype, config))
         after = loss(RWKV6.from_file(options.out), tokens, "after")
     size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
     say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")

@@ -1,4 +1,4 @@
-"""Before a call sends or writes anything, its ranks compare what they mean by it."""
+"""Ranks compare a call's arguments before the call sends an array or writes a result."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import ContractError
-from .engine import Disagreement, those
+from .engine import Disagreement, begin, those
 
 DIGEST = 16  # bytes
 REMEMBERED = 256  # calls of an engine
+CALL = "the call"  # where ranks differ in this, nothing else is compared
 MEANT: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {key of a call: (header, text)}
 ANSWERS: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {header: the last answer to it}
 
@@ -24,24 +25,24 @@ def agree(comm, name, check):
 
 
 class Question:
-    """Asks the others whether they mean the same call. Until they have answered nothing else is sent to them.
+    """Asks the other ranks whether they make the same call. Nothing else is sent before they have answered.
 
-    `check` returns (anything, its tokens, {what must be the same on all ranks: its value}), or raises ContractError,
-    which then ends the call on all ranks. What goes out at first is a digest, 32 bytes. Calls of one `key` mean the
-    same: `check(False)` need not say it again.
+    `check` returns (anything, this rank's tokens, {name: value that must be the same on all ranks}), or raises
+    ContractError, which then ends the call on all ranks. The first message is a digest of these values, 32 bytes. Calls
+    with the same `key` have the same values, so that `check(False)` need not return them.
     """
 
     def __init__(self, comm, name, check, key=None):
         self.comm, self.name = comm, name
-        if hasattr(comm, "begin"):
-            comm.begin(name)
+        begin(comm, name)
         self.checked, self.error, self.lengths = None, None, None
         known = remembered(MEANT, comm)
         self.header, self.text = known.get(key, (None, None))
         try:
             self.checked, tokens, meaning = check(self.header is None)
             if self.header is None:
-                self.header, self.text = in_words(tokens, {name: str(value) for name, value in meaning.items()})
+                meaning = {CALL: name} | {what: str(value) for what, value in meaning.items()}
+                self.header, self.text = in_words(tokens, meaning)
                 if key is not None:
                     keep(known, key, (self.header, self.text))
         except ContractError as refusal:
@@ -52,11 +53,11 @@ class Question:
             self.answer()
 
     def expected(self):
-        """[The tokens of every rank] as they were when this rank meant the same before, or None."""
+        """[The tokens of every rank] in the last call of this rank with the same values, or None."""
         return remembered(ANSWERS, self.comm).get(self.header)
 
     def answer(self):
-        """[The tokens of every rank]; raises on all of them where one means another call."""
+        """[The tokens of every rank]; raises on every rank if the ranks' values differ."""
         if self.lengths is not None:
             return self.lengths
         headers = self.headers()
@@ -70,14 +71,14 @@ class Question:
 
 
 def in_words(tokens, meaning):
-    """(what goes out at first, all of it)."""
+    """(the first message: digest, tokens, length of the text; the text that the digest is of)."""
     text = json.dumps(meaning).encode()
     digest = hashlib.blake2b(text, digest_size=DIGEST).digest()
     return digest + np.array([tokens, len(text)], np.int64).tobytes(), text
 
 
 def remembered(what, comm) -> dict:
-    """Of an engine, by keys."""
+    """The dict of one engine in `what`."""
     try:
         return what.setdefault(comm, {})
     except TypeError:  # an engine without hash or weak references
@@ -102,8 +103,9 @@ def differences(meanings):
         if "refused" in meaning:
             yield f"rank {rank} refused its call: {meaning['refused']}"
     calls = {rank: meaning for rank, meaning in enumerate(meanings) if "refused" not in meaning}
-    for key in dict.fromkeys(key for meaning in calls.values() for key in meaning):
-        having = {}
+    alike = len({meaning[CALL] for meaning in calls.values()}) < 2
+    for key in dict.fromkeys(key for meaning in calls.values() for key in meaning) if alike else [CALL]:
+        having: dict = {}
         for rank, meaning in calls.items():
             having.setdefault(meaning.get(key, "nothing"), []).append(rank)
         if len(having) > 1:

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ContractError
 from . import operators
 from .agreement import agree
-from .engine import RankLost
+from .engine import RankLost, begin
 
 BUCKET = 1 << 22  # numbers that travel together where they are added up here
 BUCKETS = 8  # that may be under way, which bounds the memory
@@ -86,6 +86,7 @@ class DataParallel:
 
     # -- the course of a training -------------------------------------------------------------------------------------
     def clock(self, step, seconds):
+        begin(self.comm, f"Training, step {step}")
         told = self.comm.all_gather(np.array([step, seconds], np.float64))()
         if (told[:, 0] != step).any():
             raise RankLost(
@@ -94,7 +95,7 @@ class DataParallel:
         return float(told[0, 1])
 
     def from_first(self, read):
-        """{name: array} of the first rank; what it raises is a ContractError on the others."""
+        """{name: array} as read() returns it on the first rank; an error there is a ContractError on the others."""
         found, error = {}, None
         if self.rank == 0:
             try:
@@ -144,7 +145,7 @@ class SequenceParallel(DataParallel):
 
 
 class CutSequences:
-    """What a model's loss asks of the other ranks' tokens; see `linattn_np.models.ranks.WholeSequences`."""
+    """How a model's loss reaches the tokens of other ranks; see `linattn_np.models.ranks.WholeSequences`."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -156,11 +157,12 @@ class CutSequences:
         return self.from_rank(self.comm.rank + 1, first)
 
     def from_rank(self, source, x):
-        """What rank `source` gives, where there is one; all take part."""
+        """The array of rank `source`, or None where there is no such rank. All ranks take part."""
         everyones = self.comm.all_gather(x.copy())()
         return everyones[source] if 0 <= source < self.comm.size else None
 
     def vjp_of(self, operator, *arrays, **options):
-        """A rank's gradients of what has no tokens are those of its own: the mean over all ranks puts them together."""
+        """`vjp` over the tokens of all ranks. The gradient of an array without tokens is that of this rank's tokens,
+        since a training averages it over all ranks afterwards."""
         result, pullback = operators.vjp(getattr(operators, operator.__name__), *arrays, comm=self.comm, **options)
         return result, partial(pullback, summed=False)

@@ -168,10 +168,10 @@ class HostEngine:
     def compare(self, frames):
         """Raises Disagreement, on all ranks alike, where they are in different operations.
 
-        Ranks that all begin one say more about it in their messages: see `agreement`.
+        Ranks that all begin an operation compare more of it in their messages: see `agreement`.
         """
         heads = heads_of(frames)
-        if len({(nbytes, begins, begins or operation) for nbytes, begins, _, operation in heads}) == 1:
+        if len({(nbytes, begins) for nbytes, begins, *_ in heads}) == 1:
             return
         by_place: dict = {}
         for rank, head in enumerate(heads):
@@ -211,6 +211,12 @@ class Completion:
             except Exception as error:
                 self.error = error
             self.work = self.before = None
+
+
+def begin(comm, operation):
+    """Names the operation that this rank begins, where its engine tells the other ranks."""
+    if hasattr(comm, "begin"):
+        comm.begin(operation)
 
 
 def heads_of(frames):

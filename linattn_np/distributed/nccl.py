@@ -10,13 +10,13 @@ from collections import deque
 
 import numpy as np
 
-from .engine import LIMIT_S, RankLost, check_limit
+from .engine import LIMIT_S, RankLost, begin, check_limit
 
 PRIORITY = -5  # the highest: a message's few blocks must not wait until a card that is full of work has none left
-CLOSING_S = 2.0  # how long a communicator's end is waited for
-GRACE_S = 5.0  # after a rank has ended, for what it has sent before
+CLOSING_S = 2.0  # how long the end of a communicator is waited for
+GRACE_S = 5.0  # how long a message is waited for before ranks that have ended are looked for
 GREETING = 128  # bytes of NCCL's unique id, by which its ranks find each other
-FLAGS = 1 << 12  # messages under way at most: CUDA holds the host back before
+FLAGS = 1 << 12  # the most messages under way: CUDA blocks the host before there are more
 
 
 class Nccl:
@@ -30,8 +30,8 @@ class Nccl:
     another rank end, the communicator is aborted, and stderr says so: what has been computed from it is worthless, and
     the engine's next use raises `RankLost`.
 
-    NCCL gives a communicator back once no CUDA graph is left that holds messages of it. Nobody waits long for that, and
-    a process may end without.
+    NCCL destroys a communicator only when no CUDA graph holds messages of it. The engine waits for that `CLOSING_S`
+    seconds at most, and a process may end before.
     """
 
     homes = ("host", "cuda")
@@ -105,9 +105,9 @@ class Nccl:
         self.cupy.cuda.get_current_stream().wait_event(done)
 
     def enqueue(self, work, peer=None):
-        """An event that is over when `work`, begun after all that the current stream holds, is.
+        """Enqueues `work` after everything on the current stream; returns the event of its end.
 
-        `peer`: the one rank that takes part, where not all do.
+        peer : the other rank of a message between two; None where all ranks take part
         """
         self.watch.check()
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.before))
@@ -119,30 +119,29 @@ class Nccl:
         return done
 
     def launched(self):
-        """Watches over the messages of a CUDA graph that the current stream has just been given."""
+        """Watches the messages of a CUDA graph that was just launched on the current stream."""
         self.watch.check()
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.before))
         self.watch_over()
 
     def watch_over(self):
-        """Has the card write a flag when the stream's work is over: a call of Python would wait for its lock."""
+        """Has the card write a flag when the stream's work is done: a callback would wait for Python's lock."""
         place, value = self.watch.begin()
         self.cupy.cuda.runtime.memsetAsync(self.flags + place, value, 1, self.stream.ptr)
 
     def begin(self, operation):
-        if hasattr(self.host, "begin"):
-            self.host.begin(operation)
+        begin(self.host, operation)
 
     def meet(self, peer):
-        """Processes need not wait for each other before a message is enqueued."""
+        """Waits until the other ranks are about to enqueue the same message: needed for threads alone."""
 
     def abandon(self):
-        """Ends what is under way, and the other ranks with it: this one has failed."""
+        """Aborts the messages under way, since this rank has failed: the other ranks then fail, too."""
         self.host.abandon()
         self.close(failed=True).join(CLOSING_S)
 
     def close(self, failed=False):
-        """Has a thread give the communicator back, once its work is done; after a failure whatever is under way."""
+        """Starts a thread that destroys the communicator after its work or, after a failure, aborts it."""
         self.watch.end()
         closing = threading.Thread(target=self.give_back, args=(failed,), daemon=True)
         closing.start()
@@ -165,10 +164,10 @@ def last_for_ever(x):
 
 
 class NcclOfThread(Nccl):
-    """The engine of a rank that is a thread. Its host waits until the others' are about to enqueue the same message.
+    """The engine of a rank that is a thread: all threads enqueue a message together.
 
-    A message under way holds a card until the other ranks enqueue theirs. Until then CUDA may make a thread that asks
-    for memory, on any card of the process, wait for that card to rest: two of them would wait for each other for ever.
+    A message occupies its card until the other ranks have enqueued theirs. Until then CUDA may block a thread that asks
+    for memory, on any card of the process: two threads would wait for each other for ever.
     """
 
     def meet(self, peer):
@@ -181,7 +180,7 @@ class NcclOfThread(Nccl):
 
 
 def of_one_process(ends, limit_s):
-    """The engines of one process with a card for each of `ends`, engines of its threads: rank r on device r."""
+    """An engine for each of `ends`, the host engines of a process's threads: rank r on device r."""
     import cupy
     from cupy.cuda import nccl
 
@@ -196,10 +195,10 @@ def of_one_process(ends, limit_s):
 
 
 class Watch:
-    """Calls `abort` once something that was begun has not arrived in time.
+    """Calls `abort` when a message has not arrived in time.
 
-    ended : a function that names a rank which has ended, or gives None
-    flags : uint8 [FLAGS], where someone else writes what `begin` tells
+    ended : a function that names the ranks which have ended, or returns None
+    flags : uint8 [FLAGS]: the card writes the value that `begin` returned when a message has arrived
     """
 
     def __init__(self, abort, name, limit_s, ended=lambda: None, flags=None):
@@ -210,9 +209,9 @@ class Watch:
         self.count, self.ended = 0, threading.Event()
 
     def begin(self):
-        """(the place of a message's flag, what stands there once it has arrived); they arrive in this order."""
-        before, place = divmod(self.count, FLAGS)
-        message = place, before % 255 + 1  # another value than the last time
+        """(the place of the next message's flag, its value once the message has arrived). Messages arrive in order."""
+        rounds, place = divmod(self.count, FLAGS)
+        message = place, rounds % 255 + 1  # the value differs from that of the last round
         self.count += 1
         self.waits_since()  # forgets what has arrived
         self.under_way.append((message, time.monotonic()))
@@ -222,7 +221,7 @@ class Watch:
         return message
 
     def waits_since(self):
-        """When the first that has not arrived was begun, or None."""
+        """When the first message that has not arrived was begun, or None."""
         with self.lock:
             while self.under_way:
                 (place, value), begun = self.under_way[0]

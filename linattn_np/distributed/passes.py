@@ -189,7 +189,7 @@ class Backward(Pass):
     def __init__(self, forward: Forward, do, dht):
         call, self.pulls, self.forward_lengths = forward.call, forward.pulls, forward.lengths
         self.call = call
-        question = Question(call.comm, call.problem.op.name, lambda _: self.check(do, dht))
+        question = Question(call.comm, f"{call.problem.op.name}'s gradient", lambda _: self.check(do, dht))
         self.do, dht = question.checked
         super().__init__(call, question, dht)
 
@@ -205,7 +205,7 @@ class Backward(Pass):
                 op.refuse("dht", f"has {len(parts)} parts, expected {len(op.state)}")
             placed = op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first, problem.groups)
             dht = call.in_order(placed)
-        meaning = {"the pass": "backward", "the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
+        meaning = {"the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
         return (do, dht), self.forward_lengths[call.comm.rank], meaning
 
     def gradients(self, summed):

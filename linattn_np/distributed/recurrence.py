@@ -1,4 +1,4 @@
-"""The parts of a segment's `Summary` for every operator, computed by calls of it, and how ranks send them.
+"""The parts of a segment's `Summary` for every operator, computed by calls of the operator, and their message.
 
 The state behind a segment is F S_in + S_own: S_own is the segment's final state from zero, F the product of its
 tokens' transitions. The gradient runs the other way, dS_in = F^T dS_out + dS_own, where dS_own comes from the segment's
@@ -22,22 +22,22 @@ from ..views import callers_sizes
 
 
 class Recurrence:
-    """The arithmetic of states for one call; its problem tells sizes, dtypes and options."""
+    """The summaries of one checked call: its `problem` tells sizes, dtypes and options."""
 
     def __init__(self, function, declared, problem):
         self.function, self.declared = function, declared
         self.problem, self.dtype = problem, problem.compute_dtype
         sizes = callers_sizes(problem)
-        self.heads = {"K": sizes["H"], "V": sizes["H"] * problem.groups}  # by what an array's columns are
+        self.heads = {"K": sizes["H"], "V": sizes["H"] * problem.groups}  # heads of keys, heads of values
         self.K, self.V = sizes["K"], sizes["V"]
 
     def state_shapes(self, rows):
-        """Of every part of so many sequences' states."""
+        """The shape of each part of the states of `rows` sequences."""
         S = (rows, self.heads["V"], self.K, self.V)
         return [S, (rows, self.heads["K"], self.K)][: len(self.problem.op.state)]
 
     def factor_shapes(self, rows):
-        """Of the factors of a transition that a segment tells the others: none where all know them."""
+        """The shape of each factor of a transition in a message: none where every rank computes them by itself."""
         return factor_shapes(self.problem.op, rows, self.heads["K"], self.heads["V"], self.K, self.V)
 
     def factors(self, arrays, given):
@@ -66,11 +66,11 @@ class Recurrence:
         return as_kind(factor[None], self.problem.arrays["q"])
 
     def summary(self, arrays, given, gradient=False):
-        """(the parts of the final state from zero, the decays, what the backend keeps), before the pass that gives o.
+        """(the parts of the final state from zero, the factors, what the backend keeps for the call that computes o).
 
-        Hopper's kernels cut a long sequence into segments, and begin with what each does to a state: that pass is this
-        one, and is not repeated. The other way, o from a zero state with (q * decay) S_in added afterwards, reads q and
-        o and writes o again, and rounds o twice.
+        Hopper's kernels cut a long sequence into segments, and summarise each segment first: the call that computes o
+        begins from that pass, which is not repeated. The alternative, to compute o from a zero state and to add
+        (q * decay) S_in afterwards, would read q and o again, write o again, and round o twice.
         """
         if self.problem.op.transition is Transition.RANK_ONE:
             return *self.whole_pass(self.function, arrays, given), ()
@@ -86,9 +86,9 @@ class Recurrence:
         return self.whole_pass(function, arrays, given)[0] if found is None else list(found[0])
 
     def whole_pass(self, function, arrays, given):
-        """(the parts of the final state from zero, the factors where they are a matrix), of a call whose o is not used.
+        """(the parts of the final state from zero, [the matrix of a rank-one transition]), from a call with o.
 
-        The matrix is K more columns of the state that begin as the identity, into which no values are written.
+        The matrix is the final state of K more columns that begin as the identity; their values are zeros.
         """
         given, columns = given | {"output_final_state": True, "state_dtype": self.dtype}, self.V
         if self.problem.op.transition is not Transition.RANK_ONE:
@@ -105,7 +105,7 @@ class Recurrence:
         return [final[..., :columns]], [final[..., columns:]]
 
     def told(self, decays):
-        """A backend's decays [rows, heads, channels] as `factors`; None where all ranks know them."""
+        """`factors` from a backend's decays [rows, heads, channels], or from None where every rank computes them."""
         return (
             []
             if decays is None
@@ -114,20 +114,23 @@ class Recurrence:
 
     @property
     def turns_over(self) -> bool:
-        """Whether dS_own is the state of an operator that runs backwards: not through a division, two gates or a
-        matrix."""
+        """Whether the same operator, run backwards in time, computes dS_own: see `gradient_summary`.
+
+        It does not with a normaliser, two gates, or the matrix of a rank-one transition.
+        """
         one_factor = len(self.factor_shapes(0)) < 2 and self.problem.op.transition is not Transition.RANK_ONE
         return len(self.problem.op.state) == 1 and one_factor
 
     def gradient_summary(self, arrays, do, given):
         """dS_own = scale * sum_t exp(g_1 + ... + g_t) q_t do_t^T, for RWKV-6 without g_t itself.
 
-        It is the final state of the same recurrence from the last token to the first, with q for k and do for v; what
-        a token's own gate does to its read goes into q. A forward pass, a third of the work of a backward one.
+        It is the final state of the same recurrence from the last token to the first, with q in the place of k and do
+        in the place of v. Where a token reads the state after its own gate, q is multiplied by that gate. This is a
+        forward pass, a third of the work of a backward pass.
         """
         problem = self.problem
         q, gates = arrays[0], arrays[3:4]
-        dtype = q.dtype if do.dtype == q.dtype else self.dtype  # a gradient may be finer than its result
+        dtype = q.dtype if do.dtype == q.dtype else self.dtype  # do may have more digits than o
         given = given | {"reverse": not given["reverse"]}
         if problem.op.gates:
             g = gates[0]
@@ -146,8 +149,9 @@ class Recurrence:
 
 
 def total_decay(g, mask, dtype):
+    """exp of the sum of a gate over tokens, [B, heads] or [B, heads, channels]; padding counts as 0."""
     g = wide(g)
-    if mask is not None:  # padding keeps the state, whatever stands there
+    if mask is not None:
         kept = mask[:, None] if g.ndim == 3 else mask[:, None, :, None]
         g = np.where(kept, g, np.zeros_like(g))
     with np.errstate(all="ignore"):
@@ -168,7 +172,7 @@ def as_kind(x, example):
 
 @lru_cache(64)
 def kept_on_device(contents, shape, dtype, device):
-    """An array on a CUDA device, sent there once: a copy from the host could not be captured into a graph."""
+    """The CUDA array of these bytes, copied there once: a CUDA graph cannot capture a copy from the host."""
     import cupy
 
     with cupy.cuda.Device(device):
@@ -176,7 +180,7 @@ def kept_on_device(contents, shape, dtype, device):
 
 
 class Row:
-    """Arrays of given shapes in one row of a message."""
+    """The layout of a message: arrays of given shapes, one behind the other in a row."""
 
     def __init__(self, shapes):
         *starts, self.length = accumulate(map(math.prod, shapes), initial=0)
@@ -191,7 +195,7 @@ class Row:
         return [row[place].reshape(shape) for place, shape in self.places]
 
     def seen_in(self, arrays, dtype):
-        """A message [1, length] in the memory of `arrays`, where a backend has put them side by side on a card."""
+        """The message [1, length] without a copy, where `arrays` lie one behind the other in CUDA memory; else None."""
         first, *others = arrays
         if isinstance(first, np.ndarray) or any(x.dtype != dtype or not x.flags.c_contiguous for x in arrays):
             return None

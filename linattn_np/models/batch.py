@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NoReturn
 
 import numpy as np
@@ -11,7 +12,9 @@ import numpy as np
 from ..errors import ContractError, ContractTypeError
 from .checks import whole
 from .face import Model, State
+from .prompts import read
 from .sampling import Sampler, Sampling, complaints, draw_each
+from .turns import Lock, one_at_a_time
 
 
 class Logits:
@@ -45,6 +48,8 @@ class Batch:
     """A pool of `slots` states and the sequences that use them.
 
     What a sequence gets does not depend on who is beside it, but for the rounding of matrix products of another size.
+    Several threads may call a batch, whose methods wait for each other. A copy has states of its own and shares the
+    model.
 
     Example
     -------
@@ -65,7 +70,7 @@ class Batch:
     def __init__(self, model: Model, slots: int):
         whole("Batch", "slots", slots, 1)
         self.model, self.pool = model, model.initial_state(slots)
-        self.slots = slots
+        self.slots, self.lock = slots, Lock()
         self.sequences: dict[int, Sequence] = {}
         self.untouched = set(range(slots))  # rows of the pool that are as the model made them
 
@@ -76,8 +81,14 @@ class Batch:
     def free(self) -> int:
         return self.slots - len(self.sequences)
 
+    def __copy__(self):
+        return deepcopy(self, {id(self.model): self.model})
+
+    @one_at_a_time
     def join(self, prompts, how: Sampling | list[Sampling], states: list[State | None] | None = None) -> list[int]:
-        """Reads `prompts` (host integers, of any lengths) in one packed pass; returns the slot of each sequence.
+        """Reads `prompts` (host integers, of any lengths); returns the slot of each sequence.
+
+        All but the last `prompts.PIECE` tokens of a prompt are read in such pieces; the rest of all in one packed pass.
 
         how : for all of them, or one each; a seed that is shared draws alike.
         states : for each prompt the state that it goes on from, one sequence each; None for the beginning.
@@ -101,31 +112,37 @@ class Batch:
             )
         if len(prompts) > self.free:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
-        tokens = self.model.checked(np.concatenate(prompts)[None])
+        self.model.checked(np.concatenate(prompts)[None])
         samplers = [one.sampler() for one in how]
-        states = [
+        given = [
             None if state is None else self.model.on_device(state, rows=1) for state in states or [None] * len(how)
         ]
+        rests, before = zip(*map(partial(read, self.model), prompts, given))
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
-        if used := [slot for slot, state in zip(slots, states) if state is None and slot not in self.untouched]:
-            self.pool.put(used, self.model.initial_state())
-        self.untouched.difference_update(slots)
-        for slot, state in zip(slots, states):
-            if state is not None:
-                self.pool.put(slot, state)
-        bounds = np.cumsum([0, *map(len, prompts)])
-        logits, _ = self.model.forward(tokens, self.pool, cu_seqlens=bounds, slots=slots, last=True)
+        with self.model.turn():
+            if used := [slot for slot, state in zip(slots, before) if state is None and slot not in self.untouched]:
+                self.pool.put(used, self.model.initial_state())
+            self.untouched.difference_update(slots)
+            for slot, state in zip(slots, before):
+                if state is not None:
+                    self.pool.put(slot, state)
+        bounds = np.cumsum([0, *map(len, rests)])
+        logits, _ = self.model.forward(
+            np.concatenate(rests)[None], self.pool, cu_seqlens=bounds, slots=slots, last=True
+        )
         source = Logits(self.model, logits)
         self.sequences |= {
             slot: Sequence(slot, sampler, source, row) for row, (slot, sampler) in enumerate(zip(slots, samplers))
         }
         return slots
 
+    @one_at_a_time
     def complaint(self, slot: int) -> str | None:
         """Why the next `step` cannot draw for the sequence in `slot`, as its logits are NaN or infinite; or None."""
         sequence = self.sequences[self.used(slot)]
         return sequence.sampler.complaint(sequence.logits)
 
+    @one_at_a_time
     def complaints(self) -> dict[int, str]:
         """{slot: its `complaint`} of the sequences that have one."""
         slots = list(self.sequences)
@@ -139,6 +156,7 @@ class Batch:
         rows = source.rows[: len(sequences)] if together and source else [sequence.logits for sequence in sequences]
         return [sequence.sampler for sequence in sequences], rows
 
+    @one_at_a_time
     def step(self) -> dict[int, int]:
         """The next token of every sequence, by slot. What follows them is computed while the caller goes on.
 
@@ -148,6 +166,7 @@ class Batch:
             refuse(f"the sequence in slot {slot} cannot go on: {complaint}")
         return self.advance()
 
+    @one_at_a_time
     def advance(self) -> dict[int, int]:
         """`step` where no sequence has a complaint."""
         if not self.sequences:
@@ -161,10 +180,13 @@ class Batch:
             sequence.source, sequence.row = source, row
         return drawn
 
+    @one_at_a_time
     def state(self, slot: int) -> State:
         """A copy of one sequence's state, as the model's `forward` takes it with one sequence."""
-        return self.pool.row(self.used(slot)).copy()
+        with self.model.turn():
+            return self.pool.row(self.used(slot)).copy()
 
+    @one_at_a_time
     def leave(self, slot: int):
         """Gives a sequence's slot back."""
         del self.sequences[self.used(slot)]

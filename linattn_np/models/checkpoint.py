@@ -1,7 +1,7 @@
 """Weights out of files, without torch: `.pth` in both of its forms, `.safetensors` in one file or in shards.
 
 A pickle is a program, so a `.pth` is run by a machine of our own: its values are tuples, dicts, lists,
-strings, ints and tensor records, its opcodes the few that a plain state dict needs, and none of them looks up
+strings, numbers and tensor records, its opcodes the few that a plain state dict needs, and none of them looks up
 an attribute, imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file.
 """
 
@@ -31,6 +31,10 @@ MAX_NAME = 1024
 # What a folder of Hugging Face holds, the first of them that is there.
 IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SHARDS = (".safetensors", ".bin")
+
+LFS = b"version https://git-lfs.github.com/spec/v1"  # how a file begins that stands for one elsewhere
+WRAPPERS = ("state_dict", "module", "model")  # where trainers put the weights among what else they save
+PROTOCOLS = range(2, 6)  # of pickle
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the first two of its five pickles
 
@@ -116,13 +120,17 @@ def read(path) -> dict[str, np.ndarray]:
         data = mapped(path, "a checkpoint")
         if path.suffix == ".json":
             return shards(data, path.parent)
-        if path.suffix == ".safetensors":
+        if path.suffix == ".safetensors" and data[: len(LFS)] != LFS:
             return safetensors(data, path)
         if data[:4] == b"PK\3\4":
             return zipped(data)
-        if data[:2] == b"\x80\2":
+        if data[8:9] == b"{":
+            return safetensors(data, path)
+        if data[:1] == b"\x80" and data[1] in PROTOCOLS:
             return five_pickles(data)
-        refuse(f"starts with {data[:8]!r}", "a .pth that torch wrote, or the ending .safetensors or .index.json")
+        if data[: len(LFS)] == LFS:
+            refuse("is a pointer of Git LFS, which stands for a file that was not fetched", "it: git lfs pull")
+        refuse(f"starts with {data[:8]!r}", "a .pth that torch wrote, a .safetensors, or the ending .index.json")
     except FileError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -131,6 +139,17 @@ def located(path) -> Path:
     """The file of a folder that has one of the names that Hugging Face gives checkpoints; else `path` itself."""
     path = Path(path)
     return next((path / name for name in IN_FOLDER if os.path.isfile(path / name)), path)
+
+
+def config(path) -> dict | None:
+    """The `config.json` beside a checkpoint, or in its folder; None where there is none."""
+    path = located(path).with_name("config.json")
+    if not path.is_file():
+        return None
+    try:
+        return json_object(mapped(path, "a JSON object")[:MAX_INDEX])
+    except FileError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def refuse(found, wanted) -> NoReturn:
@@ -219,10 +238,10 @@ def five_pickles(data):
         refuse(f"the pickle starts with {shown(magic)} and {shown(protocol)}", f"torch's {MAGIC:#x} and {PROTOCOL}")
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         refuse("the byte order is not little", "little")
-    tensors, keys = state_dict(unpickle(stream)), unpickle(stream)
+    storages: dict[str, Storage] = {}
+    tensors, keys = state_dict(unpickle(stream, storages)), unpickle(stream)
     if not isinstance(keys, list):
         refuse(f"the fifth pickle holds {shown(keys)}", "a list of the storages")
-    storages = {tensor.storage.key: tensor.storage for tensor in tensors.values()}
     places, here = {}, stream.tell()
     for key in keys:
         if not isinstance(key, str) or key not in storages or key in places:
@@ -258,19 +277,24 @@ def rebuild_parameter(tensor, requires_grad, hooks):
     return tensor
 
 
+def size(axes):
+    return axes
+
+
 GLOBALS = {
     "collections OrderedDict": ordered_dict,
     "torch._utils _rebuild_tensor_v2": rebuild_tensor,
     "torch._utils _rebuild_parameter": rebuild_parameter,
+    "torch Size": size,
     **{f"torch {name}Storage": np.dtype(dtype) for name, dtype in STORAGES.items()},
 }
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
-def unpickle(stream):
-    """The value of the pickle at `stream`, which is left behind it."""
+def unpickle(stream, storages=None):
+    """The value of the pickle at `stream`, which is left behind it; its storages by key are added to `storages`."""
     try:
-        return run(pickletools.genops(stream))
+        return run(pickletools.genops(stream), {} if storages is None else storages)
     except CheckpointError:
         raise
     except (ValueError, IndexError, KeyError) as error:  # no whole pickle, an empty stack, an unset memo
@@ -280,14 +304,15 @@ def unpickle(stream):
 def state_dict(value) -> dict[str, Tensor]:
     if not isinstance(value, dict):
         refuse(f"the pickle holds {shown(value)}", "a state dict")
+    value = next((value[name] for name in WRAPPERS if isinstance(value.get(name), dict) and value[name]), value)
     for name, tensor in value.items():
-        if not isinstance(tensor, Tensor):
+        if type(name) is not str or not isinstance(tensor, Tensor):
             refuse(f"{shown(name)} is {shown(tensor)}", "tensors alone, a plain state dict")
     return value
 
 
-def run(program):
-    frames, memo, storages = [[]], {}, {}  # a mark opens a frame; what is left of it is the mark's items
+def run(program, storages):
+    frames, memo = [[]], {}  # a mark opens a frame; what is left of it is the mark's items
     for step, (opcode, argument, _) in enumerate(program):
         if step == MAX_OPCODES:
             refuse(f"the pickle has more than {MAX_OPCODES} opcodes", "a state dict")
@@ -297,7 +322,9 @@ def run(program):
                 top.append(memo[argument])
             case "BINPUT" | "LONG_BINPUT":
                 memo[argument] = top[-1]
-            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+            case "MEMOIZE":
+                memo[len(memo)] = top[-1]
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
                 top.append(argument)
             case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
                 top.append(CONSTANTS[opcode.name])
@@ -322,9 +349,9 @@ def run(program):
             case "APPENDS":
                 extend(frames[-2][-1], frames.pop())
             case "GLOBAL":
-                if argument not in GLOBALS:
-                    refuse(f"the pickle asks for {shown(argument)}", "only " + ", ".join(GLOBALS))
-                top.append(GLOBALS[argument])
+                top.append(global_of(argument))
+            case "STACK_GLOBAL":
+                top.append(global_of(" ".join(map(text, taken(top, 2)))))
             case "BINPERSID":
                 top.append(storage_of(top.pop(), storages))
             case "REDUCE":
@@ -332,12 +359,26 @@ def run(program):
             case "BUILD":  # the versions of modules, which torch hangs on a state dict
                 if [type(item) for item in (*taken(top, 1), top[-1])] != [dict, dict]:
                     refuse("the pickle sets attributes", "at most those of a state dict")
-            case "PROTO" if argument == 2:
+            case "PROTO" if argument in PROTOCOLS:
+                pass
+            case "FRAME":  # how much to read at a time
                 pass
             case "STOP":
                 return top.pop()
             case name:
-                refuse(f"the pickle has the opcode {name} {shown(argument)}", "those of a state dict, protocol 2")
+                refuse(f"the pickle has the opcode {name} {shown(argument)}", "those of a state dict, protocols 2 to 5")
+
+
+def global_of(name):
+    if name not in GLOBALS:
+        refuse(f"the pickle asks for {shown(name)}", "only " + ", ".join(GLOBALS))
+    return GLOBALS[name]
+
+
+def text(value):
+    if type(value) is not str:
+        refuse(f"the pickle asks for {shown(value)}", "a module and a name")
+    return value
 
 
 def taken(stack, count):
@@ -352,8 +393,8 @@ def fill(target, items):
     if type(target) is not dict or len(items) % 2:
         refuse(f"the pickle sets {len(items)} keys and values of {shown(target)}", "pairs, of a dict")
     for name, value in zip(items[::2], items[1::2]):
-        if type(name) is not str or len(name) > MAX_NAME:
-            refuse(f"a key is {shown(name)}", f"a string of up to {MAX_NAME} characters")
+        if type(name) is not int and (type(name) is not str or len(name) > MAX_NAME):
+            refuse(f"a key is {shown(name)}", f"a whole number or a string of up to {MAX_NAME} characters")
         if name in target:
             refuse(f"the key {shown(name)} is there twice", "keys that differ")
         target[name] = value

@@ -83,6 +83,17 @@ def cuda_driver():
         return None
 
 
+class NotCopied:
+    """What keeps addresses of a device's memory in the arguments of kernels and in graphs: a copy would have the same
+    ones. `copy`, `deepcopy` and `pickle` are refused with NotSupported."""
+
+    def __reduce_ex__(self, protocol):
+        raise NotSupported(
+            f"{type(self).__name__}: what is on the GPU cannot be copied or pickled. Threads can share it; another "
+            "copy, or another process, loads it from its file again"
+        )
+
+
 def on_host(array):
     """`array` as NumPy's, copied there from a device if it is not on the host."""
     return array.get() if hasattr(array, "get") else np.asarray(array)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self, TypeVar
 
 
@@ -38,6 +39,9 @@ class Model(Protocol[S]):
 
     def on_device(self, state: S, rows: int | None = None) -> S:
         """`state` where the model computes, or ContractError where it is not one of this model's."""
+
+    def turn(self) -> AbstractContextManager:
+        """What several calls that touch a state are put into, where other threads and streams use the model."""
 
     def to_host(self, array) -> Any:
         """Logits as NumPy's."""

@@ -44,7 +44,11 @@ class Matrix:
         self.format, self.shape, self.bits = format, tuple(shape), bits
         self.scales = NONE if scales is None else scales
         self.code, self.nbytes = loops().CODES[format], self.bits.nbytes + self.scales.nbytes
-        self.where = self.bits.ctypes.data, self.scales.ctypes.data
+
+    @property
+    def where(self) -> tuple[int, int]:
+        """The addresses of its numbers and of their scales, which are others in a copy."""
+        return self.bits.ctypes.data, self.scales.ctypes.data
 
     def __repr__(self):
         return f"Matrix({list(self.shape)}, {self.format}, {self.nbytes:,} bytes)"

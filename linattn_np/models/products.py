@@ -22,13 +22,10 @@ class CudaProducts:
     """cuBLAS's on the current device, of arrays in `dtype`, with sums in float32."""
 
     def __init__(self, dtype):
-        import cupy
-
-        from ..backends.cupy import blas
         from ..backends.cupy.device import CupyDevice
 
         self.dtype, self.device = np.dtype(dtype), CupyDevice()
-        self.product = blas.handle(cupy.cuda.runtime.getDevice()).product
+        self.product = self.device.library.product
 
     def matmul(self, a, b, out=None):
         """a b, for a [..., M, K] and b [..., K, N] that have rows or columns of neighbours; as may `out`.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 
 import numpy as np
 
+from .devices import NotCopied
 from .dropout import Dropout, dropout, keep
 from .feed import Feed
 from .products import CudaProducts, HostProducts
@@ -18,6 +20,7 @@ from .products import CudaProducts, HostProducts
 CLIP = 1.0  # the gradient's greatest norm
 BETAS, EPS = (0.9, 0.99), 1e-8
 STEPS_BEFORE_GRAPH = 2  # the first compiles kernels and plans calls, the second finds all memory that a step takes
+CAPTURING = Lock()  # of several trainings in threads, who may add to what graphs keep
 BLOCKS = 4  # of a multiprocessor, in the kernels that go over all parameters
 
 
@@ -34,8 +37,14 @@ class HostSteps:
         self.rate, self.seed, self.dtype = rate, seed, self.products.dtype
         self.weights, self.first, self.second = np.zeros((3, layout.size), np.float32)
         self.sums = np.zeros(layout.size + 1, np.float32)  # what the ranks put together: the gradient, then the loss
-        self.gradient = self.sums[:-1]
-        self.to = layout.tree(self.gradient)
+
+    @property
+    def gradient(self):
+        return self.sums[:-1]  # not kept: in a copy it would be no part of the sums
+
+    def on_host(self, name):
+        """One of the three vectors."""
+        return getattr(self, name)
 
     def load(self, **vectors):
         for name, vector in vectors.items():
@@ -77,7 +86,7 @@ def gradient_and_loss(steps, weights, tokens, drop):
     how = {} if ranks.cut is None else {"cut": ranks.cut}
     value, pull = steps.loss(weights, tokens, steps.products, drop, **how)
     sums[-1] = value
-    pull(steps.to, lambda layer: ranks.begin(sums[slice(*layout.parts[layer])]))
+    pull(layout.tree(steps.gradient), lambda layer: ranks.begin(sums[slice(*layout.parts[layer])]))
     ranks.begin(sums[layout.matrices :])
     ranks.finish()
 
@@ -95,7 +104,7 @@ def corrections(number):
     return [1 - beta ** (number + 1) for beta in BETAS]
 
 
-class CudaSteps:
+class CudaSteps(NotCopied):
     """On the current CUDA device: a CUDA graph, messages included, as soon as `STEPS_BEFORE_GRAPH` steps were made.
 
     ranks : as in `HostSteps`
@@ -113,7 +122,6 @@ class CudaSteps:
         self.weights, self.first, self.second = cupy.zeros((3, layout.size), np.float32)
         self.sums = cupy.zeros(layout.size + 1, np.float32)  # as in `HostSteps`
         self.gradient = self.sums[:-1]
-        self.to = layout.tree(self.gradient)
         self.rounded = None if self.dtype == np.float32 else cupy.zeros(layout.matrices, self.dtype)
         self.feed = Feed(batch, length)
         self.drop = Dropout(self.feed.seeds, rate) if rate else None
@@ -122,15 +130,21 @@ class CudaSteps:
         self.graph, self.scratch, self.steps = None, [], 0
 
     def load(self, **vectors):
-        for name, vector in vectors.items():
-            getattr(self, name)[...] = self.cupy.asarray(vector)
-        if self.rounded is not None:
-            self.rounded[...] = self.weights[: self.layout.matrices]
+        with self.queue():
+            for name, vector in vectors.items():
+                getattr(self, name)[...] = self.cupy.asarray(vector)
+            if self.rounded is not None:
+                self.rounded[...] = self.weights[: self.layout.matrices]
+
+    def on_host(self, name):
+        """One of the three vectors."""
+        with self.queue():
+            return getattr(self, name).get()
 
     def __call__(self, tokens, number, rate, kept):
         """As `HostSteps` has it; the host is a few steps ahead of the device at most."""
-        self.feed(tokens, [self.seed, number], [rate, kept, *corrections(number)])
         with self.queue():
+            self.feed(tokens, [self.seed, number], [rate, kept, *corrections(number)])
             if self.graph is None and self.steps >= STEPS_BEFORE_GRAPH:
                 self.capture()
             if self.graph is None:
@@ -138,11 +152,12 @@ class CudaSteps:
             else:
                 self.graph.launch()
                 self.ranks.launched()
-        self.steps += 1
-        return self.sums[-1].copy()
+            self.steps += 1
+            return self.sums[-1].copy()
 
     def value(self, tokens):
-        return self.loss(self.tree(), self.cupy.asarray(tokens), self.products, None)[0]
+        with self.queue():
+            return self.loss(self.tree(), self.cupy.asarray(tokens), self.products, None)[0]
 
     @contextmanager
     def queue(self):
@@ -160,14 +175,15 @@ class CudaSteps:
         """Makes the graph of a step, and runs nothing."""
         from ..backends.cupy.execute import in_graphs
 
-        others = len(in_graphs)
-        self.stream.begin_capture()
-        try:
-            self.run()
-        finally:
-            graph = self.stream.end_capture()
-        self.graph, self.scratch = graph, in_graphs[others:]  # theirs ends with this object
-        del in_graphs[others:]
+        with CAPTURING:
+            others = len(in_graphs)
+            self.stream.begin_capture()
+            try:
+                self.run()
+            finally:
+                graph = self.stream.end_capture()
+            self.graph, self.scratch = graph, in_graphs[others:]  # theirs ends with this object
+            del in_graphs[others:]
 
     def run(self):
         with self.cupy.cuda.using_allocator(self.pool.malloc):

@@ -14,7 +14,6 @@ from .sampling import Sampling
 from .tokenizers import Tokenizer
 
 LONGEST = (1 << 31) - 1  # tokens of a text
-PIECE = 512  # tokens of a prompt that are read at a time: what is in flight stays small, and progress shows
 
 
 class Text:
@@ -154,8 +153,8 @@ def complete(
                 text = Text(tokenizer)
                 yield number, text.close("error", str(error)), text
         if joining:
-            numbers, texts, hows, rests, states = zip(*joining)
-            slots_taken = batch.join(list(rests), list(hows), list(states))
+            numbers, texts, hows, prompts, states = zip(*joining)
+            slots_taken = batch.join(list(prompts), list(hows), list(states))
             running |= {slot: (number, text) for slot, number, text in zip(slots_taken, numbers, texts)}
         if not asked and not running:
             return
@@ -174,31 +173,10 @@ def complete(
 
 
 def begun(model, tokenizer, request):
-    """The request's `Text` and `Sampling`, the rest of its prompt and the state before that; all of it is checked."""
+    """The request's `Text`, `Sampling`, prompt and state before that, once all of it is checked."""
     text = Text(tokenizer, request.length, request.stop)
     if not isinstance(request.how, Sampling):
         raise ContractTypeError(f"Request: how is a {type(request.how).__name__}, expected a Sampling")
-    return text, request.how, *read(model, request.prompt, request.state)
-
-
-def read(
-    model: Model,
-    prompt: Sequence[int],
-    state: State | None = None,
-    progress: Callable[[int], object] = lambda done: None,
-) -> tuple[Sequence[int], State | None]:
-    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before.
-
-    None for the state where nothing has been read.
-    """
-    model.checked([list(prompt)])
-    if state is not None:
-        state = model.on_device(state, rows=1).copy()
-    elif len(prompt) > PIECE:
-        state = model.initial_state()
-    start = 0
-    while len(prompt) - start > PIECE:
-        model.forward([prompt[start : start + PIECE]], state, last=True)
-        start += PIECE
-        progress(start)
-    return prompt[start:], state
+    model.checked([list(request.prompt)])
+    state = request.state if request.state is None else model.on_device(request.state, rows=1)
+    return text, request.how, request.prompt, state

@@ -19,12 +19,13 @@ import numpy as np
 from ..errors import ContractError
 from . import checkpoint
 from .checks import real, whole
-from .devices import check_device, on_host
+from .devices import check_device
 from .face import Trainable
 from .files import FileError, json_object, write_arrays
 from .ranks import OneProcess
 from .rwkv6 import RWKV6
 from .steps import CudaSteps, HostSteps
+from .turns import Lock, one_at_a_time
 
 HELD_OUT = 0.05  # of the text, its end
 MAX_BYTES = 1 << 24  # of a step, far more than any machine has the memory for
@@ -79,7 +80,7 @@ class Settings:
 
 
 class Training:
-    """A model, its optimiser and its text.
+    """A model, its optimiser and its text. Several threads may call it: its methods wait for each other.
 
     Parameters
     ----------
@@ -146,7 +147,7 @@ class Training:
             self.steps = CudaSteps(*what, rows, context + 1, dtype)
         else:
             self.steps = HostSteps(*what)
-        self.step_number, self.seconds, self.latest = 0, 0.0, None
+        self.step_number, self.seconds, self.latest, self.lock = 0, 0.0, None, Lock()
         self.steps.load(weights=self.layout.initial(settings.seed))
 
     def __repr__(self):
@@ -170,6 +171,7 @@ class Training:
         """Read so far."""
         return self.step_number * self.settings.batch * self.settings.context
 
+    @one_at_a_time
     @np.errstate(all="ignore")  # a loss that is not finite is what tells
     def step(self):
         """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the loss before it, on the device."""
@@ -190,6 +192,7 @@ class Training:
         self.latest = now
         self.seconds = self.ranks.clock(self.step_number, self.seconds)
 
+    @one_at_a_time
     @np.errstate(all="ignore")
     def held_out_loss(self) -> float:
         """Nats a byte of the held-out end, read in rows of `context` bytes, each from an empty state."""
@@ -200,11 +203,12 @@ class Training:
         return nats / count
 
     # -- files -------------------------------------------------------------------------------------------------------
+    @one_at_a_time
     def save(self, path):
         """All that `restore` needs, in one file, which is there whole or not at all; ContractError, and the file stays
         as it was, where a number is not finite."""
         about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
-        vectors = {name: on_host(getattr(self.steps, name)) for name in VECTORS}
+        vectors = {name: self.steps.on_host(name) for name in VECTORS}
         self.check_finite(vectors)
         write_arrays(
             path,
@@ -217,9 +221,10 @@ class Training:
             },
         )
 
+    @one_at_a_time
     def save_model(self, path):
         """The weights under the model's names for files, matrices in the dtype of products; ContractError as `save`."""
-        named = self.layout.named(on_host(self.steps.weights))
+        named = self.layout.named(self.steps.on_host("weights"))
         arrays = {
             name: array.astype(self.steps.dtype) if array.squeeze().ndim > 1 else array for name, array in named.items()
         }

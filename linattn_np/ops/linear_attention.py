@@ -71,6 +71,9 @@ def linear_attention(
         Divide by phi(q_t)^T z_t. The state is then the pair ``(S [N, H, K, V], z [N, H, K])``, in `initial_state` and
         in the result, so that a sequence can be resumed. z belongs to the heads of k, also where v has more.
 
+    With ``"exp"`` and `normalize`, host arrays may hold any finite q and k: exp is taken less the channel's largest key
+    so far. The state is of exp(k) itself, and overflows float32 for keys from 88 on. On a GPU o does too.
+
     Everything else, the result and the errors are those of `gla`.
 
     Example

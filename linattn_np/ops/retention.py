@@ -65,10 +65,12 @@ def retention(
     Parameters
     ----------
     gamma : float or host array [H], optional
-        Decays between 0 and 1 (not their logs); ``1 - 2 ** (-5 - h)`` for head h by default, eq. 8 there.
+        Decays between 0 and 1 (not their logs); ``1 - 2 ** (-5 - h)`` for head h by default, eq. 8 there. Their logs
+        are taken in float64, since float32 has no number between ``1 - 2 ** -24`` and 1.
 
     Everything else, the result and the errors are those of `gla`. There is no `mask`, since padding would decay the
-    state as well: where there is padding, `simple_gla` with the gate ``log(gamma)`` takes it.
+    state as well: where there is padding, `simple_gla` with the gate ``log(gamma)`` takes it, by default
+    ``log1p(-2.0 ** (-5 - h))``.
 
     Example
     -------

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import strategies as st
 from reference import same_bits
 
-from attack.files import austen
+from attack.files import AUSTEN, austen
 from attack.harness import Fault, Refused, holds_for, require
 from linattn_np import ContractError
-from linattn_np.models import Batch, Sampling, State
+from linattn_np.models import RWKV6, Batch, Sampling, State
 
 ON_HOST = ("numpy",)
 
@@ -206,3 +211,91 @@ def joining(case, machine):
     except TypeError as error:
         raise Fault(f"joining: TypeError, {error!s:.60}", repr(case.prompts)) from error
     require(batch.free == free, "joining: a slot is lost")
+
+
+# -- copies and threads ------------------------------------------------------------------------------------------------
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "deepcopy of a copy": lambda model: copy.deepcopy(copy.copy(model)),
+    "twice pickled": lambda model: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(model)))),
+}
+WORDS = st.lists(st.integers(0, 255), min_size=1, max_size=40).map(tuple)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A model, how it is copied, whether the first one lives on, and what the copy reads."""
+
+    dtype: str = "float32"
+    how: str = "deepcopy"
+    lives: bool = False
+    used: bool = True  # before it is copied
+    words: tuple = (97,)
+
+
+COPIED = st.builds(Copied, st.sampled_from(DTYPES), st.sampled_from(list(COPIES)), st.booleans(), st.booleans(), WORDS)
+
+
+@holds_for(lambda machine: COPIED, machines=ON_HOST, round=15)
+def copies_of_a_model(case, machine):
+    """A copy gives the bits of its model when that one's memory holds something else, or is refused."""
+    wanted = read(of_dtype(case.dtype), case.words)
+    model = RWKV6.from_file(AUSTEN, dtype=case.dtype)
+    if case.used:
+        read(model, case.words)
+    try:
+        twin = COPIES[case.how](model)
+    except (ContractError, TypeError) as error:
+        raise Refused from error
+    if not case.lives:
+        del model
+        gc.collect()
+    junk = [np.full(1 << 16, 7.5, np.float32) for _ in range(40)]
+    law = f"copies: {case.how} of {case.dtype} reads other numbers"
+    require(same_bits(read(twin, case.words), wanted), law, f"beside {len(junk)} arrays")
+
+
+@functools.cache
+def of_dtype(dtype):
+    return RWKV6.from_file(AUSTEN, dtype=dtype)
+
+
+def read(model, words, steps=3):
+    """The logits behind a prompt, and behind the likeliest tokens that follow."""
+    logits, state = model.forward([list(words)], last=True)
+    found = [np.asarray(logits, np.float32).reshape(-1)]
+    for _ in range(steps):
+        logits, state = model.forward([[int(found[-1].argmax())]], state, last=True)
+        found.append(np.asarray(logits, np.float32).reshape(-1))
+    return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Threads that read with one model, each its own words."""
+
+    dtype: str = "float32"
+    words: tuple = ((97,), (98,))
+
+
+READERS = st.builds(Readers, st.sampled_from(DTYPES), st.lists(WORDS, min_size=2, max_size=6).map(tuple))
+
+
+@holds_for(lambda machine: READERS, machines=ON_HOST, round=15)
+def threads_on_a_model(case, machine):
+    """Each thread gets what it gets alone; in a batch, too, beside the others."""
+    model = of_dtype(case.dtype)
+    alone = [read(model, words, 8) for words in case.words]
+    start = threading.Barrier(len(case.words))
+
+    def work(words):
+        start.wait()
+        return [read(model, words, 8) for _ in range(3)]
+
+    with ThreadPoolExecutor(len(case.words)) as pool:
+        for found, wanted in zip(pool.map(work, case.words), alone):
+            same = all(same_bits(x, wanted) for x in found)
+            require(same, f"threads: {case.dtype} reads other numbers than alone", f"{len(case.words)} threads")

@@ -6,7 +6,8 @@ from numpy import inf, nan  # noqa: F401
 from attack.calls import Call  # noqa: F401
 from attack.endings import Ending  # noqa: F401
 from attack.files import Batch, Damaged, Edit, Npz, Vocabulary  # noqa: F401
-from attack.models import Drawing, Entering, Joining  # noqa: F401
+from attack.frameworks import Lazy, Written  # noqa: F401
+from attack.models import Copied, Drawing, Entering, Joining, Readers  # noqa: F401
 from attack.operators import Split  # noqa: F401
 from attack.process import Interrupted, Kept, LargeChunk, Saving, Together  # noqa: F401
 from attack.refusals import Bad, Shared  # noqa: F401

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from conftest import Kernels
 from hypothesis import strategies as st
-from reference import literal, same_bits, stated
+from reference import literal, literal_attention, same_bits, stated
 
 from attack.calls import (
     DTYPES,
@@ -145,7 +145,7 @@ def spelled(call):
             arrays[name] = np.repeat(arrays[name], call.groups, axis=axes.split().index("H"))
     if states and len(states) > 1 and call.groups > 1:
         states[1] = np.repeat(states[1], call.groups, axis=1)
-    options = {"scale": call.scale, "feature_map": call.feature_map, "normalize": call.normalize, "causal": call.causal}
+    options = {"scale": call.scale, "feature_map": call.feature_map, "normalize": call.normalize}
     if call.op == "retention":
         gamma = 1 - 2.0 ** (-5 - np.arange(call.H)) if call.gamma is None else np.full(call.H, call.gamma)
         options["gamma"] = np.repeat(gamma, call.groups)
@@ -162,6 +162,10 @@ def spelled(call):
                 x[b : b + 1, :, at] if "T" in axes.split() else x
                 for x, axes in zip(arrays.values(), call.declared.arrays.values())
             ]
+            if call.op == "softmax_attention":
+                o[b, :, at] = literal_attention(*row, causal=call.causal, scale=call.scale)[0][0].swapaxes(0, 1)
+                start += length
+                continue
             own = None if states is None else tuple(x[b + n : b + n + 1] for x in states)
             own = own if own is None or call.normalize else own[0]
             part, end = literal(call.declared, row, initial_state=own, **options)

@@ -103,6 +103,15 @@ class EmulatedDevice:
     def __init__(self, capability=80):
         self.capability = capability
 
+    def record(self, event=None):
+        return event
+
+    def wait(self, event):
+        pass
+
+    def finish(self, event):
+        pass
+
     def empty(self, shape, dtype):
         x = np.empty(shape, dtype)
         x.reshape(-1).view(np.uint8)[...] = 0xFF

@@ -1,8 +1,10 @@
 """cuBLAS for products with a float32 result, also while a graph is captured: CuPy refuses to call it then."""
 
 import ctypes
-from functools import cache, partial
+from collections import defaultdict
+from functools import partial
 from threading import Lock
+from weakref import finalize
 
 import numpy as np
 
@@ -13,10 +15,12 @@ DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}  # of cu
 COMPUTE_32F = 68  # of cublasComputeType_t
 DEFAULT_ALGORITHM = -1  # of cublasGemmAlgo_t
 WORKSPACE = 32 << 20  # bytes, as cuBLAS takes on sm_90; our own, so that a graph allocates none
+UNUSED: defaultdict[int, list] = defaultdict(list)  # cuBLAS's handles by device, whose owners are gone
 
 
 class Cublas:
-    """A handle on the current CUDA device, for the current stream of each call."""
+    """A handle on the current CUDA device, for the current stream of each call. Products share a workspace, so that
+    those on different streams must not run at the same time."""
 
     def __init__(self):
         import cupy
@@ -25,8 +29,13 @@ class Cublas:
         self.stream, self.follows, self.lock = cupy.cuda.get_current_stream, None, Lock()
         self.cublas = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
         self.workspace = cupy.empty(WORKSPACE, np.uint8)
-        self.handle = ctypes.c_void_p()
-        self.call("cublasCreate_v2", ctypes.byref(self.handle))
+        unused = UNUSED[cupy.cuda.runtime.getDevice()]
+        try:
+            self.handle = unused.pop()
+        except IndexError:
+            self.handle = ctypes.c_void_p()
+            self.call("cublasCreate_v2", ctypes.byref(self.handle))
+        finalize(self, unused.append, self.handle)  # to destroy it would wait for the device
 
     def product(self, a, b, y, add: bool = False):
         """y = a b, or y += a b; a [C, M, K], b [C, K, N] of one dtype, each by rows or a transposed view of such."""
@@ -87,9 +96,3 @@ def reading(x):
     matrices, rows, columns = (step // x.itemsize for step in x.strides)
     how, leading = (NORMAL, rows) if columns == 1 else (TRANSPOSED, columns)
     return how, leading, ctypes.c_longlong(matrices)
-
-
-@cache
-def handle(device: int) -> Cublas:
-    """The handle of CUDA device `device`, which must be the current one."""
-    return Cublas()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from threading import Lock, get_ident
 
 import numpy as np
@@ -53,6 +53,24 @@ class CupyDevice:
         import cupy
 
         return cupy.cuda.get_current_stream().ptr, get_ident()
+
+    def record(self, event=None):
+        """`event`, or a new one, behind all that has been enqueued on the current stream."""
+        import cupy
+
+        event = event or cupy.cuda.Event(disable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, event):
+        """Has the current stream wait for what is before `event`."""
+        import cupy
+
+        cupy.cuda.get_current_stream().wait_event(event)
+
+    def finish(self, event):
+        """Waits for `event`."""
+        event.synchronize()
 
     @property
     def capturing(self) -> bool:
@@ -152,9 +170,14 @@ class CupyDevice:
 
     def product(self, w, x, y, add: bool):
         """A function that enqueues y = x w^T, or adds it to y, as `plan.Product` describes it."""
-        from .blas import handle
+        return self.library.prepared(x, w.swapaxes(1, 2), y, add)
 
-        return handle(current()).prepared(x, w.swapaxes(1, 2), y, add)
+    @cached_property
+    def library(self):
+        """cuBLAS with a workspace of this object's own: products of two on different streams run at the same time."""
+        from .blas import Cublas
+
+        return Cublas()
 
 
 def current() -> int:

@@ -1,9 +1,9 @@
 """Gradients of the gated family.
 
 On every card: one kernel keeps the state at every chunk's start and its gradient at every chunk's end, and then all
-chunks are computed at once, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel forwards in time for
-dq and du, one backwards for all else; where there are more channels or columns than a block has, a tile of the state
-after the other.
+chunks are computed at the same time, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel forwards in
+time for dq and du, one backwards for all else; if there are more channels or columns than a block has, a tile of the
+state after the other.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...problem import Problem
-from . import pieces, tuning
+from . import pieces, segments
 from .elementwise import sum_of_parts
+from .gated_forward import HopperForward
 from .instances import (
     IN_TURN,
-    ONE_EACH,
     TILES,
     GatedBackwardChannels,
     GatedBackwardKeysSm90,
@@ -28,50 +28,46 @@ from .instances import (
     read_order,
 )
 from .message import MessageDraft
-from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes, mappable_once_copied
-from .small_heads import GatedSmallBackward, GatedSmallStates, are_small
+from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes
+from .segments import COPIED, HOPPER, SMALL, TILED
+from .small_heads import GatedSmallBackward, GatedSmallStates
 from .state_tiles import Reused, StateTile, tiles_of
 
 
-def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gate=True, starts=None):
-    """(gradients in the order of the arrays, that of the initial state or None).
+def plan_cut(problem, cut, do, dht, saved=(), kept=()):
+    """(gradients in the order of the arrays, that of the initial state or None), computed as a `BackwardCut` says.
 
-    `saved`: the states at its segments' starts, where the forward pass cuts as this one does. `kept`: what
-    `plan_summary_vjp` of the same `do` has left. `exact`: the kernels for every card multiply half-precision data, too,
-    in float32, for a gate that many channels share. `exact_gate`: whether its gradient, a sum of theirs, is wanted,
-    which each tile would round. `starts`: a function of a draft and the inputs that gives what would be saved, or None.
+    `saved`: the states at the segments' starts, where the forward pass cuts as this one does. `kept`: what
+    `plan_summary_vjp` of the same `do` has left.
     """
-    P, bonus = segments(problem, device), problem.arrays.get("u")
-    of_tiles = 0 if P or exact and exact_gate else segments_of_tiles(problem, device, pieces.rows(problem))
-    if not (P or of_tiles) and pieces.backward_gains(problem, do):
-        return plan_wider_vjp(problem, device, do, dht, exact=exact, exact_gate=exact_gate)
-    draft = Draft()
-    inputs = draft.mapped_inputs(problem) if P or of_tiles else draft.inputs(problem)
+    if cut.way == COPIED:
+        return plan_wider_vjp(problem, cut, do, dht)
+    draft, bonus = Draft(), problem.arrays.get("u")
+    inputs = draft.mapped_inputs(problem) if cut.way in (HOPPER, TILED) else draft.inputs(problem)
     do, gradients = as_inputs(draft, problem, do), tuple(draft.like(x) for x in inputs)
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
-    whole = Backward(problem, inputs, do, gradients, dht, dh0)
-    if of_tiles:
-        tiles, partial_du = tile_after_tile(draft, whole, device, of_tiles)
-    elif P:
-        if P > 1 and starts and not saved and not kept:
-            saved = (starts(draft, inputs),)
-        known = saved[0] if saved else None
-        short = 0 if kept or known is not None else short_segment(problem, device, P)
-        tiles, partial_du = on_hopper(draft, whole, device, P, short, kept, known)
-    elif are_small(problem, device):
-        tiles, partial_du = on_small_heads(draft, whole, device)
+    whole = GatedBackwardPass(problem, inputs, do, gradients, dht, dh0)
+    if cut.way == HOPPER:
+        starts = saved[0] if saved else None
+        if cut.forward is not None:
+            starts = HopperForward(draft, problem, cut.forward, inputs, inputs[2]).starts_of_the_backward()
+        tiles, partial_du = on_hopper(draft, whole, cut, kept, starts)
     else:
-        products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
-        tiles, partial_du = on_every_card(draft, whole, device, products)
+        way = {TILED: tile_after_tile, SMALL: on_small_heads}.get(cut.way, on_every_card)
+        tiles, partial_du = way(draft, whole, cut)
     if bonus is not None:
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
         sum_of_parts(draft, partial_du, gradients[-1])
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
 
 
-def plan_wider_vjp(problem, device, do, dht, **how):
+def plan_wider_vjp(problem, cut, do, dht):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
-    draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, **how), do, dht)
+
+    def plan_wide(wide, do, dht):
+        return plan_cut(wide, segments.backward_cut(wide, cut.device, do, cut.exact, cut.rounded), do, dht)
+
+    draft, plan = pieces.widened(problem, plan_wide, do, dht)
     found, dh0 = draft.include(plan)
     arrays = problem.arrays.values()
     gradients = tuple(pieces.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
@@ -84,30 +80,30 @@ def plan_summary_vjp(problem, device, do, saved=()):
     """A plan of ((the initial state's gradient for a dht of zero,), the decay [N, H, K] of any other) alone, side by
     side in memory; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that.
 
-    `saved` is as `plan_vjp` has it, which then needs none of the states that the pass would find forwards in time.
+    `saved` is as `plan_cut` has it, which then needs none of the states that the pass would find forwards in time.
     """
-    P = segments(problem, device)
-    if not P:
+    cut = segments.hoppers_backward_cut(problem, device)
+    if not cut.segments:
         return None
     draft = Draft()
     q, k, v, g = draft.mapped_inputs(problem)
     do = draft.mapped(as_inputs(draft, problem, do), "do")
     N, H, K, V = problem.shape("N H K V")
     summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, g.dtype, K, V)
-    launches = OnHopper(draft, problem, P, summary.CHUNK, framed=True)
-    known = bool(saved) or P == 1
+    launches = HopperBackward(draft, problem, cut.segments, summary.CHUNK, framed=True)
+    known = bool(saved) or cut.segments == 1
     first = {"first": int(known), "ends": 0}
     return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, K, **first)
 
 
 @dataclass(frozen=True)
-class Backward:
+class GatedBackwardPass:
     """What a backward pass reads and writes: of all of a problem, or of a tile of the state."""
 
     problem: Problem
     inputs: tuple[Array, ...]  # q, k, v, g
     do: Array
-    gradients: tuple[Array, ...]  # of the inputs
+    gradients: tuple[Array | None, ...]  # of the inputs
     dht: Array | None  # the gradient of the final state, if there is one
     dh0: Array | None  # that of the initial state, if it is wanted
     adds: bool = False  # whether dq, dk and dg add to what these hold, those of other columns
@@ -119,18 +115,16 @@ class Backward:
         return dict(zip("qkvg", self.inputs, strict=True)) | {"do_": self.do}
 
     @property
-    def written(self) -> dict[str, Array]:
+    def written(self) -> dict[str, Array | None]:
         return dict(zip(("dq", "dk", "dv", "dg"), self.gradients, strict=True))
 
-    def of_tile(self, tile: StateTile, draft, u=None) -> Backward:
+    def of_tile(self, tile: StateTile, draft, u=None) -> GatedBackwardPass:
         """That of a tile, whose bonus is `u`; its states lie by themselves, in memory of a draft."""
         problem = tile.problem(self.problem, **({} if u is None else {"u": u}))
-        inputs, gradients = (
-            tuple(tile.part(x, axis) for x, axis in zip(arrays, "KKVK", strict=True))
-            for arrays in (self.inputs, self.gradients)
-        )
+        inputs = tuple(tile.part(x, axis) for x, axis in zip(self.inputs, "KKVK", strict=True))
+        gradients = tuple(tile.part(x, axis) for x, axis in zip(self.gradients, "KKVK", strict=True))
         dht, dh0 = draft.plain(tile.state(self.dht), "dht"), gradient_of_state(draft, problem)
-        return Backward(problem, inputs, tile.part(self.do, "V"), gradients, dht, dh0, tile.adds, tile.adds_dv)
+        return GatedBackwardPass(problem, inputs, tile.part(self.do, "V"), gradients, dht, dh0, tile.adds, tile.adds_dv)
 
 
 def as_inputs(draft, problem, do):
@@ -152,21 +146,21 @@ def stored(draft, problem, dh0):
 
 
 # -- for every card ----------------------------------------------------------------------------------------------------
-def on_every_card(draft, backward, device, products):
+def on_every_card(draft, backward, cut):
     """The kernels for every card; the sizes of what runs, and the parts of du."""
-    problem, inputs, read = backward.problem, backward.inputs, backward.read
+    problem, inputs, read, device = backward.problem, backward.inputs, backward.read, cut.device
     dq, dk, dv, dg = backward.gradients
     B, N, H, K, V = problem.shape("B N H K V")
-    instance = read_order(problem.op), problem.dtype, read["g"].dtype, products
-    channels, widths = GatedBackwardChannels(*instance), GatedBackwardStates.widths(problem.dtype, products, V)
+    instance = read_order(problem.op), problem.dtype, read["g"].dtype, cut.products
+    channels, widths = GatedBackwardChannels(*instance), GatedBackwardStates.widths(problem.dtype, cut.products, V)
 
     def walks(states, heads=H):
         return 2 * N * heads * ceil_div(K, states.TILE) * ceil_div(V, states.BV)
 
-    states = tuning.widest_that_fills([GatedBackwardStates(*instance, BV) for BV in widths], walks, device)
+    states = segments.widest_that_fills([GatedBackwardStates(*instance, BV) for BV in widths], walks, device)
     values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
-    P = tuning.summarised_segments(states, walks(states), problem, device)
+    P = segments.summarised_segments(states, walks(states), problem, device)
     shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)
     u, initial, dht = draft.bonus(problem), draft.initial(problem), backward.dht
     vectors = aligned16(*read.values(), *backward.gradients)
@@ -183,7 +177,7 @@ def on_every_card(draft, backward, device, products):
             scan_both_ways(draft, problem, starts, decays, P)
         initial, dht = starts[0], starts[1]
     of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
-    heads = tuning.heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in inputs))
+    heads = segments.heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in inputs))
     kept = draft.empty((max(1, heads * of_a_head),), states.stored)  # null would ask for summaries
     for first in range(0, H, heads):
         here = {"kept": kept, "first": first, "heads": min(heads, H - first)}
@@ -211,13 +205,13 @@ def on_every_card(draft, backward, device, products):
     return states.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
-def on_small_heads(draft, backward, device):
+def on_small_heads(draft, backward, cut):
     """The kernels of small heads, on every card; the sizes of what runs, and the parts of du."""
     problem, read, written = backward.problem, backward.read, backward.written
     B, N, H, K, V = problem.shape("B N H K V")
     instance = read_order(problem.op), problem, read["g"].dtype
     main, states = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
-    P = 1 if V % 4 else main.segments(N * H, int(problem.spans.lengths.max(initial=0)), device)
+    P = segments.small_backward_segments(main, problem, cut.device)
     shape = draft.shape(problem, problem.spans.segments(P, main.CHUNK) if P > 1 else None, main.CHUNK)
     both = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
     starts, ends = draft.initial(problem), backward.dht
@@ -254,63 +248,20 @@ def scan_both_ways(draft, problem, states, decays, P, first=0):
 
 
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
-def fits_hopper(problem, device, arrays) -> bool:
-    """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
-    return max(problem.shape("K V")) <= TILES[-1] and fits_hopper_in_tiles(problem, device, arrays)
-
-
-def fits_hopper_in_tiles(problem, device, arrays) -> bool:
-    """Whether they can read tiles of as many channels and columns as they have."""
-    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
-
-
-def segments(problem, device) -> int:
-    """Into how many Hopper's own kernels cut a sequence; 0 where they do not run. Small heads have those of theirs."""
-    N, H, K, V = problem.shape("N H K V")
-    if are_small(problem, device) or not fits_hopper(problem, device, pieces.rows(problem)):
-        return 0
-    return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors, K, V)
-
-
-def segments_of_tiles(problem, device, arrays, shared=False) -> int:
-    """Into how many they cut a sequence of more channels or columns than they have, where they read so many `arrays`
-    in tiles; 0 where they do not run. `shared`: whether channels share a gate."""
-    N, H, K, V = problem.shape("N H K V")
-    if max(K, V) <= TILES[-1] or not fits_hopper_in_tiles(problem, device, arrays):
-        return 0
-    sizes = min(K, TILES[-1]), min(V, TILES[-1])
-    P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors, *sizes)
-    return P if tuning.worth_tiles(problem, P, device, shared) else 0
-
-
-def short_segment(problem, device, P) -> int:
-    """How long the segments are that Hopper's main kernels begin with, where the rest is longer; 0 for P equal ones."""
-    if problem.varlen:
-        return 0
-    N, H, T, K, V = problem.shape("N H T K V")
-    sizes = min(K, TILES[-1]), min(V, TILES[-1])
-    return tuning.short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
-
-
-def main_schedule(problem, P, in_turn, device) -> str:
-    """Of Hopper's main kernels, of which `in_turn` is one whose blocks take sequences in turn."""
-    heads, lengths = problem.sizes["N"] * problem.sizes["H"], problem.spans.lengths
-    return IN_TURN if P == 1 and tuning.in_turn(in_turn, heads, lengths, device) else ONE_EACH
-
-
-def on_hopper(draft, backward, device, P, short, left=(), starts=None):
+def on_hopper(draft, backward, cut, left=(), starts=None):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
-    runs, and the parts of du. In P segments, or each in two, of which the first it takes has `short` tokens. `left`:
-    what a summary has saved. `starts`: the states that the forward pass started segments from."""
+    runs, and the parts of du. `left`: what a summary has saved. `starts`: the states that the forward pass started
+    segments from, which then are equal ones."""
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
     weight = draft.like(dg) if backward.adds else dg
     B, N, H, T, K, V = problem.shape("B N H T K V")
-    launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left), short=short)
-    P = launches.P
+    short = 0 if left or starts is not None else cut.short
+    launches = HopperBackward(draft, problem, cut.segments, GatedBackwardSm90.CHUNK, framed=bool(left), short=short)
+    P, device = launches.P, cut.device
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
-    schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
+    schedule = segments.main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
     queries = GatedBackwardQueriesSm90.fitting(*instance, schedule)
     keys = GatedBackwardKeysSm90.fitting(*instance, schedule)
     ends = draft.empty((N * P, H, K), FLOAT32)
@@ -322,11 +273,11 @@ def on_hopper(draft, backward, device, P, short, left=(), starts=None):
     elif P > 1:
         which = {"first": int(starts is not None), "ends": int(short > 0)}
         blocks = (2 - which["first"]) * (1 if short else P - 1) * N * H
-        most = tuning.summary_channels(K, blocks, device.multiprocessors)
+        most = segments.summary_channels(K, blocks, device.multiprocessors)
         summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
-    blocks = tuning.resident_blocks(keys, device) if schedule == IN_TURN else (2 if short else P) * N * H
+    blocks = segments.resident_blocks(keys, device) if schedule == IN_TURN else (2 if short else P) * N * H
     both |= {"adds": backward.adds}
     launches.launch(queries, blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
     both |= {"adds_dv": backward.adds_dv, "dh0": backward.dh0}
@@ -334,12 +285,12 @@ def on_hopper(draft, backward, device, P, short, left=(), starts=None):
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
-def tile_after_tile(draft, whole, device, P):
+def tile_after_tile(draft, whole, cut):
     """Hopper's own kernels, a tile of the state after the other; the sizes of what runs for the first, and the parts
     of du."""
     problem = whole.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
-    memory, short, sizes = Reused(draft), short_segment(problem, device, P), []
+    memory, sizes = Reused(draft), []
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
     bonus = {}  # by a tile's first channel
     if u is not None:
@@ -347,7 +298,7 @@ def tile_after_tile(draft, whole, device, P):
     for tile in tiles:
         own = memory.again()
         backward = whole.of_tile(tile, own, bonus.get(tile.channels.start))
-        of_tile, partial_du = on_hopper(own, backward, device, P, short)
+        of_tile, partial_du = on_hopper(own, backward, cut)
         sizes.append(of_tile)
         if whole.dh0 is not None:
             draft.copy(backward.dh0, tile.state(whole.dh0))
@@ -356,7 +307,7 @@ def tile_after_tile(draft, whole, device, P):
     return sizes[0] | {"tiles": len(tiles)}, du
 
 
-class OnHopper:
+class HopperBackward:
     """Launches of Hopper's own backward kernels, of P segments a sequence.
 
     `framed`: between two empty ones. Then what all segments make of a gradient is there before the gradient is known,

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from .arguments import integers, maps, pointers, reals, rows, shape
-from .kernel import Kernel, padded
+from .kernel import Kernel, TiledKernel, padded
 
 CHANNELS = (64, 128, 256)  # BK, the whole of K in one tile, padded up: smaller ones would save nothing that a block of
 # 128 threads notices
@@ -40,7 +40,7 @@ TILES = (64, 128)  # BK and BV of forward kernels
 
 
 @dataclass(frozen=True)
-class GatedForward(Kernel):
+class GatedForward(TiledKernel):
     """Forward, on every card: BK channels a launch."""
 
     file = "gated/forward"
@@ -53,7 +53,7 @@ class GatedForward(Kernel):
         *integers("channel bytes"),
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
-    cluster = 1
+    SUB_CHUNK = 8
     read_order: str
     schedule: str
     dtype: np.dtype
@@ -78,11 +78,6 @@ class GatedForward(Kernel):
     def with_channels(self, left) -> GatedForward:
         """The instance for a launch when so many channels are left."""
         return replace(self, BK=TILES[0]) if self.schedule == SPLIT_CHANNELS and left <= TILES[0] else self
-
-    @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
 
     @property
     def operand_bytes(self):
@@ -110,19 +105,14 @@ class GatedForward(Kernel):
         state = 0 if X == size else 2 * X * C * BK
         return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
-
 
 @dataclass(frozen=True)
-class GatedSegmentStates(Kernel):
+class GatedSegmentStates(TiledKernel):
     """What segments leave behind, on every card: BK channels a launch."""
 
     file = "gated/segment_states"
     arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed parts bytes"))
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
-    cluster = 1
     dtype: np.dtype
     gate: np.dtype
     products: int  # as `GatedForward` has them
@@ -135,11 +125,6 @@ class GatedSegmentStates(Kernel):
         of float16 data leave registers for 64 columns."""
         found = cls(dtype, gate, products, TILES[K > TILES[0]], TILES[V > TILES[0] and dtype != np.float16])
         return found if found.shared_bytes <= shared else replace(found, BK=TILES[0])
-
-    @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
 
     @property
     def CHUNK(self):
@@ -161,7 +146,7 @@ class GatedSegmentStates(Kernel):
 
 
 @dataclass(frozen=True)
-class Recurrent(Kernel):
+class Recurrent(TiledKernel):
     """Forward token by token, on every card."""
 
     file = "recurrent/forward"
@@ -177,10 +162,6 @@ class Recurrent(Kernel):
     @property
     def shared_bytes(self):
         return 4 * (3 * 16 * self.BK + 16 * 32 + self.BK + 4 * 16 * 32)
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV}
 
 
 @dataclass(frozen=True)
@@ -321,7 +302,7 @@ SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which
 
 
 @dataclass(frozen=True)
-class GatedForwardSm90(Kernel):
+class GatedForwardSm90(TiledKernel):
     file = "gated/sm90/forward"
     arguments = (
         *maps("q k g v o_boxes"),
@@ -337,7 +318,7 @@ class GatedForwardSm90(Kernel):
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
-    CHUNK: ClassVar[int] = 32
+    CHUNK, SUB_CHUNK = 32, 8
     read_order: str
     schedule: str
     dtype: np.dtype
@@ -401,10 +382,6 @@ class GatedForwardSm90(Kernel):
     def resident(self):
         return 2 if self.BK + self.BV == 128 else 1
 
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
-
 
 def tensor_rows(names):
     """Arrays by tensor copies, and by rows for what these do not reach."""
@@ -412,7 +389,7 @@ def tensor_rows(names):
 
 
 @dataclass(frozen=True)
-class GatedBackwardSm90(Kernel):
+class GatedBackwardSm90(TiledKernel):
     """Hopper's own backward kernels, for any gates."""
 
     arch = SM90
@@ -438,8 +415,7 @@ class GatedBackwardSm90(Kernel):
 
     @property
     def tiles(self):
-        sizes = {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-        return sizes | {"checkpoint every": self.CHECKPOINT_EVERY}
+        return super().tiles | {"checkpoint every": self.CHECKPOINT_EVERY}
 
     def ring(self, stages, channels, gates, columns, pairs, rest):
         """Shared memory of so many stages, each of so many tiles of tokens by channels, gates and columns, and what

@@ -97,5 +97,23 @@ class Kernel:
         return pack(self.arguments, args)
 
 
+class TiledKernel(Kernel):
+    """A kernel whose blocks have a tile of a state: BK channels and BV columns."""
+
+    CHUNK: ClassVar[int] = 0  # tokens that are computed together; 0 if they are computed one after the other
+    SUB_CHUNK: ClassVar[int] = 0  # tokens of a sub-chunk; 0 if chunks are not cut further
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK
+
+    @property
+    def tiles(self):
+        """The sizes that `explain` shows."""
+        sizes = {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": self.SUB_CHUNK}
+        return {name: size for name, size in sizes.items() if size}
+
+
 class ModelKernel(Kernel):
     overlaps = True

@@ -504,7 +504,8 @@ def arrays_of(problem) -> list:
 
 
 def describe(problem, device) -> tuple:
-    """(the problem with an `Array` for each of the caller's arrays, their memory in the order of `arrays_of`)."""
+    """(the problem with a settled mode and an `Array` for each of the caller's arrays, their memory in the order of
+    `arrays_of`)."""
     given = []
 
     def seen(name, x):
@@ -521,9 +522,22 @@ def describe(problem, device) -> tuple:
     if not isinstance(options.get("slots"), (type(None), np.ndarray)):
         options["slots"] = seen("slots", options["slots"])
     seen_problem = problem.replace(
-        arrays=arrays, initial_state=initial, out=out, options=options, memo=None, example=None
+        arrays=arrays,
+        initial_state=initial,
+        out=out,
+        options=options,
+        mode=mode_of(problem),
+        memo=None,
+        example=None,
     )
     return seen_problem, tuple(given)
+
+
+def mode_of(problem) -> str:
+    """What "auto" stands for on a GPU: the one-pass kernels, or the stages if every chunk's state is to be kept."""
+    if problem.mode != "auto":
+        return problem.mode
+    return "staged" if problem.materialize else "chunk"
 
 
 def contiguous(name, shape, dtype) -> Given:

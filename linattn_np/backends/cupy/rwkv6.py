@@ -14,7 +14,6 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...declarations import RWKV6
 from ...problem import Problem
-from ...varlen import Spans
 from . import gated
 from .arguments import integers, pointers, reals
 from .kernel import HALF, INT8, ModelKernel, padded
@@ -451,10 +450,11 @@ class GatedAdd(OfElements):
     file = "rwkv6/gated_add"
     arguments = (*pointers("x gate value"), *integers("count"))
     EACH = 4
+    X: np.dtype
 
 
-def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: Array, o: Array, state, spans: Spans):
-    """The operator `rwkv6` with scale 1 on packed sequences, as a part of another plan.
+def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: Array, o: Array, state, spans, scale):
+    """The operator `rwkv6` on packed sequences, as a part of another plan.
 
     r, k, v, w, o : [T, H, N], u : [H, N]
     state : (before, after), [N, H, N, N] each
@@ -477,7 +477,7 @@ def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: 
         chunk_size=None,
         materialize=None,
         precision="float32",
-        scale=1.0,
+        scale=scale,
         initial_state=(before,),
         output_final_state=True,
         state_dtype=FLOAT32,

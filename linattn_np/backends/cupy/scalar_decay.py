@@ -13,18 +13,14 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...declarations import GLA
-from . import float64, gated, gated_vjp, tuning
+from . import float64, gated, gated_vjp, segments
 from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient, sum_of_parts
-from .instances import (
-    PANEL,
-    SCALAR,
-    SEGMENT_STATE,
-    SINGLE_PASS,
-    TILES,
-)
+from .gated_forward import ForwardPass, HopperForward
+from .instances import PANEL
 from .kernel import DOUBLE
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable, mappable_once_copied
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable
 from .scalar_instances import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
+from .segments import HOPPER, PORTABLE, TILED
 from .state_tiles import Reused, tiles_of
 
 WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
@@ -57,9 +53,10 @@ def plan_summary(problem, device):
     """As `gated.plan_summary`, by Hopper's kernels."""
     draft = Draft()
     gla = as_gla(draft, problem)
-    if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
+    cut = segments.scalar_forward_cut(gla, device)
+    if cut is None:
         return None
-    launches = forward_on_hopper(draft, gla, device, gla["v"])  # o is not written: v's map stands for its
+    launches = scalar_forward_pass(draft, gla, cut.equal, gla["v"])  # o is not written: v's tensor map stands for it
     inner = launches.summary(len(problem.op.gates))
     return replace(inner, buffers=tuple(draft.buffers), steps=tuple(draft.steps))
 
@@ -68,13 +65,15 @@ def plan_summary_vjp(problem, device, do, saved=()):
     """As `gated_vjp.plan_summary_vjp`, by Hopper's kernels."""
     draft = Draft()
     gla = as_gla(draft, problem)
-    if normalized(problem) or not backward_reads_gate_in_place(gla, device):
+    cut = segments.scalar_backward_cut(gla, device)
+    if normalized(problem) or cut.way != HOPPER:
         return None
     gla = in_float32(draft, gla)
-    arrays = backward_inputs(draft, gla, do)
-    launches = gated_vjp.OnHopper(draft, gla, *backward_cut(gla, device), framed=True)
-    arrays = arrays | {"do": draft.mapped(arrays["do"], "do")}
-    return launches.summary(*segments_of(gla, arrays), len(problem.op.gates), g=arrays["g"])
+    read = {name: draft.mapped(gla[name], name) for name in "qkv"}
+    do = gated_vjp.as_inputs(draft, gla, do)
+    launches = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=True)
+    read["do_"] = draft.mapped(do, "do")
+    return launches.summary(*segments_kernel(gla, read), len(problem.op.gates), g=gla["g"])
 
 
 def plan_vjp(problem, device, do, dht, saved=(), kept=()):
@@ -263,84 +262,46 @@ def fill(draft, y, x, phi, reason=""):
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
 def plan_gla(draft, gla, device, reason, kept=()):
     """A plan of gla with a scalar decay: by Hopper's kernels where they can, else by `gated` with the gate spread."""
-    if gla.dtype == DOUBLE and gated.mode_of(gla) != "staged":
+    if gla.dtype == DOUBLE and gla.mode != "staged":
         return float64.plan(gla, device)
-    if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
+    cut = segments.scalar_forward_cut(gla, device)
+    if cut is None:
         return gated.plan(spread(draft, gla, reason), device)
     own = Draft()
     o, final = own.output(gla, mappable), own.final(gla)
-    tiles = forward_on_hopper(own, gla, device, o).run(final, kept)
-    return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=tiles)
+    scalar_forward_pass(own, gla, cut, o).run(final, kept)
+    return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=cut.tiles)
 
 
-def forward_on_hopper(draft, gla, device, o):
-    """The forward pass by the Hopper kernel that fits."""
-    by_sums = sums_are_enough(gla)
+def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
+    """By the Hopper kernel of the cut."""
+    by_sums = segments.sums_are_enough(gla)
     if not by_sums:
         gla = in_float32(draft, gla)
     arrays = *(draft.mapped(gla[name], name) for name in "qkv"), gla["g"]
-    return (BySums if by_sums else ByGated)(draft, gla, device, arrays, o)
+    return (SumsForward if by_sums else ScalarHopperForward)(draft, gla, cut, arrays, o)
 
 
-def reads_gate_in_place(gla, device) -> bool:
-    """Whether a Hopper kernel takes the problem with its gate as it is."""
-    arrays = [gla[name] for name in "qkv"] + ([] if gla.out is None else [gla.out])
-    return gated.has_hoppers(gla, device) and mappable_once_copied(arrays)
-
-
-def sums_are_enough(gla) -> bool:
-    """Whether it is `WeightedSums` that computes a problem which Hopper can; bfloat16 alone has the range of states."""
-    return gla.dtype == BFLOAT16 and gla.sizes["K"] <= TILES[-1]
-
-
-class Narrow(gated.OnHopper):
-    """Hopper's forward pass under a scalar decay, where narrow blocks may spare a cut."""
-
-    segments, spared = gated.OnePass.segments, property(lambda self: tuning.SPARED)
-
-    def split_columns(self):
-        return False  # producers have one gate a token: clusters would spare little
-
-    def width(self, schedule):
-        N, H, V = self.problem.shape("N H V")
-        if schedule != SINGLE_PASS:
-            return V
-        longest = int(self.problem.spans.lengths.max())
-        return min(V, TILES[not tuning.narrow_blocks(N * H, V, longest, self.device)])
-
-
-class ByGated(Narrow):
+class ScalarHopperForward(HopperForward):
     """By the kernel for gates of every channel, which reads one of float32 for all of them."""
 
-    gate = SCALAR
-
     def inputs_of(self, kernel):
-        channels = {
-            name: TensorMap(x, kernel.BK, kernel.CHUNK, False)
-            for name, x in (("q", self.q), ("k", self.k), ("g", self.k))
-        }
-        return channels | self.columns_of(kernel) | {"one": self.g}
+        return super().inputs_of(kernel) | {"g": TensorMap(self.k, kernel.BK, kernel.CHUNK, False), "one": self.g}
 
 
-class BySums(Narrow):
+class SumsForward(ForwardPass):
     """By sums of values weighted by decayed products of queries with keys."""
 
-    finishes = False
+    def launch_outputs(self, shape, initial, final):
+        self.launch(self.cut.kernel, shape, initial, final)
 
-    def short_first_segment(self):
-        return 0
+    def launch_summaries(self, parts, left, of, needed):
+        states, decays = left
+        self.launch(self.cut.summary, self.finer_shape(parts), None, states, decays, of * parts, needed * parts)
 
-    summarise = gated.OnePass.summarise
-
-    def kernel(self, schedule):
-        what = {SINGLE_PASS: "Whole", SEGMENT_STATE: "Summary"}[schedule]
-        return WeightedSums.fitting(what, self.gate, self.problem.sizes["K"], self.width(schedule))
-
-    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
-        sums = weighted_sum((self.q, self.k, self.v, self.o), initial, final, read=self.problem.scale, write=1.0)
-        launch_sums(
-            self.draft, self.problem, kernel, [sums], self.g, shape, self.problem.sizes["V"], decays, of, needed
-        )
+    def launch(self, kernel, shape, initial, final, *decays):
+        sums = [weighted_sum((self.q, self.k, self.v, self.o), initial, final, read=self.problem.scale, write=1.0)]
+        launch_sums(self.draft, self.problem, kernel, sums, self.g, shape, self.problem.sizes["V"], *decays)
 
 
 def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False, adds=False):
@@ -372,124 +333,88 @@ def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=
 
 # -- backward on Hopper ------------------------------------------------------------------------------------------------
 # Of which arrays each gradient is the sum, as queries, keys and values.
-SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
+SUMS = {"dq": ("do_", "v", "k"), "dk": ("v", "do_", "q"), "dv": ("k", "q", "do_")}
 
 
 def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     """A plan of gla's pullback under a scalar decay. Its dg is [B, H, T] as the kernels read g, or of parts
-    [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether anybody wants it."""
+    [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether dg is wanted."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    in_tiles = gla.dtype == BFLOAT16 and fits_tiles(gla, device)
-    if not (in_tiles or backward_reads_gate_in_place(gla, device)):
-        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True, exact_gate=exact_gate)
+    cut = segments.scalar_backward_cut(gla, device)
+    if cut.way == PORTABLE:
+        wide = spread(draft, gla, reason)
+        of_channels = segments.backward_cut(wide, device, do, exact=True, rounded=not exact_gate)
+        return gated_vjp.plan_cut(wide, of_channels, do, dht)
     own = Draft()
-    if kept or in_tiles or not sums_read_gate(gla, device):
+    reads_half_gate = segments.has_own_gates(gla) and cut.way == HOPPER and cut.segments == 1
+    if kept or not (reads_half_gate and gla["g"].dtype == BFLOAT16):
         gla = in_float32(own, gla)
-    arrays = backward_inputs(own, gla, do)
+    inputs = *(own.mapped(gla[name], name) for name in "qkv"), gla["g"]
+    do, gradients = gated_vjp.as_inputs(own, gla, do), (*map(own.like, inputs[:3]), None)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
-    found = {f"d{name}": own.like(arrays[name]) for name in "qkv"}
-    if in_tiles:
-        dg, tiles = sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0)
+    backward = gated_vjp.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0)
+    if cut.way == TILED:
+        dg, tiles = sums_tile_after_tile(own, backward, device)
     else:
-        dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
-    return own.plan(((*found.values(), dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
+        dg, tiles = gradients_by_sums(own, backward, cut, kept)
+    return own.plan(((*gradients[:3], dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
 
 
-def fits_tiles(gla, device) -> bool:
-    """Whether they take it a tile of the state after the other."""
-    return gated_vjp.segments_of_tiles(gla, device, [gla[name] for name in "qkv"], shared=True) > 0
-
-
-def backward_reads_gate_in_place(gla, device) -> bool:
-    """Whether Hopper's backward kernels take the problem with its gate as it is."""
-    return gla.dtype == BFLOAT16 and gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"])
-
-
-def backward_inputs(draft, gla, do):
-    """What kernels read, by name."""
-    arrays = {name: draft.mapped(gla[name], name) for name in "qkv"}
-    return arrays | {"do": gated_vjp.as_inputs(draft, gla, do), "g": gla["g"]}
-
-
-def sums_read_gate(gla, device) -> bool:
-    """Whether the kernels that give the gate's gradient are all there are: they read a bfloat16 gate as it is."""
-    return gla["g"].dtype == BFLOAT16 and has_own_gates(gla) and backward_cut(gla, device)[0] == 1
-
-
-def has_own_gates(gla) -> bool:
-    """Whether every token has a gate of its own, of which a gradient is asked for."""
-    return gla["g"].shape[:3] == gla.shape("B H T")
-
-
-def backward_cut(gla, device):
-    """(segments of a sequence, the tokens of which they have a multiple)."""
-    N, H, K, V = gla.shape("N H K V")
-    blocks = (1 if has_own_gates(gla) else len(SUMS)) * N * H * ceil_div(max(K, V), PANEL)
-    return tuning.segments(blocks, int(gla.spans.lengths.max()), device.multiprocessors), WeightedSums.CHUNK
-
-
-def segments_of(gla, arrays):
+def segments_kernel(gla, read):
     """(the kernel that summarises segments, what it reads by tensor maps)."""
-    mapped = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
-    return ScalarBackwardSegments.fitting(gla.sizes["V"]), mapped
+    return ScalarBackwardSegments.fitting(gla.sizes["V"]), {name: read[name] for name in ("q", "k", "v", "do_")}
 
 
-def prepared(own, gla, device, arrays, dht, kept):
-    """(launches on segments, the arrays with `do` as tensor maps take it, states before and gradients behind each)."""
-    on_hopper = gated_vjp.OnHopper(own, gla, *backward_cut(gla, device), framed=bool(kept))
-    arrays = arrays | {"do": own.mapped(arrays["do"], "do")}
-    initial, dht = on_hopper.initial, own.aligned(dht, "dht")
-    if kept:
-        initial, dht = on_hopper.resumed(*kept, dht)
-    elif on_hopper.P > 1:
-        initial, dht = on_hopper.between_segments(*segments_of(gla, arrays), initial, dht, g=arrays["g"])
-    return on_hopper, arrays, initial, dht
-
-
-def sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0):
-    """As `gated_vjp.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share it, too;
-    the sizes of what runs for the first)."""
-    memory, tiles, sizes = Reused(own), tiles_of(gla), []
-    parts = own.empty((len(tiles), *gla.shape("B H T")), FLOAT32) if has_own_gates(gla) else None
+def sums_tile_after_tile(draft, whole, device):
+    """As `gated_vjp.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share the
+    gate, too; the sizes of what runs for the first tile)."""
+    memory, tiles, sizes = Reused(draft), tiles_of(whole.problem), []
+    shape, own_gates = whole.problem.shape("B H T"), segments.has_own_gates(whole.problem)
+    parts = draft.empty((len(tiles), *shape), FLOAT32) if own_gates else None
     for n, tile in enumerate(tiles):
-        draft, smaller = memory.again(), tile.problem(gla)
-        read, written = (
-            {name: x if name == "g" else tile.part(x, "V" if name in ("v", "do", "dv") else "K") for name, x in named}
-            for named in (arrays.items(), found.items())
-        )
-        states = draft.plain(tile.state(dht), "dht"), gated_vjp.gradient_of_state(draft, smaller)
-        more = {"adds": {"dq": tile.adds, "dk": tile.adds, "dv": tile.adds_dv}, "dg": parts and parts[n]}
-        sizes.append(gradients_by_sums(draft, smaller, device, read, written, *states, **more)[1])
-        if dh0 is not None:
-            own.copy(states[1], tile.state(dh0))
-    dg = parts and own.empty(parts.shape[1:], FLOAT32)
-    if parts is not None:
-        sum_of_parts(own, parts, dg)
+        own = memory.again()
+        backward = whole.of_tile(tile, own)
+        cut = segments.sums_backward_cut(backward.problem, device)
+        sizes.append(gradients_by_sums(own, backward, cut, dg=parts and parts[n])[1])
+        if whole.dh0 is not None:
+            draft.copy(backward.dh0, tile.state(whole.dh0))
+    if parts is None:
+        return None, sizes[0] | {"tiles": len(tiles)}
+    dg = draft.empty(shape, FLOAT32)
+    sum_of_parts(draft, parts, dg)
     return dg, sizes[0] | {"tiles": len(tiles)}
 
 
-def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept=(), adds=None, dg=None):
-    """Three sums, at once or the first before the others; those leave and find what the gate's gradient is made of,
-    where it is asked for. (that gradient, the sizes of what runs). Of a tile: `adds`, by name, says whether they do,
-    and the gate's gradient goes to `dg` as a whole."""
-    K, V = gla.shape("K V")
-    on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
-    P, gate = on_hopper.P, has_own_gates(gla)
-    sums, kernels = [], tuning.weighted_sums(gla, gla["g"].dtype, P, device, gate, one_part=dg is not None)
+def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
+    """(the gate's gradient if tokens have gates of their own, the sizes of what runs).
+
+    Three sums, by one launch, or dq by the first of two launches. With the gate's gradient there are two: the first
+    leaves what the second makes the gradient of. A tile's goes to `dg` as a whole.
+    """
+    gla, read, written = backward.problem, backward.read, backward.written
+    (K, V), gate = gla.shape("K V"), segments.has_own_gates(gla)
+    hopper = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
+    read["do_"] = draft.mapped(backward.do, "do")
+    initial, dht, P = hopper.initial, draft.aligned(backward.dht, "dht"), hopper.P
+    if kept:
+        initial, dht = hopper.resumed(*kept, dht)
+    elif P > 1:
+        initial, dht = hopper.between_segments(*segments_kernel(gla, read), initial, dht, g=read["g"])
+    sums, adds = [], {"dq": backward.adds, "dk": backward.adds, "dv": backward.adds_dv}
     for name, parts in SUMS.items():
-        of = (*(arrays[part] for part in parts), found[name])
-        partner, adding = arrays[name[1:]] if gate else None, bool(adds and adds[name])
-        more = {"partner": partner, "turned": name != "dv", "adds": adding}
+        of, partner = (*(read[part] for part in parts), written[name]), read[name[1:]] if gate else None
+        more = {"partner": partner, "turned": name != "dv", "adds": adds[name]}
         if name == "dq":
             sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, **more))
         else:
-            more["final"] = dh0 if name == "dv" else None
-            sums.append(weighted_sum(of, dht, read=1.0, write=gla.scale, backwards=True, **more))
-    of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) | ({"dg": dg} if dg else {}) if gate else {}
+            final = backward.dh0 if name == "dv" else None
+            sums.append(weighted_sum(of, dht, final, read=1.0, write=gla.scale, backwards=True, **more))
+    kernels = segments.weighted_sums(gla, read["g"].dtype, P, cut.device, gate, one_part=dg is not None)
+    of_gate = gate_sums(draft, gla, hopper.shape, *kernels) | ({"dg": dg} if dg else {}) if gate else {}
     for kernel in kernels:
         count, widest = SUMS_AT_ONCE[kernel.what], K if kernel.what.endswith("Queries") else max(K, V)
-        launch_sums(own, gla, kernel, sums[:count], arrays["g"], on_hopper.shape, widest, of=P, **of_gate)
+        launch_sums(draft, gla, kernel, sums[:count], read["g"], hopper.shape, widest, of=P, **of_gate)
         sums = sums[count:]
     return of_gate.get("dg"), kernels[-1].tiles | ({"segments": P} if P > 1 else {})
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .arguments import integers, maps, pointers, reals, rows, shape, structs
 from .instances import SM90, TILES, tensor_rows
-from .kernel import Kernel, padded
+from .kernel import TiledKernel, padded
 
 WEIGHTED_SUM = (
     *maps("q k v o partner"),
@@ -23,7 +23,7 @@ SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 
 
 
 @dataclass(frozen=True)
-class WeightedSums(Kernel):
+class WeightedSums(TiledKernel):
     """Sums of values weighted by decayed products of queries with keys: o is one, and so are dq, dk and dv.
 
     `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others;
@@ -61,11 +61,6 @@ class WeightedSums(Kernel):
         return 2 * self.BV + 256
 
     @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
-
-    @property
     def cluster(self):
         return 2 if self.what == "GatedKeys" and self.BK + self.BV == 256 else 1
 
@@ -80,13 +75,9 @@ class WeightedSums(Kernel):
         stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
         return padded(stages * (stage + gates + 8 * 4) + 8 * 4, 1024)
 
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-
 
 @dataclass(frozen=True)
-class ScalarBackwardSegments(Kernel):
+class ScalarBackwardSegments(TiledKernel):
     """What segments leave behind in the states and in their gradients, on Hopper under a scalar decay."""
 
     file = "scalar_decay/sm90/backward_segments"
@@ -113,7 +104,3 @@ class ScalarBackwardSegments(Kernel):
     def shared_bytes(self):
         stages, stage = 4, padded(32 * 2 * (self.BK + self.BV) + 4 * 33, 1024)
         return padded(stages * stage + 8 * 2 * stages, 1024)
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}

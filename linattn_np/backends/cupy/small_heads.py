@@ -1,5 +1,4 @@
-"""Instances of the kernels of heads of at most 16 channels and columns, which `gated` and `gated_vjp` plan, and how
-they cut sequences."""
+"""Instances of the kernels of heads of at most 16 channels and columns."""
 
 from __future__ import annotations
 
@@ -8,22 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from . import tuning
 from .arguments import integers, pointers, reals, rows, shape
 from .kernel import Kernel
 from .plan import ceil_div
 
-SIZES = (8, 16)  # D, of which channels and columns are at most so many
-AT_LEAST, AT_LEAST_ON_HOPPER = 1 << 15, 1 << 17  # tokens of all heads: the time of fewer is that of launches, of which
-# Hopper's kernels for half-precision data need fewer
-SPARED = 128  # tokens that a cut has to spare: as long as two launches more take
-
-
-def are_small(problem, device) -> bool:
-    """Whether these kernels compute a problem of the gated family."""
-    B, H, T, K, V = problem.shape("B H T K V")
-    least = AT_LEAST_ON_HOPPER if device.capability == 90 and problem.dtype.itemsize == 2 else AT_LEAST
-    return max(K, V) <= SIZES[-1] and B * H * T >= least
+SIZES = (8, 16)  # D: a head has at most so many channels and columns
 
 
 @dataclass(frozen=True)
@@ -65,12 +53,6 @@ class GatedSmall(Kernel):
     def tokens_bytes(self, arrays: int) -> int:
         """Of two steps of so many arrays of a block's heads and of their gates, and of the decays of one."""
         return self.CHUNK * self.heads * self.D * (2 * (arrays * self.dtype.itemsize + self.gate.itemsize) + 4)
-
-    def segments(self, heads, longest, device) -> int:
-        """Into how many a sequence is cut, of so many heads of all sequences."""
-        most = tuning.resident_blocks(self, device) * self.heads
-        P = max(1, min(most // max(heads, 1), longest // self.SEGMENT))
-        return P if longest * (P - 1) >= SPARED * P else 1
 
     @property
     def channels(self):

@@ -30,8 +30,8 @@ class StateTile:
         return self.channels.start > 0
 
     def part(self, x, axis):
-        """That of an array whose last axis is K or V; a gate that channels share stays whole."""
-        return x if x.shape[-1] == 1 else x[..., self.channels if axis == "K" else self.columns]
+        """The tile's part of an array whose last axis is K or V, or None; a gate that channels share stays whole."""
+        return x if x is None or x.shape[-1] == 1 else x[..., self.channels if axis == "K" else self.columns]
 
     def state(self, x):
         """That of a state, if there is one."""

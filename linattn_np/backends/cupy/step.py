@@ -14,7 +14,7 @@ from .plan import Draft, ceil_div, has_rows
 
 
 @dataclass(frozen=True)
-class Step(Kernel):
+class RecurrentStep(Kernel):
     file = "recurrent/step"
     arguments = (
         *rows("q k v g o"),
@@ -88,7 +88,7 @@ def plan(problem, device):
         kernel = Float64Step(*instance)
         more = {"u": draft.plain(problem.arrays.get("u"), "u", DOUBLE)}
     else:
-        kernel = Step(*instance)
+        kernel = RecurrentStep(*instance)
         pieces = not any(x % 16 for x in (V * state.dtype.itemsize, state.start, *state.strides[:-1]))
         more = {"u": draft.bonus(problem), "pieces": pieces}
     draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **both, **more, scale=problem.scale)

@@ -11,10 +11,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from . import float64, gated, gated_vjp, tuning
+from . import float64, gated, gated_vjp, segments
 from .arguments import integers, pointers, reals, rows, shape
+from .gated_forward import PortableForward
 from .instances import (
     CHANNELS,
+    SEGMENT_STATE,
+    SINGLE_PASS,
     SPLIT_CHANNELS,
     TILES,
     GatedBackwardChannels,
@@ -22,12 +25,13 @@ from .instances import (
     channels,
     tile_bytes,
 )
-from .kernel import CTYPES, DOUBLE, Kernel
+from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel
 from .plan import FLOAT32, Draft, aligned16, ceil_div
+from .segments import PORTABLE
 
 
 @dataclass(frozen=True)
-class ValueGateForward(Kernel):
+class ValueGateForward(TiledKernel):
     """Forward in chunks: BK channels a launch, tiles and schedules as `GatedForward` has them."""
 
     file = "value_gate/forward"
@@ -41,7 +45,7 @@ class ValueGateForward(Kernel):
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
-    cluster = 1
+    SUB_CHUNK = GatedForward.SUB_CHUNK
     schedule: str
     dtype: np.dtype
     gate: np.dtype
@@ -65,11 +69,6 @@ class ValueGateForward(Kernel):
         """The same without gates of columns."""
         return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
 
-    @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
-
     def with_channels(self, _left):
         """The instance for a launch: the last one's channels are as many as the others'."""
         return self
@@ -90,13 +89,9 @@ class ValueGateForward(Kernel):
     def shared_bytes(self):
         return self.ungated.shared_bytes + self.CHUNK * self.BV * self.gate.itemsize
 
-    @property
-    def tiles(self):
-        return self.ungated.tiles
-
 
 @dataclass(frozen=True)
-class ValueGateRecurrent(Kernel):
+class ValueGateRecurrent(TiledKernel):
     """Forward token by token."""
 
     file = "value_gate/recurrent"
@@ -111,10 +106,6 @@ class ValueGateRecurrent(Kernel):
     @property
     def shared_bytes(self):
         return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV}
 
 
 @dataclass(frozen=True)
@@ -180,38 +171,50 @@ def unsupported(problem) -> str | None:
 def plan(problem, device):
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
-    draft, mode = Draft(), "recurrent" if problem.mode == "recurrent" else "chunk"
+    draft = Draft()
     o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
-    if mode == "recurrent":
+    if problem.mode == "recurrent":
         named = dict(zip(("q", "k", "v", "g", "gv"), arrays, strict=True))
         kernel = ValueGateRecurrent(problem.dtype, named["g"].dtype, channels(problem.sizes["K"]))
-        tiles = gated.recurrent(draft, problem, kernel, named, o, final)
-    else:
-        tiles = InChunks(draft, problem, device, arrays, o).run(final)
-    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
+        return gated.launch_recurrent(draft, problem, kernel, named, o, final)
+    launches = ValueGateForwardPass(draft, problem, forward_cut(problem, device, arrays[3].dtype), arrays, o)
+    launches.run(final)
+    results = draft.give_back(problem, o), draft.stored(problem, final)
+    return draft.plan(results, mode=problem.mode, tiles=launches.cut.tiles)
 
 
-class InChunks(gated.OnEveryCard):
-    """By the kernel of every card that has gates on either side."""
+def forward_cut(problem, device, gate):
+    """How the forward pass is cut, whose gates are both of one dtype. More channels than a launch has are more launches
+    even if sequences are summarised."""
+    instance = problem.dtype, gate, segments.tf32_products(problem), *problem.shape("K V"), device.shared_per_block
+    schedule = SPLIT_CHANNELS if problem.sizes["K"] > TILES[-1] else SINGLE_PASS
+    kernels = (ValueGateForward.fitting(schedule, *instance) for schedule in (schedule, SEGMENT_STATE))
+    return segments.filled(problem, device, PORTABLE, *kernels)
 
-    summarise = gated.OnePass.summarise
 
-    def __init__(self, draft, problem, device, arrays, o):
+class ValueGateForwardPass(PortableForward):
+    """In chunks, with gates on either side of the state."""
+
+    gates_columns = True
+
+    def __init__(self, draft, problem, cut, arrays, o):
         *ungated, self.gv = arrays
-        super().__init__(draft, problem, device, ungated, o)
+        super().__init__(draft, problem, cut, ungated, o)
 
-    def kernel(self, schedule):
-        instance = self.problem.dtype, self.g.dtype, tuning.tf32_products(self.problem), *self.problem.shape("K V")
-        return ValueGateForward.fitting(schedule, *instance, self.device.shared_per_block)
-
+    @property
     def rows(self):
-        return super().rows() | {"gv": self.gv}
+        return super().rows | {"gv": self.gv}
 
-    def more(self, decays=None, of=1, needed=1):
-        if decays is not None and self.column_decays is None:
-            self.column_decays = self.draft.empty((decays.shape[0], *self.problem.shape("H V")), FLOAT32)
-        columns = None if decays is None else self.column_decays
-        return {"channel_decays": decays, "column_decays": columns, "of": of, "needed": needed}
+    def launch_outputs(self, shape, initial, final):
+        self.launch_decays(self.cut.kernel, shape, initial, final)
+
+    def launch_summaries(self, parts, left, of, needed):
+        self.launch_decays(self.cut.summary, self.finer_shape(parts), None, *left, of * parts, needed * parts)
+
+    def launch_decays(self, kernel, shape, initial, final, channels=None, columns=None, of=1, needed=1):
+        """`channels`, `columns`: the decays that a segment leaves, if it is to leave any."""
+        decays = {"channel_decays": channels, "column_decays": columns}
+        self.launch(kernel, shape, initial=initial, final=final, **decays, of=of, needed=needed)
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -220,12 +223,12 @@ def plan_vjp(problem, device, do, dht, saved=()):
     draft = Draft()
     arrays, do = operands(draft, problem), gated_vjp.as_inputs(draft, problem, do)
     dht, dh0 = gated_vjp.cotangent(draft, dht), gated_vjp.gradient_of_state(draft, problem)
-    gradients = Backward(draft, problem, arrays, do, draft.initial(problem), dht, dh0)
+    gradients = ValueGateBackward(draft, problem, arrays, do, draft.initial(problem), dht, dh0)
     found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients.launched(), problem.arrays.values()))
     return draft.plan((found, gated_vjp.stored(draft, problem, dh0)), tiles=gradients.channels.tiles)
 
 
-class Side:
+class ValueGateSide:
     """The keys' side of the state, or the values': what takes the place of queries, keys and their gates there, their
     gradients, and what kernels leave for one another. `turned`: with values for keys."""
 
@@ -285,7 +288,7 @@ class Side:
         )
 
 
-class Backward:
+class ValueGateBackward:
     """The gradients, some heads at a time: scores of either side, states between chunks, then all chunks at once, the
     keys' side and the values'."""
 
@@ -293,15 +296,15 @@ class Backward:
         (q, k, v, g, gv), (B, H, K, V) = arrays, problem.shape("B H K V")
         self.draft, self.problem = draft, problem
         self.given = {"initial": initial, "dht": dht, "dh0": dh0}
-        self.channels = GatedBackwardChannels("AfterWrite", problem.dtype, g.dtype, tuning.tf32_products(problem))
+        self.channels = GatedBackwardChannels("AfterWrite", problem.dtype, g.dtype, segments.tf32_products(problem))
         shape = draft.shape(problem, None, self.channels.CHUNK)
         self.tiles = ceil_div(K, self.channels.TILE) * ceil_div(V, self.channels.TILE)
         of_a_head = 2 * B * shape.NC * self.tiles * self.channels.TILE**2
         inputs = sum(x.nbytes for x in arrays)
-        self.heads = tuning.heads_at_once(H, of_a_head * self.channels.stored.itemsize, inputs)
+        self.heads = segments.heads_at_once(H, of_a_head * self.channels.stored.itemsize, inputs)
         self.kept = draft.empty((max(1, self.heads * of_a_head),), self.channels.stored)
-        self.keys = Side(draft, problem, self.channels, self.heads, (q, k, g), False)
-        self.values = Side(draft, problem, self.channels, self.heads, (do, v, gv), True)
+        self.keys = ValueGateSide(draft, problem, self.channels, self.heads, (q, k, g), False)
+        self.values = ValueGateSide(draft, problem, self.channels, self.heads, (do, v, gv), True)
 
     def launched(self):
         """The gradients in the order of the arrays."""

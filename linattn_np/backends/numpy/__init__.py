@@ -61,13 +61,14 @@ def compute(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.run(problem, o)
     equation = EQUATIONS[problem.op]
-    if problem.mode == "recurrent" or not o.size:  # no token, row or head: the state passes through
+    literal = problem.mode == "recurrent" or not o.size  # no token, row or head: the state passes through
+    if literal and not linear_attention.is_out_of_range(problem):
         return recurrent.run(problem, equation, o)
     if equation is value_gate:
         return value_gate.run(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
-    final = FORMS[problem.mode].run(member, buffer)
+    final = recurrent.run(member.as_gla(), gla, buffer)[0] if literal else FORMS[problem.mode].run(member, buffer)
     member.output(o, buffer)
     return member.split(final)
 
@@ -119,19 +120,27 @@ def gradients(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.vjp(problem, o)
     equation = EQUATIONS[problem.op]
-    if problem.mode == "recurrent" or not o.size:
+    literal = problem.mode == "recurrent" or not o.size
+    if literal and not linear_attention.is_out_of_range(problem):
         return recurrent.vjp(problem, equation, o)
     if equation is value_gate:
         return value_gate.vjp(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
-    final, pull_family = chunked.vjp(member, buffer)
+    if literal:
+        (final,), pull_tokens = recurrent.vjp(member.as_gla(), gla, buffer)
+    else:
+        final, pull_family = chunked.vjp(member, buffer)
     member.output(o, buffer)
 
     def pull(do, dht):
-        do = member.output_vjp(do.astype(problem.compute_dtype))
-        found, initial = pull_family(do, member.state(dht))
-        return member.gradients(*found), member.split(initial)
+        do, dht = member.output_vjp(do.astype(problem.compute_dtype)), member.state_vjp(dht)
+        if literal:
+            found, (initial,) = pull_tokens(do, (dht,))
+            found = *found, None
+        else:
+            found, initial = pull_family(do, dht)
+        return member.gradients(*found), member.initial_vjp(initial)
 
     return member.split(final), pull
 

@@ -42,6 +42,14 @@ class Member:
     def split(self, state):
         return (state,)
 
+    def state_vjp(self, dparts):
+        """The gradient of the family's final state, from those of the operator's parts."""
+        return self.state(dparts)
+
+    def initial_vjp(self, dstate):
+        """The gradients of the operator's initial state, from the family's."""
+        return self.split(dstate)
+
     def buffer(self, o):
         """Where the family's o may go: the operator's own, where they are the same."""
         return o

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ...declarations import GLA
 from .family import Member
 from .recurrent import outer, read, read_vjp, write_vjp
 
@@ -116,4 +117,76 @@ class LinearAttention(Member):
         return [feature_vjp(q, phi, dq), feature_vjp(k, phi, dk), dv[..., : self.problem.sizes["V"]]]
 
 
-member = LinearAttention
+class RunningMaximum(LinearAttention):
+    """exp with the normaliser, of queries and keys whose exp leaves the range: gla, with what a channel grows as gates.
+
+        m_t = max(m_{t-1}, k_t),   g_t = m_{t-1} - m_t,   keys exp(k_t - m_t),   queries exp(q_t + m_t - max q_t + m_t)
+
+    exp(m_t) stands in the keys so far and divides the queries; o is a ratio, in which what a query's channels share
+    cancels too. So neither has a gradient. The operator's state is exp(m_T) times this one.
+    """
+
+    def __init__(self, problem):
+        super().__init__(problem)
+        q, k = (problem[name].astype(problem.compute_dtype) for name in "qk")
+        least, count = np.finfo(k.dtype).min, problem.spans.count
+        start = self.initial_maximum(least / 2)  # where all is 0 too: from there to any key is a finite gate
+        largest, self.g, self.last = np.empty_like(k), np.zeros_like(k), start.copy()
+        for s, (first, stop) in enumerate(problem.spans):
+            tokens, before = np.s_[:, :, first:stop], start[s::count][:, :, None]
+            np.maximum(np.maximum.accumulate(k[tokens], axis=2), before, out=largest[tokens])
+            self.g[tokens] = np.concatenate([before, largest[tokens]], axis=2)[:, :, :-1] - largest[tokens]
+            self.last[s::count] = np.concatenate([before, largest[tokens]], axis=2)[:, :, -1]
+        self.constant_gate = False
+        self.k = np.exp(k - largest)
+        q = q + largest
+        self.q = np.exp(q - np.maximum(q.max(-1, keepdims=True), least))
+
+    def initial_maximum(self, least):
+        """m_0 [N, H, K], and in `top` exp(m_0): the largest number that the given state has of a channel."""
+        state = super().initial_state()
+        self.top = np.abs(state).max(-1)
+        start = np.where(self.top > 0, np.log(self.top), np.array(least, state.dtype))
+        self.top[self.top == 0] = 1
+        return start
+
+    def initial_state(self):
+        return super().initial_state() / self.top[..., None]
+
+    def split(self, state):
+        return super().split(state * np.exp(self.last)[..., None])
+
+    def state_vjp(self, dparts):
+        """A state that is out of range has a gradient where that is 0 alone."""
+        dstate = self.state(dparts)
+        return np.where(dstate == 0, 0, dstate * np.exp(self.last)[..., None])
+
+    def initial_vjp(self, dstate):
+        return super().split(dstate / self.top[..., None])
+
+    def gradients(self, dq, dk, dv, dg, du):
+        return [self.q * dq, self.k * dk, dv[..., : self.problem.sizes["V"]]]
+
+    def as_gla(self):
+        """The problem to go through token by token."""
+        arrays = {"q": self.q, "k": self.k, "v": self.v.astype(self.k.dtype), "g": self.g}
+        sizes = self.problem.sizes | {"V": self.v.shape[-1]}
+        return self.problem.replace(
+            op=GLA, arrays=arrays, options={}, scale=1.0, sizes=sizes, initial_state=(self.initial_state(),)
+        )
+
+
+def is_out_of_range(problem):
+    """Whether exp with the normaliser meets a query, a key or a state that sums of products may take out of range."""
+    if problem.options.get("feature_map") != "exp" or not problem.options["normalize"]:
+        return False
+    limit = np.log(np.finfo(problem.compute_dtype).max) / 3
+    for x in (problem["q"], problem["k"]):
+        x = np.where(np.isneginf(x), 0, x)  # of padding
+        if x.size and not (-limit <= x.min() and x.max() <= limit):
+            return True
+    return any(x.size and not np.abs(x).max() <= np.exp(limit) for x in problem.initial_state or ())
+
+
+def member(problem):
+    return (RunningMaximum if is_out_of_range(problem) else LinearAttention)(problem)

@@ -104,4 +104,4 @@ of_thread = threading.local()
 
 def thread_scratch(dtype):
     """The calling thread's own, kept from call to call; larger arrays are not kept."""
-    return vars(of_thread).setdefault(dtype.name, Scratch(dtype, KEPT_BYTES))
+    return vars(of_thread).setdefault(dtype.char, Scratch(dtype, KEPT_BYTES))

@@ -12,11 +12,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from .by_token import product_over
+from .by_token import is_finite, product_over
 from .cores import in_parallel
+from .loop_choice import loops
 from .packing import row_blocks, thread_scratch
 
-TILE = 256  # rows and keys of a tile
+TILE = 256  # keys of a tile
+ROWS = 64  # rows of a tile
+FEW_ROWS = 16  # up to which BLAS shares each product among the cores, else the cores share the tiles
+PRODUCT = 1 << 18  # multiplications of a product that OpenBLAS gives one core
+LARGEST_TILES = 1 << 16  # scores of the tiles that are computed side by side
 
 
 def run(problem, o):
@@ -58,7 +63,8 @@ class Attention:
     """A problem in the computing dtype with the sums l and maxima m of its rows [B, H, T], filled by `forward`.
 
     A block is a slice of the batch and one of key heads. Its rows are [b, h, G * queries, ...], G query heads a key
-    head.
+    head. A tile's keys are read as panels [b, h, n, columns, ...], whose products with a tile's rows are small enough
+    for one core.
     """
 
     def __init__(self, problem):
@@ -67,10 +73,16 @@ class Attention:
         self.softcap, self.window = problem.options["softcap"], problem.options["window"]
         B, H, T, S, HK = problem.shape("B H T S HK")
         self.group, self.size = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
-        self.count = max(1, self.size // self.group)  # queries of a tile
-        scores = self.group * min(self.count, T) * min(self.size, S)
-        self.blocks = row_blocks(B, HK, max(1, self.size**2 // max(scores, 1))) if HK else []
+        self.count = max(1, min(self.size, ROWS) // self.group)  # queries of a tile
+        rows = self.group * min(self.count, T)
+        self.is_few = rows <= FEW_ROWS and S >= T
+        width = max(problem.shape("K V"))
+        self.columns = self.size if self.is_few else max(16, min(ROWS, self.size, PRODUCT // (ROWS * width) // 16 * 16))
+        heads = B * HK if self.is_few else LARGEST_TILES // max(rows * min(self.size, S), 1)
+        self.blocks = row_blocks(B, HK, max(1, heads)) if HK else []
         self.m, self.l = np.empty((2, B, H, T), self.dtype)
+        self.loops = loops(B * H * T * S) if self.dtype == np.float32 else None
+        self.lengths = np.sqrt(np.vecdot(self.k, self.k))  # of keys [B, HK, S]
         self.exponents, self.sinks = np.zeros((B, H, T), np.int32), None
         if "sinks" in problem.arrays:
             self.sinks = np.broadcast_to(problem["sinks"].astype(self.dtype)[:, None, None], (B, H, T, 1))
@@ -106,23 +118,60 @@ class Attention:
                 last = min(first + self.count, stop)
                 begin = first_key if left < 0 else max(first_key, first + ahead - left)
                 end = last_key if right < 0 else min(last_key, last + ahead + right)
-                tiles = tuple(slice(j, min(j + self.size, end)) for j in range(begin, end, self.size))
-                found.append(Queries(slice(first, last), ahead, tiles))
+                found.append(Queries(slice(first, last), ahead, tuple(self.tiles(first_key, last_key, begin, end))))
             yield found
 
-    def seen(self, queries, keys):
+    def tiles(self, first_key, last_key, begin, end):
+        """The keys `begin` to `end` of a sequence in tiles of whole panels, and one of those behind the last panel."""
+        behind = last_key - (last_key - first_key) % self.columns
+        begin, end = begin - (begin - first_key) % self.columns, min(end + (first_key - end) % self.columns, last_key)
+        for j in range(begin, min(end, behind), self.size):
+            yield slice(j, min(j + self.size, end, behind))
+        if behind < end:
+            yield slice(max(begin, behind), end)
+
+    def panels(self, x, block, tile):
+        """The keys of a tile of x [B, HK, S, ...] as [b, h, n, columns, ...], a view."""
+        part = x[(*block, tile)]
+        count = part.shape[2]
+        return part.reshape(*part.shape[:2], -(-count // self.columns), min(count, self.columns), x.shape[-1])
+
+    def turned(self, x):
+        """A function of (block, tile): the panels of x [b, h, n, D, columns], contiguous if that pays."""
+        if self.is_few:
+            return lambda block, tile: self.panels(x, block, tile).swapaxes(-1, -2)
+        copy = np.empty(x.shape, self.dtype)
+        whole = (slice(None), slice(None))
+        for first, last in self.problem.options["key_spans"]:
+            tile = slice(first, last - (last - first) % self.columns)
+            if tile.start < tile.stop:
+                self.in_place_of(self.panels(copy, whole, tile))[...] = self.panels(x, whole, tile).swapaxes(-1, -2)
+
+        def panels(block, tile):
+            if (tile.stop - tile.start) % self.columns:
+                return self.panels(x, block, tile).swapaxes(-1, -2)
+            return self.in_place_of(self.panels(copy, block, tile))
+
+        return panels
+
+    def in_place_of(self, panels):
+        """Panels [..., columns, D] as [..., D, columns], the same memory in another order."""
+        return panels.reshape(*panels.shape[:-2], panels.shape[-1], panels.shape[-2])
+
+    def seen(self, queries, tile):
         """Which rows see which keys of a tile, or None where all do."""
         count = queries.tokens.stop - queries.tokens.start
-        place = keys.start - queries.tokens.start - queries.ahead  # of the first key, from the first query's
-        return band(place, count, keys.stop - keys.start, *self.window, self.group)
+        place = tile.start - queries.tokens.start - queries.ahead  # of the first key, from the first query's
+        return band(place, count, tile.stop - tile.start, *self.window, self.group)
 
     # -- scores --------------------------------------------------------------------------------------------------------
     def scaled(self, q, exponents):
         return self.dtype.type(self.problem.scale) * (q if exponents is None else np.ldexp(q, -exponents))
 
-    def fits(self, q, k):
-        """Whether no sum on the way to a score can overflow; False where NaN hides that."""
-        return largest(q) * largest(k) * k.shape[-1] < float(self.range.max) / 2
+    def fits(self, q, block, keys):
+        """Whether no sum on the way to a score can overflow, by Cauchy and Schwarz; False where NaN hides that."""
+        lengths = np.sqrt(np.vecdot(q, q)).max() * self.lengths[(*block, keys)].max(initial=0)
+        return lengths < self.range.max / 2
 
     def exponents_of(self, q, k):
         """By how many powers of two the scores of every row must shrink, judged by what is finite; mostly 0."""
@@ -131,8 +180,8 @@ class Attention:
         return np.maximum(bound - self.range.maxexp + 1, 0)
 
     def scores(self, q, k, exponents):
-        """s [b, h, rows, keys]. Capped scores are in units of 1."""
-        s = thread_scratch(self.dtype).product("scores", q, k.swapaxes(-1, -2))
+        """s [b, h, rows, keys] of panels k [b, h, n, K, columns]. Capped scores are in units of 1."""
+        s = against(q, k, thread_scratch(self.dtype), "scores")
         if self.softcap:
             if exponents is not None:
                 np.ldexp(s, exponents, out=s)
@@ -154,50 +203,80 @@ class Attention:
     # -- forward -------------------------------------------------------------------------------------------------------
     def forward(self, o):
         """Fills o [B, H, T, V], m, l and the exponents."""
+        keys = self.turned(self.k)
 
         def task(block, queries):
-            found = self.attend(block, queries)
+            found = self.attend(block, queries, keys)
+            bad = ~np.isfinite(found[0]).all(-1)
+            if bad.any():
+                margin = np.log(queries.keys.stop - queries.keys.start)
+                for x, again in zip(found, self.attend(block, queries, keys, margin), strict=True):
+                    x[bad] = again[bad]
             for x, rows in zip((o, self.m, self.l, self.exponents), found, strict=True):
                 self.write(x, block, queries.tokens, rows)
 
         tasks = [(block, queries) for found in self.sequences() for queries in reversed(found) for block in self.blocks]
         in_parallel(task, *zip(*tasks), caller=True)
 
-    def attend(self, block, queries, exponents=None):
+    def attend(self, block, queries, keys, margin=0.0, exponents=None):
         """(o, m, l, exponents) of some rows: running sums over the tiles of keys.
 
-        m is higher than every score by the logarithm of their number, so that sums of values do not overflow either.
+        m is higher than every score by `margin`. With the logarithm of their number no sum of values overflows.
         """
         raw = self.rows(self.q, block, queries.tokens)
-        (m, l), o, q = self.before(block, queries.tokens, exponents), 0, self.scaled(raw, exponents)
-        margin = self.in_units(self.dtype.type(np.log(max(1, queries.keys.stop - queries.keys.start))), exponents)
+        q = self.scaled(raw, exponents)
+        if exponents is None and not self.fits(q, block, queries.keys):
+            return self.attend(block, queries, keys, margin, self.exponents_of(raw, self.k[(*block, queries.keys)]))
+        (m, l), o = self.before(block, queries.tokens, exponents), np.zeros((*q.shape[:-1], self.v.shape[-1]), q.dtype)
+        margin = self.in_units(self.dtype.type(margin), exponents)
         for tile in queries.tiles:
-            k, v, seen = self.k[(*block, tile)], self.v[(*block, tile)], self.seen(queries, tile)
-            if exponents is None and not self.fits(q, k):
-                return self.attend(block, queries, self.exponents_of(raw, self.k[(*block, queries.keys)]))
-            s = only(self.scores(q, k, exponents), seen, -np.inf)
-            higher = np.maximum(m, s.max(-1, keepdims=True) + margin)
-            s -= higher
-            p, kept = self.exp(s, exponents), self.exp(m - higher, exponents)
-            o, l, m = kept * o + product(p, v, seen), kept * l + p.sum(-1, keepdims=True), higher
-        o = o / l if queries.tiles else np.zeros((*q.shape[:-1], self.v.shape[-1]), self.dtype)
+            seen = self.seen(queries, tile)
+            s = only(self.scores(q, keys(block, tile), exponents), seen, -np.inf)
+            kept = self.weigh(s, l, m, margin, exponents)
+            self.accumulate(o, kept, product(s, self.panels(self.v, block, tile), seen))
+        if queries.tiles:
+            o /= l
         return o, m[..., 0], l[..., 0], np.zeros_like(m[..., 0], np.int32) if exponents is None else exponents[..., 0]
+
+    def weigh(self, s, l, m, margin, exponents):
+        """exp(s - m) in place of s, with l and m of all keys so far; what the weights of those before shrink by."""
+        if self.loops and exponents is None:
+            kept = np.empty_like(m)
+            self.loops.weigh(s.reshape(-1, s.shape[-1]), *(x.reshape(-1) for x in (l, m)), margin, kept.reshape(-1))
+            return kept
+        higher = np.maximum(m, s.max(-1, keepdims=True) + margin)
+        s -= higher
+        p, kept = self.exp(s, exponents), self.exp(m - higher, exponents)
+        l *= kept
+        l += p.sum(-1, keepdims=True)
+        m[...] = higher
+        return kept
+
+    def accumulate(self, o, kept, parts):
+        """o = kept o + the sum of parts [b, h, n, rows, V] over n."""
+        if self.loops:
+            heads = o.shape[0] * o.shape[1]
+            self.loops.accumulate(*(x.reshape(heads, *x.shape[2:]) for x in (o, kept[..., 0], parts)))
+            return
+        o *= kept
+        o += parts.sum(2)
 
     def before(self, block, tokens, exponents):
         """(m, l) of some rows before any key: those of the sinks, or of nothing, below every score."""
         m = self.rows(self.m[..., None], block, tokens)
         if self.sinks is None:
             return np.full_like(m, self.range.min), np.zeros_like(m)
-        return self.in_units(self.rows(self.sinks, block, tokens), exponents), np.ones_like(m)
+        return self.in_units(self.rows(self.sinks, block, tokens), exponents).copy(), np.ones_like(m)
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward(self, do, own):
         """Gradients of q, k, v, and of the sinks where there are any; `own` [B, H, T] is do . o less L's gradient."""
         dq, dk, dv = (np.zeros(x.shape, self.dtype) for x in (self.q, self.k, self.v))
+        keys, values = self.turned(self.k), self.turned(self.v)
 
         def task(block, found):
             for queries in found:
-                self.pull(block, queries, do, own, dq, dk[block], dv[block])
+                self.pull(block, queries, keys, values, do, own, dq, dk, dv)
 
         tasks = [(block, found) for found in self.sequences() for block in self.blocks]
         in_parallel(task, *zip(*tasks), caller=True)
@@ -206,8 +285,8 @@ class Attention:
         share = self.exp(self.in_units(self.sinks[..., 0], self.exponents) - self.m, self.exponents)
         return [dq, dk, dv, -(share / self.l * own).sum((0, 2))]
 
-    def pull(self, block, queries, do, own, dq, dk, dv):
-        """Writes dq of some rows, adds what they give to dk and dv [b, h, S, ...] of their block."""
+    def pull(self, block, queries, keys, values, do, own, dq, dk, dv):
+        """Writes dq of some rows, adds what they give to dk and dv."""
         raw, do, own, m, l, exponents = (
             self.rows(x, block, queries.tokens) for x in (self.q, do, own[..., None], *self.saved())
         )
@@ -215,23 +294,30 @@ class Attention:
         q, do, own, total = self.scaled(raw, exponents), do / l, own / l, 0
         scaled = q if exponents is None else self.scaled(raw, None)
         for tile in queries.tiles:
-            k, v, seen = self.k[(*block, tile)], self.v[(*block, tile)], self.seen(queries, tile)
-            turned = None if seen is None else seen.T
-            s = self.scores(q, k, exponents)
+            seen = self.seen(queries, tile)
+            s = self.scores(q, keys(block, tile), exponents)
             slope = 1 - (s / self.softcap) ** 2 if self.softcap else None
             s -= m
             p = only(self.exp(s, exponents), seen, 0)
-            dv[:, :, tile] += product(p.swapaxes(-1, -2), do, turned)
-            ds = thread_scratch(self.dtype).product("ds", do, v.swapaxes(-1, -2))
+            dv[(*block, tile)] += self.turned_product(p, do, seen)
+            ds = against(do, values(block, tile), thread_scratch(self.dtype), "ds")
             ds -= own
             ds = only(ds, seen, 0)
             ds *= p
             if self.softcap:
                 ds *= only(slope, seen, 0)
-            total = total + product(ds, k, seen)
-            dk[:, :, tile] += product(ds.swapaxes(-1, -2), scaled, turned)
+            total = total + product(ds, self.panels(self.k, block, tile), seen).sum(2)
+            dk[(*block, tile)] += self.turned_product(ds, scaled, seen)
         if queries.tiles:
             self.write(dq, block, queries.tokens, self.dtype.type(self.problem.scale) * total)
+
+    def turned_product(self, W, x, seen):
+        """W^T x of W [b, h, rows, keys] and x [b, h, rows, D], of which nothing unseen is part, NaN neither."""
+        count = W.shape[-1]
+        columns = self.columns if count % self.columns == 0 else count
+        panels = split(W, columns).swapaxes(-1, -2) @ x[:, :, None]
+        found = panels.reshape(*x.shape[:2], count, x.shape[-1])
+        return found if seen is None or is_finite(found) else product_over(W.swapaxes(-1, -2), x, seen.T)
 
     def saved(self):
         return self.m[..., None], self.l[..., None], self.exponents[..., None]
@@ -241,10 +327,6 @@ def multipliable(x, dtype):
     """x in `dtype`, its rows contiguous, which BLAS asks for."""
     x = np.asarray(x, dtype)
     return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
-
-
-def largest(x):
-    return max(float(x.max(initial=0)), -float(x.min(initial=0)))
 
 
 def finite_largest(x, axes):
@@ -258,9 +340,26 @@ def only(s, seen, fill):
     return s
 
 
-def product(W, x, seen):
-    """W @ x, of which nothing unseen is part, NaN neither."""
-    return W @ x if seen is None else product_over(W, x, seen)
+def split(x, columns):
+    """x [b, h, rows, n columns] as [b, h, n, rows, columns], a view."""
+    return x.reshape(*x.shape[:-1], -1, columns).swapaxes(2, 3)
+
+
+def against(x, panels, scratch, name):
+    """x [b, h, rows, D] times panels [b, h, n, D, columns]: [b, h, rows, n columns] in the memory of `scratch`."""
+    n, _, columns = panels.shape[2:]
+    out = scratch(name, (*x.shape[:3], n * columns))
+    np.matmul(x[:, :, None], panels, out=split(out, columns))
+    return out
+
+
+def product(W, panels, seen):
+    """W [b, h, rows, n columns] times each of panels [b, h, n, columns, D], of which nothing unseen is part, NaN
+    neither: [b, h, n, rows, D]."""
+    out = split(W, panels.shape[3]) @ panels
+    if seen is None or is_finite(out):
+        return out
+    return product_over(W, panels.reshape(*W.shape[:2], W.shape[-1], panels.shape[-1]), seen)[:, :, None]
 
 
 @lru_cache(maxsize=64)

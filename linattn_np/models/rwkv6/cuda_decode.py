@@ -9,7 +9,6 @@ and a step neither allocates nor waits, so a CUDA graph can hold it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,10 +22,10 @@ from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
 from ...errors import ContractTypeError, NotSupported
+from ..devices import NotCopied
 from . import weights as table
 from .checks import one_of, refuse
 from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
-from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 from .names import parameters
 from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state
@@ -38,8 +37,10 @@ PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
 
-class CudaDecoder:
+class CudaDecoder(NotCopied):
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
+
+    A decoder has one caller at a time, on one stream; `RWKV6` has any number of them.
 
     Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
     are float32; one launch of all layers hands numbers on without their last bit, unless weights are float32. Only
@@ -94,6 +95,7 @@ class CudaDecoder:
         if self.matrices == INT8 and device.capability != 90:
             raise NotSupported("RWKV6: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = fitting(sizes, self.matrices)
+        self.layer_eps, self.group_eps = table.eps(weights)
         load = partial(stacked, device, weights, loaded)
         self.whole = apart(table.whole(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
         self.all_layers = apart(table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices)))
@@ -102,11 +104,19 @@ class CudaDecoder:
             for i in range(sizes["L"])
         ]
         self.make_room(batch)
+        self.bound, self.launches, self.graph = None, (), None
 
     def resized(self, batch: int) -> CudaDecoder:
         """A decoder of `batch` sequences with the same weights."""
-        other = copy(self)
+        other = self.beside()
         other.make_room(batch)
+        return other
+
+    def beside(self) -> CudaDecoder:
+        """A decoder with the same weights and buffers that keeps the launches of other arrays."""
+        other = object.__new__(CudaDecoder)
+        vars(other).update(vars(self))
+        other.bound, other.launches, other.graph = None, (), None
         return other
 
     def make_room(self, batch):
@@ -150,7 +160,6 @@ class CudaDecoder:
         )
         if isinstance(self.kernel and self.kernel[0], kernels.DecodeFew):
             vars(self.buffers).update(self.words() | self.of_choice())
-        self.bound, self.held, self.launches, self.graph = None, None, (), None
 
     def kernel_of_all(self, batch):
         """The kernel that has all layers in one launch, and its vectors' bytes; None where launches are faster."""
@@ -214,7 +223,7 @@ class CudaDecoder:
     def capture(self, tokens, state: State, slots=None, greedy: bool = False):
         """Make a CUDA graph of `step` for `replay`, and decode nothing yet; returns the `logits` to come.
 
-        Every replay reads and writes these arrays: change what they hold, not where they are.
+        Every replay reads and writes these arrays: keep them, and change what they hold, not where they are.
         """
         import cupy
 
@@ -237,14 +246,17 @@ class CudaDecoder:
         return self.logits
 
     def bind(self, tokens, state, slots, greedy):
-        """The launches of a step on these arrays, made anew only where an array is another."""
-        arrays = (tokens, *state.arrays, *(() if slots is None else (slots,)))
-        bound = (greedy, *((self.device.pointer(array), array.shape) for array in arrays))
+        """The launches of a step on these arrays, made anew only where an array is elsewhere."""
+        bound = greedy, self.place(tokens, *state.arrays, *(() if slots is None else (slots,)))
         if bound != self.bound:
             self.check(tokens, state, slots)
             self.launches = self.launches_of(tokens, state, slots, greedy, self.sizes["L"])
-            self.bound, self.held = bound, arrays
+            self.bound = bound
         return self.launches
+
+    def place(self, *arrays):
+        """All that launches know of arrays of known dtypes."""
+        return tuple([(self.device.pointer(array), array.shape, array.strides) for array in arrays])
 
     def launches_of(self, tokens, state, slots, greedy, layers) -> list:
         """Functions that enqueue a step through `layers` on these arrays, one a launch."""
@@ -308,7 +320,7 @@ class Step:
             bias=bias,
             y=buffers.x,
             D=my.sizes["D"],
-            eps=LAYER_NORM_EPS,
+            eps=my.layer_eps,
         )
         if my.kernel:
             self.every_phase(layers, greedy)
@@ -342,8 +354,8 @@ class Step:
                 staged=kernel.staged(self.my.batch, sizes, more_shared),
                 first=first,
                 last=last,
-                eps=LAYER_NORM_EPS,
-                group_eps=GROUP_NORM_EPS,
+                eps=self.my.layer_eps,
+                group_eps=self.my.group_eps,
             )
 
     def every_product(self, layers):
@@ -395,7 +407,7 @@ class Step:
             N=N,
             W=W,
             **({"P": parts} if isinstance(kernel, kernels.TimeMixBatch) else turns),
-            eps=GROUP_NORM_EPS,
+            eps=my.group_eps,
         )
         return self.addend(layer, "output", buffers.y, buffers.x)
 
@@ -479,7 +491,7 @@ class Step:
             D=D,
             C=C,
             P=parts,
-            eps=LAYER_NORM_EPS,
+            eps=self.my.layer_eps,
         )
 
     def matmul(self, weights, *named, early=False):

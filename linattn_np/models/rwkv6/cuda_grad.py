@@ -16,7 +16,7 @@ from ..fused import of
 from ..ranks import WHOLE
 from .checks import refuse
 from .grad import layer_norm
-from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
+from .math import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
 
 THREADS_AT_WORK = 1024  # of a multiprocessor, in kernels that add up over tokens: a block has as many of these as
 # there are blocks to hide each other's waits, and each leaves a row of sums
@@ -138,7 +138,7 @@ class TimeMix:
         k, v, r, self.gate = do.product(self.mixed[1:], layer.kvrg)
         heads = (-1, do.context, *layer.bonus.shape)
         r, k, v, w = (array.reshape(heads) for array in (r, k, v, self.w))
-        o, self.pull_recurrence = do.cut.vjp_of(rwkv6, r, k, v, w, layer.bonus, scale=1.0, layout="bthd")
+        o, self.pull_recurrence = do.cut.vjp_of(rwkv6, r, k, v, w, layer.bonus, scale=do.scale, layout="bthd")
         self.o = o.reshape(do.tokens, -1)
         self.y = do.gated_norm(self.o, self.gate, layer.ln_x, layer.bonus.shape[1])
         return Change("Added", do.product(self.y, layer.output), site=site)
@@ -218,7 +218,7 @@ class Step:
 
     def __init__(self, weights, tokens, products, drop, cut):
         self.products, self.device, self.T, self.drop = products, products.device, products.dtype, drop
-        self.cut = cut
+        self.cut, self.scale = cut, output_scale(self.T)
         self.V, self.D = weights.embedding.shape
         self.read, (batch, length) = tokens, tokens.shape
         self.context, self.tokens = length - 1, batch * (length - 1)
@@ -308,7 +308,7 @@ class Step:
             tokens=self.tokens,
             D=self.D,
             N=N,
-            eps=GROUP_NORM_EPS,
+            eps=GROUP_NORM_EPS * self.scale**2,
         )
         return y
 
@@ -422,7 +422,7 @@ class Step:
             D=self.D,
             N=N,
             each=self.each,
-            eps=GROUP_NORM_EPS,
+            eps=GROUP_NORM_EPS * self.scale**2,
         )
         self.sum(parts, to)
         return dout, dgate

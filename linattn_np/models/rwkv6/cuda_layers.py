@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..devices import NotCopied
+from ..turns import Turns
 from . import weights as table
 from .checks import one_of
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prefill import Prompts
 
-MOST_KEPT = 8  # batch sizes whose buffers and graph are kept, and packings of prompts whose plans are
+MOST_KEPT = 8  # batch sizes whose buffers are kept, and packings of prompts whose plans are
+STATES = 16  # of a batch size, whose graphs are kept
 
 
-class CudaLayers:
+class CudaLayers(NotCopied):
     """With matrices in float32, float16, bfloat16 or int8, and everything else but the state in float32."""
 
     def __init__(self, weights, sizes, dtype, state_dtype, loaded):
@@ -27,46 +30,46 @@ class CudaLayers:
         self.tuned = [self.asarray(array.astype(FLOAT32)) for array in table.tuned(weights)]
         for array in table.tuned(weights):
             loaded(array)
+        self.turn = Turns(self.device)
 
     def __repr__(self):
         return f"CudaLayers({self.decoder.sizes['L']} layers, {self.dtype})"
 
     def logits(self, tokens, state, rows, last):
         """[B * T, V], or [N, V] of each sequence's last token; all host integers."""
-        if rows.single:
-            return self.steps_of(len(tokens))(tokens, state, rows.slots)
-        slots = rows.slots
-        if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
-            slots = None  # all rows in their order need not be gathered, by a kernel of CuPy's
-        return self.prompts_of(rows, last)(tokens, state, slots)
+        with self.turn():
+            if rows.single:
+                return self.steps_of(len(tokens))(tokens, state, rows.slots)
+            slots = rows.slots
+            if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
+                slots = None  # all rows in their order need not be gathered, by a kernel of CuPy's
+            return self.prompts_of(rows, last)(tokens, state, slots)
 
     def steps_of(self, batch) -> Steps:
         """Those of `batch` sequences."""
-        return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)))
+        return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
     def prompts_of(self, rows, last) -> Prompts:
-        """Those of such lengths; plans follow one queue."""
-        key = rows.bounds.tobytes(), last, self.device.queue
-        return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last))
+        """Those of such lengths."""
+        key = rows.bounds.tobytes(), last
+        return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last), self.turn.wait)
 
 
-def recent(kept, key, make):
-    """What is kept under `key`, or made; what was not wanted for longest makes room for it."""
+def recent(kept, key, make, before_dropping=lambda: None, most=MOST_KEPT):
+    """What is kept under `key`, or made; of more than `most`, what was not wanted for longest makes room for it."""
     found = kept.pop(key, None)
     kept[key] = make() if found is None else found
-    if len(kept) > MOST_KEPT:
+    if len(kept) > most:
+        before_dropping()
         del kept[next(iter(kept))]
     return kept[key]
 
 
 class Steps:
-    """The steps of one number of sequences: captured in a graph as soon as the same state comes again.
-
-    The latest state stays alive with it: the graph has its address.
-    """
+    """The steps of one number of sequences: captured in a graph as soon as a state comes again to the same place."""
 
     def __init__(self, decoder):
-        self.decoder, self.arrays, self.captured = decoder, (), False
+        self.decoder, self.decoders = decoder, {}
         self.given = decoder.device.empty((2, decoder.batch), INT64)
         self.tokens, self.slots = self.given
 
@@ -83,14 +86,13 @@ class Steps:
         return logits
 
     def run(self, state, slots):
-        arrays = *state.arrays, slots
-        if not self.arrays or any(new is not old for new, old in zip(arrays, self.arrays)):
-            self.arrays, self.captured = arrays, False
-            return self.decoder.step(self.tokens, state, slots)
-        if not self.captured:
-            self.decoder.capture(self.tokens, state, slots)
-            self.captured = True
-        return self.decoder.replay()
+        key = slots is None, self.decoder.place(*state.arrays)
+        decoder = recent(self.decoders, key, self.decoder.beside, most=STATES)
+        if not decoder.bound:
+            return decoder.step(self.tokens, state, slots)
+        if not decoder.graph:
+            decoder.capture(self.tokens, state, slots)
+        return decoder.replay()
 
 
 def dtype_of(weights, dtype):

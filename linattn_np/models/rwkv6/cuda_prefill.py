@@ -125,7 +125,7 @@ class Prompts:
             bias=bias,
             y=y,
             D=self.my.sizes["D"],
-            eps=math.LAYER_NORM_EPS,
+            eps=self.my.layer_eps,
         )
 
 
@@ -155,6 +155,8 @@ class Pieces:
 
     def __init__(self, decoder, draft: Draft, bounds):
         self.draft, self.device, self.dtype, self.sizes = draft, decoder.device, decoder.dtype, decoder.sizes
+        self.scale = math.output_scale(self.dtype)
+        self.layer_eps, self.group_eps = decoder.layer_eps, decoder.group_eps
         self.spans, self.T, empty = Spans(bounds), int(bounds[-1]), draft.empty
         self.wide = None  # where int8 matrices become ones of `dtype`
         lengths = np.diff(bounds)
@@ -200,7 +202,7 @@ class Pieces:
             T=T,
             D=D,
             C=mixed.shape[0],
-            eps=math.LAYER_NORM_EPS,
+            eps=self.layer_eps,
         )
         return mixed, xx, d
 
@@ -254,7 +256,7 @@ class Pieces:
 
     def recurrence(self, layer, kvr, w, wkv):
         k, v, r, w, o = (x.in_heads(self.sizes["H"]) for x in (*kvr, w, self.o))
-        kernels.recurrence(self.draft, self.device, r, k, v, w, layer.bonus[0], o, wkv, self.spans)
+        kernels.recurrence(self.draft, self.device, r, k, v, w, layer.bonus[0], o, wkv, self.spans, self.scale)
         return self.o
 
     def gated_norm(self, layer, o, gate):
@@ -271,7 +273,7 @@ class Pieces:
             rows=self.T * H,
             H=H,
             N=N,
-            eps=math.GROUP_NORM_EPS,
+            eps=self.group_eps * self.scale**2,
         )
         return self.normed[0]
 
@@ -285,6 +287,6 @@ class Pieces:
         return x
 
     def add_gated(self, x, gate, value):
-        kernel = kernels.GatedAdd()
+        kernel = kernels.GatedAdd(self.dtype)
         self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=gate, value=value, count=x.size)
         return x

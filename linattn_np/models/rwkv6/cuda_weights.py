@@ -12,6 +12,7 @@ from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Draft, ceil_div
 from ..matrices import quantised
 from ..quantised import Stored
+from .checks import refuse
 
 FLOAT32 = np.dtype(np.float32)
 SCALES = "_scales"
@@ -55,7 +56,12 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
     for layer, prefix in enumerate(prefixes):
         for slot, name in enumerate(names):
             array = weights[prefix + name]
-            for stack, host in zip(stacks, hosts(array, dtype, transposed)):
+            try:
+                with np.errstate(over="raise"):
+                    arrays = hosts(array, dtype, transposed)
+            except FloatingPointError:
+                refuse(f"{prefix + name} has numbers beyond {dtype}, expected dtype 'bfloat16' or 'float32' for them")
+            for stack, host in zip(stacks, arrays):
                 device.copy(device.upload(host), stack[layer, slot])  # bytes: no kernel is compiled for it
             loaded(array)
     return tuple(stacks) if dtype == INT8 else stacks[0]
@@ -66,6 +72,8 @@ def hosts(array, dtype, transposed) -> tuple:
     if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
         return array.q, array.scales
     array = np.asarray(array)
+    if dtype == np.float16 and array.dtype == BFLOAT16:
+        array = array.astype(FLOAT32)  # whose casts tell of overflow
     if transposed:
         array = array.T
     if dtype != INT8:

@@ -10,10 +10,20 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from ..fused import fused, of
 
 LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5  # whatever the head size is
+
+
+def output_scale(dtype) -> float:
+    """The scale of the recurrence where its result is kept in `dtype`, whose numbers may be few: float16 ends at 65504.
+
+    It is a power of two, and a group norm with its square times eps takes it away again.
+    """
+    return 2.0**-6 if dtype == np.float16 else 1.0
 
 
 class Pieces(Protocol):
@@ -110,8 +120,8 @@ def sigmoid_gate(gate, value):
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
-def layer_norm(x, weight_and_bias):
-    return affine(normalize(x, LAYER_NORM_EPS), *weight_and_bias)
+def layer_norm(x, weight_and_bias, eps):
+    return affine(normalize(x, eps), *weight_and_bias)
 
 
 def normalize(x, eps):

@@ -17,10 +17,12 @@ from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
 from ..products import HostProducts
+from ..prompts import read
 from ..quantised import collected, of_bits
 from ..sampling import Sampling
 from .checks import refuse
-from .names import parameters
+from .config import completed
+from .names import EPS, parameters
 from .parameters import Layout, is_matrix, sizes_of
 from .state import STATE, Rows, State, check_state
 from .weights import linears
@@ -62,12 +64,16 @@ class RWKV6:
         Called while they are loaded.
     state_dtype : float32, on CUDA also bfloat16 or float16
         Of the recurrent state, which is rounded to it after every token of a step, and after every prompt.
+    config : mapping
+        What Hugging Face's or fla's `config.json` says of weights with their names: the norms' eps, whether norms have
+        biases, whether embedding and head are tied. `from_file` reads it.
 
     Raises
     ------
     ContractError
-        A parameter that is missing, of another shape or of another version of RWKV, with what was wanted; a
-        `dtype` that `device` does not take; on CUDA, sizes beyond the kernels'.
+        A parameter that is missing, of another shape or of another version of RWKV, with what was wanted; a field of
+        `config` that asks for what is not computed; a `dtype` that `device` does not take; on CUDA, sizes beyond the
+        kernels'.
     NotSupported
         `device` cannot be had, with the reason.
 
@@ -90,8 +96,9 @@ class RWKV6:
         dtype: DTypeLike | None = None,
         progress: Callable[[int, int], object] | None = None,
         state_dtype: DTypeLike = np.float32,
+        config: Mapping | None = None,
     ):
-        weights, self.sizes = parameters(collected(weights))
+        weights, self.sizes = parameters(completed(collected(weights), config))
         self.device = device
         loaded = counted(weights, progress or (lambda *_: None))
         self.layers = layers_on(device)(weights, self.sizes, dtype, state_dtype, loaded)
@@ -129,24 +136,25 @@ class RWKV6:
 
         path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, or the index
             `model.safetensors.index.json` of a sharded one, or a folder of Hugging Face with one of these; with the
-            official, Hugging Face's or fla's names.
+            official, Hugging Face's or fla's names. Of the latter two a `config.json` beside it is read.
         """
-        weights = checkpoint.read(path)
+        weights, config = checkpoint.read(path), checkpoint.config(path)
         try:
-            return cls(weights, device, dtype, progress, state_dtype)
+            return cls(weights, device, dtype, progress, state_dtype, config)
         except NotSupported:
             raise
         except ContractError as error:
             raise type(error)(f"{path}: {error}") from None
 
     @staticmethod
-    def quantise(weights: Mapping, dtype: str) -> dict:
+    def quantise(weights: Mapping, dtype: str, config: Mapping | None = None) -> dict:
         """`weights` as a file of a quantised checkpoint holds them, which `from_file` reads: a dict of host arrays.
 
         dtype : "int8" or "int4", of the large matrices; or "bfloat16". The embedding and the matrices of low rank are
             bfloat16 in all of them, the vectors as they are.
+        config : as `RWKV6` takes it
         """
-        weights, sizes = parameters(collected(weights))
+        weights, sizes = parameters(completed(collected(weights), config))
         large = linears(sizes["L"])
         matrices = {*large, *(name for name in weights if is_matrix(name))}
         rest = matrices if dtype == "bfloat16" else matrices.difference(large)
@@ -159,10 +167,11 @@ class RWKV6:
         """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
         zeros = self.layers.zeros
-        wkv = zeros((L, batch, H, N, N), self.layers.state_dtype)
-        state = State(zeros((L, batch, D), np.float32), wkv, zeros((L, batch, D), np.float32))
-        for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
-            wkv[...] = start
+        with self.turn():
+            wkv = zeros((L, batch, H, N, N), self.layers.state_dtype)
+            state = State(zeros((L, batch, D), np.float32), wkv, zeros((L, batch, D), np.float32))
+            for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
+                wkv[...] = start
         return state
 
     def forward(
@@ -231,6 +240,8 @@ class RWKV6:
     def generate(self, prompt: bytes | Integers, *, seed: Any = None, **how: Any) -> Iterator[int]:
         """Tokens that continue `prompt` (host integers [T]), one by one and without end.
 
+        The prompt is read `prompts.PIECE` tokens at a time, so that a long one takes no more memory than a short one.
+
         `seed` and everything else are those of `Sampling`: temperature, top_p, top_k, penalties.
 
         Example
@@ -241,17 +252,30 @@ class RWKV6:
         b'worth'
         """
         sampler = Sampling(seed=seed, **how).sampler()
-        return self.stream(self.checked([list(prompt)]), sampler)
+        prompt = list(prompt)
+        self.checked([prompt])
+        return self.stream(prompt, sampler)
 
-    def stream(self, tokens, sampler):
-        state = self.initial_state()
+    def stream(self, prompt, sampler):
+        rest, state = read(self, prompt)
+        tokens = [rest]
         while True:
             logits, state = self.forward(tokens, state, last=True)
             token = sampler(self.to_host(logits)[0])
             yield token
             tokens = [[token]]
 
+    def turn(self):
+        """A context that does with arrays of the model's device what another thread or stream may have begun.
+
+        On the GPU a thread at a time is inside, and its stream works behind what was enqueued there before. `forward`
+        and all other methods enter it by themselves.
+        """
+        return self.layers.turn()
+
     def to_host(self, array):
+        with self.turn():
+            pass  # the current stream comes behind the one that has computed it
         return on_host(array)
 
     def on_device(self, state: State, rows: int | None = None) -> State:
@@ -260,8 +284,9 @@ class RWKV6:
         It must be one of this model's, with `rows` rows (None: any number).
         """
         check_state(state, self.state_sizes(rows), wkv=None)
-        wkv = state.wkv.astype(self.layers.state_dtype, copy=False)
-        return State(*map(self.layers.asarray, (state.att_shift, wkv, state.ffn_shift)))
+        with self.turn():
+            wkv = state.wkv.astype(self.layers.state_dtype, copy=False)
+            return State(*map(self.layers.asarray, (state.att_shift, wkv, state.ffn_shift)))
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def checked(self, tokens):
@@ -336,7 +361,7 @@ def layers_on(device) -> Callable:
 
 def counted(weights, progress):
     """A function to call with every array that is loaded: tells `progress` the bytes so far, and those in all."""
-    done, total = 0, sum(array.nbytes for array in weights.values())
+    done, total = 0, sum(array.nbytes for name, array in weights.items() if name != EPS)
 
     def loaded(array):
         nonlocal done

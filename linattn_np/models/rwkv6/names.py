@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 from ...arrays import FLOATS
 from ...errors import ContractTypeError
@@ -46,6 +47,7 @@ BLOCK = {
 }
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
 TUNED = {"att.time_state": "H N N"}  # in every block or in none: a tuned initial state, value by key
+EPS = "norm_eps"  # may be there, [2]: the eps of layer norms and of the group norm, where they are no official ones
 
 # The last part of a name that gives another version away. x060b and x060c have the same names; RWKV-4 has
 # those of RWKV-5 but no ln_x.
@@ -55,6 +57,9 @@ OTHER_VERSIONS = {
     **dict.fromkeys(("x_r", "w0", "a0", "k_k", "k_a", "r_k"), "RWKV-7"),
     **dict.fromkeys(("time_mix_k", "time_mix_key", "time_first"), "RWKV-5"),
 }
+
+TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
+ADAPTERS = ("lora_A", "lora_B")  # of PEFT and RWKV-PEFT
 
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"}
 
@@ -131,11 +136,12 @@ def official(weights: Mapping) -> dict:
     """`weights` under the official names and in the official shapes, in the official order.
 
     weights : mapping from names to host arrays
-        With the official names, with Hugging Face's (`rwkv.blocks.0.attention.*`, which rename only) or with
-        fla's (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs).
+        With the official names, with Hugging Face's (`rwkv.blocks.0.attention.*`, which rename only), with
+        fla's (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs) or with
+        web-rwkv's (`blocks.0.att.time_mix_w1`, which transposes them). Trainers' TRAINERS may stand before them all.
         A tuned `blocks.i.att.time_state` may be there, under its official name whatever the others are.
 
-    Arrays are views, but for fla's mixes. Shapes are the model's to check; fla's norm eps is in its config.
+    Arrays are views, but for fla's mixes. Shapes are the model's to check; what fla's config says is `config`'s.
 
     Raises
     ------
@@ -150,6 +156,7 @@ def official(weights: Mapping) -> dict:
     >>> list(weights)[:2], weights["blocks.0.att.time_maa_w2"].shape
     (['emb.weight', 'blocks.0.ln0.weight'], (5, 32, 256))
     """
+    weights = unwrapped(weights)
     refuse_other_versions(weights)
     blocks, origin = next(
         ((prefix, origin) for prefix, origin in NAMINGS.items() if any(name.startswith(prefix) for name in weights)),
@@ -157,7 +164,11 @@ def official(weights: Mapping) -> dict:
     )
     layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
     tuned = any(name.endswith(".time_state") for name in weights)
-    origins = {name: (name, same) if name in weights else origin(name) for name in declared(layers, tuned)}
+    if of_web_rwkv(weights):
+        origins = {name: web_rwkv(name) for name in declared(layers, tuned)}
+    else:
+        origins = {name: (name, same) if name in weights else origin(name) for name in declared(layers, tuned)}
+    origins |= {EPS: (EPS, same)} if EPS in weights else {}
     wanted = dict(origins.values())
     missing = [name for name in wanted if name not in weights]
     left_over = [name for name in weights if name not in wanted]
@@ -171,6 +182,16 @@ def official(weights: Mapping) -> dict:
             f"the parameters of RWKV-6 x060 with {layers} blocks",
         )
     return {name: made(weights, its_name, make, name) for name, (its_name, make) in origins.items()}
+
+
+def unwrapped(weights: Mapping) -> Mapping:
+    """`weights` without what trainers put before all names."""
+    while weights and not any(name.startswith(tuple(NAMINGS)) for name in weights):
+        prefix = next((word for word in TRAINERS if all(name.startswith(word) for name in weights)), None)
+        if prefix is None:
+            break
+        weights = {name.removeprefix(prefix): array for name, array in weights.items()}
+    return weights
 
 
 def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
@@ -190,6 +211,8 @@ def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
             refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
     if sizes["H"] * sizes["N"] != sizes["D"]:
         refuse(f"att.time_faaaa has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
+    if EPS in weights and (weights[EPS].shape != (2,) or not all(0 < number < inf for number in weights[EPS])):
+        refuse(f"{EPS} is {weights[EPS].dtype} {weights[EPS].shape}, expected two numbers above 0")
     if 5 * sizes["A"] != sizes["5A"]:
         refuse(
             f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']} as att.time_maa_w2 has it"
@@ -228,6 +251,17 @@ def fla(name):
     return f"model.layers.{i}.{its_name}", make
 
 
+def web_rwkv(name):
+    part = name.split(".")[-1]
+    make = transposed if part.endswith(("_w1", "_w2")) or part == "time_state" else row if "maa" in part else same
+    make = row if part == "time_decay" else make
+    return name.replace("time_maa", "time_mix").replace("time_faaaa", "time_first"), make
+
+
+def of_web_rwkv(weights) -> bool:
+    return any(name.endswith(".time_mix_w1") for name in weights)
+
+
 NAMINGS = {"rwkv.blocks.": hugging_face, "model.layers.": fla, "blocks.": unchanged}
 
 
@@ -239,6 +273,14 @@ def made(weights, its_name, make, name):
 
 
 def refuse_other_versions(weights):
+    if of_web_rwkv(weights):
+        return
+    for name in weights:
+        if any(part in ADAPTERS for part in name.split(".")):
+            refuse_file(
+                f"{shown(name)} belongs to a LoRA adapter that is not merged",
+                "merged weights: the program that trained it merges it into its model",
+            )
     for name in weights:
         version = OTHER_VERSIONS.get(name.split(".")[-1])
         if version == "RWKV-5" and not any("ln_x" in other for other in weights):

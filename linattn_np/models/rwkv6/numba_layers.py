@@ -26,7 +26,7 @@ class NumbaLayers(NumpyLayers):
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
         super().load(weights, sizes, loaded, partial(kept, dtype))
-        self.gather(sizes)
+        self.gather()
         everything = [*vars(self.whole).values(), *(x for layer in self.layers for x in vars(layer).values())]
         self.nbytes = sum(array.nbytes for array in everything)
         self.step_bytes = self.nbytes - self.whole.embedding.nbytes
@@ -38,17 +38,27 @@ class NumbaLayers(NumpyLayers):
         """[T, V], or [N, V] of each sequence's last token."""
         board = Board()
         if not rows.single:
-            return self.run(Prompt(rows, board), tokens, state, rows, last)
+            return self.run(Prompt(self, rows, board), tokens, state, rows, last)
         x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
         with board.helped(self.step_bytes):
-            return loops.step(multiply_at.address, board.array, *self.gathered, x, *state.arrays, slots)
+            eps = self.layer_eps, self.group_eps
+            return loops.step(multiply_at.address, board.array, *self.gathered, eps, x, *state.arrays, slots)
 
-    def gather(self, sizes):
-        """A table of the matrices, and the vectors in one array, as a step takes them; the layers' are views of it."""
+    def __getstate__(self):
+        """What copies and pickles take: all but the matrices' addresses."""
+        return {name: value for name, value in vars(self).items() if name != "gathered"}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.gather()
+
+    def gather(self):
+        """A table of the matrices' addresses, and the vectors in one array, as a step takes them; the layers' are
+        views of it."""
         head, norms = self.whole.head, np.concatenate([self.whole.ln0, self.whole.ln_out])
         matrices = [[described(getattr(layer, name)) for name in loops.MATRICES] for layer in self.layers]
-        vectors = np.empty((len(self.layers), sum(loops.VECTORS.values()), sizes["D"]), FLOAT32)
+        vectors = np.empty((len(self.layers), sum(loops.VECTORS.values()), norms.shape[-1]), FLOAT32)
         for layer, its in zip(self.layers, vectors):
             ends = np.cumsum([*loops.VECTORS.values()])
             for name, part in zip(loops.VECTORS, np.split(its, ends[:-1])):
@@ -87,7 +97,7 @@ class Prompt(Pieces):
         return matrix(x, self.board)
 
     def shift_mix(self, layer, norm, maa, x, shift):
-        xx = loops.layer_norm(x, getattr(layer, norm))
+        xx = loops.layer_norm(x, getattr(layer, norm), self.layers.layer_eps)
         d = token_shift(xx, shift, self.rows)
         return loops.mixed(xx, d, np.atleast_2d(getattr(layer, maa))), xx, d
 
@@ -100,7 +110,7 @@ class Prompt(Pieces):
 
     def gated_norm(self, layer, o, gate):
         o = np.ascontiguousarray(o.reshape(gate.shape))
-        loops.gated_norm(o, gate, layer.ln_x, len(layer.bonus))
+        loops.gated_norm(o, gate, layer.ln_x, len(layer.bonus), self.layers.group_eps)
         return o
 
     def add_gated(self, x, gate, value):

@@ -7,7 +7,6 @@ import numpy as np
 
 from ...compiled import njit
 from ..matrix_loops import product_at
-from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 
 LOOP = {
     "nogil": True,
@@ -85,10 +84,10 @@ def normalize(x, weight, bias, eps, to):
 
 
 @njit(**LOOP)
-def layer_norm(x, norm):
+def layer_norm(x, norm, eps):
     to = np.empty_like(x)
     for b in range(x.shape[0]):
-        normalize(x[b], norm[0], norm[1], LAYER_NORM_EPS, to[b])
+        normalize(x[b], norm[0], norm[1], eps, to[b])
     return to
 
 
@@ -104,9 +103,9 @@ def mixed(xx, d, maa):
 
 
 @njit(**LOOP)
-def shift_mix(x, norm, maa, shift, slots):
+def shift_mix(x, norm, eps, maa, shift, slots):
     """xx + d maa [n, B, D], xx and d, for x [B, D], maa [n, D], shift [P, D]."""
-    xx, d = layer_norm(x, norm), np.empty_like(x)
+    xx, d = layer_norm(x, norm, eps), np.empty_like(x)
     for b in range(x.shape[0]):
         last = shift[slots[b]]
         for c in range(x.shape[1]):
@@ -151,14 +150,14 @@ def recurrence(kvr, w, bonus, wkv, slots):
 
 
 @njit(**LOOP)
-def gated_norm(o, gate, norm, heads):
+def gated_norm(o, gate, norm, heads, eps):
     """o [B, D] becomes GroupNorm(o) silu(gate)."""
     B, D = o.shape
     N = D // heads
     for b in range(B):
         for h in range(heads):
             head = slice(h * N, (h + 1) * N)
-            normalize(o[b, head], norm[0, head], norm[1, head], GROUP_NORM_EPS, o[b, head])
+            normalize(o[b, head], norm[0, head], norm[1, head], eps, o[b, head])
         for c in range(D):
             o[b, c] *= gate[b, c] * sigmoid(gate[b, c])
 
@@ -174,8 +173,8 @@ def product(multiply, board, matrix, x):
 
 
 @njit(**LOOP)
-def time_mix(multiply, board, matrices, vectors, x, shift, wkv, slots):
-    x_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], vectors[MAA_X : MAA_X + 1], shift, slots)
+def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
+    x_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MAA_X : MAA_X + 1], shift, slots)
     low = product(multiply, board, matrices[MAA_DOWN], x_x)
     tanh_of(low[0])
     low = np.ascontiguousarray(low.reshape(x.shape[0], 5, -1).transpose(1, 0, 2))
@@ -187,13 +186,13 @@ def time_mix(multiply, board, matrices, vectors, x, shift, wkv, slots):
     w = product(multiply, board, matrices[DECAY_UP], low)[0]
     log_decay(w, vectors[DECAY])
     o = recurrence(kvrg[:3], w, vectors[BONUS], wkv, slots)
-    gated_norm(o, kvrg[3], vectors[LN_X : LN_X + 2], wkv.shape[1])
+    gated_norm(o, kvrg[3], vectors[LN_X : LN_X + 2], wkv.shape[1], eps[1])
     x += product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0]
 
 
 @njit(**LOOP)
-def channel_mix(multiply, board, matrices, vectors, x, shift, slots):
-    x_kr, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
+def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
+    x_kr, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
     k = product(multiply, board, matrices[FFN_KEY], x_kr[:1])
     relu_squared(k[0])
     gate = product(multiply, board, matrices[FFN_RECEPTANCE], x_kr[1:])
@@ -201,16 +200,17 @@ def channel_mix(multiply, board, matrices, vectors, x, shift, slots):
 
 
 @njit(**LOOP)
-def step(multiply, board, matrices, head, vectors, norms, x, att_shift, wkv, ffn_shift, slots):
+def step(multiply, board, matrices, head, vectors, norms, eps, x, att_shift, wkv, ffn_shift, slots):
     """The logits [B, V] of x [B, D], a token's embedding for each of B sequences; `slots` has their rows of the state.
 
     matrices : int64 [L, MATRICES, 4], and head [4]
     vectors : [L, sum of VECTORS, D], and norms [4, D], the first and the last
+    eps : of the layer norms, and of the group norm
     """
-    x = layer_norm(x, norms[:2])
+    x = layer_norm(x, norms[:2], eps[0])
     for layer in range(matrices.shape[0]):
         its, vector = matrices[layer], vectors[layer]
-        time_mix(multiply, board, its, vector, x, att_shift[layer], wkv[layer], slots)
-        channel_mix(multiply, board, its, vector, x, ffn_shift[layer], slots)
-    x = layer_norm(x, norms[2:])
+        time_mix(multiply, board, its, vector, eps, x, att_shift[layer], wkv[layer], slots)
+        channel_mix(multiply, board, its, vector, eps, x, ffn_shift[layer], slots)
+    x = layer_norm(x, norms[2:], eps[0])
     return product(multiply, board, head, x.reshape(1, *x.shape))[0]

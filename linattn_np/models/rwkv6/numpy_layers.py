@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +21,7 @@ class NumpyLayers:
     """Weights and what computes with them."""
 
     device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
-    state_dtype = FLOAT32
+    state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # each call has arrays of its own
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
@@ -28,6 +29,7 @@ class NumpyLayers:
 
     def load(self, weights, sizes, loaded, kept):
         """All weights, each as `kept` makes it of the parameters."""
+        self.layer_eps, self.group_eps = table.eps(weights)
         array_of = partial(loaded_array, weights, loaded, kept)
         self.whole = table.whole(array_of)
         self.layers = [table.layer(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
@@ -40,15 +42,15 @@ class NumpyLayers:
 
     def logits(self, tokens, state, rows, last):
         """[T, V], or [N, V] of each sequence's last token."""
-        return self.run(Pieces(rows), tokens, state, rows, last)
+        return self.run(Pieces(self, rows), tokens, state, rows, last)
 
     def run(self, do, tokens, state, rows, last):
         whole = self.whole
-        x = math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0)
+        x = math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0, self.layer_eps)
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
             x = math.time_mix(do, layer, x, att_shift, wkv)
             x = math.channel_mix(do, layer, x, ffn_shift)
-        return do.multiply(whole.head, math.layer_norm(x[rows.last] if last else x, whole.ln_out))
+        return do.multiply(whole.head, math.layer_norm(x[rows.last] if last else x, whole.ln_out, self.layer_eps))
 
 
 def loaded_array(weights, loaded, kept, field, weight, names):
@@ -60,7 +62,7 @@ def loaded_array(weights, loaded, kept, field, weight, names):
 
 def kept(field, weight, arrays):
     """A weight in float32; a matrix, but for the embedding, is [..., K, M], if need be a view."""
-    array = table.stacked(arrays).astype(FLOAT32)
+    array = table.stacked(arrays).astype(FLOAT32, copy=False)
     return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
 
 
@@ -68,10 +70,11 @@ def kept(field, weight, arrays):
 class Pieces:
     """`math.Pieces` on NumPy arrays; `shift` [P, D] and `wkv` [P, H, N, N] are updated in place."""
 
+    layers: NumpyLayers
     rows: Rows
 
     def shift_mix(self, layer, norm, maa, x, shift):
-        xx = math.layer_norm(x, getattr(layer, norm))
+        xx = math.layer_norm(x, getattr(layer, norm), self.layers.layer_eps)
         d = token_shift(xx, shift, self.rows)
         return xx + d * math.beside(getattr(layer, maa), x), xx, d
 
@@ -108,7 +111,7 @@ class Pieces:
         return o[0]
 
     def gated_norm(self, layer, o, gate):
-        return math.gated(math.normalize(o, math.GROUP_NORM_EPS).reshape(gate.shape), *layer.ln_x, gate)
+        return math.gated(math.normalize(o, self.layers.group_eps).reshape(gate.shape), *layer.ln_x, gate)
 
     def relu_squared(self, x):
         return math.relu_squared(x)

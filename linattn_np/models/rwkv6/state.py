@@ -9,11 +9,13 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...errors import ContractError, ContractTypeError
-from .. import stored_zip
+from .. import checkpoint, stored_zip
 from ..checks import shown
 from ..devices import on_host
 from ..files import mapped, replaced
+from ..stored_zip import MAX_INDEX
 from .checks import refuse
+from .names import TUNED
 
 
 @dataclass
@@ -45,6 +47,8 @@ class State:
     def copy(self) -> State:
         return State(*(array.copy() for array in self.arrays))
 
+    __copy__ = copy  # `forward` updates a state in place, which two must not share
+
     def row(self, slot: int) -> State:
         """One row, as the state of one sequence: views of this state's arrays."""
         return State(*(array[:, slot : slot + 1] for array in self.arrays))
@@ -65,10 +69,14 @@ class State:
     def load(cls, path) -> State:
         """The state in a file of `save`, on the host; `RWKV6.on_device` moves it to a model's device.
 
+        Or a tuned one, of a file that `checkpoint.read` reads: `blocks.N.att.time_state` of every block and no more.
+
         ContractError for every other file, OSError for one that cannot be read.
         """
         try:
             data = mapped(path, "what State.save has written")
+            if data.find(b".time_state", 0, MAX_INDEX) >= 0:
+                return cls.tuned(checkpoint.read(path))
             if data[:4] != b"PK\3\4":
                 refuse(f"starts with {data[:8]!r}, expected what State.save has written")
             places = stored_zip.directory(data)
@@ -81,6 +89,19 @@ class State:
         except ContractError as error:
             why = str(error).removeprefix("RWKV6: ")
             raise ContractError(f"RWKV6: {path} is no saved state, or a damaged one: {why}") from None
+
+    @classmethod
+    def tuned(cls, weights) -> State:
+        """Of tuned states by name, value by key as files have them."""
+        names = [f"blocks.{i}.{name}" for name in TUNED for i in range(len(weights))]
+        if odd := sorted(set(weights) ^ set(names)):
+            refuse(f"has {shown(odd[0])}, expected att.time_state of every block and nothing else")
+        shape = weights[names[0]].shape
+        if odd := [name for name in names if weights[name].shape != shape or len(shape) != 3]:
+            refuse(f"has {shown(odd[0])} in {weights[odd[0]].shape}, expected [H, N, N], alike in all blocks")
+        wkv = np.stack([np.asarray(weights[name], np.float32).swapaxes(1, 2) for name in names])[:, None]
+        zeros = np.zeros((len(names), 1, shape[0] * shape[1]), np.float32)
+        return cls(zeros, np.ascontiguousarray(wkv), zeros.copy())
 
 
 FLOAT32 = np.dtype(np.float32)

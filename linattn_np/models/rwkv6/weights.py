@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .names import BLOCK, in_block
+from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
+from .names import BLOCK, EPS, in_block
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def plain(weights, names) -> list:
 
 
 def stacked(arrays):
-    """One array, several as a stack."""
-    return np.stack(arrays) if len(arrays) > 1 else arrays[0]
+    """A new array of one array, or of several as a stack: a model's weights are neither a file's nor the caller's."""
+    return np.stack(arrays) if len(arrays) > 1 else np.array(arrays[0])
 
 
 def linears(layers: int) -> list[str]:
@@ -103,6 +104,12 @@ def linears(layers: int) -> list[str]:
         if weight.matrix and not weight.inputs_first:
             found += [f"blocks.{i}.{name}" for i in range(layers) for name in weight.names]
     return found
+
+
+def eps(weights) -> tuple[float, float]:
+    """Of the layer norms and of the group norm."""
+    found = weights.get(EPS, (LAYER_NORM_EPS, GROUP_NORM_EPS))
+    return float(found[0]), float(found[1])
 
 
 def tuned(weights) -> list:

@@ -1,4 +1,4 @@
-"""Every instance of a kernel that planners and models can ask for: what the compile check walks."""
+"""Every instance of a kernel that planners and models can ask for: the compile check compiles all of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import product
 
 import numpy as np
 
-from ...arrays import BFLOAT16
-from . import elementwise as passes
-from . import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
-from . import instances as gated
-from .kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
-from .message import Message
-from .scalar_instances import ScalarBackwardSegments, WeightedSums
-from .small_heads import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
-from .wide_heads import GatedWideForward, GatedWideOperands
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import elementwise as passes
+from linattn_np.backends.cupy import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
+from linattn_np.backends.cupy import instances as gated
+from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
+from linattn_np.backends.cupy.message import Message
+from linattn_np.backends.cupy.scalar_instances import ScalarBackwardSegments, WeightedSums
+from linattn_np.backends.cupy.small_heads import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
+from linattn_np.backends.cupy.wide_heads import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -79,7 +79,7 @@ def on_every_card():
             for V in gated.TILES:
                 yield gated.GatedBackwardValues(order, T, G, products, V)
         for S in CTYPES:
-            yield step.Step(order, T, G, S)
+            yield step.RecurrentStep(order, T, G, S)
     for T in CTYPES:
         yield stages.ChunkCumsum(T)
         yield stages.InterChunk(T)
@@ -237,7 +237,8 @@ def of_models():
         yield from rwkv6.FiveMixes.all(T)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
-    yield rwkv6.GatedAdd()
+    for X in CTYPES:
+        yield rwkv6.GatedAdd(X)
 
 
 def of_training():

@@ -1,0 +1,291 @@
+"""The forward pass by one kernel, whose sequences are whole or in segments, as `segments.ForwardCut` says.
+
+A pass in segments has three launches: what each segment does to a state (its own final state and its decays), the
+states at the segments' starts, and o. A subclass of `ForwardPass` launches the kernels of one way.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from . import segments
+from .instances import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
+from .message import MessageDraft
+from .plan import FLOAT32, TensorMap, ceil_div, common_bytes
+from .segments import HOPPER, SMALL, WIDE
+from .wide_heads import GatedWideForward, GatedWideOperands
+
+
+class ForwardPass:
+    """One forward pass while its plan is drawn, of arrays (q, k, v, g) as the kernels read them, to `o`."""
+
+    gates_columns = False
+    last_leaves_final = False  # whether the kernel of o leaves the last segment's final state; else the scan gives it
+
+    def __init__(self, draft, problem, cut, arrays, o):
+        self.draft, self.problem, self.cut, self.o = draft, problem, cut, o
+        self.q, self.k, self.v, self.g = arrays
+        self.u, self.starts = draft.bonus(problem), None
+
+    def launch_outputs(self, shape, initial, final):
+        """o, of sequences or segments that start from `initial` and leave `final`, each if there is one."""
+        raise NotImplementedError
+
+    def launch_summaries(self, parts, left, of, needed):
+        """What the first `needed` of each `of` segments leave, each in so many `parts`, to `left`."""
+        raise NotImplementedError
+
+    # -- the passes of a cut --
+    def shape(self, spans=None):
+        """Where the tokens are, as the kernel of o reads it."""
+        return self.draft.shape(self.problem, spans)
+
+    def run(self, final, kept=()):
+        """Everything from the caller's arrays to `o` and `final`. `kept` is what `summary` has saved."""
+        initial, cut = self.draft.initial(self.problem), self.cut
+        if cut.segments == 1:
+            self.launch_outputs(self.shape(), initial, final)
+            return
+        joined, last = (None, final) if self.last_leaves_final else (final, None)
+        self.starts = self.states_at_starts(kept or self.left_by_segments(joined is not None), initial, joined)
+        self.launch_outputs(self.shape(cut.spans), self.starts, last)
+
+    def summary(self, channels):
+        """The plan of the final state from zero and of so many channels of the decay; it saves what `run` goes on
+        from."""
+        message = MessageDraft(self.draft, self.problem, channels)
+        left = self.left_by_segments(True)
+        self.states_at_starts(left, None, message.state)
+        return self.draft.plan(message.finish(left[1]), saved=left)
+
+    def left_by_segments(self, last):
+        """What each of R parts of each of P segments leaves: states [N * P * R, H, K, V], decays [N * P * R, H, 2, K],
+        and if columns have gates, their decays [N * P * R, H, V]. Of the `last` segment of a sequence only if that is
+        asked for."""
+        N, H, K, V = self.problem.shape("N H K V")
+        P, R = self.cut.segments, self.cut.parts(last)
+        count = N * P * R
+        left = self.draft.empty((count, H, K, V), FLOAT32), self.draft.empty((count, H, 2, K), FLOAT32)
+        if self.gates_columns:
+            left += (self.draft.empty((count, H, V), FLOAT32),)
+        self.launch_summaries(R, left, P, P if last else P - 1)
+        return left
+
+    def states_at_starts(self, left, initial, final):
+        """The states [N * P, H, K, V] at the starts of segments, and `final`."""
+        (N, H, K, V), P, (states, decays, *column_decays) = self.problem.shape("N H K V"), self.cut.segments, left
+        starts, scan = self.draft.empty((N * P, H, K, V), FLOAT32), ScanSegments.fitting(V)
+        self.draft.launch(
+            scan,
+            N * H * ceil_div(K * V, scan.width * scan.threads),
+            left=states,
+            decays=decays,
+            column_decays=column_decays[0] if column_decays else None,
+            initial=initial,
+            starts=starts,
+            final=final,
+            P=P,
+            R=states.shape[0] // (N * P),
+            H=H,
+            K=K,
+            V=V,
+        )
+        return starts
+
+    def channels_of(self, kernel) -> range:
+        """The first channel of each launch of a kernel."""
+        return range(0, self.problem.sizes["K"], kernel.channels)
+
+    def finer_shape(self, parts):
+        """Where the tokens of all parts of segments are, for kernels that take parts as segments."""
+        spans = self.cut.spans
+        return self.draft.shape(self.problem, spans.segments(parts, self.cut.summary.CHUNK) if parts > 1 else spans)
+
+
+class PortableForward(ForwardPass):
+    """By the kernels of every card. More channels than a launch has are more launches, whose outputs add up."""
+
+    @cached_property
+    def sums(self):
+        """The outputs of the channels of earlier launches, if there are several."""
+        split = self.cut.kernel.schedule == SPLIT_CHANNELS
+        return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
+
+    @property
+    def rows(self) -> dict:
+        """The arrays that have a row for every token."""
+        return {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "o": self.o}
+
+    def launch_outputs(self, shape, initial, final):
+        self.launch(self.cut.kernel, shape, initial=initial, final=final, u=self.u)
+
+    def launch(self, kernel, shape, **more):
+        (B, H, K, V), rows = self.problem.shape("B H K V"), self.rows
+        for channel in self.channels_of(kernel):
+            self.draft.launch(
+                kernel.with_channels(K - channel),
+                B * H * shape.count * segments.grid(kernel, V),
+                **rows,
+                **more,
+                shape=shape,
+                scale=self.problem.scale,
+                sums=self.sums,
+                channel=channel,
+                bytes=common_bytes(*rows.values()),
+            )
+
+    def launch_summaries(self, parts, left, of, needed):
+        kernel, (N, H, V), (states, decays) = self.cut.summary, self.problem.shape("N H V"), left
+        rows, shape = {"k": self.k, "v": self.v, "g": self.g}, self.draft.shape(self.problem, self.cut.spans)
+        for channel in self.channels_of(kernel):
+            self.draft.launch(
+                kernel,
+                N * H * needed * parts * segments.grid(kernel, V),
+                **rows,
+                left=states,
+                decays=decays,
+                shape=shape,
+                channel=channel,
+                of=of,
+                needed=needed,
+                parts=parts,
+                bytes=common_bytes(*rows.values()),
+            )
+
+
+class WideForward(PortableForward):
+    """By two kernels: one makes operands and scores, of all chunks at the same time, and one multiplies."""
+
+    def shape(self, spans=None):
+        return self.draft.shape(self.problem, spans, GatedWideForward.CHUNK)
+
+    def launch_outputs(self, shape, initial, final):
+        draft, problem, kernel = self.draft, self.problem, self.cut.kernel
+        B, H, V = problem.shape("B H V")
+        chunks, tiles, size = (B, H, shape.NC), kernel.channel_tiles, kernel.CHUNK * kernel.TILE
+        made = {
+            "operands": draft.empty((*chunks, tiles, 2, size), problem.dtype),
+            "scores": draft.empty((*chunks, kernel.SCORES), problem.dtype),
+            "decays": draft.empty((*chunks, kernel.channels), FLOAT32),
+        }
+        first, read = GatedWideOperands(read_order(problem.op), problem.dtype, self.g.dtype), (self.q, self.k, self.g)
+        q, k, g = read
+        draft.launch(first, shape.all_chunks, q=q, k=k, g=g, u=self.u, **made, shape=shape, bytes=common_bytes(*read))
+        draft.launch(
+            kernel,
+            B * H * shape.count * segments.grid(kernel, V),
+            v=self.v,
+            o=self.o,
+            **made,
+            initial=initial,
+            final=final,
+            shape=shape,
+            scale=problem.scale,
+            bytes=common_bytes(self.v, self.o),
+        )
+
+
+class SmallForward(ForwardPass):
+    """By kernels of which a warp has several heads."""
+
+    def launch_outputs(self, shape, initial, final):
+        more = {"u": self.u, "initial": initial, "final": final}
+        self.launch(self.cut.kernel, shape, self.problem.sizes["B"] * shape.count, {"o": self.o}, **more)
+
+    def launch_summaries(self, parts, left, of, needed):
+        (states, decays), shape = left, self.draft.shape(self.problem, self.cut.spans)
+        more = {"initial": None, "left": states, "decays": decays, "of": of, "needed": needed}
+        backward = {"do_": None, "dht": None, "both": False}
+        self.launch(self.cut.summary, shape, self.problem.sizes["N"] * needed, {}, **more, **backward)
+
+    def launch(self, kernel, shape, sequences, written, **more):
+        arrays = {"k": self.k, "v": self.v, "g": self.g, "q": self.q} | written
+        more |= {"shape": shape, "scale": self.problem.scale, "bytes": common_bytes(*arrays.values())}
+        self.draft.launch(kernel, kernel.blocks(sequences * self.problem.sizes["H"]), **arrays, **more)
+
+
+class HopperForward(ForwardPass):
+    """By Hopper's own kernel, which may leave states on its way (`marks`) before every so many chunks."""
+
+    last_leaves_final = True
+    marks = None
+
+    def leave_marks(self):
+        """Has the kernel of o leave the states from which the pullback's segments start, if it passes them."""
+        if self.cut.marks:
+            N, H, K, V = self.problem.shape("N H K V")
+            self.marks = self.draft.empty((N * self.cut.backward.segments, H, K, V), FLOAT32)
+
+    @property
+    def saved(self) -> tuple:
+        """What spares a pullback half of its summaries: the states at the starts of its segments."""
+        if self.marks is not None:
+            return (self.marks,)
+        return (self.starts,) if self.starts is not None and self.cut.starts_are_the_backwards else ()
+
+    def run(self, final, kept=()):
+        if not self.cut.first:
+            super().run(final, kept)
+            return
+        (N, H, K, V), initial = self.problem.shape("N H K V"), self.draft.initial(self.problem)
+        left, decays = self.draft.empty((2 * N, H, K, V), FLOAT32), self.draft.empty((2 * N, H, 2, K), FLOAT32)
+        self.launch_summaries(1, (left, decays), 2, 1, initial)
+        self.launch_outputs(self.shape(self.cut.spans), initial, final, left)
+
+    def starts_of_the_backward(self):
+        """The states at the starts of the pullback's segments, without o; None where this pass does not have them."""
+        if self.cut.starts_are_the_backwards:
+            return self.states_at_starts(self.left_by_segments(False), self.draft.initial(self.problem), None)
+        self.leave_marks()
+        if self.marks is not None:
+            self.o = self.draft.empty(self.o.shape, self.o.dtype)
+            self.run(None)
+        return self.marks
+
+    def launch_outputs(self, shape, initial, final, left=None):
+        """`left`: what first segments leave, from which the second ones start, if there are two."""
+        states = {"initial": initial, "final": final, "left": left, "decays": None}
+        self.launch(self.cut.kernel, shape, 1, states, of=self.cut.segments, needed=1)
+
+    def launch_summaries(self, parts, left, of, needed, initial=None):
+        states = {"initial": initial, "final": left[0], "left": None, "decays": left[1]}
+        shape = self.draft.shape(self.problem, self.cut.spans)
+        self.launch(self.cut.summary, shape, parts, states, of=of, needed=needed)
+
+    def launch(self, kernel, shape, parts, states, **which):
+        B, H, V = self.problem.shape("B H V")
+        marks = self.marks if kernel.reads else None
+        for channel in self.channels_of(kernel):
+            self.draft.launch(
+                kernel,
+                B * H * shape.count * parts * segments.grid(kernel, V),
+                **self.inputs_of(kernel),
+                **states,
+                **which,
+                marks=marks,
+                every=self.cut.marks if self.marks is not None else 0,
+                per=0 if marks is None else marks.shape[0] // (B * shape.count),
+                o=self.o,
+                u=self.u,
+                shape=shape,
+                scale=self.problem.scale,
+                channel=channel,
+                parts=parts,
+            )
+
+    def inputs_of(self, kernel) -> dict:
+        """What the kernel reads by tensor maps, and by rows (`one`) a gate that all channels share."""
+        maps = {
+            name: TensorMap(x, kernel.BK, kernel.CHUNK, False)
+            for name, x in (("q", self.q), ("k", self.k), ("g", self.g))
+        }
+        columns = ("v", self.v), ("o_boxes", self.o)
+        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns} | {"one": None}
+
+
+PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward}
+
+
+def forward_pass(draft, problem, cut, arrays, o) -> ForwardPass:
+    """The pass of a cut."""
+    return PASSES.get(cut.way, PortableForward)(draft, problem, cut, arrays, o)

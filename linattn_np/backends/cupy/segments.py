@@ -1,0 +1,599 @@
+"""How a call is computed on a card: by which kernels, and in how many segments its sequences are cut.
+
+Every such decision is made here, once for a plan: `forward_cut` and `backward_cut` for gates of every channel,
+`scalar_forward_cut` and `scalar_backward_cut` for gates that channels share. Planners, summaries and `explain` read the
+result. A decision says how long a call takes, never what it computes.
+
+Few heads leave multiprocessors idle. Then sequences are cut into segments, which blocks compute at the same time: a
+first pass summarises what each segment does to a state, a scan joins the summaries, and the main pass starts every
+segment from its state. Where several cuts are possible, each candidate that the card can hold has a cost, and the
+cheapest is taken. Costs are in tokens: the time in which one block of the pass's main kernel takes a token of 128
+channels and columns. `benchmarks/fit_segments.py` measures cuts that it forces, and fits the constants below to a card;
+these are an H200's, in bfloat16. tests/test_segments.py holds cuts to those that were measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from ...arrays import BFLOAT16
+from . import pieces
+from .instances import (
+    CLUSTER_SPLIT_K,
+    CLUSTER_SPLIT_V,
+    IN_TURN,
+    ONE_EACH,
+    PANEL,
+    SCALAR,
+    SEGMENT_STATE,
+    SINGLE_PASS,
+    SPLIT_CHANNELS,
+    TILES,
+    GatedBackwardSm90,
+    GatedForward,
+    GatedForwardSm90,
+    GatedSegmentStates,
+    read_order,
+)
+from .plan import FLOAT32, ceil_div, mappable_once_copied
+from .scalar_instances import WeightedSums
+from .small_heads import SIZES, GatedSmallForward, GatedSmallStates
+from .wide_heads import GatedWideForward, GatedWideOperands
+
+# -- constants ---------------------------------------------------------------------------------------------------------
+RESERVED = 1024  # bytes of shared memory that the driver takes of every block
+STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept even if the inputs are smaller
+SEGMENT = 128  # tokens of the shortest segment where no cost decides
+MOST_PARTS = 16  # of a segment that is summarised
+HARDLY_MORE = 1.01  # times the least cost: then the cut in fewer segments is taken
+
+# Heads of at most 16 channels and columns.
+SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17  # tokens of all heads from which on these kernels are faster
+SMALL_SPARED = 128  # tokens that a cut must spare a block: the time of two launches
+
+# Forward on Hopper, `forward_cost`: 70 shapes, each within 3 % of its best cut.
+CUT_SMALL, CUT_LARGE = 300, 520  # the launches of a cut, of up to 64 channels and columns, and of more
+CUT_TOKEN = 0.3  # to summarise a token
+CUT_JOINED, CUT_STATE = 5, 0.5  # to join one segment more; its state of 128 columns, for each head
+CUT_HEAD, CUT_SHARED = 1, 3  # for each head, if every block has a multiprocessor; if two blocks share one
+UNSAVED = 14  # to summarise again what the forward pass does not save if segments are no power of 2 of chunks
+SPARED = 600  # tokens that a cut must spare a block where no cost decides: two launches and the states
+SPLIT_AND_CUT = 4096  # tokens from which on clusters that share columns take sequences in two
+FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # a block's start, to summarise a token, beside whole sequences
+PART_START = 256  # the start and the state of a part that is summarised
+
+# Backward on Hopper, `backward_cost`: 50 shapes of 1 to 64 heads and 256 to 4,096 tokens, within 3 %.
+BLOCK_START = 64  # a block's start
+SUMMARY = 0.32  # to summarise a token in both directions, which memory bounds
+SHARED = 0.66  # of a wave's time, if two blocks share each multiprocessor, as blocks of 64 channels and columns do
+JOIN_START, JOINED = 35, 4  # the launches that summarise and join; to join one segment more
+STATE = 0.8  # a segment's state of 128 channels and columns
+MOST_WAVES = 8  # of segments: with so many the last wave matters little
+MOST_IN_TURN = {1: 512, 2: 128}  # mean tokens up to which blocks take sequences in turn, by blocks a multiprocessor
+
+# Wide heads backward on Hopper, tiles of a state or the portable kernels, `worth_tiles`: 97 shapes of 64 to 4,096
+# tokens and 4 to 256 heads; the choice costs 1 % more than the better way on average, 28 % at worst.
+TILE_START, SHARED_GATE_START = 20, 180  # the launches of a tile; of one whose channels share a gate
+NARROW_TILE = 0.8  # of a tile's time, for one with half of its channels or half of its columns
+OTHERS_START, OTHERS_SHARED_GATE_START = 160, 400  # the portable kernels' launches; with a gate to spread
+OTHERS_CHANNELS, OTHERS_COLUMNS = 0.25, 0.88  # portable, of a tile's time: 64 channels; and for every 128 columns
+OTHERS_FINER = 1.7  # times as long in tf32
+
+
+# -- the card ----------------------------------------------------------------------------------------------------------
+def grid(kernel, V) -> int:
+    """Blocks of a sequence and head: one for every BV columns, in whole clusters."""
+    return ceil_div(V, kernel.BV * kernel.cluster) * kernel.cluster
+
+
+def resident_blocks(kernel, device) -> int:
+    """How many of a kernel's blocks are on the card at the same time."""
+    fitting = device.shared_per_multiprocessor // (kernel.shared_bytes + RESERVED)
+    return device.multiprocessors * max(1, min(kernel.resident, fitting))
+
+
+def segments_that_fill(blocks, longest, most, spared=0) -> int:
+    """Segments of a sequence, so that `blocks` blocks of the uncut problem become at most `most`; one if the cut
+    spares a block fewer tokens than `spared`."""
+    P = max(1, min(most // max(blocks, 1), longest // SEGMENT))
+    return P if longest * (P - 1) >= spared * P else 1
+
+
+def widest_that_fills(kernels, blocks, device):
+    """Of kernels that differ in their blocks' columns the widest whose `blocks(kernel)` fill the card, or else the
+    narrowest: columns of one block share its decays and loads of keys."""
+    return next((each for each in reversed(kernels) if blocks(each) >= resident_blocks(each, device)), kernels[0])
+
+
+def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
+    """Of how many heads the states are kept at the same time: no more bytes than the `inputs` have, in equal turns."""
+    most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
+    return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
+
+
+def tf32_products(problem) -> int:
+    """How many products of tf32 numbers make one product: float16 numbers are tf32 numbers already."""
+    return 3 if problem.dtype == FLOAT32 and problem.precision == "float32" else 1
+
+
+# -- one problem -------------------------------------------------------------------------------------------------------
+SMALL, HOPPER, WIDE, PORTABLE = "small heads", "Hopper", "wide heads", "every card"  # ways of a pass
+TILED, COPIED = "tiles of the state", "wider copies"
+
+
+def longest_of(problem) -> int:
+    """Tokens of the longest sequence."""
+    return int(problem.spans.lengths.max(initial=0))
+
+
+def gate_dtype(problem):
+    """Of a problem whose arrays are q, k, v, g and perhaps u, by any names."""
+    return list(problem.arrays.values())[3].dtype
+
+
+def are_small(problem, device) -> bool:
+    """Whether the kernels of small heads compute a problem."""
+    B, H, T, K, V = problem.shape("B H T K V")
+    on_hopper = device.capability == 90 and problem.dtype.itemsize == 2  # Hopper's own kernels need fewer tokens
+    return max(K, V) <= SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
+
+
+def are_wide(problem, device) -> bool:
+    """Whether the kernels of wide heads compute a problem: of more channels than one launch of the others has, if a
+    block holds all of them, and has room for their operands."""
+    kernel = GatedWideForward.fitting(problem.dtype, problem.sizes["K"])
+    most = max(kernel.shared_bytes, GatedWideOperands(read_order(problem.op), problem.dtype, FLOAT32).shared_bytes)
+    fits = kernel.channel_tiles <= kernel.MOST_TILES and most <= device.shared_per_block
+    return fits and problem.dtype == BFLOAT16 and problem.sizes["K"] > TILES[-1]
+
+
+def fits_hoppers_forward(problem, device, arrays) -> bool:
+    """Whether Hopper's own kernel computes a problem from `arrays`: at most two blocks' channels, and arrays that
+    tensor maps can describe, or copies of them, which cost less than the portable kernels."""
+    arrays = [*arrays, *([] if problem.out is None else [problem.out])]
+    own = device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
+    return own and mappable_once_copied(arrays)
+
+
+# -- forward -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class ForwardCut:
+    """How a forward pass is computed: `kernel` gives o, `summary` what a segment does to a state."""
+
+    problem: Any
+    device: Any
+    way: str
+    kernel: Any
+    summary: Any
+    segments: int = 1  # of every sequence
+    first: int = 0  # tokens of the first of two segments of which the second has the rest; 0 for equal segments
+
+    @property
+    def spans(self):
+        """The token ranges of all segments."""
+        if self.first:
+            return self.problem.spans.split_at(self.first)
+        return self.problem.spans.segments(self.segments, self.summary.CHUNK)
+
+    @property
+    def tiles(self) -> dict:
+        return self.kernel.tiles | ({"segments": self.segments} if self.segments > 1 else {})
+
+    @property
+    def equal(self) -> ForwardCut:
+        """The same, or a cut of whole sequences if the segments are unequal, for a pass that gives no o."""
+        return replace(self, segments=1, first=0) if self.first else self
+
+    def parts(self, last) -> int:
+        """Into how many parts each segment is cut to be summarised, the `last` one of a sequence, too, or not."""
+        if self.way == SMALL:
+            return 1
+        N, H, V = self.problem.shape("N H V")
+        return parts(self.summary, N * H, V, self.segments, longest_of(self.problem), last, self.device)
+
+    @cached_property
+    def backward(self) -> BackwardCut:
+        """How the pullback's main kernels cut sequences."""
+        return hoppers_backward_cut(self.problem, self.device)
+
+    @cached_property
+    def starts_are_the_backwards(self) -> bool:
+        """Whether the pullback's segments start from the same states."""
+        return self.way == HOPPER and not self.first and 1 < self.segments == self.backward.segments
+
+    @cached_property
+    def marks(self) -> int:
+        """How many chunks lie between the states that the kernel leaves on its way, since the pullback's segments start
+        there: a power of two; 0 for none."""
+        P, mine = self.backward.segments, self.segments
+        if self.way != HOPPER or self.first or not P or self.backward.short:
+            return 0
+        shortest, longest = int(self.problem.spans.lengths.min()), longest_of(self.problem)
+        theirs, ours = (ceil_div(longest, n * self.kernel.CHUNK) for n in (P, mine))
+        nested = P > mine and P % mine == 0 and (mine == 1 or ours * mine == theirs * P)
+        whole = shortest == longest > (P - 1) * theirs * self.kernel.CHUNK
+        return theirs if nested and whole and theirs & theirs - 1 == 0 else 0
+
+
+def forward_cut(problem, device) -> ForwardCut:
+    """For gates of every channel."""
+    if are_small(problem, device):
+        return small_forward_cut(problem, device)
+    if fits_hoppers_forward(problem, device, pieces.rows(problem)):
+        return hoppers_forward_cut(problem, device)
+    return portable_forward_cut(problem, device)
+
+
+def filled(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
+    """As many segments as fill the card."""
+    (N, H, V), longest = problem.shape("N H V"), longest_of(problem)
+    P = segments_that_fill(N * H * grid(kernel, V), longest, resident_blocks(kernel, device), spared)
+    return ForwardCut(problem, device, way, kernel, summary, P)
+
+
+def small_forward_cut(problem, device):
+    instance = read_order(problem.op), problem, gate_dtype(problem)
+    kernel, summary = GatedSmallForward.fitting(*instance), GatedSmallStates.fitting(*instance)
+    return ForwardCut(problem, device, SMALL, kernel, summary, small_segments(kernel, problem, device))
+
+
+def small_segments(kernel, problem, device) -> int:
+    """Segments of a sequence, a block of whose kernel has several heads."""
+    (N, H), longest = problem.shape("N H"), longest_of(problem)
+    most = resident_blocks(kernel, device) * kernel.heads
+    P = max(1, min(most // max(N * H, 1), longest // kernel.SEGMENT))
+    return P if longest * (P - 1) >= SMALL_SPARED * P else 1
+
+
+def portable_forward_cut(problem, device):
+    sizes, shared = problem.shape("K V"), device.shared_per_block
+    instance = problem.dtype, gate_dtype(problem), tf32_products(problem), *sizes, shared
+    summary = GatedSegmentStates.fitting(*instance)
+    if are_wide(problem, device):
+        kernel = GatedWideForward.fitting(problem.dtype, sizes[0])
+        return filled(problem, device, WIDE, kernel, summary)
+    schedule = SPLIT_CHANNELS if sizes[0] > TILES[-1] else SINGLE_PASS
+    return filled(problem, device, PORTABLE, GatedForward.fitting(read_order(problem.op), schedule, *instance), summary)
+
+
+def hoppers_kernel(problem, schedule, gate, columns):
+    order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(problem.op)
+    return GatedForwardSm90.fitting(order, schedule, problem.dtype, gate, problem.sizes["K"], columns)
+
+
+def hoppers_forward_cut(problem, device):
+    """Segments as many as the pullback's, if a cut pays at all and a pullback follows: then it has their states."""
+    (N, H, K, V), longest, gate = problem.shape("N H K V"), longest_of(problem), gate_dtype(problem)
+    half = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # bfloat16's clusters are better
+    columns = TILES[0] if half else V
+    schedules = SINGLE_PASS, CLUSTER_SPLIT_V
+    alone, split = (hoppers_kernel(problem, schedule, gate, columns) for schedule in schedules)
+    if K > TILES[-1]:
+        kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, gate, V)
+    else:
+        kernel = split if split_columns(N * H, V, longest, device, alone, split) else alone
+    blocks, most = N * H * grid(kernel, V), resident_blocks(kernel, device)
+    summary = hoppers_kernel(problem, SEGMENT_STATE, gate, V)
+    cut = ForwardCut(problem, device, HOPPER, kernel, summary)
+    P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
+    if P > 1 and problem.gradient and cut.backward.segments > 1 and blocks * cut.backward.segments <= most:
+        P = cut.backward.segments
+    return replace(cut, segments=P) if P > 1 else beside_a_short_segment(cut)
+
+
+def beside_a_short_segment(cut):
+    """The cut of whole sequences, or with a short first segment where whole sequences leave multiprocessors idle. A
+    pullback in equal segments wants the states that whole sequences leave on their way."""
+    problem, (N, H, T, V) = cut.problem, cut.problem.shape("N H T V")
+    wants_marks = problem.gradient and cut.backward.segments > 1 and not cut.backward.short
+    if problem.varlen or wants_marks:
+        return cut
+    first = short_first_segment(N * H * grid(cut.kernel, V), T, resident_blocks(cut.kernel, cut.device))
+    return replace(cut, segments=2, first=first) if first else cut
+
+
+def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
+    """The number of segments of a sequence with the least cost, of `blocks` blocks of the uncut problem."""
+    finest = min(resident_blocks(kernel, device) // max(blocks, 1), ceil_div(longest, kernel.CHUNK))
+    counts = range(1, max(1, finest) + 1)
+    return min(counts, key=lambda P: forward_cost(P, heads, blocks, longest, widest, device.multiprocessors))
+
+
+def forward_cost(P, heads, blocks, longest, widest, multiprocessors) -> float:
+    """Of Hopper's forward pass in P equal segments."""
+    if P == 1:
+        return longest
+    chunks = ceil_div(longest, P * GatedForwardSm90.CHUNK)
+    start = (CUT_SMALL if widest <= TILES[0] else CUT_LARGE) + (UNSAVED if chunks & chunks - 1 else 0)
+    of_heads = heads * (CUT_SHARED if blocks * P > multiprocessors else CUT_HEAD)
+    joining = P * (CUT_JOINED + CUT_STATE * heads * widest / TILES[-1])
+    return start + (1 + CUT_TOKEN) * chunks * GatedForwardSm90.CHUNK + joining + of_heads
+
+
+def short_first_segment(blocks, T, most) -> int:
+    """Tokens of the short first segment, beside which the other segment takes less time than whole sequences; or 0."""
+    cost, length = cut_in_two(blocks, T, most, SEGMENT, FORWARD_START, FORWARD_SUMMARY)
+    return length if HARDLY_MORE * (cost + PART_START) < T + FORWARD_START else 0
+
+
+def cut_in_two(blocks, T, most, aligned, start, summary) -> tuple[float, int]:
+    """(the least cost, the length of the short segments that has it): of the `most` blocks that the card holds `blocks`
+    take the long segments, the others all the short ones, which are summarised before."""
+    others = most - blocks
+    if not others > 0:
+        return inf, 0
+
+    def cost(length):
+        main = max(T - length + start, ceil_div(blocks, others) * (length + start))
+        return main + summary * blocks / most * length
+
+    return min(((cost(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
+
+
+def parts(summary, heads, V, P, longest, last, device) -> int:
+    """Into how many parts each of P segments is cut for the pass that summarises them: the least cost in waves of
+    blocks, of all segments or all but the `last`."""
+    blocks, at_once = heads * ceil_div(V, summary.BV) * (P if last else P - 1), resident_blocks(summary, device)
+
+    def cost(R):
+        return ceil_div(blocks * R, at_once) * (longest / P / R + PART_START)
+
+    return min(range(1, max(1, min(MOST_PARTS, longest // P // SEGMENT)) + 1), key=cost)
+
+
+def split_columns(heads, V, longest, device, alone, split) -> bool:
+    """Whether two blocks of a cluster share a head's columns of V, and what the producers make of it.
+
+    That is faster if the card holds all clusters and sequences need no cut, or are long and cut in two where blocks
+    alone have four segments; unless a cluster's block (`split`) has fewer producers than one that shares nothing
+    (`alone`)."""
+    blocks, most = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
+    P = segments_that_fill(blocks, longest, most, SPARED) if V > PANEL and blocks <= most else 0
+    fits = P == 1 or P == 2 and longest >= SPLIT_AND_CUT and segments_that_fill(blocks // 2, longest, most) <= 2 * P
+    return fits and split.producer_groups >= alone.producer_groups
+
+
+def narrow_blocks(heads, V, longest, device) -> bool:
+    """Whether blocks of 64 columns, all on the card at the same time, need no segments. They take two thirds of a wider
+    block's time, and no pass that summarises."""
+    blocks, most = heads * ceil_div(V, TILES[0]), device.multiprocessors
+    return blocks <= most and segments_that_fill(blocks, longest, most, SPARED) == 1
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class BackwardCut:
+    """How a pullback is computed."""
+
+    device: Any
+    way: str
+    segments: int = 0  # of every sequence, for Hopper's own kernels; 0 if these do not run
+    short: int = 0  # tokens of the segment that each of the two passes begins with, if the rest is one longer segment
+    products: int = 1  # of tf32 numbers, of which the portable kernels make one product
+    exact: bool = False  # channels share the gate, whose gradient is a sum over them
+    rounded: bool = False  # and nobody wants that gradient
+    forward: ForwardCut | None = None  # the pass that gives the states at the segments' starts, if nobody saved them
+
+
+def backward_cut(problem, device, do, exact=False, rounded=False) -> BackwardCut:
+    """For gates of every channel. `exact`: the gate is the same for all channels, so that the portable kernels multiply
+    half-precision data in float32, too; and no tiles are taken, since each rounds the gate's gradient, unless it may be
+    `rounded`, as nobody wants it."""
+    cut = hoppers_backward_cut(problem, device)
+    if cut.segments:
+        return cut
+    if not exact or rounded:
+        P = tiles_segments(problem, device, pieces.rows(problem))
+        if P:
+            return BackwardCut(device, TILED, P, short_segment_of(problem, device, P))
+    if pieces.backward_gains(problem, do):
+        return BackwardCut(device, COPIED, exact=exact, rounded=rounded)
+    if are_small(problem, device):
+        return BackwardCut(device, SMALL)
+    return BackwardCut(
+        device, PORTABLE, products=3 if exact and problem.dtype.itemsize == 2 else tf32_products(problem)
+    )
+
+
+def hoppers_backward_cut(problem, device) -> BackwardCut:
+    """For Hopper's own kernels, without segments if they cannot compute the problem."""
+    (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
+    if are_small(problem, device) or not fits_hoppers_backward(problem, device, pieces.rows(problem)):
+        return BackwardCut(device, HOPPER)
+    P = backward_segments(N * H, longest, device.multiprocessors, K, V)
+    return BackwardCut(device, HOPPER, P, short_segment_of(problem, device, P))
+
+
+def fits_hoppers_backward(problem, device, arrays) -> bool:
+    """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
+    return max(problem.shape("K V")) <= TILES[-1] and fits_hoppers_tiles(problem, device, arrays)
+
+
+def fits_hoppers_tiles(problem, device, arrays) -> bool:
+    """Whether they can read tiles of at most 128 channels and columns."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
+
+
+def tiles_segments(problem, device, arrays, shared=False) -> int:
+    """Segments of a sequence of more than 128 channels or columns, where Hopper's own kernels compute its `arrays` in
+    tiles; 0 where they do not. `shared`: channels share a gate."""
+    N, H, K, V = problem.shape("N H K V")
+    if max(K, V) <= TILES[-1] or not fits_hoppers_tiles(problem, device, arrays):
+        return 0
+    sizes = min(K, TILES[-1]), min(V, TILES[-1])
+    P = backward_segments(N * H, longest_of(problem), device.multiprocessors, *sizes)
+    return P if worth_tiles(problem, P, device, shared) else 0
+
+
+def backward_segments(blocks, longest, most, K, V) -> int:
+    """The fewest segments of a sequence that cost hardly more than the least, of `blocks` blocks of the uncut problem,
+    on a card of `most` multiprocessors."""
+    finest = min(ceil_div(longest, GatedBackwardSm90.CHUNK), MOST_WAVES * most // max(blocks, 1))
+    costs = [backward_cost(P, blocks, longest, most, K, V) for P in range(1, max(1, finest) + 1)]
+    return 1 + next(n for n, each in enumerate(costs) if each <= HARDLY_MORE * min(costs))
+
+
+def backward_cost(P, *sizes) -> float:
+    """Of all kernels of Hopper's backward pass in P equal segments."""
+    return main_cost(P, *sizes) + (joining_cost(P, *sizes) if P > 1 else 0)
+
+
+def main_cost(P, blocks, longest, most, K, V) -> float:
+    """Of the main kernels, in waves, and the pass that summarises all segments but a sequence's last, which memory
+    bounds."""
+    waves, length = ceil_div(blocks * P, most), longest if P == 1 else length_of_segments(P, longest)
+    of_wave = SHARED if waves > 1 and max(K, V) <= TILES[0] else 1
+    return waves * of_wave * (length + BLOCK_START) + SUMMARY * longest * blocks / most * (P - 1) / P
+
+
+def joining_cost(P, blocks, longest, most, K, V) -> float:
+    """Of what P segments take besides."""
+    chunks = length_of_segments(P, longest) // GatedBackwardSm90.CHUNK
+    unsaved = UNSAVED if chunks & chunks - 1 else 0
+    return JOIN_START + unsaved + P * (JOINED + STATE * blocks * K * V / TILES[-1] ** 2)
+
+
+def length_of_segments(P, longest) -> int:
+    return ceil_div(longest, P * GatedBackwardSm90.CHUNK) * GatedBackwardSm90.CHUNK
+
+
+def short_segment_of(problem, device, P) -> int:
+    """`short_segment` of a problem, or of its largest tile."""
+    if problem.varlen:
+        return 0
+    N, H, T, K, V = problem.shape("N H T K V")
+    sizes = min(K, TILES[-1]), min(V, TILES[-1])
+    return short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
+
+
+def short_segment(P, blocks, T, most, K, V, aligned) -> int:
+    """Tokens, a multiple of `aligned`, of the segment that each backward pass begins a sequence of T with, where the
+    rest is one segment; 0 where P equal segments are faster. More than half of the card takes the long segments, the
+    others the short ones meanwhile. Only the short ones are summarised, each in one direction."""
+    if T % aligned:
+        return 0
+    cost, length = cut_in_two(blocks, T, most, aligned, BLOCK_START, SUMMARY)
+    cost += joining_cost(2, blocks, T, most, K, V)
+    return length if HARDLY_MORE * cost < backward_cost(P, blocks, T, most, K, V) else 0
+
+
+def worth_tiles(problem, P, device, shared) -> bool:
+    """Whether Hopper's own backward kernels, a tile of the state after the other, cost less than the portable kernels,
+    which have chunks of 64 tokens, read every chunk again for every 64 channels, and make scores for 128 columns at a
+    time. If channels share a gate, tiles take half of the time, and the portable kernels twice as long, in float32."""
+    (B, N, H, K, V), most, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
+    sizes = P, N * H, int(lengths.max()), most, min(K, TILES[-1]), min(V, TILES[-1])
+    of_tile = main_cost(*sizes) / 2 + SHARED_GATE_START if shared else backward_cost(*sizes) + TILE_START
+    chunks, columns = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
+    of_channels = B * H * chunks * 64 / most * (OTHERS_CHANNELS + OTHERS_COLUMNS * columns)
+    others = ceil_div(K, TILES[0]) * of_channels * (OTHERS_FINER if shared or problem.dtype != BFLOAT16 else 1)
+    start = OTHERS_SHARED_GATE_START if shared else OTHERS_START
+    return whole_tiles(K) * whole_tiles(V) * of_tile < start + others
+
+
+def whole_tiles(size) -> float:
+    """How many tiles side by side take as long as those of so many channels or columns."""
+    whole, rest = divmod(size, TILES[-1])
+    return whole + (0 if not rest else NARROW_TILE if rest <= TILES[0] else 1)
+
+
+def main_schedule(problem, P, in_turn, device) -> str:
+    """Whether each block of Hopper's main backward kernels, as `in_turn`, takes whole sequences in turn, or has one
+    segment. In turn if the card holds fewer blocks than there are sequences, so short that a block's start counts. A
+    second block on the multiprocessor hides a start in part. Blocks of one segment each are the faster program, and
+    fill a last wave better."""
+    heads, lengths = problem.sizes["N"] * problem.sizes["H"], problem.spans.lengths
+    short = lengths.mean() <= MOST_IN_TURN[in_turn.resident]
+    return IN_TURN if P == 1 and heads > resident_blocks(in_turn, device) and short else ONE_EACH
+
+
+def summary_channels(K, blocks, most) -> int:
+    """Channels of a block that summarises a segment backward: half of them if `blocks` blocks of all channels leave
+    half of the card's `most` multiprocessors idle."""
+    return TILES[0] if ceil_div(K, TILES[0]) * blocks <= most else K
+
+
+def summarised_segments(kernel, blocks, problem, device) -> int:
+    """Segments of a sequence that a first pass of the same kernel has to summarise: at least four, since the two passes
+    and the scan take as long as two to three segments."""
+    P = segments_that_fill(blocks, longest_of(problem), resident_blocks(kernel, device))
+    return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
+
+
+def small_backward_segments(kernel, problem, device) -> int:
+    return 1 if problem.sizes["V"] % 4 else small_segments(kernel, problem, device)
+
+
+# -- gates that channels share -----------------------------------------------------------------------------------------
+def sums_are_enough(problem) -> bool:
+    """Whether `WeightedSums` computes a problem that Hopper's kernels can: bfloat16 alone has the range of states."""
+    return problem.dtype == BFLOAT16 and problem.sizes["K"] <= TILES[-1]
+
+
+def scalar_forward_cut(problem, device) -> ForwardCut | None:
+    """For a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if they cannot."""
+    if problem.mode != "chunk" or not fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"]):
+        return None
+    (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
+    narrow = min(V, TILES[not narrow_blocks(N * H, V, longest, device)])
+    if sums_are_enough(problem):
+        gate = gate_dtype(problem)
+        kernel, summary = WeightedSums.fitting("Whole", gate, K, narrow), WeightedSums.fitting("Summary", gate, K, V)
+        return filled(problem, device, HOPPER, kernel, summary, SPARED)
+    if K > TILES[-1]:
+        kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, SCALAR, V)
+    else:
+        kernel = hoppers_kernel(problem, SINGLE_PASS, SCALAR, narrow)
+    cut = filled(problem, device, HOPPER, kernel, hoppers_kernel(problem, SEGMENT_STATE, SCALAR, V), SPARED)
+    return cut if cut.segments > 1 else beside_a_short_segment(cut)
+
+
+def scalar_backward_cut(problem, device) -> BackwardCut:
+    """For a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or by those of gates for every channel."""
+    arrays = [problem[name] for name in "qkv"]
+    if problem.dtype == BFLOAT16 and tiles_segments(problem, device, arrays, shared=True):
+        return BackwardCut(device, TILED)
+    if problem.dtype == BFLOAT16 and fits_hoppers_backward(problem, device, arrays):
+        return sums_backward_cut(problem, device)
+    return BackwardCut(device, PORTABLE)
+
+
+def sums_backward_cut(problem, device) -> BackwardCut:
+    """For `WeightedSums`, of a problem or of one tile."""
+    N, H, K, V = problem.shape("N H K V")
+    kernels = 1 if has_own_gates(problem) else 3  # dq, dk and dv each by blocks of their own
+    blocks = kernels * N * H * ceil_div(max(K, V), PANEL)
+    P = segments_that_fill(blocks, longest_of(problem), device.multiprocessors)
+    return BackwardCut(device, HOPPER, P)
+
+
+def has_own_gates(problem) -> bool:
+    """Whether every token has a gate of its own, of which a gradient is asked for."""
+    return problem["g"].shape[:3] == problem.shape("B H T")
+
+
+def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tuple[WeightedSums, ...]:
+    """The kernels of dq, dk and dv with the least cost in waves of blocks: one kernel for all three, of blocks as wide
+    as the channels, or of half as many, which take three quarters of the time; or one for dq, narrow, and one for dk
+    and dv, wide. With the gradient of the `gate` always one for dq and one for the others, which takes all of K where
+    dg is to be in `one_part`."""
+    N, H, K, V = problem.shape("N H K V")
+    widest, narrow = max(K, V), TILES[0]
+
+    def waves(sums, BV):
+        blocks = sums * P * N * H * ceil_div(widest, BV)
+        return (3 if BV < widest else 4) * ceil_div(blocks, device.multiprocessors)
+
+    if gate:
+        count = {"GatedQueries": 1, "GatedKeys": 2}
+        widths = {what: min((widest, narrow), key=lambda BV: waves(count[what], BV)) for what in count}
+        if one_part:
+            widths["GatedKeys"] = widest
+        return tuple(WeightedSums.fitting(what, dtype, widest, BV) for what, BV in widths.items())
+    whole = {BV: waves(3, BV) for BV in (widest, narrow)}
+    if P == 1 and waves(1, narrow) + waves(2, widest) < min(whole.values()):
+        return WeightedSums.fitting("Queries", dtype, V, narrow), WeightedSums.fitting("Keys", dtype, widest, widest)
+    return (WeightedSums.fitting("Gradients", dtype, widest, min(whole, key=whole.__getitem__)),)
