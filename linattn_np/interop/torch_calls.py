@@ -17,6 +17,7 @@ from torch import library
 
 from .. import ops
 from ..arrays import BFLOAT16
+from ..foreign import host_array
 from .calls import Operator, blank, outline
 from .torch_memory import as_torch
 
@@ -69,7 +70,7 @@ class Call:
     def outline(self, tensors):
         """[o, *parts of the final state] without memory."""
         arrays, state, rest, _ = self.taken_apart([blank_of(x) for x in tensors])
-        return outline(self.operator.taking(len(arrays)), arrays, state, rest)[1]
+        return outline(self.operator.taking(len(arrays)), arrays, state, rest, "torch")[1]
 
 
 @cache
@@ -79,6 +80,8 @@ def operator_named(name) -> Operator:
 
 def settled(x):
     """An argument as its owner cannot change it any more."""
+    if isinstance(x, torch.Tensor) and (numbers := host_array(x)) is not None:
+        x = numbers
     return x.copy() if isinstance(x, np.ndarray) else tuple(x) if isinstance(x, list) else x
 
 
