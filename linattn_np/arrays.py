@@ -116,20 +116,3 @@ def device_arrays():
     if "cupy" in sys.modules:
         DEVICE_ARRAYS.append(sys.modules["cupy"].ndarray)
     return DEVICE_ARRAYS
-
-
-def contents(numbers, kinds):
-    """The numbers of a list, tuple or NumPy array of such dtypes, hashable; None of anything else."""
-    found = host_array(numbers) if isinstance(numbers, (list, tuple, np.ndarray)) else None
-    return None if found is None or found.dtype.kind not in kinds else (found.dtype, found.shape, found.tobytes())
-
-
-def host_array(numbers):
-    """A list, tuple or NumPy array as an array; None where it is no plain array of numbers."""
-    if isinstance(numbers, np.ndarray) and type(numbers) is not np.ndarray:
-        return None
-    try:
-        found = np.asarray(numbers)
-    except ValueError:  # a ragged list
-        return None
-    return found if found.dtype.kind in "biuf" else None

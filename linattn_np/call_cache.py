@@ -6,6 +6,7 @@ import numpy as np
 
 from . import arrays as array_kinds
 from .caches import Cache
+from .foreign import contents
 from .layouts import swap_heads
 from .precisions import current
 from .problem import Problem
@@ -39,9 +40,9 @@ def call_key(op, inputs, arguments):
         if name in ARRAYS:
             found = signature(x, addresses)
         elif name in INTEGERS:
-            found = array_kinds.contents(x, "iu") or signature(x, addresses)
+            found = contents(x, "iu") or signature(x, addresses)
         elif name in DECAYS and kind is not float:
-            found = array_kinds.contents(x, "iuf")
+            found = contents(x, "iuf")
         else:
             found = exactly(x)
         if found is None:

@@ -20,7 +20,7 @@ from .layouts import LAYOUTS, in_layout, swap_heads
 from .precisions import PRECISIONS, current
 from .problem import Problem, compute_dtype
 from .views import copied_arrays, is_transformed, to_backend
-from .wording import kind_of, shown
+from .wording import cast, kind_of, shown
 
 SUB_CHUNK = 16  # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
@@ -76,7 +76,7 @@ class Op(Declaration):
         views, whose = self.native_views(inputs, layout)
         groups = self.groups(views, layout)
         sizes = self.sizes(views, layout, groups)
-        dtype = self.dtype(views)
+        dtype = self.dtype(views, whose)
         spans = self.spans(cu_seqlens, sizes)
         sizes["N"] = sizes["B"] * spans.count if "T" in sizes else sizes["B"]
         mode, chunk_size = self.route(mode, chunk_size, materialize)
@@ -196,30 +196,24 @@ class Op(Declaration):
             f"expected {in_layout(self.callers_axes(name, 1), layout)}",
         )
 
-    def dtype(self, views):
+    def dtype(self, views, whose):
+        """The dtype of most of the arrays that are neither gates nor computed, which the others must have."""
+        single = np.dtype(np.float32)
         for name, view in views.items():
             if view.dtype not in array_kinds.FLOATS:
-                self.refuse(
-                    name,
-                    f"has dtype {view.dtype}, expected one of "
-                    + ", ".join(str(f) for f in array_kinds.FLOATS)
-                    + (f": {name}.astype(np.float32) is one" if view.dtype.kind in "biuf" else ""),
-                    ContractTypeError,
-                )
-        dtype = next(view.dtype for name, view in views.items() if name not in self.gates + self.computed)
-        single = np.dtype(np.float32)
+                floats = ", ".join(str(f) for f in array_kinds.FLOATS)
+                way_out = f": {cast(name, single, whose)} is one" if view.dtype.kind in "biuf" else ""
+                self.refuse(name, f"has dtype {view.dtype}, expected one of {floats}{way_out}", ContractTypeError)
+        own = [view.dtype for name, view in views.items() if name not in self.gates + self.computed]
+        dtype = Counter(own).most_common(1)[0][0]
         for name, view in views.items():
             allowed = {dtype} | ({single} if name in self.gates and dtype.itemsize == 2 else set())
             if name in self.computed:
                 allowed = {dtype if dtype == np.float64 else single}
             if view.dtype not in allowed:
-                way_out = str(dtype if dtype in allowed else single)
-                self.refuse(
-                    name,
-                    f"has dtype {view.dtype}, expected {' or '.join(sorted(map(str, allowed)))}: "
-                    f"{name}.astype({way_out!r}) is one",
-                    ContractTypeError,
-                )
+                way_out = cast(name, dtype if dtype in allowed else single, whose)
+                expected = " or ".join(sorted(map(str, allowed)))
+                self.refuse(name, f"has dtype {view.dtype}, expected {expected}: {way_out} is one", ContractTypeError)
         return dtype
 
     def spans(self, cu_seqlens, sizes) -> varlen.Spans:

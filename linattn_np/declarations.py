@@ -14,6 +14,7 @@ from .arguments import is_int, is_real
 from .contract import CHUNK, Op
 from .derived import KeyFromGate
 from .errors import ContractTypeError, NotSupported
+from .foreign import host_array
 from .summary import Transition
 from .wording import kind_of, shown
 
@@ -83,7 +84,7 @@ class Retention(Op):
             return np.log1p(-(2.0 ** (-5.0 - np.arange(heads))))
         if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
             self.refuse("gamma", f"is a {kind_of(gamma)}, expected host numbers", ContractTypeError)
-        values = arrays.host_array(gamma)
+        values = host_array(gamma)
         if values is None:
             self.refuse("gamma", f"is {shown(gamma)}, expected host numbers", ContractTypeError)
         values = values.astype(np.float64)
@@ -266,11 +267,9 @@ class Step(Op):
                     ContractTypeError,
                 )
             return slots
-        if not isinstance(slots, (list, tuple, np.ndarray)):
-            self.refuse("slots", f"is a {kind_of(slots)}, expected integers", ContractTypeError)
-        rows = arrays.host_array(slots)
+        rows = host_array(slots)
         if rows is None:
-            self.refuse("slots", f"is {shown(slots)}, expected integers [B] = ({count},)")
+            self.refuse("slots", f"is {shown(slots)}, expected host integers [B] = ({count},)", ContractTypeError)
         if rows.shape != (count,) or (rows.dtype.kind not in "iu" and count):
             self.refuse("slots", f"is {rows.shape} {rows.dtype}, expected integers [B] = ({count},)")
         rows = rows.astype(np.int64)

@@ -11,7 +11,6 @@ from types import FrameType
 
 import numpy as np
 
-MANY_HEADS = 128  # as many as models have
 LARGEST_SUM = 88.0  # of gates: exp of more overflows float32
 SAMPLES = 16  # tokens whose gates are looked at
 PACKAGE = __name__.partition(".")[0]
@@ -22,9 +21,11 @@ class LinattnWarning(UserWarning):
 
 
 def of_layout(problem) -> tuple[str, ...]:
-    """[B, T, H, ...] given where [B, H, T, ...] is expected: more heads than tokens, and than models have."""
+    """[B, T, H, ...] given where [B, H, T, ...] is expected: fewer tokens than heads, and no argument has one alone."""
     H, T = problem.sizes.get("H", 0), problem.sizes.get("S", problem.sizes.get("T"))
-    if problem.layout != "bhtd" or T is None or T >= H or H < MANY_HEADS + (T < 2):
+    known = problem.varlen or problem.mask is not None or problem.initial_state is not None
+    known = known or any(axes.startswith("H") for axes in problem.op.arrays.values())
+    if problem.layout != "bhtd" or known or not T or T >= H:
         return ()
     name = next(iter(problem.arrays))
     return (

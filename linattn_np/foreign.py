@@ -38,6 +38,22 @@ def admitted(name, x, use: str = "computed", operator: str | None = None):
         raise Refusal(f"cannot be read: {error}") from error
 
 
+def host_array(numbers):
+    """A number, or those of a list, tuple or array on the host, as a NumPy array; None of anything else."""
+    plain = isinstance(numbers, (list, tuple, int, float, np.generic))
+    try:
+        found = np.asarray(numbers) if plain else admitted("", numbers, "copied")[0]
+    except (Refusal, ValueError):  # a ragged list
+        return None
+    return found if isinstance(found, np.ndarray) and found.dtype.kind in "biuf" else None
+
+
+def contents(numbers, kinds):
+    """The same of such dtypes, hashable."""
+    found = None if arrays.kind(numbers) in ("cupy", "cuda") else host_array(numbers)
+    return None if found is None or found.dtype.kind not in kinds else (found.dtype, found.shape, found.tobytes())
+
+
 def differentiable(operator, library) -> str:
     return f": import {operator} from linattn_np.interop.{library}" if operator else ""
 

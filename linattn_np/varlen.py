@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .arrays import host_array
+from .foreign import host_array
 from .wording import kind_of, shown
 
 
@@ -76,14 +76,13 @@ class Spans:
 
 def parse(cu_seqlens, total: int) -> Spans:
     """Checks host integers [N+1] against the packed length; ValueError says what is wrong."""
-    if not isinstance(cu_seqlens, (list, tuple, np.ndarray)):
-        raise ValueError(
-            f"must be host integers (list, tuple or NumPy array), got {kind_of(cu_seqlens)}; reading it "
-            "from a device would synchronise"
-        )
     bounds = host_array(cu_seqlens)
     if bounds is None:
-        raise ValueError(f"must be integers in a list, tuple or plain NumPy array, got {shown(cu_seqlens)}")
+        array_like = isinstance(cu_seqlens, (list, tuple)) or hasattr(cu_seqlens, "shape")
+        got = shown(cu_seqlens) if array_like else kind_of(cu_seqlens)
+        raise ValueError(
+            f"must be host integers in a list, tuple or plain array, got {got}; reading a device's would synchronise"
+        )
     if bounds.ndim != 1 or bounds.size < 2:
         raise ValueError(f"must be 1-d with at least 2 entries, got shape {bounds.shape}")
     if bounds.dtype.kind not in "iu":

@@ -25,3 +25,9 @@ def shown(x) -> str:
     except Exception:  # a repr of the caller's, or an integer of thousands of digits
         return f"a {kind_of(x)}"
     return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."
+
+
+def cast(name: str, dtype, whose: str) -> str:
+    """How an array of kind `whose` is brought into a dtype, as its library writes it."""
+    known = {"torch": f"{name}.to(torch.{dtype})", "jax": f"{name}.astype(jnp.{dtype})"}
+    return known.get(whose, f"{name}.astype({str(dtype)!r})")

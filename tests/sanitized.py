@@ -18,8 +18,7 @@ from test_training_kernels import SEEDS, adamw, model, on_device
 from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import device as devices
-from linattn_np.backends.cupy import small_heads as small
-from linattn_np.backends.cupy import source
+from linattn_np.backends.cupy import segments, source
 from linattn_np.declarations import (
     GLA,
     GLA_STEP,
@@ -167,8 +166,8 @@ def gradients(rng, run, as_filled):
 
 def small_heads(rng, run):
     """By kernels that take many more tokens, where nobody asks otherwise."""
-    least = small.AT_LEAST, small.AT_LEAST_ON_HOPPER
-    small.AT_LEAST = small.AT_LEAST_ON_HOPPER = 0
+    least = segments.SMALL_TOKENS, segments.SMALL_TOKENS_ON_HOPPER
+    segments.SMALL_TOKENS = segments.SMALL_TOKENS_ON_HOPPER = 0
     try:
         for op, declared in DECLARED:
             for sizes, dtype, gate, gate_dtype, keywords in SMALL_HEADS:
@@ -176,7 +175,7 @@ def small_heads(rng, run):
                 yield run(op, *arrays, **keywords, initial_state=state, output_final_state=True)
                 yield run(backward, op, *arrays, **keywords, initial_state=state)
     finally:
-        small.AT_LEAST, small.AT_LEAST_ON_HOPPER = least
+        segments.SMALL_TOKENS, segments.SMALL_TOKENS_ON_HOPPER = least
 
 
 def gated_values(rng, run):

@@ -51,6 +51,17 @@ def test_a_line_that_ends_says_why(machine, seconds, end):
     assert curve.T == [512] and ends({"gla": curve}) == [f"× GLA ends: {end}"]
 
 
+def test_what_a_first_call_leaves_behind_is_no_memory_of_a_call():
+    kept = []
+
+    def call():
+        if not kept:
+            kept.append(bytes(1 << 24))
+        return bytes(1 << 20)
+
+    assert 1 << 20 <= measuring.Cpu().taken(call) < 1 << 21
+
+
 def test_lines_that_coincide_stay_visible():
     """A line that is drawn later is thinner than those beneath it."""
     widths, markers = ([style[i] for style in LINES.values()] for i in (2, 3))

@@ -231,6 +231,47 @@ def test_arrays_of_jax_that_are_gone_or_written(jax, arrays):
         gla_step(*(x[:, :, 0] for x in (q, q, v, g)), jax.numpy.zeros((1, 2, 8, 6)))
 
 
+def test_integers_of_other_libraries_are_host_integers(torch, jax, rng):
+    """cu_seqlens and slots, by value."""
+    arrays = draw(GLA, rng, SIZES, np.float32)
+    step, pool = [np.ascontiguousarray(x[:, :, 0]) for x in arrays], np.zeros((3, 2, 8, 6), np.float32)
+    wanted = gla(*arrays, cu_seqlens=[0, 7, 20])
+    interop_torch, interop_jax = (pytest.importorskip(f"linattn_np.interop.{x}") for x in ("torch", "jax"))
+    for integers in (torch.tensor, jax.numpy.asarray, lambda x: Foreign(np.array(x))):
+        bounds = integers([0, 7, 20])
+        assert same_bits(gla(*arrays, cu_seqlens=bounds), wanted)
+        gla_step(*step, pool, slots=integers([1]))
+        assert same_bits(np.asarray(interop_jax.gla(*arrays, cu_seqlens=bounds)), wanted)
+        assert same_bits(interop_torch.gla(*map(torch.tensor, arrays), cu_seqlens=bounds).numpy(), wanted)
+    assert pool[1].any() and not pool[::2].any()
+    with pytest.raises(ContractError, match="cu_seqlens must be integers, got float32"):
+        gla(*arrays, cu_seqlens=torch.tensor([0.0, 7.0, 20.0]))
+    with pytest.raises(ContractError, match="cu_seqlens must be host integers .*torch.Tensor.*would synchronise"):
+        gla(*arrays, cu_seqlens=torch.tensor([0, 7, 20], device="meta"))
+    with pytest.raises(ContractError, match="cu_seqlens must be host integers"):
+        jax.jit(lambda x: interop_jax.gla(*arrays, cu_seqlens=x))(jax.numpy.asarray([0, 7, 20]))
+
+
+def test_mixed_dtypes_name_the_odd_one_out(torch, jax, arrays):
+    """With the words of the caller's library."""
+    interop_torch, interop_jax = (pytest.importorskip(f"linattn_np.interop.{x}") for x in ("torch", "jax"))
+    of_torch = [torch.tensor(x).bfloat16() for x in arrays]
+    of_jax = [jax.numpy.asarray(x, jax.numpy.bfloat16) for x in arrays]
+    for odd, name in ((0, "q"), (2, "v")):
+        for call in (gla, interop_torch.gla):
+            given = [x.float() if n == odd else x for n, x in enumerate(of_torch)]
+            with pytest.raises(
+                ContractTypeError, match=rf"{name} has dtype float32, .*{name}.to\(torch.bfloat16\) is one"
+            ):
+                call(*given)
+        for call in (gla, interop_jax.gla, jax.jit(interop_jax.gla)):
+            given = [x.astype(np.float32) if n == odd else x for n, x in enumerate(of_jax)]
+            with pytest.raises(ContractTypeError, match=rf"{name} has .*: {name}.astype\(jnp.bfloat16\) is one"):
+                call(*given)
+    with pytest.raises(ContractTypeError, match=r"k has dtype int64, .*: k.to\(torch.float32\) is one"):
+        gla(of_torch[0], of_torch[1].long(), *of_torch[2:])
+
+
 def test_errors_name_imports_that_exist(torch, arrays):
     q, k, v, g = (torch.from_numpy(x).requires_grad_() for x in arrays)
     interop = pytest.importorskip("linattn_np.interop.torch")

@@ -21,6 +21,7 @@ from ..backends.numpy.cores import workers
 from ..caches import folder_for_cupy
 from ..models import austen
 from ..models.devices import check_device
+from ..models.rwkv6.cpu_layers import has_loops
 from .terminal import put
 from .threads import VARIABLES
 
@@ -120,22 +121,22 @@ def version(number) -> str:
 
 
 def backends():
-    """Which of them would run `gla`, and on arrays of the device if there is one."""
+    """Which of them run operators, by `gla`, on arrays of the device if there is one; and where models run."""
     try:
         check_device("models", "cuda")
         xp, missing = sys.modules["cupy"], None
     except NotSupported as error:
         xp, missing = np, str(error).split(": ")[-1]
-    yield "numpy", partial(route, np, "numpy", None)
-    yield "cupy", partial(route, xp, "cupy", missing)
-    yield "numba", partial(route, xp, "numba", missing)
-    yield "models on cuda", f"do not run: {missing}" if missing else "run"
+    for name in ("numpy", "cupy", "numba"):
+        yield f"operators, {name}", partial(route, xp if name != "numpy" else np, name, missing)
+    yield "models on the CPU", "run, by Numba's loops" if has_loops() else "run, by NumPy: without Numba, more slowly"
+    yield "models on the GPU", f"do not run: {missing}" if missing else "run"
 
 
 def route(xp, name, missing) -> str:
     x = xp.zeros((1, 1, 16, 16), np.float32)
     found = explain(gla, x, x, x, x, backend=name)
-    return "runs" if found.backend else f"does not run: {missing or found.reasons[name]}"
+    return "run" if found.backend else f"do not run: {missing or found.reasons[name]}"
 
 
 def caches():

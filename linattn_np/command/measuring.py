@@ -25,11 +25,14 @@ class Cpu:
         return (time.perf_counter() - begun) * 1e3
 
     def taken(self, call):
-        """Bytes that a call holds at most, its result among them."""
+        """Bytes that a call holds at most, its result among them; not what the first call of a kind leaves behind."""
         tracemalloc.start()
         try:
             call()
-            return tracemalloc.get_traced_memory()[1]
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            call()
+            return tracemalloc.get_traced_memory()[1] - before
         finally:
             tracemalloc.stop()
 

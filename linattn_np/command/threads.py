@@ -18,28 +18,30 @@ SHARE = 4 << 20  # bytes of a matrix for which another thread pays
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
-@contextmanager
 def blas_for(device: str, sizes: dict):
-    """Inside, BLAS has the threads that a model of these sizes is worth, if it is the CPU that computes.
+    """Inside, BLAS has the threads that a model of these sizes is worth, if it is the CPU that computes."""
+    return blas_threads(device, 4 * sizes["D"] * sizes["F"], "this model is faster with fewer threads of BLAS")
 
-    A user who has set one of VARIABLES has chosen, and without threadpoolctl BLAS stays as it is.
+
+@contextmanager
+def blas_threads(device: str, size: int, why: str):
+    """Inside, BLAS has the threads for matrices of so many bytes.
+
+    A user who has set one of VARIABLES has chosen, and without threadpoolctl BLAS stays as it is, and is told `why`.
     """
     if device != "cpu" or any(map(os.environ.get, VARIABLES)):
         yield
         return
     from ..backends.numpy.cores import workers  # late, as cards need none of it
 
-    count = wanted(4 * sizes["D"] * sizes["F"], workers())
+    count = wanted(size, workers())
     if count == workers():
         yield
         return
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:
-        say(
-            "this model is faster with fewer threads of BLAS: pip install 'linattn-np[threads]', "
-            f"or set OPENBLAS_NUM_THREADS={count}"
-        )
+        say(f"{why}: pip install 'linattn-np[threads]', or set OPENBLAS_NUM_THREADS={count}")
         yield
         return
     with threadpool_limits(count, "blas"):

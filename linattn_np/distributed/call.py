@@ -8,10 +8,11 @@ from weakref import WeakSet
 import numpy as np
 
 from .. import varlen
-from ..arrays import contents, from_native, host_array
+from ..arrays import from_native
 from ..call_cache import call_key
 from ..dispatch import choose, split_to_fit
 from ..errors import ContractTypeError
+from ..foreign import contents, host_array
 from ..layouts import swap_heads
 from ..ops import declaration
 from ..views import callers_sizes

@@ -108,8 +108,12 @@ def step(operator, function, kind: str):
     return labelled(public, declared.name, STEP_DOC.format(name=declared.name, kind=kind), signature)
 
 
-def outline(declared, arrays, state, arguments):
-    """(problem, [o, *final state's parts] without memory) of a call on blank arrays, once it is seen to fit."""
+def outline(declared, arrays, state, arguments, library: str):
+    """(problem, [o, *final state's parts] without memory) of a call on blank arrays, once it is seen to fit.
+
+    `library` is that of the caller's arrays, for what an error advises.
+    """
+    declared.dtype(dict(zip(declared.arrays, arrays)), library)
     bound = {name: x for name, x in arguments.items() if name != "backend"}
     problem = declared.bind(arrays, initial_state=state and tuple(state), **bound)
     axes = problem.op.state if problem.output_final_state else ()

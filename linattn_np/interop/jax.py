@@ -7,7 +7,8 @@ and memory that JAX leaves it (`XLA_PYTHON_CLIENT_PREALLOCATE=false`, or a small
 Keyword arguments but `initial_state` are static. Shapes, dtypes and options are checked while JAX traces, with
 `linattn_np`'s errors. float64 needs JAX's `jax_enable_x64`. The backward pass is given the inputs alone and computes
 again what it needs of the forward pass. `vmap` computes its elements one after the other: a batch is faster as the
-operators' B. Gradients are reverse-mode and first-order; JAX refuses `jvp` and gradients of gradients.
+operators' B. Gradients are reverse-mode and first-order; `jvp` and gradients of gradients are refused, and
+JAX cannot export what calls back.
 
 Arrays that are cut over devices along batch or heads stay so where that is known: outside of `jit`, and under it on a
 mesh with explicit axes (`jax.sharding.AxisType.Explicit`). On one with automatic axes `jit` gathers them, and
@@ -42,14 +43,15 @@ from .. import ops
 from ..arrays import kind, to_native
 from ..caches import Cache
 from ..call_cache import exactly
-from ..errors import ContractTypeError
-from ..foreign import OBSTACLES
+from ..errors import ContractTypeError, NotSupported
+from ..foreign import OBSTACLES, host_array
 from ..typing import F
 from .calls import Operator, blank, is_pair, on_stream, outline, step, together
 from .jax_axis import along
 from .jax_partition import over_devices, sharding_of
 
 HOST = 1  # DLPack's kDLCPU
+REVERSE_MODE = "gradients are first-order and reverse-mode"
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
 pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))  # the second in JAX before 0.8
 mark_varying = partial(pcast, to="varying") if pcast else pvary
@@ -73,7 +75,12 @@ def differentiable(function: F) -> F:
             arrays, state = equally_varying((arrays, state and tuple(state)))
             results = shapes(declared, arrays, state, arguments)
             compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
-            return compute(arrays, state)
+            try:
+                return compute(arrays, state)
+            except TypeError as error:
+                if "custom_vjp" in str(error):  # JAX's word where it meets a tangent
+                    raise NotSupported(f"{declared.name}: {REVERSE_MODE}: jax.jvp has none to take") from error
+                raise
 
         results = None
         if axis_name is not None:
@@ -92,7 +99,7 @@ def differentiable(function: F) -> F:
 def on_blanks(declared, arrays, state, arguments):
     """`outline` of a call on arrays of which only shapes and dtypes are known."""
     arrays, state = jax.tree.map(lambda x: blank(x.shape, x.dtype), (arrays, state))
-    return outline(declared, arrays, state, arguments)
+    return outline(declared, arrays, state, arguments, "jax")
 
 
 def shapes(declared, arrays, state, arguments):
@@ -134,7 +141,8 @@ def like(x):
 
 def static(x):
     """`x` as it cannot be changed any more."""
-    return tuple(np.asarray(x).tolist()) if isinstance(x, (list, np.ndarray)) else x
+    numbers = x if kind(x) is None else host_array(x)
+    return tuple(np.asarray(numbers).tolist()) if isinstance(numbers, (list, np.ndarray)) else x
 
 
 def primitive(operator, results, arguments):
@@ -177,11 +185,16 @@ def new_primitive(operator, results, arguments):
     def keep(arrays, state):
         return compute(arrays, state), (arrays, state)
 
+    @jax.custom_vjp
     def pull(kept, cotangents):
         found = buffer_callback(backward, jax.tree.map(like, kept), vmap_method="sequential")(*kept, *cotangents)
         return varying(found, *kept[0])
 
+    def refuse(*_):
+        raise NotSupported(f"{operator.declared.name}: {REVERSE_MODE}, these have none of their own")
+
     compute.defvjp(keep, pull)
+    pull.defvjp(refuse, refuse)
     return compute
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import library
 
-from .. import ops
-from ..arrays import BFLOAT16
+from .. import foreign, ops
+from ..arrays import BFLOAT16, from_native
+from ..foreign import host_array
 from .calls import Operator, blank, outline
 from .torch_memory import as_torch
 
@@ -56,20 +57,37 @@ class Call:
 
     def run(self, tensors) -> tuple:
         """(o, *parts of the final state)."""
-        arrays, state, arguments, _ = self.taken_apart(tensors)
         with as_torch(tensors[0]):
-            return tuple(self.operator.run(arrays, state, arguments))
+            arrays, state, arguments, _ = self.taken_apart(natively(tensors))
+            return tuple(map(tensor, self.operator.run(arrays, state, arguments)))
 
     def gradients(self, given) -> tuple:
         """Those of the arrays and of the initial state's parts, from the tensors and the results' gradients."""
-        arrays, state, arguments, (do, *dht) = self.taken_apart(given)
-        with as_torch(do):
-            return tuple(self.operator.gradients(arrays, state, arguments, do, dht))
+        with as_torch(given[0]):
+            arrays, state, arguments, (do, *dht) = self.taken_apart(natively(given))
+            return tuple(map(tensor, self.operator.gradients(arrays, state, arguments, do, dht)))
 
     def outline(self, tensors):
         """[o, *parts of the final state] without memory."""
         arrays, state, rest, _ = self.taken_apart([blank_of(x) for x in tensors])
-        return outline(self.operator.taking(len(arrays)), arrays, state, rest)[1]
+        return outline(self.operator.taking(len(arrays)), arrays, state, rest, "torch")[1]
+
+
+def natively(tensors):
+    """CUDA tensors as CuPy arrays in the same memory: calls alike on such arrays are compiled once, and may be captured
+    in a graph. Tensors on the CPU, and those that the operator refuses, stay as they are.
+    """
+    if not all(x.is_cuda for x in tensors):
+        return tensors
+    try:
+        return tuple(foreign.admitted("", x)[0] for x in tensors)
+    except foreign.Refusal:
+        return tensors
+
+
+def tensor(x):
+    """A result as a tensor in the same memory."""
+    return x if isinstance(x, torch.Tensor) else from_native(x, "torch", None)
 
 
 @cache
@@ -79,6 +97,8 @@ def operator_named(name) -> Operator:
 
 def settled(x):
     """An argument as its owner cannot change it any more."""
+    if isinstance(x, torch.Tensor) and (numbers := host_array(x)) is not None:
+        x = numbers
     return x.copy() if isinstance(x, np.ndarray) else tuple(x) if isinstance(x, list) else x
 
 
