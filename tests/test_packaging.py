@@ -188,16 +188,17 @@ ROOMS = {
         ],
         ["numpy"],
     ),
+    "derived": (["problem"], ["numpy"]),
     "declarations": (
-        ["arguments", "arrays", "contract", "errors", "foreign", "summary", "varlen", "wording"],
+        ["arguments", "arrays", "contract", "derived", "errors", "foreign", "summary", "varlen", "wording"],
         ["numpy"],
     ),
-    "dispatch": (["contract", "errors", "problem", "views"], []),
+    "dispatch": (["contract", "derived", "errors", "problem", "views"], []),
     "ops": (["ops", "arrays", "declarations", "dispatch", "views", "wording", "typing"], ["numpy"]),
     "stages": (["contract", "declarations", "dispatch", "views", "typing"], ["numpy"]),
-    "autodiff": (["arrays", "dispatch", "grouped", "ops", "views", "typing"], []),
+    "autodiff": (["arrays", "derived", "dispatch", "grouped", "ops", "views", "typing"], []),
     "kernel_choice": ([], []),
-    "explanation": (["kernel_choice", "dispatch", "errors", "ops", "problem", "typing"], []),
+    "explanation": (["kernel_choice", "derived", "dispatch", "errors", "ops", "problem", "typing"], []),
     "layers": (["arguments", "arrays", "autodiff", "errors", "foreign", "ops", "typing"], ["numpy"]),
     "distributed": (
         [
