@@ -33,6 +33,7 @@ def gated(op: Op) -> Op:
 
 
 KEYS = {"q": "B H T K", "k": "B H T K"}
+QGV = {"q": "B H T K", "g": "B H T K", "v": "B H T V"}
 QKV = KEYS | {"v": "B H T V"}
 
 
@@ -62,14 +63,8 @@ RWKV6 = gated(
         reads_before_write=True,
     )
 )
-HGRN2 = gated(
-    Op(
-        "hgrn2",
-        {"q": "B H T K", "g": "B H T K", "v": "B H T V"},
-        gates=("g",),
-        derived=KeyFromGate(GLA, key=lambda g: -np.expm1(g), slope=lambda g: -np.exp(g)),  # of 1 - exp g
-    )
-)
+KEY_OF_HGRN2 = KeyFromGate(GLA, key=lambda g: -np.expm1(g), slope=lambda g: -np.exp(g))  # 1 - exp g
+HGRN2 = gated(Op("hgrn2", QGV, gates=("g",), derived=KEY_OF_HGRN2))
 SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
 
 

@@ -33,7 +33,7 @@ LINES = {
         "OPERATORS = (",
         'DECAYED = gated(Op("decayed", QKV | {"f": "B H T K"}, gates=("f",)))\n',
     ),
-    "__init__.py": ("__version__", "from .ops.decayed import decayed as decayed\n"),
+    "__init__.py": ("from .precisions", "from .ops.decayed import decayed as decayed\n"),
 }
 USE = """
 import json, sys
@@ -67,37 +67,36 @@ print(json.dumps([kernel.name for kernel in cupy.plan_of(problem, device).kernel
 
 
 # HGRN2 with another key: the declaration alone says what k is.
-SQUARED = PUBLIC.replace("DECAYED", "SQUARED").replace("decayed", "squared").replace("k, v, f", "f, v")
-SQUARED_FILES = {"ops/squared.py": SQUARED.replace("k_t v_t^T", "exp(2 f_t) v_t^T")}
-SQUARED_LINES = {
+ECHOED = (ROOT / "linattn_np/ops/hgrn2.py").read_text()
+ECHOED = ECHOED.replace("HGRN2", "ECHOED").replace("hgrn2", "echoed")
+ECHOED_FILES = {"ops/echoed.py": ECHOED}
+ECHOED_LINES = {
     "declarations.py": (
         "OPERATORS = (",
-        'SQUARED = gated(Op("squared", {"q": "B H T K", "f": "B H T K", "v": "B H T V"}, gates=("f",), '
-        "derived=KeyFromGate(GLA, lambda f: np.exp(2 * f), lambda f: 2 * np.exp(2 * f))))\n",
+        'ECHOED = gated(Op("echoed", QGV, gates=("g",), derived=KeyFromGate(GLA, np.exp, np.exp)))\n',
     ),
-    "__init__.py": ("__version__", "from .ops.squared import squared as squared\n"),
+    "__init__.py": ("from .precisions", "from .ops.echoed import echoed as echoed\n"),
 }
-SQUARED_USE = """
+ECHOED_USE = """
 import sys
+from importlib.util import find_spec
 import numpy as np
-from linattn_np import gla, squared, vjp
+from linattn_np import distributed, gla, echoed, vjp
 
 sys.path.append({tests!r})
-from conftest import Emulated, Hopper
+from conftest import Emulated
 
 rng = np.random.default_rng(0)
 q, v = rng.standard_normal((2, 1, 2, 40, 16)).astype(np.float32)
 f = -rng.random((1, 2, 40, 16)).astype(np.float32)
-k = np.exp(2 * f)
+k = np.exp(f)
 wanted, pull = vjp(gla, q, k, v, f)
 dq, dk, dv, df = pull(v)
-expected = dq, df + 2 * k * dk, dv
+expected = dq, df + k * dk, dv
 
-def check(on, **options):
-    for mode in ("recurrent", "chunk", "staged", "parallel"):
-        if mode == "parallel" and on.__name__ != "direct":
-            continue
-        o, mine = on(vjp, squared, q, f, v, mode=mode, **options)
+def check(on, modes):
+    for mode in modes:
+        o, mine = on(vjp, echoed, q, f, v, mode=mode)
         np.testing.assert_allclose(o, wanted, rtol=1e-3, atol=1e-4)
         for x, y in zip(mine(v), expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
@@ -105,19 +104,33 @@ def check(on, **options):
 def direct(function, *arrays, **options):
     return function(*arrays, **options)
 
-check(direct)
-for backend in (Emulated("emulated"), Hopper("hopper")):
-    check(backend.run)
+check(direct, ("recurrent", "chunk", "staged", "parallel"))
+parts = [slice(0, 17), slice(17, 40)]
+rows = distributed.run_threads(
+    lambda comm: distributed.echoed(*(x[:, :, parts[comm.rank]] for x in (q, f, v)), comm=comm), 2
+)
+np.testing.assert_allclose(np.concatenate(rows, axis=2), wanted, rtol=1e-3, atol=1e-4)
+
+if find_spec("torch"):
+    import torch
+    from linattn_np.interop import torch as library
+
+    tensors = [torch.tensor(x, requires_grad=True) for x in (q, f, v)]
+    library.echoed(*tensors).backward(torch.tensor(v))
+    for x, y in zip(tensors, expected, strict=True):
+        np.testing.assert_allclose(x.grad, y, rtol=1e-3, atol=1e-3)
+
+check(Emulated("emulated").run, ("chunk",))  # test_contract has HGRN2's other modes, and Hopper's
 """
-SQUARED_SIMULATED = """
+ECHOED_SIMULATED = """
 import numpy as np
-from linattn_np import gla, squared
+from linattn_np import gla, echoed
 
 rng = np.random.default_rng(0)
 q, v = rng.standard_normal((2, 1, 1, 5, 4)).astype(np.float32)
 f = -rng.random((1, 1, 5, 4)).astype(np.float32)
-o = squared(q, f, v, mode="recurrent", backend="numba")
-np.testing.assert_allclose(o, gla(q, np.exp(2 * f), v, f), rtol=1e-3, atol=1e-4)
+o = echoed(q, f, v, mode="recurrent", backend="numba")
+np.testing.assert_allclose(o, gla(q, np.exp(f), v, f), rtol=1e-3, atol=1e-4)
 """
 
 
@@ -154,6 +167,12 @@ def used(program, folder, **variables):
     return done.stdout
 
 
+def linted(folder):
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "linattn_np"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
 def test_a_member_of_the_gated_family_costs_two_files_and_two_lines(tmp_path):
     assert len(FILES) == 2 and len(added(copied(tmp_path), FILES, LINES)) == 2
     kernels = ["gated_backward_states", "gated_backward_channels", "gated_backward_values"]
@@ -161,6 +180,8 @@ def test_a_member_of_the_gated_family_costs_two_files_and_two_lines(tmp_path):
 
 
 def test_a_member_whose_key_is_a_function_of_its_gate_costs_one_file_and_two_lines(tmp_path):
-    assert len(SQUARED_FILES) == 1 and len(added(copied(tmp_path), SQUARED_FILES, SQUARED_LINES)) == 2
-    used(SQUARED_USE, tmp_path)
-    used(SQUARED_SIMULATED, tmp_path, NUMBA_ENABLE_CUDASIM="1")
+    assert len(ECHOED_FILES) == 1 and len(added(copied(tmp_path), ECHOED_FILES, ECHOED_LINES)) == 2
+    ruff = linted(tmp_path)
+    assert ruff.returncode == 0, ruff.stdout
+    used(ECHOED_USE, tmp_path)
+    used(ECHOED_SIMULATED, tmp_path, NUMBA_ENABLE_CUDASIM="1")

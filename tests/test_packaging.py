@@ -192,6 +192,7 @@ ROOMS = {
         ],
         ["numpy"],
     ),
+    "derived": (["problem"], ["numpy"]),
     "declarations": (
         ["arguments", "arrays", "contract", "derived", "errors", "foreign", "summary", "varlen", "wording"],
         ["numpy"],

@@ -202,6 +202,22 @@ def linear_attention():
     """
 
 
+def undocumented(operator):
+    """An operator on ranks that has no text of its own above."""
+
+    def function(): ...
+
+    function.__name__ = function.__qualname__ = operator.__name__
+    function.__doc__ = f"""`linattn_np.{operator.__name__}` of a sequence whose tokens lie on several ranks.
+
+    Its equation is in `linattn_np.{operator.__name__}`; all else is as in `gla` here.
+    """
+    return on_ranks(operator)(function)
+
+
+globals().update({op.name: undocumented(of) for op, of in ops.OPS.items() if op.state and op.name not in globals()})
+
+
 def vjp(op, *arrays, **arguments):
     """``(result, pullback)`` of an operator of this module, as `linattn_np.vjp` has them.
 

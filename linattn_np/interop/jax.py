@@ -221,5 +221,7 @@ simple_gla = differentiable(ops.simple_gla)
 retention = differentiable(ops.retention)
 linear_attention = differentiable(ops.linear_attention)
 softmax_attention = differentiable(ops.softmax_attention)
+# An operator that no line above names is here too, without its types.
+globals().update({op.name: differentiable(of) for op, of in ops.OPS.items() if op.name not in globals()})
 gla_step = step(gla, ops.gla_step, "JAX arrays")
 rwkv6_step = step(rwkv6, ops.rwkv6_step, "JAX arrays")
