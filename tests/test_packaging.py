@@ -192,7 +192,6 @@ ROOMS = {
         ],
         ["numpy"],
     ),
-    "derived": (["problem"], ["numpy"]),
     "declarations": (
         ["arguments", "arrays", "contract", "derived", "errors", "foreign", "summary", "varlen", "wording"],
         ["numpy"],
