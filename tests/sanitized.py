@@ -27,6 +27,7 @@ from linattn_np.declarations import (
     RWKV6_STEP,
     SIMPLE_GLA,
     SOFTMAX_ATTENTION,
+    SOFTMAX_SINKS,
 )
 from linattn_np.declarations import RWKV6 as RWKV6_OP
 from linattn_np.dispatch import summarise
@@ -189,6 +190,10 @@ def attention(rng, run):
     for sizes, dtype, keywords in ATTENTION:
         arrays, _ = drawn(SOFTMAX_ATTENTION, rng, sizes, dtype, cu_seqlens=keywords.get("cu_seqlens"))
         yield run(backward, softmax_attention, *arrays, **keywords)
+    arrays, _ = drawn(SOFTMAX_SINKS, rng, (1, 2, 70, 64, 64), BFLOAT16)
+    yield run(backward, softmax_attention, *arrays)
+    cache, _ = drawn(SOFTMAX_ATTENTION, rng, (1, 2, 4000, 64, 64), BFLOAT16)  # a token against it: its keys are split
+    yield run(softmax_attention, cache[0][:, :, -1:], *cache[1:], arrays[3])
 
 
 def family(rng, run, as_filled):

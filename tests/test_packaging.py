@@ -140,6 +140,7 @@ AROUND = (
     "matrices",
     "matrix_loops",
     "products",
+    "prompts",
     "quantised",
     "ranks",
     "sampling",
@@ -147,8 +148,9 @@ AROUND = (
     "text",
     "threads",
     "tokenizers",
+    "turns",
 )
-CHECKED = ["arguments", "errors", "typing"]  # what public functions outside the operators check and say with
+CHECKED = ["arguments", "caches", "errors", "typing"]  # what public functions outside the operators check and say with
 
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
 ROOMS = {
@@ -156,10 +158,11 @@ ROOMS = {
     "errors": ([], []),
     "layouts": ([], []),
     "summary": ([], []),
-    "caches": ([], []),
+    "caches": (["doubts", "errors"], ["cupy"]),
+    "compiled": ([], ["numba"]),
     "precisions": ([], []),
     "varlen": (["foreign", "wording"], ["numpy"]),
-    "arrays": ([], ["numpy", "ml_dtypes", "cupy"]),
+    "arrays": (["caches"], ["numpy", "ml_dtypes", "cupy"]),
     "typing": ([], ["numpy"]),
     "grouped": ([], ["numpy"]),
     "masked": ([], ["numpy"]),
@@ -168,6 +171,7 @@ ROOMS = {
     "overlap": ([], ["numpy"]),
     "arguments": (["arrays", "errors", "foreign", "grouped", "layouts", "overlap", "summary", "wording"], ["numpy"]),
     "problem": (["arguments", "varlen"], ["numpy"]),
+    "derived": (["problem"], ["numpy"]),
     "views": (["arrays", "grouped", "layouts", "masked", "problem"], ["numpy"]),
     "call_cache": (["arrays", "caches", "foreign", "layouts", "precisions", "problem"], ["numpy"]),
     "contract": (
@@ -188,7 +192,6 @@ ROOMS = {
         ],
         ["numpy"],
     ),
-    "derived": (["problem"], ["numpy"]),
     "declarations": (
         ["arguments", "arrays", "contract", "derived", "errors", "foreign", "summary", "varlen", "wording"],
         ["numpy"],
@@ -270,15 +273,18 @@ ROOMS = {
     "models/__init__": (["models"], []),
     "models/matrices": ([f"models.{name}" for name in AROUND] + ["arrays", "errors"], ["numpy"]),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["arrays", "errors"], ["numpy"]),
-    "models/matrix_loops": ([], ["numpy", "numba", "llvmlite"]),
-    "models/rwkv6/numba_loops": (["models.matrix_loops", "models.rwkv6.math"], ["numpy", "numba"]),
+    "models/matrix_loops": (["compiled"], ["numpy", "numba", "llvmlite"]),
+    "models/rwkv6/numba_loops": (["compiled", "models.matrix_loops", "models.rwkv6.math"], ["numpy", "numba"]),
     "models/training": (
         [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6", "models.steps"],
         ["numpy", "cupy", "safetensors"],
     ),
     "models/ranks": (["autodiff"], []),
     "models/feed": ([], ["numpy", "cupy"]),
-    "models/steps": (["models.dropout", "models.feed", "models.products", "backends.cupy"], ["numpy", "cupy"]),
+    "models/steps": (
+        ["models.devices", "models.dropout", "models.feed", "models.products", "models.turns", "backends.cupy"],
+        ["numpy", "cupy"],
+    ),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy", "cupy"]),
@@ -291,12 +297,15 @@ ROOMS = {
             "command",
             "arrays",
             "backends.numpy.cores",
+            "caches",
+            "compiled",
             "distributed",
             "explain",
             "gla",
             "models",
             "ops",
             "vjp",
+            "ContractError",
             "NotSupported",
             "__version__",
         ],
@@ -348,7 +357,13 @@ def test_no_circle_of_imports():
 
     needs = {module: {needed(name) for name, _ in found} - {module, None} for module, found in MODULES.items()}
     graphlib.TopologicalSorter(needs).prepare()  # CycleError names a circle
-    assert needs["models/batch"] - {"errors", "typing"} == {"models/checks", "models/face", "models/sampling"}
+    assert needs["models/batch"] - {"errors", "typing"} == {
+        "models/checks",
+        "models/face",
+        "models/prompts",
+        "models/sampling",
+        "models/turns",
+    }
 
 
 def test_array_libraries_are_imported_where_they_are_used():
@@ -359,6 +374,7 @@ def test_array_libraries_are_imported_where_they_are_used():
     assert at_the_top <= {
         "backends/numba/runtime",
         "backends/numpy/numba_loops",
+        "compiled",
         "interop/jax",
         "interop/jax_axis",
         "interop/jax_partition",

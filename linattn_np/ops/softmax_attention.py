@@ -62,11 +62,11 @@ def softmax_attention(
 ):
     """Softmax attention in tiles with an online softmax: memory linear in T, the T x S matrix never exists.
 
-        s_ij = scale * q_i . k_j,       of a softcap c:  c * tanh(s_ij / c)
-        L_i = log(sum_j exp(s_ij)),     with sinks:  log(exp(sinks_h) + sum_j exp(s_ij))
-        o_i = sum_j exp(s_ij - L_i) v_j
+        s_tj = scale * q_t . k_j,       of a softcap c:  c * tanh(s_tj / c)
+        L_t = log(sum_j exp(s_tj)),     with sinks:  log(exp(sinks_h) + sum_j exp(s_tj))
+        o_t = sum_j exp(s_tj - L_t) v_j
 
-    The sums run over the keys j that query i sees. Its own place among the S keys is p = i + S - T, so that the last
+    The sums run over the keys j that query t sees. Its own place among the S keys is p = t + S - T, so that the last
     query is at the last key:
 
         j <= p when causal,       p - left <= j <= p + right with window=(left, right)
