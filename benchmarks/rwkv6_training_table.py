@@ -54,7 +54,7 @@ def speeds(result) -> str:
     if any(who == PEER for _, who in rows):
         text += (
             f" {PEER} is a model of flash-linear-attention's kernels with torch's fused AdamW, in the same run. "
-            + (f"Faster than ours: {', '.join(slower)}." if slower else "It is not faster in any row.")
+            + (f"Peers that are faster: {', '.join(slower)}." if slower else "It is not faster in any row.")
         )
     text = f"{text} {result.get('note', '')}".rstrip()
     head = ["", "", "ms a step", "bytes/s", "share of the matrix rate", "memory, GiB", "times ours"]

@@ -69,6 +69,8 @@ def from_native(native, whose: str, example):
     bfloat16_on_host = isinstance(native, np.ndarray) and native.dtype == BFLOAT16
     if whose == "torch":
         torch = sys.modules["torch"]
+        if any(step < 0 for step in native.strides):  # no tensor has these: of a sequence that was turned over
+            native = native.copy()
         if bfloat16_on_host:
             return torch.from_dlpack(native.view(np.int16)).view(torch.bfloat16)
         memory = None if isinstance(native, np.ndarray) else getattr(native.data.mem, "_owner", None)

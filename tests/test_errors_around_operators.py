@@ -44,8 +44,8 @@ def wrong_steps():
         "slots-floats": ({"slots": [0.0, 1.0]}, ContractError, ["slots is (2,) float64", "integers"]),
         "slots-bools": ({"slots": [True, False]}, ContractError, ["slots is (2,) bool", "integers"]),
         "slots-matrix": ({"slots": [[0, 1]]}, ContractError, ["slots is (1, 2)", "[B] = (2,)"]),
-        "slots-ragged": ({"slots": [[0], [1, 2]]}, ContractError, ["slots", "integers"]),
-        "slots-kind": ({"slots": "01"}, ContractTypeError, ["slots is a builtins.str", "expected integers"]),
+        "slots-ragged": ({"slots": [[0], [1, 2]]}, ContractTypeError, ["slots is [[0], [1, 2]]", "host integers"]),
+        "slots-kind": ({"slots": "01"}, ContractTypeError, ["slots is '01'", "expected host integers"]),
         "scale": ({"scale": "1"}, ContractTypeError, ["scale is '1'"]),
         "backend": ({"backend": "torch"}, ContractError, ["backend is 'torch'"]),
     }
