@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import Numba
 from reference import GATES, assert_close, draw, exact, same_bits
 
 from linattn_np import OPS, gla, gla_step
@@ -36,6 +37,8 @@ def test_arrays_beyond_2_to_the_31_elements(card, mode, layout, rng):
 
     q, k and g are 4.3 GB each in bfloat16; the float32 stages between them take four times 8.7 GB.
     """
+    if mode == "staged" and isinstance(card, Numba) and card.cupy.cuda.runtime.memGetInfo()[1] < 100e9:
+        pytest.skip("Numba's stages take 86 GB of these arrays")
     H, T, K, V = 4096, 2064, 256, 16
     count = 2**22 + 1
     arrays = []
