@@ -152,7 +152,8 @@ class RWKV6:
 
         dtype : "int8" or "int4", of the large matrices; or "bfloat16". The embedding and the matrices of low rank are
             bfloat16 in all of them, the vectors as they are.
-        config : as `RWKV6` takes it
+
+        config : as `RWKV6` takes it.
         """
         weights, sizes = parameters(completed(collected(weights), config))
         large = linears(sizes["L"])
