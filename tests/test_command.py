@@ -203,7 +203,7 @@ def two_threads(monkeypatch):
     for name in blas_threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with limits(2, "blas"):
-        if 2 not in blas_threads():
+        if 2 not in threads_of_blas():
             pytest.skip("this BLAS has one thread")
         yield
 
@@ -211,7 +211,7 @@ def two_threads(monkeypatch):
 def test_small_models_take_one_thread_of_blas(two_threads, monkeypatch):
     before = threads_of_blas()
     with blas_threads.blas_for("cpu", {"D": 256, "F": 896}):
-        assert set(blas_threads()) == {1}
+        assert set(threads_of_blas()) == {1}
     assert threads_of_blas() == before
     with blas_threads.blas_for("cuda", {"D": 256, "F": 896}):
         assert threads_of_blas() == before
@@ -240,7 +240,7 @@ def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):
     from linattn_np.command import generate
 
     seen = []
-    monkeypatch.setattr(generate, "write", lambda options, model, state: seen.extend(blas_threads()))
+    monkeypatch.setattr(generate, "write", lambda options, model, state: seen.extend(threads_of_blas()))
     code, *_ = called(capsys, "generate", "--device", "cpu")
     assert code == 0 and set(seen) == {1}
 
