@@ -192,8 +192,8 @@ def difference(np, model, tokens, prompt, step):
 
 def reading(np):
     """One pass over memory: a product of a matrix that no cache holds."""
+    from linattn_np.models.helper_threads import Board
     from linattn_np.models.matrices import pack
-    from linattn_np.models.threads import Board
 
     matrix = pack(np.ones((BANDWIDTH_BYTES >> 12, 1 << 10), np.float32), "float32")
     x, board = np.ones((1, 1 << 10), np.float32), Board()

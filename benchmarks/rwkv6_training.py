@@ -19,8 +19,8 @@ from pathlib import Path
 
 from linattn_np.models.devices import on_host
 from linattn_np.models.rwkv6.parameters import is_matrix
-from linattn_np.models.steps import BETAS, CLIP
 from linattn_np.models.training import Settings, Training
+from linattn_np.models.training_steps import BETAS, CLIP
 
 RATES = {"H100": 790e12, "H200": 790e12}  # operations a second in bfloat16 that cuBLAS has been seen to reach at best
 SIZES = ("4x256@64x512", "12x768@16x1024", "24x1024@8x2048")

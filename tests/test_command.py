@@ -18,7 +18,7 @@ from test_examples import AUSTEN, ENVIRONMENT
 import linattn_np
 from linattn_np.__main__ import main
 from linattn_np.backends.numpy import cores
-from linattn_np.command import COMMANDS, bench, cards, info, quantise, threads, train
+from linattn_np.command import COMMANDS, bench, blas_threads, cards, info, quantise, train
 from linattn_np.command.terminal import Parser
 from linattn_np.models import Bytes, austen, devices, example
 
@@ -191,7 +191,7 @@ def test_the_example_model_stands_in_the_checkout_and_in_the_package(tmp_path, m
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
-def blas_threads():
+def threads_of_blas():
     from threadpoolctl import threadpool_info
 
     return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
@@ -200,47 +200,47 @@ def blas_threads():
 @pytest.fixture
 def two_threads(monkeypatch):
     limits = pytest.importorskip("threadpoolctl").threadpool_limits
-    for name in threads.VARIABLES:
+    for name in blas_threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with limits(2, "blas"):
-        if 2 not in blas_threads():
+        if 2 not in threads_of_blas():
             pytest.skip("this BLAS has one thread")
         yield
 
 
 def test_small_models_take_one_thread_of_blas(two_threads, monkeypatch):
-    before = blas_threads()
-    with threads.blas_for("cpu", {"D": 256, "F": 896}):
-        assert set(blas_threads()) == {1}
-    assert blas_threads() == before
-    with threads.blas_for("cuda", {"D": 256, "F": 896}):
-        assert blas_threads() == before
+    before = threads_of_blas()
+    with blas_threads.blas_for("cpu", {"D": 256, "F": 896}):
+        assert set(threads_of_blas()) == {1}
+    assert threads_of_blas() == before
+    with blas_threads.blas_for("cuda", {"D": 256, "F": 896}):
+        assert threads_of_blas() == before
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")  # the user has chosen
-    with threads.blas_for("cpu", {"D": 256, "F": 896}):
-        assert blas_threads() == before
+    with blas_threads.blas_for("cpu", {"D": 256, "F": 896}):
+        assert threads_of_blas() == before
 
 
 def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "threadpoolctl", None)  # cannot be imported
     monkeypatch.setattr(cores, "workers", lambda: 2)
-    for name in threads.VARIABLES:
+    for name in blas_threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for sizes, said in (({"D": 256, "F": 896}, 1), ({"D": 4096, "F": 14336}, 0)):
-        with threads.blas_for("cpu", sizes):
+        with blas_threads.blas_for("cpu", sizes):
             pass
         assert capsys.readouterr().err.count("or set OPENBLAS_NUM_THREADS=1\n") == said
 
 
 def test_larger_models_take_more():
-    assert [threads.wanted(4 * D * 7 * D // 2, 8) for D in (256, 768, 1024, 2048, 4096)] == [1, 1, 3, 8, 8]
-    assert threads.wanted(1 << 40, 1) == 1
+    assert [blas_threads.wanted(4 * D * 7 * D // 2, 8) for D in (256, 768, 1024, 2048, 4096)] == [1, 1, 3, 8, 8]
+    assert blas_threads.wanted(1 << 40, 1) == 1
 
 
 def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):
     from linattn_np.command import generate
 
     seen = []
-    monkeypatch.setattr(generate, "write", lambda options, model, state: seen.extend(blas_threads()))
+    monkeypatch.setattr(generate, "write", lambda options, model, state: seen.extend(threads_of_blas()))
     code, *_ = called(capsys, "generate", "--device", "cpu")
     assert code == 0 and set(seen) == {1}
 

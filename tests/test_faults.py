@@ -27,7 +27,7 @@ from linattn_np.backends.cupy import device
 from linattn_np.backends.numpy import cores
 from linattn_np.command import COMMANDS, cards, generate, signals, terminal, train
 from linattn_np.errors import ContractError
-from linattn_np.models import Batch, files, sampling, threads
+from linattn_np.models import Batch, files, helper_threads, sampling
 from linattn_np.models.training import Settings, Training
 
 SMALLEST = {
@@ -336,7 +336,7 @@ def test_without_threads_one_does_it_all(monkeypatch):
         patch.setattr(threading.Thread, "start", start)
         assert cores.in_parallel(lambda n: n * n, range(5)) == [0, 1, 4, 9, 16]
         assert sampling.in_threads(abs, [-1, 2, -3]) == [1, 2, 3]
-        helpers = threads.Helpers()
+        helpers = helper_threads.Helpers()
         helpers.wake("board", 2)
         assert helpers.started == 0 and helpers.boards.empty()
     cores.pool.cache_clear()

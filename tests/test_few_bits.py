@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 import linattn_np
 from linattn_np import ContractError, NotSupported
-from linattn_np.models import RWKV6, Batch, Sampling, checkpoint, matrices, threads
+from linattn_np.models import RWKV6, Batch, Sampling, checkpoint, helper_threads, matrices
 from linattn_np.models.files import write_arrays
+from linattn_np.models.helper_threads import Board
 from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
-from linattn_np.models.threads import Board
 
 pytest.importorskip("numba", reason="matrices of few bits are multiplied by Numba's loops")
 from linattn_np.models import matrix_loops  # they import Numba
@@ -39,7 +39,7 @@ GREEDY = Sampling(temperature=0)
 @pytest.fixture(autouse=True)
 def helped(monkeypatch):
     """Small matrices are shared by threads, too."""
-    monkeypatch.setattr(threads, "SHARE", 1)
+    monkeypatch.setattr(helper_threads, "SHARE", 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
 
 
@@ -157,7 +157,7 @@ def test_calls_of_several_threads_at_once(rng):
 
 
 def test_nobody_waits_for_a_thread_that_never_comes(monkeypatch, rng):
-    monkeypatch.setattr(threads.HELPERS, "wake", lambda board, wanted: None)
+    monkeypatch.setattr(helper_threads.HELPERS, "wake", lambda board, wanted: None)
     matrix, x = matrices.pack(rng.standard_normal((300, 64)), "int4"), rng.standard_normal((1, 64), np.float32)
     close(matrix(x, Board()), x @ matrix.widened().T, LIMIT["int4"])
 
@@ -169,15 +169,15 @@ def test_a_child_has_threads_of_its_own(rng):
     script = os.fork()
     if not script:
         board = Board()
-        os._exit(0 if (matrix(x, board) == wanted).all() and threads.HELPERS.started == board.most else 1)
+        os._exit(0 if (matrix(x, board) == wanted).all() and helper_threads.HELPERS.started == board.most else 1)
     assert os.waitpid(script, 0)[1] == 0
 
 
 def test_threads_that_may_be_used(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert threads.count() == 1 and Board().most == 0
+    assert helper_threads.count() == 1 and Board().most == 0
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert threads.count() == len(os.sched_getaffinity(0))
+    assert helper_threads.count() == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("size", [0, 10])

@@ -15,7 +15,6 @@ import pytest
 import linattn_np
 from linattn_np import ContractError
 from linattn_np.models import State
-from linattn_np.models.checks import real, shown, whole
 from linattn_np.models.files import (
     FileError,
     check_writable,
@@ -26,6 +25,7 @@ from linattn_np.models.files import (
     same_file,
     write_arrays,
 )
+from linattn_np.models.number_checks import real, shown, whole
 
 SHAPES = (2, 1, 6), (2, 1, 2, 3, 3), (2, 1, 6)
 SAVERS = {

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, Batch, Sampling, State
-from linattn_np.models.prompts import read
+from linattn_np.models.prompt_reading import read
 from linattn_np.models.sampling import complaints, draw_each, likeliest
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"

@@ -128,34 +128,29 @@ MODULES = {
 
 # What knows a model by its face alone; a training names one kind as its default.
 AROUND = (
+    "array_math",
     "batch",
     "checkpoint",
-    "checks",
+    "number_checks",
     "devices",
     "dropout",
     "example",
-    "face",
+    "protocols",
     "files",
-    "fused",
     "matrices",
     "matrix_loops",
-    "products",
-    "prompts",
+    "training_products",
+    "prompt_reading",
     "quantised",
-    "ranks",
+    "single_process",
     "sampling",
     "stored_zip",
     "text",
-    "threads",
+    "helper_threads",
     "tokenizers",
-    "turns",
+    "locks",
 )
-CHECKED = [
-    "argument_checks",
-    "cupy_folder",
-    "errors",
-    "typing",
-]  # what public functions outside the operators check and say with
+CHECKED = ["argument_checks", "cupy_folder", "errors", "typing"]  # what public functions beside the operators share
 
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
 ROOMS = {
@@ -304,16 +299,15 @@ ROOMS = {
     "models/matrix_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
     "models/rwkv6/numba_loops": (["numba_cache", "models.matrix_loops", "models.rwkv6.math"], ["numpy", "numba"]),
     "models/training": (
-        [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6", "models.steps"],
+        [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6", "models.training_steps"],
         ["numpy", "cupy", "safetensors"],
     ),
-    "models/ranks": (["autodiff"], []),
-    "models/feed": ([], ["numpy", "cupy"]),
-    "models/steps": (
-        ["models.devices", "models.dropout", "models.feed", "models.products", "models.turns", "backends.cupy"],
+    "models/single_process": (["autodiff"], []),
+    "models/training_steps": (
+        ["models.devices", "models.dropout", "models.training_products", "models.locks", "backends.cupy"],
         ["numpy", "cupy"],
     ),
-    "models/products": (["backends.cupy"], ["numpy", "cupy"]),
+    "models/training_products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6": (["models", *CHECKED, "array_kinds", "autodiff", "ops", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
@@ -386,11 +380,11 @@ def test_no_circle_of_imports():
     needs = {module: {needed(name) for name, _ in found} - {module, None} for module, found in MODULES.items()}
     graphlib.TopologicalSorter(needs).prepare()  # CycleError names a circle
     assert needs["models/batch"] - {"errors", "typing"} == {
-        "models/checks",
-        "models/face",
-        "models/prompts",
+        "models/number_checks",
+        "models/protocols",
+        "models/prompt_reading",
         "models/sampling",
-        "models/turns",
+        "models/locks",
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, Bytes, Sampling, World
-from linattn_np.models.prompts import PIECE, read
+from linattn_np.models.prompt_reading import PIECE, read
 from linattn_np.models.text import Request, Text, complete
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"

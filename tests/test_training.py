@@ -22,15 +22,15 @@ from safetensors.numpy import load_file, save_file
 import linattn_np
 from linattn_np.__main__ import main
 from linattn_np.errors import ContractError
-from linattn_np.models import RWKV6, checkpoint, steps, training
+from linattn_np.models import RWKV6, checkpoint, training, training_steps
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
-from linattn_np.models.feed import Feed
-from linattn_np.models.products import HostProducts
 from linattn_np.models.rwkv6 import grad
 from linattn_np.models.rwkv6.names import declared, in_block
 from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
 from linattn_np.models.training import Settings, Text, Training
+from linattn_np.models.training_products import HostProducts
+from linattn_np.models.training_steps import StepInputs
 
 WROTE = "wrote {0}/model.safetensors. To write with it: linattn-np generate --model {0}/model.safetensors 'The '"
 TRAIN = [sys.executable, "-m", "linattn_np", "train"]
@@ -200,7 +200,7 @@ def test_a_step_is_adamws():
     for step in range(1, 4):
         tokens, rate = one.text.batch(step - 1), one.learning_rate()
         _, gradient = value_and_gradient(one.layout, weights, tokens)
-        gradient *= min(1, steps.CLIP / np.linalg.norm(gradient))
+        gradient *= min(1, training_steps.CLIP / np.linalg.norm(gradient))
         first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient**2
         update = first / (1 - 0.9**step) / (np.sqrt(second / (1 - 0.99**step)) + 1e-8)
         weights -= rate * (update + 0.5 * decayed * weights)
@@ -468,7 +468,7 @@ def test_a_step_is_fed_by_one_copy(monkeypatch):
 
     cuda = SimpleNamespace(alloc_pinned_memory=bytearray, Event=Event)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(zeros=np.zeros, cuda=cuda))
-    feed = Feed(2, 3)
+    feed = StepInputs(2, 3)
     target = feed.device
     feed.device = SimpleNamespace(data=SimpleNamespace(copy_from_host_async=copy))
     for number in range(4):

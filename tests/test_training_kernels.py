@@ -11,12 +11,12 @@ from linattn_np import ContractError
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import training as kernels
 from linattn_np.distributed import SequenceParallel, run_threads
-from linattn_np.models import steps, training
+from linattn_np.models import training, training_steps
 from linattn_np.models.dropout import Dropout, keep
-from linattn_np.models.products import CudaProducts, HostProducts
 from linattn_np.models.rwkv6 import cuda_grad, grad
 from linattn_np.models.rwkv6.parameters import Layout, sizes_of
 from linattn_np.models.training import Settings, Training
+from linattn_np.models.training_products import CudaProducts, HostProducts
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
@@ -244,15 +244,15 @@ def adamw(device, dtype, vectors, matrices, rate, kept, number, blocks=3):
         second=second,
         copy=copy,
         squares=parts,
-        schedule=device.upload(np.array([rate, kept, *steps.corrections(number)], np.float32)),
+        schedule=device.upload(np.array([rate, kept, *training_steps.corrections(number)], np.float32)),
         count=gradient.size,
         matrices=matrices,
         P=blocks,
         blocks=blocks,
-        clip=steps.CLIP,
-        beta1=steps.BETAS[0],
-        beta2=steps.BETAS[1],
-        eps=steps.EPS,
+        clip=training_steps.CLIP,
+        beta1=training_steps.BETAS[0],
+        beta2=training_steps.BETAS[1],
+        eps=training_steps.EPS,
     )
     return weights, first, second, copy
 
@@ -263,9 +263,9 @@ def test_a_step_is_adamws(device, dtype, scale, rng):
     count, matrices, rate, kept, number = 8 * 1031, 8 * 700, 0.02, 0.99, 4
     weights, gradient, first = rng.standard_normal((3, count), np.float32) * scale
     second = rng.random(count, np.float32)
-    clip = steps.CLIP / max(np.linalg.norm(gradient.astype(np.float64)), steps.CLIP)
+    clip = training_steps.CLIP / max(np.linalg.norm(gradient.astype(np.float64)), training_steps.CLIP)
     decayed = np.where(np.arange(count) < matrices, kept, 1) * weights
-    wanted = steps.adam(decayed, gradient, first, second, clip, rate, *steps.corrections(number))
+    wanted = training_steps.adam(decayed, gradient, first, second, clip, rate, *training_steps.corrections(number))
     *found, copy = adamw(device, dtype, (weights, gradient, first, second), matrices, rate, kept, number)
     for x, y in zip(found, wanted):
         np.testing.assert_allclose(host(x), y, rtol=1e-5, atol=1e-6)

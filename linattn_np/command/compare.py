@@ -19,9 +19,9 @@ import numpy as np
 
 from ..backends.numpy.cores import workers
 from ..ops import OPS
+from .blas_threads import blas_threads
 from .measuring import Cpu, chosen, declare_device, drawn, median_ms, ms_of_a_byte
 from .terminal import bar, put, status, whole
-from .threads import blas_threads
 
 # Colour, width and size of the markers: a line that another covers is wider, and shows on both sides of it.
 LINES = {

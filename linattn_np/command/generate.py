@@ -23,16 +23,16 @@ from .. import NotSupported
 from ..cupy_folder import folder_for_cupy
 from ..models import RWKV6, Batch, Bytes, Sampling, State, World, austen
 from ..models.checkpoint import located
-from ..models.checks import shown
 from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
-from ..models.prompts import read
+from ..models.number_checks import shown
+from ..models.prompt_reading import read
 from ..models.text import LONGEST, Request, Text, complete
 from ..models.tokenizers import VOCABULARY
+from .blas_threads import blas_for, compiling, where
 from .cards import Cards, processes, use
 from .signals import Ended, deferred, forget_ctrl_c, noted
 from .terminal import add_device, add_tokenizer, bar, details, put, say, some_text, status, told, whole
-from .threads import blas_for, compiling, where
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "

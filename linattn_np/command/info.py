@@ -22,8 +22,8 @@ from ..cupy_folder import folder_for_cupy
 from ..models import austen
 from ..models.devices import check_device
 from ..models.rwkv6.cpu_layers import has_loops
+from .blas_threads import VARIABLES
 from .terminal import put
-from .threads import VARIABLES
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = (

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 
-from ..models.checks import shown
+from ..models.number_checks import shown
 from .signals import Ended, handled
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))

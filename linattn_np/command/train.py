@@ -22,13 +22,13 @@ from ..models import RWKV6
 from ..models.checkpoint import read
 from ..models.devices import check_device, on_host
 from ..models.files import check_writable, same_file
-from ..models.ranks import OneProcess
 from ..models.rwkv6.names import parameters
 from ..models.rwkv6.numpy_layers import NumpyLayers
+from ..models.single_process import OneProcess
 from ..models.training import Settings, Training
+from .blas_threads import blas_for, where
 from .signals import Ended, deferred
 from .terminal import add_device, bar, details, say, status, told, whole
-from .threads import blas_for, where
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
 DEFAULTS = {

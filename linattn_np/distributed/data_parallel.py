@@ -18,7 +18,7 @@ BUCKETS = 8  # that may be under way, which bounds the memory
 
 
 class DataParallel:
-    """What `Training` asks of its ranks, by an engine: see `linattn_np.models.ranks`.
+    """What `Training` asks of its ranks, by an engine: see `linattn_np.models.single_process`.
 
     Every rank computes the gradient of its rows, and the mean of all of them before each step. Parts of it travel while
     the backward pass computes the next. All ranks get the same bits, from NumPy in the order of the ranks, so that the
@@ -145,7 +145,7 @@ class SequenceParallel(DataParallel):
 
 
 class CutSequences:
-    """How a model's loss reaches the tokens of other ranks; see `linattn_np.models.ranks.WholeSequences`."""
+    """How a model's loss reaches the tokens of other ranks; see `linattn_np.models.single_process.WholeSequences`."""
 
     def __init__(self, comm):
         self.comm = comm

@@ -10,11 +10,11 @@ from typing import NoReturn
 import numpy as np
 
 from ..errors import ContractError, ContractTypeError
-from .checks import whole
-from .face import Model, State
-from .prompts import read
+from .locks import Lock, one_at_a_time
+from .number_checks import whole
+from .prompt_reading import read
+from .protocols import Model, State
 from .sampling import Sampler, Sampling, complaints, draw_each
-from .turns import Lock, one_at_a_time
 
 
 class Logits:
@@ -88,7 +88,8 @@ class Batch:
     def join(self, prompts, how: Sampling | list[Sampling], states: list[State | None] | None = None) -> list[int]:
         """Reads `prompts` (host integers, of any lengths); returns the slot of each sequence.
 
-        All but the last `prompts.PIECE` tokens of a prompt are read in such pieces; the rest of all in one packed pass.
+        All but the last `prompt_reading.PIECE` tokens of a prompt are read in pieces of that length; the last tokens
+        of all prompts are read in one packed pass.
 
         how : for all of them, or one each; a seed that is shared draws alike.
         states : for each prompt the state that it goes on from, one sequence each; None for the beginning.

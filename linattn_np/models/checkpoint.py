@@ -20,8 +20,8 @@ from typing import NoReturn
 import ml_dtypes
 import numpy as np
 
-from .checks import shown
 from .files import FileError, json_object, mapped
+from .number_checks import shown
 from .stored_zip import MAX_AXES, MAX_INDEX, directory
 
 # Enough for a thousand layers, and small enough that a hostile file cannot make the reader work for long.

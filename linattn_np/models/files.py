@@ -19,7 +19,7 @@ from typing import BinaryIO, NoReturn
 import numpy as np
 
 from ..errors import ContractError
-from .checks import shown
+from .number_checks import shown
 
 PART = re.compile(r"\.linattn-[0-9a-f]{16}\.part")
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..array_kinds import BFLOAT16
 from ..errors import ContractError, NotSupported
-from .threads import Board
+from .helper_threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 TILE, BLOCK = 64, 32  # rows that lie side by side; numbers of a row that share a scale in int4

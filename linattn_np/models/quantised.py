@@ -15,8 +15,8 @@ import numpy as np
 
 from ..array_kinds import BFLOAT16
 from ..errors import ContractError
-from .checks import shown
 from .matrices import BLOCK, Matrix, of_rows, quantised
+from .number_checks import shown
 
 SCALES = ".scales"
 FLOAT32 = np.dtype(np.float32)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ContractError
-from .checks import real, shown, whole
-from .threads import count
+from .helper_threads import count
+from .number_checks import real, shown, whole
 
 AT_ONCE = 1 << 16  # logits of several sequences that one call of NumPy looks at: more would leave a core's cache
 ORDERED_BITS = np.int64((1 << 30) - 1)  # at least the bits of any probability, as float32

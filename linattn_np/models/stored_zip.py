@@ -9,8 +9,8 @@ import zlib
 
 import numpy as np
 
-from .checks import shown
 from .files import refuse
+from .number_checks import shown
 
 MAX_INDEX = 1 << 21  # bytes of what is not numbers: a zip's directory, a pickle, a JSON header
 WIDE = 0xFFFFFFFF  # a zip field that stands in its 64-bit form elsewhere

@@ -8,8 +8,8 @@ from itertools import islice
 
 from ..errors import ContractError, ContractTypeError
 from .batch import Batch
-from .checks import shown, whole
-from .face import Model, State
+from .number_checks import shown, whole
+from .protocols import Model, State
 from .sampling import Sampling
 from .tokenizers import Tokenizer
 

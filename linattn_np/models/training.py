@@ -18,14 +18,14 @@ import numpy as np
 
 from ..errors import ContractError
 from . import checkpoint
-from .checks import real, whole
 from .devices import check_device
-from .face import Trainable
 from .files import FileError, json_object, write_arrays
-from .ranks import OneProcess
+from .locks import Lock, one_at_a_time
+from .number_checks import real, whole
+from .protocols import Trainable
 from .rwkv6 import RWKV6
-from .steps import CudaSteps, HostSteps
-from .turns import Lock, one_at_a_time
+from .single_process import OneProcess
+from .training_steps import CudaSteps, HostSteps
 
 HELD_OUT = 0.05  # of the text, its end
 MAX_BYTES = 1 << 24  # of a step, far more than any machine has the memory for
@@ -94,7 +94,7 @@ class Training:
     recompute : bool
         On CUDA, whether a layer's activations are computed again for its gradients: a quarter less speed for two fifths
         of the memory.
-    ranks : as `ranks.OneProcess`
+    ranks : as `single_process.OneProcess`
         Who learns from a part of each batch: of several processes `linattn_np.distributed.DataParallel`, or
         `SequenceParallel` for contexts that are cut.
 

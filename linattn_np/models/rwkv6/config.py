@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..checks import real, shown
-from .checks import refuse
+from ..number_checks import real, shown
 from .math import LAYER_NORM_EPS
 from .names import EPS, NAMINGS
+from .refusals import refuse
 
 # flash-linear-attention's fields that change what is computed, with the one value of each that is computed here.
 FLA = {"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None}

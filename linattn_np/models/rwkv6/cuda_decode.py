@@ -24,9 +24,9 @@ from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, desc
 from ...errors import ContractTypeError, NotSupported
 from ..devices import NotCopied
 from . import weights as table
-from .checks import one_of, refuse
 from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
 from .names import parameters
+from .refusals import one_of, refuse
 from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state
 

@@ -12,11 +12,11 @@ from typing import Any
 from ...backends.cupy import training as kernels
 from ...backends.cupy.plan import FLOAT32, ceil_div
 from ...ops import rwkv6
-from ..fused import of
-from ..ranks import WHOLE
-from .checks import refuse
+from ..array_math import library_of
+from ..single_process import WHOLE
 from .grad import layer_norm
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
+from .refusals import refuse
 
 THREADS_AT_WORK = 1024  # of a multiprocessor, in kernels that add up over tokens: a block has as many of these as
 # there are blocks to hide each other's waits, and each leaves a row of sums
@@ -61,7 +61,10 @@ def loss(weights, tokens, products, drop, recompute=False, cut=WHOLE):
             )
             if blocks and blocks[-1].layer < block.layer:
                 done(block.layer)
-        hot = (tokens[:, :-1].reshape(-1, 1) == of(tokens).arange(do.V)).astype(do.T)  # in one order, without atomics
+        hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(do.V)).astype(
+            do.T
+            # A product with one-hot rows adds in a fixed order; atomics would not.
+        )
         dtable = products.matmul(hot.T, dchange[0])
         gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
         done(0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ..devices import NotCopied
-from ..turns import Turns
+from ..locks import Turns
 from . import weights as table
-from .checks import one_of
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prefill import Prompts
+from .refusals import one_of
 
 MOST_KEPT = 8  # batch sizes whose buffers are kept, and packings of prompts whose plans are
 STATES = 16  # of a batch size, whose graphs are kept

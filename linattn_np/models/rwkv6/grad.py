@@ -10,22 +10,22 @@ from __future__ import annotations
 import numpy as np
 
 from ...ops import rwkv6
-from ..fused import fused, of
-from ..ranks import WHOLE
-from . import math
-from .math import (
-    GROUP_NORM_EPS,
-    LAYER_NORM_EPS,
+from ..array_math import (
     affine,
     beside,
+    fused,
     gated,
     lerp,
+    library_of,
     log_decay,
     relu_squared,
     sigmoid,
     sigmoid_gate,
     tanh,
 )
+from ..single_process import WHOLE
+from . import math
+from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 
 
 def loss(weights, tokens, products, drop, cut=WHOLE):
@@ -134,11 +134,11 @@ def time_mix(layer, x, products, drop, cut):
         to.decay[...] = total(dlow)
         dlow = tanh_vjp(pulls["decay_up"](dlow, to.decay_up), do.decay_low)
         dmixed_w = pulls["decay_down"](dlow, to.decay_down)
-        dkvrg = of(dy).empty((4, *dy.shape), dr.dtype)
+        dkvrg = library_of(dy).empty((4, *dy.shape), dr.dtype)
         for place, gradient in zip(dkvrg, (dk, dv, dr, dgate)):
             place[...] = gradient.reshape(dy.shape)
         dmixed = pulls["kvrg"](dkvrg, to.kvrg)
-        dm = of(do.m).empty(do.m.shape, do.m.dtype)
+        dm = library_of(do.m).empty(do.m.shape, do.m.dtype)
         np.multiply(dmixed_w, d, out=dm[0])
         np.multiply(dmixed, d, out=dm[1:])
         to.maa[...] = total(dm)
@@ -174,7 +174,10 @@ def embedding(weights, tokens, products):
     table, pull_norm = layer_norm(weights.embedding[None].astype(weights.ln0.dtype, copy=False), weights.ln0)
 
     def pull(dx, to):
-        hot = (tokens.reshape(-1, 1) == of(dx).arange(V)).astype(dx.dtype)  # a sum in one order, without atomics
+        hot = (tokens.reshape(-1, 1) == library_of(dx).arange(V)).astype(
+            dx.dtype
+            # A product with one-hot rows adds in a fixed order; atomics would not.
+        )
         dtable = products.matmul(products.cast(hot).T, products.cast(dx).reshape(-1, D))
         to.embedding[...] = pull_norm(dtable[None], to.ln0)[0]
 
@@ -208,7 +211,7 @@ def layer_norm(x, weight_and_bias):
 # -- pieces without ---------------------------------------------------------------------------------------------------
 def normalize(x, eps):
     """(x - mean) / sqrt(variance + eps) along the last axis."""
-    scale = 1 / of(x).sqrt(x.var(-1, keepdims=True) + eps)
+    scale = 1 / library_of(x).sqrt(x.var(-1, keepdims=True) + eps)
     normed = centred(x, x.mean(-1, keepdims=True), scale)
 
     def pull(dy):
@@ -236,7 +239,7 @@ def token_shift(x, cut):
 
 def cross_entropy(logits, wanted):
     """Its mean; the pullback takes nothing, as the loss is what is pulled back."""
-    xp, wanted = of(logits), wanted[..., None]
+    xp, wanted = library_of(logits), wanted[..., None]
     top = logits.max(-1, keepdims=True)
     log_sum = xp.log(xp.exp(logits - top).sum(-1, keepdims=True)) + top
     value = (log_sum - xp.take_along_axis(logits, wanted, -1)).mean()
@@ -286,7 +289,7 @@ def gated_vjp(dy, x, weight, bias, gate):
 
 @fused
 def relu_squared_vjp(dy, x):
-    return 2 * dy * of(x).maximum(x, 0)
+    return 2 * dy * library_of(x).maximum(x, 0)
 
 
 @fused
@@ -297,4 +300,4 @@ def sigmoid_gate_vjp(dy, gate, value):
 
 @fused
 def entropy_vjp(logits, log_sum, wanted, vocabulary, share):
-    return (of(logits).exp(logits - log_sum) - (wanted == vocabulary)) * share
+    return (library_of(logits).exp(logits - log_sum) - (wanted == vocabulary)) * share

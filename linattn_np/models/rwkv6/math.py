@@ -12,8 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-from ..fused import fused, of
-
 LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5  # whatever the head size is
 
@@ -75,62 +73,3 @@ def channel_mix(do: Pieces, layer, x, shift):
     k = do.relu_squared(do.product(layer, "ffn_key", mixed_k))
     gate = do.product(layer, "ffn_receptance", mixed_r)
     return do.add_gated(x, gate, do.product(layer, "ffn_value", k))
-
-
-# -- elementwise ------------------------------------------------------------------------------------------------------
-def sigmoid(x):
-    return 0.5 * of(x).tanh(0.5 * x) + 0.5  # 1 / (1 + exp(-x)) without its overflow
-
-
-@fused
-def tanh(x):
-    return of(x).tanh(x)
-
-
-@fused
-def affine(x, weight, bias):
-    return x * weight + bias
-
-
-@fused
-def lerp(x, d, share):
-    return x + d * share
-
-
-@fused
-def log_decay(base, low):
-    return -of(low).exp(base + low)
-
-
-@fused
-def gated(x, weight, bias, gate):
-    """(x weight + bias) silu(gate)."""
-    return (x * weight + bias) * gate * sigmoid(gate)
-
-
-@fused
-def relu_squared(x):
-    x = of(x).maximum(x, 0)
-    return x * x
-
-
-@fused
-def sigmoid_gate(gate, value):
-    return sigmoid(gate) * value
-
-
-# -- norms ------------------------------------------------------------------------------------------------------------
-def layer_norm(x, weight_and_bias, eps):
-    return affine(normalize(x, eps), *weight_and_bias)
-
-
-def normalize(x, eps):
-    """(x - mean) / sqrt(variance + eps) along the last axis."""
-    size = x.shape[-1]  # sums, as NumPy's mean is slow on a single token
-    x = x - x.sum(axis=-1, keepdims=True) / size
-    return x / of(x).sqrt((x * x).sum(axis=-1, keepdims=True) / size + eps)
-
-
-def beside(vectors, x):
-    """`vectors` [n, D] or [D] as [n, 1, ..., D], to meet x [..., D]; an array's view."""
-    return vectors.reshape(-1, *[1] * (x.ndim - 1), vectors.shape[-1])

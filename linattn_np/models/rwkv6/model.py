@@ -16,14 +16,14 @@ from ...errors import ContractError, ContractTypeError, NotSupported
 from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
-from ..products import HostProducts
-from ..prompts import read
+from ..prompt_reading import read
 from ..quantised import collected, of_bits
 from ..sampling import Sampling
-from .checks import refuse
+from ..training_products import HostProducts
 from .config import completed
 from .names import EPS, parameters
 from .parameters import Layout, is_matrix, sizes_of
+from .refusals import refuse
 from .state import STATE, Rows, State, check_state
 from .weights import linears
 
@@ -241,7 +241,8 @@ class RWKV6:
     def generate(self, prompt: bytes | Integers, *, seed: Any = None, **how: Any) -> Iterator[int]:
         """Tokens that continue `prompt` (host integers [T]), one by one and without end.
 
-        The prompt is read `prompts.PIECE` tokens at a time, so that a long one takes no more memory than a short one.
+        The prompt is read `prompt_reading.PIECE` tokens at a time, so that a long one takes no more memory than a
+        short one.
 
         `seed` and everything else are those of `Sampling`: temperature, top_p, top_k, penalties.
 

@@ -8,8 +8,8 @@ from math import inf
 from ...array_kinds import FLOATS
 from ...errors import ContractTypeError
 from ..checkpoint import refuse as refuse_file
-from ..checks import shown
-from .checks import refuse
+from ..number_checks import shown
+from .refusals import refuse
 
 # Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary,
 # H heads, N head size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights

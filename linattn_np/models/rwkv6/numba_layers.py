@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 
 from ...array_kinds import BFLOAT16
+from ..helper_threads import Board
 from ..matrices import pack
 from ..matrix_loops import multiply_at
 from ..quantised import Stored
-from ..threads import Board
 from . import numba_loops as loops
 from . import weights as table
 from .numpy_layers import FLOAT32, NumpyLayers, Pieces, token_shift

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from ...ops import rwkv6, rwkv6_step
+from .. import array_math
 from ..devices import on_host
 from . import math
 from . import weights as table
@@ -46,11 +47,11 @@ class NumpyLayers:
 
     def run(self, do, tokens, state, rows, last):
         whole = self.whole
-        x = math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0, self.layer_eps)
+        x = array_math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0, self.layer_eps)
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
             x = math.time_mix(do, layer, x, att_shift, wkv)
             x = math.channel_mix(do, layer, x, ffn_shift)
-        return do.multiply(whole.head, math.layer_norm(x[rows.last] if last else x, whole.ln_out, self.layer_eps))
+        return do.multiply(whole.head, array_math.layer_norm(x[rows.last] if last else x, whole.ln_out, self.layer_eps))
 
 
 def loaded_array(weights, loaded, kept, field, weight, names):
@@ -74,9 +75,9 @@ class Pieces:
     rows: Rows
 
     def shift_mix(self, layer, norm, maa, x, shift):
-        xx = math.layer_norm(x, getattr(layer, norm), self.layers.layer_eps)
+        xx = array_math.layer_norm(x, getattr(layer, norm), self.layers.layer_eps)
         d = token_shift(xx, shift, self.rows)
-        return xx + d * math.beside(getattr(layer, maa), x), xx, d
+        return xx + d * array_math.beside(getattr(layer, maa), x), xx, d
 
     def product(self, layer, name, x):
         return self.multiply(getattr(layer, name), x)
@@ -86,10 +87,10 @@ class Pieces:
 
     def data_mix(self, layer, low, xx, d):
         low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)  # [5, T, A]
-        return xx + d * (math.beside(layer.maa, xx) + self.product(layer, "maa_up", low))
+        return xx + d * (array_math.beside(layer.maa, xx) + self.product(layer, "maa_up", low))
 
     def log_decay(self, layer, low):
-        return math.log_decay(layer.decay, self.product(layer, "decay_up", np.tanh(low)))
+        return array_math.log_decay(layer.decay, self.product(layer, "decay_up", np.tanh(low)))
 
     def recurrence(self, layer, kvr, w, wkv):
         rows = self.rows
@@ -111,17 +112,17 @@ class Pieces:
         return o[0]
 
     def gated_norm(self, layer, o, gate):
-        return math.gated(math.normalize(o, self.layers.group_eps).reshape(gate.shape), *layer.ln_x, gate)
+        return array_math.gated(array_math.normalize(o, self.layers.group_eps).reshape(gate.shape), *layer.ln_x, gate)
 
     def relu_squared(self, x):
-        return math.relu_squared(x)
+        return array_math.relu_squared(x)
 
     def add_product(self, layer, name, x, y):
         x += self.product(layer, name, y)
         return x
 
     def add_gated(self, x, gate, value):
-        x += math.sigmoid_gate(gate, value)
+        x += array_math.sigmoid_gate(gate, value)
         return x
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from . import weights as table
-from .checks import refuse
 from .names import declared, in_block
+from .refusals import refuse
 from .weights import LAYER, MODEL
 
 # Matrices come first in the vector, as weight decay and rounding are theirs alone; those that one product takes as a

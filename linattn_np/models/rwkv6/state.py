@@ -10,12 +10,12 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from ...errors import ContractError, ContractTypeError
 from .. import checkpoint, stored_zip
-from ..checks import shown
 from ..devices import on_host
 from ..files import mapped, replaced
+from ..number_checks import shown
 from ..stored_zip import MAX_INDEX
-from .checks import refuse
 from .names import TUNED
+from .refusals import refuse
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
-from ..models.threads import count
+from ..models.helper_threads import count
 from .terminal import bar, say
 
 LOOPS = 40  # about as many as there are

@@ -11,7 +11,7 @@ import pytest
 
 from linattn_np.layers import GatedLinearAttention, random_weights
 from linattn_np.models import RWKV6, Batch, Bytes, Sampling
-from linattn_np.models.fused import of
+from linattn_np.models.array_math import library_of
 from linattn_np.models.text import Request, complete
 from linattn_np.models.training import Settings, Training
 
@@ -107,7 +107,7 @@ class Frequencies:
 
     @staticmethod
     def loss(weights, tokens, products, drop):
-        wanted, xp = tokens[:, 1:], of(weights)
+        wanted, xp = tokens[:, 1:], library_of(weights)
         p = xp.exp(weights - weights.max())
         p /= p.sum()
 

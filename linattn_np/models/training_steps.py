@@ -14,22 +14,22 @@ import numpy as np
 
 from .devices import NotCopied
 from .dropout import Dropout, dropout, keep
-from .feed import Feed
-from .products import CudaProducts, HostProducts
+from .training_products import CudaProducts, HostProducts
 
 CLIP = 1.0  # the gradient's greatest norm
 BETAS, EPS = (0.9, 0.99), 1e-8
 STEPS_BEFORE_GRAPH = 2  # the first compiles kernels and plans calls, the second finds all memory that a step takes
 CAPTURING = Lock()  # of several trainings in threads, who may add to what graphs keep
+AHEAD = 2  # steps that the host may be ahead of the device
 BLOCKS = 4  # of a multiprocessor, in the kernels that go over all parameters
 
 
 class HostSteps:
     """On the CPU, in float32.
 
-    layout, loss : of the model, as `face.Trainable` has them
+    layout, loss : of the model, as `protocols.Trainable` has them
     rate, seed : of the dropout
-    ranks : who learns from other parts of a batch, as `ranks.OneProcess`
+    ranks : who learns from other parts of a batch, as `single_process.OneProcess`
     """
 
     def __init__(self, layout, loss, rate, seed, ranks):
@@ -104,6 +104,36 @@ def corrections(number):
     return [1 - beta ** (number + 1) for beta in BETAS]
 
 
+class StepInputs:
+    """A step's inputs on the current CUDA device: tokens [batch, length], two seeds, four numbers of the schedule.
+
+    A call copies new ones there in one asynchronous copy from pinned memory, so that the host does not wait for the
+    end of the previous step.
+    """
+
+    def __init__(self, batch, length):
+        import cupy
+
+        count = batch * length
+        self.device = cupy.zeros(count + 4, np.int64)
+        self.tokens, self.seeds = self.device[:count].reshape(batch, length), self.device[count : count + 2]
+        self.schedule = self.device[count + 2 :].view(np.float32)
+        self.hosts = [
+            np.frombuffer(cupy.cuda.alloc_pinned_memory(self.device.nbytes), np.int64, count + 4) for _ in range(AHEAD)
+        ]
+        self.copied = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)]
+        self.next = 0
+
+    def __call__(self, tokens, seeds, schedule):
+        host, copied = self.hosts[self.next], self.copied[self.next]
+        copied.synchronize()
+        host[: tokens.size], host[tokens.size :][:2] = tokens.reshape(-1), seeds
+        host[tokens.size + 2 :].view(np.float32)[...] = schedule
+        self.device.data.copy_from_host_async(host.ctypes.data, host.nbytes)
+        copied.record()
+        self.next = (self.next + 1) % AHEAD
+
+
 class CudaSteps(NotCopied):
     """On the current CUDA device: a CUDA graph, messages included, as soon as `STEPS_BEFORE_GRAPH` steps were made.
 
@@ -123,8 +153,8 @@ class CudaSteps(NotCopied):
         self.sums = cupy.zeros(layout.size + 1, np.float32)  # as in `HostSteps`
         self.gradient = self.sums[:-1]
         self.rounded = None if self.dtype == np.float32 else cupy.zeros(layout.matrices, self.dtype)
-        self.feed = Feed(batch, length)
-        self.drop = Dropout(self.feed.seeds, rate) if rate else None
+        self.inputs = StepInputs(batch, length)
+        self.drop = Dropout(self.inputs.seeds, rate) if rate else None
         # What the graph's launches read and write stands in a pool that nobody else takes memory from.
         self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self.graph, self.scratch, self.steps = None, [], 0
@@ -144,7 +174,7 @@ class CudaSteps(NotCopied):
     def __call__(self, tokens, number, rate, kept):
         """As `HostSteps` has it; the host is a few steps ahead of the device at most."""
         with self.queue():
-            self.feed(tokens, [self.seed, number], [rate, kept, *corrections(number)])
+            self.inputs(tokens, [self.seed, number], [rate, kept, *corrections(number)])
             if self.graph is None and self.steps >= STEPS_BEFORE_GRAPH:
                 self.capture()
             if self.graph is None:
@@ -187,7 +217,7 @@ class CudaSteps(NotCopied):
 
     def run(self):
         with self.cupy.cuda.using_allocator(self.pool.malloc):
-            gradient_and_loss(self, self.tree(), self.feed.tokens, self.drop)
+            gradient_and_loss(self, self.tree(), self.inputs.tokens, self.drop)
             self.optimise()
 
     def optimise(self):
@@ -206,7 +236,7 @@ class CudaSteps(NotCopied):
             second=self.second,
             copy=self.rounded,
             squares=parts,
-            schedule=self.feed.schedule,
+            schedule=self.inputs.schedule,
             count=self.layout.size,
             matrices=self.layout.matrices,
             P=blocks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..typing import Integers
-from .face import Model, State
+from .protocols import Model, State
 
 PIECE = 512  # tokens that are read at a time
 
