@@ -34,7 +34,7 @@ import numpy as np
 
 import linattn_np
 from linattn_np import distributed
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 OPERATORS = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")

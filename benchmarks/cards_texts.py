@@ -21,7 +21,7 @@ import devices
 import numpy as np
 from rwkv6_synthetic import is_matrix, scaled, shapes
 
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.models.files import write_arrays
 
 MODEL = "model.safetensors"

@@ -8,7 +8,7 @@ import numpy as np
 import peers
 
 import linattn_np
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.ops import OPS, steps
 

@@ -19,7 +19,7 @@ import run
 
 from linattn_np import contract
 from linattn_np.backends.cupy import instances, segments
-from linattn_np.caches import Cache
+from linattn_np.bounded_cache import Cache
 
 SHAPES = [
     cases.Case("gla", 1, T, H, D, gate="weak")

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 
 import linattn_np
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.autodiff import pullback
 from linattn_np.backends import cupy as kernels
 from linattn_np.backends.cupy.device import CupyDevice

@@ -2,7 +2,6 @@
 
 from . import layers, stages
 from .autodiff import vjp
-from .doubts import LinattnWarning
 from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain, warm_up
 from .ops import (
@@ -18,6 +17,7 @@ from .ops import (
     softmax_attention,
 )
 from .precisions import precision
+from .warnings_of_misuse import LinattnWarning
 
 __version__ = "0.1.0"
 __all__ = [

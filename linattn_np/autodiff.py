@@ -7,12 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .derived import computed
-from .dispatch import backend_module, split_to_fit
-from .grouped import added, beside, callers, cotangents, has_columns
-from .ops import declaration
-from .typing import Array, Backend, Pullback
-from .views import (
+from .conversions import (
     array_to_backend,
     callers_sizes,
     in_kind,
@@ -22,6 +17,11 @@ from .views import (
     to_caller,
     with_output,
 )
+from .dispatch import backend_module, split_to_fit
+from .key_from_gate import computed
+from .ops import declaration
+from .typing import Array, Backend, Pullback
+from .value_heads import added, beside, callers, cotangents, has_columns
 
 
 def vjp(

@@ -1,6 +1,6 @@
 """What an operator takes: declared once as an `Op`, checked once by `Op.bind`, trusted afterwards as a `Problem`.
 
-Only this module and `arguments` look at the caller's shapes, dtypes, strides and layouts.
+Only this module and `argument_checks` look at the caller's shapes, dtypes, strides and layouts.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from . import arrays as array_kinds
-from . import doubts, grouped, overlap, varlen
-from .arguments import Declaration, is_int, is_real
-from .call_cache import MEMOS, call_key, weight, with_arrays, without_arrays
+from . import aliasing, array_kinds, value_heads, varlen, warnings_of_misuse
+from .argument_checks import Declaration, is_int, is_real
+from .checked_calls import MEMOS, call_key, weight, with_arrays, without_arrays
+from .conversions import copied_arrays, is_transformed, to_backend
 from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
+from .messages import cast, kind_of, shown
 from .precisions import PRECISIONS, current
 from .problem import Problem, compute_dtype
-from .views import copied_arrays, is_transformed, to_backend
-from .wording import cast, kind_of, shown
 
 SUB_CHUNK = 16  # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
@@ -45,9 +44,9 @@ class Op(Declaration):
                 memo = MEMOS.keep(key, {"problem": problem}, weight(problem))
             problem = with_arrays(memo["problem"], inputs, arguments, memo)
         if problem.out is not None or problem.options:
-            overlap.check_aliasing(problem, addresses)
+            aliasing.check_aliasing(problem, addresses)
         if problem.doubts or problem.home == "host":
-            doubts.tell(problem)
+            warnings_of_misuse.tell(problem)
         return to_backend(problem) if is_transformed(problem) else problem
 
     def check(
@@ -116,7 +115,7 @@ class Op(Declaration):
             groups=groups,
             mask=mask,
         )
-        return problem.replace(copied_arrays=copied_arrays(problem), doubts=doubts.of_layout(problem))
+        return problem.replace(copied_arrays=copied_arrays(problem), doubts=warnings_of_misuse.of_layout(problem))
 
     def taken_apart(self, given):
         """(declaration, arrays, everything else) of a call's arguments by name."""
@@ -152,7 +151,7 @@ class Op(Declaration):
         heads = {
             view.shape[self.arrays[name].split().index("H")]
             for name, view in views.items()
-            if not grouped.has_columns(self.arrays[name])
+            if not value_heads.has_columns(self.arrays[name])
         }
         H, HV = next(iter(heads)), views["v"].shape[1]
         if len(heads) > 1 or H == 0 or HV <= H:
@@ -181,7 +180,7 @@ class Op(Declaration):
 
     def callers_axes(self, name, groups) -> str:
         """The axes of the caller's array, each with a name of its own where its size may differ."""
-        return grouped.callers(self.arrays[name], groups)
+        return value_heads.callers(self.arrays[name], groups)
 
     def refuse_sizes(self, views, layout, axis, groups):
         """Names the array that differs from what most have."""
@@ -291,7 +290,7 @@ class Op(Declaration):
             self.refuse("out", f"is a {kind_of(out)}, expected a NumPy or CuPy array", ContractTypeError)
         native, _ = self.native("out", out)
         view = self.logical("out", native, self.out, layout)
-        view = self.placed("out", view, grouped.callers(self.out, groups), sizes, home)
+        view = self.placed("out", view, value_heads.callers(self.out, groups), sizes, home)
         if view.dtype != dtype:
             self.refuse("out", f"has dtype {view.dtype}, expected {dtype}", ContractTypeError)
         self.writable("out", view, home)

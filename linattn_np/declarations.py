@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from . import arrays, varlen
-from .arguments import is_int, is_real
+from . import array_kinds, varlen
+from .accepted_arrays import host_array
+from .argument_checks import is_int, is_real
 from .contract import CHUNK, Op
-from .derived import KeyFromGate
 from .errors import ContractTypeError, NotSupported
-from .foreign import host_array
+from .key_from_gate import KeyFromGate
+from .messages import kind_of, shown
 from .summary import Transition
-from .wording import kind_of, shown
 
 MEMBERS: list[Op] = []  # the gated family
 GATED: list[Op] = []  # its members that backends compute by their own arrays: by its declaration a member has the
@@ -258,7 +258,7 @@ class Step(Op):
         """[B] int64 where the state lives, or None. Host slots are checked; device slots are the caller's word."""
         if slots is None:
             return None
-        if arrays.kind(slots) == "cupy":
+        if array_kinds.kind(slots) == "cupy":
             if home == "host" or slots.shape != (count,) or slots.dtype != np.int64:
                 self.refuse(
                     "slots",

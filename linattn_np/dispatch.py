@@ -20,10 +20,10 @@ from functools import cache
 from importlib import import_module
 
 from .contract import Op
-from .derived import computed, outlined
+from .conversions import in_kind, split_value_heads, state_to_caller, states_to_caller, to_caller, with_output
 from .errors import NotSupported
+from .key_from_gate import computed, outlined
 from .problem import Problem
-from .views import in_kind, split_value_heads, state_to_caller, states_to_caller, to_caller, with_output
 
 ORDER = ("numpy", "cupy", "numba")
 

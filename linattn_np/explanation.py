@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .derived import outlined
 from .dispatch import backend_module, reasons_against, split_to_fit
 from .errors import NotSupported
 from .kernel_choice import KERNELS, choose_kernels
+from .key_from_gate import outlined
 from .ops import declaration
 from .problem import Problem
 from .typing import Array, Backend, Kernels

@@ -7,9 +7,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from . import arrays as array_kinds
-from . import foreign
-from .arguments import is_int, is_real
+from . import accepted_arrays, array_kinds
+from .argument_checks import is_int, is_real
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError
 from .ops import gla, gla_step
@@ -225,8 +224,8 @@ class GatedLinearAttention:
         found = {}
         for name, x in weights.items():
             try:
-                found[name], _ = foreign.admitted(name, x, "copied")
-            except foreign.Refusal as refusal:
+                found[name], _ = accepted_arrays.admitted(name, x, "copied")
+            except accepted_arrays.Refusal as refusal:
                 refuse(f"{name} {refusal}", ContractTypeError)
         for name in SIZED:
             if name in found and found[name].ndim != 2:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import Declaration
+from .argument_checks import Declaration
 from .varlen import Spans
 
 MAPPINGS = ("arrays", "sizes", "options")

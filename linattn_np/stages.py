@@ -23,10 +23,10 @@ from typing import Literal, overload
 from numpy.typing import DTypeLike
 
 from .contract import CHUNK
+from .conversions import in_kind, to_caller
 from .declarations import CHUNK_CUMSUM, COMBINE, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS
 from .dispatch import backend_module, choose
 from .typing import Array, Backend, Integers, Layout, Result, State
-from .views import in_kind, to_caller
 
 
 def run_stage(op, arrays, backend, **arguments):

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from .foreign import host_array
-from .wording import kind_of, shown
+from .accepted_arrays import host_array
+from .messages import kind_of, shown
 
 
 @dataclass(frozen=True, eq=False)

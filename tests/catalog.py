@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import elementwise as passes
 from linattn_np.backends.cupy import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
 from linattn_np.backends.cupy import instances as gated

@@ -20,7 +20,7 @@ import pytest
 import reference
 
 from linattn_np import dispatch
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.contract import CHUNK
 from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.ops import OPS

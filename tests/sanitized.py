@@ -17,7 +17,7 @@ from test_decode_kernels import SIZES, SMALL, synthetic
 from test_training_kernels import SEEDS, adamw, model, on_device
 
 from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import segments, source
 from linattn_np.declarations import (

@@ -31,7 +31,7 @@ from reference import (
 )
 
 from linattn_np import NotSupported
-from linattn_np.arrays import BFLOAT16, FLOATS
+from linattn_np.array_kinds import BFLOAT16, FLOATS
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS
 

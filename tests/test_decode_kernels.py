@@ -12,7 +12,7 @@ import pytest
 from planned import host
 
 from linattn_np import ContractError, NotSupported
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import model_products as products
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.backends.cupy.execute import Compiled

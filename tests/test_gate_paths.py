@@ -6,7 +6,7 @@ import pytest
 from reference import assert_close, double, draw, errors, exact, exact_vjp, limits, rms, size_of_terms
 
 import linattn_np
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.ops import GLA, OPS, RWKV6
 
 CHUNK, SUB_CHUNK = 32, 8  # tokens of Hopper's kernel: within the smaller ones scores meet in the middle

@@ -24,7 +24,7 @@ from reference import (
 )
 
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import execute, segments
 from linattn_np.declarations import GLA, RWKV6
 from linattn_np.kernel_choice import choose_kernels

@@ -11,7 +11,7 @@ from reference import assert_close, double, draw, exact_vjp, rms, same_bits
 from test_gradient_kernels import Call, Case, large
 
 from linattn_np import gla, retention, simple_gla, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments as cuts
 from linattn_np.backends.cupy.pieces import rows
 from linattn_np.declarations import GLA, LINEAR_ATTENTION, RETENTION, RWKV6, SIMPLE_GLA

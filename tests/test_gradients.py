@@ -17,7 +17,7 @@ from linattn_np import (
     softmax_attention,
     vjp,
 )
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.ops import OPS
 
 VARIANTS = {

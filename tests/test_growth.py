@@ -10,7 +10,7 @@ from growth import Call, assert_near, magnitude
 from reference import assert_close, exact
 
 from linattn_np import OPS
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments as cuts
 from linattn_np.declarations import GLA, RWKV6
 

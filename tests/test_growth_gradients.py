@@ -8,7 +8,7 @@ import pytest
 from growth import Call, assert_near, magnitude
 from reference import double
 
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.declarations import GLA, RWKV6
 
 CHUNK = 32

@@ -8,7 +8,7 @@ from reference import double, draw, exact, limits, rms, same_bits
 from test_segments import BOUNDS, cut, split_columns
 
 from linattn_np import OPS
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
 
 HALF = np.dtype(np.float16)

@@ -6,7 +6,7 @@ from reference import exact, exact_vjp, rms
 
 from linattn_np import explain, hgrn2, vjp
 from linattn_np.declarations import HGRN2
-from linattn_np.derived import computed
+from linattn_np.key_from_gate import computed
 
 
 def test_the_key_of_a_weak_gate_keeps_its_digits(rng):

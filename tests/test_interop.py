@@ -10,7 +10,7 @@ import pytest
 from reference import assert_close, draw, same_bits
 
 from linattn_np import ContractTypeError, explain, gla, gla_step, stages, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.declarations import GLA
 from linattn_np.errors import ContractError
 from linattn_np.layers import GatedLinearAttention, random_weights

@@ -13,7 +13,7 @@ from reference import assert_close, draw, same_bits
 
 import linattn_np
 from linattn_np import ContractError, ContractTypeError, NotSupported
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.declarations import GLA, RETENTION
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other tests on a card need its memory

@@ -10,7 +10,7 @@ from reference import assert_close, draw
 
 import linattn_np
 from linattn_np import ContractError, ContractTypeError
-from linattn_np.arrays import BFLOAT16, from_native
+from linattn_np.array_kinds import BFLOAT16, from_native
 from linattn_np.backends.cupy import execute
 from linattn_np.declarations import GLA
 

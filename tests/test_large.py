@@ -6,7 +6,7 @@ from conftest import Numba
 from reference import GATES, assert_close, draw, exact, same_bits
 
 from linattn_np import OPS, gla, gla_step
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.declarations import GLA, GLA_STEP, RWKV6
 
 pytestmark = pytest.mark.xdist_group("large")  # one at a time: workers share the card's memory

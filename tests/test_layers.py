@@ -9,7 +9,7 @@ from conftest import made
 from reference import assert_close, logsigmoid, same_bits
 
 from linattn_np import ContractError, ContractTypeError
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.layers import NORMS, GatedLinearAttention, random_weights
 
 D, H = 24, 4

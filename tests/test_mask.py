@@ -6,7 +6,7 @@ from conftest import SINGLE
 from reference import assert_close, draw, draw_states, exact, size_of_terms, stated
 
 from linattn_np import ContractError, ContractTypeError, explain, gla, linear_attention, retention, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.ops import OPS
 
 VARIANTS = {op.name: (op, function, {}) for op, function in OPS.items() if op.state and op.name != "retention"}

@@ -7,7 +7,7 @@ from conftest import Kernels
 from reference import assert_close, draw, draw_states, exact, exact_vjp, same_bits
 
 from linattn_np import gla, rwkv6, simple_gla, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import execute, pieces, segments
 from linattn_np.backends.cupy.plan import Draft, describe_array, whole
 from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from emulator import EmulatedDevice
 
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import arguments, execute, instances, rwkv6, stages
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy.plan import (

@@ -12,12 +12,12 @@ from emulator import EmulatedDevice
 from reference import draw, same_bits
 
 from linattn_np import ContractError, ContractTypeError, gla, gla_step, retention, rwkv6_step
-from linattn_np.arrays import BFLOAT16, signature
+from linattn_np.array_kinds import BFLOAT16, signature
 from linattn_np.backends.cupy import execute, segments
-from linattn_np.call_cache import MEMOS
+from linattn_np.checked_calls import MEMOS
+from linattn_np.conversions import with_output
 from linattn_np.declarations import GLA, GLA_STEP, RETENTION, RWKV6, RWKV6_STEP
 from linattn_np.layouts import swap_heads
-from linattn_np.views import with_output
 
 SIZES = {"B": 2, "H": 2, "T": 40, "K": 16, "V": 8}
 

@@ -7,7 +7,7 @@ from reference import assert_close, draw, draw_states, exact, same_bits, stated
 
 import linattn_np
 from linattn_np import ContractError, explain, gla, linear_attention, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.ops import OPS
 
 RECURRENT = {op.name: (op, function, {}) for op, function in OPS.items() if op.state}

@@ -14,7 +14,7 @@ import pytest
 from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, in_eight_bits, relative_error, synthetic
 
 from linattn_np import ContractError, NotSupported
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint

@@ -8,7 +8,7 @@ from planned import results
 from reference import assert_close, assert_results, draw, exact, same_bits
 
 from linattn_np import OPS
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import instances, segments
 from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
 

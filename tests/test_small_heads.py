@@ -8,7 +8,7 @@ from reference import assert_results, draw, same_bits
 from test_gradient_kernels import Call, Case
 
 from linattn_np import OPS
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import execute, gated, segments
 from linattn_np.ops import GLA, RWKV6
 

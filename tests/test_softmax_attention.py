@@ -10,7 +10,7 @@ import pytest
 from reference import LIMITS, assert_close, double, draw, errors, exact, guarded, literal_attention, same_bits
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, softmax_attention, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import execute, softmax, softmax_work
 from linattn_np.backends.numpy import loop_choice
 from linattn_np.declarations import SOFTMAX_ATTENTION

@@ -5,7 +5,7 @@ import pytest
 from reference import GATES, assert_close, double, guarded, same_bits
 
 from linattn_np import gla, rwkv6, stages
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 
 CHUNK = 16
 

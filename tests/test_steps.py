@@ -5,7 +5,7 @@ import pytest
 from reference import GATES, LIMITS, assert_close, double, draw, exact, guarded, same_bits
 
 from linattn_np import gla, gla_step, rwkv6, rwkv6_step
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.declarations import GLA, GLA_STEP, RWKV6, RWKV6_STEP
 
 STEPS = {"gla": (GLA_STEP, gla_step, GLA, gla), "rwkv6": (RWKV6_STEP, rwkv6_step, RWKV6, rwkv6)}

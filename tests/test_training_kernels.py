@@ -8,7 +8,7 @@ import pytest
 from planned import host
 
 from linattn_np import ContractError
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import training as kernels
 from linattn_np.distributed import SequenceParallel, run_threads
 from linattn_np.models import training, training_steps

@@ -10,7 +10,7 @@ from reference import GATES, assert_close, double, draw, guarded, literal, same_
 from test_growth import KINDS, LIMITS
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments
 from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.layouts import swap_heads

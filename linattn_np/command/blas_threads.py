@@ -52,7 +52,7 @@ def blas_threads(device: str, size: int, why: str):
 def compiling(show):
     """Inside, a line says that Numba compiles, before it does, and `show` how far it is."""
     try:
-        from ..compiled import COMPILING
+        from ..numba_cache import COMPILING
     except ImportError:
         yield
         return

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import NotSupported
-from ..caches import folder_for_cupy
+from ..cupy_folder import folder_for_cupy
 from ..models import RWKV6, Batch, Bytes, Sampling, State, World, austen
 from ..models.checkpoint import located
 from ..models.devices import open_beside

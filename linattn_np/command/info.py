@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import NotSupported, __version__, explain, gla
 from ..backends.numpy.cores import workers
-from ..caches import folder_for_cupy
+from ..cupy_folder import folder_for_cupy
 from ..models import austen
 from ..models.devices import check_device
 from ..models.rwkv6.cpu_layers import has_loops

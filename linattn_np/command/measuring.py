@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from ..arrays import BFLOAT16
-from ..caches import folder_for_cupy
+from ..array_kinds import BFLOAT16
+from ..cupy_folder import folder_for_cupy
 
 CALLS = 5
 COPIED = 1 << 28  # bytes of the copy that gives the floor

@@ -11,8 +11,8 @@ from .data_parallel import DataParallel, SequenceParallel
 from .engine import Alone, Disagreement, Engine, RankLost
 from .nccl import Nccl
 from .operators import gla, hgrn2, linear_attention, retention, rwkv6, simple_gla, vjp
-from .processes import Mpi, ProcessGroup, connect
-from .threads import run_threads
+from .process_ranks import Mpi, ProcessGroup, connect
+from .thread_ranks import run_threads
 
 globals().update({function.__name__: function for function in operators.OPERATORS})  # those not named above too
 

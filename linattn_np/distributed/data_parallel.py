@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ContractError
 from . import operators
-from .agreement import agree
+from .call_comparison import agree
 from .engine import RankLost, begin
 
 BUCKET = 1 << 22  # numbers that travel together where they are added up here

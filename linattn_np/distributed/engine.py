@@ -168,7 +168,7 @@ class HostEngine:
     def compare(self, frames):
         """Raises Disagreement, on all ranks alike, where they are in different operations.
 
-        Ranks that all begin an operation compare more of it in their messages: see `agreement`.
+        Ranks that all begin an operation compare more of it in their messages: see `call_comparison`.
         """
         heads = heads_of(frames)
         if len({(nbytes, begins) for nbytes, begins, *_ in heads}) == 1:

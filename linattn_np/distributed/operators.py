@@ -8,8 +8,8 @@ from functools import wraps
 from typing import Any
 
 from .. import ops
-from .call import RankCall
-from .passes import Forward, gradients
+from .rank_call import RankCall
+from .sequence_pass import Forward, gradients
 
 OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {}  # the functions of this module, with linattn_np's
 

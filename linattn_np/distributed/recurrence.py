@@ -14,11 +14,11 @@ from itertools import accumulate
 import numpy as np
 
 from .. import ops
+from ..conversions import callers_sizes
 from ..declarations import GLA
 from ..dispatch import summarise
-from ..grouped import beside
 from ..summary import Summary, Transition, factor_shapes
-from ..views import callers_sizes
+from ..value_heads import beside
 
 
 class Recurrence:

@@ -11,12 +11,12 @@ import numpy as np
 
 from ..autodiff import pullback
 from ..contract import Op
+from ..conversions import state_to_caller, to_caller
 from ..declarations import STEPS
 from ..errors import ContractTypeError
+from ..messages import kind_of
 from ..ops import declaration
 from ..precisions import current
-from ..views import state_to_caller, to_caller
-from ..wording import kind_of
 
 DOC = """`linattn_np.{name}` as a differentiable function of {kind}.
 

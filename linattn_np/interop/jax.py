@@ -40,11 +40,11 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from .. import ops
-from ..arrays import kind, to_native
-from ..caches import Cache
-from ..call_cache import exactly
+from ..accepted_arrays import OBSTACLES, host_array
+from ..array_kinds import kind, to_native
+from ..bounded_cache import Cache
+from ..checked_calls import exactly
 from ..errors import ContractTypeError, NotSupported
-from ..foreign import OBSTACLES, host_array
 from ..typing import F
 from .calls import Operator, blank, is_pair, on_stream, outline, step, together
 from .jax_axis import along

@@ -29,11 +29,11 @@ from functools import cache
 import numpy as np
 import torch
 
-from .. import distributed, doubts, ops
+from .. import distributed, ops, warnings_of_misuse
 from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
+from ..messages import kind_of
 from ..typing import F
-from ..wording import kind_of
 from .calls import Operator, flat, initial, is_pair, step, together
 from .torch_calls import Call, Compute, ComputeNow, settled
 from .torch_memory import as_torch
@@ -105,7 +105,7 @@ def beside_the_graph(public, positional, named):
 
 @cache
 def tell_of_the_break():
-    doubts.warn(
+    warnings_of_misuse.warn(
         "linattn_np.interop.torch: torch.compile leaves its graph for a call of an operator, and goes on behind it: in "
         "one graph torch 2.15 holds it, without comm"
     )

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import library
 
-from .. import foreign, ops
-from ..arrays import BFLOAT16, from_native
-from ..foreign import host_array
+from .. import accepted_arrays, ops
+from ..accepted_arrays import host_array
+from ..array_kinds import BFLOAT16, from_native
 from .calls import Operator, blank, outline
 from .torch_memory import as_torch
 
@@ -80,8 +80,8 @@ def natively(tensors):
     if not all(x.is_cuda for x in tensors):
         return tensors
     try:
-        return tuple(foreign.admitted("", x)[0] for x in tensors)
-    except foreign.Refusal:
+        return tuple(accepted_arrays.admitted("", x)[0] for x in tensors)
+    except accepted_arrays.Refusal:
         return tensors
 
 

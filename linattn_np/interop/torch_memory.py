@@ -29,7 +29,7 @@ def as_torch(tensor):
 
 
 def lent(device, size: int):
-    """Memory of torch's for CuPy; `arrays.from_native` knows the tensor that owns it."""
+    """Memory of torch's for CuPy; `array_kinds.from_native` knows the tensor that owns it."""
     import cupy
 
     memory = torch.empty(size, dtype=torch.uint8, device=device)

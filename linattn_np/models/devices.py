@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..caches import folder_for_cupy
+from ..cupy_folder import folder_for_cupy
 from ..errors import ContractError, NotSupported
 
 DEVICES = ("cpu", "cuda")

@@ -19,7 +19,7 @@ from functools import cache
 
 import numpy as np
 
-from ..arrays import BFLOAT16
+from ..array_kinds import BFLOAT16
 from ..errors import ContractError, NotSupported
 from .helper_threads import Board
 

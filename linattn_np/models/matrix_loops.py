@@ -20,7 +20,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..compiled import cfunc, njit
+from ..numba_cache import cfunc, njit
 
 TILE = 64  # rows of W that are summed side by side
 LANES = 16  # numbers in a vector: what AVX-512 has in a register, and others in two

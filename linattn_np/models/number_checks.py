@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..arguments import is_int, is_real
+from ..argument_checks import is_int, is_real
 from ..errors import ContractError
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from ..arrays import BFLOAT16
+from ..array_kinds import BFLOAT16
 from ..errors import ContractError
 from .matrices import BLOCK, Matrix, of_rows, quantised
 from .number_checks import shown

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ..arguments import is_int
+from ..argument_checks import is_int
 from ..errors import ContractError, ContractTypeError
 from . import files
 

@@ -2,9 +2,9 @@
 
 from importlib import import_module
 
-from ..arrays import kind
+from ..array_kinds import kind
 from ..declarations import OPERATORS
-from ..wording import shown
+from ..messages import shown
 from .gla import GLA, gla
 from .hgrn2 import HGRN2, hgrn2
 from .linear_attention import LINEAR_ATTENTION, linear_attention

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..conversions import in_kind
 from ..declarations import GLA_STEP, RWKV6_STEP
 from ..dispatch import backend_module, choose
 from ..typing import A, Array, Backend, Integers
-from ..views import in_kind
 
 
 def gla_step(

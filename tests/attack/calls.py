@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reference import DECAYS, GATES, LIMITS, logsigmoid, scattered, stated
 
 from attack.harness import Fault, require
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.declarations import GLA, GLA_VALUE_GATE
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS

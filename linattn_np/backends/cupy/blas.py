@@ -8,7 +8,7 @@ from weakref import finalize
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 
 NORMAL, TRANSPOSED = 0, 1  # of cublasOperation_t
 DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}  # of cudaDataType

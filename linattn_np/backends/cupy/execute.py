@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from ...arrays import signature
+from ...array_kinds import signature
 from .arguments import Packed
 from .kernel import padded
 from .plan import Buffer, Copy, Fill, Launch, Plan, Product, Upload, arrays_in, arrays_of, describe, describe_tree

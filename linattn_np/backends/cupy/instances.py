@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from .arguments import integers, maps, pointers, reals, rows, shape
 from .kernel import Kernel, TiledKernel, padded
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from .arguments import pack
 from .plan import ceil_div
 

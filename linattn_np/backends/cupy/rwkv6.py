@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from ...declarations import RWKV6
 from ...problem import Problem
 from . import gated

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from ...declarations import GLA
 from . import float64, gated, gated_vjp, segments
 from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient, sum_of_parts

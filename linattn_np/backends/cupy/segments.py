@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from . import pieces
 from .instances import (
     CLUSTER_SPLIT_K,

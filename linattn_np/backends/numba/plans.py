@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
 from ..cupy import peak_bandwidth
 from . import kernels

@@ -5,7 +5,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...compiled import njit
+from ...numba_cache import njit
 
 LOOP = {
     "nogil": True,

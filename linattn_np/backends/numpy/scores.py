@@ -23,7 +23,7 @@ from functools import wraps
 
 import numpy as np
 
-from ...caches import Cache
+from ...bounded_cache import Cache
 from . import by_token
 
 CONSTANTS = Cache(most=1 << 24, entries=64)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from ...backends.cupy import model_products
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled

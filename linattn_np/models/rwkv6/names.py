@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 
-from ...arrays import FLOATS
+from ...array_kinds import FLOATS
 from ...errors import ContractTypeError
 from ..checkpoint import refuse as refuse_file
 from ..number_checks import shown

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from ..helper_threads import Board
 from ..matrices import pack
 from ..matrix_loops import multiply_at

@@ -5,7 +5,7 @@ What Python and NumPy take between the loops of a token is as long as 4 bits of 
 
 import numpy as np
 
-from ...compiled import njit
+from ...numba_cache import njit
 from ..matrix_loops import product_at
 
 LOOP = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...array_kinds import BFLOAT16
 from ...errors import ContractError, ContractTypeError
 from .. import checkpoint, stored_zip
 from ..devices import on_host

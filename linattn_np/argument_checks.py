@@ -13,12 +13,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import arrays as array_kinds
-from . import foreign, grouped, overlap
+from . import accepted_arrays, aliasing, array_kinds, value_heads
 from .errors import ContractError, ContractTypeError
 from .layouts import in_layout, swap_heads
+from .messages import shown
 from .summary import Transition
-from .wording import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +56,8 @@ class Declaration:
     def native(self, name, x, use="computed"):
         """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
         try:
-            return foreign.admitted(name, x, use, self.name.split()[0] if self.differentiable else None)
-        except foreign.Refusal as refusal:
+            return accepted_arrays.admitted(name, x, use, self.name.split()[0] if self.differentiable else None)
+        except accepted_arrays.Refusal as refusal:
             self.refuse(name, str(refusal), ContractTypeError)
 
     def logical(self, name, array, axes, layout):
@@ -87,7 +86,7 @@ class Declaration:
 
     def placed_states(self, name, parts, sizes, home, v_first, groups):
         """The state's parts, or their gradients, of exactly the sizes of the call and in the caller's order."""
-        wanted = [grouped.callers(axes, groups) for axes in self.state]
+        wanted = [value_heads.callers(axes, groups) for axes in self.state]
         if v_first:
             wanted = [axes.replace("K V", "V K") for axes in wanted]
         return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted))
@@ -95,7 +94,7 @@ class Declaration:
     def writable(self, name, x, home):
         if home == "host" and not x.flags.writeable:
             self.refuse(name, "is read-only, but it is written")
-        if not overlap.elements_apart(x):
+        if not aliasing.elements_apart(x):
             self.refuse(name, f"has strides {x.strides} for shape {tuple(x.shape)}, by which elements may share memory")
 
 

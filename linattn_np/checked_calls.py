@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import arrays as array_kinds
-from .caches import Cache
-from .foreign import contents
+from . import array_kinds
+from .accepted_arrays import contents
+from .bounded_cache import Cache
 from .layouts import swap_heads
 from .precisions import current
 from .problem import Problem

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import arrays as array_kinds
-from . import grouped, masked
+from . import array_kinds, padding, value_heads
 from .layouts import swap_heads
 from .problem import Problem
 
@@ -25,7 +24,7 @@ def is_transformed(problem: Problem) -> bool:
 def to_backend(problem: Problem) -> Problem:
     """The problem with its arrays as a backend has them; without an `out` that only a copy can fill."""
     arrays = {
-        name: array_to_backend(problem, x, problem.op.arrays[name], masked.nothing(problem, name))
+        name: array_to_backend(problem, x, problem.op.arrays[name], padding.nothing(problem, name))
         for name, x in problem.arrays.items()
     }
     initial_state = problem.initial_state and tuple(
@@ -56,9 +55,9 @@ def split_value_heads(problem: Problem, count: int) -> list[Problem]:
     V = problem.sizes["V"] // count
 
     def part(start):
-        arrays = {name: grouped.columns(x, problem.op.arrays[name], start, V) for name, x in problem.arrays.items()}
+        arrays = {name: value_heads.columns(x, problem.op.arrays[name], start, V) for name, x in problem.arrays.items()}
         initial_state = problem.initial_state and tuple(
-            grouped.columns(x, axes, start, V) for x, axes in zip(problem.initial_state, problem.op.state)
+            value_heads.columns(x, axes, start, V) for x, axes in zip(problem.initial_state, problem.op.state)
         )
         return problem.replace(
             arrays=arrays, initial_state=initial_state, sizes=problem.sizes | {"V": V}, out=None, memo=None
@@ -72,11 +71,11 @@ def copied_arrays(problem: Problem) -> tuple[str, ...]:
     if problem.groups == 1:
         return ()
     state = problem.initial_state and state_in_order(problem, problem.initial_state[0])
-    wide = [(name, x) for name, x in problem.arrays.items() if grouped.has_columns(problem.op.arrays[name])]
+    wide = [(name, x) for name, x in problem.arrays.items() if value_heads.has_columns(problem.op.arrays[name])]
     return tuple(
         name
         for name, x in (*wide, ("initial_state", state), ("out", problem.out))
-        if x is not None and not grouped.folds_in_place(x)
+        if x is not None and not value_heads.folds_in_place(x)
     )
 
 
@@ -86,7 +85,7 @@ def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
     x = folded(problem, in_time(problem, x, axes), axes)
     if problem.mask is None or "T" not in axes.split():
         return x
-    return masked.without(x, padding(problem), fill)
+    return padding.without(x, padding_of(problem), fill)
 
 
 def state_to_backend(problem: Problem, part, axes: str):
@@ -98,7 +97,7 @@ def state_to_backend(problem: Problem, part, axes: str):
 def to_caller(problem: Problem, native, axes: str):
     """A backend's array as the caller has it; of padding nothing but 0 is handed out."""
     if problem.mask is not None and "T" in axes.split():
-        native = masked.overwrite(native, padding(problem))
+        native = padding.overwrite(native, padding_of(problem))
     return swap_heads(unfolded(problem, in_time(problem, native, axes), axes), axes, problem.layout)
 
 
@@ -138,13 +137,13 @@ def state_in_order(problem: Problem, part):
 
 
 def folded(problem: Problem, x, axes: str):
-    return grouped.fold(x, problem.groups) if problem.groups > 1 and grouped.has_columns(axes) else x
+    return value_heads.fold(x, problem.groups) if problem.groups > 1 and value_heads.has_columns(axes) else x
 
 
 def unfolded(problem: Problem, x, axes: str):
-    return grouped.unfold(x, problem.groups) if problem.groups > 1 and grouped.has_columns(axes) else x
+    return value_heads.unfold(x, problem.groups) if problem.groups > 1 and value_heads.has_columns(axes) else x
 
 
-def padding(problem: Problem):
+def padding_of(problem: Problem):
     """[B, T], True for padding, in the recurrence's order of time."""
     return ~(problem.mask[:, ::-1] if problem.reverse else problem.mask)

@@ -6,7 +6,7 @@ from conftest import SINGLE
 from reference import assert_close, draw, draw_states, exact, same_bits, stated
 
 from linattn_np import ContractError, explain, gla, gla_step, softmax_attention, vjp
-from linattn_np.arrays import BFLOAT16
+from linattn_np.array_kinds import BFLOAT16
 from linattn_np.dispatch import split_to_fit
 from linattn_np.ops import OPS
 

@@ -8,18 +8,18 @@ from weakref import WeakSet
 import numpy as np
 
 from .. import varlen
-from ..arrays import from_native
-from ..call_cache import call_key
+from ..accepted_arrays import contents, host_array
+from ..array_kinds import from_native
+from ..checked_calls import call_key
+from ..conversions import callers_sizes
 from ..dispatch import choose, split_to_fit
 from ..errors import ContractTypeError
-from ..foreign import contents, host_array
 from ..layouts import swap_heads
 from ..ops import declaration
-from ..views import callers_sizes
-from .agreement import Question
-from .cuts import Cut
+from .call_comparison import Question
 from .engine import Engine
 from .recurrence import Recurrence, Row, wide
+from .sequence_cut import Cut
 
 COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # how: every segment's call gets them as given
 OWN = ("gamma", "feature_map", "normalize")  # options that only some operators have

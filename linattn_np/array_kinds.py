@@ -10,7 +10,7 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from .caches import folder_for_cupy
+from .cupy_folder import folder_for_cupy
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)

@@ -10,8 +10,8 @@ import sys
 
 import numpy as np
 
-from . import arrays
-from .wording import kind_of
+from . import array_kinds
+from .messages import kind_of
 
 OF_NUMPY = (np.ndarray, np.memmap)  # a memory map is an array like any other, in a file
 
@@ -26,14 +26,14 @@ def admitted(name, x, use: str = "computed", operator: str | None = None):
     `use` is what `x` is for: "computed" with, "written" to, or only "copied". `operator` is the differentiable function
     of linattn_np.interop that does the same, if there is one.
     """
-    whose = arrays.kind(x)
+    whose = array_kinds.kind(x)
     if whose is None:
         way_out = f": np.asarray({name}) is one" if isinstance(x, (list, tuple, int, float, np.generic)) else ""
         raise Refusal(f"is a {kind_of(x)}, expected an array{way_out}")
     if whose in OBSTACLES and (obstacle := OBSTACLES[whose](x, use, operator)):
         raise Refusal(obstacle)
     try:
-        return arrays.to_native(x, whose), whose
+        return array_kinds.to_native(x, whose), whose
     except (TypeError, BufferError, ImportError, RuntimeError) as error:
         raise Refusal(f"cannot be read: {error}") from error
 
@@ -50,7 +50,7 @@ def host_array(numbers):
 
 def contents(numbers, kinds):
     """The same of such dtypes, hashable."""
-    found = None if arrays.kind(numbers) in ("cupy", "cuda") else host_array(numbers)
+    found = None if array_kinds.kind(numbers) in ("cupy", "cuda") else host_array(numbers)
     return None if found is None or found.dtype.kind not in kinds else (found.dtype, found.shape, found.tobytes())
 
 

@@ -8,8 +8,8 @@ import pytest
 
 import linattn_np
 from linattn_np.backends.numpy import scores
-from linattn_np.caches import Cache
-from linattn_np.call_cache import MEMOS
+from linattn_np.bounded_cache import Cache
+from linattn_np.checked_calls import MEMOS
 from linattn_np.ops.gla import GLA
 
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from ..autodiff import resumed
 from ..backends.cupy import execute
+from ..conversions import callers_sizes
 from ..dispatch import call as call_operator
 from ..dispatch import summarise
-from ..grouped import callers
-from ..views import callers_sizes
-from .agreement import Question
-from .call import RankCall, parts_of
+from ..value_heads import callers
+from .call_comparison import Question
+from .rank_call import RankCall, parts_of
 
 
 class Pass:

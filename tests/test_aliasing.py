@@ -7,7 +7,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from reference import draw, same_bits
 
-from linattn_np import ContractError, gla, gla_step, linear_attention, overlap, rwkv6, simple_gla, stages
+from linattn_np import ContractError, aliasing, gla, gla_step, linear_attention, rwkv6, simple_gla, stages
 from linattn_np.ops import OPS
 from linattn_np.ops.gla import GLA
 from linattn_np.ops.steps import GLA_STEP
@@ -87,8 +87,10 @@ def test_slices_have_their_elements_apart(rng):
     for _ in range(200):
         x = np.empty(rng.integers(1, 6, 4))
         steps = rng.choice([-3, -2, -1, 1, 2, 3], 4)
-        assert overlap.elements_apart(x[tuple(slice(None, None, step) for step in steps)].transpose(rng.permutation(4)))
-    assert overlap.elements_apart(np.broadcast_to(np.empty(1), (0, 5))) and overlap.elements_apart(np.empty(()))
+        assert aliasing.elements_apart(
+            x[tuple(slice(None, None, step) for step in steps)].transpose(rng.permutation(4))
+        )
+    assert aliasing.elements_apart(np.broadcast_to(np.empty(1), (0, 5))) and aliasing.elements_apart(np.empty(()))
 
 
 def test_interleaved_arrays_are_taken():
@@ -107,7 +109,7 @@ def test_crafted_strides_take_no_time():
     q = as_strided(memory, shape, HARD[0])
     out = as_strided(memory[HARD[2] :], shape, HARD[1])
     start = time.process_time()
-    assert overlap.share(q, out)
+    assert aliasing.share(q, out)
     assert time.process_time() - start < 0.5
 
 

@@ -1,0 +1,47 @@
+"""What is kept for later calls, bounded in bytes."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+
+class Cache:
+    """Values by key: at most `entries`, and `most` bytes by what each is said to take, or one value that takes more.
+
+    What nobody has asked for since it was last looked at goes first.
+    """
+
+    def __init__(self, most: int, entries: int):
+        self.most, self.entries, self.bytes = most, entries, 0
+        self.kept: dict = {}
+        self.lock = Lock()
+
+    def get(self, key):
+        """The value, or None."""
+        entry = self.kept.get(key)
+        if entry is None:
+            return None
+        entry[2] = True  # asked for
+        return entry[0]
+
+    def keep(self, key, value, nbytes: int):
+        """The value kept from now on: `value`, or that of a thread that was faster."""
+        with self.lock:
+            if key in self.kept:
+                return self.kept[key][0]
+            while self.kept and (len(self.kept) >= self.entries or self.bytes + nbytes > self.most):
+                oldest = next(iter(self.kept))
+                entry = self.kept.pop(oldest)
+                if entry[2]:
+                    entry[2] = False
+                    self.kept[oldest] = entry
+                else:
+                    self.bytes -= entry[1]
+            self.kept[key] = [value, nbytes, False]
+            self.bytes += nbytes
+            return value
+
+    def clear(self):
+        with self.lock:
+            self.kept.clear()
+            self.bytes = 0

@@ -1,0 +1,41 @@
+"""The folder in which CuPy keeps compiled kernels for later processes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from functools import cache
+
+from .errors import NotSupported
+from .warnings_of_misuse import LinattnWarning
+
+CUPYS_FOLDER = "~/.cupy/kernel_cache"  # without CUPY_CACHE_DIR
+
+
+@cache
+def folder_for_cupy():
+    """Where CuPy's folder for kernels cannot be written, one of this process's takes its place, without which CuPy
+    cannot be imported; where it has been, kernels stay in memory. LinattnWarning says so, and NotSupported that there
+    is no place at all."""
+    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser(CUPYS_FOLDER)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        return
+    except OSError as error:
+        wrong = f"CuPy cannot keep kernels in {folder} ({error.strerror})"
+    way = "CUPY_CACHE_DIR names another folder"
+    if "cupy" in sys.modules:
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    else:
+        try:
+            own = tempfile.mkdtemp(prefix="linattn_np-")
+        except OSError:
+            raise NotSupported(f"{wrong}, nor in {tempfile.gettempdir()}: {way}") from None
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        os.environ["CUPY_CACHE_DIR"] = own
+    warnings.warn(f"{wrong}: every process compiles its own. {way}", LinattnWarning, stacklevel=2)
