@@ -186,8 +186,9 @@ ROOMS = {
         ["numpy"],
     ),
     "problem": (["argument_checks", "varlen"], ["numpy"]),
-    "key_from_gate": (["problem"], ["numpy"]),
-    "conversions": (["array_kinds", "value_heads", "layouts", "padding", "problem"], ["numpy"]),
+    "graph_capture": (["errors"], ["cupy"]),
+    "key_from_gate": (["graph_capture", "problem"], ["numpy"]),
+    "conversions": (["array_kinds", "graph_capture", "value_heads", "layouts", "padding", "problem"], ["numpy"]),
     "checked_calls": (
         ["array_kinds", "bounded_cache", "accepted_arrays", "layouts", "precisions", "problem"],
         ["numpy"],
@@ -257,7 +258,7 @@ ROOMS = {
         ["numpy", "cupy"],
     ),
     "distributed/sequence_pass": (
-        ["distributed", "autodiff", "backends.cupy", "dispatch", "value_heads", "conversions"],
+        ["distributed", "autodiff", "backends.cupy", "dispatch", "graph_capture", "value_heads", "conversions"],
         ["numpy"],
     ),
     "distributed/process_ranks": (["distributed", "errors"], ["numpy", "cupy", "mpi4py", "torch"]),
