@@ -66,11 +66,18 @@ def steps() -> str:
 
 def on_ranks() -> str:
     ops = [op for op in OPERATORS if op.state]
-    head = HEAD.format(what="the operators on ranks", types=types(ops)) + "from .engine import Engine\n"
-    names = f"__all__ = {[*(op.name for op in ops), 'vjp']}\nOPERATORS: dict[Callable[..., Any], Op]\n"
-    own = ["*", "comm: Engine", "segment_size: int | None = None", "output_final_state: bool = False"]
-    vjp = "def vjp(op: Callable[..., Any], *arrays: Array, **options: Any) -> tuple[Any, Callable[..., Any]]: ..."
-    return "\n".join([head, names, *(defined(op, [*positional(op), *own], "Any") for op in ops), vjp])
+    head = HEAD.format(what="the operators on ranks", types=types(ops)).replace("Unpack", "Required, TypedDict, Unpack")
+    classes = sorted({op.keywords.__name__ for op in ops})
+    lines = [
+        head + "from .engine import Engine\n",
+        f"__all__ = {[*(op.name for op in ops), 'vjp']}\nOPERATORS: dict[Callable[..., Any], Op]\n",
+        "class OnRanks(TypedDict, total=False):",
+        "    comm: Required[Engine]\n    segment_size: int | None\n    output_final_state: bool\n",
+        *(f"class {name}OnRanks({name}, OnRanks): ...\n" for name in classes),
+        *(defined(op, positional(op), "Any").replace("]) ->", "OnRanks]) ->") for op in ops),
+        "def vjp(op: Callable[..., Any], *arrays: Array | None, **options: Any) -> tuple[Any, Callable[..., Any]]: ...",
+    ]
+    return "\n".join(lines)
 
 
 def page() -> str:
