@@ -231,7 +231,7 @@ ROOMS = {
     "shared_documentation": ([], []),
     "public_function": (["contract", "dispatch", "shared_documentation"], []),
     "ops": (["ops", "array_kinds", "declarations", "dispatch", "messages", "public_function"], []),
-    "stages": (["contract", "declarations", "dispatch", "conversions", "typing"], ["numpy"]),
+    "stages": (["declarations", "dispatch", "public_function"], []),
     "autodiff": (["contract", "key_from_gate", "dispatch", "value_heads", "ops", "conversions", "typing"], []),
     "kernel_choice": ([], []),
     "explanation": (["kernel_choice", "key_from_gate", "dispatch", "errors", "ops", "problem", "typing"], []),
