@@ -54,9 +54,8 @@ def formatted(text) -> str:
 
 def operators() -> str:
     head = HEAD.format(what="the operators", types=types(OPERATORS))
-    names = f"__all__ = {[op.name for op in OPERATORS]}\nOPS: dict[Op, Callable[..., Any]]\n"
-    finder = "def declaration(function: Any, caller: str) -> Op: ...\n"
-    return "\n".join([head, names, finder, *(text for op in OPERATORS for text in overloads(op))])
+    names = f"__all__ = {[op.name for op in OPERATORS]}\n"
+    return "\n".join([head, names, *(text for op in OPERATORS for text in overloads(op))])
 
 
 def steps() -> str:
@@ -87,7 +86,7 @@ def page() -> str:
 def written() -> dict[Path, str]:
     """{path: text} of every file that is written."""
     return {
-        ROOT / "linattn_np/ops/__init__.pyi": formatted(operators()),
+        ROOT / "linattn_np/ops/functions.pyi": formatted(operators()),
         ROOT / "linattn_np/ops/steps.pyi": formatted(steps()),
         ROOT / "linattn_np/distributed/operators.pyi": formatted(on_ranks()),
         ROOT / "docs/operators.md": page(),

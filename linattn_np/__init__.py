@@ -4,8 +4,8 @@ from . import layers, ops, stages
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain, warm_up
-from .ops import *  # noqa: F403
 from .ops import OPS
+from .ops.functions import *  # noqa: F403
 from .ops.steps import *  # noqa: F403
 from .precisions import precision
 from .warnings_of_misuse import LinattnWarning
@@ -25,7 +25,7 @@ __all__ = [
     "NotSupported",
     "LinattnWarning",
 ]
-__all__ += ops.__all__
+__all__ += ops.functions.__all__
 __all__ += ops.steps.__all__
 
 

@@ -11,7 +11,7 @@ from . import accepted_arrays, array_kinds
 from .argument_checks import is_int, is_real
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError
-from .ops import gla
+from .ops.functions import gla
 from .ops.steps import gla_step
 from .typing import Integers
 

@@ -216,7 +216,7 @@ def fill(written, found):
 
 
 if TYPE_CHECKING:
-    from ..ops import *  # noqa: F403
+    from ..ops.functions import *  # noqa: F403
 
     gla_step: Callable[..., tuple[Any, Any]]
     rwkv6_step: Callable[..., tuple[Any, Any]]

@@ -1,7 +1,4 @@
-"""The operators. `OPS` is the list that tests, benchmarks and docs walk.
-
-`__init__.pyi` tells a type checker what is here; `python docs/write_operators.py` writes it.
-"""
+"""The operators. `OPS` is the list that tests, benchmarks and docs walk."""
 
 from importlib import import_module
 
@@ -10,8 +7,6 @@ from ..declarations import OPERATORS
 from ..messages import shown
 
 OPS = {op: getattr(import_module(f"{__name__}.{op.name}"), op.name) for op in OPERATORS}  # a module each, of its name
-__all__ = [op.name for op in OPS]
-globals().update({op.name: function for op, function in OPS.items()})
 
 
 def declaration(function, caller: str):

@@ -1,15 +1,11 @@
 """Written by docs/write_operators.py: the operators."""
 
-from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
-from ..contract import Op
 from ..typing import A, Array, AttentionOptions, LinearAttentionOptions, MaskedOptions, RetentionOptions
 
 __all__ = ["gla", "rwkv6", "hgrn2", "simple_gla", "retention", "linear_attention", "softmax_attention"]
-OPS: dict[Op, Callable[..., Any]]
 
-def declaration(function: Any, caller: str) -> Op: ...
 @overload
 def gla(
     q: A,
