@@ -87,6 +87,22 @@ def call_step(op: Op, arrays, *, slots, scale, backend, out):
     return in_kind(problem, o) if out is None else out
 
 
+def call_stage(op, arrays, *, backend="auto", **arguments):
+    """The results of a stage of the chunked form, or the first one alone where no final state is asked for."""
+    op, arrays = op.fitting(arrays)
+    problem = op.bind(arrays, **arguments)
+    found = backend_module(choose(problem, backend)).run(problem)
+    if arguments.get("out") is not None:
+        return arguments["out"]
+    final_state = ()
+    if op.state:
+        found, final_state = found
+    results = [in_kind(problem, to_caller(problem, x, op.out)) for x in (found if op.pair else (found,))]
+    if problem.output_final_state:
+        results.append(states_to_caller(problem, final_state))
+    return tuple(results) if len(results) > 1 else results[0]
+
+
 def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **arguments):
     """(the final state's parts from zero, decays as the backend has them or None, kept) of a call, without its o.
 

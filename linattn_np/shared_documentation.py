@@ -17,8 +17,8 @@ cu_seqlens : host integers [N + 1], optional
     it, before one is captured into a CUDA graph.
 mask : bool [B, T], optional
     True for a token, False for padding, which is as if it were not there: it writes nothing, its gate is 0 (no decay),
-    and o and all gradients are 0 there, whatever the arrays hold. It costs a copy of every array. Not beside
-    `cu_seqlens`, and not for capture into a CUDA graph, which such copies do not outlive.
+    and o and all gradients are 0 there, whatever the arrays hold. It costs a copy of every array. Refused beside
+    `cu_seqlens`, and where CuPy captures a CUDA graph, which does not keep such copies.
 reverse : bool
     Every sequence runs from its last token to its first: S_t comes from S_{t+1}, and the final state is that at the
     first token. No copy.

@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {  # of the arguments whose default is not None
     "reverse": False,
     "state_v_first": False,
     "normalize": False,
+    "exclusive": False,
     "causal": True,
     "dropout_p": 0.0,
     "layout": "bhtd",
@@ -110,4 +111,27 @@ class StepOptions(TypedDict, total=False):
     slots: Integers | None
     scale: float | None
     backend: Backend
+    out: Array | None
+
+
+class StageOptions(TypedDict, total=False):
+    """The keyword arguments of the stages of the chunked form."""
+
+    chunk_size: int
+    cu_seqlens: Integers | None
+    layout: Layout
+    backend: Backend
+
+
+class GatedQkOptions(StageOptions, total=False):
+    exclusive: bool
+
+
+class InterChunkOptions(StageOptions, total=False):
+    initial_state: Array | None
+    state_dtype: DTypeLike | None
+
+
+class CombineOptions(StageOptions, total=False):
+    scale: float | None
     out: Array | None

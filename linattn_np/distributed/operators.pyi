@@ -1,7 +1,7 @@
 """Written by docs/write_operators.py: the operators on ranks."""
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 from ..contract import Op
 from ..typing import A, Array, LinearAttentionOptions, MaskedOptions, RetentionOptions
@@ -10,69 +10,21 @@ from .engine import Engine
 __all__ = ["gla", "rwkv6", "hgrn2", "simple_gla", "retention", "linear_attention", "vjp"]
 OPERATORS: dict[Callable[..., Any], Op]
 
+class OnRanks(TypedDict, total=False):
+    comm: Required[Engine]
+    segment_size: int | None
+    output_final_state: bool
+
+class LinearAttentionOptionsOnRanks(LinearAttentionOptions, OnRanks): ...
+class MaskedOptionsOnRanks(MaskedOptions, OnRanks): ...
+class RetentionOptionsOnRanks(RetentionOptions, OnRanks): ...
+
 def gla(
-    q: A,
-    k: Array,
-    v: Array,
-    g: Array,
-    gv: Array | None = None,
-    *,
-    comm: Engine,
-    segment_size: int | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[MaskedOptions],
+    q: A, k: Array, v: Array, g: Array, gv: Array | None = None, **options: Unpack[MaskedOptionsOnRanks]
 ) -> Any: ...
-def rwkv6(
-    r: A,
-    k: Array,
-    v: Array,
-    w: Array,
-    u: Array,
-    *,
-    comm: Engine,
-    segment_size: int | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[MaskedOptions],
-) -> Any: ...
-def hgrn2(
-    q: A,
-    g: Array,
-    v: Array,
-    *,
-    comm: Engine,
-    segment_size: int | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[MaskedOptions],
-) -> Any: ...
-def simple_gla(
-    q: A,
-    k: Array,
-    v: Array,
-    g: Array,
-    *,
-    comm: Engine,
-    segment_size: int | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[MaskedOptions],
-) -> Any: ...
-def retention(
-    q: A,
-    k: Array,
-    v: Array,
-    *,
-    comm: Engine,
-    segment_size: int | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[RetentionOptions],
-) -> Any: ...
-def linear_attention(
-    q: A,
-    k: Array,
-    v: Array,
-    *,
-    comm: Engine,
-    segment_size: int | None = None,
-    output_final_state: bool = False,
-    **options: Unpack[LinearAttentionOptions],
-) -> Any: ...
-def vjp(op: Callable[..., Any], *arrays: Array, **options: Any) -> tuple[Any, Callable[..., Any]]: ...
+def rwkv6(r: A, k: Array, v: Array, w: Array, u: Array, **options: Unpack[MaskedOptionsOnRanks]) -> Any: ...
+def hgrn2(q: A, g: Array, v: Array, **options: Unpack[MaskedOptionsOnRanks]) -> Any: ...
+def simple_gla(q: A, k: Array, v: Array, g: Array, **options: Unpack[MaskedOptionsOnRanks]) -> Any: ...
+def retention(q: A, k: Array, v: Array, **options: Unpack[RetentionOptionsOnRanks]) -> Any: ...
+def linear_attention(q: A, k: Array, v: Array, **options: Unpack[LinearAttentionOptionsOnRanks]) -> Any: ...
+def vjp(op: Callable[..., Any], *arrays: Array | None, **options: Any) -> tuple[Any, Callable[..., Any]]: ...

@@ -24,7 +24,7 @@ def hgrn2():
     Notes
     -----
     The gradient of g is the sum of that through the decay and that through the key. Each call makes k, an array as
-    large as q, with the dtype of q: no CUDA graph may capture the call, since the graph would not keep k's memory.
+    large as q, with the dtype of q. The call is refused where CuPy captures a CUDA graph, which does not keep k.
 
     Example
     -------
