@@ -12,7 +12,7 @@ from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import gated_kernels, segments
 from linattn_np.backends.cupy.device import CupyDevice
-from linattn_np.ops import GLA, RWKV6
+from linattn_np.declarations import GLA, RWKV6
 
 SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
 LEAST_SHARED = 99 * 1024  # bytes of shared memory that a block may have on sm_86, sm_89 and sm_120

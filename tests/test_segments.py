@@ -10,7 +10,7 @@ from reference import assert_close, assert_results, draw, exact, same_bits
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import gated_kernels, segments
-from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
+from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
 HALF = np.dtype(np.float16)
 H200 = EmulatedDevice(90)
