@@ -18,13 +18,12 @@ import numpy as np
 
 from ... import varlen
 from . import softmax_tiles
-from .arguments import integers, maps, pointers, reals, rows
+from .arguments import members
 from .gated_kernels import SM90
 from .kernel import FLOATS, HALF, Kernel, padded
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 from .softmax_tiles import STATISTICS
 
-MASK = "left right"
 WORK_BYTES = 4 * softmax_tiles.WORDS  # the description of a tile
 IN_ROWS = "q k v o g dq dk dv".split()  # arrays that have a row for every token
 
@@ -63,12 +62,9 @@ class SoftmaxSquare(Softmax):
 class SoftmaxForward(SoftmaxSquare):
     file, KEYS = "softmax/forward", 64
     shared = ("Shared<{dtype}, {D}, {capped}>",)
-    arguments = (
-        *rows("q k v o"),
-        *pointers("works L sinks"),
-        *integers(f"H group Tq K V {MASK}"),
-        *reals("scale softcap"),
-        *integers("vectors"),
+    arguments = members(
+        "rows q k v o, pointers works L sinks, integers H group Tq K V left right, reals scale softcap, "
+        "integers vectors"
     )
 
     @property
@@ -83,12 +79,9 @@ class SoftmaxForward(SoftmaxSquare):
 
 class SoftmaxBackwardQueries(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_queries", 128, 32
-    arguments = (
-        *rows("q k v o g dq"),
-        *pointers("works L dL statistics"),
-        *integers(f"H group Tq K V {MASK} chunks"),
-        *reals("scale softcap"),
-        *integers("vectors"),
+    arguments = members(
+        "rows q k v o g dq, pointers works L dL statistics, integers H group Tq K V left right chunks, "
+        "reals scale softcap, integers vectors"
     )
 
     @property
@@ -99,12 +92,9 @@ class SoftmaxBackwardQueries(SoftmaxSquare):
 
 class SoftmaxBackwardKeys(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_keys", STATISTICS, 64
-    arguments = (
-        *rows("q k v g dk dv"),
-        *pointers("works statistics"),
-        *integers(f"H group K V {MASK} chunks"),
-        *reals("scale softcap"),
-        *integers("vectors"),
+    arguments = members(
+        "rows q k v g dk dv, pointers works statistics, integers H group K V left right chunks, reals scale softcap, "
+        "integers vectors"
     )
 
     @property
@@ -140,12 +130,8 @@ class SoftmaxSm90(Softmax):
 class SoftmaxForwardSm90(SoftmaxSm90):
     file, RESULTS = "softmax/sm90/forward", {"o": "out"}
     shared = ("Shared<{dtype}, {K}, {V}, {capped}>",)
-    arguments = (
-        *maps("q k v o"),
-        *rows("out"),
-        *pointers("works L sinks"),
-        *integers(f"H group Tq V {MASK}"),
-        *reals("scale softcap"),
+    arguments = members(
+        "maps q k v o, rows out, pointers works L sinks, integers H group Tq V left right, reals scale softcap"
     )
     COLUMNS = ((64, 64), (128, 128), (192, 128))
     dtype: np.dtype
@@ -182,12 +168,9 @@ class SoftmaxForwardSm90(SoftmaxSm90):
 class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_queries", 128, 64
     RESULTS = {"dq": "out"}
-    arguments = (
-        *maps("q k v o g dq"),
-        *rows("out"),
-        *pointers("works L dL statistics"),
-        *integers(f"H group Tq K {MASK} chunks"),
-        *reals("scale softcap"),
+    arguments = members(
+        "maps q k v o g dq, rows out, pointers works L dL statistics, integers H group Tq K left right chunks, "
+        "reals scale softcap"
     )
 
     @property
@@ -199,12 +182,9 @@ class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
 class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_keys", STATISTICS, 128
     RESULTS = {"dk": "dk_out", "dv": "dv_out"}
-    arguments = (
-        *maps("q k v g dk dv"),
-        *rows("dk_out dv_out"),
-        *pointers("works statistics"),
-        *integers(f"H group K V {MASK} chunks"),
-        *reals("scale softcap"),
+    arguments = members(
+        "maps q k v g dk dv, rows dk_out dv_out, pointers works statistics, integers H group K V left right chunks, "
+        "reals scale softcap"
     )
 
     @property
@@ -228,11 +208,9 @@ class SoftmaxPlain(Kernel):
     KEYS: ClassVar[int] = STATISTICS
     PASSES: ClassVar[tuple[str, ...]] = ("Forward", "Queries", "Keys", "Sinks", "Merge")
     threads = 32 * WARPS
-    arguments = (
-        *rows("q k v o g out dq dk dv"),
-        *pointers("works L dL statistics sinks dsinks merged"),
-        *integers(f"B H group Tq K V {MASK} chunks tiles parts"),
-        *reals("scale softcap unit"),
+    arguments = members(
+        "rows q k v o g out dq dk dv, pointers works L dL statistics sinks dsinks merged, "
+        "integers B H group Tq K V left right chunks tiles parts, reals scale softcap unit"
     )
     what: str
     dtype: np.dtype
@@ -273,7 +251,7 @@ def plan_vjp(problem, device, do, dht, saved):
     draft, (o, lse) = Draft(), saved
     attention = Attention(draft, problem, device)
     inputs, sinks = attention.inputs, attention.sinks
-    do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
+    do, _ = draft.cotangents(problem, do, None)
     if device.capability == 90 and problem.dtype in HALF and not mappable(do) and mappable(*inputs.values()):
         do = draft.contiguous(do, reason="do: a tensor map cannot describe it")
     dL = draft.plain(dht and dht[0], "dlse", problem.compute_dtype)
@@ -334,7 +312,7 @@ class Attention:
         self.numbers |= {"scale": problem.scale, "softcap": problem.options["softcap"]}
         self.tiles: dict = {}  # what `explain` shows
 
-    def choose(self, passes, arrays) -> list[Kernel]:
+    def choose(self, passes, arrays) -> list:
         """A kernel for each pass: of Hopper's own, of every card's, or plain ones, the first that can compute all of
         them. `arrays`: all that tensor maps must describe on Hopper."""
         problem = self.problem
@@ -342,14 +320,14 @@ class Attention:
         if problem.dtype not in HALF:
             return plain
         hoppers, portable = ([kernel.fitting(problem) for kernel in kernels] for kernels in zip(*passes.values()))
+        unmapped = ", ".join(name for name, x in arrays.items() if not mappable(x))
         if self.device.capability == 90:
-            unmapped = [name for name, x in arrays.items() if not mappable(x)]
             if None not in hoppers and not unmapped:
                 return hoppers
             most = " and ".join(map(str, next(iter(passes.values()))[0].COLUMNS[-1]))
             too_many = f"K={problem.sizes['K']} and V={problem.sizes['V']} are over {most}"
-            unmapped = f"a tensor map cannot describe {', '.join(unmapped)}"
-            self.tiles["not Hopper's kernels"] = too_many if None in hoppers else unmapped
+            why_not = too_many if None in hoppers else f"a tensor map cannot describe {unmapped}"
+            self.tiles["not Hopper's kernels"] = why_not
         return plain if None in portable else portable
 
     def forward(self, kernel, arrays):
