@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, pointers, rows, structs
+from .arguments import members, structs
 from .kernel import Kernel
 from .plan import ceil_div
 
@@ -18,7 +18,7 @@ FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
 @dataclass(frozen=True)
 class FeatureMap(Kernel):
     file = "elementwise/feature_map"
-    arguments = (*rows("x y"), *integers("B H T_ C step vectors"))
+    arguments = members("rows x y, integers B H T_ C step vectors")
     threads = 256
     PIECE: ClassVar[int] = 8  # numbers that a thread moves at once
     phi: str
@@ -29,7 +29,7 @@ class FeatureMap(Kernel):
 @dataclass(frozen=True)
 class FeatureGradient(Kernel):
     file = "elementwise/feature_gradient"
-    arguments = (*rows("x dy dx"), *integers("B H T_ C"))
+    arguments = members("rows x dy dx, integers B H T_ C")
     threads = 256
     phi: str
     dtype: np.dtype
@@ -39,7 +39,7 @@ class FeatureGradient(Kernel):
 @dataclass(frozen=True)
 class GateGradient(Kernel):
     file = "elementwise/gate_gradient"
-    arguments = (*rows("x y"), *integers("B H T_ C"))
+    arguments = members("rows x y, integers B H T_ C")
     threads = 128
     gate: np.dtype
 
@@ -47,7 +47,7 @@ class GateGradient(Kernel):
 @dataclass(frozen=True)
 class BonusGradient(Kernel):
     file = "elementwise/bonus_gradient"
-    arguments = (*pointers("partial_du du"), *integers("N H K row"))
+    arguments = members("pointers partial_du du, integers N H K row")
     threads = 128
     bonus: np.dtype
 
@@ -55,7 +55,7 @@ class BonusGradient(Kernel):
 @dataclass(frozen=True)
 class Divide(Kernel):
     file = "elementwise/divide"
-    arguments = (*rows("yz o"), *integers("B H T_ V"))
+    arguments = members("rows yz o, integers B H T_ V")
     threads = 128
     dtype: np.dtype
 
@@ -63,7 +63,7 @@ class Divide(Kernel):
 @dataclass(frozen=True)
 class DivideGradient(Kernel):
     file = "elementwise/divide_gradient"
-    arguments = (*rows("yz do_ dyz"), *integers("B H T_ V columns"))
+    arguments = members("rows yz do_ dyz, integers B H T_ V columns")
     threads = 128
     dtype: np.dtype
 
@@ -80,7 +80,7 @@ class CopyRows(Kernel):
     arguments = structs(
         "copies",
         COPIES,
-        (*pointers("from_ to"), *integers("b h t c H T width rows_b rows_h rows_t row numbers size first")),
+        members("pointers from_ to, integers b h t c H T width rows_b rows_h rows_t row numbers size first"),
     )
 
 

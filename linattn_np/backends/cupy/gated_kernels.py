@@ -13,8 +13,9 @@ from typing import ClassVar
 import numpy as np
 
 from ...array_kinds import BFLOAT16
-from .arguments import integers, maps, pointers, reals, rows, shape
+from .arguments import members
 from .kernel import Kernel, TiledKernel, padded
+from .plan import ceil_div
 
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K: a tile below 64 would not be faster
 SM90 = "sm_90a"
@@ -43,13 +44,8 @@ class GatedForward(TiledKernel):
     """Forward, on every card: BK channels a launch."""
 
     file = "gated/forward"
-    arguments = (
-        *rows("q k v g o"),
-        *pointers("u initial final"),
-        *shape,
-        *reals("scale"),
-        *pointers("sums"),
-        *integers("channel bytes"),
+    arguments = members(
+        "rows q k v g o, pointers? u initial final, shape, reals scale, pointers? sums, integers channel bytes"
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     SUB_CHUNK = 8
@@ -110,7 +106,7 @@ class GatedSegmentStates(TiledKernel):
     """The state that each segment leaves by itself, and its decays, on every card: BK channels a launch."""
 
     file = "gated/segment_states"
-    arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed parts bytes"))
+    arguments = members("rows k v g, pointers left decays, shape, integers channel of needed parts bytes")
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     dtype: np.dtype
     gate: np.dtype
@@ -149,7 +145,7 @@ class Recurrent(TiledKernel):
     """Forward token by token, on every card."""
 
     file = "recurrent/forward"
-    arguments = (*rows("q k v g o"), *pointers("u initial final"), *shape, *reals("scale"))
+    arguments = members("rows q k v g o, pointers? u initial final, shape, reals scale")
     shared = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32  # columns of V a block, one lane a column
@@ -193,13 +189,9 @@ def tile_bytes(rows, columns, dtype) -> int:
 @dataclass(frozen=True)
 class GatedBackwardStates(GatedBackward):
     file = "gated/backward_states"
-    arguments = (
-        *rows("q k v do_ g"),
-        *pointers("initial dht kept dh0 states decays"),
-        *shape,
-        *integers("first heads"),
-        *reals("scale"),
-        *integers("vectors P"),
+    arguments = members(
+        "rows q k v do_ g, pointers? initial dht kept dh0 states decays, shape, integers first heads, reals scale, "
+        "integers vectors P"
     )
     shared = ("Shared<{dtype}, {gate}, {BV}>",)
     BV: int
@@ -208,6 +200,10 @@ class GatedBackwardStates(GatedBackward):
     def widths(cls, dtype, products, V=TILES[-1]):
         """The possible BV: half-precision data in three products leave registers for one tile only."""
         return TILES if V > cls.TILE and (products == 1 or dtype.itemsize == 4) else TILES[:1]
+
+    def blocks(self, K, V) -> int:
+        """Of a sequence and head: a block for every tile of the state and direction in time."""
+        return 2 * ceil_div(K, self.TILE) * ceil_div(V, self.BV)
 
     @property
     def resident(self):
@@ -228,14 +224,9 @@ class GatedBackwardChannels(GatedBackward):
     transposed state, with values for keys."""
 
     file = "gated/backward_channels"
-    arguments = (
-        *rows("q k v do_ g dq dk dg"),
-        *pointers("u kept partial_du"),
-        *shape,
-        *integers("first heads"),
-        *reals("scale"),
-        *integers("vectors"),
-        *pointers("pairs own decays"),
+    arguments = members(
+        "rows q k v do_ g dq dk dg, pointers? u kept partial_du, shape, integers first heads, reals scale, "
+        "integers vectors, pointers? pairs own decays"
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
     columns: str = "Ungated"
@@ -252,13 +243,8 @@ class GatedBackwardValues(GatedBackward):
     """dv."""
 
     file = "gated/backward_values"
-    arguments = (
-        *rows("q k do_ g dv"),
-        *pointers("u kept"),
-        *shape,
-        *integers("first heads"),
-        *reals("scale"),
-        *integers("vectors"),
+    arguments = members(
+        "rows q k do_ g dv, pointers? u, pointers kept, shape, integers first heads, reals scale, integers vectors"
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {BV}>",)
     BV: int
@@ -279,7 +265,7 @@ class GatedBackwardValues(GatedBackward):
 @dataclass(frozen=True)
 class ScanSegments(Kernel):
     file = "gated/scan_segments"
-    arguments = (*pointers("left decays column_decays initial starts final"), *integers("P R H K V"))
+    arguments = members("pointers left decays column_decays initial starts final, integers P R H K V")
     threads = 256
     width: int  # columns of one channel that a thread takes
 
@@ -291,7 +277,7 @@ class ScanSegments(Kernel):
 @dataclass(frozen=True)
 class ScanBothWays(Kernel):
     file = "gated/scan_both_ways"
-    arguments = (*pointers("states decays"), *integers("N P H K V first"))
+    arguments = members("pointers states decays, integers N P H K V first")
     threads = 256
 
 
@@ -303,17 +289,9 @@ SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which
 @dataclass(frozen=True)
 class GatedForwardSm90(TiledKernel):
     file = "gated/sm90/forward"
-    arguments = (
-        *maps("q k g v o_boxes"),
-        *rows("o one"),
-        *pointers("u initial final"),
-        *shape,
-        *reals("scale"),
-        *pointers("decays"),
-        *integers("channel of needed"),
-        *pointers("marks"),
-        *integers("every per parts"),
-        *pointers("left"),
+    arguments = members(
+        "maps q k g v o_boxes, rows o, rows? one, pointers? u initial final, shape, reals scale, pointers? decays, "
+        "integers channel of needed, pointers? marks, integers every per parts, pointers? left"
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
@@ -389,11 +367,6 @@ class GatedForwardSm90(TiledKernel):
         return 2 if self.BK + self.BV == 128 else 1
 
 
-def tensor_rows(names):
-    """Arguments of arrays as tensor maps, and as rows for tokens that boxes of a tensor map do not cover."""
-    return (*maps(names), *rows(" ".join(f"{name.removesuffix('_')}_rows" for name in names.split())))
-
-
 @dataclass(frozen=True)
 class GatedBackwardSm90(TiledKernel):
     """A backward kernel of Hopper's, for gates of every channel."""
@@ -457,12 +430,9 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
     file = "gated/sm90/backward_queries"
-    arguments = (
-        *tensor_rows("q k v do_ g dq weight"),
-        *pointers("u initial dht ends sums du kept"),
-        *shape,
-        *reals("scale"),
-        *integers("P joined adds"),
+    arguments = members(
+        "maps+rows q k v do_ g dq weight, pointers u initial dht ends sums du kept, shape, reals scale, "
+        "integers P joined adds"
     )
 
     @property
@@ -472,12 +442,9 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
 
 class GatedBackwardKeysSm90(GatedBackwardMainSm90):
     file = "gated/sm90/backward_keys"
-    arguments = (
-        *tensor_rows("q k v do_ g weight dk dv dg"),
-        *pointers("u dht ends sums kept dh0"),
-        *shape,
-        *reals("scale"),
-        *integers("P joined adds adds_dv"),
+    arguments = members(
+        "maps+rows q k v do_ g weight dk dv dg, pointers u dht ends sums kept dh0, shape, reals scale, "
+        "integers P joined adds adds_dv"
     )
 
     @property
@@ -498,12 +465,8 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_segments"
-    arguments = (
-        *tensor_rows("q k v do_ g"),
-        *pointers("initial dht states decays"),
-        *shape,
-        *reals("scale"),
-        *integers("P first ends"),
+    arguments = members(
+        "maps+rows q k v do_ g, pointers initial dht states decays, shape, reals scale, integers P first ends"
     )
 
     @property

@@ -84,16 +84,17 @@ class Kernel:
         """Blocks that can share a multiprocessor's registers."""
         return 1
 
-    def check(self, args):
-        """Whether `args` are what the kernel's argument holds, by name."""
+    def complete(self, args) -> dict:
+        """What the kernel's argument holds, by name: `args` and null for the optional ones that they leave out."""
         declared = {member.name for member in self.arguments}
-        if declared != set(args):
+        complete = dict.fromkeys(member.name for member in self.arguments if member.optional) | args
+        if declared != set(complete):
             raise TypeError(f"{self.name} takes {sorted(declared)}, got {sorted(args)}")
+        return complete
 
     def pack(self, **args) -> np.ndarray:
         """The argument, of addresses, numbers and None."""
-        self.check(args)
-        return pack(self.arguments, args)
+        return pack(self.arguments, self.complete(args))
 
 
 class TiledKernel(Kernel):

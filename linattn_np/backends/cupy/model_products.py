@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, maps, pointers, structs
+from .arguments import members, structs
 from .kernel import HALF, INT8, ModelKernel
 from .plan import Draft, TensorMap, ceil_div
 
@@ -19,7 +19,7 @@ FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose su
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`: `Matvec` leaves no parts, `BatchProduct` adds to
 # nothing
 PRODUCTS = 5  # in one launch
-PRODUCT = (*pointers("w x y"), *integers("M finish"))
+PRODUCT = members("pointers w x y, integers M finish")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Matvec(ModelKernel):
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
     THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
-    arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
+    arguments = (*structs("products", PRODUCTS, PRODUCT), *members("integers B K"))
     shared = ("Shared<{THREADS_A_BLOCK}>",)
     dtype: np.dtype
     THREADS_A_BLOCK: int
@@ -50,7 +50,7 @@ class Matvec(ModelKernel):
 
 
 STACKS = 2  # in one launch
-STACK = (*maps("w x"), *pointers("y scales"), *integers("C M finish"))
+STACK = members("maps w x, pointers y scales, integers C M finish")
 SWIZZLED = 128  # bytes of K in a box of weights or of vectors
 
 
@@ -89,7 +89,7 @@ class BatchProduct(ModelKernel):
     FEW_ROWS: ClassVar[int] = 256
     DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
-    arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
+    arguments = (*structs("stacks", STACKS, STACK), *members("integers B K"))
     shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
     arch, threads = "sm_90a", 320
     DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # the same where a block has a multiprocessor almost for itself
@@ -179,7 +179,7 @@ class FewRowsProduct(ModelKernel):
     """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
 
     file = "rwkv6/few_rows_product"
-    arguments = (*pointers("w scales x y"), *integers("B K M"))
+    arguments = members("pointers w scales x y, integers B K M")
     shared = ("Shared",)
     ROWS: ClassVar[int] = 16  # of a weight
     SLICE: ClassVar[int] = 512  # of K
@@ -199,7 +199,7 @@ class NarrowProduct(ModelKernel):
     """A product of few rows with a batch's vectors, left in parts."""
 
     file = "rwkv6/narrow_product"
-    arguments = (*pointers("w scales x y"), *integers("B K M"))
+    arguments = members("pointers w scales x y, integers B K M")
     shared = ("Shared<{VECTORS}>",)
     ROWS: ClassVar[int] = 32  # of a weight
     PARTS: ClassVar[int] = 4
@@ -238,7 +238,7 @@ class WideProduct(ModelKernel):
     DEPTH: ClassVar[int] = 64  # of K a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
-    arguments = (*structs("stacks", STACKS, STACK), *integers("B K parts"))
+    arguments = (*structs("stacks", STACKS, STACK), *members("integers B K parts"))
     shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
     arch = "sm_90a"
     dtype: np.dtype

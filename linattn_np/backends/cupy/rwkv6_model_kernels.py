@@ -15,7 +15,7 @@ from ...array_kinds import BFLOAT16
 from ...declarations import RWKV6
 from ...problem import Problem
 from . import gated
-from .arguments import integers, pointers, reals
+from .arguments import members
 from .kernel import HALF, INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
@@ -26,7 +26,7 @@ TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
 @dataclass(frozen=True)
 class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
-    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C P"), *reals("eps"))
+    arguments = members("pointers x value gate weight bias maa shift slots xx d mixed, integers B D C P, reals eps")
     shared = ("Shared",)
     PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # of value
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
@@ -47,7 +47,7 @@ class NormShift(ModelKernel):
 @dataclass(frozen=True)
 class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
-    arguments = (*pointers("k v r gate low up decay u weight bias state slots y"), *integers("B H N W"), *reals("eps"))
+    arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
     shared = ("TimeMixScratch",)
     threads, parts = 256, 1
     shared_bytes = TIME_MIX_SCRATCH
@@ -65,11 +65,7 @@ class TimeMixBatch(ModelKernel):
     """The same for many sequences and heads of 64: a warp a sequence."""
 
     file = "rwkv6/time_mix_batch"
-    arguments = (
-        *pointers("k v r gate low up decay u weight bias state slots y"),
-        *integers("B H N W P"),
-        *reals("eps"),
-    )
+    arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W P, reals eps")
     shared = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
     MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
@@ -111,10 +107,8 @@ class TimeMixMany(ModelKernel):
     """The same on Hopper where a block has eight sequences at a time: warps take several in turn."""
 
     file = "rwkv6/time_mix_many"
-    arguments = (
-        *pointers("k v r gate low up decay u weight bias state slots y"),
-        *integers("B H N W turns"),
-        *reals("eps"),
+    arguments = members(
+        "pointers k v r gate low up decay u weight bias state slots y, integers B H N W turns, reals eps"
     )
     shared = ("Shared",)
     SEQUENCES: ClassVar[int] = 8  # of a block at a time
@@ -149,14 +143,12 @@ class DecodeStep(ModelKernel):
     """All layers in one launch, of float32 weights."""
 
     file = "rwkv6/decode_step"
-    arguments = (
-        *pointers("maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head"),
-        *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
-        *pointers("ffn_value_scales head_scales maa_up decay_up"),
-        *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
-        *pointers("xx low mixed kvrg_out decay_low y activated gate x logits arrived"),
-        *integers("L B P D H N A W F V staged first last"),
-        *reals("eps group_eps"),
+    arguments = members(
+        "pointers maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_down_scales "
+        "decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales ffn_value_scales "
+        "head_scales maa_up decay_up ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots "
+        "xx low mixed kvrg_out decay_low y activated gate x logits arrived, integers L B P D H N A W F V staged "
+        "first last, reals eps group_eps"
     )
     shared = ("Shared<{stages}, float>",)
     arch, threads = "sm_90a", 384
@@ -200,7 +192,7 @@ class DecodeFew(ModelKernel):
     """The same for one sequence, whose blocks hand each other words in place of barriers."""
 
     file = "rwkv6/decode_few"
-    arguments = (*DecodeStep.arguments, *pointers("tokens likeliest brought"))
+    arguments = (*DecodeStep.arguments, *members("pointers tokens likeliest brought"))
     shared, arch, threads = ("Shared<{stages}, Handed<{dtype}>>",), "sm_90a", 384
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)
     DIGITS_AT_ONCE: ClassVar[int] = 7168  # numbers whose digits have one unit a warp
@@ -252,7 +244,7 @@ class DecodeFew(ModelKernel):
 @dataclass(frozen=True)
 class Argmax(ModelKernel):
     file = "rwkv6/argmax"
-    arguments = (*pointers("logits tokens"), *integers("V"))
+    arguments = members("pointers logits tokens, integers V")
     shared = ("Shared",)
     threads = 1024
     shared_bytes = 32 * 8
@@ -262,7 +254,7 @@ class Argmax(ModelKernel):
 @dataclass(frozen=True)
 class ChosenNorm(ModelKernel):
     file = "rwkv6/chosen_norm"
-    arguments = (*pointers("chosen x weight bias y"), *integers("D"), *reals("eps"))
+    arguments = members("pointers chosen x weight bias y, integers D, reals eps")
     shared = ("Shared",)
     threads = 512
     shared_bytes = 4 * 2 * 16
@@ -290,7 +282,7 @@ class DataMix(ModelKernel):
     more multiprocessors are busy."""
 
     file = "rwkv6/data_mix"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A P"))
+    arguments = members("pointers low up maa xx d mixed, integers tokens D A P")
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
     dtype: np.dtype
@@ -327,7 +319,7 @@ class FiveMixes(ModelKernel):
     """The same for a batch on Hopper, after a `NarrowProduct`: a block has all five inputs."""
 
     file = "rwkv6/five_mixes"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("B D A"))
+    arguments = members("pointers low up maa xx d mixed, integers B D A")
     shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
@@ -378,7 +370,7 @@ class OfElements(ModelKernel):
 @dataclass(frozen=True)
 class ReluSquared(OfElements):
     file = "rwkv6/relu_squared"
-    arguments = (*pointers("x y"), *integers("count"))
+    arguments = members("pointers x y, integers count")
     EACH = 8
     X: np.dtype
     Y: np.dtype
@@ -387,7 +379,7 @@ class ReluSquared(OfElements):
 @dataclass(frozen=True)
 class Widen(OfElements):
     file = "rwkv6/widen"
-    arguments = (*pointers("q scales w"), *integers("count K"))
+    arguments = members("pointers q scales w, integers count K")
     EACH = 16
     dtype: np.dtype
 
@@ -396,7 +388,7 @@ class Widen(OfElements):
 @dataclass(frozen=True)
 class ShiftMix(ModelKernel):
     file = "rwkv6/shift_mix"
-    arguments = (*pointers("x weight bias maa before shift starts ends xx d mixed"), *integers("T D C"), *reals("eps"))
+    arguments = members("pointers x weight bias maa before shift starts ends xx d mixed, integers T D C, reals eps")
     shared = ("Shared",)
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
@@ -413,7 +405,7 @@ class ShiftMix(ModelKernel):
 @dataclass(frozen=True)
 class LogDecay(ModelKernel):
     file = "rwkv6/log_decay"
-    arguments = (*pointers("low up decay w"), *integers("tokens D W"))
+    arguments = members("pointers low up decay w, integers tokens D W")
     shared = ("LowRank<{dtype}, TILES, PARTS>",)
     TILES: ClassVar[int] = 2
     PARTS: ClassVar[int] = 2
@@ -431,7 +423,7 @@ class LogDecay(ModelKernel):
 @dataclass(frozen=True)
 class GatedNorm(ModelKernel):
     file = "rwkv6/gated_norm"
-    arguments = (*pointers("o gate weight bias y"), *integers("rows H N"), *reals("eps"))
+    arguments = members("pointers o gate weight bias y, integers rows H N, reals eps")
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 64 channels
     threads = 256
     X: np.dtype
@@ -448,7 +440,7 @@ class GatedNorm(ModelKernel):
 @dataclass(frozen=True)
 class GatedAdd(OfElements):
     file = "rwkv6/gated_add"
-    arguments = (*pointers("x gate value"), *integers("count"))
+    arguments = members("pointers x gate value, integers count")
     EACH = 4
     X: np.dtype
 

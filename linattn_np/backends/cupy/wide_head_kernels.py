@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, pointers, reals, rows, shape
+from .arguments import members
 from .kernel import Kernel
 from .plan import ceil_div
 
@@ -18,7 +18,7 @@ class GatedWideOperands(Kernel):
     columns."""
 
     file = "gated/wide_operands"
-    arguments = (*rows("q k g"), *pointers("u operands scores decays"), *shape, *integers("bytes"))
+    arguments = members("rows q k g, pointers u operands scores decays, shape, integers bytes")
     shared = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
     threads = 256
     read_order: str
@@ -38,13 +38,7 @@ class GatedWideForward(Kernel):
     """Forward from the operands and scores that `GatedWideOperands` has written."""
 
     file = "gated/wide_forward"
-    arguments = (
-        *rows("v o"),
-        *pointers("operands scores decays initial final"),
-        *shape,
-        *reals("scale"),
-        *integers("bytes"),
-    )
+    arguments = members("rows v o, pointers operands scores decays initial final, shape, reals scale, integers bytes")
     shared = ("WideShared<{dtype}, {channel_tiles}>",)
     CHUNK: ClassVar[int] = 32
     TILE: ClassVar[int] = 128  # channels
