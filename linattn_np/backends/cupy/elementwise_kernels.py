@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
@@ -15,7 +14,6 @@ from .plan import ceil_div
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
 
 
-@dataclass(frozen=True)
 class FeatureMap(Kernel):
     file = "elementwise/feature_map"
     arguments = members("rows x y, integers B H T_ C step vectors")
@@ -26,7 +24,6 @@ class FeatureMap(Kernel):
     result: np.dtype
 
 
-@dataclass(frozen=True)
 class FeatureGradient(Kernel):
     file = "elementwise/feature_gradient"
     arguments = members("rows x dy dx, integers B H T_ C")
@@ -36,7 +33,6 @@ class FeatureGradient(Kernel):
     result: np.dtype
 
 
-@dataclass(frozen=True)
 class GateGradient(Kernel):
     file = "elementwise/gate_gradient"
     arguments = members("rows x y, integers B H T_ C")
@@ -44,7 +40,6 @@ class GateGradient(Kernel):
     gate: np.dtype
 
 
-@dataclass(frozen=True)
 class BonusGradient(Kernel):
     file = "elementwise/bonus_gradient"
     arguments = members("pointers partial_du du, integers N H K row")
@@ -52,7 +47,6 @@ class BonusGradient(Kernel):
     bonus: np.dtype
 
 
-@dataclass(frozen=True)
 class Divide(Kernel):
     file = "elementwise/divide"
     arguments = members("rows yz o, integers B H T_ V")
@@ -60,7 +54,6 @@ class Divide(Kernel):
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
 class DivideGradient(Kernel):
     file = "elementwise/divide_gradient"
     arguments = members("rows yz do_ dyz, integers B H T_ V columns")
@@ -68,7 +61,6 @@ class DivideGradient(Kernel):
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
 class CopyRows(Kernel):
     """Copies of arrays with longer or shorter rows, which it fills up with zeros."""
 

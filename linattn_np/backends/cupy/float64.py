@@ -6,7 +6,6 @@ outputs and the gradients of values it takes the state turned over. Plain and ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -22,7 +21,6 @@ CHUNK = 64  # tokens between the states that are kept for a gradient, all of whi
 MODES = ("auto", "recurrent", "chunk")  # all of them token by token
 
 
-@dataclass(frozen=True)
 class Float64(Kernel):
     threads = 128
     ROWS: ClassVar[int] = 4  # of a state, a block

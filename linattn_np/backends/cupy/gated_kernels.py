@@ -7,7 +7,7 @@ compiler check both against the kernel. Kernels that one planner alone asks for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -39,7 +39,6 @@ CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
 TILES = (64, 128)  # BK and BV of forward kernels
 
 
-@dataclass(frozen=True)
 class GatedForward(TiledKernel):
     """Forward, on every card: BK channels a launch."""
 
@@ -101,7 +100,6 @@ class GatedForward(TiledKernel):
         return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
 
-@dataclass(frozen=True)
 class GatedSegmentStates(TiledKernel):
     """The state that each segment leaves by itself, and its decays, on every card: BK channels a launch."""
 
@@ -140,7 +138,6 @@ class GatedSegmentStates(TiledKernel):
         return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes) + self.BK // 4
 
 
-@dataclass(frozen=True)
 class Recurrent(TiledKernel):
     """Forward token by token, on every card."""
 
@@ -159,7 +156,6 @@ class Recurrent(TiledKernel):
         return 4 * (3 * 16 * self.BK + 16 * 32 + self.BK + 4 * 16 * 32)
 
 
-@dataclass(frozen=True)
 class GatedBackward(Kernel):
     """A backward kernel of chunks, on every card; one product is the sum of so many tf32 `products`."""
 
@@ -186,7 +182,6 @@ def tile_bytes(rows, columns, dtype) -> int:
     return rows * (columns + (8 if dtype.itemsize == 2 else 4)) * dtype.itemsize
 
 
-@dataclass(frozen=True)
 class GatedBackwardStates(GatedBackward):
     file = "gated/backward_states"
     arguments = members(
@@ -218,7 +213,6 @@ class GatedBackwardStates(GatedBackward):
         return stages * sum(tile_bytes(32, *of) for of in columns)
 
 
-@dataclass(frozen=True)
 class GatedBackwardChannels(GatedBackward):
     """dq, dk, dg and the parts of du. `columns`: "Ungated"; "Gated" if columns have gates too; "GatedTurned" for the
     transposed state, with values for keys."""
@@ -238,7 +232,6 @@ class GatedBackwardChannels(GatedBackward):
         return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
 
-@dataclass(frozen=True)
 class GatedBackwardValues(GatedBackward):
     """dv."""
 
@@ -262,7 +255,6 @@ class GatedBackwardValues(GatedBackward):
         return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64 + 16
 
 
-@dataclass(frozen=True)
 class ScanSegments(Kernel):
     file = "gated/scan_segments"
     arguments = members("pointers left decays column_decays initial starts final, integers P R H K V")
@@ -274,7 +266,6 @@ class ScanSegments(Kernel):
         return cls(1 if V % 4 else 4)
 
 
-@dataclass(frozen=True)
 class ScanBothWays(Kernel):
     file = "gated/scan_both_ways"
     arguments = members("pointers states decays, integers N P H K V first")
@@ -286,7 +277,6 @@ PANEL = 64  # columns of V of a warpgroup
 SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
 
 
-@dataclass(frozen=True)
 class GatedForwardSm90(TiledKernel):
     file = "gated/sm90/forward"
     arguments = members(
@@ -367,7 +357,6 @@ class GatedForwardSm90(TiledKernel):
         return 2 if self.BK + self.BV == 128 else 1
 
 
-@dataclass(frozen=True)
 class GatedBackwardSm90(TiledKernel):
     """A backward kernel of Hopper's, for gates of every channel."""
 
@@ -407,7 +396,6 @@ class GatedBackwardSm90(TiledKernel):
 ONE_EACH, IN_TURN = "OneEach", "InTurn"
 
 
-@dataclass(frozen=True)
 class GatedBackwardMainSm90(GatedBackwardSm90):
     """The two kernels that compute gradients, chunk by chunk. `schedule` ONE_EACH: one block a segment; IN_TURN: as
     many blocks as the card holds take whole sequences one after the other."""

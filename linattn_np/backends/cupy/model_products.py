@@ -5,7 +5,7 @@ X is the dtype of what a kernel hands to the next product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import ClassVar
 
@@ -22,7 +22,6 @@ PRODUCTS = 5  # in one launch
 PRODUCT = members("pointers w x y, integers M finish")
 
 
-@dataclass(frozen=True)
 class Matvec(ModelKernel):
     file = "rwkv6/matvec"
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
@@ -75,7 +74,6 @@ def stacked(products, rows, vectors) -> list[dict]:
     return stacks + [stacks[0] | {"C": 0}] * (STACKS - len(stacks))
 
 
-@dataclass(frozen=True)
 class BatchProduct(ModelKernel):
     """Weights in half precision or int8 by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of
     K."""
@@ -174,7 +172,6 @@ class BatchProduct(ModelKernel):
         return max(ring, 4 * parts) + 8 * (2 * of_w + of_x + 1)
 
 
-@dataclass(frozen=True)
 class FewRowsProduct(ModelKernel):
     """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
 
@@ -194,7 +191,6 @@ class FewRowsProduct(ModelKernel):
         return ceil_div(M, self.ROWS) * self.parts(K)
 
 
-@dataclass(frozen=True)
 class NarrowProduct(ModelKernel):
     """A product of few rows with a batch's vectors, left in parts."""
 
@@ -221,7 +217,6 @@ class NarrowProduct(ModelKernel):
         return 4 * 8 * self.VECTORS * (self.ROWS + 8)
 
 
-@dataclass(frozen=True)
 class WideProduct(ModelKernel):
     """The same without splits of K that blocks join, for more vectors: a block has `ROWS` rows, and `GROUPS`
     warpgroups with 64 vectors each. Two blocks, `HALVES`, share weights."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from .arguments import members
@@ -10,7 +9,6 @@ from .kernel import Kernel
 from .plan import FLOAT32, Array, ceil_div
 
 
-@dataclass(frozen=True)
 class Message(Kernel):
     file = "gated/message"
     arguments = members(

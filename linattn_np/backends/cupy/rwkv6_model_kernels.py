@@ -5,7 +5,6 @@ X is the dtype of what a kernel hands to the next product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -23,7 +22,6 @@ TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
     arguments = members("pointers x value gate weight bias maa shift slots xx d mixed, integers B D C P, reals eps")
@@ -44,7 +42,6 @@ class NormShift(ModelKernel):
         return cls(X, each, next(most for most in cls.PARTS_AT_MOST if parts <= most), terms)
 
 
-@dataclass(frozen=True)
 class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
     arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
@@ -60,7 +57,6 @@ class TimeMixStep(ModelKernel):
         return B * H
 
 
-@dataclass(frozen=True)
 class TimeMixBatch(ModelKernel):
     """The same for many sequences and heads of 64: a warp a sequence."""
 
@@ -102,7 +98,6 @@ class TimeMixBatch(ModelKernel):
         return ceil_div(B, self.SEQUENCES) * H
 
 
-@dataclass(frozen=True)
 class TimeMixMany(ModelKernel):
     """The same on Hopper where a block has eight sequences at a time: warps take several in turn."""
 
@@ -138,7 +133,6 @@ class TimeMixMany(ModelKernel):
         return ceil_div(B, self.SEQUENCES * turns) * H
 
 
-@dataclass(frozen=True)
 class DecodeStep(ModelKernel):
     """All layers in one launch, of float32 weights."""
 
@@ -187,7 +181,6 @@ class DecodeStep(ModelKernel):
         return stages * (2 * (8 * 1024 + 64) + 2 * 8) + 8 * 16 + 4 * 2 * 8 + 4 * 8 + 4 * 2 * 8
 
 
-@dataclass(frozen=True)
 class DecodeFew(ModelKernel):
     """The same for one sequence, whose blocks hand each other words in place of barriers."""
 
@@ -241,7 +234,6 @@ class DecodeFew(ModelKernel):
         return DecodeStep.bytes_of_stages(self.stages) + 4 * 2 * 4 * 16 * (8 + 4)
 
 
-@dataclass(frozen=True)
 class Argmax(ModelKernel):
     file = "rwkv6/argmax"
     arguments = members("pointers logits tokens, integers V")
@@ -251,7 +243,6 @@ class Argmax(ModelKernel):
 
 
 # -- of both -----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class ChosenNorm(ModelKernel):
     file = "rwkv6/chosen_norm"
     arguments = members("pointers chosen x weight bias y, integers D, reals eps")
@@ -276,7 +267,6 @@ def low_rank_blocks(tiles, tokens, D) -> int:
     return ceil_div(tokens, tiles * LOW_RANK_TOKENS) * ceil_div(D, LOW_RANK_COLUMNS)
 
 
-@dataclass(frozen=True)
 class DataMix(ModelKernel):
     """A step of many sequences takes all five inputs a block, and reads what they share once; others take one, so that
     more multiprocessors are busy."""
@@ -314,7 +304,6 @@ class DataMix(ModelKernel):
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
 
 
-@dataclass(frozen=True)
 class FiveMixes(ModelKernel):
     """The same for a batch on Hopper, after a `NarrowProduct`: a block has all five inputs."""
 
@@ -367,7 +356,6 @@ class OfElements(ModelKernel):
         return ceil_div(count, self.EACH * self.threads)
 
 
-@dataclass(frozen=True)
 class ReluSquared(OfElements):
     file = "rwkv6/relu_squared"
     arguments = members("pointers x y, integers count")
@@ -376,7 +364,6 @@ class ReluSquared(OfElements):
     Y: np.dtype
 
 
-@dataclass(frozen=True)
 class Widen(OfElements):
     file = "rwkv6/widen"
     arguments = members("pointers q scales w, integers count K")
@@ -385,7 +372,6 @@ class Widen(OfElements):
 
 
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class ShiftMix(ModelKernel):
     file = "rwkv6/shift_mix"
     arguments = members("pointers x weight bias maa before shift starts ends xx d mixed, integers T D C, reals eps")
@@ -402,7 +388,6 @@ class ShiftMix(ModelKernel):
         return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
-@dataclass(frozen=True)
 class LogDecay(ModelKernel):
     file = "rwkv6/log_decay"
     arguments = members("pointers low up decay w, integers tokens D W")
@@ -420,7 +405,6 @@ class LogDecay(ModelKernel):
         return low_rank_blocks(self.TILES, tokens, D)
 
 
-@dataclass(frozen=True)
 class GatedNorm(ModelKernel):
     file = "rwkv6/gated_norm"
     arguments = members("pointers o gate weight bias y, integers rows H N, reals eps")
@@ -437,7 +421,6 @@ class GatedNorm(ModelKernel):
         return ceil_div(rows * 32, self.threads)
 
 
-@dataclass(frozen=True)
 class GatedAdd(OfElements):
     file = "rwkv6/gated_add"
     arguments = members("pointers x gate value, integers count")

@@ -5,7 +5,6 @@ T is the dtype of what products take and give, the activations'. THREADS have ei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -34,7 +33,6 @@ def address(device, value):
     return device.pointer(value) if hasattr(value, "strides") else value
 
 
-@dataclass(frozen=True)
 class OfTokens(Kernel):
     """A block has all channels of a token."""
 
@@ -46,7 +44,6 @@ class OfTokens(Kernel):
         return self.THREADS
 
 
-@dataclass(frozen=True)
 class Elementwise(Kernel):
     """A thread has eight elements."""
 
@@ -54,7 +51,6 @@ class Elementwise(Kernel):
     T: np.dtype
 
 
-@dataclass(frozen=True)
 class AddNorm(OfTokens):
     file = "training/add_norm"
     arguments = (
@@ -71,7 +67,6 @@ class AddNorm(OfTokens):
         return 2 * 8 * self.THREADS // 32
 
 
-@dataclass(frozen=True)
 class MixForward(Elementwise):
     file = "training/mix_forward"
     arguments = members("pointers xx maa m mixed, integers tokens T_ D")
@@ -89,7 +84,6 @@ class MixBackward(OfTokens):
         return 4 * 5 * 8 * self.THREADS
 
 
-@dataclass(frozen=True)
 class NormBackward(OfTokens):
     file = "training/norm_backward"
     arguments = (
@@ -130,7 +124,6 @@ class LogDecayBackward(OfTokens):
     arguments = members("pointers dw w dlow parts, integers tokens D each")
 
 
-@dataclass(frozen=True)
 class ActivationForward(Kernel):
     file = "training/activation_forward"
     arguments = members("pointers x, integers count")
@@ -145,7 +138,6 @@ class ActivationBackward(ActivationForward):
     arguments = members("pointers dy y, integers count")
 
 
-@dataclass(frozen=True)
 class CrossEntropy(Kernel):
     file = "training/cross_entropy"
     arguments = members("pointers logits read losses, integers tokens T_ V, reals share")
@@ -154,7 +146,6 @@ class CrossEntropy(Kernel):
     T: np.dtype
 
 
-@dataclass(frozen=True)
 class ColumnSums(Kernel):
     file = "training/column_sums"
     arguments = members("pointers parts first rest, integers P columns split")
@@ -164,7 +155,6 @@ class ColumnSums(Kernel):
     COLUMNS: ClassVar[int] = 32  # of a block
 
 
-@dataclass(frozen=True)
 class SquareSums(Kernel):
     file = "training/square_sums"
     arguments = members("pointers x parts, integers count blocks")
@@ -173,7 +163,6 @@ class SquareSums(Kernel):
     shared_bytes = 4 * 16
 
 
-@dataclass(frozen=True)
 class AdamW(Kernel):
     file = "training/adamw"
     arguments = members(

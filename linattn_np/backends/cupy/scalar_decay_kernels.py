@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +17,6 @@ WEIGHTED_SUM = members(
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
-@dataclass(frozen=True)
 class WeightedSums(TiledKernel):
     """Sums of values weighted by decayed products of queries with keys: o, dq, dk and dv are such sums.
 
@@ -69,7 +67,6 @@ class WeightedSums(TiledKernel):
         return padded(stages * (stage + gates + 8 * 4) + 8 * 4, 1024)
 
 
-@dataclass(frozen=True)
 class ScalarBackwardSegments(TiledKernel):
     """The state and the state's gradient that each segment leaves by itself, on Hopper under a scalar decay."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +13,6 @@ from .plan import ceil_div
 SIZES = (8, 16)  # D: a head has at most so many channels and columns
 
 
-@dataclass(frozen=True)
 class GatedSmall(Kernel):
     """A kernel of small heads: a warp computes several heads, a block has WARPS warps."""
 

@@ -10,7 +10,6 @@ block its tiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import log
 from typing import ClassVar
 
@@ -49,7 +48,6 @@ class Softmax(Kernel):
         return arrays | {"vectors": aligned16(*(x for name, x in arrays.items() if name in IN_ROWS))}
 
 
-@dataclass(frozen=True)
 class SoftmaxSquare(Softmax):
     """A kernel whose tiles have as many columns of K as of V."""
 
@@ -126,7 +124,6 @@ class SoftmaxSm90(Softmax):
         return arrays | maps | {rows: arrays[name] for name, rows in self.RESULTS.items()}
 
 
-@dataclass(frozen=True)
 class SoftmaxForwardSm90(SoftmaxSm90):
     file, RESULTS = "softmax/sm90/forward", {"o": "out"}
     shared = ("Shared<{dtype}, {K}, {V}, {capped}>",)
@@ -196,7 +193,6 @@ class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
 
 
 # -- without tensor cores ----------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class SoftmaxPlain(Kernel):
     """A warp has a token and 128 of its columns. `what` may also be "Sinks", the gradient of the sinks, a block a head,
     or "Merge", which merges results of parts of the keys, a warp a query."""

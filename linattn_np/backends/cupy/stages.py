@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ...contract import SUB_CHUNK
@@ -15,7 +13,6 @@ from .plan import Array, Draft, ceil_div
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
 
 
-@dataclass(frozen=True)
 class ChunkCumsum(Kernel):
     file = "stages/chunk_cumsum"
     arguments = members("rows g b e, shape")
@@ -23,7 +20,6 @@ class ChunkCumsum(Kernel):
     gate: np.dtype
 
 
-@dataclass(frozen=True)
 class GatedQk(Kernel):
     file = "stages/gated_qk"
     arguments = members("rows q k b e qg kg, shape")
@@ -32,7 +28,6 @@ class GatedQk(Kernel):
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
 class InterChunk(Kernel):
     file = "stages/inter_chunk"
     arguments = members("rows kg b v, pointers h initial final, shape")
@@ -42,7 +37,6 @@ class InterChunk(Kernel):
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
 class IntraChunk(Kernel):
     file = "stages/intra_chunk"
     arguments = members("rows q k g, pointers u, rows A, shape")
@@ -58,7 +52,6 @@ class IntraChunk(Kernel):
         return 4 * (3 * 16 * (self.BK + 8) + 2 * self.BK + 4 * 16 * 16)
 
 
-@dataclass(frozen=True)
 class Combine(Kernel):
     file = "stages/combine"
     arguments = members("rows qg h A v o, shape, reals scale")
@@ -74,7 +67,6 @@ class Float64InterChunk(Kernel):
     threads = 128
 
 
-@dataclass(frozen=True)
 class Float64IntraChunk(Kernel):
     file = "float64/intra_chunk"
     arguments = members("rows q k g, pointers u, rows A, shape")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +12,6 @@ from .kernel import DOUBLE, FLOATS, Kernel
 from .plan import Draft, ceil_div, has_rows
 
 
-@dataclass(frozen=True)
 class RecurrentStep(Kernel):
     file = "recurrent/step"
     arguments = members(
@@ -35,7 +33,6 @@ class RecurrentStep(Kernel):
         return 4 * self.BV * self.threads // 32
 
 
-@dataclass(frozen=True)
 class Float64Step(Kernel):
     """Where the inputs or the state are float64."""
 

@@ -7,7 +7,7 @@ do, values and gv.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -31,7 +31,6 @@ from .plan import FLOAT32, Draft, aligned16, ceil_div
 from .segments import PORTABLE
 
 
-@dataclass(frozen=True)
 class ValueGateForward(TiledKernel):
     """Forward in chunks: BK channels a launch, with the tiles and schedules of `GatedForward`."""
 
@@ -87,7 +86,6 @@ class ValueGateForward(TiledKernel):
         return self.ungated.shared_bytes + self.CHUNK * self.BV * self.gate.itemsize
 
 
-@dataclass(frozen=True)
 class ValueGateRecurrent(TiledKernel):
     """Forward token by token."""
 
@@ -105,7 +103,6 @@ class ValueGateRecurrent(TiledKernel):
         return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
 
 
-@dataclass(frozen=True)
 class ValueGateBackwardScores(Kernel):
     """Backward, for one side: scores, and tokens decayed to the ends of their chunks."""
 
@@ -127,7 +124,6 @@ class ValueGateBackwardScores(Kernel):
         return tokens + left + 4 * 4 * 64
 
 
-@dataclass(frozen=True)
 class ValueGateBackwardStates(Kernel):
     file = "value_gate/backward_states"
     arguments = members(

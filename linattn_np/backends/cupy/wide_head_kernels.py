@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +11,6 @@ from .kernel import Kernel
 from .plan import ceil_div
 
 
-@dataclass(frozen=True)
 class GatedWideOperands(Kernel):
     """Forward with more than 128 channels, on every card: the operands and the scores of all chunks, made once for all
     columns."""
@@ -33,7 +31,6 @@ class GatedWideOperands(Kernel):
         return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile)
 
 
-@dataclass(frozen=True)
 class GatedWideForward(Kernel):
     """Forward from the operands and scores that `GatedWideOperands` has written."""
 
