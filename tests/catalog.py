@@ -151,13 +151,13 @@ def value_gates():
 def softmax_attention():
     for T in HALF:
         for cls in (softmax.SoftmaxForward, softmax.SoftmaxBackwardQueries, softmax.SoftmaxBackwardKeys):
-            for D, capped in product(cls.COLUMNS, (False, True)):
+            for (D,), capped in product(cls.COLUMNS, (False, True)):
                 yield cls(T, D, capped)
         for capped in (False, True):
             for K, V in softmax.SoftmaxForwardSm90.COLUMNS:
                 yield softmax.SoftmaxForwardSm90(T, K, V, capped)
             for cls in (softmax.SoftmaxBackwardQueriesSm90, softmax.SoftmaxBackwardKeysSm90):
-                for D in cls.COLUMNS:
+                for (D,) in cls.COLUMNS:
                     yield cls(T, D, capped)
     for T in FLOATS:
         for what in softmax.SoftmaxPlain.PASSES:

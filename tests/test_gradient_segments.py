@@ -10,7 +10,6 @@ from test_gradient_kernels import BY_NAME, Call, Case
 
 from linattn_np.backends.cupy import execute, gated, gated_kernels
 from linattn_np.backends.cupy import segments as cuts
-from linattn_np.backends.cupy.gated_forward import HopperForward
 
 pytestmark = pytest.mark.parametrize("op", BY_NAME)
 
@@ -104,7 +103,7 @@ def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, m
 def summarised_both_ways(call, device, segments, monkeypatch):
     """A call's gradients in so many segments whose states the forward pass does not leave."""
     monkeypatch.setattr(cuts, "backward_segments", lambda *_: segments)
-    monkeypatch.setattr(HopperForward, "starts_of_the_backward", lambda *_: None)
+    monkeypatch.setattr(cuts.ForwardCut, "gives_starts", False)
     options = {
         name: x if name == "cu_seqlens" else device.upload(x) for name, x in call.options.items() if x is not None
     }

@@ -97,12 +97,7 @@ def given(name="x", shape=(2, 3, 4, 8), dtype=SINGLE, start=0):
 
 
 def test_an_argument_is_packed_as_declared():
-    declared = (
-        *arguments.rows("q"),
-        *arguments.pointers("u none"),
-        *arguments.integers("T"),
-        *arguments.reals("scale"),
-    )
+    declared = arguments.members("rows q, pointers u none, integers T, reals scale")
     memory = given()
     args = {
         "q": whole(memory)[:, :, 1:],
@@ -120,8 +115,8 @@ def test_an_argument_is_packed_as_declared():
 
 
 def test_tensor_maps_and_structs_are_packed_in_place():
-    inner = (*arguments.maps("m"), *arguments.integers("n"))
-    declared = (*arguments.structs("two", 2, inner), *arguments.integers("last"))
+    inner = arguments.members("maps m, integers n")
+    declared = (*arguments.structs("two", 2, inner), *arguments.members("integers last"))
     memory = given()
     box = TensorMap(whole(memory), 8, 4, False)
     packed = arguments.Packed(declared, {"two": [{"m": box, "n": 5}, {"m": box, "n": 6}], "last": 7}, {memory: 0})

@@ -354,7 +354,7 @@ def test_a_cut_asks_the_device():
 @pytest.mark.parametrize("op", [GLA, SIMPLE_GLA])
 def test_each_decision_is_made_once_a_plan(op, H, T, gradient, monkeypatch):
     asked = []
-    for name in ("forward_cut", "hoppers_backward_cut", "forward_segments", "backward_segments", "split_columns"):
+    for name in ("forward_cut", "hoppers_backward_segments", "forward_segments", "backward_segments", "split_columns"):
         decide = getattr(segments, name)
         monkeypatch.setattr(segments, name, lambda *a, name=name, decide=decide: (asked.append(name), decide(*a))[1])
     shapes = {"B H T": (1, H, T), "B H T K": (1, H, T, 128), "B H T V": (1, H, T, 128)}

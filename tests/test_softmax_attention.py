@@ -444,7 +444,7 @@ def test_what_is_planned(capability, rng):
 
 @pytest.mark.parametrize(
     "sizes, reason",
-    [({"K": 60}, "a tensor map cannot describe q, k"), ({"K": 200}, "K=200 and V=64 are over (192, 128)")],
+    [({"K": 60}, "a tensor map cannot describe q, k"), ({"K": 200}, "K=200 and V=64 are over 192 and 128")],
 )
 def test_what_is_not_planned_on_hopper(sizes, reason, rng):
     """`explain` says why."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...contract import SUB_CHUNK
 from . import aligned_copies, float64, gated_backward, segments, stages
 from .gated_forward import HopperForward, forward_pass
@@ -49,8 +47,12 @@ def plan(problem, device, kept=()):
     if leaves_states:
         launches.leave_marks()
     launches.run(final, kept)
-    results = draft.give_back(problem, o), draft.stored(problem, final)
-    return draft.plan(results, mode=problem.mode, tiles=cut.tiles, saved=launches.saved if leaves_states else ())
+    return draft.plan(
+        draft.results(problem, o, final),
+        mode=problem.mode,
+        tiles=cut.tiles,
+        saved=launches.saved if leaves_states else (),
+    )
 
 
 def plan_wider(problem, device):
@@ -81,10 +83,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
     have the same bits."""
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht)
-    cut = segments.backward_cut(problem, device, do)
-    if cut.way == HOPPER and cut.segments > 1 and not saved and not kept:
-        cut = replace(cut, forward=segments.forward_cut(problem, device, cut))
-    return gated_backward.plan_cut(problem, cut, do, dht, saved, kept)
+    return gated_backward.plan_vjp(problem, device, do, dht, saved, kept)
 
 
 plan_summary_vjp = gated_backward.plan_summary_vjp
@@ -112,8 +111,7 @@ def launch_recurrent(draft, problem, kernel, arrays, o, final):
         shape=draft.shape(problem),
         scale=problem.scale,
     )
-    results = draft.give_back(problem, o), draft.stored(problem, final)
-    return draft.plan(results, mode="recurrent", tiles=kernel.tiles)
+    return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
 
 
 def plan_stages(problem):
@@ -133,5 +131,4 @@ def plan_stages(problem):
     tiles = {"chunk": shape.chunk}
     if problem.dtype != DOUBLE:
         tiles = {"BK": channels(K), "BV": stages.STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
-    results = draft.give_back(problem, o), draft.stored(problem, final)
-    return draft.plan(results, mode="staged", tiles=tiles)
+    return draft.plan(draft.results(problem, o, final), mode="staged", tiles=tiles)
