@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import array_kinds, padding, value_heads
+from .graph_capture import refuse_lost_memory
 from .layouts import swap_heads
 from .problem import Problem
 
@@ -85,6 +86,7 @@ def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
     x = folded(problem, in_time(problem, x, axes), axes)
     if problem.mask is None or "T" not in axes.split():
         return x
+    refuse_lost_memory(problem, "mask", "copies of the arrays without padding are")
     return padding.without(x, padding_of(problem), fill)
 
 

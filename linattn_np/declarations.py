@@ -5,7 +5,9 @@ The public functions stand above, the backends' equations and planners beside; a
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +19,16 @@ from .errors import ContractTypeError, NotSupported
 from .key_from_gate import KeyFromGate
 from .messages import kind_of, shown
 from .summary import Transition
+from .typing import (
+    AttentionOptions,
+    CombineOptions,
+    GatedQkOptions,
+    InterChunkOptions,
+    LinearAttentionOptions,
+    RetentionOptions,
+    StageOptions,
+    StepOptions,
+)
 
 MEMBERS: list[Op] = []  # the gated family
 GATED: list[Op] = []  # its members that backends compute by their own arrays: by its declaration a member has the
@@ -101,7 +113,7 @@ class Retention(Op):
         return np.exp(tokens * log_decay) if tokens else np.ones_like(log_decay)
 
 
-RETENTION = Retention("retention", QKV, transition=Transition.SCALAR)
+RETENTION = Retention("retention", QKV, transition=Transition.SCALAR, keywords=RetentionOptions)
 FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
@@ -115,7 +127,7 @@ class LinearAttention(Op):
         return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=normalize, **arguments)
 
 
-LINEAR_ATTENTION = LinearAttention("linear_attention", QKV)
+LINEAR_ATTENTION = LinearAttention("linear_attention", QKV, keywords=LinearAttentionOptions)
 NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
@@ -226,7 +238,13 @@ class SoftmaxAttention(Op):
 
 
 SOFTMAX_SINKS = SoftmaxAttention(
-    "softmax_attention", QKV | {"sinks": "H"}, gates=("sinks",), modes=("chunk",), state=()
+    "softmax_attention",
+    QKV | {"sinks": "H"},
+    gates=("sinks",),
+    modes=("chunk",),
+    state=(),
+    keywords=AttentionOptions,
+    second_result="return_lse",
 )
 SOFTMAX_ATTENTION = replace(SOFTMAX_SINKS, arrays=QKV, gates=(), with_more=SOFTMAX_SINKS)
 WITH_LSE = {op: replace(op, state=("B H T",)) for op in (SOFTMAX_ATTENTION, SOFTMAX_SINKS)}
@@ -239,6 +257,27 @@ OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTIO
 # -- one token ---------------------------------------------------------------------------------------------------------
 class Step(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
+
+    @classmethod
+    def of(cls, op: Op) -> Step:
+        """The step of an operator: its arrays without their axis of tokens."""
+        arrays = {name: axes.replace(" T", "") for name, axes in op.arrays.items()}
+        return cls(
+            f"{op.name}_step",
+            arrays,
+            out=op.out.replace(" T", ""),
+            gates=op.gates,
+            modes=("recurrent",),
+            reads_before_write=op.reads_before_write,
+            keywords=StepOptions,
+            second_result="",
+        )
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        *arrays, slots, scale, backend, out = super().signature.parameters.values()
+        state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return inspect.Signature([*arrays, state, slots, scale, backend, out])
 
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
@@ -280,31 +319,32 @@ class Step(Op):
         return rows
 
 
-GLA_STEP = Step(
-    "gla_step",
-    {"q": "B H K", "k": "B H K", "v": "B H V", "g": "B H K"},
-    out="B H V",
-    gates=("g",),
-    modes=("recurrent",),
-)
-RWKV6_STEP = Step(
-    "rwkv6_step",
-    {"r": "B H K", "k": "B H K", "v": "B H V", "w": "B H K", "u": "H K"},
-    out="B H V",
-    gates=("w", "u"),
-    modes=("recurrent",),
-    reads_before_write=True,
-)
+GLA_STEP = Step.of(GLA)
+RWKV6_STEP = Step.of(RWKV6)
 STEPS = (GLA_STEP, RWKV6_STEP)
 
 
 # -- the stages of the chunked form ------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
 class Stage(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
 
+    state: tuple[str, ...] = ()
+    keywords: type = StageOptions
+    second_result: str = ""
+    pair: bool = False  # two results with the axes of `out`
     differentiable = False
 
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        parameters = super().signature.parameters
+        return inspect.Signature(
+            [x.replace(default=CHUNK) if x.name == "chunk_size" else x for x in parameters.values()]
+        )
+
     def check(self, inputs, *, chunk_size=CHUNK, **arguments):
+        if "exclusive" in arguments:
+            arguments["exclusive"] = self.flag("exclusive", arguments["exclusive"])
         if chunk_size is None:
             self.refuse("chunk_size", "is None, expected a positive multiple of 16")
         problem = super().check(inputs, mode="staged", chunk_size=chunk_size, **arguments)
@@ -317,29 +357,33 @@ class Stage(Op):
         return problem.replace(sizes=problem.sizes | settled)
 
 
-CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())
+TOKENS = "B H T K"
+CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": TOKENS}, out=TOKENS, pair=True)
 GATED_QK = Stage(
     "gated_qk",
-    {"q": "B H T K", "k": "B H T K", "b": "B H T K", "e": "B H T K"},
-    out="B H T K",
+    {"q": TOKENS, "k": TOKENS, "b": TOKENS, "e": TOKENS},
+    out=TOKENS,
     computed=("b", "e"),
-    state=(),
+    keywords=GatedQkOptions,
+    pair=True,
 )
 INTER_CHUNK = Stage(
-    "inter_chunk", {"kg": "B H T K", "v": "B H T V", "b": "B H T K"}, out="B H NC K V", computed=("kg", "b")
-)
-INTRA_CHUNK = Stage(
-    "intra_chunk", {"q": "B H T K", "k": "B H T K", "g": "B H T K"}, out="B H T C", gates=("g",), state=()
+    "inter_chunk",
+    {"kg": TOKENS, "v": "B H T V", "b": TOKENS},
+    out="B H NC K V",
+    computed=("kg", "b"),
+    state=("N H K V",),
+    keywords=InterChunkOptions,
+    second_result="output_final_state",
 )
 INTRA_CHUNK_BONUS = Stage(
-    "intra_chunk",
-    {**INTRA_CHUNK.arrays, "u": "H K"},
-    out="B H T C",
-    gates=("g", "u"),
-    reads_before_write=True,
-    state=(),
+    "intra_chunk", KEYS | {"g": TOKENS, "u": "H K"}, out="B H T C", gates=("g", "u"), reads_before_write=True
 )
+INTRA_CHUNK = Stage("intra_chunk", KEYS | {"g": TOKENS}, out="B H T C", gates=("g",), with_more=INTRA_CHUNK_BONUS)
 COMBINE = Stage(
-    "combine", {"qg": "B H T K", "h": "B H NC K V", "A": "B H T C", "v": "B H T V"}, computed=("qg", "h", "A"), state=()
+    "combine",
+    {"qg": TOKENS, "h": "B H NC K V", "A": "B H T C", "v": "B H T V"},
+    computed=("qg", "h", "A"),
+    keywords=CombineOptions,
 )
 STAGES = (CHUNK_CUMSUM, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS, COMBINE)

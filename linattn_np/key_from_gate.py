@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .graph_capture import refuse_lost_memory
 from .problem import Problem
 
 
@@ -35,6 +36,7 @@ class KeyFromGate:
     def computed(self, problem: Problem) -> Problem:
         """GLA's problem. k is computed in single precision at least and has the dtype of q."""
         _, g, _ = problem.arrays.values()
+        refuse_lost_memory(problem, "g", "the key that is made of it is")
         with computing(problem):
             k = self.key(g.astype(problem.compute_dtype, copy=False)).astype(problem.dtype, copy=False)
             return self.arrays(problem, k)
@@ -49,6 +51,7 @@ class KeyFromGate:
         """The gradients of q, g and v from GLA's: dg + slope(g) dk, in the memory of GLA's dg."""
         dq, dk, dv, dg = found
         _, g, _ = problem.arrays.values()
+        refuse_lost_memory(problem, "g", "its gradient through the key is")
         wide = problem.compute_dtype
         with computing(problem):
             through_k = self.slope(g.astype(wide, copy=False)) * dk.astype(wide, copy=False)

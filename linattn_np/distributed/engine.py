@@ -56,7 +56,8 @@ class Engine(Protocol):
 class Alone:
     """The engine of one rank without others."""
 
-    rank, size, homes = 0, 1, ("host", "cuda")
+    rank, size = 0, 1
+    homes: tuple[str, ...] = ("host", "cuda")
 
     def all_gather(self, x):
         return lambda: x[None]
@@ -85,7 +86,7 @@ class HostEngine:
     threaded                        whether threads of one rank may do so at the same time
     """
 
-    homes = ("host",)
+    homes: tuple[str, ...] = ("host",)
     threaded = False
 
     def __init__(self, rank, size, limit_s):

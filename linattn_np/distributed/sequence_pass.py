@@ -7,16 +7,14 @@ from the states that it finds. What needs no state is computed while the message
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
-
 import numpy as np
 
-from ..autodiff import resumed
+from ..autodiff import vjp_of
 from ..backends.cupy import execute
 from ..conversions import callers_sizes
 from ..dispatch import call as call_operator
 from ..dispatch import summarise
+from ..graph_capture import lasting_memory
 from ..value_heads import callers
 from .call_comparison import Question
 from .rank_call import RankCall, parts_of
@@ -138,7 +136,7 @@ class Forward(Pass):
     def result(self):
         """o, or (o, final state), of this rank's tokens."""
         call, problem = self.call, self.call.problem
-        with lasting_memory(problem.home):
+        with lasting_memory(problem.home, execute.in_graphs):
             results, ends = self.run(self.question.expected() or self.question.answer())
             o = next(iter(results.values())) if self.o is None else self.o
             result = call.array_to_caller(o, problem.op.out) if call.out is None else call.given["out"]
@@ -171,7 +169,7 @@ class Forward(Pass):
             self.o = np.empty_like(call.arrays[0], shape=(B, heads, T, V))  # in the memory order of q
         kept, of_segment = self.kept.pop(segment.index, ()), slice(segment.start, segment.stop)
         if call.gradient:
-            result, self.pulls[segment.index] = resumed(call.function, arrays, given, kept)
+            result, self.pulls[segment.index] = vjp_of(call.declared, arrays, kept=kept, **given)
         else:
             out = {} if self.o is None else {"out": self.o[:, :, of_segment]}
             result = call_operator(call.declared, arrays, kept=kept, **given, **out)
@@ -270,30 +268,10 @@ class Backward(Pass):
 
 def gradients(forward, do, dht, summed):
     """The pullback of `operators.vjp`."""
-    with lasting_memory(forward.call.problem.home):
+    with lasting_memory(forward.call.problem.home, execute.in_graphs):
         return Backward(forward, do, dht).gradients(summed)
 
 
 def tokens_of(segment, piece):
     """(start, stop) of a piece, among the tokens of its rank."""
     return segment.start + piece.start, segment.start + piece.stop
-
-
-@contextmanager
-def lasting_memory(home):
-    """Gives a call that a CUDA graph captures a memory pool of its own: every launch of the graph writes there again.
-
-    `home` is that of the arrays. An allocator other than CuPy's default one, which the caller has chosen, stays.
-    """
-    cupy = sys.modules.get("cupy")
-    if home == "host" or not cupy.cuda.get_current_stream().is_capturing() or has_own_allocator(cupy):
-        yield
-        return
-    pool = cupy.cuda.MemoryPool()
-    execute.in_graphs.append(pool)
-    with cupy.cuda.using_allocator(pool.malloc):
-        yield
-
-
-def has_own_allocator(cupy) -> bool:
-    return cupy.cuda.get_allocator() != cupy.get_default_memory_pool().malloc
