@@ -21,7 +21,7 @@ import pytest
 
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import gated_kernels, source
-from linattn_np.backends.cupy.arguments import integers
+from linattn_np.backends.cupy.arguments import members
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: no NVRTC to compile with")
 
@@ -249,7 +249,7 @@ class Swapped(Wrong):
 
 
 class Longer(Wrong):
-    arguments = (*gated_kernels.Recurrent.arguments, *integers("more"))
+    arguments = (*gated_kernels.Recurrent.arguments, *members("integers more"))
 
 
 class KeptTooRarely(gated_kernels.GatedBackwardQueriesSm90):
