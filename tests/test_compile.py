@@ -11,7 +11,6 @@ another part for another seed. `translated.py` has every instance read.
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import ClassVar
@@ -216,7 +215,6 @@ def test_errors_name_the_true_file_and_line(tmp_path):
         nvrtc.compile_text("#define WRONG\n" + text, ["source"], "sm_80")
 
 
-@dataclass(frozen=True)
 class Wrong(gated_kernels.Recurrent):
     """An instance whose host is wrong about a size or the order of the argument."""
 
