@@ -18,6 +18,7 @@ from .errors import ContractError, ContractTypeError
 from .layouts import in_layout, swap_heads
 from .messages import shown
 from .summary import Transition
+from .typing import MaskedOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,8 @@ class Declaration:
     feature: str = "K"  # the axis that sets the default scale, K**-0.5
     transition: Transition = Transition.NONE  # what a token does to the state before it
     gates_per_value_head: bool = False  # each value head has gates of its own, so that none can share a head's
+    keywords: type = MaskedOptions  # a TypedDict of its keyword arguments
+    second_result: str = "output_final_state"  # the keyword argument that asks for it; "" where there is none
     derived: Any = None  # a `derived.KeyFromGate` where backends compute another operator, from more arrays
     differentiable = True  # by a function of this name in linattn_np.interop
 
@@ -56,7 +59,7 @@ class Declaration:
     def native(self, name, x, use="computed"):
         """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
         try:
-            return accepted_arrays.admitted(name, x, use, self.name.split()[0] if self.differentiable else None)
+            return accepted_arrays.accepted(name, x, use, self.name.split()[0] if self.differentiable else None)
         except accepted_arrays.Refusal as refusal:
             self.refuse(name, str(refusal), ContractTypeError)
 
@@ -86,7 +89,7 @@ class Declaration:
 
     def placed_states(self, name, parts, sizes, home, v_first, groups):
         """The state's parts, or their gradients, of exactly the sizes of the call and in the caller's order."""
-        wanted = [value_heads.callers(axes, groups) for axes in self.state]
+        wanted = [value_heads.grouped_axes(axes, groups) for axes in self.state]
         if v_first:
             wanted = [axes.replace("K V", "V K") for axes in wanted]
         return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted))

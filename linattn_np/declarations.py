@@ -5,7 +5,9 @@ The public functions stand above, the backends' equations and planners beside; a
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +19,16 @@ from .errors import ContractTypeError, NotSupported
 from .key_from_gate import KeyFromGate
 from .messages import kind_of, shown
 from .summary import Transition
+from .typing import (
+    AttentionOptions,
+    CombineOptions,
+    GatedQkOptions,
+    InterChunkOptions,
+    LinearAttentionOptions,
+    RetentionOptions,
+    StageOptions,
+    StepOptions,
+)
 
 MEMBERS: list[Op] = []  # the gated family
 GATED: list[Op] = []  # its members that backends compute by their own arrays: by its declaration a member has the
@@ -38,7 +50,7 @@ QKV = KEYS | {"v": "B H T V"}
 
 
 # -- gated operators ---------------------------------------------------------------------------------------------------
-class ValueGate(Op):
+class ValueGateOp(Op):
     """The declaration of a call that gates the state's values too."""
 
     def route(self, mode, chunk_size, materialize):
@@ -47,7 +59,7 @@ class ValueGate(Op):
         return super().route(mode, chunk_size, materialize)
 
 
-GLA_VALUE_GATE = ValueGate(
+GLA_VALUE_GATE = ValueGateOp(
     "gla with gv",
     QKV | {"g": "B H T K", "gv": "B H T V"},
     gates=("g", "gv"),
@@ -68,7 +80,7 @@ HGRN2 = gated(Op("hgrn2", QGV, gates=("g",), derived=KEY_OF_HGRN2))
 SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
 
 
-class Retention(Op):
+class RetentionOp(Op):
     """Its decay is no array of the call but a constant a head, settled while binding."""
 
     def check(self, inputs, *, gamma=None, **arguments):
@@ -101,26 +113,28 @@ class Retention(Op):
         return np.exp(tokens * log_decay) if tokens else np.ones_like(log_decay)
 
 
-RETENTION = Retention("retention", QKV, transition=Transition.SCALAR)
+RETENTION = RetentionOp("retention", QKV, transition=Transition.SCALAR, keywords=RetentionOptions)
 FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
-class LinearAttention(Op):
+class LinearAttentionOp(Op):
     """Carries the normaliser z beside S once `normalize` is asked for."""
 
     def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
         self.one_of("feature_map", feature_map, FEATURE_MAPS)
         normalize = self.flag("normalize", normalize)
         declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
-        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=normalize, **arguments)
+        return super(LinearAttentionOp, declared).check(
+            inputs, feature_map=feature_map, normalize=normalize, **arguments
+        )
 
 
-LINEAR_ATTENTION = LinearAttention("linear_attention", QKV)
+LINEAR_ATTENTION = LinearAttentionOp("linear_attention", QKV, keywords=LinearAttentionOptions)
 NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
 # -- softmax attention -------------------------------------------------------------------------------------------------
-class SoftmaxAttention(Op):
+class SoftmaxAttentionOp(Op):
     """H heads of T queries attend to HK heads of S keys and values. With `return_lse` the logarithm of each query's sum
     is a result of its own, declared as a part of the state.
 
@@ -144,7 +158,7 @@ class SoftmaxAttention(Op):
     ):
         self.refuse_missing(dropout_p, block_table)
         declared = WITH_LSE.get(self, self) if self.flag("return_lse", return_lse) else self
-        problem = super(SoftmaxAttention, declared).check(
+        problem = super(SoftmaxAttentionOp, declared).check(
             inputs, cu_seqlens=cu_seqlens, output_final_state=return_lse, **arguments
         )
         causal = self.flag("causal", causal)
@@ -225,8 +239,14 @@ class SoftmaxAttention(Op):
         return spans
 
 
-SOFTMAX_SINKS = SoftmaxAttention(
-    "softmax_attention", QKV | {"sinks": "H"}, gates=("sinks",), modes=("chunk",), state=()
+SOFTMAX_SINKS = SoftmaxAttentionOp(
+    "softmax_attention",
+    QKV | {"sinks": "H"},
+    gates=("sinks",),
+    modes=("chunk",),
+    state=(),
+    keywords=AttentionOptions,
+    second_result="return_lse",
 )
 SOFTMAX_ATTENTION = replace(SOFTMAX_SINKS, arrays=QKV, gates=(), with_more=SOFTMAX_SINKS)
 WITH_LSE = {op: replace(op, state=("B H T",)) for op in (SOFTMAX_ATTENTION, SOFTMAX_SINKS)}
@@ -237,8 +257,29 @@ OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTIO
 
 
 # -- one token ---------------------------------------------------------------------------------------------------------
-class Step(Op):
+class StepOp(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
+
+    @classmethod
+    def of(cls, op: Op) -> StepOp:
+        """The step of an operator: its arrays without their axis of tokens."""
+        arrays = {name: axes.replace(" T", "") for name, axes in op.arrays.items()}
+        return cls(
+            f"{op.name}_step",
+            arrays,
+            out=op.out.replace(" T", ""),
+            gates=op.gates,
+            modes=("recurrent",),
+            reads_before_write=op.reads_before_write,
+            keywords=StepOptions,
+            second_result="",
+        )
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        *arrays, slots, scale, backend, out = super().signature.parameters.values()
+        state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return inspect.Signature([*arrays, state, slots, scale, backend, out])
 
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
@@ -280,31 +321,32 @@ class Step(Op):
         return rows
 
 
-GLA_STEP = Step(
-    "gla_step",
-    {"q": "B H K", "k": "B H K", "v": "B H V", "g": "B H K"},
-    out="B H V",
-    gates=("g",),
-    modes=("recurrent",),
-)
-RWKV6_STEP = Step(
-    "rwkv6_step",
-    {"r": "B H K", "k": "B H K", "v": "B H V", "w": "B H K", "u": "H K"},
-    out="B H V",
-    gates=("w", "u"),
-    modes=("recurrent",),
-    reads_before_write=True,
-)
+GLA_STEP = StepOp.of(GLA)
+RWKV6_STEP = StepOp.of(RWKV6)
 STEPS = (GLA_STEP, RWKV6_STEP)
 
 
 # -- the stages of the chunked form ------------------------------------------------------------------------------------
-class Stage(Op):
+@dataclass(frozen=True, eq=False)
+class StageOp(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
 
+    state: tuple[str, ...] = ()
+    keywords: type = StageOptions
+    second_result: str = ""
+    pair: bool = False  # two results with the axes of `out`
     differentiable = False
 
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        parameters = super().signature.parameters
+        return inspect.Signature(
+            [x.replace(default=CHUNK) if x.name == "chunk_size" else x for x in parameters.values()]
+        )
+
     def check(self, inputs, *, chunk_size=CHUNK, **arguments):
+        if "exclusive" in arguments:
+            arguments["exclusive"] = self.flag("exclusive", arguments["exclusive"])
         if chunk_size is None:
             self.refuse("chunk_size", "is None, expected a positive multiple of 16")
         problem = super().check(inputs, mode="staged", chunk_size=chunk_size, **arguments)
@@ -317,29 +359,33 @@ class Stage(Op):
         return problem.replace(sizes=problem.sizes | settled)
 
 
-CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())
-GATED_QK = Stage(
+TOKENS = "B H T K"
+CHUNK_CUMSUM = StageOp("chunk_cumsum", {"g": TOKENS}, out=TOKENS, pair=True)
+GATED_QK = StageOp(
     "gated_qk",
-    {"q": "B H T K", "k": "B H T K", "b": "B H T K", "e": "B H T K"},
-    out="B H T K",
+    {"q": TOKENS, "k": TOKENS, "b": TOKENS, "e": TOKENS},
+    out=TOKENS,
     computed=("b", "e"),
-    state=(),
+    keywords=GatedQkOptions,
+    pair=True,
 )
-INTER_CHUNK = Stage(
-    "inter_chunk", {"kg": "B H T K", "v": "B H T V", "b": "B H T K"}, out="B H NC K V", computed=("kg", "b")
+INTER_CHUNK = StageOp(
+    "inter_chunk",
+    {"kg": TOKENS, "v": "B H T V", "b": TOKENS},
+    out="B H NC K V",
+    computed=("kg", "b"),
+    state=("N H K V",),
+    keywords=InterChunkOptions,
+    second_result="output_final_state",
 )
-INTRA_CHUNK = Stage(
-    "intra_chunk", {"q": "B H T K", "k": "B H T K", "g": "B H T K"}, out="B H T C", gates=("g",), state=()
+INTRA_CHUNK_BONUS = StageOp(
+    "intra_chunk", KEYS | {"g": TOKENS, "u": "H K"}, out="B H T C", gates=("g", "u"), reads_before_write=True
 )
-INTRA_CHUNK_BONUS = Stage(
-    "intra_chunk",
-    {**INTRA_CHUNK.arrays, "u": "H K"},
-    out="B H T C",
-    gates=("g", "u"),
-    reads_before_write=True,
-    state=(),
-)
-COMBINE = Stage(
-    "combine", {"qg": "B H T K", "h": "B H NC K V", "A": "B H T C", "v": "B H T V"}, computed=("qg", "h", "A"), state=()
+INTRA_CHUNK = StageOp("intra_chunk", KEYS | {"g": TOKENS}, out="B H T C", gates=("g",), with_more=INTRA_CHUNK_BONUS)
+COMBINE = StageOp(
+    "combine",
+    {"qg": TOKENS, "h": "B H NC K V", "A": "B H T C", "v": "B H T V"},
+    computed=("qg", "h", "A"),
+    keywords=CombineOptions,
 )
 STAGES = (CHUNK_CUMSUM, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS, COMBINE)

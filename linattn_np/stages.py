@@ -16,32 +16,13 @@ Gates are natural logs. Chunks do not cross the sequences of `cu_seqlens`; NC co
 float32, float64 beside float64 inputs. `layout`, `backend` and errors are as in `linattn_np.gla`.
 """
 
-from __future__ import annotations
-
-from typing import Literal, overload
-
-from numpy.typing import DTypeLike
-
-from .contract import CHUNK
-from .conversions import in_kind, to_caller
-from .declarations import CHUNK_CUMSUM, COMBINE, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS
-from .dispatch import backend_module, choose
-from .typing import Array, Backend, Integers, Layout, Result, State
+from .declarations import CHUNK_CUMSUM, COMBINE, GATED_QK, INTER_CHUNK, INTRA_CHUNK
+from .dispatch import call_stage
+from .public_function import public_function
 
 
-def run_stage(op, arrays, backend, **arguments):
-    problem = op.bind(arrays, **arguments)
-    return problem, backend_module(choose(problem, backend)).run(problem)
-
-
-def chunk_cumsum(
-    g: Array,
-    *,
-    chunk_size: int = CHUNK,
-    cu_seqlens: Integers | None = None,
-    layout: Layout = "bhtd",
-    backend: Backend = "auto",
-) -> tuple[Result, Result]:
+@public_function(CHUNK_CUMSUM, call_stage)
+def chunk_cumsum():
     """Stage 1: (b, e) [B, H, T, K], the gate's inclusive prefix and exclusive suffix sums within each chunk.
 
         b_i = g_1 + ... + g_i,      e_j = g_{j+1} + ... + g_C
@@ -53,24 +34,10 @@ def chunk_cumsum(
     >>> b.ravel(), e.ravel()
     (array([-1., -2., -3.]), array([-2., -1.,  0.]))
     """
-    problem, (b, e) = run_stage(
-        CHUNK_CUMSUM, (g,), backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout
-    )
-    return in_kind(problem, to_caller(problem, b, "B H T K")), in_kind(problem, to_caller(problem, e, "B H T K"))
 
 
-def gated_qk(
-    q: Array,
-    k: Array,
-    b: Array,
-    e: Array,
-    *,
-    exclusive: bool = False,
-    chunk_size: int = CHUNK,
-    cu_seqlens: Integers | None = None,
-    layout: Layout = "bhtd",
-    backend: Backend = "auto",
-) -> tuple[Result, Result]:
+@public_function(GATED_QK, call_stage)
+def gated_qk():
     """Stage 2: (qg, kg) [B, H, T, K], the query decayed from the chunk's start and the key to the chunk's end.
 
         qg_i = q_i exp(b_i), or q_i exp(b_{i-1}) when `exclusive` (RWKV-6);     kg_j = k_j exp(e_j)
@@ -83,63 +50,10 @@ def gated_qk(
     >>> qg.ravel(), kg.ravel()
     (array([0.5 , 0.25]), array([0.5, 1. ]))
     """
-    problem, (qg, kg) = run_stage(
-        GATED_QK,
-        (q, k, b, e),
-        backend,
-        chunk_size=chunk_size,
-        cu_seqlens=cu_seqlens,
-        layout=layout,
-        exclusive=GATED_QK.flag("exclusive", exclusive),
-    )
-    return in_kind(problem, to_caller(problem, qg, "B H T K")), in_kind(problem, to_caller(problem, kg, "B H T K"))
 
 
-@overload
-def inter_chunk(
-    kg: Array,
-    v: Array,
-    b: Array,
-    *,
-    output_final_state: Literal[False] = False,
-    initial_state: Array | None = None,
-    state_dtype: DTypeLike | None = None,
-    chunk_size: int = CHUNK,
-    cu_seqlens: Integers | None = None,
-    layout: Layout = "bhtd",
-    backend: Backend = "auto",
-) -> Result: ...
-
-
-@overload
-def inter_chunk(
-    kg: Array,
-    v: Array,
-    b: Array,
-    *,
-    output_final_state: Literal[True],
-    initial_state: Array | None = None,
-    state_dtype: DTypeLike | None = None,
-    chunk_size: int = CHUNK,
-    cu_seqlens: Integers | None = None,
-    layout: Layout = "bhtd",
-    backend: Backend = "auto",
-) -> tuple[Result, State]: ...
-
-
-def inter_chunk(
-    kg,
-    v,
-    b,
-    *,
-    initial_state=None,
-    output_final_state=False,
-    state_dtype=None,
-    chunk_size=CHUNK,
-    cu_seqlens=None,
-    layout="bhtd",
-    backend="auto",
-):
+@public_function(INTER_CHUNK, call_stage)
+def inter_chunk():
     """Stage 3: h [B, H, NC, K, V], the state before every chunk; with `output_final_state` (h, [N, H, K, V]).
 
         h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
@@ -151,32 +65,10 @@ def inter_chunk(
     >>> linattn_np.stages.inter_chunk(kg, v, b, chunk_size=16).ravel()
     array([ 0., 16.])
     """
-    problem, (h, final_state) = run_stage(
-        INTER_CHUNK,
-        (kg, v, b),
-        backend,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_dtype=state_dtype,
-        chunk_size=chunk_size,
-        cu_seqlens=cu_seqlens,
-        layout=layout,
-    )
-    h = in_kind(problem, h)
-    return (h, in_kind(problem, final_state[0])) if output_final_state else h
 
 
-def intra_chunk(
-    q: Array,
-    k: Array,
-    g: Array,
-    *,
-    u: Array | None = None,
-    chunk_size: int = CHUNK,
-    cu_seqlens: Integers | None = None,
-    layout: Layout = "bhtd",
-    backend: Backend = "auto",
-) -> Result:
+@public_function(INTRA_CHUNK, call_stage)
+def intra_chunk():
     """Stage 4: A [B, H, T, C], the weight of the chunk's j-th token on token i; 0 above the diagonal.
 
         A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik),     j <= i
@@ -194,24 +86,10 @@ def intra_chunk(
            [0.5 , 1.  , 0.  ],
            [0.25, 0.5 , 1.  ]])
     """
-    op, arrays = (INTRA_CHUNK, [q, k, g]) if u is None else (INTRA_CHUNK_BONUS, [q, k, g, u])
-    problem, A = run_stage(op, arrays, backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout)
-    return in_kind(problem, to_caller(problem, A, "B H T C"))
 
 
-def combine(
-    qg: Array,
-    h: Array,
-    A: Array,
-    v: Array,
-    *,
-    scale: float | None = None,
-    chunk_size: int = CHUNK,
-    cu_seqlens: Integers | None = None,
-    layout: Layout = "bhtd",
-    backend: Backend = "auto",
-    out: Array | None = None,
-) -> Result:
+@public_function(COMBINE, call_stage)
+def combine():
     """Stage 5: o [B, H, T, V], what the past chunks and the present one give.
 
         o = scale * (qg h_c + A v)
@@ -230,14 +108,3 @@ def combine(
     >>> bool(np.allclose(o, linattn_np.gla(q, k, v, g)))
     True
     """
-    problem, o = run_stage(
-        COMBINE,
-        (qg, h, A, v),
-        backend,
-        scale=scale,
-        chunk_size=chunk_size,
-        cu_seqlens=cu_seqlens,
-        layout=layout,
-        out=out,
-    )
-    return out if out is not None else in_kind(problem, to_caller(problem, o, "B H T V"))

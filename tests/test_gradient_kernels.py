@@ -25,7 +25,7 @@ from reference import (
 
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import execute, segments
+from linattn_np.backends.cupy import execute, gated_backward, segments
 from linattn_np.declarations import GLA, RWKV6
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.layouts import swap_heads
@@ -276,7 +276,7 @@ def test_any_channels_and_columns(op, K, V, dtype, rng):
 
 @pytest.mark.parametrize("turn", [1, 2])
 def test_heads_take_turns_where_their_states_are_large(op, backend, turn, rng, monkeypatch):
-    monkeypatch.setattr(segments, "heads_at_once", lambda *_: turn)
+    monkeypatch.setattr(gated_backward, "heads_at_once", lambda *_: turn)
     call = Call(op, Case(T=150, H=3, B=2), rng)
     _, found = call.on(backend)
     call.assert_close(f"{turn} of three heads at once", found, call.exact[1])

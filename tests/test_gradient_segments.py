@@ -8,9 +8,8 @@ from emulator import EmulatedDevice
 from reference import assert_close, same_bits
 from test_gradient_kernels import BY_NAME, Call, Case
 
-from linattn_np.backends.cupy import execute, gated, instances
+from linattn_np.backends.cupy import execute, gated, gated_kernels
 from linattn_np.backends.cupy import segments as cuts
-from linattn_np.backends.cupy.gated_forward import HopperForward
 
 pytestmark = pytest.mark.parametrize("op", BY_NAME)
 
@@ -55,7 +54,7 @@ def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, mo
         plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
         main = [step for step in plan.launches if "backward" in step.kernel.name]
         many, held = len(lengths) * call.case.H, multiprocessors * (2 if K + V == 128 else 1)
-        schedule, blocks = (instances.IN_TURN, held) if many > held else (instances.ONE_EACH, many)
+        schedule, blocks = (gated_kernels.IN_TURN, held) if many > held else (gated_kernels.ONE_EACH, many)
         assert [(step.kernel.schedule, step.blocks) for step in main] == [(schedule, blocks)] * 2
         found, start = planned.pull(problem, device, call.do, final)
         results[multiprocessors] = [*found, *(start or ())]
@@ -104,7 +103,7 @@ def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, m
 def summarised_both_ways(call, device, segments, monkeypatch):
     """A call's gradients in so many segments whose states the forward pass does not leave."""
     monkeypatch.setattr(cuts, "backward_segments", lambda *_: segments)
-    monkeypatch.setattr(HopperForward, "starts_of_the_backward", lambda *_: None)
+    monkeypatch.setattr(cuts.ForwardCut, "gives_starts", False)
     options = {
         name: x if name == "cu_seqlens" else device.upload(x) for name, x in call.options.items() if x is not None
     }

@@ -11,7 +11,7 @@ from test_growth import KINDS, LIMITS
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import segments
+from linattn_np.backends.cupy import gated_backward
 from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.layouts import swap_heads
 
@@ -384,7 +384,7 @@ def test_heads_take_turns(backend, rng, monkeypatch):
     arrays, (start, dht) = case.drawn(rng)
     do = rng.standard_normal(arrays[2].shape).astype(SINGLE)
     wanted, dh0 = pulled_back(case, arrays, start, None, do, dht)
-    monkeypatch.setattr(segments, "STATES_AT_LEAST", 1)
+    monkeypatch.setattr(gated_backward, "STATES_AT_LEAST", 1)
     given = [backend.asarray(x) for x in arrays]
     _, pull = backend.run(vjp, gla, *given, initial_state=backend.asarray(start))
     for x, y in zip(pull(backend.asarray(do), backend.asarray(dht)), (*wanted, dh0), strict=True):

@@ -56,7 +56,8 @@ class Engine(Protocol):
 class Alone:
     """The engine of one rank without others."""
 
-    rank, size, homes = 0, 1, ("host", "cuda")
+    rank, size = 0, 1
+    homes: tuple[str, ...] = ("host", "cuda")
 
     def all_gather(self, x):
         return lambda: x[None]
@@ -85,7 +86,7 @@ class HostEngine:
     threaded                        whether threads of one rank may do so at the same time
     """
 
-    homes = ("host",)
+    homes: tuple[str, ...] = ("host",)
     threaded = False
 
     def __init__(self, rank, size, limit_s):
@@ -176,7 +177,9 @@ class HostEngine:
         by_place: dict = {}
         for rank, head in enumerate(heads):
             by_place.setdefault(f"{place_of(head)}, with a message of {head[0]} bytes", []).append(rank)
-        words = [f"{those(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in by_place.items()]
+        words = [
+            f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in by_place.items()
+        ]
         raise Disagreement(f"the ranks are in different operations: {'; '.join(words)}")
 
 
@@ -229,7 +232,7 @@ def place_of(head):
     return f"{'at the beginning of' if begins else 'in or after'} {operation.decode(errors='ignore')} (call {number})"
 
 
-def those(ranks):
+def ranks_in_words(ranks):
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

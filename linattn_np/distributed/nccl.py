@@ -34,7 +34,7 @@ class Nccl:
     seconds at most, and a process may end before.
     """
 
-    homes = ("host", "cuda")
+    homes: tuple[str, ...] = ("host", "cuda")
 
     def __init__(self, host, *, communicator=None, limit_s=LIMIT_S):
         check_limit("Nccl", limit_s)

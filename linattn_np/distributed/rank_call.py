@@ -12,13 +12,12 @@ from ..accepted_arrays import contents, host_array
 from ..array_kinds import from_native
 from ..checked_calls import call_key
 from ..conversions import callers_sizes
-from ..dispatch import choose, split_to_fit
+from ..dispatch import choose
 from ..errors import ContractTypeError
 from ..layouts import swap_heads
-from ..ops import declaration
-from .call_comparison import Question
+from .call_comparison import CallComparison
 from .engine import Engine
-from .recurrence import Recurrence, Row, wide
+from .recurrence import Recurrence, Row, at_least_float32
 from .sequence_cut import Cut
 
 COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # how: every segment's call gets them as given
@@ -30,27 +29,27 @@ cut_of = lru_cache(64)(Cut)
 
 
 class RankCall:
-    """A call of `function`, an operator of linattn_np, with this rank's tokens.
+    """A call of the declared operator `op` with this rank's tokens.
 
     problem : the checked call on this rank's tokens
     arrays : views [B, H, T, ...], in the order of the declaration
     state : the parts of the whole initial state [N, H, K, V], or None
     bounds : cu_seqlens [N + 1] of the tokens of all ranks, or None
-    question : whether the other ranks mean the same call; it has been asked
+    comparison : whether the other ranks mean the same call; it has been asked
     """
 
-    def __init__(self, function, comm, segment_size, given, gradient):
-        self.function, self.comm, self.segment_size, self.gradient = function, comm, segment_size, gradient
-        self.declared, inputs, self.given = declaration(function, "linattn_np.distributed").taken_apart(given)
+    def __init__(self, op, inputs, *, comm, segment_size, gradient=False, **given):
+        self.comm, self.segment_size, self.gradient, self.given = comm, segment_size, gradient, given
+        self.declared, inputs = op.fitting(inputs)
         if not is_engine(comm):
             self.declared.refuse(
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
             )
         key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
-        self.question = Question(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
-        self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.question.checked
+        self.comparison = CallComparison(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
+        self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.comparison.checked
         self.packed = self.bounds is not None
-        self.recurrence = Recurrence(function, self.declared, self.problem)
+        self.recurrence = Recurrence(self.declared, self.problem)
         self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
         self.sequences = len(self.bounds) - 1 if self.packed else 1
         self.options = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
@@ -66,7 +65,7 @@ class RankCall:
         options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
         problem = self.declared.bind(inputs, gradient=self.gradient, **options)
         if anew:  # where no backend can compute it, no rank begins
-            (split_to_fit if self.gradient else choose)(problem, given["backend"])
+            choose(problem, given["backend"])
         op, sizes, home = problem.op, callers_sizes(problem), problem.home
         self.check_home(op, home)
         if self.segment_size is not None and (type(self.segment_size) is not int or self.segment_size < 1):
@@ -148,7 +147,7 @@ class RankCall:
         Arrays that have no tokens are in single precision at least, as their gradients then are, which are added up.
         """
         arrays = [
-            x[:, :, start:stop] if "T" in axes.split() else wide(x)
+            x[:, :, start:stop] if "T" in axes.split() else at_least_float32(x)
             for x, axes in zip(self.arrays, self.problem.op.arrays.values())
         ]
         return arrays, self.options | ({} if self.mask is None else {"mask": self.mask[:, start:stop]})

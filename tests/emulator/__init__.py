@@ -8,7 +8,7 @@ import os
 import struct
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache, partial
 from pathlib import Path
 
@@ -188,7 +188,6 @@ class Memory:
 
 
 # -- kernels of the tests' own -----------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class TestKernel(Kernel):
     """Any instance of any file, whose argument is whatever `pack` made."""
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import linattn_np
 from linattn_np import (
+    distributed,
     explain,
     gla,
     gla_step,
@@ -87,6 +88,13 @@ def layers(x: Single) -> None:
     assert_type(y, np.ndarray)
     assert_type(layer.step(x, state), np.ndarray)
     (y, state), pullback = layer.vjp(x, cu_seqlens=[0, 100])
+
+
+def on_ranks(x: Half, gate: Single) -> None:
+    distributed.gla(x, x, x, gate, comm=distributed.Alone(), output_final_state=True)
+    distributed.retention(x, x, x, comm=distributed.connect(), gamma=0.5, segment_size=64)
+    distributed.gla(x, x, x, gate)  # type: ignore[call-arg]
+    distributed.retention(x, x, x, comm=distributed.Alone(), mask=x)  # type: ignore[call-arg]
 
 
 def frameworks(x: Half, gate: Single) -> None:

@@ -1,4 +1,4 @@
-"""The one argument of a kernel: a struct of 8-byte members, declared once with the kernel in `instances`.
+"""The one argument of a kernel: a struct of 8-byte members, declared once, beside the kernel.
 
 The same declaration packs it here and is checked against the compiler's `sizeof` and `offsetof` in the kernel's text.
 """
@@ -22,21 +22,32 @@ class Member:
     kind: str
     words: int
     inner: tuple[Member, ...] = ()
+    optional: bool = False  # null if a launch does not name it
 
 
-def members(kind, words):
-    def declared(names) -> tuple[Member, ...]:
-        return tuple(Member(name, kind, words) for name in names.split())
+KINDS = {  # by the words of a declaration: (kind, words of a member)
+    "rows": ("rows", 4),  # `Rows`: a pointer and three strides, in elements
+    "pointers": ("pointer", 1),
+    "integers": ("integer", 1),
+    "reals": ("real", 1),
+    "maps": ("map", MAP_WORDS),
+    "shape": ("shape", len(SHAPE)),
+}
 
-    return declared
 
-
-rows = members("rows", 4)  # `Rows`: a pointer and three strides, in elements
-pointers = members("pointer", 1)
-integers = members("integer", 1)
-reals = members("real", 1)
-maps = members("map", MAP_WORDS)
-shape = (Member("shape", "shape", len(SHAPE)),)
+def members(declaration: str) -> tuple[Member, ...]:
+    """The members that a text like "rows q k v o, pointers? initial final, shape, reals scale" declares: a kind, and
+    the names of its members. `?`: null if a launch does not name it. "maps+rows q k": tensor maps q and k, and the same
+    arrays as rows q_rows and k_rows, for tokens that a tensor map's boxes do not cover."""
+    found: list[Member] = []
+    for part in declaration.split(", "):
+        kind, *names = part.split()
+        if kind == "maps+rows":
+            found += members("maps " + " ".join(names))
+            found += members("rows " + " ".join(f"{name.removesuffix('_')}_rows" for name in names))
+        else:
+            found += [Member(name, *KINDS[kind.rstrip("?")], optional=kind.endswith("?")) for name in names or [kind]]
+    return tuple(found)
 
 
 def structs(name, count, inner) -> tuple[Member, ...]:

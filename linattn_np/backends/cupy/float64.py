@@ -6,14 +6,13 @@ outputs and the gradients of values it takes the state turned over. Plain and ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, pointers, reals, rows, shape
-from .elementwise import FeatureMap, sum_of_parts
-from .instances import read_order
+from .arguments import members
+from .elementwise_kernels import FeatureMap, sum_of_parts
+from .gated_kernels import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div
 
@@ -22,7 +21,6 @@ CHUNK = 64  # tokens between the states that are kept for a gradient, all of whi
 MODES = ("auto", "recurrent", "chunk")  # all of them token by token
 
 
-@dataclass(frozen=True)
 class Float64(Kernel):
     threads = 128
     ROWS: ClassVar[int] = 4  # of a state, a block
@@ -34,28 +32,24 @@ class Float64(Kernel):
         return cls(read_order(op), next((size for size in COLUMNS if columns <= size), COLUMNS[-1]))
 
 
-STATE = integers("R C columns adds row column a_step b_step")
+STATE = members("integers R C columns adds row column a_step b_step")
 
 
 class Forwards(Float64):
     file = "float64/forwards"
     arguments = (
-        *rows("x a y b z result"),
-        *pointers("u_rows u_columns initial final kept"),
-        *shape,
+        *members("rows x a y b z result, pointers u_rows u_columns initial final kept, shape"),
         *STATE,
-        *reals("scale"),
+        *members("reals scale"),
     )
 
 
 class Backwards(Float64):
     file = "float64/backwards"
     arguments = (
-        *rows("x a y b z p dx da"),
-        *pointers("u_rows u_columns du dht dh0 kept before"),
-        *shape,
+        *members("rows x a y b z p dx da, pointers u_rows u_columns du dht dh0 kept before, shape"),
         *STATE,
-        *reals("scale"),
+        *members("reals scale"),
     )
 
 
@@ -71,7 +65,7 @@ def plan(problem, device):
     draft = Draft()
     o, final, sides = draft.output(problem), draft.final(problem), Sides(draft, problem)
     sides.forwards(True, z=sides.q, result=o, initial=draft.initial(problem), final=final)
-    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode="recurrent")
+    return draft.plan(draft.results(problem, o, final), mode="recurrent")
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -79,11 +73,10 @@ def plan_vjp(problem, device, do, dht, saved=()):
     theirs one by one."""
     draft = Draft()
     sides = Sides(draft, problem)
-    do = draft.in_rows(draft.cast(do, DOUBLE, "do: in the dtype of the inputs"), "do")
-    initial, dht = draft.initial(problem), draft.plain(dht and dht[0], "dht", DOUBLE)
+    (do, dht), initial = draft.cotangents(problem, do, dht), draft.initial(problem)
     dq, dk, dv = (draft.like(x) for x in (sides.q, sides.k, sides.v))
     dg, dgv = (gate and draft.empty(x.shape, DOUBLE) for gate, x in ((sides.g, dq), (sides.gv, dv)))
-    dh0 = None if initial is None else draft.empty(initial.shape, DOUBLE)
+    dh0 = draft.gradient_of_state(problem)
     N, H, K = problem.shape("N H K")
     partial_du = draft.empty((N, H, K), DOUBLE) if sides.u else None
     states = {"initial": initial, "dht": dht}
@@ -94,7 +87,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
         du = draft.empty((H, K), DOUBLE)
         sum_of_parts(draft, partial_du, du)
         found.append(draft.cast(du, problem["u"].dtype))
-    return draft.plan((tuple(found), None if dh0 is None else (draft.cast(dh0, problem.initial_state[0].dtype),)))
+    return draft.plan((tuple(found), draft.stored_gradient(problem, dh0)))
 
 
 class Sides:

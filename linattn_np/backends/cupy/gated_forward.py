@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import cached_property
 
 from . import segments
-from .instances import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
-from .message import MessageDraft
+from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
 from .plan import FLOAT32, TensorMap, ceil_div, common_bytes
+from .rank_summary import MessageDraft
 from .segments import HOPPER, SMALL, WIDE
-from .wide_heads import GatedWideForward, GatedWideOperands
+from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 
 class ForwardPass:
@@ -194,9 +194,8 @@ class SmallForward(ForwardPass):
 
     def launch_summaries(self, parts, left, of, needed):
         (states, decays), shape = left, self.draft.shape(self.problem, self.cut.spans)
-        more = {"initial": None, "left": states, "decays": decays, "of": of, "needed": needed}
-        backward = {"do_": None, "dht": None, "both": False}
-        self.launch(self.cut.summary, shape, self.problem.sizes["N"] * needed, {}, **more, **backward)
+        more = {"left": states, "decays": decays, "of": of, "needed": needed, "both": False}
+        self.launch(self.cut.summary, shape, self.problem.sizes["N"] * needed, {}, **more)
 
     def launch(self, kernel, shape, sequences, written, **more):
         arrays = {"k": self.k, "v": self.v, "g": self.g, "q": self.q} | written
@@ -244,11 +243,11 @@ class HopperForward(ForwardPass):
 
     def launch_outputs(self, shape, initial, final, left=None):
         """`left`: what first segments leave, from which the second ones start, if there are two."""
-        states = {"initial": initial, "final": final, "left": left, "decays": None}
+        states = {"initial": initial, "final": final, "left": left}
         self.launch(self.cut.kernel, shape, 1, states, of=self.cut.segments, needed=1)
 
     def launch_summaries(self, parts, left, of, needed, initial=None):
-        states = {"initial": initial, "final": left[0], "left": None, "decays": left[1]}
+        states = {"initial": initial, "final": left[0], "decays": left[1]}
         shape = self.draft.shape(self.problem, self.cut.spans)
         self.launch(self.cut.summary, shape, parts, states, of=of, needed=needed)
 
@@ -280,7 +279,7 @@ class HopperForward(ForwardPass):
             for name, x in (("q", self.q), ("k", self.k), ("g", self.g))
         }
         columns = ("v", self.v), ("o_boxes", self.o)
-        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns} | {"one": None}
+        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns}
 
 
 PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward}

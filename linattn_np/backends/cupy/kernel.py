@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, dataclass_transform
 
 import numpy as np
 
@@ -30,13 +30,18 @@ def padded(size: int, to: int) -> int:
     return ceil_div(size, to) * to
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Kernel:
-    """One instantiation of one `__global__` template.
+    """One instantiation of one `__global__` template. A subclass declares a template: it is a frozen dataclass, whose
+    fields are the template's arguments in their order.
 
     `file` is the path under `kernels_cu` without `.cu`; joined by underscores it is the name of the `__global__`.
     `arch` names the only target that has its instructions, as "sm_90a"; without one it runs on every card.
     """
+
+    def __init_subclass__(cls):
+        dataclass(frozen=True)(cls)
 
     file: ClassVar[str]
     entry: ClassVar[str] = ""  # the name of the `__global__`, if it differs from the file's
@@ -84,16 +89,17 @@ class Kernel:
         """Blocks that can share a multiprocessor's registers."""
         return 1
 
-    def check(self, args):
-        """Whether `args` are what the kernel's argument holds, by name."""
+    def complete(self, args) -> dict:
+        """What the kernel's argument holds, by name: `args` and null for the optional ones that they leave out."""
         declared = {member.name for member in self.arguments}
-        if declared != set(args):
+        complete = dict.fromkeys(member.name for member in self.arguments if member.optional) | args
+        if declared != set(complete):
             raise TypeError(f"{self.name} takes {sorted(declared)}, got {sorted(args)}")
+        return complete
 
     def pack(self, **args) -> np.ndarray:
         """The argument, of addresses, numbers and None."""
-        self.check(args)
-        return pack(self.arguments, args)
+        return pack(self.arguments, self.complete(args))
 
 
 class TiledKernel(Kernel):

@@ -5,13 +5,13 @@ X is the dtype of what a kernel hands to the next product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, maps, pointers, structs
+from .arguments import members, structs
 from .kernel import HALF, INT8, ModelKernel
 from .plan import Draft, TensorMap, ceil_div
 
@@ -19,16 +19,15 @@ FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose su
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`: `Matvec` leaves no parts, `BatchProduct` adds to
 # nothing
 PRODUCTS = 5  # in one launch
-PRODUCT = (*pointers("w x y"), *integers("M finish"))
+PRODUCT = members("pointers w x y, integers M finish")
 
 
-@dataclass(frozen=True)
 class Matvec(ModelKernel):
     file = "rwkv6/matvec"
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
     THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
-    arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
+    arguments = (*structs("products", PRODUCTS, PRODUCT), *members("integers B K"))
     shared = ("Shared<{THREADS_A_BLOCK}>",)
     dtype: np.dtype
     THREADS_A_BLOCK: int
@@ -50,7 +49,7 @@ class Matvec(ModelKernel):
 
 
 STACKS = 2  # in one launch
-STACK = (*maps("w x"), *pointers("y scales"), *integers("C M finish"))
+STACK = members("maps w x, pointers y scales, integers C M finish")
 SWIZZLED = 128  # bytes of K in a box of weights or of vectors
 
 
@@ -75,7 +74,6 @@ def stacked(products, rows, vectors) -> list[dict]:
     return stacks + [stacks[0] | {"C": 0}] * (STACKS - len(stacks))
 
 
-@dataclass(frozen=True)
 class BatchProduct(ModelKernel):
     """Weights in half precision or int8 by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of
     K."""
@@ -89,7 +87,7 @@ class BatchProduct(ModelKernel):
     FEW_ROWS: ClassVar[int] = 256
     DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
-    arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
+    arguments = (*structs("stacks", STACKS, STACK), *members("integers B K"))
     shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
     arch, threads = "sm_90a", 320
     DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # the same where a block has a multiprocessor almost for itself
@@ -174,12 +172,11 @@ class BatchProduct(ModelKernel):
         return max(ring, 4 * parts) + 8 * (2 * of_w + of_x + 1)
 
 
-@dataclass(frozen=True)
 class FewRowsProduct(ModelKernel):
     """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
 
     file = "rwkv6/few_rows_product"
-    arguments = (*pointers("w scales x y"), *integers("B K M"))
+    arguments = members("pointers w scales x y, integers B K M")
     shared = ("Shared",)
     ROWS: ClassVar[int] = 16  # of a weight
     SLICE: ClassVar[int] = 512  # of K
@@ -194,12 +191,11 @@ class FewRowsProduct(ModelKernel):
         return ceil_div(M, self.ROWS) * self.parts(K)
 
 
-@dataclass(frozen=True)
 class NarrowProduct(ModelKernel):
     """A product of few rows with a batch's vectors, left in parts."""
 
     file = "rwkv6/narrow_product"
-    arguments = (*pointers("w scales x y"), *integers("B K M"))
+    arguments = members("pointers w scales x y, integers B K M")
     shared = ("Shared<{VECTORS}>",)
     ROWS: ClassVar[int] = 32  # of a weight
     PARTS: ClassVar[int] = 4
@@ -221,7 +217,6 @@ class NarrowProduct(ModelKernel):
         return 4 * 8 * self.VECTORS * (self.ROWS + 8)
 
 
-@dataclass(frozen=True)
 class WideProduct(ModelKernel):
     """The same without splits of K that blocks join, for more vectors: a block has `ROWS` rows, and `GROUPS`
     warpgroups with 64 vectors each. Two blocks, `HALVES`, share weights."""
@@ -238,7 +233,7 @@ class WideProduct(ModelKernel):
     DEPTH: ClassVar[int] = 64  # of K a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
-    arguments = (*structs("stacks", STACKS, STACK), *integers("B K parts"))
+    arguments = (*structs("stacks", STACKS, STACK), *members("integers B K parts"))
     shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
     arch = "sm_90a"
     dtype: np.dtype

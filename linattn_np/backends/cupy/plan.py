@@ -381,8 +381,7 @@ class Draft:
         return whole(table)
 
     def launch(self, kernel, blocks: int, /, reason="", more_shared=0, together=False, **args):
-        kernel.check(args)
-        self.steps.append(Launch(kernel, blocks, args, reason, more_shared, together))
+        self.steps.append(Launch(kernel, blocks, kernel.complete(args), reason, more_shared, together))
 
     def product(self, w: Array, x: Array, y: Array, add=False):
         self.steps.append(Product(w, x, y, add))
@@ -464,6 +463,24 @@ class Draft:
             return o
         self.copy(o, problem.out, "out: the kernels cannot write it as it lies")
         return problem.out
+
+    def results(self, problem, o, final) -> tuple:
+        """(o, the final state's parts or None) as the caller wants them."""
+        return self.give_back(problem, o), self.stored(problem, final)
+
+    # -- the arrays of its pullback --
+    def cotangents(self, problem, do, dht) -> tuple[Array, Array | None]:
+        """(do in the dtype of the inputs, with rows; the final state's gradient, contiguous, or None)."""
+        do = self.in_rows(self.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
+        return do, self.plain(None if dht is None else dht[0], "dht", problem.compute_dtype)
+
+    def gradient_of_state(self, problem) -> Array | None:
+        """Memory for the initial state's gradient, if there is an initial state."""
+        return None if problem.initial_state is None else self.empty(problem.shape("N H K V"), problem.compute_dtype)
+
+    def stored_gradient(self, problem, dh0):
+        """The initial state's gradient in the dtype of the state."""
+        return None if dh0 is None else (self.cast(dh0, problem.initial_state[0].dtype),)
 
     def shape(self, problem, spans=None, chunk=None, **changed) -> Shape:
         """Where the tokens are; `spans` are the token ranges to take in place of the sequences."""

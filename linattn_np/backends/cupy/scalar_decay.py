@@ -14,15 +14,23 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...declarations import GLA
-from . import float64, gated, gated_vjp, segments
-from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient, sum_of_parts
+from . import float64, gated, gated_backward, segments
+from .backward_tiles import Reused, tiles_of
+from .elementwise_kernels import (
+    FEATURE_MAPS,
+    Divide,
+    DivideGradient,
+    FeatureGradient,
+    FeatureMap,
+    GateGradient,
+    sum_of_parts,
+)
 from .gated_forward import ForwardPass, HopperForward
-from .instances import PANEL
+from .gated_kernels import PANEL
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable
-from .scalar_instances import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
-from .segments import HOPPER, PORTABLE, TILED
-from .state_tiles import Reused, tiles_of
+from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
+from .segments import HOPPER, PORTABLE, SHARED_GATE, TILED, UNWANTED_GATE
 
 WHOLE = 4  # float32 columns in 16 bytes: S | z has a multiple of so many columns
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
@@ -64,7 +72,7 @@ def plan_summary(problem, device):
 
 
 def plan_summary_vjp(problem, device, do, saved=()):
-    """As `gated_vjp.plan_summary_vjp`, by Hopper's kernels."""
+    """As `gated_backward.plan_summary_vjp`, by Hopper's kernels."""
     draft = Draft()
     gla = as_gla(draft, problem)
     cut = segments.scalar_backward_cut(gla, device)
@@ -72,10 +80,10 @@ def plan_summary_vjp(problem, device, do, saved=()):
         return None
     gla = in_float32(draft, gla)
     read = {name: draft.mapped(gla[name], name) for name in "qkv"}
-    do = gated_vjp.as_inputs(draft, gla, do)
-    launches = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=True)
+    do, _ = draft.cotangents(gla, do, None)
+    launches = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=True)
     read["do_"] = draft.mapped(do, "do")
-    return launches.summary(*segments_kernel(gla, read), len(problem.op.gates), g=gla["g"])
+    return launches.summary(cut.summary, read, len(problem.op.gates), g=gla["g"])
 
 
 def plan_vjp(problem, device, do, dht, saved=(), kept=()):
@@ -83,7 +91,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
     gla, reason = as_gla(draft, problem), reason_to_spread(problem)
     if normalized(problem):
         y, _ = draft.include(plan_gla(draft, gla, device, reason))
-        do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
+        do, _ = draft.cotangents(problem, do, None)
         dyz, kernel = draft.empty(y.shape, y.dtype), DivideGradient(problem.dtype)
         by_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
@@ -273,7 +281,7 @@ def plan_gla(draft, gla, device, reason, kept=()):
     own = Draft()
     o, final = own.output(gla, mappable), own.final(gla)
     scalar_forward_pass(own, gla, cut, o).run(final, kept)
-    return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=cut.tiles)
+    return own.plan(own.results(gla, o, final), mode="chunk", tiles=cut.tiles)
 
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
@@ -333,8 +341,8 @@ def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=Fal
 
 def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=1, needed=1, **gate):
     blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(widest, kernel.BV) * len(sums)
-    of_gate = {"kept": None, "token_sums": None, "dg": None, "parts": 0} | gate
-    draft.launch(kernel, blocks, sums=sums, g=g, shape=shape, decays=decays, of=of, needed=needed, **of_gate)
+    gate = {"parts": 0} | gate
+    draft.launch(kernel, blocks, sums=sums, g=g, shape=shape, decays=decays, of=of, needed=needed, **gate)
 
 
 # -- backward on Hopper ------------------------------------------------------------------------------------------------
@@ -347,33 +355,26 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether dg is wanted."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    cut = segments.scalar_backward_cut(gla, device)
+    cut = segments.scalar_backward_cut(gla, device, bool(kept))
     if cut.way == PORTABLE:
-        wide = spread(draft, gla, reason)
-        of_channels = segments.backward_cut(wide, device, do, exact=True, rounded=not exact_gate)
-        return gated_vjp.plan_cut(wide, of_channels, do, dht)
+        gate = SHARED_GATE if exact_gate else UNWANTED_GATE
+        return gated_backward.plan_vjp(spread(draft, gla, reason), device, do, dht, gate=gate)
     own = Draft()
-    reads_half_gate = segments.has_own_gates(gla) and cut.way == HOPPER and cut.segments == 1
-    if kept or not (reads_half_gate and gla["g"].dtype == BFLOAT16):
+    if cut.way == TILED or cut.kernels[0].gate == FLOAT32:
         gla = in_float32(own, gla)
     inputs = *(own.mapped(gla[name], name) for name in "qkv"), gla["g"]
-    do, gradients = gated_vjp.as_inputs(own, gla, do), (*map(own.like, inputs[:3]), None)
-    dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
-    backward = gated_vjp.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0)
+    do, dht = own.cotangents(gla, do, dht)
+    gradients, dh0 = (*map(own.like, inputs[:3]), None), own.gradient_of_state(gla)
+    backward = gated_backward.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0)
     if cut.way == TILED:
         dg, tiles = sums_tile_after_tile(own, backward, device)
     else:
         dg, tiles = gradients_by_sums(own, backward, cut, kept)
-    return own.plan(((*gradients[:3], dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
-
-
-def segments_kernel(gla, read):
-    """(the kernel that summarises segments, what it reads by tensor maps)."""
-    return ScalarBackwardSegments.fitting(gla.sizes["V"]), {name: read[name] for name in ("q", "k", "v", "do_")}
+    return own.plan(((*gradients[:3], dg), own.stored_gradient(gla, dh0)), tiles=tiles)
 
 
 def sums_tile_after_tile(draft, whole, device):
-    """As `gated_vjp.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share the
+    """As `gated_backward.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share the
     gate, too; the sizes of what runs for the first tile)."""
     memory, tiles, sizes = Reused(draft), tiles_of(whole.problem), []
     shape, own_gates = whole.problem.shape("B H T"), segments.has_own_gates(whole.problem)
@@ -381,7 +382,7 @@ def sums_tile_after_tile(draft, whole, device):
     for n, tile in enumerate(tiles):
         own = memory.again()
         backward = whole.of_tile(tile, own)
-        cut = segments.sums_backward_cut(backward.problem, device)
+        cut = segments.sums_backward_cut(backward.problem, device, one_part=own_gates)
         sizes.append(gradients_by_sums(own, backward, cut, dg=parts and parts[n])[1])
         if whole.dh0 is not None:
             draft.copy(backward.dh0, tile.state(whole.dh0))
@@ -400,13 +401,14 @@ def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
     """
     gla, read, written = backward.problem, backward.read, backward.written
     (K, V), gate = gla.shape("K V"), segments.has_own_gates(gla)
-    hopper = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
+    hopper = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
     read["do_"] = draft.mapped(backward.do, "do")
+    mapped = {name: x for name, x in read.items() if name != "g"}
     initial, dht, P = hopper.initial, draft.aligned(backward.dht, "dht"), hopper.P
     if kept:
         initial, dht = hopper.resumed(*kept, dht)
     elif P > 1:
-        initial, dht = hopper.between_segments(*segments_kernel(gla, read), initial, dht, g=read["g"])
+        initial, dht = hopper.between_segments(cut.summary, mapped, initial, dht, g=read["g"])
     sums, adds = [], {"dq": backward.adds, "dk": backward.adds, "dv": backward.adds_dv}
     for name, parts in SUMS.items():
         of, partner = (*(read[part] for part in parts), written[name]), read[name[1:]] if gate else None
@@ -416,13 +418,12 @@ def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
         else:
             final = backward.dh0 if name == "dv" else None
             sums.append(weighted_sum(of, dht, final, read=1.0, write=gla.scale, backwards=True, **more))
-    kernels = segments.weighted_sums(gla, read["g"].dtype, P, cut.device, gate, one_part=dg is not None)
-    of_gate = gate_sums(draft, gla, hopper.shape, *kernels) | ({"dg": dg} if dg else {}) if gate else {}
-    for kernel in kernels:
+    of_gate = gate_sums(draft, gla, hopper.shape, *cut.kernels) | ({"dg": dg} if dg else {}) if gate else {}
+    for kernel in cut.kernels:
         count, widest = SUMS_AT_ONCE[kernel.what], K if kernel.what.endswith("Queries") else max(K, V)
         launch_sums(draft, gla, kernel, sums[:count], read["g"], hopper.shape, widest, of=P, **of_gate)
         sums = sums[count:]
-    return of_gate.get("dg"), kernels[-1].tiles | ({"segments": P} if P > 1 else {})
+    return of_gate.get("dg"), cut.kernels[-1].tiles | ({"segments": P} if P > 1 else {})
 
 
 def gate_sums(own, gla, shape, queries, keys):

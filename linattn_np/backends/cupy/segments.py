@@ -19,8 +19,8 @@ from math import inf
 from typing import Any
 
 from ...array_kinds import BFLOAT16
-from . import pieces
-from .instances import (
+from . import aligned_copies
+from .gated_kernels import (
     CLUSTER_SPLIT_K,
     CLUSTER_SPLIT_V,
     IN_TURN,
@@ -31,20 +31,25 @@ from .instances import (
     SINGLE_PASS,
     SPLIT_CHANNELS,
     TILES,
+    GatedBackwardChannels,
+    GatedBackwardKeysSm90,
+    GatedBackwardQueriesSm90,
+    GatedBackwardSegmentsSm90,
     GatedBackwardSm90,
+    GatedBackwardStates,
+    GatedBackwardValues,
     GatedForward,
     GatedForwardSm90,
     GatedSegmentStates,
     read_order,
 )
 from .plan import FLOAT32, ceil_div, mappable_once_copied
-from .scalar_instances import WeightedSums
-from .small_heads import SIZES, GatedSmallForward, GatedSmallStates
-from .wide_heads import GatedWideForward, GatedWideOperands
+from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
+from .small_head_kernels import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
+from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 # -- constants ---------------------------------------------------------------------------------------------------------
 RESERVED = 1024  # bytes of shared memory that the driver takes of every block
-STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept even if the inputs are smaller
 SEGMENT = 128  # tokens of the shortest segment where no cost decides
 MOST_PARTS = 16  # of a segment that is summarised
 HARDLY_MORE = 1.01  # times the least cost: then the cut in fewer segments is taken
@@ -105,12 +110,6 @@ def widest_that_fills(kernels, blocks, device):
     """Of kernels that differ in their blocks' columns the widest whose `blocks(kernel)` fill the card, or else the
     narrowest: columns of one block share its decays and loads of keys."""
     return next((each for each in reversed(kernels) if blocks(each) >= resident_blocks(each, device)), kernels[0])
-
-
-def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
-    """Of how many heads the states are kept at the same time: no more bytes than the `inputs` have, in equal turns."""
-    most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
-    return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
 
 
 def tf32_products(problem) -> int:
@@ -175,14 +174,19 @@ class ForwardCut:
     backward_segments: int  # of the pullback that may take over states
 
     @property
+    def gives_starts(self) -> bool:
+        """Whether this pass has the states at the starts of the pullback's segments."""
+        return self.starts_are_the_backwards or self.marks > 0
+
+    @property
     def tiles(self) -> dict:
         return self.kernel.tiles | ({"segments": self.segments} if self.segments > 1 else {})
 
 
 def cut_into(problem, device, way, kernel, summary, P, first=0, backward=None) -> ForwardCut:
-    """A cut into P equal segments, or into two with `first` tokens in the first one. `backward`: the cut of the
-    pullback that follows."""
-    (N, H, V), theirs = problem.shape("N H V"), 0 if backward is None else backward.segments
+    """A cut into P equal segments, or into two with `first` tokens in the first one. `backward`: the
+    `BackwardSegments` of the pullback that follows."""
+    (N, H, V), theirs = problem.shape("N H V"), 0 if backward is None else backward.count
     spans = problem.spans.split_at(first) if first else problem.spans.segments(P, summary.CHUNK)
     finer = [1 if way == SMALL else parts(summary, N * H, V, P, longest_of(problem), last, device) for last in (0, 1)]
     alike = not first and 1 < P == theirs
@@ -205,12 +209,12 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
 
 
 def forward_cut(problem, device, backward=None) -> ForwardCut:
-    """For gates of every channel. `backward`: how the pullback is cut, if that is known already."""
+    """For gates of every channel. `backward`: the `BackwardSegments` of the pullback, if these are known already."""
     if are_small(problem, device):
         return small_forward_cut(problem, device)
-    if fits_hoppers_forward(problem, device, pieces.rows(problem)):
+    if fits_hoppers_forward(problem, device, aligned_copies.rows(problem)):
         if backward is None and problem.gradient:
-            backward = hoppers_backward_cut(problem, device)
+            backward = hoppers_backward_segments(problem, device)
         return hoppers_forward_cut(problem, device, backward)
     return portable_forward_cut(problem, device)
 
@@ -265,7 +269,7 @@ def hoppers_forward_cut(problem, device, backward):
         kernel = split if split_columns(N * H, V, longest, device, alone, split) else alone
     blocks, most = N * H * grid(kernel, V), resident_blocks(kernel, device)
     summary = hoppers_kernel(problem, SEGMENT_STATE, gate, V)
-    P, theirs = forward_segments(N * H, blocks, longest, kernel, max(K, V), device), backward and backward.segments
+    P, theirs = forward_segments(N * H, blocks, longest, kernel, max(K, V), device), backward and backward.count
     if P > 1 and theirs and theirs > 1 and blocks * theirs <= most:
         P = theirs
     first = short_first_of(problem, device, kernel, backward) if P == 1 else 0
@@ -275,7 +279,7 @@ def hoppers_forward_cut(problem, device, backward):
 def short_first_of(problem, device, kernel, backward=None) -> int:
     """Tokens of a short first segment, or 0, beside sequences that otherwise are whole. A pullback in equal segments
     wants the states that whole sequences leave on their way."""
-    wants_marks = backward is not None and backward.segments > 1 and not backward.short
+    wants_marks = backward is not None and backward.count > 1 and not backward.short
     if problem.varlen or wants_marks:
         return 0
     N, H, T, V = problem.shape("N H T V")
@@ -352,46 +356,100 @@ def narrow_blocks(heads, V, longest, device) -> bool:
 
 # -- backward ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
+class BackwardSegments:
+    """Into what Hopper's own backward kernels cut every sequence."""
+
+    count: int = 0  # 0 if these kernels cannot compute the problem
+    short: int = 0  # tokens of the segment that each of the two passes begins with, if the rest is one longer segment
+
+
+@dataclass(frozen=True, eq=False)
 class BackwardCut:
     """How a pullback is computed."""
 
-    device: Any
     way: str
-    segments: int = 0  # of every sequence, for Hopper's own kernels; 0 if these do not run
-    short: int = 0  # tokens of the segment that each of the two passes begins with, if the rest is one longer segment
-    products: int = 1  # of tf32 numbers, of which the portable kernels make one product
-    exact: bool = False  # channels share the gate, whose gradient is a sum over them
-    rounded: bool = False  # and nobody wants that gradient
+    device: Any
+    segments: int = 1  # of every sequence
+    kernels: tuple = ()  # the kernels that give gradients, in the order of their launches
+    summary: Any = None  # the kernel that says what a segment does to a state and to its gradient
+    short: int = 0  # as `BackwardSegments` has it
+    blocks: int = 0  # of each of Hopper's main kernels
     forward: ForwardCut | None = None  # the pass that gives the states at the segments' starts, if nobody saved them
+    gate: str = "channels"
 
 
-def backward_cut(problem, device, do, exact=False, rounded=False) -> BackwardCut:
-    """For gates of every channel. `exact`: the gate is the same for all channels, so that the portable kernels multiply
-    half-precision data in float32, too; and no tiles are taken, since each rounds the gate's gradient, unless it may be
-    `rounded`, as nobody wants it."""
-    cut = hoppers_backward_cut(problem, device)
-    if cut.segments:
-        return cut
-    if not exact or rounded:
-        P = tiles_segments(problem, device, pieces.rows(problem))
+OF_CHANNELS, SHARED_GATE, UNWANTED_GATE = "channels", "shared", "unwanted"  # kinds of gates that a pullback is told of
+
+
+def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) -> BackwardCut:
+    """For a gate of every channel, or one that all channels share, spread over them: then the portable kernels multiply
+    half-precision data in float32, too, since the gate's gradient is a sum over the channels. Tiles round their parts
+    of that sum, and are taken only if nobody wants it (UNWANTED_GATE).
+
+    `saved`: as `gated_backward.plan_vjp` has it. `kept`: the segments are summarised already.
+    """
+    found = hoppers_backward_segments(problem, device)
+    if found.count:
+        forward = None
+        if found.count > 1 and saved == () and not kept:
+            forward = forward_cut(problem, device, found)
+            forward = forward if forward.gives_starts else None
+        return hoppers_backward_cut(problem, device, found, bool(saved) or forward is not None, kept, forward)
+    if gate != SHARED_GATE:
+        P = tiles_segments(problem, device, aligned_copies.rows(problem))
         if P:
-            return BackwardCut(device, TILED, P, short_segment_of(problem, device, P))
-    if pieces.backward_gains(problem, do):
-        return BackwardCut(device, COPIED, exact=exact, rounded=rounded)
+            return BackwardCut(TILED, device, P, short=short_segment_of(problem, device, P))
+    if aligned_copies.backward_gains(problem, do):
+        return BackwardCut(COPIED, device, gate=gate)
     if are_small(problem, device):
-        return BackwardCut(device, SMALL)
-    return BackwardCut(
-        device, PORTABLE, products=3 if exact and problem.dtype.itemsize == 2 else tf32_products(problem)
-    )
+        return small_backward_cut(problem, device)
+    return portable_backward_cut(problem, device, gate)
 
 
-def hoppers_backward_cut(problem, device) -> BackwardCut:
-    """For Hopper's own kernels, without segments if they cannot compute the problem."""
+def small_backward_cut(problem, device):
+    instance = read_order(problem.op), problem, gate_dtype(problem)
+    kernel, summary = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
+    P = 1 if problem.sizes["V"] % 4 else small_segments(kernel, problem, device)
+    return BackwardCut(SMALL, device, P, (kernel,), summary)
+
+
+def portable_backward_cut(problem, device, gate):
+    (N, H, K, V), half = problem.shape("N H K V"), problem.dtype.itemsize == 2
+    products = 3 if gate != OF_CHANNELS and half else tf32_products(problem)
+    instance = read_order(problem.op), problem.dtype, gate_dtype(problem), products
+
+    def blocks(states):
+        return N * H * states.blocks(K, V)
+
+    widths = GatedBackwardStates.widths(problem.dtype, products, V)
+    states = widest_that_fills([GatedBackwardStates(*instance, BV) for BV in widths], blocks, device)
+    P = summarised_segments(states, blocks(states), problem, device)
+    values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
+    return BackwardCut(PORTABLE, device, P, (GatedBackwardChannels(*instance), values), states)
+
+
+def hoppers_backward_segments(problem, device) -> BackwardSegments:
     (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
-    if are_small(problem, device) or not fits_hoppers_backward(problem, device, pieces.rows(problem)):
-        return BackwardCut(device, HOPPER)
+    if are_small(problem, device) or not fits_hoppers_backward(problem, device, aligned_copies.rows(problem)):
+        return BackwardSegments()
     P = backward_segments(N * H, longest, device.multiprocessors, K, V)
-    return BackwardCut(device, HOPPER, P, short_segment_of(problem, device, P))
+    return BackwardSegments(P, short_segment_of(problem, device, P))
+
+
+def hoppers_backward_cut(problem, device, found, known, kept=False, forward=None) -> BackwardCut:
+    """By Hopper's own kernels. `known`: somebody gives the states at the starts of equal segments. `kept`: the segments
+    are summarised already, with an empty one before and one after them."""
+    N, H, K, V = problem.shape("N H K V")
+    short = 0 if known or kept else found.short
+    P = 3 if short else found.count + 2 * kept
+    instance = read_order(problem.op), problem.dtype, gate_dtype(problem), K, V
+    schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
+    kernels = [kernel.fitting(*instance, schedule) for kernel in (GatedBackwardQueriesSm90, GatedBackwardKeysSm90)]
+    blocks = resident_blocks(kernels[1], device) if schedule == IN_TURN else (2 if short else P) * N * H
+    summarised = (1 if known else 2) * (1 if short else P - 1) * N * H
+    most = summary_channels(K, summarised, device.multiprocessors)
+    summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
+    return BackwardCut(HOPPER, device, found.count, tuple(kernels), summary, short, blocks, forward)
 
 
 def fits_hoppers_backward(problem, device, arrays) -> bool:
@@ -510,10 +568,6 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
     return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
 
 
-def small_backward_segments(kernel, problem, device) -> int:
-    return 1 if problem.sizes["V"] % 4 else small_segments(kernel, problem, device)
-
-
 # -- gates that channels share -----------------------------------------------------------------------------------------
 def sums_are_enough(problem) -> bool:
     """Whether `WeightedSums` computes a problem that Hopper's kernels can: bfloat16 alone has the range of states."""
@@ -540,23 +594,27 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
     return cut_into(problem, device, HOPPER, kernel, summary, 2, first) if first else cut
 
 
-def scalar_backward_cut(problem, device) -> BackwardCut:
-    """For a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or by those of gates for every channel."""
+def scalar_backward_cut(problem, device, kept=False) -> BackwardCut:
+    """For a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or by those of gates for every channel.
+    `kept`: the segments are summarised already."""
     arrays = [problem[name] for name in "qkv"]
     if problem.dtype == BFLOAT16 and tiles_segments(problem, device, arrays, shared=True):
-        return BackwardCut(device, TILED)
+        return BackwardCut(TILED, device)
     if problem.dtype == BFLOAT16 and fits_hoppers_backward(problem, device, arrays):
-        return sums_backward_cut(problem, device)
-    return BackwardCut(device, PORTABLE)
+        return sums_backward_cut(problem, device, kept)
+    return BackwardCut(PORTABLE, device)
 
 
-def sums_backward_cut(problem, device) -> BackwardCut:
-    """For `WeightedSums`, of a problem or of one tile."""
-    N, H, K, V = problem.shape("N H K V")
-    kernels = 1 if has_own_gates(problem) else 3  # dq, dk and dv each by blocks of their own
+def sums_backward_cut(problem, device, kept=False, one_part=False) -> BackwardCut:
+    """For `WeightedSums`, of a problem or of one tile, whose gate's gradient is to be in `one_part`. The kernels read
+    the gate in bfloat16 if it is, and tokens have gates of their own and whole sequences."""
+    (N, H, K, V), gate = problem.shape("N H K V"), has_own_gates(problem)
+    kernels = 1 if gate else 3  # dq, dk and dv each by blocks of their own
     blocks = kernels * N * H * ceil_div(max(K, V), PANEL)
     P = segments_that_fill(blocks, longest_of(problem), device.multiprocessors)
-    return BackwardCut(device, HOPPER, P)
+    dtype = BFLOAT16 if gate and P == 1 and not kept and gate_dtype(problem) == BFLOAT16 else FLOAT32
+    sums = weighted_sums(problem, dtype, P + 2 * kept, device, gate, one_part)
+    return BackwardCut(HOPPER, device, P, sums, ScalarBackwardSegments.fitting(V))
 
 
 def has_own_gates(problem) -> bool:

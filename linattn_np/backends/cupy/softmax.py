@@ -1,57 +1,68 @@
-"""Softmax attention: one kernel forwards; backwards one for dq, then one for dk and dv. Of each there is one for half
-data on Hopper's tensor cores, one for those of every card, and a plain one for every dtype and size.
+"""Softmax attention: one kernel forwards; backwards one for dq, then one for dk and dv.
+
+Each of these passes has a kernel for half-precision data on Hopper, one for half-precision data on every card, and a
+plain one for every dtype and size. A plan takes the first of them that can compute the call.
 
 The backward recomputes the scores from lse, the logarithm of each query's sum, so that memory stays linear in T;
-nothing is added atomically, so that the same call gives the same bits. `softmax_work` says who does what.
+nothing is added atomically, so that the same call gives the same bits. `softmax_tiles` makes the tables that tell each
+block its tiles.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import log
 from typing import ClassVar
 
 import numpy as np
 
 from ... import varlen
-from . import softmax_work as work
-from .arguments import integers, maps, pointers, reals, rows
-from .instances import SM90
+from . import softmax_tiles
+from .arguments import members
+from .gated_kernels import SM90
 from .kernel import FLOATS, HALF, Kernel, padded
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
+from .softmax_tiles import STATISTICS
 
-MASK = "left right"
+WORK_BYTES = 4 * softmax_tiles.WORDS  # the description of a tile
+IN_ROWS = "q k v o g dq dk dv".split()  # arrays that have a row for every token
 
 
 # -- on every card's tensor cores --------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class Softmax(Kernel):
-    """Queries and keys at once are as many as leave no value without a register."""
+    """A block has tiles of QUERIES and of KEYS, as many tokens as its registers hold, with all columns of K and V."""
 
     QUERIES: ClassVar[int]
     KEYS: ClassVar[int]
-    COLUMNS: ClassVar[tuple[int, ...]] = (64, 128)  # D: the whole of K and of V in one tile, padded up
-    shared = ("Shared<{dtype}, {D}>",)
+    COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = ((64,), (128,))  # of K and of V in a tile, one number for both
     threads = 128
+
+    @classmethod
+    def fitting(cls, problem):
+        """The narrowest instance whose tiles have all columns; None if none has."""
+        K, V = problem.shape("K V")
+        columns = next((columns for columns in cls.COLUMNS if K <= columns[0] and V <= columns[-1]), None)
+        return columns and cls(problem.dtype, *columns, problem.options["softcap"] > 0)
+
+    def given(self, arrays) -> dict:
+        """The arguments that come from a pass's arrays."""
+        return arrays | {"vectors": aligned16(*(x for name, x in arrays.items() if name in IN_ROWS))}
+
+
+class SoftmaxSquare(Softmax):
+    """A kernel whose tiles have as many columns of K as of V."""
+
+    shared = ("Shared<{dtype}, {D}>",)
     dtype: np.dtype
     D: int
     capped: bool
 
-    @classmethod
-    def fitting(cls, problem):
-        D = next(D for D in cls.COLUMNS if max(problem.shape("K V")) <= D)
-        return cls(problem.dtype, D, problem.options["softcap"] > 0)
 
-
-class SoftmaxForward(Softmax):
+class SoftmaxForward(SoftmaxSquare):
     file, KEYS = "softmax/forward", 64
     shared = ("Shared<{dtype}, {D}, {capped}>",)
-    arguments = (
-        *rows("q k v o"),
-        *pointers("works L sinks"),
-        *integers(f"H group Tq K V {MASK}"),
-        *reals("scale softcap"),
-        *integers("vectors"),
+    arguments = members(
+        "rows q k v o, pointers works L sinks, integers H group Tq K V left right, reals scale softcap, "
+        "integers vectors"
     )
 
     @property
@@ -60,74 +71,70 @@ class SoftmaxForward(Softmax):
 
     @property
     def shared_bytes(self):
-        return 2 * self.D * (self.QUERIES + 4 * self.KEYS) + 128
+        stages = 2  # of keys and values
+        return padded(2 * self.D * (self.QUERIES + 2 * stages * self.KEYS) + WORK_BYTES, 128)
 
 
-class SoftmaxBackwardQueries(Softmax):
+class SoftmaxBackwardQueries(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_queries", 128, 32
-    arguments = (
-        *rows("q k v o g dq"),
-        *pointers("works L dL statistics"),
-        *integers(f"H group Tq K V {MASK} chunks"),
-        *reals("scale softcap"),
-        *integers("vectors"),
+    arguments = members(
+        "rows q k v o g dq, pointers works L dL statistics, integers H group Tq K V left right chunks, "
+        "reals scale softcap, integers vectors"
     )
 
     @property
     def shared_bytes(self):
-        return 2 * self.D * (2 * self.QUERIES + 4 * self.KEYS) + 8 * self.QUERIES + 128
+        stages, statistics = 2, 2 * 4 * self.QUERIES  # lse and delta of each query
+        return padded(2 * self.D * (2 * self.QUERIES + 2 * stages * self.KEYS) + statistics + WORK_BYTES, 128)
 
 
-class SoftmaxBackwardKeys(Softmax):
-    file, QUERIES, KEYS = "softmax/backward_keys", work.STATISTICS, 64
-    arguments = (
-        *rows("q k v g dk dv"),
-        *pointers("works statistics"),
-        *integers(f"H group K V {MASK} chunks"),
-        *reals("scale softcap"),
-        *integers("vectors"),
+class SoftmaxBackwardKeys(SoftmaxSquare):
+    file, QUERIES, KEYS = "softmax/backward_keys", STATISTICS, 64
+    arguments = members(
+        "rows q k v g dk dv, pointers works statistics, integers H group K V left right chunks, reals scale softcap, "
+        "integers vectors"
     )
 
     @property
     def shared_bytes(self):
-        return 2 * self.D * (2 * self.KEYS + 4 * self.QUERIES) + 4 * 4 * self.QUERIES + 128
+        stages = 2  # of queries and their gradients
+        statistics = stages * 2 * 4 * self.QUERIES  # lse and delta of each query
+        return padded(2 * self.D * (2 * self.KEYS + 2 * stages * self.QUERIES) + statistics + WORK_BYTES, 128)
 
 
 # -- on Hopper ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class SoftmaxSm90(Kernel):
+class SoftmaxSm90(Softmax):
     arch, threads = SM90, 3 * 128
-    BOX: ClassVar[int] = 64  # columns of a copy, and tokens that it brings
-    LEAVES: ClassVar[dict[str, str]] = {}  # the results, and as what they are rows too
-    dtype: np.dtype
+    BOX: ClassVar[int] = 64  # columns of a tensor copy, and tokens that it brings
+    STORED: ClassVar[int] = 16  # tokens of a result in a tensor copy: a warp's
+    RESULTS: ClassVar[dict[str, str]] = {}  # the results, each with the name of the argument that has its rows
 
     def tokens_of(self, name) -> int:
-        """Of a copy: a warp stores 16."""
-        return 16 if name in self.LEAVES else self.BOX
+        """Tokens of a tensor copy of an array."""
+        return self.STORED if name in self.RESULTS else self.BOX
+
+    def with_barriers(self, used, barriers) -> int:
+        """Shared memory that has `used` bytes, the descriptions of three tiles and so many barriers."""
+        return padded(used + 3 * WORK_BYTES + 8 * barriers, 1024)
+
+    def given(self, arrays):
+        maps = {
+            name: TensorMap(x, self.BOX, self.tokens_of(name), True) for name, x in arrays.items() if name in IN_ROWS
+        }
+        return arrays | maps | {rows: arrays[name] for name, rows in self.RESULTS.items()}
 
 
-@dataclass(frozen=True)
 class SoftmaxForwardSm90(SoftmaxSm90):
-    file, LEAVES = "softmax/sm90/forward", {"o": "out"}
+    file, RESULTS = "softmax/sm90/forward", {"o": "out"}
     shared = ("Shared<{dtype}, {K}, {V}, {capped}>",)
-    arguments = (
-        *maps("q k v o"),
-        *rows("out"),
-        *pointers("works L sinks"),
-        *integers(f"H group Tq V {MASK}"),
-        *reals("scale softcap"),
+    arguments = members(
+        "maps q k v o, rows out, pointers works L sinks, integers H group Tq V left right, reals scale softcap"
     )
-    COLUMNS: ClassVar[tuple[tuple[int, int], ...]] = ((64, 64), (128, 128), (192, 128))
+    COLUMNS = ((64, 64), (128, 128), (192, 128))
+    dtype: np.dtype
     K: int
     V: int
     capped: bool
-
-    @classmethod
-    def fitting(cls, problem):
-        """None where K or V is too large."""
-        sizes = problem.shape("K V")
-        fit = [tile for tile in cls.COLUMNS if sizes[0] <= tile[0] and sizes[1] <= tile[1]]
-        return cls(problem.dtype, *fit[0], problem.options["softcap"] > 0) if fit else None
 
     def tokens_of(self, name):
         return self.KEYS if name in ("k", "v") else super().tokens_of(name)
@@ -150,79 +157,68 @@ class SoftmaxForwardSm90(SoftmaxSm90):
 
     @property
     def shared_bytes(self):
-        stages = 4 if self.K == 64 else 2
-        return 2 * (2 * self.QUERIES * self.K + stages * self.KEYS * (self.K + self.V)) + 1024
+        stages = 4 if self.K == 64 else 2  # of keys and values
+        tiles = 2 * (2 * self.QUERIES * self.K + stages * self.KEYS * (self.K + self.V))
+        return self.with_barriers(tiles, 2 * 2 + 4 * stages)
 
 
-@dataclass(frozen=True)
-class SoftmaxBackwardSm90(SoftmaxSm90):
-    shared = ("Shared<{dtype}, {D}>",)
-    COLUMNS: ClassVar[tuple[int, ...]] = (64, 128)
-    D: int
-    capped: bool
-
-    @classmethod
-    def fitting(cls, problem):
-        """None where K or V is too large."""
-        fit = [D for D in cls.COLUMNS if max(problem.shape("K V")) <= D]
-        return cls(problem.dtype, fit[0], problem.options["softcap"] > 0) if fit else None
-
-
-class SoftmaxBackwardQueriesSm90(SoftmaxBackwardSm90):
+class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_queries", 128, 64
-    LEAVES = {"dq": "out"}
-    arguments = (
-        *maps("q k v o g dq"),
-        *rows("out"),
-        *pointers("works L dL statistics"),
-        *integers(f"H group Tq K {MASK} chunks"),
-        *reals("scale softcap"),
+    RESULTS = {"dq": "out"}
+    arguments = members(
+        "maps q k v o g dq, rows out, pointers works L dL statistics, integers H group Tq K left right chunks, "
+        "reals scale softcap"
     )
 
     @property
     def shared_bytes(self):
-        stages = 8 if self.D == 64 else 7
-        return 2 * self.D * (3 * self.QUERIES + stages * self.KEYS) + 1024
+        stages = 4 + (4 if self.D == 64 else 3)  # of keys, and of values
+        return self.with_barriers(2 * self.D * (3 * self.QUERIES + stages * self.KEYS), 3 + 2 * stages)
 
 
-class SoftmaxBackwardKeysSm90(SoftmaxBackwardSm90):
-    file, QUERIES, KEYS = "softmax/sm90/backward_keys", work.STATISTICS, 128
-    LEAVES = {"dk": "dk_out", "dv": "dv_out"}
-    arguments = (
-        *maps("q k v g dk dv"),
-        *rows("dk_out dv_out"),
-        *pointers("works statistics"),
-        *integers(f"H group K V {MASK} chunks"),
-        *reals("scale softcap"),
+class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
+    file, QUERIES, KEYS = "softmax/sm90/backward_keys", STATISTICS, 128
+    RESULTS = {"dk": "dk_out", "dv": "dv_out"}
+    arguments = members(
+        "maps q k v g dk dv, rows dk_out dv_out, pointers works statistics, integers H group K V left right chunks, "
+        "reals scale softcap"
     )
 
     @property
     def shared_bytes(self):
-        tiles = 2 * self.D * (4 * self.KEYS + 6 * self.QUERIES)
-        return padded(tiles + 3 * 8 * self.QUERIES + 3 * 4 * work.WORDS + 16 * 8, 1024)
+        stages = 3  # of queries and their gradients
+        statistics = stages * 2 * 4 * self.QUERIES  # lse and delta of each query
+        tiles = 2 * self.D * (2 * 2 * self.KEYS + 2 * stages * self.QUERIES)
+        return self.with_barriers(tiles + statistics, 2 * 2 + 4 * stages)
 
 
 # -- without tensor cores ----------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class SoftmaxPlain(Kernel):
-    """A warp a token, and 128 of its columns; or the gradient of the sinks, a block a head;
-    or one result of those over parts of the keys, a warp a query."""
+    """A warp has a token and 128 of its columns. `what` may also be "Sinks", the gradient of the sinks, a block a head,
+    or "Merge", which merges results of parts of the keys, a warp a query."""
 
     file = "softmax/plain"
     WARPS: ClassVar[int] = 4
     WIDTH: ClassVar[int] = 128
-    QUERIES: ClassVar[int] = work.STATISTICS
-    KEYS: ClassVar[int] = work.STATISTICS
+    QUERIES: ClassVar[int] = STATISTICS
+    KEYS: ClassVar[int] = STATISTICS
     PASSES: ClassVar[tuple[str, ...]] = ("Forward", "Queries", "Keys", "Sinks", "Merge")
     threads = 32 * WARPS
-    arguments = (
-        *rows("q k v o g out dq dk dv"),
-        *pointers("works L dL statistics sinks dsinks merged"),
-        *integers(f"B H group Tq K V {MASK} chunks tiles parts"),
-        *reals("scale softcap unit"),
+    arguments = members(
+        "rows q k v o g out dq dk dv, pointers works L dL statistics sinks dsinks merged, "
+        "integers B H group Tq K V left right chunks tiles parts, reals scale softcap unit"
     )
     what: str
     dtype: np.dtype
+
+    def column_tiles(self, K, V) -> int:
+        return ceil_div({"Forward": V, "Queries": K, "Keys": max(K, V)}[self.what], self.WIDTH)
+
+    def given(self, arrays):
+        """Arguments that a pass has no use for are null."""
+        absent = dict.fromkeys([member.name for member in self.arguments if member.kind in ("rows", "pointer")])
+        given = absent | {"tiles": 0, "parts": 1, "unit": 1.0} | arrays
+        return given | {"out": arrays["o"], "o": None} if self.what == "Forward" else given
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -231,111 +227,60 @@ def unsupported(problem) -> str | None:
     return None if problem.dtype in FLOATS else f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
 
 
-class Attention:
-    """A problem's plan while it is drawn: its launches on one family of kernels."""
-
-    def __init__(self, problem, device, draft):
-        self.problem, self.device, self.draft = problem, device, draft
-        B, H, T, S, K, V = problem.shape("B H T S K V")
-        left, right = work.reach(problem)
-        self.group = H // max(problem.sizes["HK"], 1)
-        self.numbers = dict(
-            B=B, H=H, group=self.group, Tq=T, K=K, V=V, left=left, right=right, chunks=int(work.pieces(problem)[-1])
-        )
-        self.numbers |= {"scale": problem.scale, "softcap": problem.options["softcap"]}
-        self.tiles: dict = {}
-
-    def is_plain(self) -> bool:
-        return self.problem.dtype not in HALF or max(self.problem.shape("K V")) > Softmax.COLUMNS[-1]
-
-    def hopper(self, cls, arrays):
-        """The instance of Hopper's kernel, or None; `tiles` says why it is not."""
-        if self.device.capability != 90 or self.problem.dtype not in HALF:
-            return None
-        kernel = cls.fitting(self.problem)
-        if kernel is None:
-            K, V = self.problem.shape("K V")
-            self.tiles["not Hopper's kernels"] = f"K={K} and V={V} are over {cls.COLUMNS[-1]}"
-        elif named := [name for name, x in arrays.items() if not mappable(x)]:
-            self.tiles["not Hopper's kernels"] = f"a tensor map cannot describe {', '.join(named)}"
-            kernel = None
-        return kernel
-
-    def launch(self, kernel, by_keys=False, what="Forward", **arrays):
-        """One of the three passes by a kernel of any of the three families; None for the plain one."""
-        if kernel is None:
-            return self.launch_plain(what, by_keys, self.numbers | arrays)
-        own, other = (kernel.KEYS, kernel.QUERIES) if by_keys else (kernel.QUERIES, kernel.KEYS)
-        self.tiles |= {f"{kernel.name} queries": kernel.QUERIES, f"{kernel.name} keys": kernel.KEYS}
-        tiles = work.works(self.problem, own, other, by_keys)
-        parts = work.parts(self.problem, tiles, self.device.multiprocessors) if what == "Forward" else 1
-        if parts > 1:
-            return self.launch_parts(kernel, tiles, parts, arrays)
-        self.launch_tiles(kernel, tiles, by_keys, arrays)
-
-    def launch_parts(self, kernel, tiles, parts, arrays):
-        """Forwards, a part of the keys after the other in `parts` times the batch, which are merged."""
-        B, H, T, V = self.problem.shape("B H T V")
-        self.tiles["parts of the keys"] = parts
-        o = self.draft.empty((parts * B, H, T, V), self.problem.dtype)
-        lse = self.draft.empty((parts * B, H, T), self.problem.compute_dtype)
-        self.launch_tiles(kernel, work.split(tiles, parts, B), False, arrays | {"o": o, "L": lse, "sinks": None})
-        merged = {"o": o, "L": lse, "out": arrays["o"], "merged": arrays["L"], "sinks": arrays["sinks"], "parts": parts}
-        self.launch_over_heads("Merge", ceil_div(B * H * T, SoftmaxPlain.WARPS), **merged)
-
-    def launch_tiles(self, kernel, tiles, by_keys, arrays):
-        arguments = self.numbers | arrays
-        if isinstance(kernel, SoftmaxSm90):
-            K, V = self.problem.shape("K V")
-            side = self.problem.sizes["T" if by_keys else "S"]
-            group = 1 if by_keys else self.group
-            at_once = work.heads_at_once(len(tiles), side * (K + V) * self.problem.dtype.itemsize, group)
-            table = work.balanced(tiles, self.device.multiprocessors, at_once)
-            blocks = table.shape[1]
-            for name, x in arrays.items():
-                if name in MAPPED:
-                    arguments[name] = TensorMap(x, kernel.BOX, kernel.tokens_of(name), True)
-            arguments |= {out: arrays[name] for name, out in kernel.LEAVES.items()}
-        else:
-            table = work.longest_first(tiles)
-            blocks = len(table)
-            arguments["vectors"] = aligned16(*(x for name, x in arrays.items() if name in MAPPED))
-        arguments["works"] = self.draft.table(table)
-        self.draft.launch(kernel, blocks, **{member.name: arguments[member.name] for member in kernel.arguments})
-
-    def launch_plain(self, what, by_keys, arguments):
-        kernel = SoftmaxPlain(what, self.problem.dtype)
-        table = work.longest_first(work.works(self.problem, kernel.QUERIES, kernel.KEYS, by_keys))
-        K, V = self.problem.shape("K V")
-        tiles = ceil_div({"Forward": V, "Queries": K, "Keys": max(K, V)}[what], kernel.WIDTH)
-        blocks = len(table) * (kernel.QUERIES // kernel.WARPS) * tiles
-        if what == "Forward":
-            arguments["out"], arguments["o"] = arguments["o"], None
-        arguments |= {"works": self.draft.table(table), "tiles": tiles, "parts": 1, "unit": 1.0}
-        self.draft.launch(kernel, blocks, **{member.name: arguments.get(member.name) for member in kernel.arguments})
-
-    def launch_over_heads(self, what, blocks, **arrays):
-        """A pass of the plain kernel that takes no tiles."""
-        kernel, given = (
-            SoftmaxPlain(what, self.problem.dtype),
-            {"tiles": 0, "parts": 1, "unit": 1.0} | self.numbers | arrays,
-        )
-        self.draft.launch(kernel, blocks, **{member.name: given.get(member.name) for member in kernel.arguments})
+def plan(problem, device):
+    """Saves o and lse where a gradient is asked for: what the pullback needs besides the caller's arrays."""
+    draft, lse = Draft(), None
+    o = draft.output(problem)
+    attended, attended_o = with_queries_of_a_group(problem, o)
+    attention = Attention(draft, attended, device)
+    arrays = attention.inputs | {"o": attended_o}
+    if problem.gradient or problem.output_final_state:
+        lse = draft.empty(problem.shape("B H T"), problem.compute_dtype)
+    (kernel,) = attention.choose({"Forward": (SoftmaxForwardSm90, SoftmaxForward)}, arrays)
+    attention.forward(kernel, arrays | {"L": lse, "sinks": attention.sinks})
+    results = draft.give_back(problem, o), (lse,) if problem.output_final_state else None
+    return draft.plan(results, saved=(o, lse) if problem.gradient else (), tiles=attention.tiles)
 
 
-MAPPED = "q k v o g dq dk dv".split()
+def plan_vjp(problem, device, do, dht, saved):
+    """(dq, dk, dv, and of sinks), None"""
+    draft, (o, lse) = Draft(), saved
+    attention = Attention(draft, problem, device)
+    inputs, sinks = attention.inputs, attention.sinks
+    do, _ = draft.cotangents(problem, do, None)
+    if device.capability == 90 and problem.dtype in HALF and not mappable(do) and mappable(*inputs.values()):
+        do = draft.contiguous(do, reason="do: a tensor map cannot describe it")
+    dL = draft.plain(dht and dht[0], "dlse", problem.compute_dtype)
+    dq, dk, dv = (draft.like(x) for x in inputs.values())
+    statistics = draft.empty((*problem.shape("B H"), attention.numbers["chunks"], 2, STATISTICS), problem.compute_dtype)
+    passes = {
+        "Queries": (SoftmaxBackwardQueriesSm90, SoftmaxBackwardQueries),
+        "Keys": (SoftmaxBackwardKeysSm90, SoftmaxBackwardKeys),
+    }
+    read = inputs | {"g": do}
+    queries, keys = attention.choose(passes, read | {"o": o, "dq": dq, "dk": dk, "dv": dv})
+    of_queries = read | {"o": o, "dq": dq, "L": lse, "dL": dL, "statistics": statistics}
+    attention.launch(queries, attention.tiles_of(queries), of_queries)
+    of_keys = read | {"dk": dk, "dv": dv, "statistics": statistics}
+    attention.launch(keys, attention.tiles_of(keys, by_keys=True), of_keys, by_keys=True)
+    results = [dq, dk, dv]
+    if sinks is not None:
+        dsinks = draft.empty(sinks.shape, sinks.dtype)
+        unit = 1.0 if isinstance(queries, SoftmaxPlain) else log(2.0)  # tensor cores' kernels have logarithms to base 2
+        arrays = {"statistics": statistics, "sinks": sinks, "dsinks": dsinks, "unit": unit}
+        attention.launch_blocks(SoftmaxPlain("Sinks", problem.dtype), problem.sizes["H"], arrays)
+        results.append(draft.cast(dsinks, problem.arrays["sinks"].dtype))
+    return draft.plan((tuple(results), None), tiles=attention.tiles)
 
 
-def begin(problem, device, draft):
-    """(what launches, its q, k and v in rows, its sinks as the kernels read them)."""
-    q, k, v = (draft.in_rows(problem.arrays[name], name) for name in "qkv")
-    sinks = draft.plain(problem.arrays.get("sinks"), "sinks", problem.compute_dtype)
-    return Attention(problem, device, draft), {"q": q, "k": k, "v": v}, sinks
+def saved(problem) -> tuple[tuple, ...]:
+    """(shape, dtype) of what `plan` saves."""
+    return (problem.shape("B H T V"), problem.dtype), (problem.shape("B H T"), problem.compute_dtype)
 
 
-def folded(problem, o):
-    """(a call, its o) of one query a head, as one of a key head with a query for each head that shares its keys: they
-    see the same keys. The call itself where they do not, or sinks are a head's."""
+def with_queries_of_a_group(problem, o):
+    """(a call, its o) of one query a head, as a call whose heads are the key heads: the queries of the heads that share
+    a key head, which see the same keys, are its tokens. The call itself where they differ, or sinks are a head's."""
     B, H, T, HK = problem.shape("B H T HK")
     if problem.varlen or T != 1 or not 0 < HK < H or max(problem.options["window"]) >= 0 or "sinks" in problem.arrays:
         return problem, o
@@ -349,52 +294,77 @@ def folded(problem, o):
     return problem.replace(arrays=arrays, sizes=sizes, spans=varlen.dense(H // HK)), fold(o)
 
 
-def plan(problem, device):
-    """Saves o and lse where a gradient is asked for: what the pullback needs besides the caller's arrays."""
-    draft, lse = Draft(), None
-    o = draft.output(problem)
-    attended, its_o = folded(problem, o)
-    call, arrays, sinks = begin(attended, device, draft)
-    arrays["o"] = its_o
-    if problem.gradient or problem.output_final_state:
-        lse = draft.empty(problem.shape("B H T"), problem.compute_dtype)
-    kernel = call.hopper(SoftmaxForwardSm90, arrays)
-    if kernel is None and not call.is_plain():
-        kernel = SoftmaxForward.fitting(attended)
-    call.launch(kernel, **arrays, L=lse, sinks=sinks)
-    results = draft.give_back(problem, o), (lse,) if problem.output_final_state else None
-    return draft.plan(results, saved=(o, lse) if problem.gradient else (), tiles=call.tiles)
+class Attention:
+    """The launches of a call while its plan is drawn."""
 
+    def __init__(self, draft, problem, device):
+        self.draft, self.problem, self.device = draft, problem, device
+        self.inputs = {name: draft.in_rows(problem.arrays[name], name) for name in "qkv"}
+        self.sinks = draft.plain(problem.arrays.get("sinks"), "sinks", problem.compute_dtype)
+        B, H, T, K, V, HK = problem.shape("B H T K V HK")
+        left, right = softmax_tiles.reach(problem)
+        self.numbers = {"B": B, "H": H, "group": H // max(HK, 1), "Tq": T, "K": K, "V": V, "left": left, "right": right}
+        self.numbers |= {"chunks": int(softmax_tiles.pieces(problem)[-1])}
+        self.numbers |= {"scale": problem.scale, "softcap": problem.options["softcap"]}
+        self.tiles: dict = {}  # what `explain` shows
 
-def plan_vjp(problem, device, do, dht, saved):
-    """(dq, dk, dv, and of sinks), None"""
-    draft, (o, lse) = Draft(), saved
-    call, arrays, sinks = begin(problem, device, draft)
-    g = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
-    if device.capability == 90 and problem.dtype in HALF and not mappable(g) and mappable(*arrays.values()):
-        g = draft.contiguous(g, reason="do: a tensor map cannot describe it")
-    dL = draft.plain(dht and dht[0], "dlse", problem.compute_dtype)
-    gradients = {f"d{name}": draft.like(x) for name, x in arrays.items()}
-    statistics = draft.empty((*problem.shape("B H"), call.numbers["chunks"], 2, work.STATISTICS), problem.compute_dtype)
-    arrays |= {"g": g}
-    queries = call.hopper(SoftmaxBackwardQueriesSm90, arrays | {"o": o} | gradients)
-    keys = queries and SoftmaxBackwardKeysSm90.fitting(problem)
-    if queries is None and not call.is_plain():
-        queries, keys = SoftmaxBackwardQueries.fitting(problem), SoftmaxBackwardKeys.fitting(problem)
-    dq, dk, dv = gradients.values()
-    call.launch(queries, what="Queries", **arrays, o=o, dq=dq, L=lse, dL=dL, statistics=statistics)
-    call.launch(keys, True, what="Keys", **arrays, dk=dk, dv=dv, statistics=statistics)
-    results = [dq, dk, dv]
-    if sinks is not None:
-        dsinks = draft.empty(sinks.shape, sinks.dtype)
-        unit = 1.0 if queries is None else log(2.0)
-        call.launch_over_heads(
-            "Sinks", problem.sizes["H"], statistics=statistics, sinks=sinks, dsinks=dsinks, unit=unit
-        )
-        results.append(draft.cast(dsinks, problem.arrays["sinks"].dtype))
-    return draft.plan((tuple(results), None), tiles=call.tiles)
+    def choose(self, passes, arrays) -> list:
+        """A kernel for each pass: of Hopper's own, of every card's, or plain ones, the first that can compute all of
+        them. `arrays`: all that tensor maps must describe on Hopper."""
+        problem = self.problem
+        plain = [SoftmaxPlain(what, problem.dtype) for what in passes]
+        if problem.dtype not in HALF:
+            return plain
+        hoppers, portable = ([kernel.fitting(problem) for kernel in kernels] for kernels in zip(*passes.values()))
+        unmapped = ", ".join(name for name, x in arrays.items() if not mappable(x))
+        if self.device.capability == 90:
+            if None not in hoppers and not unmapped:
+                return hoppers
+            most = " and ".join(map(str, next(iter(passes.values()))[0].COLUMNS[-1]))
+            too_many = f"K={problem.sizes['K']} and V={problem.sizes['V']} are over {most}"
+            why_not = too_many if None in hoppers else f"a tensor map cannot describe {unmapped}"
+            self.tiles["not Hopper's kernels"] = why_not
+        return plain if None in portable else portable
 
+    def forward(self, kernel, arrays):
+        """o and lse. If there are few tiles, each is split into parts of the keys, whose results, rows of a larger
+        batch, are merged."""
+        B, H, T, V = self.problem.shape("B H T V")
+        tiles = self.tiles_of(kernel)
+        parts = softmax_tiles.parts(self.problem, tiles, self.device.multiprocessors)
+        if parts == 1 or isinstance(kernel, SoftmaxPlain):
+            self.launch(kernel, tiles, arrays)
+            return
+        self.tiles["parts of the keys"] = parts
+        o = self.draft.empty((parts * B, H, T, V), self.problem.dtype)
+        lse = self.draft.empty((parts * B, H, T), self.problem.compute_dtype)
+        self.launch(kernel, softmax_tiles.split(tiles, parts, B), arrays | {"o": o, "L": lse, "sinks": None})
+        merged = {"o": o, "L": lse, "out": arrays["o"], "merged": arrays["L"], "sinks": arrays["sinks"], "parts": parts}
+        self.launch_blocks(SoftmaxPlain("Merge", self.problem.dtype), ceil_div(B * H * T, SoftmaxPlain.WARPS), merged)
 
-def saved(problem) -> tuple[tuple, ...]:
-    """(shape, dtype) of what `plan` saves."""
-    return (problem.shape("B H T V"), problem.dtype), (problem.shape("B H T"), problem.compute_dtype)
+    def tiles_of(self, kernel, by_keys=False):
+        """The table of a pass's tiles: of queries, or of keys."""
+        if not isinstance(kernel, SoftmaxPlain):
+            self.tiles |= {f"{kernel.name} queries": kernel.QUERIES, f"{kernel.name} keys": kernel.KEYS}
+        own, other = (kernel.KEYS, kernel.QUERIES) if by_keys else (kernel.QUERIES, kernel.KEYS)
+        return softmax_tiles.works(self.problem, own, other, by_keys)
+
+    def launch(self, kernel, tiles, arrays, by_keys=False):
+        K, V = self.problem.shape("K V")
+        if isinstance(kernel, SoftmaxSm90):
+            bytes_of_head = self.problem.sizes["T" if by_keys else "S"] * (K + V) * self.problem.dtype.itemsize
+            at_once = softmax_tiles.heads_at_once(len(tiles), bytes_of_head, 1 if by_keys else self.numbers["group"])
+            table = softmax_tiles.balanced(tiles, self.device.multiprocessors, at_once)
+            blocks = table.shape[1]
+        else:
+            table = softmax_tiles.longest_first(tiles)
+            blocks = len(table)
+        if isinstance(kernel, SoftmaxPlain):
+            columns = kernel.column_tiles(K, V)
+            arrays = arrays | {"tiles": columns}
+            blocks *= kernel.QUERIES // kernel.WARPS * columns
+        self.launch_blocks(kernel, blocks, arrays | {"works": self.draft.table(table)})
+
+    def launch_blocks(self, kernel, blocks, arrays):
+        arguments = self.numbers | kernel.given(arrays)
+        self.draft.launch(kernel, blocks, **{member.name: arguments[member.name] for member in kernel.arguments})

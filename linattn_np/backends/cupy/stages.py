@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ...contract import SUB_CHUNK
-from .arguments import pointers, reals, rows, shape
-from .instances import CHANNELS, channels, read_order
+from .arguments import members
+from .gated_kernels import CHANNELS, channels, read_order
 from .kernel import DOUBLE, FLOATS, Kernel
 from .plan import Array, Draft, ceil_div
 
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
 
 
-@dataclass(frozen=True)
 class ChunkCumsum(Kernel):
     file = "stages/chunk_cumsum"
-    arguments = (*rows("g b e"), *shape)
+    arguments = members("rows g b e, shape")
     threads = 128
     gate: np.dtype
 
 
-@dataclass(frozen=True)
 class GatedQk(Kernel):
     file = "stages/gated_qk"
-    arguments = (*rows("q k b e qg kg"), *shape)
+    arguments = members("rows q k b e qg kg, shape")
     threads = 128
     read_order: str
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
 class InterChunk(Kernel):
     file = "stages/inter_chunk"
-    arguments = (*rows("kg b v"), *pointers("h initial final"), *shape)
+    arguments = members("rows kg b v, pointers h initial final, shape")
     shared = ("Shared",)
     threads = 128
     shared_bytes = 4 * (2 * 16 * (64 + 8))
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
 class IntraChunk(Kernel):
     file = "stages/intra_chunk"
-    arguments = (*rows("q k g"), *pointers("u"), *rows("A"), *shape)
+    arguments = members("rows q k g, pointers u, rows A, shape")
     shared = ("Shared<{BK}>",)
     threads = 128
     read_order: str
@@ -58,10 +52,9 @@ class IntraChunk(Kernel):
         return 4 * (3 * 16 * (self.BK + 8) + 2 * self.BK + 4 * 16 * 16)
 
 
-@dataclass(frozen=True)
 class Combine(Kernel):
     file = "stages/combine"
-    arguments = (*rows("qg h A v o"), *shape, *reals("scale"))
+    arguments = members("rows qg h A v o, shape, reals scale")
     shared = ("Shared",)
     threads = 128
     shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))
@@ -70,21 +63,20 @@ class Combine(Kernel):
 
 class Float64InterChunk(Kernel):
     file = "float64/inter_chunk"
-    arguments = (*rows("kg b v"), *pointers("h initial final"), *shape)
+    arguments = members("rows kg b v, pointers h initial final, shape")
     threads = 128
 
 
-@dataclass(frozen=True)
 class Float64IntraChunk(Kernel):
     file = "float64/intra_chunk"
-    arguments = (*rows("q k g"), *pointers("u"), *rows("A"), *shape)
+    arguments = members("rows q k g, pointers u, rows A, shape")
     threads = 128
     read_order: str
 
 
 class Float64Combine(Kernel):
     file = "float64/combine"
-    arguments = (*rows("qg h A v o"), *shape, *reals("scale"))
+    arguments = members("rows qg h A v o, shape, reals scale")
     threads = 128
 
 

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, pointers, reals, rows
-from .instances import read_order
+from .arguments import members
+from .gated_kernels import read_order
 from .kernel import DOUBLE, FLOATS, Kernel
 from .plan import Draft, ceil_div, has_rows
 
 
-@dataclass(frozen=True)
 class RecurrentStep(Kernel):
     file = "recurrent/step"
-    arguments = (
-        *rows("q k v g o"),
-        *pointers("u"),
-        *rows("state"),
-        *pointers("slots"),
-        *integers("H K V"),
-        *reals("scale"),
-        *integers("pieces"),
+    arguments = members(
+        "rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale, integers pieces"
     )
     shared = ("float[WARPS<{state}>][BV]",)
     BV: ClassVar[int] = 64  # columns of V a block
@@ -41,19 +33,11 @@ class RecurrentStep(Kernel):
         return 4 * self.BV * self.threads // 32
 
 
-@dataclass(frozen=True)
 class Float64Step(Kernel):
     """Where the inputs or the state are float64."""
 
     file = "float64/step"
-    arguments = (
-        *rows("q k v g o"),
-        *pointers("u"),
-        *rows("state"),
-        *pointers("slots"),
-        *integers("H K V"),
-        *reals("scale"),
-    )
+    arguments = members("rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale")
     threads = 128
     BV: ClassVar[int] = threads  # columns of V a block
     read_order: str

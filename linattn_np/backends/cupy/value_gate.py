@@ -7,15 +7,15 @@ do, values and gv.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
-from . import float64, gated, gated_vjp, segments
-from .arguments import integers, pointers, reals, rows, shape
+from . import float64, gated, gated_backward, segments
+from .arguments import members
 from .gated_forward import PortableForward
-from .instances import (
+from .gated_kernels import (
     CHANNELS,
     SEGMENT_STATE,
     SINGLE_PASS,
@@ -31,18 +31,13 @@ from .plan import FLOAT32, Draft, aligned16, ceil_div
 from .segments import PORTABLE
 
 
-@dataclass(frozen=True)
 class ValueGateForward(TiledKernel):
     """Forward in chunks: BK channels a launch, with the tiles and schedules of `GatedForward`."""
 
     file = "value_gate/forward"
-    arguments = (
-        *rows("q k v g gv o"),
-        *pointers("initial final"),
-        *shape,
-        *reals("scale"),
-        *pointers("sums channel_decays column_decays"),
-        *integers("channel of needed bytes"),
+    arguments = members(
+        "rows q k v g gv o, pointers initial final, shape, reals scale, pointers sums channel_decays column_decays, "
+        "integers channel of needed bytes"
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
@@ -91,12 +86,11 @@ class ValueGateForward(TiledKernel):
         return self.ungated.shared_bytes + self.CHUNK * self.BV * self.gate.itemsize
 
 
-@dataclass(frozen=True)
 class ValueGateRecurrent(TiledKernel):
     """Forward token by token."""
 
     file = "value_gate/recurrent"
-    arguments = (*rows("q k v g gv o"), *pointers("initial final"), *shape, *reals("scale"))
+    arguments = members("rows q k v g gv o, pointers initial final, shape, reals scale")
     shared = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32
@@ -109,18 +103,12 @@ class ValueGateRecurrent(TiledKernel):
         return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
 
 
-@dataclass(frozen=True)
 class ValueGateBackwardScores(Kernel):
     """Backward, for one side: scores, and tokens decayed to the ends of their chunks."""
 
     file = "value_gate/backward_scores"
-    arguments = (
-        *rows("q k g starts ends"),
-        *pointers("pairs own decays"),
-        *shape,
-        *integers("first heads"),
-        *reals("scale"),
-        *integers("vectors"),
+    arguments = members(
+        "rows q k g starts ends, pointers pairs own decays, shape, integers first heads, reals scale, integers vectors"
     )
     shared = ("Shared<{dtype}, {gate}, {products}>",)
     threads = 128
@@ -136,15 +124,11 @@ class ValueGateBackwardScores(Kernel):
         return tokens + left + 4 * 4 * 64
 
 
-@dataclass(frozen=True)
 class ValueGateBackwardStates(Kernel):
     file = "value_gate/backward_states"
-    arguments = (
-        *rows("q k v do_"),
-        *pointers("channel_decays column_decays initial dht kept dh0"),
-        *shape,
-        *integers("first heads"),
-        *reals("scale"),
+    arguments = members(
+        "rows q k v do_, pointers channel_decays column_decays initial dht kept dh0, shape, integers first heads, "
+        "reals scale"
     )
     shared = ("Shared<{dtype}, {products}>",)
     threads = 128
@@ -180,8 +164,7 @@ def plan(problem, device):
         return gated.launch_recurrent(draft, problem, kernel, named, o, final)
     launches = ValueGateForwardPass(draft, problem, forward_cut(problem, device, arrays[3].dtype), arrays, o)
     launches.run(final)
-    results = draft.give_back(problem, o), draft.stored(problem, final)
-    return draft.plan(results, mode=problem.mode, tiles=launches.cut.tiles)
+    return draft.plan(draft.results(problem, o, final), mode=problem.mode, tiles=launches.cut.tiles)
 
 
 def forward_cut(problem, device, gate):
@@ -221,13 +204,13 @@ def plan_vjp(problem, device, do, dht, saved=()):
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht, saved)
     draft = Draft()
-    arrays, do = operands(draft, problem), gated_vjp.as_inputs(draft, problem, do)
-    dht, dh0 = gated_vjp.cotangent(draft, dht), gated_vjp.gradient_of_state(draft, problem)
+    arrays, (do, dht) = operands(draft, problem), draft.cotangents(problem, do, dht)
+    dh0 = draft.gradient_of_state(problem)
     kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
     states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
     gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
     found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients, problem.arrays.values(), strict=True))
-    return draft.plan((found, gated_vjp.stored(draft, problem, dh0)), tiles=kernel.tiles)
+    return draft.plan((found, draft.stored_gradient(problem, dh0)), tiles=kernel.tiles)
 
 
 def launch_gradients(draft, problem, kernel, arrays, do, states):
@@ -237,7 +220,7 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
     tiles = ceil_div(K, kernel.TILE) * ceil_div(V, kernel.TILE)
     of_a_head = 2 * B * draft.shape(problem, None, kernel.CHUNK).NC * tiles * kernel.TILE**2
     inputs = sum(x.nbytes for x in arrays)
-    heads = segments.heads_at_once(H, of_a_head * kernel.stored.itemsize, inputs)
+    heads = gated_backward.heads_at_once(H, of_a_head * kernel.stored.itemsize, inputs)
     kept = draft.empty((max(1, heads * of_a_head),), kernel.stored)
     keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
     values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
@@ -288,7 +271,7 @@ class ValueGateSide:
         """Launches the kernel of dq, dk and dg of this side; it reads what the `other` side's scores kernel wrote."""
         blocks *= ceil_div(self.K, self.kernel.TILE)
         arrays = self.read | self.written | other.scores | {"v": other.ends, "do_": other.starts}
-        self.draft.launch(self.kernel, blocks, **arrays, u=None, partial_du=None, **self.more, **here)
+        self.draft.launch(self.kernel, blocks, **arrays, **self.more, **here)
 
 
 def operands(draft, problem):

@@ -1,28 +1,22 @@
-"""Instances of Hopper's kernels for scalar decays: a gate that all channels share. `instances` has the others."""
+"""Instances of Hopper's kernels for scalar decays: a gate that all channels share. `gated_kernels` has the others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, maps, pointers, reals, rows, shape, structs
-from .instances import SM90, TILES, tensor_rows
+from .arguments import members, structs
+from .gated_kernels import SM90, TILES
 from .kernel import TiledKernel, padded
 
-WEIGHTED_SUM = (
-    *maps("q k v o partner"),
-    *rows("q_rows k_rows v_rows partner_rows o_rows"),
-    *pointers("initial final"),
-    *integers("K V state_k state_v"),
-    *reals("read write"),
-    *integers("backwards adds"),
+WEIGHTED_SUM = members(
+    "maps q k v o partner, rows q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
+    "integers K V state_k state_v, reals read write, integers backwards adds"
 )
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
-@dataclass(frozen=True)
 class WeightedSums(TiledKernel):
     """Sums of values weighted by decayed products of queries with keys: o, dq, dk and dv are such sums.
 
@@ -48,12 +42,9 @@ class WeightedSums(TiledKernel):
     def arguments(self):
         return (
             *structs("sums", SUMS_AT_ONCE[self.what], WEIGHTED_SUM),
-            *rows("g"),
-            *shape,
-            *pointers("decays"),
-            *integers("of needed"),
-            *pointers("kept token_sums dg"),
-            *integers("parts"),
+            *members(
+                "rows g, shape, pointers? decays, integers of needed, pointers? kept token_sums dg, integers parts"
+            ),
         )
 
     @property
@@ -76,18 +67,12 @@ class WeightedSums(TiledKernel):
         return padded(stages * (stage + gates + 8 * 4) + 8 * 4, 1024)
 
 
-@dataclass(frozen=True)
 class ScalarBackwardSegments(TiledKernel):
     """The state and the state's gradient that each segment leaves by itself, on Hopper under a scalar decay."""
 
     file = "scalar_decay/sm90/backward_segments"
-    arguments = (
-        *tensor_rows("q k v do_"),
-        *rows("g"),
-        *pointers("initial dht states decays"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
+    arguments = members(
+        "maps+rows q k v do_, rows g, pointers initial dht states decays, shape, reals scale, integers P"
     )
     shared = ("Shared<{BV}>",)
     arch = SM90

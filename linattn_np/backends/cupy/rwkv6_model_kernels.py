@@ -5,7 +5,6 @@ X is the dtype of what a kernel hands to the next product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ from ...array_kinds import BFLOAT16
 from ...declarations import RWKV6
 from ...problem import Problem
 from . import gated
-from .arguments import integers, pointers, reals
+from .arguments import members
 from .kernel import HALF, INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
@@ -23,10 +22,9 @@ TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
-    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C P"), *reals("eps"))
+    arguments = members("pointers x value gate weight bias maa shift slots xx d mixed, integers B D C P, reals eps")
     shared = ("Shared",)
     PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # of value
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
@@ -44,10 +42,9 @@ class NormShift(ModelKernel):
         return cls(X, each, next(most for most in cls.PARTS_AT_MOST if parts <= most), terms)
 
 
-@dataclass(frozen=True)
 class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
-    arguments = (*pointers("k v r gate low up decay u weight bias state slots y"), *integers("B H N W"), *reals("eps"))
+    arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
     shared = ("TimeMixScratch",)
     threads, parts = 256, 1
     shared_bytes = TIME_MIX_SCRATCH
@@ -60,16 +57,11 @@ class TimeMixStep(ModelKernel):
         return B * H
 
 
-@dataclass(frozen=True)
 class TimeMixBatch(ModelKernel):
     """The same for many sequences and heads of 64: a warp a sequence."""
 
     file = "rwkv6/time_mix_batch"
-    arguments = (
-        *pointers("k v r gate low up decay u weight bias state slots y"),
-        *integers("B H N W P"),
-        *reals("eps"),
-    )
+    arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W P, reals eps")
     shared = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
     MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
@@ -106,15 +98,12 @@ class TimeMixBatch(ModelKernel):
         return ceil_div(B, self.SEQUENCES) * H
 
 
-@dataclass(frozen=True)
 class TimeMixMany(ModelKernel):
     """The same on Hopper where a block has eight sequences at a time: warps take several in turn."""
 
     file = "rwkv6/time_mix_many"
-    arguments = (
-        *pointers("k v r gate low up decay u weight bias state slots y"),
-        *integers("B H N W turns"),
-        *reals("eps"),
+    arguments = members(
+        "pointers k v r gate low up decay u weight bias state slots y, integers B H N W turns, reals eps"
     )
     shared = ("Shared",)
     SEQUENCES: ClassVar[int] = 8  # of a block at a time
@@ -144,19 +133,16 @@ class TimeMixMany(ModelKernel):
         return ceil_div(B, self.SEQUENCES * turns) * H
 
 
-@dataclass(frozen=True)
 class DecodeStep(ModelKernel):
     """All layers in one launch, of float32 weights."""
 
     file = "rwkv6/decode_step"
-    arguments = (
-        *pointers("maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head"),
-        *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
-        *pointers("ffn_value_scales head_scales maa_up decay_up"),
-        *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
-        *pointers("xx low mixed kvrg_out decay_low y activated gate x logits arrived"),
-        *integers("L B P D H N A W F V staged first last"),
-        *reals("eps group_eps"),
+    arguments = members(
+        "pointers maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_down_scales "
+        "decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales ffn_value_scales "
+        "head_scales maa_up decay_up ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots "
+        "xx low mixed kvrg_out decay_low y activated gate x logits arrived, integers L B P D H N A W F V staged "
+        "first last, reals eps group_eps"
     )
     shared = ("Shared<{stages}, float>",)
     arch, threads = "sm_90a", 384
@@ -195,12 +181,11 @@ class DecodeStep(ModelKernel):
         return stages * (2 * (8 * 1024 + 64) + 2 * 8) + 8 * 16 + 4 * 2 * 8 + 4 * 8 + 4 * 2 * 8
 
 
-@dataclass(frozen=True)
 class DecodeFew(ModelKernel):
     """The same for one sequence, whose blocks hand each other words in place of barriers."""
 
     file = "rwkv6/decode_few"
-    arguments = (*DecodeStep.arguments, *pointers("tokens likeliest brought"))
+    arguments = (*DecodeStep.arguments, *members("pointers tokens likeliest brought"))
     shared, arch, threads = ("Shared<{stages}, Handed<{dtype}>>",), "sm_90a", 384
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)
     DIGITS_AT_ONCE: ClassVar[int] = 7168  # numbers whose digits have one unit a warp
@@ -249,20 +234,18 @@ class DecodeFew(ModelKernel):
         return DecodeStep.bytes_of_stages(self.stages) + 4 * 2 * 4 * 16 * (8 + 4)
 
 
-@dataclass(frozen=True)
 class Argmax(ModelKernel):
     file = "rwkv6/argmax"
-    arguments = (*pointers("logits tokens"), *integers("V"))
+    arguments = members("pointers logits tokens, integers V")
     shared = ("Shared",)
     threads = 1024
     shared_bytes = 32 * 8
 
 
 # -- of both -----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class ChosenNorm(ModelKernel):
     file = "rwkv6/chosen_norm"
-    arguments = (*pointers("chosen x weight bias y"), *integers("D"), *reals("eps"))
+    arguments = members("pointers chosen x weight bias y, integers D, reals eps")
     shared = ("Shared",)
     threads = 512
     shared_bytes = 4 * 2 * 16
@@ -284,13 +267,12 @@ def low_rank_blocks(tiles, tokens, D) -> int:
     return ceil_div(tokens, tiles * LOW_RANK_TOKENS) * ceil_div(D, LOW_RANK_COLUMNS)
 
 
-@dataclass(frozen=True)
 class DataMix(ModelKernel):
     """A step of many sequences takes all five inputs a block, and reads what they share once; others take one, so that
     more multiprocessors are busy."""
 
     file = "rwkv6/data_mix"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A P"))
+    arguments = members("pointers low up maa xx d mixed, integers tokens D A P")
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
     dtype: np.dtype
@@ -322,12 +304,11 @@ class DataMix(ModelKernel):
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
 
 
-@dataclass(frozen=True)
 class FiveMixes(ModelKernel):
     """The same for a batch on Hopper, after a `NarrowProduct`: a block has all five inputs."""
 
     file = "rwkv6/five_mixes"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("B D A"))
+    arguments = members("pointers low up maa xx d mixed, integers B D A")
     shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
@@ -375,28 +356,25 @@ class OfElements(ModelKernel):
         return ceil_div(count, self.EACH * self.threads)
 
 
-@dataclass(frozen=True)
 class ReluSquared(OfElements):
     file = "rwkv6/relu_squared"
-    arguments = (*pointers("x y"), *integers("count"))
+    arguments = members("pointers x y, integers count")
     EACH = 8
     X: np.dtype
     Y: np.dtype
 
 
-@dataclass(frozen=True)
 class Widen(OfElements):
     file = "rwkv6/widen"
-    arguments = (*pointers("q scales w"), *integers("count K"))
+    arguments = members("pointers q scales w, integers count K")
     EACH = 16
     dtype: np.dtype
 
 
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class ShiftMix(ModelKernel):
     file = "rwkv6/shift_mix"
-    arguments = (*pointers("x weight bias maa before shift starts ends xx d mixed"), *integers("T D C"), *reals("eps"))
+    arguments = members("pointers x weight bias maa before shift starts ends xx d mixed, integers T D C, reals eps")
     shared = ("Shared",)
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
@@ -410,10 +388,9 @@ class ShiftMix(ModelKernel):
         return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
-@dataclass(frozen=True)
 class LogDecay(ModelKernel):
     file = "rwkv6/log_decay"
-    arguments = (*pointers("low up decay w"), *integers("tokens D W"))
+    arguments = members("pointers low up decay w, integers tokens D W")
     shared = ("LowRank<{dtype}, TILES, PARTS>",)
     TILES: ClassVar[int] = 2
     PARTS: ClassVar[int] = 2
@@ -428,10 +405,9 @@ class LogDecay(ModelKernel):
         return low_rank_blocks(self.TILES, tokens, D)
 
 
-@dataclass(frozen=True)
 class GatedNorm(ModelKernel):
     file = "rwkv6/gated_norm"
-    arguments = (*pointers("o gate weight bias y"), *integers("rows H N"), *reals("eps"))
+    arguments = members("pointers o gate weight bias y, integers rows H N, reals eps")
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 64 channels
     threads = 256
     X: np.dtype
@@ -445,10 +421,9 @@ class GatedNorm(ModelKernel):
         return ceil_div(rows * 32, self.threads)
 
 
-@dataclass(frozen=True)
 class GatedAdd(OfElements):
     file = "rwkv6/gated_add"
-    arguments = (*pointers("x gate value"), *integers("count"))
+    arguments = members("pointers x gate value, integers count")
     EACH = 4
     X: np.dtype
 

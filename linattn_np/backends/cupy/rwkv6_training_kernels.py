@@ -5,18 +5,17 @@ T is the dtype of what products take and give, the activations'. THREADS have ei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, pointers, reals, structs
+from .arguments import members, structs
 from .kernel import Kernel
 
 WIDTHS = (32, 64, 96, 128, 192, 256)  # threads of a block that has a token's channels
 MOST_CHANNELS = 8 * WIDTHS[-1]
 HEADS = (8, 16, 32, 64, 128, 256)  # channels of a head that neighbouring lanes can share
-DROPOUT = structs("drop", 1, (*pointers("seeds"), *integers("site"), *reals("rate")))
+DROPOUT = structs("drop", 1, members("pointers seeds, integers site, reals rate"))
 
 
 def width(D: int) -> int:
@@ -34,7 +33,6 @@ def address(device, value):
     return device.pointer(value) if hasattr(value, "strides") else value
 
 
-@dataclass(frozen=True)
 class OfTokens(Kernel):
     """A block has all channels of a token."""
 
@@ -46,7 +44,6 @@ class OfTokens(Kernel):
         return self.THREADS
 
 
-@dataclass(frozen=True)
 class Elementwise(Kernel):
     """A thread has eight elements."""
 
@@ -54,14 +51,12 @@ class Elementwise(Kernel):
     T: np.dtype
 
 
-@dataclass(frozen=True)
 class AddNorm(OfTokens):
     file = "training/add_norm"
     arguments = (
-        *pointers("x first value table read weight bias y moments xx"),
-        *integers("T_ D"),
+        *members("pointers x first value table read weight bias y moments xx, integers T_ D"),
         *DROPOUT,
-        *reals("eps"),
+        *members("reals eps"),
     )
     shared = ("Shared<{THREADS} / 32>",)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated", "Embedded", "Kept")
@@ -72,17 +67,16 @@ class AddNorm(OfTokens):
         return 2 * 8 * self.THREADS // 32
 
 
-@dataclass(frozen=True)
 class MixForward(Elementwise):
     file = "training/mix_forward"
-    arguments = (*pointers("xx maa m mixed"), *integers("tokens T_ D"))
+    arguments = members("pointers xx maa m mixed, integers tokens T_ D")
     MIXES: ClassVar[tuple[int, ...]] = (1, 2, 5)
     C: int
 
 
 class MixBackward(OfTokens):
     file = "training/mix_backward"
-    arguments = (*pointers("dmixed m maa xx dxx dd parts"), *integers("tokens T_ D each"))
+    arguments = members("pointers dmixed m maa xx dxx dd parts, integers tokens T_ D each")
     shared = ("Shared<{THREADS}>",)
 
     @property
@@ -90,12 +84,13 @@ class MixBackward(OfTokens):
         return 4 * 5 * 8 * self.THREADS
 
 
-@dataclass(frozen=True)
 class NormBackward(OfTokens):
     file = "training/norm_backward"
     arguments = (
-        *pointers("dxx dd dmixed maa xx x moments weight dy dx first value dfirst dvalue parts"),
-        *integers("tokens T_ D each"),
+        *members(
+            "pointers dxx dd dmixed maa xx x moments weight dy dx first value dfirst dvalue parts, "
+            "integers tokens T_ D each"
+        ),
         *DROPOUT,
     )
     shared = ("Shared<{THREADS} / 32>",)
@@ -111,28 +106,27 @@ class NormBackward(OfTokens):
 
 class GatedNormForward(Elementwise):
     file = "training/gated_norm_forward"
-    arguments = (*pointers("o gate weight bias y"), *integers("tokens D N"), *reals("eps"))
+    arguments = members("pointers o gate weight bias y, integers tokens D N, reals eps")
 
 
 class GatedNormBackward(OfTokens):
     file = "training/gated_norm_backward"
-    arguments = (*pointers("dy o gate weight bias do_ dgate parts"), *integers("tokens D N each"), *reals("eps"))
+    arguments = members("pointers dy o gate weight bias do_ dgate parts, integers tokens D N each, reals eps")
 
 
 class LogDecayForward(Elementwise):
     file = "training/log_decay_forward"
-    arguments = (*pointers("low decay w"), *integers("count D"))
+    arguments = members("pointers low decay w, integers count D")
 
 
 class LogDecayBackward(OfTokens):
     file = "training/log_decay_backward"
-    arguments = (*pointers("dw w dlow parts"), *integers("tokens D each"))
+    arguments = members("pointers dw w dlow parts, integers tokens D each")
 
 
-@dataclass(frozen=True)
 class ActivationForward(Kernel):
     file = "training/activation_forward"
-    arguments = (*pointers("x"), *integers("count"))
+    arguments = members("pointers x, integers count")
     threads = 256
     KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh")
     kind: str
@@ -141,44 +135,39 @@ class ActivationForward(Kernel):
 
 class ActivationBackward(ActivationForward):
     file = "training/activation_backward"
-    arguments = (*pointers("dy y"), *integers("count"))
+    arguments = members("pointers dy y, integers count")
 
 
-@dataclass(frozen=True)
 class CrossEntropy(Kernel):
     file = "training/cross_entropy"
-    arguments = (*pointers("logits read losses"), *integers("tokens T_ V"), *reals("share"))
+    arguments = members("pointers logits read losses, integers tokens T_ V, reals share")
     threads = 256
     TOKENS: ClassVar[int] = 8  # of a block, a warp each
     T: np.dtype
 
 
-@dataclass(frozen=True)
 class ColumnSums(Kernel):
     file = "training/column_sums"
-    arguments = (*pointers("parts first rest"), *integers("P columns split"))
+    arguments = members("pointers parts first rest, integers P columns split")
     shared = ("Shared",)
     threads = 1024
     shared_bytes = 4 * 32 * 32
     COLUMNS: ClassVar[int] = 32  # of a block
 
 
-@dataclass(frozen=True)
 class SquareSums(Kernel):
     file = "training/square_sums"
-    arguments = (*pointers("x parts"), *integers("count blocks"))
+    arguments = members("pointers x parts, integers count blocks")
     shared = ("Shared",)
     threads = 512
     shared_bytes = 4 * 16
 
 
-@dataclass(frozen=True)
 class AdamW(Kernel):
     file = "training/adamw"
-    arguments = (
-        *pointers("weights gradient first second copy squares schedule"),
-        *integers("count matrices P blocks"),
-        *reals("clip beta1 beta2 eps"),
+    arguments = members(
+        "pointers weights gradient first second copy squares schedule, integers count matrices P blocks, "
+        "reals clip beta1 beta2 eps"
     )
     shared = ("Shared",)
     threads = 512

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, pointers, reals, rows, shape
+from .arguments import members
 from .kernel import Kernel
 from .plan import ceil_div
 
 
-@dataclass(frozen=True)
 class GatedWideOperands(Kernel):
     """Forward with more than 128 channels, on every card: the operands and the scores of all chunks, made once for all
     columns."""
 
     file = "gated/wide_operands"
-    arguments = (*rows("q k g"), *pointers("u operands scores decays"), *shape, *integers("bytes"))
+    arguments = members("rows q k g, pointers u operands scores decays, shape, integers bytes")
     shared = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
     threads = 256
     read_order: str
@@ -33,18 +31,11 @@ class GatedWideOperands(Kernel):
         return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile)
 
 
-@dataclass(frozen=True)
 class GatedWideForward(Kernel):
     """Forward from the operands and scores that `GatedWideOperands` has written."""
 
     file = "gated/wide_forward"
-    arguments = (
-        *rows("v o"),
-        *pointers("operands scores decays initial final"),
-        *shape,
-        *reals("scale"),
-        *integers("bytes"),
-    )
+    arguments = members("rows v o, pointers operands scores decays initial final, shape, reals scale, integers bytes")
     shared = ("WideShared<{dtype}, {channel_tiles}>",)
     CHUNK: ClassVar[int] = 32
     TILE: ClassVar[int] = 128  # channels

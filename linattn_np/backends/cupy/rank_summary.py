@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
-from .arguments import integers, pointers
+from .arguments import members
 from .kernel import Kernel
 from .plan import FLOAT32, Array, ceil_div
 
 
-@dataclass(frozen=True)
 class Message(Kernel):
     file = "gated/message"
-    arguments = (
-        *pointers("state decays message"),
-        *integers("state_stride decays_stride parts factors N H K V channels"),
+    arguments = members(
+        "pointers state decays message, integers state_stride decays_stride parts factors N H K V channels"
     )
     threads = 256
 

@@ -7,14 +7,15 @@ compiler check both against the kernel. Kernels that one planner alone asks for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from ...array_kinds import BFLOAT16
-from .arguments import integers, maps, pointers, reals, rows, shape
+from .arguments import members
 from .kernel import Kernel, TiledKernel, padded
+from .plan import ceil_div
 
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K: a tile below 64 would not be faster
 SM90 = "sm_90a"
@@ -38,18 +39,12 @@ CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
 TILES = (64, 128)  # BK and BV of forward kernels
 
 
-@dataclass(frozen=True)
 class GatedForward(TiledKernel):
     """Forward, on every card: BK channels a launch."""
 
     file = "gated/forward"
-    arguments = (
-        *rows("q k v g o"),
-        *pointers("u initial final"),
-        *shape,
-        *reals("scale"),
-        *pointers("sums"),
-        *integers("channel bytes"),
+    arguments = members(
+        "rows q k v g o, pointers? u initial final, shape, reals scale, pointers? sums, integers channel bytes"
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     SUB_CHUNK = 8
@@ -105,12 +100,11 @@ class GatedForward(TiledKernel):
         return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
 
-@dataclass(frozen=True)
 class GatedSegmentStates(TiledKernel):
     """The state that each segment leaves by itself, and its decays, on every card: BK channels a launch."""
 
     file = "gated/segment_states"
-    arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed parts bytes"))
+    arguments = members("rows k v g, pointers left decays, shape, integers channel of needed parts bytes")
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     dtype: np.dtype
     gate: np.dtype
@@ -144,12 +138,11 @@ class GatedSegmentStates(TiledKernel):
         return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes) + self.BK // 4
 
 
-@dataclass(frozen=True)
 class Recurrent(TiledKernel):
     """Forward token by token, on every card."""
 
     file = "recurrent/forward"
-    arguments = (*rows("q k v g o"), *pointers("u initial final"), *shape, *reals("scale"))
+    arguments = members("rows q k v g o, pointers? u initial final, shape, reals scale")
     shared = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32  # columns of V a block, one lane a column
@@ -163,7 +156,6 @@ class Recurrent(TiledKernel):
         return 4 * (3 * 16 * self.BK + 16 * 32 + self.BK + 4 * 16 * 32)
 
 
-@dataclass(frozen=True)
 class GatedBackward(Kernel):
     """A backward kernel of chunks, on every card; one product is the sum of so many tf32 `products`."""
 
@@ -190,16 +182,11 @@ def tile_bytes(rows, columns, dtype) -> int:
     return rows * (columns + (8 if dtype.itemsize == 2 else 4)) * dtype.itemsize
 
 
-@dataclass(frozen=True)
 class GatedBackwardStates(GatedBackward):
     file = "gated/backward_states"
-    arguments = (
-        *rows("q k v do_ g"),
-        *pointers("initial dht kept dh0 states decays"),
-        *shape,
-        *integers("first heads"),
-        *reals("scale"),
-        *integers("vectors P"),
+    arguments = members(
+        "rows q k v do_ g, pointers? initial dht kept dh0 states decays, shape, integers first heads, reals scale, "
+        "integers vectors P"
     )
     shared = ("Shared<{dtype}, {gate}, {BV}>",)
     BV: int
@@ -208,6 +195,10 @@ class GatedBackwardStates(GatedBackward):
     def widths(cls, dtype, products, V=TILES[-1]):
         """The possible BV: half-precision data in three products leave registers for one tile only."""
         return TILES if V > cls.TILE and (products == 1 or dtype.itemsize == 4) else TILES[:1]
+
+    def blocks(self, K, V) -> int:
+        """Of a sequence and head: a block for every tile of the state and direction in time."""
+        return 2 * ceil_div(K, self.TILE) * ceil_div(V, self.BV)
 
     @property
     def resident(self):
@@ -222,20 +213,14 @@ class GatedBackwardStates(GatedBackward):
         return stages * sum(tile_bytes(32, *of) for of in columns)
 
 
-@dataclass(frozen=True)
 class GatedBackwardChannels(GatedBackward):
     """dq, dk, dg and the parts of du. `columns`: "Ungated"; "Gated" if columns have gates too; "GatedTurned" for the
     transposed state, with values for keys."""
 
     file = "gated/backward_channels"
-    arguments = (
-        *rows("q k v do_ g dq dk dg"),
-        *pointers("u kept partial_du"),
-        *shape,
-        *integers("first heads"),
-        *reals("scale"),
-        *integers("vectors"),
-        *pointers("pairs own decays"),
+    arguments = members(
+        "rows q k v do_ g dq dk dg, pointers? u kept partial_du, shape, integers first heads, reals scale, "
+        "integers vectors, pointers? pairs own decays"
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
     columns: str = "Ungated"
@@ -247,18 +232,12 @@ class GatedBackwardChannels(GatedBackward):
         return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
 
-@dataclass(frozen=True)
 class GatedBackwardValues(GatedBackward):
     """dv."""
 
     file = "gated/backward_values"
-    arguments = (
-        *rows("q k do_ g dv"),
-        *pointers("u kept"),
-        *shape,
-        *integers("first heads"),
-        *reals("scale"),
-        *integers("vectors"),
+    arguments = members(
+        "rows q k do_ g dv, pointers? u, pointers kept, shape, integers first heads, reals scale, integers vectors"
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {BV}>",)
     BV: int
@@ -276,10 +255,9 @@ class GatedBackwardValues(GatedBackward):
         return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64 + 16
 
 
-@dataclass(frozen=True)
 class ScanSegments(Kernel):
     file = "gated/scan_segments"
-    arguments = (*pointers("left decays column_decays initial starts final"), *integers("P R H K V"))
+    arguments = members("pointers left decays column_decays initial starts final, integers P R H K V")
     threads = 256
     width: int  # columns of one channel that a thread takes
 
@@ -288,10 +266,9 @@ class ScanSegments(Kernel):
         return cls(1 if V % 4 else 4)
 
 
-@dataclass(frozen=True)
 class ScanBothWays(Kernel):
     file = "gated/scan_both_ways"
-    arguments = (*pointers("states decays"), *integers("N P H K V first"))
+    arguments = members("pointers states decays, integers N P H K V first")
     threads = 256
 
 
@@ -300,20 +277,11 @@ PANEL = 64  # columns of V of a warpgroup
 SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
 
 
-@dataclass(frozen=True)
 class GatedForwardSm90(TiledKernel):
     file = "gated/sm90/forward"
-    arguments = (
-        *maps("q k g v o_boxes"),
-        *rows("o one"),
-        *pointers("u initial final"),
-        *shape,
-        *reals("scale"),
-        *pointers("decays"),
-        *integers("channel of needed"),
-        *pointers("marks"),
-        *integers("every per parts"),
-        *pointers("left"),
+    arguments = members(
+        "maps q k g v o_boxes, rows o, rows? one, pointers? u initial final, shape, reals scale, pointers? decays, "
+        "integers channel of needed, pointers? marks, integers every per parts, pointers? left"
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
@@ -389,12 +357,6 @@ class GatedForwardSm90(TiledKernel):
         return 2 if self.BK + self.BV == 128 else 1
 
 
-def tensor_rows(names):
-    """Arguments of arrays as tensor maps, and as rows for tokens that boxes of a tensor map do not cover."""
-    return (*maps(names), *rows(" ".join(f"{name.removesuffix('_')}_rows" for name in names.split())))
-
-
-@dataclass(frozen=True)
 class GatedBackwardSm90(TiledKernel):
     """A backward kernel of Hopper's, for gates of every channel."""
 
@@ -434,7 +396,6 @@ class GatedBackwardSm90(TiledKernel):
 ONE_EACH, IN_TURN = "OneEach", "InTurn"
 
 
-@dataclass(frozen=True)
 class GatedBackwardMainSm90(GatedBackwardSm90):
     """The two kernels that compute gradients, chunk by chunk. `schedule` ONE_EACH: one block a segment; IN_TURN: as
     many blocks as the card holds take whole sequences one after the other."""
@@ -457,12 +418,9 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
     file = "gated/sm90/backward_queries"
-    arguments = (
-        *tensor_rows("q k v do_ g dq weight"),
-        *pointers("u initial dht ends sums du kept"),
-        *shape,
-        *reals("scale"),
-        *integers("P joined adds"),
+    arguments = members(
+        "maps+rows q k v do_ g dq weight, pointers u initial dht ends sums du kept, shape, reals scale, "
+        "integers P joined adds"
     )
 
     @property
@@ -472,12 +430,9 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
 
 class GatedBackwardKeysSm90(GatedBackwardMainSm90):
     file = "gated/sm90/backward_keys"
-    arguments = (
-        *tensor_rows("q k v do_ g weight dk dv dg"),
-        *pointers("u dht ends sums kept dh0"),
-        *shape,
-        *reals("scale"),
-        *integers("P joined adds adds_dv"),
+    arguments = members(
+        "maps+rows q k v do_ g weight dk dv dg, pointers u dht ends sums kept dh0, shape, reals scale, "
+        "integers P joined adds adds_dv"
     )
 
     @property
@@ -498,12 +453,8 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_segments"
-    arguments = (
-        *tensor_rows("q k v do_ g"),
-        *pointers("initial dht states decays"),
-        *shape,
-        *reals("scale"),
-        *integers("P first ends"),
+    arguments = members(
+        "maps+rows q k v do_ g, pointers initial dht states decays, shape, reals scale, integers P first ends"
     )
 
     @property

@@ -9,43 +9,35 @@ state after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from ...problem import Problem
-from . import pieces, segments
-from .elementwise import sum_of_parts
+from . import aligned_copies, segments
+from .backward_tiles import Reused, StateTile, tiles_of
+from .elementwise_kernels import sum_of_parts
 from .gated_forward import HopperForward
-from .instances import (
-    IN_TURN,
-    TILES,
-    GatedBackwardChannels,
-    GatedBackwardKeysSm90,
-    GatedBackwardQueriesSm90,
-    GatedBackwardSegmentsSm90,
-    GatedBackwardSm90,
-    GatedBackwardStates,
-    GatedBackwardValues,
-    ScanBothWays,
-    read_order,
-)
-from .message import MessageDraft
+from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes
-from .segments import COPIED, HOPPER, SMALL, TILED
-from .small_heads import GatedSmallBackward, GatedSmallStates
-from .state_tiles import Reused, StateTile, tiles_of
+from .rank_summary import MessageDraft
+from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SMALL, TILED
+
+STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept even if the inputs are smaller
 
 
-def plan_cut(problem, cut, do, dht, saved=(), kept=()):
-    """(gradients in the order of the arrays, that of the initial state or None), computed as a `BackwardCut` says.
+def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
+    """(gradients in the order of the arrays, that of the initial state or None).
 
-    `saved`: the states at the segments' starts, where the forward pass cuts as this one does. `kept`: what
-    `plan_summary_vjp` of the same `do` has left.
+    `saved`: the states at the segments' starts, if the forward pass has left them; () if it would have left them, had
+    it been asked for gradients: then it runs again, so that gradients have the same bits; None if it never leaves any.
+    `kept`: what `plan_summary_vjp` of the same `do` has left. `gate`: as `backward_cut` has it.
     """
+    cut = segments.backward_cut(problem, device, do, gate, saved, bool(kept))
     if cut.way == COPIED:
         return plan_wider_vjp(problem, cut, do, dht)
     draft, bonus = Draft(), problem.arrays.get("u")
     inputs = draft.mapped_inputs(problem) if cut.way in (HOPPER, TILED) else draft.inputs(problem)
-    do, gradients = as_inputs(draft, problem, do), tuple(draft.like(x) for x in inputs)
-    dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
+    do, dht = draft.cotangents(problem, do, dht)
+    gradients, dh0 = tuple(map(draft.like, inputs)), draft.gradient_of_state(problem)
     whole = GatedBackwardPass(problem, inputs, do, gradients, dht, dh0)
     if cut.way == HOPPER:
         starts = saved[0] if saved else None
@@ -53,26 +45,23 @@ def plan_cut(problem, cut, do, dht, saved=(), kept=()):
             starts = HopperForward(draft, problem, cut.forward, inputs, inputs[2]).starts_of_the_backward()
         tiles, partial_du = on_hopper(draft, whole, cut, kept, starts)
     else:
-        way = {TILED: tile_after_tile, SMALL: on_small_heads}.get(cut.way, on_every_card)
+        way = {TILED: tile_after_tile, SMALL: on_small_heads, PORTABLE: on_every_card}[cut.way]
         tiles, partial_du = way(draft, whole, cut)
     if bonus is not None:
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
         sum_of_parts(draft, partial_du, gradients[-1])
-    return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
+    return draft.plan((gradients, draft.stored_gradient(problem, dh0)), tiles=tiles)
 
 
 def plan_wider_vjp(problem, cut, do, dht):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
-
-    def plan_wide(wide, do, dht):
-        return plan_cut(wide, segments.backward_cut(wide, cut.device, do, cut.exact, cut.rounded), do, dht)
-
-    draft, plan = pieces.widened(problem, plan_wide, do, dht)
+    wide = partial(plan_vjp, device=cut.device, gate=cut.gate)
+    draft, plan = aligned_copies.widened(problem, lambda problem, do, dht: wide(problem, do=do, dht=dht), do, dht)
     found, dh0 = draft.include(plan)
     arrays = problem.arrays.values()
-    gradients = tuple(pieces.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
-    start = dh0 and (pieces.narrower(draft, dh0[0], problem.initial_state[0].shape),)
-    pieces.copy_rows(draft, [*zip(found, gradients), *zip(dh0 or (), start or ())])
+    gradients = tuple(aligned_copies.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
+    start = dh0 and (aligned_copies.narrower(draft, dh0[0], problem.initial_state[0].shape),)
+    aligned_copies.copy_rows(draft, [*zip(found, gradients), *zip(dh0 or (), start or ())])
     return draft.plan((gradients, start), tiles=plan.tiles)
 
 
@@ -80,20 +69,17 @@ def plan_summary_vjp(problem, device, do, saved=()):
     """A plan of ((the initial state's gradient for a dht of zero,), the decay [N, H, K] of any other) alone, side by
     side in memory; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that.
 
-    `saved` is as `plan_cut` has it, which then needs none of the states that the pass would find forwards in time.
+    `saved` is as `plan_vjp` has it, which then needs none of the states that the pass would find forwards in time.
     """
-    cut = segments.hoppers_backward_cut(problem, device)
-    if not cut.segments:
+    P = segments.hoppers_backward_segments(problem, device).count
+    if not P:
         return None
-    draft = Draft()
-    q, k, v, g = draft.mapped_inputs(problem)
-    do = draft.mapped(as_inputs(draft, problem, do), "do")
-    N, H, K, V = problem.shape("N H K V")
-    summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, g.dtype, K, V)
-    launches = HopperBackward(draft, problem, cut.segments, summary.CHUNK, framed=True)
-    known = bool(saved) or cut.segments == 1
-    first = {"first": int(known), "ends": 0}
-    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, K, **first)
+    draft, (K, V) = Draft(), problem.shape("K V")
+    read = dict(zip("qkvg", draft.mapped_inputs(problem), strict=True))
+    read["do_"] = draft.mapped(draft.cotangents(problem, do, None)[0], "do")
+    summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
+    launches = HopperBackward(draft, problem, P, summary.CHUNK, framed=True)
+    return launches.summary(summary, read, K, first=int(bool(saved) or P == 1), ends=0)
 
 
 @dataclass(frozen=True)
@@ -124,95 +110,60 @@ class GatedBackwardPass:
         problem = tile.problem(self.problem, **({} if u is None else {"u": u}))
         inputs = tuple(tile.part(x, axis) for x, axis in zip(self.inputs, "KKVK", strict=True))
         gradients = tuple(tile.part(x, axis) for x, axis in zip(self.gradients, "KKVK", strict=True))
-        dht, dh0 = draft.plain(tile.state(self.dht), "dht"), gradient_of_state(draft, problem)
+        dht, dh0 = draft.plain(tile.state(self.dht), "dht"), draft.gradient_of_state(problem)
         return GatedBackwardPass(problem, inputs, tile.part(self.do, "V"), gradients, dht, dh0, tile.adds, tile.adds_dv)
-
-
-def as_inputs(draft, problem, do):
-    return draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
-
-
-def cotangent(draft, dht):
-    """The final state's gradient, contiguous and in float32, or None."""
-    return draft.plain(None if dht is None else dht[0], "dht")
-
-
-def gradient_of_state(draft, problem):
-    return None if problem.initial_state is None else draft.empty(problem.shape("N H K V"), FLOAT32)
-
-
-def stored(draft, problem, dh0):
-    """The gradient of the initial state in its dtype."""
-    return None if dh0 is None else (draft.cast(dh0, problem.initial_state[0].dtype),)
 
 
 # -- on every card -----------------------------------------------------------------------------------------------------
 def on_every_card(draft, backward, cut):
-    """Launches the portable kernels: (their sizes, the parts of du)."""
-    problem, inputs, read, device = backward.problem, backward.inputs, backward.read, cut.device
-    dq, dk, dv, dg = backward.gradients
+    """Launches the portable kernels: (their sizes, the parts of du).
+
+    `states` keeps the states and their gradients between chunks, of some heads at a time; `channels` and `values` make
+    the gradients of all chunks of these heads.
+    """
+    problem, read, P, (dq, dk, dv, dg) = backward.problem, backward.read, cut.segments, backward.gradients
     B, N, H, K, V = problem.shape("B N H K V")
-    instance = read_order(problem.op), problem.dtype, read["g"].dtype, cut.products
-    channels, widths = GatedBackwardChannels(*instance), GatedBackwardStates.widths(problem.dtype, cut.products, V)
-
-    def walks(states, heads=H):
-        return 2 * N * heads * ceil_div(K, states.TILE) * ceil_div(V, states.BV)
-
-    states = segments.widest_that_fills([GatedBackwardStates(*instance, BV) for BV in widths], walks, device)
-    values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
-    tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
-    P = segments.summarised_segments(states, walks(states), problem, device)
+    states, (channels, values) = cut.summary, cut.kernels
     shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)
     u, initial, dht = draft.bonus(problem), draft.initial(problem), backward.dht
     vectors = aligned16(*read.values(), *backward.gradients)
-    both = {"shape": shape, "scale": problem.scale, "vectors": vectors}
+    common = {"shape": shape, "scale": problem.scale, "vectors": vectors}
     partial_du = None if u is None else draft.empty((B * shape.NC, H, K), FLOAT32)
-    walk = {**read, **both, "P": P}
+    blocks = P * N * states.blocks(K, V)  # of a head
 
     if P > 1:
-        starts, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
-        nothing = {"kept": None, "dh0": None, "first": 0, "heads": H}
-        given = {"initial": initial, "dht": dht, "states": starts, "decays": decays}
-        draft.launch(states, P * walks(states), **walk, **nothing, **given)
+        left, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        summaries = {"initial": initial, "dht": dht, "states": left, "decays": decays}
+        draft.launch(states, H * blocks, **read, **common, **summaries, P=P, first=0, heads=H)
         if P > 2:
-            scan_both_ways(draft, problem, starts, decays, P)
-        initial, dht = starts[0], starts[1]
+            scan_both_ways(draft, problem, left, decays, P)
+        initial, dht = left[0], left[1]
+    tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
     of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
-    heads = segments.heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in inputs))
-    kept = draft.empty((max(1, heads * of_a_head),), states.stored)  # null would ask for summaries
-    for first in range(0, H, heads):
-        here = {"kept": kept, "first": first, "heads": min(heads, H - first)}
-        nothing = {"states": None, "decays": None}
-        given = {"initial": initial, "dht": dht, "dh0": backward.dh0}
-        draft.launch(states, P * walks(states, here["heads"]), **walk, **here, **given, **nothing)
-        chunks = B * shape.NC * here["heads"]
-        draft.launch(
-            channels,
-            chunks * ceil_div(K, channels.TILE),
-            **read,
-            **both,
-            **here,
-            dq=dq,
-            dk=dk,
-            dg=dg,
-            u=u,
-            partial_du=partial_du,
-            pairs=None,
-            own=None,
-            decays=None,
-        )
+    at_once = heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
+    kept = draft.empty((max(1, at_once * of_a_head),), states.stored)  # null would ask for summaries
+    for first in range(0, H, at_once):
+        heads = min(at_once, H - first)
+        chunks, here = B * shape.NC * heads, common | {"kept": kept, "first": first, "heads": heads}
+        draft.launch(states, heads * blocks, **read, **here, P=P, initial=initial, dht=dht, dh0=backward.dh0)
+        of_channels = {"dq": dq, "dk": dk, "dg": dg, "u": u, "partial_du": partial_du}
+        draft.launch(channels, chunks * ceil_div(K, channels.TILE), **read, **here, **of_channels)
         scored = {name: x for name, x in read.items() if name != "v"}
-        draft.launch(values, chunks * ceil_div(V, values.BV), **scored, dv=dv, u=u, **both, **here)
+        draft.launch(values, chunks * ceil_div(V, values.BV), **scored, **here, dv=dv, u=u)
     return states.tiles | ({"segments": P} if P > 1 else {}), partial_du
+
+
+def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
+    """Of how many heads the states are kept at the same time: no more bytes than the `inputs` have, in equal turns."""
+    most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
+    return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
 
 
 def on_small_heads(draft, backward, cut):
     """Launches the kernels of small heads, on any card: (their sizes, the parts of du)."""
-    problem, read, written = backward.problem, backward.read, backward.written
+    problem, read, written, P = backward.problem, backward.read, backward.written, cut.segments
     B, N, H, K, V = problem.shape("B N H K V")
-    instance = read_order(problem.op), problem, read["g"].dtype
-    main, states = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
-    P = segments.small_backward_segments(main, problem, cut.device)
+    (main,), states = cut.kernels, cut.summary
     shape = draft.shape(problem, problem.spans.segments(P, main.CHUNK) if P > 1 else None, main.CHUNK)
     both = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
     starts, ends = draft.initial(problem), backward.dht
@@ -250,42 +201,32 @@ def scan_both_ways(draft, problem, states, decays, P, first=0):
 
 
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
-def on_hopper(draft, backward, cut, left=(), starts=None):
+def on_hopper(draft, backward, cut, kept=(), starts=None):
     """Launches Hopper's own kernels: (their sizes, the parts of du).
 
-    The first kernel writes to dg and `kept` what the second reads. `left`: what `HopperBackward.summary` has saved.
-    `starts`: the states at the starts of the forward pass's segments, which are as many and of equal length.
+    The first kernel writes to dg and `checkpoints` what the second reads. `kept`: what `HopperBackward.summary` has
+    saved. `starts`: the states at the starts of the segments, which are then of equal length.
     """
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
-    weight = draft.like(dg) if backward.adds else dg
     B, N, H, T, K, V = problem.shape("B N H T K V")
-    short = 0 if left or starts is not None else cut.short
-    launches = HopperBackward(draft, problem, cut.segments, GatedBackwardSm90.CHUNK, framed=bool(left), short=short)
-    P, device = launches.P, cut.device
+    weight, (queries, keys), short = draft.like(dg) if backward.adds else dg, cut.kernels, cut.short
+    launches = HopperBackward(draft, problem, cut.segments, keys.CHUNK, framed=bool(kept), short=short)
+    P = launches.P
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
-    u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
-    schedule = segments.main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
-    queries = GatedBackwardQueriesSm90.fitting(*instance, schedule)
-    keys = GatedBackwardKeysSm90.fitting(*instance, schedule)
-    ends = draft.empty((N * P, H, K), FLOAT32)
+    u, ends = draft.bonus(problem), draft.empty((N * P, H, K), FLOAT32)
     sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
-    kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
-    if left:
-        states, decays = left
-        initial, dht = launches.resumed(states, decays, dht, starts)
+    checkpoints = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
+    if kept:
+        initial, dht = launches.resumed(*kept, dht, starts)
     elif P > 1:
         which = {"first": int(starts is not None), "ends": int(short > 0)}
-        blocks = (2 - which["first"]) * (1 if short else P - 1) * N * H
-        most = segments.summary_channels(K, blocks, device.multiprocessors)
-        summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
-        initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
-    both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
-    blocks = segments.resident_blocks(keys, device) if schedule == IN_TURN else (2 if short else P) * N * H
+        initial, dht = launches.between_segments(cut.summary, read, initial, dht, starts, **which)
+    both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": checkpoints, "P": P, "joined": int(short > 0)}
     both |= {"adds": backward.adds}
-    launches.launch(queries, blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
+    launches.launch(queries, cut.blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
     both |= {"adds_dv": backward.adds_dv, "dh0": backward.dh0}
-    launches.launch(keys, blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, **both)
+    launches.launch(keys, cut.blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
@@ -294,7 +235,7 @@ def tile_after_tile(draft, whole, cut):
     parts of du)."""
     problem = whole.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
-    memory, sizes = Reused(draft), []
+    memory, sizes, found = Reused(draft), [], segments.BackwardSegments(cut.segments, cut.short)
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
     bonus = {}  # by a tile's first channel
     if u is not None:
@@ -302,7 +243,8 @@ def tile_after_tile(draft, whole, cut):
     for tile in tiles:
         own = memory.again()
         backward = whole.of_tile(tile, own, bonus.get(tile.channels.start))
-        of_tile, partial_du = on_hopper(own, backward, cut)
+        tile_cut = segments.hoppers_backward_cut(backward.problem, cut.device, found, known=False)
+        of_tile, partial_du = on_hopper(own, backward, tile_cut)
         sizes.append(of_tile)
         if whole.dh0 is not None:
             draft.copy(backward.dh0, tile.state(whole.dh0))
