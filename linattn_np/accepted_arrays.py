@@ -20,7 +20,7 @@ class Refusal(TypeError):
     """What is wrong with an array, to be said behind its name."""
 
 
-def admitted(name, x, use: str = "computed", operator: str | None = None):
+def accepted(name, x, use: str = "computed", operator: str | None = None):
     """(`x` as a NumPy or CuPy array over the same memory, the kind of `x`); a Refusal where `x` is not taken.
 
     `use` is what `x` is for: "computed" with, "written" to, or only "copied". `operator` is the differentiable function
@@ -30,8 +30,8 @@ def admitted(name, x, use: str = "computed", operator: str | None = None):
     if whose is None:
         way_out = f": np.asarray({name}) is one" if isinstance(x, (list, tuple, int, float, np.generic)) else ""
         raise Refusal(f"is a {kind_of(x)}, expected an array{way_out}")
-    if whose in OBSTACLES and (obstacle := OBSTACLES[whose](x, use, operator)):
-        raise Refusal(obstacle)
+    if whose in REFUSALS and (refusal := REFUSALS[whose](x, use, operator)):
+        raise Refusal(refusal)
     try:
         return array_kinds.to_native(x, whose), whose
     except (TypeError, BufferError, ImportError, RuntimeError) as error:
@@ -42,7 +42,7 @@ def host_array(numbers):
     """A number, or those of a list, tuple or array on the host, as a NumPy array; None of anything else."""
     plain = isinstance(numbers, (list, tuple, int, float, np.generic))
     try:
-        found = np.asarray(numbers) if plain else admitted("", numbers, "copied")[0]
+        found = np.asarray(numbers) if plain else accepted("", numbers, "copied")[0]
     except (Refusal, ValueError):  # a ragged list
         return None
     return found if isinstance(found, np.ndarray) and found.dtype.kind in "biuf" else None
@@ -59,7 +59,7 @@ def differentiable(operator, library) -> str:
 
 
 # -- what each library's array is refused for, or None -----------------------------------------------------------------
-def of_numpy(x, use, operator) -> str | None:
+def numpy_refusal(x, use, operator) -> str | None:
     if type(x) in OF_NUMPY:
         return None
     if isinstance(x, np.ma.MaskedArray):
@@ -70,13 +70,13 @@ def of_numpy(x, use, operator) -> str | None:
     return f"is a {kind_of(x)}, a subclass of numpy.ndarray, expected a plain array: np.asarray(x)"
 
 
-def of_cupy(x, use, operator) -> str | None:
+def cupy_refusal(x, use, operator) -> str | None:
     if type(x) is sys.modules["cupy"].ndarray:
         return None
     return f"is a {kind_of(x)}, a subclass of cupy.ndarray, expected a plain array"
 
 
-def of_jax(x, use, operator) -> str | None:
+def jax_refusal(x, use, operator) -> str | None:
     if isinstance(x, sys.modules["jax"].core.Tracer):
         return f"is a {kind_of(x)}, which has no numbers under JAX's transformations" + differentiable(operator, "jax")
     if x.is_deleted():
@@ -86,7 +86,7 @@ def of_jax(x, use, operator) -> str | None:
     return None
 
 
-def of_torch(x, use, operator) -> str | None:
+def torch_refusal(x, use, operator) -> str | None:
     torch = sys.modules["torch"]
     instead = differentiable(operator, "torch")
     if torch.compiler.is_compiling():
@@ -110,7 +110,7 @@ def of_torch(x, use, operator) -> str | None:
     return None
 
 
-OBSTACLES = {"numpy": of_numpy, "cupy": of_cupy, "jax": of_jax, "torch": of_torch}
+REFUSALS = {"numpy": numpy_refusal, "cupy": cupy_refusal, "jax": jax_refusal, "torch": torch_refusal}
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Declaration:
     def native(self, name, x, use="computed"):
         """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
         try:
-            return accepted_arrays.admitted(name, x, use, self.name.split()[0] if self.differentiable else None)
+            return accepted_arrays.accepted(name, x, use, self.name.split()[0] if self.differentiable else None)
         except accepted_arrays.Refusal as refusal:
             self.refuse(name, str(refusal), ContractTypeError)
 
@@ -89,7 +89,7 @@ class Declaration:
 
     def placed_states(self, name, parts, sizes, home, v_first, groups):
         """The state's parts, or their gradients, of exactly the sizes of the call and in the caller's order."""
-        wanted = [value_heads.callers(axes, groups) for axes in self.state]
+        wanted = [value_heads.grouped_axes(axes, groups) for axes in self.state]
         if v_first:
             wanted = [axes.replace("K V", "V K") for axes in wanted]
         return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted))

@@ -44,14 +44,14 @@ def call_key(op, inputs, arguments):
         elif name in DECAYS and kind is not float:
             found = contents(x, "iuf")
         else:
-            found = exactly(x)
+            found = exact_key(x)
         if found is None:
             return None, addresses
         seen.append(found)
     return (op, current(), *arguments, *seen), addresses
 
 
-def exactly(x):
+def exact_key(x):
     """A hashable that equals only what `x` cannot be told from: 1 is not 1.0, 0.0 not -0.0. None of unknown types.
 
     By type, never by a repr or a hash that a subclass could have of its own.
@@ -66,7 +66,7 @@ def exactly(x):
     return (np.dtype, x) if isinstance(x, np.dtype) else None
 
 
-def weight(problem: Problem) -> int:
+def kept_bytes(problem: Problem) -> int:
     """About the bytes kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
     kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
     if "S" in problem.sizes:  # 12 words of 4 bytes for every 64 to 192 tokens of a head, here and on a device

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import aliasing, array_kinds, value_heads, varlen, warnings_of_misuse
 from .argument_checks import Declaration, is_int, is_real
-from .checked_calls import MEMOS, call_key, weight, with_arrays, without_arrays
+from .checked_calls import MEMOS, call_key, kept_bytes, with_arrays, without_arrays
 from .conversions import copied_arrays, is_transformed, to_backend
 from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
@@ -60,12 +60,12 @@ class Op(Declaration):
             memo = MEMOS.get(key)
             if memo is None:
                 problem = without_arrays(self.check(inputs, **arguments))
-                memo = MEMOS.keep(key, {"problem": problem}, weight(problem))
+                memo = MEMOS.keep(key, {"problem": problem}, kept_bytes(problem))
             problem = with_arrays(memo["problem"], inputs, arguments, memo)
         if problem.out is not None or problem.options:
             aliasing.check_aliasing(problem, addresses)
-        if problem.doubts or problem.home == "host":
-            warnings_of_misuse.tell(problem)
+        if problem.warnings or problem.home == "host":
+            warnings_of_misuse.warn_of_call(problem)
         return to_backend(problem) if is_transformed(problem) else problem
 
     def check(
@@ -134,7 +134,9 @@ class Op(Declaration):
             groups=groups,
             mask=mask,
         )
-        return problem.replace(copied_arrays=copied_arrays(problem), doubts=warnings_of_misuse.of_layout(problem))
+        return problem.replace(
+            copied_arrays=copied_arrays(problem), warnings=warnings_of_misuse.layout_warnings(problem)
+        )
 
     def taken_apart(self, positional, named, signature=None):
         """(declaration, arrays, everything else) of a call of the public function, or of one with this signature.
@@ -204,7 +206,7 @@ class Op(Declaration):
 
     def callers_axes(self, name, groups) -> str:
         """The axes of the caller's array, each with a name of its own where its size may differ."""
-        return value_heads.callers(self.arrays[name], groups)
+        return value_heads.grouped_axes(self.arrays[name], groups)
 
     def refuse_sizes(self, views, layout, axis, groups):
         """Names the array that differs from what most have."""
@@ -314,7 +316,7 @@ class Op(Declaration):
             self.refuse("out", f"is a {kind_of(out)}, expected a NumPy or CuPy array", ContractTypeError)
         native, _ = self.native("out", out)
         view = self.logical("out", native, self.out, layout)
-        view = self.placed("out", view, value_heads.callers(self.out, groups), sizes, home)
+        view = self.placed("out", view, value_heads.grouped_axes(self.out, groups), sizes, home)
         if view.dtype != dtype:
             self.refuse("out", f"has dtype {view.dtype}, expected {dtype}", ContractTypeError)
         self.writable("out", view, home)

@@ -25,7 +25,7 @@ def is_transformed(problem: Problem) -> bool:
 def to_backend(problem: Problem) -> Problem:
     """The problem with its arrays as a backend has them; without an `out` that only a copy can fill."""
     arrays = {
-        name: array_to_backend(problem, x, problem.op.arrays[name], padding.nothing(problem, name))
+        name: array_to_backend(problem, x, problem.op.arrays[name], padding.value_of_padding(problem, name))
         for name, x in problem.arrays.items()
     }
     initial_state = problem.initial_state and tuple(
@@ -49,24 +49,6 @@ def with_output(problem: Problem) -> Problem:
     return problem.replace(out=in_time(problem, o, problem.op.out))
 
 
-def split_value_heads(problem: Problem, count: int) -> list[Problem]:
-    """`count` problems, each with an equal part of the columns of v: of grouped value heads as many of every group."""
-    if count == 1:
-        return [problem]
-    V = problem.sizes["V"] // count
-
-    def part(start):
-        arrays = {name: value_heads.columns(x, problem.op.arrays[name], start, V) for name, x in problem.arrays.items()}
-        initial_state = problem.initial_state and tuple(
-            value_heads.columns(x, axes, start, V) for x, axes in zip(problem.initial_state, problem.op.state)
-        )
-        return problem.replace(
-            arrays=arrays, initial_state=initial_state, sizes=problem.sizes | {"V": V}, out=None, memo=None
-        )
-
-    return [part(n * V) for n in range(count)]
-
-
 def copied_arrays(problem: Problem) -> tuple[str, ...]:
     """Those of the caller's arrays with grouped heads whose memory has the heads of a group apart."""
     if problem.groups == 1:
@@ -87,7 +69,7 @@ def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
     if problem.mask is None or "T" not in axes.split():
         return x
     refuse_lost_memory(problem, "mask", "copies of the arrays without padding are")
-    return padding.without(x, padding_of(problem), fill)
+    return padding.filled_copy(x, padding_of(problem), fill)
 
 
 def state_to_backend(problem: Problem, part, axes: str):
@@ -99,7 +81,7 @@ def state_to_backend(problem: Problem, part, axes: str):
 def to_caller(problem: Problem, native, axes: str):
     """A backend's array as the caller has it; of padding nothing but 0 is handed out."""
     if problem.mask is not None and "T" in axes.split():
-        native = padding.overwrite(native, padding_of(problem))
+        native = padding.fill(native, padding_of(problem))
     return swap_heads(unfolded(problem, in_time(problem, native, axes), axes), axes, problem.layout)
 
 

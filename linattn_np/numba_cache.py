@@ -33,7 +33,7 @@ def njit(**options):
 
     def decorate(function):
         loop = numba.njit(**options)(function)
-        loop._cache = kept(function)
+        loop._cache = cache_of(function)
         return loop
 
     return decorate
@@ -44,27 +44,27 @@ def cfunc(signature, **options):
 
     def decorate(function):
         loop = CFunc(function, normalize_signature(signature), locals={}, options=options)
-        loop._cache = kept(function)
+        loop._cache = cache_of(function)
         loop.compile()
         return loop
 
     return decorate
 
 
-def kept(function):
+def cache_of(function):
     try:
-        return Kept(function)
+        return DiskCache(function)
     except (OSError, RuntimeError):  # there is no folder that can be written
-        return Unkept()
+        return NoCache()
 
 
-class Unkept(caching.NullCache):
+class NoCache(caching.NullCache):
     def load_overload(self, signature, context):
         for tell in COMPILING:
             tell()
 
 
-class Files(caching.IndexDataCacheFile):
+class ChecksummedFiles(caching.IndexDataCacheFile):
     """Numba's files with a checksum: machine code that is damaged could do anything."""
 
     def _dump(self, obj):
@@ -79,12 +79,12 @@ class Files(caching.IndexDataCacheFile):
         return pickle.loads(data[:-DIGEST])
 
 
-class Kept(caching.FunctionCache):
+class DiskCache(caching.FunctionCache):
     """Numba's cache of a function, of which no fault costs more than a compilation."""
 
     def __init__(self, function):
         super().__init__(function)
-        self._cache_file.__class__ = Files
+        self._cache_file.__class__ = ChecksummedFiles
 
     def load_overload(self, signature, context):
         found = None
@@ -93,7 +93,7 @@ class Kept(caching.FunctionCache):
         except Exception:  # Numba reads a file that was cut short again and again, unless it is emptied
             with suppress(Exception):
                 self.flush()
-        return found or Unkept().load_overload(signature, context)
+        return found or NoCache().load_overload(signature, context)
 
     def save_overload(self, signature, data):
         with suppress(Exception):  # the disk is full, or the folder is gone

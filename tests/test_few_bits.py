@@ -186,11 +186,11 @@ def test_a_board_says_when_it_is_over(size):
     board = Board()
     for _ in range(2):
         with board.helped(size):
-            assert board.busy and matrix_loops.claimed(board.array) == -1
+            assert board.busy and not board.array[matrix_loops.STOPPED]
             with board.helped(size):
                 assert board.busy
-            assert matrix_loops.claimed(board.array) == -1
-        assert not board.busy and matrix_loops.claimed(board.array) == -2
+            assert not board.array[matrix_loops.STOPPED]
+        assert not board.busy and board.array[matrix_loops.STOPPED]
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

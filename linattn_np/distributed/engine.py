@@ -177,7 +177,9 @@ class HostEngine:
         by_place: dict = {}
         for rank, head in enumerate(heads):
             by_place.setdefault(f"{place_of(head)}, with a message of {head[0]} bytes", []).append(rank)
-        words = [f"{those(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in by_place.items()]
+        words = [
+            f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in by_place.items()
+        ]
         raise Disagreement(f"the ranks are in different operations: {'; '.join(words)}")
 
 
@@ -230,7 +232,7 @@ def place_of(head):
     return f"{'at the beginning of' if begins else 'in or after'} {operation.decode(errors='ignore')} (call {number})"
 
 
-def those(ranks):
+def ranks_in_words(ranks):
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

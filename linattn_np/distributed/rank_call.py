@@ -12,12 +12,12 @@ from ..accepted_arrays import contents, host_array
 from ..array_kinds import from_native
 from ..checked_calls import call_key
 from ..conversions import callers_sizes
-from ..dispatch import choose, split_to_fit
+from ..dispatch import choose
 from ..errors import ContractTypeError
 from ..layouts import swap_heads
-from .call_comparison import Question
+from .call_comparison import CallComparison
 from .engine import Engine
-from .recurrence import Recurrence, Row, wide
+from .recurrence import Recurrence, Row, at_least_float32
 from .sequence_cut import Cut
 
 COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # how: every segment's call gets them as given
@@ -35,7 +35,7 @@ class RankCall:
     arrays : views [B, H, T, ...], in the order of the declaration
     state : the parts of the whole initial state [N, H, K, V], or None
     bounds : cu_seqlens [N + 1] of the tokens of all ranks, or None
-    question : whether the other ranks mean the same call; it has been asked
+    comparison : whether the other ranks mean the same call; it has been asked
     """
 
     def __init__(self, op, inputs, *, comm, segment_size, gradient=False, **given):
@@ -46,8 +46,8 @@ class RankCall:
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
             )
         key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
-        self.question = Question(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
-        self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.question.checked
+        self.comparison = CallComparison(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
+        self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.comparison.checked
         self.packed = self.bounds is not None
         self.recurrence = Recurrence(self.declared, self.problem)
         self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
@@ -65,7 +65,7 @@ class RankCall:
         options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
         problem = self.declared.bind(inputs, gradient=self.gradient, **options)
         if anew:  # where no backend can compute it, no rank begins
-            (split_to_fit if self.gradient else choose)(problem, given["backend"])
+            choose(problem, given["backend"])
         op, sizes, home = problem.op, callers_sizes(problem), problem.home
         self.check_home(op, home)
         if self.segment_size is not None and (type(self.segment_size) is not int or self.segment_size < 1):
@@ -147,7 +147,7 @@ class RankCall:
         Arrays that have no tokens are in single precision at least, as their gradients then are, which are added up.
         """
         arrays = [
-            x[:, :, start:stop] if "T" in axes.split() else wide(x)
+            x[:, :, start:stop] if "T" in axes.split() else at_least_float32(x)
             for x, axes in zip(self.arrays, self.problem.op.arrays.values())
         ]
         return arrays, self.options | ({} if self.mask is None else {"mask": self.mask[:, start:stop]})

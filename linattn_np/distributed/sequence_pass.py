@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..autodiff import vjp_of
+from ..autodiff import placed_cotangents, vjp_of
 from ..backends.cupy import execute
 from ..conversions import callers_sizes
 from ..dispatch import call as call_operator
 from ..dispatch import summarise
 from ..graph_capture import lasting_memory
-from ..value_heads import callers
-from .call_comparison import Question
+from .call_comparison import CallComparison
 from .rank_call import RankCall, parts_of
 
 
@@ -24,7 +23,7 @@ class Pass:
     """One pass, in the order of the recurrence or `backwards`: that of its gradient.
 
     call : a `RankCall`
-    question : whether all ranks mean this pass
+    comparison : whether all ranks mean this pass
     edge : the states [N, ...] from which sequences begin, in this direction, or None for zeros
     kept : by segment, what a backend has computed with a summary and need not compute again
 
@@ -37,8 +36,8 @@ class Pass:
 
     backwards = False
 
-    def __init__(self, call, question, edge):
-        self.call, self.question, self.edge = call, question, edge
+    def __init__(self, call, comparison, edge):
+        self.call, self.comparison, self.edge = call, comparison, edge
         self.recurrence, self.kept = call.recurrence, {}
 
     def run(self, lengths):
@@ -47,7 +46,7 @@ class Pass:
         lengths : the tokens that the ranks are expected to have; their answer may differ
         """
         mine = self.summaries(lengths)
-        if (answer := self.question.answer()) != lengths:
+        if (answer := self.comparison.answer()) != lengths:
             mine = self.summaries(answer)
         wait = self.exchange(mine) if self.cut.crosses else None
         results, ends, arriving = {}, {}, None
@@ -129,7 +128,7 @@ class Forward(Pass):
     """o and the final state of a call; with a gradient also the pullback of every own segment."""
 
     def __init__(self, call: RankCall):
-        super().__init__(call, call.question, call.in_order(call.state))
+        super().__init__(call, call.comparison, call.in_order(call.state))
         self.o = call.out
         self.pulls: dict = {}  # the pullback of each own segment, by its index
 
@@ -137,7 +136,7 @@ class Forward(Pass):
         """o, or (o, final state), of this rank's tokens."""
         call, problem = self.call, self.call.problem
         with lasting_memory(problem.home, execute.in_graphs):
-            results, ends = self.run(self.question.expected() or self.question.answer())
+            results, ends = self.run(self.comparison.expected() or self.comparison.answer())
             o = next(iter(results.values())) if self.o is None else self.o
             result = call.array_to_caller(o, problem.op.out) if call.out is None else call.given["out"]
             if not problem.output_final_state:
@@ -187,24 +186,17 @@ class Backward(Pass):
     def __init__(self, forward: Forward, do, dht):
         call, self.pulls, self.forward_lengths = forward.call, forward.pulls, forward.lengths
         self.call = call
-        question = Question(call.comm, f"{call.problem.op.name}'s gradient", lambda _: self.check(do, dht))
-        self.do, dht = question.checked
-        super().__init__(call, question, dht)
+        comparison = CallComparison(call.comm, f"{call.problem.op.name}'s gradient", lambda _: self.check(do, dht))
+        self.do, dht = comparison.checked
+        super().__init__(call, comparison, dht)
 
     def check(self, do, dht):
         """((do, dht) as the arrays of the call are, this rank's tokens, what all ranks must agree on)."""
-        call, problem, op = self.call, self.call.problem, self.call.problem.op
+        call, problem = self.call, self.call.problem
         sizes = callers_sizes(problem) | {"N": call.rows * call.sequences}
-        view = op.logical("do", op.native("do", do)[0], op.out, problem.layout)
-        do = op.placed("do", view, callers(op.out, problem.groups), sizes, problem.home)
-        if dht is not None:
-            parts = parts_of(dht)
-            if len(parts) != len(op.state):
-                op.refuse("dht", f"has {len(parts)} parts, expected {len(op.state)}")
-            placed = op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first, problem.groups)
-            dht = call.in_order(placed)
+        do, dht = placed_cotangents(problem, do, dht, sizes)
         meaning = {"the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
-        return (do, dht), self.forward_lengths[call.comm.rank], meaning
+        return (do, call.in_order(dht)), self.forward_lengths[call.comm.rank], meaning
 
     def gradients(self, summed):
         call, op = self.call, self.call.problem.op
@@ -223,7 +215,7 @@ class Backward(Pass):
         pull = self.pulls[segment.index]
         if len(segment.pieces) == 1 and (found := pull.summarise(do[:, :, start:stop])):
             own, decays, self.kept[segment.index] = found
-            return [*own, *recurrence.told(decays)]
+            return [*own, *recurrence.factors_of_decays(decays)]
         arrays, given = call.of_tokens(start, stop)
         if recurrence.turns_over:
             own = recurrence.gradient_summary(arrays, do[:, :, start:stop], given)

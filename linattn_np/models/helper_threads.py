@@ -1,7 +1,7 @@
 """Threads that help with matrix products while a call is at work.
 
-They run Numba's loops, which hold no lock of Python's. A call wakes them once, not at every product: until it stops
-them they look at its board for tiles to compute. A thread that comes late, or never, costs time and nothing else.
+They run Numba's loops, which do not hold the GIL. A call wakes them once, not at every product: until it stops them
+they look at its board for parts to compute. A thread that comes late, or never, costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Board:
             yield
             return
         self.busy = True
-        self.loops.start(self.array)
+        self.loops.stop(self.array, 0)
         if wanted := min(self.most, size // SHARE):
             HELPERS.wake(self.array, wanted)
         try:
             yield
         finally:
             self.busy = False
-            self.loops.stop(self.array)  # for those, too, that come late, from an earlier time
+            self.loops.stop(self.array, 1)  # for those, too, that come late, from an earlier time

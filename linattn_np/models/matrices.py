@@ -8,9 +8,9 @@
     int4        w = scale_mb (q - 8),    q in 0..15, a scale for every 32 neighbours of a row, bfloat16: 4.5 bits in all
 
 A token's product takes as long as the matrix takes to be read, so that half of the bits is half of the time. Loops of
-Numba's (`matrix_loops`) widen the numbers in registers, and read float32 at up to twice the speed of BLAS, which reads
-several rows at once. A prompt's product widens numbers in a core's own cache, which costs less than BLAS's copy of the
-matrix. Sums are float32, in an order of their own: they differ from NumPy's by its rounding.
+Numba's (`matrix_loops`) widen the numbers in registers. They also read float32, for up to FEW tokens, at up to twice
+the speed of BLAS, which reads several rows at once; BLAS multiplies more tokens. Sums are float32, in an order of their
+own: they differ from NumPy's by its rounding.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .helper_threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 TILE, BLOCK = 64, 32  # rows that lie side by side; numbers of a row that share a scale in int4
+FEW = 8  # tokens up to which the loops multiply float32 faster than BLAS
 A_BYTE = 4  # numbers that are multiplied in the time in which a byte is read
 CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # of int4's scale, as parts of what the largest asks for
 CACHED = 1 << 16  # numbers that are rounded at a time
@@ -54,7 +55,9 @@ class Matrix:
         return f"Matrix({list(self.shape)}, {self.format}, {self.nbytes:,} bytes)"
 
     def __call__(self, x, board: Board):
-        """x W^T for x [T, K], or [S, T, K] for several; float32. Who looks at `board` helps."""
+        """x W^T for x [T, K], or [S, T, K] for several; float32. Threads that look at `board` help."""
+        if self.format == "float32" and x.shape[-2] > FEW:
+            return x @ self.bits.reshape(self.shape).swapaxes(-1, -2)
         x = np.ascontiguousarray(x, np.float32)
         stack = x.reshape(-1, *x.shape[-2:])
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)

@@ -1,15 +1,12 @@
-"""Numba's loops over matrices as `matrices` keeps them: rows of float32, and tiles of TILE rows of fewer bits, in which
-input follows input.
+"""Products with matrices as `matrices` stores them, in Numba: tiles of TILE rows, in which the numbers of one input
+are neighbours. Float32 is stored in rows, and read here for few tokens; BLAS multiplies more (`matrices.FEW`).
 
-A tile's sums stay in registers while its inputs pass, so that there is nothing to add up across lanes. A core reads one
-stream of neighbours at twice the speed of several, or of one with gaps. So rows of float32 are read one by one; and
-inputs that are zero are passed over, their numbers not read, only where most of them are.
+The sums of a tile stay in registers while its inputs are read. Few tokens read a tile one after another, and pass over
+inputs that are zero where most of them are. More tokens read it SIDE at a time, and share what widens its numbers.
 
-Of many tokens, some inputs' numbers of a tile are widened, or float32's rows transposed, into a core's own cache, and
-multiplied with some tokens at a time, whose sums stay in registers.
-
-Several threads share a product: the caller's publishes it in `board`, each thread claims tiles, and the caller goes on
-when all are done. Nobody waits for a thread that is late.
+Several threads share a product. The caller publishes it on a board as a range of tickets, one for each part of the
+product; every thread claims tickets, and the caller returns when all parts are done. It never waits for a thread that
+has claimed nothing.
 """
 
 import os
@@ -23,57 +20,48 @@ from numba.extending import intrinsic
 from ..numba_cache import cfunc, njit
 
 TILE = 64  # rows of W that are summed side by side
-LANES = 16  # numbers in a vector: what AVX-512 has in a register, and others in two
+LANES = 16  # numbers in a vector: one register of AVX-512, two of other CPUs
 VECTORS = TILE // LANES
 WORDS_OF_INT4 = 8  # of an input in a tile
 OFFSETS = [264.0] * WORDS_OF_INT4 + [24.0] * WORDS_OF_INT4  # of int4: 256 + q and 16 + q, less the 8 of q - 8
 BLOCK = 32  # inputs that share a scale in int4
 CODES = {"bfloat16": 0, "int8": 1, "int4": 2, "float32": 3}
-TILED = tuple(CODES)[:3]
+BFLOAT16, INT8, INT4, FLOAT32 = CODES.values()
 BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of an input's numbers in a tile
+AHEAD = {"int8": 48, "int4": 96}  # inputs between the one that is read and the one that is prefetched, where all are
+# read: the processor prefetches bfloat16's by itself, but the loops of the others come too late to what it fetches
+SOME_AHEAD = 16  # the same where some inputs are read, which the processor cannot guess
 CACHE_LINE = 64
-# How many inputs before its turn an input's numbers are asked for. Where all are read, of the formats that take more
-# instructions than memory takes time: their loops come too late to what the processor would fetch by itself. bfloat16
-# is slower with it.
-AHEAD = {"int8": 48, "int4": 96}
-SOME_AHEAD = 16  # of inputs that are chosen, which the processor cannot guess
-FEW = 8  # tokens up to which a product reads the matrix for each of them
-DEPTH = 128  # inputs that are widened at a time: their numbers of a tile take 32 KiB
-CHUNK = 192  # tokens that they are widened for, a multiple of SIDE
-SIDE = 6  # tokens that are summed side by side, with as many vectors of a tile as there are registers for
-AT_ONCE = VECTORS if binding.get_host_cpu_features().get("avx512f") else 1
-FEW_INPUTS = 0.2  # the part of inputs that are not zero up to which it is faster to pass over the others
+FEW = 4  # tokens up to which a tile of fewer bits is read once for each of them
+AVX512 = binding.get_host_cpu_features().get("avx512f")
+# Tokens whose sums are made side by side, and vectors of each: as many as there are registers for.
+SIDE, SIDE_VECTORS = (10, 2) if AVX512 else (6, 1)
+DEPTH = 16  # blocks of inputs that all tokens read before the next ones: their part of a tile stays in the cache
+CHUNK = 20 * SIDE  # tokens of one part of a product
+FEW_INPUTS = 0.2  # the share of inputs other than zero up to which it is faster to pass over the zeros
 
-# What the caller tells the others, int64 each, with the two that are contended in cache lines of their own. A claim has
-# the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits but for the
-# first, which counts up to NUMBERS.
-CLAIM, DONE, WORK = 0, 8, 16
-FIELD, NUMBERS = 22, 1 << 19  # which fill 63 bits: a product of more tiles has 200 GB of results
-(FORMAT, BITS, SCALES, X, Y, CHOSEN, COUNTS, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES, STACK, NUMBER) = (
-    range(WORK, WORK + 16)
+# The board: int64 each, those that threads contend for in cache lines of their own. NEXT and LIMIT only grow, so that
+# a thread which read them long ago claims no ticket of a later product.
+NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket, the parts that are done, the end of the tickets
+STOPPED, START = 17, 18  # whether helpers return; the first ticket of the product
+(FORMAT, BITS, BYTES_OF_INPUT, SCALES, X, Y, INPUTS, STARTS, TOTALS, ROWS, COLUMNS, TOKENS, GIVEN, TILES, STACK) = (
+    range(24, 39)
 )
-BOARD = WORK + 16
-STOP = -1
-SPINS = 200  # looks at the board between two offers of the core to others
+BOARD = 39
+SPINS = 200  # looks at the board between two offers of the core to other threads
 
 LOOP = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
 yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit()(lambda: 0)
 
 
-# -- what Numba has no words for --------------------------------------------------------------------------------------
-WORD, SINGLE = ir.IntType(32), ir.FloatType()
-WORDS, SINGLES = ir.VectorType(WORD, LANES), ir.VectorType(SINGLE, LANES)
-
-
-def at(builder, base, offset, type):
-    return builder.inttoptr(builder.add(base, offset), type.as_pointer())
+# -- atomics and addresses, which Numba lacks -------------------------------------------------------------------------
+INT64 = ir.IntType(64)
 
 
 @intrinsic
 def load_atomic(typing, address):
     def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.load_atomic(pointer, "acquire", 8)
+        return builder.load_atomic(builder.inttoptr(arguments[0], INT64.as_pointer()), "acquire", 8)
 
     return types.int64(types.intp), generate
 
@@ -81,8 +69,7 @@ def load_atomic(typing, address):
 @intrinsic
 def store_atomic(typing, address, value):
     def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        builder.store_atomic(arguments[1], pointer, "release", 8)
+        builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], INT64.as_pointer()), "release", 8)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.int64), generate
@@ -91,7 +78,7 @@ def store_atomic(typing, address, value):
 @intrinsic
 def add_atomic(typing, address, value):
     def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
         return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
 
     return types.int64(types.intp, types.int64), generate
@@ -103,71 +90,47 @@ def exchanged(typing, address, old, new):
 
     def generate(context, builder, signature, arguments):
         address, old, new = arguments
-        pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
+        pointer = builder.inttoptr(address, INT64.as_pointer())
         return builder.extract_value(builder.cmpxchg(pointer, old, new, "acq_rel", "acquire"), 1)
 
     return types.boolean(types.intp, types.int64, types.int64), generate
 
 
 @intrinsic
-def floats(typing, address):
+def pointer(typing, address):
     def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], SINGLE.as_pointer())
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
-    return types.CPointer(types.float32)(types.intp), generate
-
-
-@intrinsic
-def integers(typing, address):
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-
-    return types.CPointer(types.int64)(types.intp), generate
+    return types.voidptr(types.intp), generate
 
 
-@intrinsic
-def float_at(typing, address):
-    def generate(context, builder, signature, arguments):
-        return builder.load(builder.inttoptr(arguments[0], SINGLE.as_pointer()))
-
-    return types.float32(types.intp), generate
+@njit(forceinline=True, **LOOP)
+def array_at(address, shape, dtype):
+    """A view of contiguous numbers at an address."""
+    return carray(pointer(address), shape, dtype)
 
 
-@intrinsic
-def int_at(typing, address):
-    def generate(context, builder, signature, arguments):
-        return builder.sext(builder.load(builder.inttoptr(arguments[0], WORD.as_pointer())), ir.IntType(64))
-
-    return types.intp(types.intp), generate
+# -- a tile's sums, in vectors: Numba's own loops keep them in memory -------------------------------------------------
+WORD, SINGLE = ir.IntType(32), ir.FloatType()
+WORDS, SINGLES = ir.VectorType(WORD, LANES), ir.VectorType(SINGLE, LANES)
 
 
-@intrinsic
-def store_float(typing, address, value):
-    def generate(context, builder, signature, arguments):
-        builder.store(arguments[1], builder.inttoptr(arguments[0], SINGLE.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float32), generate
-
-
-def vector_at(builder, base, offset):
-    """The address of a vector that begins `offset` numbers behind another."""
-    return at(builder, base, ir.Constant(base.type, 4 * offset), SINGLES)
+def load(builder, base, offset, type, align=None):
+    """What lies `offset` bytes behind an address; a number's alignment is its size, a vector's is not known."""
+    place = builder.add(base, ir.Constant(base.type, offset))
+    return builder.load(builder.inttoptr(place, type.as_pointer()), align=align)
 
 
 def widened(builder, format, base, vector):
     """The float32 of a vector of a tile's row; int4's are too large by OFFSETS: such bits need no conversion."""
     if format == "bfloat16":
-        halves = ir.VectorType(ir.IntType(16), LANES)
-        wide = builder.load(at(builder, base, ir.Constant(base.type, 2 * LANES * vector), halves), align=2)
+        wide = load(builder, base, 2 * LANES * vector, ir.VectorType(ir.IntType(16), LANES), 2)
         return builder.bitcast(builder.shl(builder.zext(wide, WORDS), ir.Constant(WORDS, [16] * LANES)), SINGLES)
     if format == "int8":
-        bytes_ = ir.VectorType(ir.IntType(8), LANES)
-        wide = builder.load(at(builder, base, ir.Constant(base.type, LANES * vector), bytes_), align=1)
+        wide = load(builder, base, LANES * vector, ir.VectorType(ir.IntType(8), LANES), 1)
         return builder.sitofp(builder.sext(wide, WORDS), SINGLES)
     # 256 + q has q in its bits 15 to 18, and 16 + q in its bits 19 to 22: one shift serves both halves of a vector.
-    half = ir.VectorType(WORD, WORDS_OF_INT4)
-    words = builder.load(builder.inttoptr(base, half.as_pointer()), align=4)
+    words = load(builder, base, 0, ir.VectorType(WORD, WORDS_OF_INT4), 4)
     twice = builder.shuffle_vector(words, words, ir.Constant(WORDS, [*range(WORDS_OF_INT4)] * 2))
     shift = 15 - 8 * vector
     amount = ir.Constant(WORDS, [abs(shift)] * LANES)
@@ -177,13 +140,6 @@ def widened(builder, format, base, vector):
         for first, second in ((0xF << 15, 0xF << 19), (0x43800000, 0x41800000))
     )
     return builder.bitcast(builder.or_(builder.and_(moved, masks), exponents), SINGLES)
-
-
-def scale(builder, format, base, vector):
-    """A vector of scales: int8's are one a row, int4's one a row and block, in bfloat16."""
-    if format == "int8":
-        return builder.load(at(builder, base, ir.Constant(base.type, 4 * LANES * vector), SINGLES), align=4)
-    return widened(builder, "bfloat16", base, vector)
 
 
 def everywhere(builder, value):
@@ -198,433 +154,298 @@ def fused_multiply_add(builder, *vectors):
     return builder.call(fma, vectors)
 
 
-def input_of(builder, n, chosen, tile, format):
-    """(the n-th input k, of those that are chosen or of all, the address of its numbers in a tile)."""
-    k = n
-    if chosen is not None:
-        k = builder.sext(builder.load(at(builder, chosen, builder.mul(n, ir.Constant(n.type, 4)), WORD)), n.type)
-    return k, builder.add(tile, builder.mul(k, ir.Constant(k.type, BYTES[format])))
-
-
-def ahead(builder, n, chosen, tile, base, format):
-    """Where the numbers lie that will be wanted soon: of all inputs, or of those that are chosen."""
-    if chosen is None:
-        return builder.add(base, ir.Constant(base.type, AHEAD[format] * BYTES[format]))
-    return input_of(builder, builder.add(n, ir.Constant(n.type, SOME_AHEAD)), chosen, tile, format)[1]
-
-
-def prefetch(builder, address, format):
+def prefetch(builder, base, format):
     """Asks for an input's numbers in a tile, to read, for all levels of the cache."""
     signature = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), WORD, WORD, WORD])
     ask = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
     for line in range(0, BYTES[format], CACHE_LINE):
-        where = at(builder, address, ir.Constant(address.type, line), ir.IntType(8))
-        builder.call(ask, [where, ir.Constant(WORD, 0), ir.Constant(WORD, 3), ir.Constant(WORD, 1)])
+        place = builder.inttoptr(builder.add(base, ir.Constant(base.type, line)), ir.IntType(8).as_pointer())
+        builder.call(ask, [place, ir.Constant(WORD, 0), ir.Constant(WORD, 3), ir.Constant(WORD, 1)])
 
 
-def sums(format, some):
-    """The intrinsic (tile, scales, x, chosen, first, last, start, to) for inputs from `first` up to `last`, of all or,
-    where `some` are read, of the chosen ones.
-
-    to[TILE] = the sum of x[k] W[k]. For int4 these are the inputs of one block, `start` is minus the sum of x[k], which
-    takes the OFFSETS away, and the sum is added to what is there.
-    """
-
-    @intrinsic
-    def tile_sums(typing, tile, scales, x, chosen, first, last, start, to):
-        def generate(context, builder, signature, arguments):
-            tile, scales, x, chosen, first, last, start, to = arguments
-            chosen = chosen if some else None
-            totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(VECTORS)]
-            offsets = ir.Constant(SINGLES, OFFSETS if format == "int4" else [0.0] * LANES)
-            for total in totals:
-                builder.store(builder.fmul(everywhere(builder, start), offsets), total)
-            with cgutils.for_range_slice(builder, first, last, ir.Constant(first.type, 1)) as (n, _):
-                k, base = input_of(builder, n, chosen, tile, format)
-                if some or format in AHEAD:
-                    prefetch(builder, ahead(builder, n, chosen, tile, base, format), format)
-                number = everywhere(
-                    builder, builder.load(at(builder, x, builder.mul(k, ir.Constant(k.type, 4)), SINGLE))
-                )
-                for vector, total in enumerate(totals):
-                    wide = widened(builder, format, base, vector)
-                    builder.store(fused_multiply_add(builder, wide, number, builder.load(total)), total)
-            for vector, total in enumerate(totals):
-                place = at(builder, to, ir.Constant(to.type, 4 * LANES * vector), SINGLES)
-                found = builder.load(total)
-                if format == "int8":
-                    found = builder.fmul(found, scale(builder, format, scales, vector))
-                if format == "int4":
-                    before = builder.load(place, align=4)
-                    found = fused_multiply_add(builder, found, scale(builder, format, scales, vector), before)
-                builder.store(found, place, align=4)
-            return context.get_dummy_value()
-
-        return types.void(*(types.intp,) * 6, types.float32, types.intp), generate
-
-    return tile_sums
-
-
-def products_of(tokens):
-    """The intrinsic (wide, x, columns, inputs, to) for that many tokens.
-
-    to [tokens, TILE] += x [tokens, inputs] wide [inputs, TILE], where x has rows of `columns`.
-    """
-
-    @intrinsic
-    def products(typing, wide, x, columns, inputs, to):
-        def generate(context, builder, signature, arguments):
-            wide, x, columns, inputs, to = arguments
-            size = ir.Constant(columns.type, 4)
-            rows = [x]
-            for _ in range(tokens - 1):
-                rows.append(builder.add(rows[-1], builder.mul(columns, size)))
-            for first in range(0, VECTORS, AT_ONCE):
-                offsets = [LANES * vector for vector in range(first, first + AT_ONCE)]
-                places = [[vector_at(builder, to, TILE * token + n) for n in offsets] for token in range(tokens)]
-                totals = [[cgutils.alloca_once(builder, SINGLES) for _ in offsets] for _ in rows]
-                for place, total in zip(sum(places, []), sum(totals, [])):
-                    builder.store(builder.load(place, align=4), total)
-                with cgutils.for_range(builder, inputs) as loop:
-                    k = builder.mul(loop.index, size)
-                    base = builder.add(wide, builder.mul(k, ir.Constant(k.type, TILE)))
-                    numbers = [builder.load(vector_at(builder, base, n), align=4) for n in offsets]
-                    for row, its in zip(rows, totals):
-                        one = everywhere(builder, builder.load(at(builder, row, k, SINGLE)))
-                        for total, number in zip(its, numbers):
-                            builder.store(fused_multiply_add(builder, number, one, builder.load(total)), total)
-                for place, total in zip(sum(places, []), sum(totals, [])):
-                    builder.store(builder.load(total), place, align=4)
-            return context.get_dummy_value()
-
-        return types.void(*(types.intp,) * 5), generate
-
-    return products
+WAYS = ((1, False), (1, True), (SIDE, False))  # tokens that are summed side by side; whether some inputs are read
+ALL, SOME, ALL_OF_SIDE = range(len(WAYS))
 
 
 @intrinsic
-def transpose(typing, rows, stride, to):
-    """to [LANES, TILE] = the columns of LANES float32 in each of LANES rows, `stride` bytes apart."""
+def add_sums(typing, variant, tile, scales, x, columns, inputs, first, last, totals, to):
+    """``to [tokens, TILE] += scales (sum of x[k] W[k] - totals OFFSETS)``; `variant` is a format's code * 3 + a way.
+
+    The sum is over the inputs k from `first` up to `last`, or over inputs[first:last]. x [tokens, columns] and
+    totals [tokens] are float32. Only int4 has OFFSETS, and as totals the sums of x.
+    """
 
     def generate(context, builder, signature, arguments):
-        row, stride, to = arguments
-        vectors = []
-        for _ in range(LANES):
-            vectors.append(builder.load(at(builder, row, ir.Constant(row.type, 0), SINGLES), align=4))
-            row = builder.add(row, stride)
-        for size in (1, 2, 4, 8):  # of the squares that change places, beside the diagonal of larger ones
-            for n in (n for n in range(LANES) if not n & size):
-                pair = vectors[n], vectors[n + size]
-                upper = [m + LANES - size if m & size else m for m in range(LANES)]
-                lower = [m + LANES if m & size else m + size for m in range(LANES)]
-                vectors[n], vectors[n + size] = (
-                    builder.shuffle_vector(*pair, ir.Constant(WORDS, lanes)) for lanes in (upper, lower)
-                )
-        for n, vector in enumerate(vectors):
-            builder.store(vector, vector_at(builder, to, TILE * n), align=4)
+        variant, *others = arguments
+        end = builder.append_basic_block()
+        switch = builder.switch(variant, end)
+        for format in BYTES:
+            for way, (tokens, some) in enumerate(WAYS):
+                case = builder.append_basic_block()
+                switch.add_case(ir.Constant(INT64, len(WAYS) * CODES[format] + way), case)
+                builder.position_at_end(case)
+                TileSums(builder, format, tokens, some, *others).add()
+                builder.branch(end)
+        builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp), generate
+    return types.void(*(types.intp,) * 10), generate
 
 
-def wide_row(format):
-    """The intrinsic (row, scales, to): to[TILE] = an input's numbers in a tile."""
+class TileSums:
+    """Writes the code of `add_sums` for one format and one way; the addresses and numbers are LLVM's values."""
 
-    @intrinsic
-    def wide(typing, row, scales, to):
-        def generate(context, builder, signature, arguments):
-            row, scales, to = arguments
-            for vector in range(VECTORS):
-                found = widened(builder, format, row, vector)
-                if format == "int4":
-                    found = builder.fsub(found, ir.Constant(SINGLES, OFFSETS))
-                if format != "bfloat16":
-                    found = builder.fmul(found, scale(builder, format, scales, vector))
-                builder.store(found, at(builder, to, ir.Constant(to.type, 4 * LANES * vector), SINGLES), align=4)
-            return context.get_dummy_value()
+    def __init__(self, builder, format, tokens, some, tile, scales, x, columns, inputs, first, last, totals, to):
+        self.builder, self.format, self.tokens, self.some = builder, format, tokens, some
+        self.tile, self.scales, self.inputs, self.totals, self.to = tile, scales, inputs, totals, to
+        self.first, self.last = first, last
+        self.rows = [self.element(x, builder.mul(columns, ir.Constant(INT64, n)), 4) for n in range(tokens)]
 
-        return types.void(types.intp, types.intp, types.intp), generate
+    def element(self, base, n, size):
+        return self.builder.add(base, self.builder.mul(n, ir.Constant(INT64, size)))
 
-    return wide
+    def add(self):
+        together = VECTORS if self.tokens == 1 else SIDE_VECTORS
+        builder = self.builder
+        for group in range(0, VECTORS, together):
+            sums = {}
+            for token in range(self.tokens):
+                for vector in range(group, group + together):
+                    sums[token, vector] = cgutils.alloca_once(builder, SINGLES)
+                    builder.store(self.start(token), sums[token, vector])
+            with cgutils.for_range_slice(builder, self.first, self.last, ir.Constant(INT64, 1)) as (n, _):
+                self.add_input(n, sums)
+            for (token, vector), place in sums.items():
+                offset = 4 * (TILE * token + LANES * vector)
+                before, factor = load(builder, self.to, offset, SINGLES, 4), self.scale(vector)
+                found = fused_multiply_add(builder, builder.load(place), factor, before)
+                target = builder.add(self.to, ir.Constant(INT64, offset))
+                builder.store(found, builder.inttoptr(target, SINGLES.as_pointer()), align=4)
+
+    def start(self, token):
+        if self.format != "int4":
+            return ir.Constant(SINGLES, [0.0] * LANES)
+        total = everywhere(self.builder, load(self.builder, self.totals, 4 * token, SINGLE))
+        return self.builder.fmul(total, ir.Constant(SINGLES, [-offset for offset in OFFSETS]))
+
+    def scale(self, vector):
+        """int8 has a scale for every row, int4 one for every row and block, in bfloat16."""
+        if self.format == "bfloat16":
+            return ir.Constant(SINGLES, [1.0] * LANES)
+        if self.format == "int8":
+            return load(self.builder, self.scales, 4 * LANES * vector, SINGLES, 4)
+        return widened(self.builder, "bfloat16", self.scales, vector)
+
+    def listed(self, n, ahead):
+        return self.builder.sext(load(self.builder, self.element(self.inputs, n, 4), 4 * ahead, WORD), INT64)
+
+    def add_input(self, n, sums):
+        builder, format, later = self.builder, self.format, None
+        k = self.listed(n, 0) if self.some else n
+        if self.some:
+            later = self.listed(n, SOME_AHEAD)
+        elif self.tokens == 1 and format in AHEAD:
+            later = builder.add(k, ir.Constant(INT64, AHEAD[format]))
+        if later is not None:
+            prefetch(builder, self.element(self.tile, later, BYTES[format]), format)
+        numbers = [everywhere(builder, load(builder, self.element(row, k, 4), 0, SINGLE)) for row in self.rows]
+        base = self.element(self.tile, k, BYTES[format])
+        wide = {vector: widened(builder, format, base, vector) for _, vector in sums}
+        for (token, vector), place in sums.items():
+            builder.store(fused_multiply_add(builder, wide[vector], numbers[token], builder.load(place)), place)
 
 
-bfloat16_sums, int8_sums, int4_sums = (sums(format, some=False) for format in TILED)
-bfloat16_some, int8_some, int4_some = (sums(format, some=True) for format in TILED)
-wide_bfloat16, wide_int8, wide_int4 = map(wide_row, TILED)
-six_products, four_products, two_products, one_product = map(products_of, (SIDE, 4, 2, 1))
-
-
-# -- a tile of a product ----------------------------------------------------------------------------------------------
+# -- a part of a product ----------------------------------------------------------------------------------------------
 @njit(**LOOP)
-def tile_of_bfloat16(tile, x, columns, chosen, count, to):
-    if count < 0:
-        bfloat16_sums(tile, 0, x, 0, 0, columns, np.float32(0), to)
-    else:
-        bfloat16_some(tile, 0, x, chosen, 0, count, np.float32(0), to)
+def add_blocks(board, tile, row, side, first, last, to):
+    """to [T, TILE] += the products of a tile and x [row : row + T], over inputs of blocks from `first` up to `last`.
+
+    T is SIDE or, with a list of inputs where few are not zero, 1.
+    """
+    format, columns, blocks = board[FORMAT], board[COLUMNS], (board[COLUMNS] + BLOCK - 1) // BLOCK
+    x, bits, way = board[X] + 4 * row * columns, board[BITS] + board[BYTES_OF_INPUT] * columns * tile, ALL_OF_SIDE
+    inputs = board[INPUTS] + 4 * row * (columns + SOME_AHEAD)
+    starts = array_at(board[STARTS] + 4 * row * (blocks + 1), (blocks + 1,), np.int32)
+    if not side:
+        way = SOME if starts[-1] >= 0 else ALL
+    variant, scales, totals = len(WAYS) * format + way, board[SCALES] + 4 * TILE * tile, board[TOTALS] + 4 * row
+    if format != INT4:
+        begin, end = BLOCK * first, min(columns, BLOCK * last)
+        if way == SOME:
+            begin, end = starts[first], starts[last]
+        add_sums(variant, bits, scales, x, columns, inputs, begin, end, totals, to)
+        return
+    scales, next_totals = board[SCALES] + 2 * TILE * tile * blocks, 4 * board[STACK] * board[GIVEN]
+    for block in range(first, last):
+        begin, end = BLOCK * block, min(columns, BLOCK * (block + 1))
+        if way == SOME:
+            begin, end = starts[block], starts[block + 1]
+        its = scales + 2 * TILE * block
+        add_sums(variant, bits, its, x, columns, inputs, begin, end, totals + next_totals * block, to)
 
 
 @njit(**LOOP)
-def tile_of_int8(tile, scales, x, columns, chosen, count, to):
-    if count < 0:
-        int8_sums(tile, scales, x, 0, 0, columns, np.float32(0), to)
-    else:
-        int8_some(tile, scales, x, chosen, 0, count, np.float32(0), to)
-
-
-@njit(**LOOP)
-def tile_of_int4(tile, scales, x, columns, chosen, count, starts, totals, to):
-    for block in range((columns + BLOCK - 1) // BLOCK):
-        its, less = scales + 2 * TILE * block, -float_at(totals + 4 * block)
-        if count < 0:
-            int4_sums(tile, its, x, 0, BLOCK * block, min(columns, BLOCK * (block + 1)), less, to)
-        else:
-            int4_some(tile, its, x, chosen, int_at(starts + 4 * block), int_at(starts + 4 * block + 4), less, to)
-
-
-@njit(**LOOP)
-def multiply_tile(board, tile, sums):
-    """A tile of a product, for all its tokens."""
-    format, bits, scales = board[FORMAT], board[BITS], board[SCALES]
-    rows, columns, blocks, tokens, tiles = board[ROWS], board[COLUMNS], board[BLOCKS], board[TOKENS], board[TILES]
-    which, within = tile // tiles, tile % tiles  # of several matrices, and of its rows
-    to, first = sums.ctypes.data, tile * columns
-    for token in range(tokens):
-        row = which * tokens + token
-        x, chosen, count = (
-            board[X] + 4 * row * columns,
-            board[CHOSEN] + 4 * row * (columns + SOME_AHEAD),
-            int_at(board[COUNTS] + 4 * row),
-        )
-        starts, totals = board[STARTS] + 4 * row * (blocks + 1), board[TOTALS] + 4 * row * blocks
-        if format == 0:
-            tile_of_bfloat16(bits + 2 * TILE * first, x, columns, chosen, count, to)
-        elif format == 1:
-            tile_of_int8(bits + TILE * first, scales + 4 * TILE * tile, x, columns, chosen, count, to)
-        else:
-            sums[:] = 0
-            its = scales + 2 * TILE * tile * blocks
-            tile_of_int4(bits + TILE // 2 * first, its, x, columns, chosen, count, starts, totals, to)
-        y = board[Y] + 4 * (row * rows + within * TILE)
-        for m in range(min(TILE, rows - within * TILE)):
-            store_float(y + 4 * m, sums[m])
+def multiply_tile(board, part):
+    """A tile of a product, for up to CHUNK tokens."""
+    rows, tokens, given, tiles, stack = board[ROWS], board[TOKENS], board[GIVEN], board[TILES], board[STACK]
+    tile, token = part % (stack * tiles), part // (stack * tiles) * CHUNK
+    matrix, m, blocks = tile // tiles, tile % tiles * TILE, (board[COLUMNS] + BLOCK - 1) // BLOCK
+    count, row, side = min(CHUNK, given - token), matrix * given + token, SIDE if tokens > FEW else 1
+    sums, depth = np.zeros((count, TILE), np.float32), DEPTH if tokens > FEW else blocks
+    for block in range(0, blocks, depth):
+        for n in range(0, count, side):
+            last = min(blocks, block + depth)
+            add_blocks(board, tile, row + n, tokens > FEW, block, last, sums.ctypes.data + 4 * TILE * n)
+    y = array_at(board[Y], (stack, tokens, rows), np.float32)[matrix, token : token + CHUNK, m : m + TILE]
+    y[:] = sums[: y.shape[0], : y.shape[1]]
 
 
 @njit(**LOOP)
 def multiply_rows(board, tile):
     """TILE rows of a product of float32, for all its tokens."""
     rows, columns, tokens, tiles = board[ROWS], board[COLUMNS], board[TOKENS], board[TILES]
-    which, within = tile // tiles, tile % tiles
-    for m in range(within * TILE, min(rows, within * TILE + TILE)):
-        w = carray(floats(board[BITS] + 4 * columns * (which * rows + m)), (columns,))
-        for row in range(which * tokens, (which + 1) * tokens):
-            x, total = carray(floats(board[X] + 4 * columns * row), (columns,)), np.float32(0)
-            for k in range(columns):
-                total += w[k] * x[k]
-            store_float(board[Y] + 4 * (row * rows + m), total)
-
-
-@njit(**LOOP)
-def widen_tile(board, tile, first, inputs, to):
-    """to [inputs, TILE] = a tile's numbers in float32, of inputs from `first` on."""
-    format, bits, scales, columns = board[FORMAT], board[BITS], board[SCALES], board[COLUMNS]
-    for k in range(first, first + inputs):
-        place, row = to + 4 * TILE * (k - first), tile * columns + k
-        if format == 0:
-            wide_bfloat16(bits + 2 * TILE * row, 0, place)
-        elif format == 1:
-            wide_int8(bits + TILE * row, scales + 4 * TILE * tile, place)
-        else:
-            wide_int4(bits + TILE // 2 * row, scales + 2 * TILE * (tile * board[BLOCKS] + k // BLOCK), place)
-
-
-@njit(**LOOP)
-def transpose_rows(rows, columns, inputs, from_, to):
-    """The same of float32: of up to TILE rows of `columns`; what is left of `to` is not read."""
-    whole_rows, whole_inputs = rows // LANES * LANES, inputs // LANES * LANES
-    for m in range(0, whole_rows, LANES):
-        for k in range(0, whole_inputs, LANES):
-            transpose(from_ + 4 * (m * columns + k), 4 * columns, to + 4 * (k * TILE + m))
-    for m in range(rows):
-        for k in range(whole_inputs if m < whole_rows else 0, inputs):
-            store_float(to + 4 * (k * TILE + m), float_at(from_ + 4 * (m * columns + k)))
-
-
-@njit(**LOOP)
-def multiply_chunk(board, number):
-    """A tile of a product for up to CHUNK of many tokens."""
-    rows, columns, tokens, tiles = board[ROWS], board[COLUMNS], board[TOKENS], board[TILES]
-    tile, token = number % (board[STACK] * tiles), number // (board[STACK] * tiles) * CHUNK
     which, row = tile // tiles, tile % tiles * TILE
-    tokens, its, first = min(CHUNK, tokens - token), min(TILE, rows - row), which * tokens + token
-    sums, wide = np.zeros((tokens, TILE), np.float32), np.zeros((DEPTH, TILE), np.float32)
-    for k in range(0, columns, DEPTH):
-        inputs = min(DEPTH, columns - k)
-        if board[FORMAT] == 3:
-            from_ = board[BITS] + 4 * ((which * rows + row) * columns + k)
-            transpose_rows(its, columns, inputs, from_, wide.ctypes.data)
-        else:
-            widen_tile(board, tile, k, inputs, wide.ctypes.data)
-        add_products(wide.ctypes.data, board[X] + 4 * (first * columns + k), columns, inputs, tokens, sums.ctypes.data)
-    for n in range(tokens):
-        y = carray(floats(board[Y] + 4 * ((first + n) * rows + row)), (its,))
-        for m in range(its):
-            y[m] = sums[n, m]
-    # The arrays live until here, where nobody reads them any more.
-    return sums.size + wide.size
+    w = array_at(board[BITS], (board[STACK], rows, columns), np.float32)[which]
+    x = array_at(board[X], (board[STACK], tokens, columns), np.float32)[which]
+    y = array_at(board[Y], (board[STACK], tokens, rows), np.float32)[which]
+    for m in range(row, min(rows, row + TILE)):
+        for token in range(tokens):
+            total = np.float32(0)
+            for k in range(columns):
+                total += w[m, k] * x[token, k]
+            y[token, m] = total
 
 
 @njit(**LOOP)
-def add_products(wide, x, columns, inputs, tokens, to):
-    """to [tokens, TILE] += x W^T of some inputs."""
-    row, its = 4 * columns, 4 * TILE
-    n = tokens // SIDE * SIDE
-    for token in range(0, n, SIDE):
-        six_products(wide, x + token * row, columns, inputs, to + token * its)
-    if tokens - n >= 4:
-        four_products(wide, x + n * row, columns, inputs, to + n * its)
-        n += 4
-    if tokens - n >= 2:
-        two_products(wide, x + n * row, columns, inputs, to + n * its)
-        n += 2
-    if tokens > n:
-        one_product(wide, x + n * row, columns, inputs, to + n * its)
-
-
-@njit(**LOOP)
-def compute(board, tile, sums):
-    """One tile of the product on the board; `sums` [TILE] is room to work in."""
-    if board[TOKENS] > FEW:
-        multiply_chunk(board, tile)
-    elif board[FORMAT] == 3:
-        multiply_rows(board, tile)
+def compute(board, part):
+    if board[FORMAT] == FLOAT32:
+        multiply_rows(board, part)
     else:
-        multiply_tile(board, tile, sums)
+        multiply_tile(board, part)
 
 
+# -- threads ----------------------------------------------------------------------------------------------------------
 @njit(**LOOP)
 def claimed(board):
-    """The number of a tile for this thread to compute; -1 where there is none now, -2 where there will be none."""
-    claim = board.ctypes.data + 8 * CLAIM
+    """The number of a part for this thread to compute; -1 where there is none now."""
+    address = board.ctypes.data
     while True:
-        value = load_atomic(claim)
-        if value == STOP:
-            return -2
-        free, tiles = value & ((1 << FIELD) - 1), (value >> FIELD) & ((1 << FIELD) - 1)
-        if free >= tiles:
+        limit, ticket = load_atomic(address + 8 * LIMIT), load_atomic(address + 8 * NEXT)
+        if ticket >= limit:
             return -1
-        if exchanged(claim, value, value + 1):
-            return free
+        if exchanged(address + 8 * NEXT, ticket, ticket + 1):
+            return ticket - board[START]
+
+
+@njit(**LOOP)
+def work(board):
+    """Computes the parts that are left, and returns whether there was one."""
+    part = claimed(board)
+    found = part >= 0
+    while part >= 0:
+        compute(board, part)
+        add_atomic(board.ctypes.data + 8 * DONE, 1)
+        part = claimed(board)
+    return found
+
+
+@njit(**LOOP)
+def idle(looks):
+    """Counts one more look at the board that found nothing, and offers the core to other threads now and then."""
+    if looks % SPINS == SPINS - 1:
+        yields()
+    return looks + 1
 
 
 @njit(**LOOP)
 def assist(board):
-    """Computes tiles of every product on the board until it says STOP."""
-    sums, idle = np.empty(TILE, np.float32), 0
-    while True:
-        tile = claimed(board)
-        if tile == -2:
-            return
-        if tile >= 0:
-            compute(board, tile, sums)
-            add_atomic(board.ctypes.data + 8 * DONE, 1)
-            idle = 0
-        else:
-            idle += 1
-            if idle == SPINS:
-                yields()
-                idle = 0
+    """Computes parts of every product on the board until it is stopped."""
+    looks = 0
+    while not load_atomic(board.ctypes.data + 8 * STOPPED):
+        looks = 0 if work(board) else idle(looks)
 
 
 @njit(**LOOP)
-def start(board):
-    """Nothing to do yet."""
-    store_atomic(board.ctypes.data + 8 * CLAIM, 0)
+def stop(board, stopped):
+    """Whether threads that `assist` return, those among them that come late."""
+    store_atomic(board.ctypes.data + 8 * STOPPED, stopped)
 
 
 @njit(**LOOP)
-def stop(board):
-    store_atomic(board.ctypes.data + 8 * CLAIM, STOP)
+def share(board, parts):
+    """Computes the product on the board, together with the threads that look at it."""
+    address, looks = board.ctypes.data, 0
+    board[START] = load_atomic(address + 8 * LIMIT)
+    limit = board[START] + parts
+    store_atomic(address + 8 * LIMIT, limit)
+    work(board)
+    while load_atomic(address + 8 * DONE) < limit:
+        looks = idle(looks)
 
 
+# -- a product --------------------------------------------------------------------------------------------------------
 @njit(**LOOP)
-def share(board, tiles):
-    """Computes what is on the board, together with the threads that look at it."""
-    address = board.ctypes.data
-    store_atomic(address + 8 * DONE, 0)
-    board[NUMBER] = (board[NUMBER] + 1) % NUMBERS
-    store_atomic(address + 8 * CLAIM, (board[NUMBER] << (2 * FIELD)) | (tiles << FIELD))
-    sums = np.empty(TILE, np.float32)
-    while True:
-        tile = claimed(board)
-        if tile < 0:
-            break
-        compute(board, tile, sums)
-        add_atomic(address + 8 * DONE, 1)
-    idle = 0
-    while load_atomic(address + 8 * DONE) < tiles:
-        idle += 1
-        if idle == SPINS:
-            yields()
-            idle = 0
-
-
-@njit(**LOOP)
-def choose(x, chosen, counts, starts, totals):
-    """Of each row of x [S, T, K] each block's sum; and where few inputs are not zero, which and how many they are, and
-    where each block of them begins. Where they are not few, their number is -1.
+def list_inputs(x, inputs, starts):
+    """Lists the inputs that are not zero of x [K] where these are few, and where each block of them begins. Behind the
+    list are inputs to prefetch. Where they are not few, starts[-1] is -1.
     """
-    S, T, K = x.shape
-    for s in range(S):
-        for t in range(T):
-            count = 0
-            for block in range(totals.shape[2]):
-                total = np.float32(0)
-                for k in range(block * BLOCK, min(K, (block + 1) * BLOCK)):
-                    count += x[s, t, k] != 0
-                    total += x[s, t, k]
-                totals[s, t, block] = total
-            counts[s, t] = -1
-            if count <= FEW_INPUTS * K:
-                counts[s, t] = count
-                n = 0
-                for block in range(totals.shape[2]):
-                    starts[s, t, block] = n
-                    for k in range(block * BLOCK, min(K, (block + 1) * BLOCK)):
-                        chosen[s, t, n] = k
-                        n += x[s, t, k] != 0
-                starts[s, t, -1] = n
-                chosen[s, t, n : n + SOME_AHEAD] = 0  # for those who ask ahead
+    n, starts[-1] = 0, -1
+    if np.count_nonzero(x) > FEW_INPUTS * len(x):
+        return
+    for k in range(len(x)):
+        if k % BLOCK == 0:
+            starts[k // BLOCK] = n
+        inputs[n] = k
+        n += x[k] != 0
+    starts[-1], inputs[n : n + SOME_AHEAD] = n, 0
+
+
+@njit(**LOOP)
+def bytes_of_input(format):
+    return 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2
 
 
 @njit(**LOOP)
 def multiply(board, format, bits, scales, x, y):
     """y [S, T, M] = x [S, T, K] W^T, with all threads that look at the board; `bits` and `scales` are addresses."""
     S, T, K = x.shape
-    blocks = (K + BLOCK - 1) // BLOCK
-    seen = T if T <= FEW and format != 3 else 0
-    chosen, counts = np.empty((S, seen, K + SOME_AHEAD), np.int32), np.empty((S, seen), np.int32)
-    starts, totals = np.empty((S, seen, blocks + 1), np.int32), np.empty((S, seen, blocks), np.float32)
-    choose(x[:, :seen], chosen, counts, starts, totals)
-    board[FORMAT], board[BITS], board[SCALES] = format, bits, scales
-    board[X], board[Y], board[TOTALS] = x.ctypes.data, y.ctypes.data, totals.ctypes.data
-    board[CHOSEN], board[COUNTS], board[STARTS] = chosen.ctypes.data, counts.ctypes.data, starts.ctypes.data
-    board[ROWS], board[COLUMNS], board[BLOCKS], board[TOKENS] = y.shape[2], K, blocks, T
-    board[TILES], board[STACK] = (y.shape[2] + TILE - 1) // TILE, S
-    share(board, S * board[TILES] * (1 if T <= FEW else (T + CHUNK - 1) // CHUNK))
-    # The arrays live until here, where nobody reads them any more.
-    return chosen.size + counts.size + starts.size + totals.size
+    blocks, given, read = (K + BLOCK - 1) // BLOCK, T, x
+    if T > FEW and format != FLOAT32:
+        given = (T + SIDE - 1) // SIDE * SIDE
+        read = np.zeros((S, given, K), np.float32)
+        read[:, :T] = x
+    listed = T if T <= FEW and format != FLOAT32 else 0
+    inputs, starts = np.empty((S, listed, K + SOME_AHEAD), np.int32), np.empty((S, listed, blocks + 1), np.int32)
+    for s in range(S):
+        for t in range(listed):
+            list_inputs(x[s, t], inputs[s, t], starts[s, t])
+    totals = np.zeros((blocks, S * given) if format == INT4 else (0, 0), np.float32)
+    for block in range(len(totals)):
+        for s in range(S):
+            for t in range(given):
+                total = np.float32(0)
+                for k in range(BLOCK * block, min(K, BLOCK * (block + 1))):
+                    total += read[s, t, k]
+                totals[block, s * given + t] = total
+    board[FORMAT], board[BITS], board[SCALES], board[BYTES_OF_INPUT] = format, bits, scales, bytes_of_input(format)
+    board[X], board[Y] = read.ctypes.data, y.ctypes.data
+    board[INPUTS], board[STARTS], board[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
+    board[ROWS], board[COLUMNS], board[TOKENS], board[GIVEN], board[STACK] = y.shape[2], K, T, given, S
+    board[TILES] = (y.shape[2] + TILE - 1) // TILE
+    share(board, S * board[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK))
+    return inputs.size + starts.size + totals.size + read.size  # the arrays live until here: nobody reads them later
 
 
 @cfunc(types.void(*(types.intp,) * 10))
 def multiply_at(board, format, bits, scales, x, y, S, T, K, M):
     """`multiply` of arrays at addresses."""
     multiply(
-        carray(integers(board), (BOARD,)),
+        array_at(board, (BOARD,), np.int64),
         format,
         bits,
         scales,
-        carray(floats(x), (S, T, K)),
-        carray(floats(y), (S, T, M)),
+        array_at(x, (S, T, K), np.float32),
+        array_at(y, (S, T, M), np.float32),
     )
 
 

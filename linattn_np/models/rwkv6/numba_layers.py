@@ -9,7 +9,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ..helper_threads import Board
-from ..matrices import pack
+from ..matrices import FEW, pack
 from ..matrix_loops import multiply_at
 from ..quantised import Stored
 from . import numba_loops as loops
@@ -37,7 +37,7 @@ class NumbaLayers(NumpyLayers):
     def logits(self, tokens, state, rows, last):
         """[T, V], or [N, V] of each sequence's last token."""
         board = Board()
-        if not rows.single:
+        if not rows.single or self.dtype == "float32" and len(tokens) > FEW:
             return self.run(Prompt(self, rows, board), tokens, state, rows, last)
         x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
