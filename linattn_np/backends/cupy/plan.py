@@ -494,8 +494,8 @@ class Draft:
         bounds, chunk_bounds, chunks = spans.bounds, spans.chunk_bounds(chunk), spans.chunks(chunk)
         table = self.table(np.concatenate([bounds, chunk_bounds, chunks.ravel()])).memory
         ends = np.cumsum([bounds.nbytes, chunk_bounds.nbytes]).tolist()
-        tables = {"bounds": Ref(table), "chunk_bounds": Ref(table, ends[0]), "chunks": Ref(table, ends[1])}
-        return Shape(**sizes, NC=len(chunks), **tables)
+        places = Ref(table), Ref(table, ends[0]), Ref(table, ends[1])
+        return Shape(**sizes, NC=len(chunks), bounds=places[0], chunk_bounds=places[1], chunks=places[2])
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
