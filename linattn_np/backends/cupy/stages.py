@@ -1,4 +1,4 @@
-"""The five public stages of the chunked form, each a launch; `gated` plans mode "staged" as all of them in a row."""
+"""The five public stages of the chunked form, each a launch, and all of them in a row."""
 
 from __future__ import annotations
 
@@ -97,6 +97,27 @@ def plan(problem, device):
     tiled = problem.op.name == "intra_chunk" and problem.dtype != DOUBLE
     BK = {"BK": channels(problem.sizes["K"])} if tiled else {}
     return draft.plan(results, tiles=BK | {"chunk": problem.chunk_size})
+
+
+def plan_in_a_row(problem):
+    """The plan of mode "staged" of an operator of the gated family: all five"""
+    draft = Draft()
+    o, final, (q, k, v, g) = draft.output(problem), draft.final(problem), draft.inputs(problem)
+    B, H, T, K, V = problem.shape("B H T K V")
+    shape, order, initial = draft.shape(problem), read_order(problem.op), draft.initial(problem)
+    real = problem.compute_dtype
+    b, e, qg, kg = (draft.empty((B, H, T, K), real) for _ in range(4))
+    A = draft.empty((B, H, T, shape.chunk), real)
+    h = draft.empty((B, H, shape.NC, K, V), real)
+    launch_chunk_cumsum(draft, shape, g, b, e)
+    launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg)
+    launch_inter_chunk(draft, shape, kg, v, b, h, initial, final)
+    launch_intra_chunk(draft, shape, order, q, k, g, draft.bonus(problem), A)
+    launch_combine(draft, shape, qg, h, A, v, o, problem.scale)
+    tiles = {"chunk": shape.chunk}
+    if problem.dtype != DOUBLE:
+        tiles = {"BK": channels(K), "BV": STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
+    return draft.plan(draft.results(problem, o, final), mode="staged", tiles=tiles)
 
 
 def plan_vjp(problem, device, do, dht, saved):
