@@ -179,16 +179,14 @@ class Op(Declaration):
             for name, view in views.items()
             if not value_heads.has_columns(self.arrays[name])
         }
-        H, HV = next(iter(heads)), views["v"].shape[1]
+        v = self.value
+        H, HV = next(iter(heads)), views[v].shape[1]
         if len(heads) > 1 or H == 0 or HV <= H:
             return 1
         if HV % H:
-            shape = tuple(swap_heads(views["v"], self.arrays["v"], layout).shape)
-            self.refuse(
-                "v",
-                f"has {HV} heads, expected H={H} or a multiple of it; v is {shape}, "
-                f"expected {in_layout(self.arrays['v'], layout)}",
-            )
+            shape = tuple(swap_heads(views[v], self.arrays[v], layout).shape)
+            expected = in_layout(self.arrays[v], layout)
+            self.refuse(v, f"has {HV} heads, expected H={H} or a multiple of it; {v} is {shape}, expected {expected}")
         return HV // H
 
     def sizes(self, views, layout, groups=1) -> dict[str, int]:

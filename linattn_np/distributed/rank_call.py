@@ -107,7 +107,9 @@ class RankCall:
         """What must be the same on all ranks, by its name in an error."""
         op, given = problem.op, self.given
         meaning = {"a gradient": self.gradient, "the size of segments": self.segment_size}
-        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {"the heads of v": arrays[2].shape[1]}
+        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {
+            "the heads of v": sizes["H"] * problem.groups
+        }
         meaning |= {f"the dtype of {name}": x.dtype for name, x in zip(op.arrays, arrays)}
         meaning |= {
             "the arrays' home": problem.home.split(":")[0],

@@ -164,8 +164,8 @@ class Forward(Pass):
         if problem.output_final_state:
             given |= {"output_final_state": True, "state_dtype": self.recurrence.dtype}
         if self.o is None and len(self.own) > 1:
-            B, heads, T, V = call.arrays[2].shape
-            self.o = np.empty_like(call.arrays[0], shape=(B, heads, T, V))  # in the memory order of q
+            q, recurrence = call.arrays[0], self.recurrence
+            self.o = np.empty_like(q, shape=(len(q), recurrence.heads["V"], q.shape[2], recurrence.V))  # in q's order
         kept, of_segment = self.kept.pop(segment.index, ()), slice(segment.start, segment.stop)
         if call.gradient:
             result, self.pulls[segment.index] = vjp_of(call.declared, arrays, kept=kept, **given)
