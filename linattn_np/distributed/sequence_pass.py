@@ -1,8 +1,9 @@
 """A pass over a sequence that is cut into segments: forward for results, backward for gradients.
 
-Every segment whose sequence goes on in another one makes its `Summary`, what it does to any state. An all-gather brings
-the summaries to all ranks; each applies those before its own segments, in the order of the recurrence, and computes
-from the states that it finds. What needs no state is computed while the messages are under way.
+A segment computes its `Summary`, its map of the state, if its sequence continues in another segment. An all-gather
+brings the summaries to all ranks. Each rank applies the summaries that precede its own segments, in the order of the
+recurrence, and computes its segments from the resulting states. Segments that need no state are computed while the
+messages are under way.
 """
 
 from __future__ import annotations
