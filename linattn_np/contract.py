@@ -52,7 +52,12 @@ class Op(Declaration):
         return [] if self.with_more is None else [name for name in self.with_more.arrays if name not in self.arrays]
 
     def bind(self, inputs, **arguments) -> Problem:
-        """A call as a `Problem` that can be trusted; the checks of a call like an earlier one are not repeated."""
+        """A checked call as a backend computes it."""
+        problem = self.checked(inputs, **arguments)
+        return to_backend(problem) if is_transformed(problem) else problem
+
+    def checked(self, inputs, **arguments) -> Problem:
+        """A checked call with the caller's own arrays; the checks of a call like an earlier one are not repeated."""
         key, addresses = call_key(self, inputs, arguments)
         if key is None:
             problem = self.check(inputs, **arguments)
@@ -66,7 +71,7 @@ class Op(Declaration):
             aliasing.check_aliasing(problem, addresses)
         if problem.warnings or problem.home == "host":
             warnings_of_misuse.warn_of_call(problem)
-        return to_backend(problem) if is_transformed(problem) else problem
+        return problem
 
     def check(
         self,
