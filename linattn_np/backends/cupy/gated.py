@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import aligned_copies, float64, gated_backward, segments, stages
 from .gated_forward import HopperForward, forward_pass
 from .gated_kernels import CHANNELS, Recurrent, channels, read_order
-from .kernel import CTYPES, DOUBLE
+from .kernel import CTYPES, DOUBLE, no_kernels
 from .plan import Draft, ceil_div, has_rows, mappable, mode_of
 from .segments import HOPPER
 
@@ -17,15 +17,13 @@ def unsupported(problem) -> str | None:
     mode = mode_of(problem)
     if problem.dtype == DOUBLE:
         return None if mode == "staged" else float64.unsupported(problem)
-    if problem.dtype not in CTYPES:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode not in MODES:
         return f"no mode {problem.mode!r}; it has {', '.join(map(repr, MODES))}"
     if mode == "chunk" and problem.materialize:
         return "mode 'chunk' is one pass that keeps no chunk's state; mode 'staged' keeps them"
     if problem.sizes["K"] > CHANNELS[-1] and mode != "chunk":
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
-    return None
+    return no_kernels(problem.dtype, CTYPES)
 
 
 def plan(problem, device, kept=()):

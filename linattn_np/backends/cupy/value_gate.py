@@ -26,7 +26,7 @@ from .gated_kernels import (
     channels,
     tile_bytes,
 )
-from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel
+from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, ceil_div
 from .segments import PORTABLE
 
@@ -146,11 +146,9 @@ def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.dtype == DOUBLE:
         return float64.unsupported(problem)
-    if problem.dtype not in CTYPES:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode == "recurrent" and problem.sizes["K"] > CHANNELS[-1]:
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
-    return None
+    return no_kernels(problem.dtype, CTYPES)
 
 
 def plan(problem, device):
