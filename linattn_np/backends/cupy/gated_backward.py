@@ -132,12 +132,10 @@ def on_every_card(draft, backward, cut):
     blocks = P * N * states.blocks(K, V)  # of a head
 
     if P > 1:
-        left, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        left, decays = memory_of_summaries(draft, problem, P)
         summaries = {"initial": initial, "dht": dht, "states": left, "decays": decays}
         draft.launch(states, H * blocks, **read, **common, **summaries, P=P, first=0, heads=H)
-        if P > 2:
-            scan_both_ways(draft, problem, left, decays, P)
-        initial, dht = left[0], left[1]
+        initial, dht = scanned(draft, problem, left, decays, P)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
     of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
     at_once = heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
@@ -168,28 +166,28 @@ def on_small_heads(draft, backward, cut):
     both = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
     starts, ends = draft.initial(problem), backward.dht
     if P > 1:
-        left, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        left, decays = memory_of_summaries(draft, problem, P)
         given = {"initial": starts, "dht": ends, "left": left, "decays": decays}
         draft.launch(states, 2 * states.blocks(N * P * H), **read, **both, **given, of=P, needed=P, both=True)
-        if P > 2:
-            scan_both_ways(draft, problem, left, decays, P)
-        starts, ends = left[0], left[1]
+        starts, ends = scanned(draft, problem, left, decays, P)
     partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
-    draft.launch(
-        main,
-        main.blocks(N * P * H),
-        **read,
-        **written,
-        **both,
-        u=draft.bonus(problem),
-        starts=starts,
-        ends=ends,
-        dh0=backward.dh0,
-        kept=draft.empty((B, shape.NC, H, main.D**2), FLOAT32),
-        partial_du=partial_du,
-        P=P,
-    )
+    kept = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
+    given = {"starts": starts, "ends": ends, "dh0": backward.dh0, "u": draft.bonus(problem), "partial_du": partial_du}
+    draft.launch(main, main.blocks(N * P * H), **read, **written, **both, **given, kept=kept, P=P)
     return main.tiles | ({"segments": P} if P > 1 else {}), partial_du
+
+
+def memory_of_summaries(draft, problem, P):
+    """For what each of P segments leaves by itself, forwards and backwards in time: states and decays."""
+    N, H, K, V = problem.shape("N H K V")
+    return draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+
+
+def scanned(draft, problem, left, decays, P):
+    """(the states at the segments' starts, the gradients of the states at their ends), by the summaries of segments."""
+    if P > 2:
+        scan_both_ways(draft, problem, left, decays, P)
+    return left[0], left[1]
 
 
 def scan_both_ways(draft, problem, states, decays, P, first=0):
@@ -317,15 +315,6 @@ class HopperBackward:
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
-        self.launch(
-            summary,
-            2 * P * N * H * ceil_div(K, summary.BK),
-            mapped,
-            initial=initial,
-            dht=dht,
-            states=states,
-            decays=decays,
-            P=P,
-            **more,
-        )
+        arrays = {"initial": initial, "dht": dht, "states": states, "decays": decays}
+        self.launch(summary, 2 * P * N * H * ceil_div(K, summary.BK), mapped, **arrays, P=P, **more)
         return states, decays

@@ -40,21 +40,12 @@ class MessageDraft:
             return (self.state,), None
         (N, H, K, V), factors = self.sizes, decays.shape[-2]
         parts = decays.size // (N * H * factors * K)
-        channels = 0 if self.total is None else self.total.shape[-1]
-        self.draft.launch(
-            Message(),
-            ceil_div(N * H * (channels + (0 if state is None else K * V)), Message.threads),
-            state=state,
-            decays=decays,
-            message=self.whole,
-            state_stride=0 if state is None else state.strides[0] // FLOAT32.itemsize,
-            decays_stride=decays.strides[0] // FLOAT32.itemsize * (parts if decays.ndim == 4 else 1),
-            parts=parts,
-            factors=factors,
-            N=N,
-            H=H,
-            K=K,
-            V=V,
-            channels=channels,
-        )
+        sizes = {"parts": parts, "factors": factors, "N": N, "H": H, "K": K, "V": V}
+        sizes["channels"] = channels = 0 if self.total is None else self.total.shape[-1]
+        steps = {  # from a sequence to the next, in numbers
+            "state_stride": 0 if state is None else state.strides[0] // FLOAT32.itemsize,
+            "decays_stride": decays.strides[0] // FLOAT32.itemsize * (parts if decays.ndim == 4 else 1),
+        }
+        blocks = ceil_div(N * H * (channels + (0 if state is None else K * V)), Message.threads)
+        self.draft.launch(Message(), blocks, state=state, decays=decays, message=self.whole, **steps, **sizes)
         return (self.state,), self.total

@@ -19,7 +19,7 @@ from ... import varlen
 from . import softmax_tiles
 from .arguments import members
 from .gated_kernels import SM90
-from .kernel import FLOATS, HALF, Kernel, padded
+from .kernel import FLOATS, HALF, Kernel, no_kernels, padded
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 from .softmax_tiles import STATISTICS
 
@@ -224,7 +224,7 @@ class SoftmaxPlain(Kernel):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    return None if problem.dtype in FLOATS else f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
+    return no_kernels(problem.dtype, FLOATS)
 
 
 def plan(problem, device):
