@@ -100,7 +100,7 @@ class RankCall:
 
     def meaning(self, problem, state, bounds, sizes):
         """What must be the same on all ranks, by its name in an error."""
-        op, given = problem.op, self.given
+        given = self.given
         meaning = {"a gradient": self.gradient, "the size of segments": self.segment_size}
         meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {
             "the heads of v": sizes["H"] * problem.groups
