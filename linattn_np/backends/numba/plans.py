@@ -14,7 +14,7 @@ from ...array_kinds import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
 from ...declarations import STAGES, STEPS
 from ..cupy import peak_bandwidth
-from . import kernels, mode
+from . import kernels
 from .runtime import launch
 
 
@@ -25,7 +25,7 @@ def run(problem):
             return getattr(call, problem.op.name)(*call.arrays)
         if problem.op in STEPS:
             return call.step(*call.arrays)
-        return (call.recurrent if mode(problem) == "recurrent" else call.staged)(*call.arrays)
+        return (call.recurrent if problem.mode == "recurrent" else call.staged)(*call.arrays)
 
 
 def ordinal(problem) -> int:
@@ -178,7 +178,7 @@ def key_channels(problem) -> int:
 # -- explain -----------------------------------------------------------------------------------------------------------
 def tiles(problem) -> dict:
     threads = {"BV": kernels.COLS, "threads": kernels.THREADS}
-    if mode(problem) == "recurrent":
+    if problem.mode == "recurrent":
         return {"K": key_channels(problem)} | threads
     chunk_size = problem.chunk_size or CHUNK
     return {"chunk_size": chunk_size, "BC": kernels.SUB, "BT": kernels.ROWS, "BK": kernels.INNER} | threads
