@@ -153,7 +153,8 @@ class Recurrent(TiledKernel):
 
     @property
     def shared_bytes(self):
-        return 4 * (3 * 16 * self.BK + 16 * 32 + self.BK + 4 * 16 * 32)
+        tokens, warps = 16, self.threads // 32
+        return 4 * (tokens * (3 * self.BK + self.BV) + self.BK + warps * tokens * self.BV)  # q, k, g, v; u; parts of o
 
 
 class GatedBackward(Kernel):
