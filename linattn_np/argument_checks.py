@@ -41,6 +41,16 @@ class Declaration:
     derived: Any = None  # a `derived.KeyFromGate` where backends compute another operator, from more arrays
     differentiable = True  # by a function of this name in linattn_np.interop
 
+    @property
+    def value(self) -> str:
+        """The name of the array of values, v."""
+        return next(name for name, axes in self.arrays.items() if axes.endswith("V"))
+
+    @property
+    def decays(self) -> list[str]:
+        """The names of the gates that each token has."""
+        return [name for name in self.gates if "T" in self.arrays[name].split()]
+
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
         raise error(f"{self.name}: {argument} {complaint}")
 

@@ -52,7 +52,12 @@ class Op(Declaration):
         return [] if self.with_more is None else [name for name in self.with_more.arrays if name not in self.arrays]
 
     def bind(self, inputs, **arguments) -> Problem:
-        """A call as a `Problem` that can be trusted; the checks of a call like an earlier one are not repeated."""
+        """A checked call as a backend computes it."""
+        problem = self.checked(inputs, **arguments)
+        return to_backend(problem) if is_transformed(problem) else problem
+
+    def checked(self, inputs, **arguments) -> Problem:
+        """A checked call with the caller's own arrays; the checks of a call like an earlier one are not repeated."""
         key, addresses = call_key(self, inputs, arguments)
         if key is None:
             problem = self.check(inputs, **arguments)
@@ -66,7 +71,7 @@ class Op(Declaration):
             aliasing.check_aliasing(problem, addresses)
         if problem.warnings or problem.home == "host":
             warnings_of_misuse.warn_of_call(problem)
-        return to_backend(problem) if is_transformed(problem) else problem
+        return problem
 
     def check(
         self,
@@ -179,16 +184,14 @@ class Op(Declaration):
             for name, view in views.items()
             if not value_heads.has_columns(self.arrays[name])
         }
-        H, HV = next(iter(heads)), views["v"].shape[1]
+        v = self.value
+        H, HV = next(iter(heads)), views[v].shape[1]
         if len(heads) > 1 or H == 0 or HV <= H:
             return 1
         if HV % H:
-            shape = tuple(swap_heads(views["v"], self.arrays["v"], layout).shape)
-            self.refuse(
-                "v",
-                f"has {HV} heads, expected H={H} or a multiple of it; v is {shape}, "
-                f"expected {in_layout(self.arrays['v'], layout)}",
-            )
+            shape = tuple(swap_heads(views[v], self.arrays[v], layout).shape)
+            expected = in_layout(self.arrays[v], layout)
+            self.refuse(v, f"has {HV} heads, expected H={H} or a multiple of it; {v} is {shape}, expected {expected}")
         return HV // H
 
     def sizes(self, views, layout, groups=1) -> dict[str, int]:

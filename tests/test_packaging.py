@@ -357,7 +357,10 @@ ROOMS = {
         ["backends.cupy", "array_kinds", "contract", "declarations", "kernel_choice", "problem", "varlen"],
         ["numpy", "cupy"],
     ),
-    "backends/numba": (["backends.numba", "backends.cupy", "array_kinds", "contract", "varlen"], ["numpy", "numba"]),
+    "backends/numba": (
+        ["backends.numba", "backends.cupy", "array_kinds", "contract", "declarations"],
+        ["numpy", "numba"],
+    ),
     "__init__": ([""], []),
 }
 
