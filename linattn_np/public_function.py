@@ -25,7 +25,7 @@ def public_function(op: Op, compute: Callable[..., Any] = call):
         function = defined(op, op.signature, compute, documented.__globals__)
         doc, names = Docstring(documented.__doc__), list(op.signature.parameters)
         doc.describe(PARAMETERS, [name for name in names if name not in doc.entries()])
-        if op.second_result == "output_final_state":
+        if op.state and op.out == "B H T V":  # an operator with a state, not a step or a stage
             for title, text in SECTIONS.items():
                 doc.add(title, text)
         function.__doc__ = doc.text()
@@ -48,14 +48,14 @@ def defined(op: Op, signature, compute, namespace) -> Callable[..., Any]:
         f"    return {op.name}\n"
     )
     made: dict[str, Any] = {}
-    exec(source, namespace, made)
+    exec(compile(source, f"<the signature of {op.name}>", "exec"), namespace, made)  # a traceback shows this name
     function = made["maker"](op, compute)
     function.__qualname__ = op.name
     return function
 
 
 class Docstring:
-    """A docstring taken apart: `head`, with summary and equation, and `sections`, the text below each title."""
+    """A docstring in parts: `head` has summary and equation, `sections` the text of each title in ORDER."""
 
     ORDER = ("Parameters", "Returns", "Raises", "Notes", "Example")
 
@@ -64,7 +64,7 @@ class Docstring:
         self.sections = {title: text.strip("\n") for title, text in zip(parts[::2], parts[1::2])}
 
     def entries(self) -> dict[str, str]:
-        """{name: description} of the parameters; of parameters that are described together by the first one's name."""
+        """{name: entry} of the parameters. An entry that describes several has the first one's name."""
         return entries_of(self.sections.get("Parameters", ""))
 
     def describe(self, text: str, names):
@@ -77,9 +77,8 @@ class Docstring:
         self.sections[title] = "\n\n".join(filter(None, [self.sections.get(title), text.strip()]))
 
     def text(self) -> str:
-        shown = [
-            f"{title}\n{'-' * len(title)}\n{self.sections[title]}" for title in self.ORDER if title in self.sections
-        ]
+        titles = sorted(self.sections, key=self.ORDER.index)
+        shown = [f"{title}\n{'-' * len(title)}\n{self.sections[title]}" for title in titles]
         return "\n\n".join([self.head.strip(), *shown]) + "\n"
 
 
