@@ -9,7 +9,7 @@ from typing import Any
 
 from .contract import Op
 from .dispatch import call
-from .shared_documentation import PARAMETERS, SECTIONS
+from .shared_documentation import NOTES, PARAMETERS, RAISES, RETURNS
 
 SECTION = re.compile(r"^(\w+)\n-+\n", re.MULTILINE)  # a heading of a docstring, underlined
 
@@ -25,9 +25,10 @@ def public_function(op: Op, compute: Callable[..., Any] = call):
         function = defined(op, op.signature, compute, documented.__globals__)
         doc, names = Docstring(documented.__doc__), list(op.signature.parameters)
         doc.describe(PARAMETERS, [name for name in names if name not in doc.entries()])
+        doc.add("Raises", RAISES)
         if op.state and op.out == "B H T V":  # an operator with a state, not a step or a stage
-            for title, text in SECTIONS.items():
-                doc.add(title, text)
+            doc.add("Returns", RETURNS)
+            doc.add("Notes", NOTES)
         function.__doc__ = doc.text()
         return function
 
@@ -69,8 +70,9 @@ class Docstring:
 
     def describe(self, text: str, names):
         """Adds or replaces the descriptions of parameters `names` by those in `text`."""
-        found = {name: entry for name, entry in entries_of(text).items() if name in names}
-        self.sections["Parameters"] = "\n".join((self.entries() | found).values())
+        known = entries_of(text)
+        described = self.entries() | {name: known[name] for name in names if name in known}
+        self.sections["Parameters"] = "\n".join(described.values())
 
     def add(self, title: str, text: str):
         """Adds to the text of a section, which may not be there yet."""
