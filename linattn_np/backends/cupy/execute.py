@@ -101,10 +101,10 @@ def call(plan, problem, device, *trees, kept_as="plans"):
 
 
 def compile_plan(plan, device):
-    return plan and Compiled(plan, device)
+    return plan and CompiledPlan(plan, device)
 
 
-class Compiled:
+class CompiledPlan:
     """A plan on a device. Keeps none of the caller's arrays."""
 
     def __init__(self, plan: Plan, device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import aligned_copies, float64, gated_backward, segments, stages
-from .gated_forward import HopperForward, forward_pass
+from .gated_forward import PASSES, HopperForward
 from .gated_kernels import CHANNELS, Recurrent, channels, read_order
 from .kernel import CTYPES, DOUBLE, no_kernels
 from .plan import Draft, ceil_div, has_rows, mappable, mode_of
@@ -39,7 +39,7 @@ def plan(problem, device, kept=()):
     draft, cut = Draft(), segments.forward_cut(problem, device)
     o, final = draft.output(problem, mappable if cut.way == HOPPER else has_rows), draft.final(problem)
     inputs = draft.mapped_inputs(problem) if cut.way == HOPPER else draft.inputs(problem)
-    launches = forward_pass(draft, problem, cut, inputs, o)
+    launches = PASSES[cut.way](draft, problem, cut, inputs, o)
     leaves_states = cut.way == HOPPER and problem.gradient
     if leaves_states:
         launches.leave_marks()

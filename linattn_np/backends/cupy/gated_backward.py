@@ -9,7 +9,6 @@ state after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from ...problem import Problem
 from . import aligned_copies, segments
@@ -18,7 +17,7 @@ from .elementwise_kernels import sum_of_parts
 from .gated_forward import HopperForward
 from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes
-from .rank_summary import MessageDraft
+from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SMALL, TILED
 
 STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept even if the inputs are smaller
@@ -55,8 +54,11 @@ def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
 
 def plan_wider_vjp(problem, cut, do, dht):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
-    wide = partial(plan_vjp, device=cut.device, gate=cut.gate)
-    draft, plan = aligned_copies.widened(problem, lambda problem, do, dht: wide(problem, do=do, dht=dht), do, dht)
+
+    def plan_wide(wide, do, dht):
+        return plan_vjp(wide, cut.device, do, dht, gate=cut.gate)
+
+    draft, plan = aligned_copies.widened(problem, plan_wide, do, dht)
     found, dh0 = draft.include(plan)
     arrays = problem.arrays.values()
     gradients = tuple(aligned_copies.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
@@ -282,12 +284,12 @@ class HopperBackward:
 
     def summary(self, kernel, mapped, channels, **more):
         """The plan that `plan_summary_vjp` returns, with so many `channels` of the decay."""
-        draft, message = self.draft, MessageDraft(self.draft, self.problem, channels)
+        draft, found = self.draft, RankSummary(self.draft, self.problem, channels)
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, first=1)
-        return draft.plan(message.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
+        return draft.plan(found.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
     def resumed(self, states, decays, dht, starts=None):
         """As `between_segments`, from what `summary` has saved; `starts` leaves empty segments out."""

@@ -11,15 +11,15 @@ from functools import cached_property
 from . import segments
 from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
 from .plan import FLOAT32, TensorMap, ceil_div, common_bytes
-from .rank_summary import MessageDraft
-from .segments import HOPPER, SMALL, WIDE
+from .rank_summary import RankSummary
+from .segments import HOPPER, PORTABLE, SMALL, WIDE
 from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 
 class ForwardPass:
     """One forward pass while its plan is drawn, of arrays (q, k, v, g) as the kernels read them, to `o`."""
 
-    gates_columns = False
+    gates_columns = False  # whether columns of V have gates, too
     last_leaves_final = False  # whether the kernel of o leaves the last segment's final state; else the scan gives it
 
     def __init__(self, draft, problem, cut, arrays, o):
@@ -46,17 +46,18 @@ class ForwardPass:
         if cut.segments == 1:
             self.launch_outputs(self.shape(), initial, final)
             return
-        joined, last = (None, final) if self.last_leaves_final else (final, None)
-        self.starts = self.states_at_starts(kept or self.left_by_segments(joined is not None), initial, joined)
-        self.launch_outputs(self.shape(cut.spans), self.starts, last)
+        from_scan, from_last_segment = (None, final) if self.last_leaves_final else (final, None)
+        left = kept or self.left_by_segments(from_scan is not None)
+        self.starts = self.states_at_starts(left, initial, from_scan)
+        self.launch_outputs(self.shape(cut.spans), self.starts, from_last_segment)
 
     def summary(self, channels):
         """The plan of the final state from zero and of so many channels of the decay; it saves what `run` goes on
         from."""
-        message = MessageDraft(self.draft, self.problem, channels)
+        found = RankSummary(self.draft, self.problem, channels)
         left = self.left_by_segments(True)
-        self.states_at_starts(left, None, message.state)
-        return self.draft.plan(message.finish(left[1]), saved=left)
+        self.states_at_starts(left, None, found.state)
+        return self.draft.plan(found.finish(left[1]), saved=left)
 
     def left_by_segments(self, last):
         """What each of R parts of each of P segments leaves: states [N * P * R, H, K, V], decays [N * P * R, H, 2, K],
@@ -195,13 +196,12 @@ class HopperForward(ForwardPass):
         self.launch_outputs(self.shape(self.cut.spans), initial, final, left)
 
     def starts_of_the_backward(self):
-        """The states at the starts of the pullback's segments, without o; None where this pass does not have them."""
+        """The states at the starts of the pullback's segments, alone, of a cut that gives them."""
         if self.cut.starts_are_the_backwards:
             return self.states_at_starts(self.left_by_segments(False), self.draft.initial(self.problem), None)
         self.leave_marks()
-        if self.marks is not None:
-            self.o = self.draft.empty(self.o.shape, self.o.dtype)
-            self.run(None)
+        self.o = self.draft.empty(self.o.shape, self.o.dtype)  # which nobody reads
+        self.run(None)
         return self.marks
 
     def launch_outputs(self, shape, initial, final, left=None):
@@ -226,17 +226,9 @@ class HopperForward(ForwardPass):
 
     def inputs_of(self, kernel) -> dict:
         """What the kernel reads by tensor maps, and by rows (`one`) a gate that all channels share."""
-        maps = {
-            name: TensorMap(x, kernel.BK, kernel.CHUNK, False)
-            for name, x in (("q", self.q), ("k", self.k), ("g", self.g))
-        }
-        columns = ("v", self.v), ("o_boxes", self.o)
-        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns}
+        channels, columns = {"q": self.q, "k": self.k, "g": self.g}, {"v": self.v, "o_boxes": self.o}
+        maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in channels.items()}
+        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}
 
 
-PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward}
-
-
-def forward_pass(draft, problem, cut, arrays, o) -> ForwardPass:
-    """The pass of a cut."""
-    return PASSES.get(cut.way, PortableForward)(draft, problem, cut, arrays, o)
+PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward, PORTABLE: PortableForward}

@@ -1,4 +1,4 @@
-"""The message of a rank about its tokens: their final state from zero, and behind it the product of their decays."""
+"""What a rank sends of its tokens: their final state from zero, and behind it the product of their decays."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Message(Kernel):
     threads = 256
 
 
-class MessageDraft:
-    """A message in one buffer while its plan is drawn, with so many `channels` of decays, or without any."""
+class RankSummary:
+    """The state and the product of so many `channels` of decays, or the state alone, in one buffer of a plan that is
+    drawn."""
 
     def __init__(self, draft, problem, channels):
         self.draft, self.sizes = draft, problem.shape("N H K V")
@@ -32,7 +33,7 @@ class MessageDraft:
         return Array(self.whole.memory, shape, strides, FLOAT32, offset)
 
     def finish(self, decays, state=None):
-        """((the state,), the product of `decays`) in the message; a given `state` [N, H, K, V] is copied there.
+        """((the state,), the product of `decays`) in the buffer; a given `state` [N, H, K, V] is copied there.
 
         decays : [N, parts, H, factors, K], or with the parts in one axis with the sequences
         """

@@ -232,7 +232,7 @@ def plan(problem, device):
     draft, lse = Draft(), None
     o = draft.output(problem)
     attended, attended_o = with_queries_of_a_group(problem, o)
-    attention = Attention(draft, attended, device)
+    attention = SoftmaxLaunches(draft, attended, device)
     arrays = attention.inputs | {"o": attended_o}
     if problem.gradient or problem.output_final_state:
         lse = draft.empty(problem.shape("B H T"), problem.compute_dtype)
@@ -245,7 +245,7 @@ def plan(problem, device):
 def plan_vjp(problem, device, do, dht, saved):
     """(dq, dk, dv, and of sinks), None"""
     draft, (o, lse) = Draft(), saved
-    attention = Attention(draft, problem, device)
+    attention = SoftmaxLaunches(draft, problem, device)
     inputs, sinks = attention.inputs, attention.sinks
     do, _ = draft.cotangents(problem, do, None)
     if device.capability == 90 and problem.dtype in HALF and not mappable(do) and mappable(*inputs.values()):
@@ -294,7 +294,7 @@ def with_queries_of_a_group(problem, o):
     return problem.replace(arrays=arrays, sizes=sizes, spans=varlen.dense(H // HK)), fold(o)
 
 
-class Attention:
+class SoftmaxLaunches:
     """The launches of a call while its plan is drawn."""
 
     def __init__(self, draft, problem, device):

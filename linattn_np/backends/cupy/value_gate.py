@@ -100,7 +100,8 @@ class ValueGateRecurrent(TiledKernel):
 
     @property
     def shared_bytes(self):
-        return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
+        tokens, warps = 16, self.threads // 32
+        return 4 * (tokens * (3 * self.BK + 2 * self.BV) + warps * tokens * self.BV)  # q, k, g, v, gv; parts of o
 
 
 class ValueGateBackwardScores(Kernel):

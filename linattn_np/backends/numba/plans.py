@@ -19,7 +19,7 @@ from .runtime import launch
 
 
 def run(problem):
-    call = Call(problem)
+    call = NumbaLaunches(problem)
     with nullcontext() if problem.home == "host" else sys.modules["cupy"].cuda.Device(ordinal(problem)):
         if problem.op in STAGES:
             return getattr(call, problem.op.name)(*call.arrays)
@@ -37,7 +37,7 @@ def tiles_of(size, tile) -> int:
     return -(-size // tile)
 
 
-class Call:
+class NumbaLaunches:
     """The launches of one problem. Methods take the arrays of the operator, step or stage in its order."""
 
     def __init__(self, problem):
