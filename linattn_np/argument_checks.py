@@ -41,6 +41,16 @@ class Declaration:
     derived: Any = None  # a `derived.KeyFromGate` where backends compute another operator, from more arrays
     differentiable = True  # by a function of this name in linattn_np.interop
 
+    @property
+    def value(self) -> str:
+        """The name of the array of values, v."""
+        return next(name for name, axes in self.arrays.items() if axes.endswith("V"))
+
+    @property
+    def decays(self) -> list[str]:
+        """The names of the gates that each token has."""
+        return [name for name in self.gates if "T" in self.arrays[name].split()]
+
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
         raise error(f"{self.name}: {argument} {complaint}")
 
@@ -59,7 +69,7 @@ class Declaration:
     def native(self, name, x, use="computed"):
         """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
         try:
-            return accepted_arrays.admitted(name, x, use, self.name.split()[0] if self.differentiable else None)
+            return accepted_arrays.accepted(name, x, use, self.name.split()[0] if self.differentiable else None)
         except accepted_arrays.Refusal as refusal:
             self.refuse(name, str(refusal), ContractTypeError)
 
@@ -89,7 +99,7 @@ class Declaration:
 
     def placed_states(self, name, parts, sizes, home, v_first, groups):
         """The state's parts, or their gradients, of exactly the sizes of the call and in the caller's order."""
-        wanted = [value_heads.callers(axes, groups) for axes in self.state]
+        wanted = [value_heads.grouped_axes(axes, groups) for axes in self.state]
         if v_first:
             wanted = [axes.replace("K V", "V K") for axes in wanted]
         return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted))

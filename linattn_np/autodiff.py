@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from .contract import Op
@@ -17,11 +16,11 @@ from .conversions import (
     to_caller,
     with_output,
 )
-from .dispatch import backend_module, split_to_fit
-from .key_from_gate import computed
+from .dispatch import backend_module, choose
+from .key_from_gate import with_key
 from .ops import declaration
 from .typing import Array, Backend, Pullback
-from .value_heads import added, beside, callers, cotangents, has_columns
+from .value_heads import grouped_axes
 
 
 def vjp(
@@ -60,38 +59,18 @@ def vjp(
 def vjp_of(op: Op, arrays, *, backend="auto", kept=(), **arguments):
     """`vjp` of a declared operator; `kept` is what `dispatch.summarise` kept of the same call."""
     problem = bind(op, arrays, arguments)
-    name, parts = split_to_fit(problem, backend)
-    done = [backend_module(name).vjp(computed(with_output(part)), *([kept] if kept else [])) for part in parts]
-    o, final_state = together([result for result, _ in done], problem)
+    backend_vjp = backend_module(choose(problem, backend)).vjp
+    (o, final_state), pull = backend_vjp(with_key(with_output(problem)), *([kept] if kept else []))
     result = in_kind(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
         result = (result, states_to_caller(problem, final_state))
-    return result, Checked(problem, [turned_back(part, pull) for part, (_, pull) in zip(parts, done)])
+    return result, CheckedPullback(problem, pull)
 
 
 def pullback_of(op: Op, arrays, *, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
-    name, parts = split_to_fit(problem, backend)
-    return Checked(problem, [turned_back(part, backend_module(name).pullback(computed(part))) for part in parts])
-
-
-def turned_back(problem, pull):
-    """A backend's pullback of the problem that it computes, as that of `problem`."""
-    return pull if problem.op.derived is None else DerivedPull(problem, pull)
-
-
-class DerivedPull:
-    """The pullback of an operator that a backend computes as another one."""
-
-    def __init__(self, problem, pull):
-        self.problem, self.pull = problem, pull
-        if hasattr(pull, "summarise"):  # the states are those of the operator that is computed
-            self.summarise = pull.summarise
-
-    def __call__(self, do, dht, **kept):
-        found, initial = self.pull(do, dht, **kept)
-        return self.problem.op.derived.gradients(self.problem, found), initial
+    return CheckedPullback(problem, backend_module(choose(problem, backend)).pullback(with_key(problem)))
 
 
 def bind(op: Op, arrays, arguments):
@@ -101,85 +80,51 @@ def bind(op: Op, arrays, arguments):
     return op.bind(arrays, gradient=True, **arguments)
 
 
-def together(results, problem):
-    """(o, final state's parts or None) of the problem from those of its parts."""
-    o, finals = zip(*results)
-    if finals[0] is None:
-        return beside(o), None
-    return beside(o), tuple(
-        beside(parts) if has_columns(axes) else parts[0] for parts, axes in zip(zip(*finals), problem.op.state)
-    )
+class CheckedPullback:
+    """A backend's pullback for the caller: checks the arrays that come in, and returns arrays of the caller's kind."""
 
-
-def pulled(pulls, problem, do, dht):
-    """(gradients in the order of the arrays, those of the initial state or None), from the pullbacks of the parts."""
-    V, op = problem.sizes["V"] // len(pulls), problem.op
-    done = []
-    for n, pull in enumerate(pulls):
-        shared = dht and tuple(cotangents(part, axes, n * V, V) for part, axes in zip(dht, op.state))
-        done.append(pull(cotangents(do, op.out, n * V, V), shared))
-
-    def joined(parts, axes):
-        return beside(parts) if has_columns(axes) else added(parts, problem.compute_dtype)
-
-    gradients, initial = zip(*done)
-    gradients = [joined(parts, axes) for parts, axes in zip(zip(*gradients), op.arrays.values(), strict=True)]
-    if initial[0] is None:
-        return gradients, None
-    return gradients, tuple(joined(parts, axes) for parts, axes in zip(zip(*initial), op.state))
-
-
-class Checked:
-    """The pullbacks of a problem's parts as the caller's: of any arrays that fit, and with results in kind."""
-
-    def __init__(self, problem, pulls):
-        self.problem, self.pulls = problem, pulls
+    def __init__(self, problem, pull):
+        self.problem, self.pull = problem, pull
 
     def __call__(self, do, dht=None):
         return self.resumed(do, dht)
 
     def resumed(self, do, dht, kept=()):
         """The gradients; what `summarise` kept of the same `do` spares them the same work."""
-        problem, declared = self.problem, self.problem.op
-        pulls = [partial(self.pulls[0], kept=kept)] if kept else self.pulls
-        gradients, initial = pulled(
-            pulls, problem, cotangent("do", do, declared.out, problem), final_cotangent(dht, problem)
-        )
+        problem, op = self.problem, self.problem.op
+        do, dht = placed_cotangents(problem, do, dht, callers_sizes(problem))
+        dht = dht and tuple(state_to_backend(problem, part, axes) for part, axes in zip(dht, op.state))
+        gradients, initial = self.pull(array_to_backend(problem, do, op.out), dht, *([kept] if kept else []))
+        if op.derived is not None:
+            gradients = op.derived.gradients(problem, gradients)
         result = tuple(
             in_kind(problem, to_caller(problem, gradient, axes))
-            for gradient, axes in zip(gradients, declared.arrays.values(), strict=True)
+            for gradient, axes in zip(gradients, op.arrays.values(), strict=True)
         )
-        if problem.initial_state is None:
-            return result
-        return (*result, states_to_caller(problem, initial))
+        return result if problem.initial_state is None else (*result, states_to_caller(problem, initial))
 
     def summarise(self, do):
         """(the initial state's gradient for a dht of zero, decays as the backend has them, kept), or None where that
         takes all of a pullback."""
-        problem, summary = self.problem, getattr(self.pulls[0], "summarise", None)
-        found = summary(cotangent("do", do, problem.op.out, problem)) if summary and len(self.pulls) == 1 else None
+        problem = self.problem
+        if not hasattr(self.pull, "summarise"):
+            return None
+        do, _ = placed_cotangents(problem, do, None, callers_sizes(problem))
+        found = self.pull.summarise(array_to_backend(problem, do, problem.op.out))
         if found is None:
             return None
         (own, decays), kept = found
         return tuple(state_to_caller(problem, part, axes) for part, axes in zip(own, problem.op.state)), decays, kept
 
 
-def cotangent(name, x, axes, problem):
-    """The caller's gradient of a result, checked against the result's shape and device."""
-    native, _ = problem.op.native(name, x)
-    view = problem.op.logical(name, native, axes, problem.layout)
-    wanted = callers(axes, problem.groups)
-    placed = problem.op.placed(name, view, wanted, callers_sizes(problem), problem.home)
-    return array_to_backend(problem, placed, axes)
-
-
-def final_cotangent(dht, problem):
+def placed_cotangents(problem, do, dht, sizes):
+    """(do, the parts of dht or None) as native arrays [B, H, T, ...] of these sizes, on the device of the call."""
+    op = problem.op
+    view = op.logical("do", op.native("do", do)[0], op.out, problem.layout)
+    do = op.placed("do", view, grouped_axes(op.out, problem.groups), sizes, problem.home)
     if dht is None:
-        return None
+        return do, None
     parts = dht if isinstance(dht, tuple) else (dht,)
-    if len(parts) != len(problem.op.state):
-        problem.op.refuse("dht", f"has {len(parts)} parts, expected {len(problem.op.state)}")
-    placed = problem.op.placed_states(
-        "dht", parts, callers_sizes(problem), problem.home, problem.state_v_first, problem.groups
-    )
-    return tuple(state_to_backend(problem, part, axes) for part, axes in zip(placed, problem.op.state))
+    if len(parts) != len(op.state):
+        op.refuse("dht", f"has {len(parts)} parts, expected {len(op.state)}")
+    return do, op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first, problem.groups)

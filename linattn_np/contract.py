@@ -16,7 +16,7 @@ import numpy as np
 
 from . import aliasing, array_kinds, value_heads, varlen, warnings_of_misuse
 from .argument_checks import Declaration, is_int, is_real
-from .checked_calls import MEMOS, call_key, weight, with_arrays, without_arrays
+from .checked_calls import MEMOS, call_key, kept_bytes, with_arrays, without_arrays
 from .conversions import copied_arrays, is_transformed, to_backend
 from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
@@ -52,7 +52,12 @@ class Op(Declaration):
         return [] if self.with_more is None else [name for name in self.with_more.arrays if name not in self.arrays]
 
     def bind(self, inputs, **arguments) -> Problem:
-        """A call as a `Problem` that can be trusted; the checks of a call like an earlier one are not repeated."""
+        """A checked call as a backend computes it."""
+        problem = self.checked(inputs, **arguments)
+        return to_backend(problem) if is_transformed(problem) else problem
+
+    def checked(self, inputs, **arguments) -> Problem:
+        """A checked call with the caller's own arrays; the checks of a call like an earlier one are not repeated."""
         key, addresses = call_key(self, inputs, arguments)
         if key is None:
             problem = self.check(inputs, **arguments)
@@ -60,13 +65,13 @@ class Op(Declaration):
             memo = MEMOS.get(key)
             if memo is None:
                 problem = without_arrays(self.check(inputs, **arguments))
-                memo = MEMOS.keep(key, {"problem": problem}, weight(problem))
+                memo = MEMOS.keep(key, {"problem": problem}, kept_bytes(problem))
             problem = with_arrays(memo["problem"], inputs, arguments, memo)
         if problem.out is not None or problem.options:
             aliasing.check_aliasing(problem, addresses)
-        if problem.doubts or problem.home == "host":
-            warnings_of_misuse.tell(problem)
-        return to_backend(problem) if is_transformed(problem) else problem
+        if problem.warnings or problem.home == "host":
+            warnings_of_misuse.warn_of_call(problem)
+        return problem
 
     def check(
         self,
@@ -134,7 +139,9 @@ class Op(Declaration):
             groups=groups,
             mask=mask,
         )
-        return problem.replace(copied_arrays=copied_arrays(problem), doubts=warnings_of_misuse.of_layout(problem))
+        return problem.replace(
+            copied_arrays=copied_arrays(problem), warnings=warnings_of_misuse.layout_warnings(problem)
+        )
 
     def taken_apart(self, positional, named, signature=None):
         """(declaration, arrays, everything else) of a call of the public function, or of one with this signature.
@@ -177,16 +184,14 @@ class Op(Declaration):
             for name, view in views.items()
             if not value_heads.has_columns(self.arrays[name])
         }
-        H, HV = next(iter(heads)), views["v"].shape[1]
+        v = self.value
+        H, HV = next(iter(heads)), views[v].shape[1]
         if len(heads) > 1 or H == 0 or HV <= H:
             return 1
         if HV % H:
-            shape = tuple(swap_heads(views["v"], self.arrays["v"], layout).shape)
-            self.refuse(
-                "v",
-                f"has {HV} heads, expected H={H} or a multiple of it; v is {shape}, "
-                f"expected {in_layout(self.arrays['v'], layout)}",
-            )
+            shape = tuple(swap_heads(views[v], self.arrays[v], layout).shape)
+            expected = in_layout(self.arrays[v], layout)
+            self.refuse(v, f"has {HV} heads, expected H={H} or a multiple of it; {v} is {shape}, expected {expected}")
         return HV // H
 
     def sizes(self, views, layout, groups=1) -> dict[str, int]:
@@ -204,7 +209,7 @@ class Op(Declaration):
 
     def callers_axes(self, name, groups) -> str:
         """The axes of the caller's array, each with a name of its own where its size may differ."""
-        return value_heads.callers(self.arrays[name], groups)
+        return value_heads.grouped_axes(self.arrays[name], groups)
 
     def refuse_sizes(self, views, layout, axis, groups):
         """Names the array that differs from what most have."""
@@ -314,7 +319,7 @@ class Op(Declaration):
             self.refuse("out", f"is a {kind_of(out)}, expected a NumPy or CuPy array", ContractTypeError)
         native, _ = self.native("out", out)
         view = self.logical("out", native, self.out, layout)
-        view = self.placed("out", view, value_heads.callers(self.out, groups), sizes, home)
+        view = self.placed("out", view, value_heads.grouped_axes(self.out, groups), sizes, home)
         if view.dtype != dtype:
             self.refuse("out", f"has dtype {view.dtype}, expected {dtype}", ContractTypeError)
         self.writable("out", view, home)

@@ -50,7 +50,7 @@ QKV = KEYS | {"v": "B H T V"}
 
 
 # -- gated operators ---------------------------------------------------------------------------------------------------
-class ValueGate(Op):
+class ValueGateOp(Op):
     """The declaration of a call that gates the state's values too."""
 
     def route(self, mode, chunk_size, materialize):
@@ -59,7 +59,7 @@ class ValueGate(Op):
         return super().route(mode, chunk_size, materialize)
 
 
-GLA_VALUE_GATE = ValueGate(
+GLA_VALUE_GATE = ValueGateOp(
     "gla with gv",
     QKV | {"g": "B H T K", "gv": "B H T V"},
     gates=("g", "gv"),
@@ -80,7 +80,7 @@ HGRN2 = gated(Op("hgrn2", QGV, gates=("g",), derived=KEY_OF_HGRN2))
 SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
 
 
-class Retention(Op):
+class RetentionOp(Op):
     """Its decay is no array of the call but a constant a head, settled while binding."""
 
     def check(self, inputs, *, gamma=None, **arguments):
@@ -113,26 +113,28 @@ class Retention(Op):
         return np.exp(tokens * log_decay) if tokens else np.ones_like(log_decay)
 
 
-RETENTION = Retention("retention", QKV, transition=Transition.SCALAR, keywords=RetentionOptions)
+RETENTION = RetentionOp("retention", QKV, transition=Transition.SCALAR, keywords=RetentionOptions)
 FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
-class LinearAttention(Op):
+class LinearAttentionOp(Op):
     """Carries the normaliser z beside S once `normalize` is asked for."""
 
     def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
         self.one_of("feature_map", feature_map, FEATURE_MAPS)
         normalize = self.flag("normalize", normalize)
         declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
-        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=normalize, **arguments)
+        return super(LinearAttentionOp, declared).check(
+            inputs, feature_map=feature_map, normalize=normalize, **arguments
+        )
 
 
-LINEAR_ATTENTION = LinearAttention("linear_attention", QKV, keywords=LinearAttentionOptions)
+LINEAR_ATTENTION = LinearAttentionOp("linear_attention", QKV, keywords=LinearAttentionOptions)
 NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
 # -- softmax attention -------------------------------------------------------------------------------------------------
-class SoftmaxAttention(Op):
+class SoftmaxAttentionOp(Op):
     """H heads of T queries attend to HK heads of S keys and values. With `return_lse` the logarithm of each query's sum
     is a result of its own, declared as a part of the state.
 
@@ -156,7 +158,7 @@ class SoftmaxAttention(Op):
     ):
         self.refuse_missing(dropout_p, block_table)
         declared = WITH_LSE.get(self, self) if self.flag("return_lse", return_lse) else self
-        problem = super(SoftmaxAttention, declared).check(
+        problem = super(SoftmaxAttentionOp, declared).check(
             inputs, cu_seqlens=cu_seqlens, output_final_state=return_lse, **arguments
         )
         causal = self.flag("causal", causal)
@@ -237,7 +239,7 @@ class SoftmaxAttention(Op):
         return spans
 
 
-SOFTMAX_SINKS = SoftmaxAttention(
+SOFTMAX_SINKS = SoftmaxAttentionOp(
     "softmax_attention",
     QKV | {"sinks": "H"},
     gates=("sinks",),
@@ -255,11 +257,11 @@ OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTIO
 
 
 # -- one token ---------------------------------------------------------------------------------------------------------
-class Step(Op):
+class StepOp(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
 
     @classmethod
-    def of(cls, op: Op) -> Step:
+    def of(cls, op: Op) -> StepOp:
         """The step of an operator: its arrays without their axis of tokens."""
         arrays = {name: axes.replace(" T", "") for name, axes in op.arrays.items()}
         return cls(
@@ -319,14 +321,14 @@ class Step(Op):
         return rows
 
 
-GLA_STEP = Step.of(GLA)
-RWKV6_STEP = Step.of(RWKV6)
+GLA_STEP = StepOp.of(GLA)
+RWKV6_STEP = StepOp.of(RWKV6)
 STEPS = (GLA_STEP, RWKV6_STEP)
 
 
 # -- the stages of the chunked form ------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
-class Stage(Op):
+class StageOp(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
 
     state: tuple[str, ...] = ()
@@ -358,8 +360,8 @@ class Stage(Op):
 
 
 TOKENS = "B H T K"
-CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": TOKENS}, out=TOKENS, pair=True)
-GATED_QK = Stage(
+CHUNK_CUMSUM = StageOp("chunk_cumsum", {"g": TOKENS}, out=TOKENS, pair=True)
+GATED_QK = StageOp(
     "gated_qk",
     {"q": TOKENS, "k": TOKENS, "b": TOKENS, "e": TOKENS},
     out=TOKENS,
@@ -367,7 +369,7 @@ GATED_QK = Stage(
     keywords=GatedQkOptions,
     pair=True,
 )
-INTER_CHUNK = Stage(
+INTER_CHUNK = StageOp(
     "inter_chunk",
     {"kg": TOKENS, "v": "B H T V", "b": TOKENS},
     out="B H NC K V",
@@ -376,11 +378,11 @@ INTER_CHUNK = Stage(
     keywords=InterChunkOptions,
     second_result="output_final_state",
 )
-INTRA_CHUNK_BONUS = Stage(
+INTRA_CHUNK_BONUS = StageOp(
     "intra_chunk", KEYS | {"g": TOKENS, "u": "H K"}, out="B H T C", gates=("g", "u"), reads_before_write=True
 )
-INTRA_CHUNK = Stage("intra_chunk", KEYS | {"g": TOKENS}, out="B H T C", gates=("g",), with_more=INTRA_CHUNK_BONUS)
-COMBINE = Stage(
+INTRA_CHUNK = StageOp("intra_chunk", KEYS | {"g": TOKENS}, out="B H T C", gates=("g",), with_more=INTRA_CHUNK_BONUS)
+COMBINE = StageOp(
     "combine",
     {"qg": TOKENS, "h": "B H NC K V", "A": "B H T C", "v": "B H T V"},
     computed=("qg", "h", "A"),

@@ -1,7 +1,7 @@
 """Which backend computes a problem, and why the others do not.
 
-The arrays' home decides: host arrays run on `numpy`, device arrays on `cupy`, else `numba`; never across. A backend
-is a package under `backends/` with
+Host arrays run on `numpy`, device arrays on `cupy` or, if that cannot compute the problem, on `numba`. No array is
+moved from host to device or back. A backend is a package under `backends/` with
 
     why_not(problem) -> str | None          the reason it cannot compute this problem, None when it can
     run(problem)                            native results: (o, final state parts or None); a step's o; a stage's result
@@ -20,9 +20,9 @@ from functools import cache
 from importlib import import_module
 
 from .contract import Op
-from .conversions import in_kind, split_value_heads, state_to_caller, states_to_caller, to_caller, with_output
+from .conversions import in_kind, state_to_caller, states_to_caller, to_caller, with_output
 from .errors import NotSupported
-from .key_from_gate import computed, outlined
+from .key_from_gate import with_blank_key, with_key
 from .problem import Problem
 
 ORDER = ("numpy", "cupy", "numba")
@@ -35,7 +35,7 @@ def backend_module(name: str):
 
 def reasons_against(problem: Problem) -> dict[str, str | None]:
     """Each backend's reason not to run, None for those that can."""
-    problem = outlined(problem)
+    problem = with_blank_key(problem)
     return {name: backend_module(name).why_not(problem) for name in ORDER}
 
 
@@ -48,7 +48,7 @@ def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
 
 def choose(problem: Problem, backend: str = "auto") -> str:
     """The backend's name, or NotSupported with every reason."""
-    against, asked = {}, outlined(problem)
+    against, asked = {}, with_blank_key(problem)
     for name in candidates(problem, backend):  # a backend that is not needed is not even imported
         against[name] = backend_module(name).why_not(asked)
         if against[name] is None:
@@ -56,25 +56,12 @@ def choose(problem: Problem, backend: str = "auto") -> str:
     raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
 
 
-def split_to_fit(problem: Problem, backend: str = "auto") -> tuple[str, list[Problem]]:
-    """The backend's name, and the problem in as few parts of its grouped value heads as that takes."""
-    refusals: list[NotSupported] = []
-    for count in range(1, problem.groups + 1):
-        if problem.groups % count == 0:
-            parts = split_value_heads(problem, count)
-            try:
-                return choose(parts[0], backend), parts
-            except NotSupported as error:
-                refusals.append(error)
-    raise refusals[0]
-
-
 def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
-    """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
+    """Computes an operator: checks the call, chooses a backend, runs it, and returns arrays of the caller's library."""
     op, arrays = op.fitting(arrays)
     problem = op.bind(arrays, **arguments)
     o, final_state = backend_module(choose(problem, backend)).run(
-        computed(with_output(problem)), *([kept] if kept else [])
+        with_key(with_output(problem)), *([kept] if kept else [])
     )
     o = handed_out(problem, to_caller(problem, o, op.out), arguments.get("out"))
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
@@ -110,10 +97,9 @@ def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **
     where it would keep nothing. `kept` is for `call`, or with `gradient` for `vjp`, on the same arrays.
     """
     problem = op.bind(arrays, gradient=gradient, **arguments)
-    name, parts = split_to_fit(problem, backend)
-    module = backend_module(name)
-    possible = hasattr(module, "summarise") and len(parts) == 1 and (getattr(module, "KEEPS", False) or not ahead)
-    found = module.summarise(computed(problem)) if possible else None
+    module = backend_module(choose(problem, backend))
+    possible = hasattr(module, "summarise") and (getattr(module, "KEEPS", False) or not ahead)
+    found = module.summarise(with_key(problem)) if possible else None
     if found is None:
         return None
     (final, decays), kept = found

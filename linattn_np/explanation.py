@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .dispatch import backend_module, reasons_against, split_to_fit
+from .dispatch import backend_module, choose, reasons_against
 from .errors import NotSupported
 from .kernel_choice import KERNELS, choose_kernels
-from .key_from_gate import outlined
+from .key_from_gate import with_blank_key
 from .ops import declaration
 from .problem import Problem
 from .typing import Array, Backend, Kernels
@@ -58,11 +58,9 @@ def warm_up(
     >>> linattn_np.warm_up(linattn_np.gla, q, k, v, g, gradient=True)
     """
     problem = problem_of("warm_up", op, arrays, gradient, arguments)
-    name, parts = split_to_fit(problem, backend)
-    prepare = getattr(backend_module(name), "warm_up", None)
+    prepare = getattr(backend_module(choose(problem, backend)), "warm_up", None)
     if prepare is not None:
-        for part in parts:
-            prepare(outlined(part))
+        prepare(with_blank_key(problem))
 
 
 def problem_of(who: str, op, arrays, gradient, arguments) -> Problem:
@@ -104,17 +102,13 @@ class Explanation:
 
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
     moved = bytes_moved(problem)
+    reasons = {name: reason for name, reason in reasons_against(problem).items() if reason is not None}
     try:
-        name, parts = split_to_fit(problem, backend)
+        name = choose(problem, backend)
     except NotSupported:
-        name, parts = None, [problem]
-    reasons = {against: reason for against, reason in reasons_against(parts[0]).items() if reason is not None}
-    if name is None:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
-    found = backend_module(name).describe(outlined(parts[0]), moved)
+    found = backend_module(name).describe(with_blank_key(problem), moved)
     found["copies"] = (*copies(problem), *found["copies"])
-    if len(parts) > 1:
-        found["tiles"] = found["tiles"] | {"value_head_parts": len(parts)}
     return Explanation(problem.op.name, name, bytes=moved, reasons=reasons, **found)
 
 

@@ -33,7 +33,7 @@ class KeyFromGate:
         q, g, v = problem.arrays.values()
         return problem.replace(op=self.family, arrays=dict(zip(self.family.arrays, (q, k, v, g), strict=True)))
 
-    def computed(self, problem: Problem) -> Problem:
+    def with_key(self, problem: Problem) -> Problem:
         """GLA's problem. k is computed in single precision at least and has the dtype of q."""
         _, g, _ = problem.arrays.values()
         refuse_lost_memory(problem, "g", "the key that is made of it is")
@@ -41,7 +41,7 @@ class KeyFromGate:
             k = self.key(g.astype(problem.compute_dtype, copy=False)).astype(problem.dtype, copy=False)
             return self.arrays(problem, k)
 
-    def outlined(self, problem: Problem) -> Problem:
+    def with_blank_key(self, problem: Problem) -> Problem:
         """GLA's problem with a k that nobody may read: of its shape, dtype and strides."""
         _, g, _ = problem.arrays.values()
         with computing(problem):
@@ -68,11 +68,11 @@ def computing(problem: Problem):
         yield
 
 
-def computed(problem: Problem) -> Problem:
+def with_key(problem: Problem) -> Problem:
     """The problem that a backend computes."""
-    return problem if problem.op.derived is None else problem.op.derived.computed(problem)
+    return problem if problem.op.derived is None else problem.op.derived.with_key(problem)
 
 
-def outlined(problem: Problem) -> Problem:
+def with_blank_key(problem: Problem) -> Problem:
     """The problem that a backend is asked about: whether it can compute it, and how."""
-    return problem if problem.op.derived is None else problem.op.derived.outlined(problem)
+    return problem if problem.op.derived is None else problem.op.derived.with_blank_key(problem)

@@ -84,14 +84,14 @@ class GatedLinearAttention:
         clamp_min: float | None = None,
         norm_eps: float = 1e-5,
     ):
-        self.heads = counted("num_heads", num_heads)
-        self.kv_heads = self.heads if num_kv_heads is None else counted("num_kv_heads", num_kv_heads)
+        self.heads = positive_int("num_heads", num_heads)
+        self.kv_heads = self.heads if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads)
         if self.heads % self.kv_heads:
             refuse(f"num_kv_heads is {self.kv_heads}, expected a divisor of num_heads, {self.heads}")
-        self.feature_map = None if feature_map is None else function("feature_map", feature_map)
-        self.gate_fn = function("gate_fn", gate_fn)
-        self.normalizer = positive("gate_logit_normalizer", gate_logit_normalizer)
-        self.norm_eps = positive("norm_eps", norm_eps)
+        self.feature_map = None if feature_map is None else activation("feature_map", feature_map)
+        self.gate_fn = activation("gate_fn", gate_fn)
+        self.normalizer = positive_number("gate_logit_normalizer", gate_logit_normalizer)
+        self.norm_eps = positive_number("norm_eps", norm_eps)
         if clamp_min is not None and not is_real(clamp_min):
             refuse(f"clamp_min is {clamp_min!r}, expected a number or None", ContractTypeError)
         self.clamp_min = clamp_min
@@ -225,13 +225,13 @@ class GatedLinearAttention:
         found = {}
         for name, x in weights.items():
             try:
-                found[name], _ = accepted_arrays.admitted(name, x, "copied")
+                found[name], _ = accepted_arrays.accepted(name, x, "copied")
             except accepted_arrays.Refusal as refusal:
                 refuse(f"{name} {refusal}", ContractTypeError)
         for name in SIZED:
             if name in found and found[name].ndim != 2:
                 refuse(f"{name} is {found[name].shape}, expected two axes")
-        wanted = self.shapes(found)
+        wanted = self.weight_shapes(found)
         if unknown := sorted(found.keys() - wanted):
             refuse(
                 f"{', '.join(unknown)} is none of this layer's weights: {', '.join(wanted)}"
@@ -251,7 +251,7 @@ class GatedLinearAttention:
         self.dtype = np.dtype(np.float64 if all(x.dtype == np.float64 for x in found.values()) else np.float32)
         return {name: found[name].astype(self.dtype, order="C") for name in wanted if name in found}
 
-    def shapes(self, found) -> dict:
+    def weight_shapes(self, found) -> dict:
         """What every weight's shape must be, by name."""
         if missing := [name for name in REQUIRED if name not in found]:
             refuse(f"{', '.join(missing)} missing from the weights")
@@ -259,7 +259,7 @@ class GatedLinearAttention:
         for name, size in (("q_proj.weight", HK), ("o_proj.weight", HV)):
             if not size or size % self.heads:
                 refuse(f"{name} is {found[name].shape}, with {size} channels for num_heads={self.heads} to share")
-        return shapes(D, HK, HV, R, self.heads, self.kv_heads)
+        return weight_shapes(D, HK, HV, R, self.heads, self.kv_heads)
 
     def own(self, name, x, ndim):
         """`x` in the layer's dtype, once it is an array [..., D] where the weights are."""
@@ -278,7 +278,7 @@ class GatedLinearAttention:
         return x.astype(self.dtype, copy=False)
 
 
-def shapes(D, HK, HV, R, heads, kv_heads) -> dict:
+def weight_shapes(D, HK, HV, R, heads, kv_heads) -> dict:
     """Of all weights that there can be; HK and HV are the channels of all heads together."""
     GK, GV = HK // heads * kv_heads, HV // heads * kv_heads
     return {
@@ -312,7 +312,7 @@ def random_weights(
     >>> random_weights(np.random.default_rng(0), hidden_size=64, num_heads=4)["q_proj.weight"].shape
     (32, 64)
     """
-    wanted = shapes(
+    wanted = weight_shapes(
         hidden_size,
         int(hidden_size * expand_k),
         int(hidden_size * expand_v),
@@ -373,19 +373,19 @@ class Swish:
 FUNCTIONS = {"relu": Relu, "sigmoid": Sigmoid, "swish": Swish, "silu": Swish}
 
 
-def function(argument, name):
+def activation(argument, name):
     if name not in FUNCTIONS:
         refuse(f"{argument} is {name!r}, expected one of {', '.join(map(repr, FUNCTIONS))}")
     return FUNCTIONS[name]
 
 
-def counted(argument, number) -> int:
+def positive_int(argument, number) -> int:
     if not is_int(number) or number < 1:
         refuse(f"{argument} is {number!r}, expected a positive integer")
     return int(number)
 
 
-def positive(argument, number) -> float:
+def positive_number(argument, number) -> float:
     if not is_real(number) or not 0 < number < np.inf:
         refuse(f"{argument} is {number!r}, expected a positive number")
     return float(number)

@@ -1,7 +1,7 @@
-"""Numba's loops, kept on the disk from one process to the next: in the folder that NUMBA_CACHE_DIR names, else beside
-their module or in the user's cache. Where the disk fails, each process compiles its own.
+"""Numba's compiled loops, cached on the disk for later processes.
 
-ImportError where Numba is missing, or NUMBA_DISABLE_JIT is set.
+The folder is NUMBA_CACHE_DIR's, else one beside the module or the user's cache. If the disk fails, each process
+compiles its own loops. The import raises ImportError if Numba is missing or NUMBA_DISABLE_JIT is set.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ config: Any = numba.config  # its settings are made as the environment has them
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and NumPy computes instead of Numba's loops")
 
-COMPILING: list[Callable[[], object]] = []  # called before a loop is compiled, which takes up to some seconds
+COMPILING: list[Callable[[], object]] = []  # functions to call before a loop is compiled, which takes seconds
 DIGEST = hashlib.sha256().digest_size  # bytes behind what a file holds
 atexit.register(global_compiler_lock.acquire)  # LLVM would crash if a thread compiled while the process ends
 
 
 def njit(**options):
-    """`numba.njit`, with its machine code kept."""
+    """`numba.njit` whose machine code is cached on the disk."""
 
     def decorate(function):
         loop = numba.njit(**options)(function)
-        loop._cache = kept(function)
+        loop._cache = cache_of(function)
         return loop
 
     return decorate
 
 
 def cfunc(signature, **options):
-    """`numba.cfunc`, with its machine code kept."""
+    """`numba.cfunc` whose machine code is cached on the disk."""
 
     def decorate(function):
         loop = CFunc(function, normalize_signature(signature), locals={}, options=options)
-        loop._cache = kept(function)
+        loop._cache = cache_of(function)
         loop.compile()
         return loop
 
     return decorate
 
 
-def kept(function):
+def cache_of(function):
     try:
-        return Kept(function)
+        return DiskCache(function)
     except (OSError, RuntimeError):  # there is no folder that can be written
-        return Unkept()
+        return NoCache()
 
 
-class Unkept(caching.NullCache):
+class NoCache(caching.NullCache):
     def load_overload(self, signature, context):
         for tell in COMPILING:
             tell()
 
 
-class Files(caching.IndexDataCacheFile):
-    """Numba's files with a checksum: machine code that is damaged could do anything."""
+class ChecksummedFiles(caching.IndexDataCacheFile):
+    """Numba's cache files with a checksum behind the data: damaged machine code must not run."""
 
     def _dump(self, obj):
         data = super()._dump(obj)
@@ -79,12 +79,12 @@ class Files(caching.IndexDataCacheFile):
         return pickle.loads(data[:-DIGEST])
 
 
-class Kept(caching.FunctionCache):
-    """Numba's cache of a function, of which no fault costs more than a compilation."""
+class DiskCache(caching.FunctionCache):
+    """Numba's cache of a function; if reading or writing it fails, the function is compiled."""
 
     def __init__(self, function):
         super().__init__(function)
-        self._cache_file.__class__ = Files
+        self._cache_file.__class__ = ChecksummedFiles
 
     def load_overload(self, signature, context):
         found = None
@@ -93,7 +93,7 @@ class Kept(caching.FunctionCache):
         except Exception:  # Numba reads a file that was cut short again and again, unless it is emptied
             with suppress(Exception):
                 self.flush()
-        return found or Unkept().load_overload(signature, context)
+        return found or NoCache().load_overload(signature, context)
 
     def save_overload(self, signature, data):
         with suppress(Exception):  # the disk is full, or the folder is gone

@@ -1,26 +1,24 @@
-"""Padding taken out of a batch: of a token that is none, the key is nothing and the gate is 0, which keeps the
-state.
-"""
+"""Padding in a batch: its keys become 0 and its gates 0 (no decay), so that it leaves the state as it is."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def without(x, padding, fill=0.0):
-    """A copy of `x` [B, H, T, ...] in its memory order, `fill` where `padding` [B, T] is True."""
-    return overwrite(x.copy(order="K"), padding, fill)
+def filled_copy(x, padding, value=0.0):
+    """A copy of `x` [B, H, T, ...] in its memory order, `value` where `padding` [B, T] is True."""
+    return fill(x.copy(order="K"), padding, value)
 
 
-def overwrite(x, padding, fill=0.0):
-    """`x` [B, H, T, ...] itself, `fill` where `padding` [B, T] is True; whatever stood there, NaN too."""
+def fill(x, padding, value=0.0):
+    """`x` [B, H, T, ...] itself, `value` where `padding` [B, T] is True; whatever stood there, NaN too."""
     bits = x.view(f"u{x.dtype.itemsize}")  # NumPy has no casts from Python's numbers to bfloat16
     B, T = padding.shape
     where = np.broadcast_to(padding.reshape(B, 1, T, *(1,) * (x.ndim - 3)), x.shape)  # CuPy's for CuPy's
-    np.copyto(bits, int(np.array(fill, x.dtype).view(bits.dtype)), where=where)
+    np.copyto(bits, int(np.array(value, x.dtype).view(bits.dtype)), where=where)
     return x
 
 
-def nothing(problem, name: str) -> float:
-    """What an array holds at padding: of a key that a feature map (none, elu + 1, relu, exp) makes 0."""
+def value_of_padding(problem, name: str) -> float:
+    """The value of an array at padding: for a key one that every feature map (none, elu + 1, relu, exp) makes 0."""
     return -np.inf if name == "k" and problem.options.get("feature_map") else 0.0

@@ -47,7 +47,7 @@ class Problem:
     groups: int = 1  # heads of v as the caller has them for each of ours, whose V is all theirs
     copied_arrays: tuple[str, ...] = ()  # the caller's arrays with grouped heads that must be copied for that
     mask: Any = None  # [B, T], True for a token, False for padding
-    doubts: tuple[str, ...] = ()  # what shapes alone make unlikely to be meant
+    warnings: tuple[str, ...] = ()  # of likely mistakes, as far as shapes tell
     memo: dict | None = None  # what backends remember for calls like this one, None where none is known
 
     def replace(self, **fields) -> Problem:

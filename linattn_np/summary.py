@@ -77,7 +77,7 @@ def for_value_heads(factor, heads: int):
 
 def factor_shapes(op, N: int, H: int, HV: int, K: int, V: int) -> list[tuple[int, ...]]:
     """The shapes of the factors that the gates of a declared operator make; none where it has no gates."""
-    decays = [op.arrays[name].split() for name in op.gates if "T" in op.arrays[name].split()]
+    decays = [op.arrays[name].split() for name in op.decays]
     if op.transition is Transition.RANK_ONE:
         return [(N, H, K, K)]
     if op.transition is Transition.DIAGONAL:

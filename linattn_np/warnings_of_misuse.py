@@ -1,6 +1,7 @@
-"""Calls that are right by every rule and hardly meant: a warning, at most once a place, that any filter silences.
+"""Warnings about likely mistakes: calls that follow every rule and probably compute something else than was meant.
 
-It looks at shapes, and at some numbers of arrays on the host; never at a device's, for which it would have to wait.
+The checks read shapes, and some numbers of arrays on the host. They never read numbers on a device, which would have to
+be waited for. Python shows a warning once for each line that calls.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import FrameType
 import numpy as np
 
 LARGEST_SUM = 88.0  # of gates: exp of more overflows float32
-SAMPLES = 16  # tokens whose gates are looked at
+SAMPLES = 16  # tokens whose gates are read
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -20,8 +21,11 @@ class LinattnWarning(UserWarning):
     """A call of linattn_np that computes what it says, but probably not what was meant."""
 
 
-def of_layout(problem) -> tuple[str, ...]:
-    """[B, T, H, ...] given where [B, H, T, ...] is expected: fewer tokens than heads, and no argument has one alone."""
+def layout_warnings(problem) -> tuple[str, ...]:
+    """Warns of arrays that look like [B, T, H, ...] but are read as [B, H, T, ...]: they have fewer tokens than heads.
+
+    There is no warning where another argument has H or T alone: its size was checked.
+    """
     H, T = problem.sizes.get("H", 0), problem.sizes.get("S", problem.sizes.get("T"))
     known = problem.varlen or problem.mask is not None or problem.initial_state is not None
     known = known or any(axes.startswith("H") for axes in problem.op.arrays.values())
@@ -34,8 +38,8 @@ def of_layout(problem) -> tuple[str, ...]:
     )
 
 
-def of_gates(problem):
-    """Decays given where their logs are expected: gates above 0 at every token looked at, whose sum overflows."""
+def gate_warnings(problem):
+    """Warns of gates that look like decays: they are above 0 at every token that is read, and their sum overflows."""
     for name in problem.op.gates:
         gate, T = problem.arrays[name], problem.sizes.get("T", 0)
         if gate.ndim > 2 and T > 1 and gate.size and float(gate[0, 0, T // 2, ...].flat[0]) > 0:
@@ -49,17 +53,14 @@ def of_gates(problem):
                 )
 
 
-def tell(problem):
-    """Warns of what is doubtful about a call."""
-    for doubt in problem.doubts:
-        warn(f"{problem.op.name}: {doubt}")
-    if problem.home == "host":
-        for doubt in of_gates(problem):
-            warn(f"{problem.op.name}: {doubt}")
+def warn_of_call(problem):
+    """Shows the warnings about a checked call."""
+    for warning in (*problem.warnings, *(gate_warnings(problem) if problem.home == "host" else ())):
+        warn(f"{problem.op.name}: {warning}")
 
 
 def warn(message: str):
-    """In the name of the line that called this package."""
+    """Shows a warning that names the line which called this package."""
     level, inside = 1, 1
     frame: FrameType | None = sys._getframe()
     while frame is not None:

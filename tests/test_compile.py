@@ -11,7 +11,6 @@ another part for another seed. `translated.py` has every instance read.
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +20,7 @@ import pytest
 
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import gated_kernels, source
-from linattn_np.backends.cupy.arguments import integers
+from linattn_np.backends.cupy.arguments import members
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: no NVRTC to compile with")
 
@@ -216,7 +215,6 @@ def test_errors_name_the_true_file_and_line(tmp_path):
         nvrtc.compile_text("#define WRONG\n" + text, ["source"], "sm_80")
 
 
-@dataclass(frozen=True)
 class Wrong(gated_kernels.Recurrent):
     """An instance whose host is wrong about a size or the order of the argument."""
 
@@ -249,7 +247,7 @@ class Swapped(Wrong):
 
 
 class Longer(Wrong):
-    arguments = (*gated_kernels.Recurrent.arguments, *integers("more"))
+    arguments = (*gated_kernels.Recurrent.arguments, *members("integers more"))
 
 
 class KeptTooRarely(gated_kernels.GatedBackwardQueriesSm90):

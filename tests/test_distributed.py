@@ -439,7 +439,9 @@ def test_a_call_like_the_last_but_for_another_ranks_meaning(rng):
 def test_calls_alike_say_once_what_they_mean(rng, monkeypatch):
     said = []
     monkeypatch.setattr(
-        call_comparison, "in_words", lambda *what, plain=call_comparison.in_words: said.append(what) or plain(*what)
+        call_comparison,
+        "header_and_text",
+        lambda *what, plain=call_comparison.header_and_text: said.append(what) or plain(*what),
     )
     call, other = Call("gla", rng, states=False), Call("gla", rng, states=False, total=100)
 

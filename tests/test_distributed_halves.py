@@ -57,7 +57,7 @@ def test_a_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
     _, moved = function(*arrays, initial_state=initial, **more)
     by = decay_of(op, own, decays)
     assert_close("the state", by * initial + final, moved, np.dtype(np.float32))
-    problem = key_from_gate.computed(op.bind(arrays, **own)).replace(memo=None)
+    problem = key_from_gate.with_key(op.bind(arrays, **own)).replace(memo=None)
     plan = execute.plan_of(PLANNERS[problem.op], problem, hopper.device, kept)
     assert not any(is_summary(kernel) for kernel in plan.kernels)
     assert any(map(is_summary, execute.plan_of(PLANNERS[problem.op], problem, hopper.device).kernels))

@@ -11,7 +11,7 @@ from linattn_np import NotSupported
 from linattn_np.conversions import array_to_backend
 from linattn_np.declarations import GLA, HGRN2
 from linattn_np.graph_capture import lasting_memory
-from linattn_np.key_from_gate import computed
+from linattn_np.key_from_gate import with_key
 
 
 class Cupy:
@@ -54,7 +54,7 @@ def calls(rng):
     derived = HGRN2.bind((q, g, v)).replace(home="cuda:0")
     gradients = [x.copy() for x in (q, k, v, g)]
     yield "gla: mask cannot be captured", lambda: array_to_backend(masked, q, "B H T K")
-    yield "hgrn2: g cannot be captured", lambda: computed(derived)
+    yield "hgrn2: g cannot be captured", lambda: with_key(derived)
     yield "hgrn2: g cannot be captured", lambda: HGRN2.derived.gradients(derived, gradients)
 
 

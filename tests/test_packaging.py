@@ -166,7 +166,7 @@ ROOMS = {
     "varlen": (["accepted_arrays", "messages"], ["numpy"]),
     "array_kinds": (["cupy_folder"], ["numpy", "ml_dtypes", "cupy"]),
     "typing": ([], ["numpy"]),
-    "value_heads": ([], ["numpy"]),
+    "value_heads": ([], []),
     "padding": ([], ["numpy"]),
     "warnings_of_misuse": ([], ["numpy"]),
     "accepted_arrays": (["array_kinds", "messages"], ["numpy"]),
@@ -254,11 +254,11 @@ ROOMS = {
     "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
     "distributed/operators": (["distributed", "contract", "ops", "public_function"], []),
     "distributed/recurrence": (
-        ["distributed", "declarations", "dispatch", "value_heads", "summary", "conversions"],
+        ["distributed", "declarations", "dispatch", "summary", "conversions"],
         ["numpy", "cupy"],
     ),
     "distributed/sequence_pass": (
-        ["distributed", "autodiff", "backends.cupy", "dispatch", "graph_capture", "value_heads", "conversions"],
+        ["distributed", "autodiff", "backends.cupy", "conversions", "dispatch", "graph_capture"],
         ["numpy"],
     ),
     "distributed/process_ranks": (["distributed", "errors"], ["numpy", "cupy", "mpi4py", "torch"]),
@@ -358,7 +358,10 @@ ROOMS = {
         ["backends.cupy", "array_kinds", "contract", "declarations", "kernel_choice", "problem", "varlen"],
         ["numpy", "cupy"],
     ),
-    "backends/numba": (["backends.numba", "backends.cupy", "array_kinds", "contract", "varlen"], ["numpy", "numba"]),
+    "backends/numba": (
+        ["backends.numba", "backends.cupy", "array_kinds", "contract", "declarations"],
+        ["numpy", "numba"],
+    ),
     "__init__": ([""], []),
 }
 

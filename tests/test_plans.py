@@ -223,7 +223,7 @@ def test_steps_are_executed_in_order():
     assert [type(step) for step in plan.steps] == [Copy, Fill, Upload, Fill, Copy, Launch, Copy]
     assert plan.copies == ("x: in half",) and plan.kernels == (rwkv6_model_kernels.Argmax(),)
     assert plan.scratch == 16 + 32
-    run = execute.Compiled(plan, EmulatedDevice())
+    run = execute.CompiledPlan(plan, EmulatedDevice())
     for turn in range(3):
         arrays = np.random.default_rng(turn).permutation(8).astype(np.float32), np.empty(8, np.float32)
         (found, tokens, zeros, none, table), _ = run(arrays)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import ContractError
-from .engine import Disagreement, begin, those
+from .engine import Disagreement, begin, ranks_in_words
 
 DIGEST = 16  # bytes
 REMEMBERED = 256  # calls of an engine
@@ -19,12 +19,12 @@ ANSWERS: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {header: the last
 
 
 def agree(comm, name, check):
-    """(what this rank's check() returned, [the tokens of every rank]), once all ranks mean the same: see `Question`."""
-    question = Question(comm, name, lambda _: check())
-    return question.checked, question.answer()
+    """(what this rank's check() returned, [the tokens of every rank]), once all ranks make the same call."""
+    comparison = CallComparison(comm, name, lambda _: check())
+    return comparison.checked, comparison.answer()
 
 
-class Question:
+class CallComparison:
     """Asks the other ranks whether they make the same call. Nothing else is sent before they have answered.
 
     `check` returns (anything, this rank's tokens, {name: value that must be the same on all ranks}), or raises
@@ -42,12 +42,12 @@ class Question:
             self.checked, tokens, meaning = check(self.header is None)
             if self.header is None:
                 meaning = {CALL: name} | {what: str(value) for what, value in meaning.items()}
-                self.header, self.text = in_words(tokens, meaning)
+                self.header, self.text = header_and_text(tokens, meaning)
                 if key is not None:
                     keep(known, key, (self.header, self.text))
         except ContractError as refusal:
             self.error = refusal
-            self.header, self.text = in_words(0, {"refused": f"{type(refusal).__name__}: {refusal}"})
+            self.header, self.text = header_and_text(0, {"refused": f"{type(refusal).__name__}: {refusal}"})
         self.headers = comm.all_gather(np.frombuffer(self.header, np.uint8).copy())
         if self.error is not None:
             self.answer()
@@ -70,7 +70,7 @@ class Question:
         raise self.error or Disagreement(f"{self.name}: " + "; ".join(differences(meanings)))
 
 
-def in_words(tokens, meaning):
+def header_and_text(tokens, meaning):
     """(the first message: digest, tokens, length of the text; the text that the digest is of)."""
     text = json.dumps(meaning).encode()
     digest = hashlib.blake2b(text, digest_size=DIGEST).digest()
@@ -110,4 +110,4 @@ def differences(meanings):
             having.setdefault(meaning.get(key, "nothing"), []).append(rank)
         if len(having) > 1:
             rarest_first = sorted(having.items(), key=lambda entry: len(entry[1]))
-            yield f"{key} is " + ", but ".join(f"{value} on {those(ranks)}" for value, ranks in rarest_first)
+            yield f"{key} is " + ", but ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in rarest_first)

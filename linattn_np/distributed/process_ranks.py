@@ -13,7 +13,19 @@ from datetime import timedelta
 import numpy as np
 
 from ..errors import ContractError
-from .engine import FRAME, GATHERED, LIMIT_S, SENT, Alone, HostEngine, RankLost, check_limit, heads_of, place_of, those
+from .engine import (
+    FRAME,
+    GATHERED,
+    LIMIT_S,
+    SENT,
+    Alone,
+    HostEngine,
+    RankLost,
+    check_limit,
+    heads_of,
+    place_of,
+    ranks_in_words,
+)
 
 MPIEXECS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")  # Open MPI, MPICH, PMIx, Intel
 SIZES = MPIEXECS[:2]  # those that tell how many processes there are
@@ -47,7 +59,7 @@ def connect(device="cpu", *, limit_s=LIMIT_S):
         raise ContractError(f"connect: device is {device!r}, expected 'cpu' or 'cuda'")
     check_limit("connect", limit_s)
     host = of_environment(os.environ, limit_s)
-    return host if device == "cpu" else on_card(host, limit_s)
+    return host if device == "cpu" else engine_on_card(host, limit_s)
 
 
 def of_environment(environment, limit_s):
@@ -112,7 +124,7 @@ def of_torchrun(rank, size, address, limit_s):
         raise RankLost(f"rank {rank} of {size} does not reach the others by {address}: {error}") from error
 
 
-def on_card(host, limit_s):
+def engine_on_card(host, limit_s):
     """An `Nccl` engine on this rank's device."""
     import cupy
 
@@ -224,7 +236,7 @@ class ProcessGroup(HostEngine):
     def ended(self) -> str | None:
         """Which other ranks have ended, without a wait: a message to them is refused at once."""
         ranks = [peer for peer in range(self.size) if peer != self.rank and not self.still_there(peer)]
-        return f"{those(ranks)} {'has' if len(ranks) == 1 else 'have'} ended" if ranks else None
+        return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} ended" if ranks else None
 
     def still_there(self, peer):
         try:

@@ -12,12 +12,12 @@ from ..accepted_arrays import contents, host_array
 from ..array_kinds import from_native
 from ..checked_calls import call_key
 from ..conversions import callers_sizes
-from ..dispatch import choose, split_to_fit
+from ..dispatch import choose
 from ..errors import ContractTypeError
 from ..layouts import swap_heads
-from .call_comparison import Question
+from .call_comparison import CallComparison
 from .engine import Engine
-from .recurrence import Recurrence, Row, wide
+from .recurrence import Recurrence, Row, at_least_float32
 from .sequence_cut import Cut
 
 COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # how: every segment's call gets them as given
@@ -35,7 +35,7 @@ class RankCall:
     arrays : views [B, H, T, ...], in the order of the declaration
     state : the parts of the whole initial state [N, H, K, V], or None
     bounds : cu_seqlens [N + 1] of the tokens of all ranks, or None
-    question : whether the other ranks mean the same call; it has been asked
+    comparison : whether the other ranks mean the same call; it has been asked
     """
 
     def __init__(self, op, inputs, *, comm, segment_size, gradient=False, **given):
@@ -46,8 +46,9 @@ class RankCall:
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
             )
         key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
-        self.question = Question(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
-        self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.question.checked
+        self.comparison = CallComparison(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
+        self.problem, self.state, self.mask, self.bounds = self.comparison.checked
+        self.arrays, self.out = list(self.problem.arrays.values()), self.problem.out
         self.packed = self.bounds is not None
         self.recurrence = Recurrence(self.declared, self.problem)
         self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
@@ -57,33 +58,27 @@ class RankCall:
 
     # -- checks -------------------------------------------------------------------------------------------------------
     def check(self, inputs, anew):
-        """((problem, arrays, state, mask, out, bounds), this rank's tokens, what all ranks must agree on).
+        """((problem, state, mask, bounds), this rank's tokens, {name: value that all ranks must have}).
 
-        Of a call that is not `anew` the last is None: its ranks have agreed on one alike.
+        The last is None unless the call is `anew`: the ranks agreed on an earlier call with the same values.
         """
         given = self.given
         options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
-        problem = self.declared.bind(inputs, gradient=self.gradient, **options)
-        if anew:  # where no backend can compute it, no rank begins
-            (split_to_fit if self.gradient else choose)(problem, given["backend"])
+        problem = self.declared.checked(inputs, gradient=self.gradient, **options)
+        if anew:  # if no backend can compute the call, no rank begins
+            choose(problem, given["backend"])
         op, sizes, home = problem.op, callers_sizes(problem), problem.home
         self.check_home(op, home)
         if self.segment_size is not None and (type(self.segment_size) is not int or self.segment_size < 1):
             op.refuse("segment_size", f"is {self.segment_size!r}, expected a positive int or None")
         bounds = self.checked_bounds(op, sizes)
         mask = op.mask(given.get("mask"), sizes, home, given["cu_seqlens"])
-        arrays = [
-            swap_heads(op.native(name, x)[0], axes, problem.layout)
-            for (name, axes), x in zip(op.arrays.items(), inputs)
-        ]
         count = sizes["B"] if bounds is None else len(bounds) - 1
         state = op.initial_state(
             given["initial_state"], sizes | {"N": count}, home, problem.state_v_first, problem.groups
         )
-        out = given.get("out")
-        out = None if out is None else swap_heads(out, op.out, problem.layout)
-        checked = problem, arrays, state, mask, out, bounds
-        return checked, sizes["T"], self.meaning(problem, arrays, state, bounds, sizes) if anew else None
+        meaning = self.meaning(problem, state, bounds, sizes) if anew else None
+        return (problem, state, mask, bounds), sizes["T"], meaning
 
     def check_home(self, op, home):
         homes = self.comm.homes
@@ -103,12 +98,14 @@ class RankCall:
         total = int(bounds[-1]) if bounds is not None and bounds.ndim == 1 and bounds.size else 0
         return op.spans(given, sizes | {"T": total}).bounds
 
-    def meaning(self, problem, arrays, state, bounds, sizes):
+    def meaning(self, problem, state, bounds, sizes):
         """What must be the same on all ranks, by its name in an error."""
-        op, given = problem.op, self.given
+        given = self.given
         meaning = {"a gradient": self.gradient, "the size of segments": self.segment_size}
-        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {"the heads of v": arrays[2].shape[1]}
-        meaning |= {f"the dtype of {name}": x.dtype for name, x in zip(op.arrays, arrays)}
+        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {
+            "the heads of v": sizes["H"] * problem.groups
+        }
+        meaning |= {f"the dtype of {name}": x.dtype for name, x in problem.arrays.items()}
         meaning |= {
             "the arrays' home": problem.home.split(":")[0],
             "scale": problem.scale,
@@ -147,7 +144,7 @@ class RankCall:
         Arrays that have no tokens are in single precision at least, as their gradients then are, which are added up.
         """
         arrays = [
-            x[:, :, start:stop] if "T" in axes.split() else wide(x)
+            x[:, :, start:stop] if "T" in axes.split() else at_least_float32(x)
             for x, axes in zip(self.arrays, self.problem.op.arrays.values())
         ]
         return arrays, self.options | ({} if self.mask is None else {"mask": self.mask[:, start:stop]})

@@ -17,7 +17,6 @@ from ..conversions import callers_sizes
 from ..declarations import GLA
 from ..dispatch import call, summarise
 from ..summary import Summary, Transition, factor_shapes
-from ..value_heads import beside
 
 
 class Recurrence:
@@ -46,9 +45,7 @@ class Recurrence:
         if self.problem.op.transition is Transition.RANK_ONE:
             return self.whole_pass(self.declared, arrays, given)[1]
         named = dict(zip(self.problem.op.arrays, arrays))
-        return [
-            total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.gates if name != "u"
-        ]
+        return [total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.decays]
 
     def received(self, message, tokens, backwards=False) -> Summary:
         """A segment's message [*own, *factors] as its map of the state, or `backwards` of the state's gradient."""
@@ -61,7 +58,7 @@ class Recurrence:
     def power_of_gamma(self, tokens):
         """[1, H], retention's decay over so many tokens."""
         factor = self.problem.op.decay_over(self.problem.options["log_decay"], tokens).astype(self.dtype)
-        return as_kind(factor[None], self.problem.arrays["q"])
+        return on_device_of(factor[None], next(iter(self.problem.arrays.values())))
 
     def summary(self, arrays, given, gradient=False):
         """(the parts of the final state from zero, the factors, what the backend keeps for the call that computes o).
@@ -76,7 +73,7 @@ class Recurrence:
         if found is None:
             return self.whole_pass(self.declared, arrays, given)[0], self.factors(arrays, given), ()
         own, decays, kept = found
-        return list(own), self.factors(arrays, given) if decays is None else self.told(decays), kept
+        return list(own), self.factors(arrays, given) if decays is None else self.factors_of_decays(decays), kept
 
     def final_state(self, declared, arrays, given):
         """The final state from zero, without o where a backend can."""
@@ -93,16 +90,15 @@ class Recurrence:
             final = call(declared, arrays, **given)[1]
             return list(final) if isinstance(final, tuple) else [final], []
         named = dict(zip(self.problem.op.arrays, arrays))
-        named["v"] = beside([named["v"], np.zeros_like(named["v"], shape=(*named["v"].shape[:3], self.K))])
-        start = np.zeros_like(
-            named["v"], shape=(len(named["v"]), self.heads["V"], self.K, columns + self.K), dtype=self.dtype
-        )
+        v = named[self.problem.op.value]
+        named[self.problem.op.value] = np.concatenate([v, np.zeros_like(v, shape=(*v.shape[:3], self.K))], axis=-1)
+        start = np.zeros_like(v, shape=(len(v), self.heads["V"], self.K, columns + self.K), dtype=self.dtype)
         for channel in range(self.K):
             start[..., channel, columns + channel] = 1
         final = call(declared, tuple(named.values()), **given, initial_state=start)[1]
         return [final[..., :columns]], [final[..., columns:]]
 
-    def told(self, decays):
+    def factors_of_decays(self, decays):
         """`factors` from a backend's decays [rows, heads, channels], or from None where every rank computes them."""
         return (
             []
@@ -128,15 +124,15 @@ class Recurrence:
         """
         problem = self.problem
         q, *_ = arrays
-        gates = [x for name, x in zip(problem.op.arrays, arrays) if name in problem.op.gates and name != "u"]
+        gates = [x for name, x in zip(problem.op.arrays, arrays) if name in problem.op.decays]
         dtype = q.dtype if do.dtype == q.dtype else self.dtype  # do may have more digits than o
         given = given | {"reverse": not given["reverse"]}
         if problem.op.gates:
             g = gates[0]
             if not problem.op.reads_before_write:
                 with np.errstate(over="ignore"):
-                    decay = np.exp(wide(g))
-                    q = (wide(q) * (decay if g.ndim == 4 else decay[..., None])).astype(dtype)
+                    decay = np.exp(at_least_float32(g))
+                    q = (at_least_float32(q) * (decay if g.ndim == 4 else decay[..., None])).astype(dtype)
             gates = [g if g.dtype == dtype else g.astype(self.dtype)]
         q, do = q.astype(dtype, copy=False), do.astype(dtype, copy=False)
         as_gla = problem.op.reads_before_write or problem.op.derived is not None
@@ -149,7 +145,7 @@ class Recurrence:
 
 def total_decay(g, mask, dtype):
     """exp of the sum of a gate over tokens, [B, heads] or [B, heads, channels]; padding counts as 0."""
-    g = wide(g)
+    g = at_least_float32(g)
     if mask is not None:
         kept = mask[:, None] if g.ndim == 3 else mask[:, None, :, None]
         g = np.where(kept, g, np.zeros_like(g))
@@ -157,12 +153,12 @@ def total_decay(g, mask, dtype):
         return np.exp(g.sum(axis=2, dtype=np.float64)).astype(dtype)
 
 
-def wide(x):
+def at_least_float32(x):
     """A half-precision array in float32."""
     return x if x.dtype.itemsize > 2 else x.astype(np.float32)
 
 
-def as_kind(x, example):
+def on_device_of(x, example):
     """A host array where `example` lives."""
     if isinstance(example, np.ndarray):
         return x

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequencePiece:
     """The tokens of one sequence in one segment."""
 
     sequence: int
@@ -17,7 +17,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Segment:
+class RankSegment:
     """Tokens of one rank that are computed in one call."""
 
     index: int  # in the order of the tokens, over all ranks
@@ -25,15 +25,15 @@ class Segment:
     slot: int  # among those of its rank
     start: int  # of its rank's tokens
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SequencePiece, ...]
 
     @property
-    def incoming(self) -> Piece | None:
+    def incoming(self) -> SequencePiece | None:
         """The piece whose state comes from another segment; at most one does."""
         return next((piece for piece in self.pieces if piece.earlier), None)
 
     @property
-    def outgoing(self) -> Piece | None:
+    def outgoing(self) -> SequencePiece | None:
         """The piece whose state goes on to another segment; at most one does."""
         return next((piece for piece in self.pieces if piece.later), None)
 
@@ -55,7 +55,7 @@ class Cut:
             for slot, start in enumerate(range(0, max(length, 1), step)):
                 stop = min(start + step, length)
                 pieces = tuple(self.pieces(bounds, first + start, first + stop))
-                self.segments.append(Segment(len(self.segments), rank, slot, start, stop, pieces))
+                self.segments.append(RankSegment(len(self.segments), rank, slot, start, stop, pieces))
             first += length
         self.slots = max(segment.slot for segment in self.segments) + 1  # of the rank that has most segments
 
@@ -63,7 +63,7 @@ class Cut:
         for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
             if max(start, first) < min(stop, last):
                 before, after = start < first, stop > last
-                yield Piece(
+                yield SequencePiece(
                     n,
                     max(start, first) - first,
                     min(stop, last) - first,

@@ -1,22 +1,22 @@
 """A pass over a sequence that is cut into segments: forward for results, backward for gradients.
 
-Every segment whose sequence goes on in another one makes its `Summary`, what it does to any state. An all-gather brings
-the summaries to all ranks; each applies those before its own segments, in the order of the recurrence, and computes
-from the states that it finds. What needs no state is computed while the messages are under way.
+A segment computes its `Summary`, its map of the state, if its sequence continues in another segment. An all-gather
+brings the summaries to all ranks. Each rank applies the summaries that precede its own segments, in the order of the
+recurrence, and computes its segments from the resulting states. Segments that need no state are computed while the
+messages are under way.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..autodiff import vjp_of
+from ..autodiff import placed_cotangents, vjp_of
 from ..backends.cupy import execute
 from ..conversions import callers_sizes
 from ..dispatch import call as call_operator
 from ..dispatch import summarise
 from ..graph_capture import lasting_memory
-from ..value_heads import callers
-from .call_comparison import Question
+from .call_comparison import CallComparison
 from .rank_call import RankCall, parts_of
 
 
@@ -24,7 +24,7 @@ class Pass:
     """One pass, in the order of the recurrence or `backwards`: that of its gradient.
 
     call : a `RankCall`
-    question : whether all ranks mean this pass
+    comparison : whether all ranks mean this pass
     edge : the states [N, ...] from which sequences begin, in this direction, or None for zeros
     kept : by segment, what a backend has computed with a summary and need not compute again
 
@@ -37,8 +37,8 @@ class Pass:
 
     backwards = False
 
-    def __init__(self, call, question, edge):
-        self.call, self.question, self.edge = call, question, edge
+    def __init__(self, call, comparison, edge):
+        self.call, self.comparison, self.edge = call, comparison, edge
         self.recurrence, self.kept = call.recurrence, {}
 
     def run(self, lengths):
@@ -47,7 +47,7 @@ class Pass:
         lengths : the tokens that the ranks are expected to have; their answer may differ
         """
         mine = self.summaries(lengths)
-        if (answer := self.question.answer()) != lengths:
+        if (answer := self.comparison.answer()) != lengths:
             mine = self.summaries(answer)
         wait = self.exchange(mine) if self.cut.crosses else None
         results, ends, arriving = {}, {}, None
@@ -129,7 +129,7 @@ class Forward(Pass):
     """o and the final state of a call; with a gradient also the pullback of every own segment."""
 
     def __init__(self, call: RankCall):
-        super().__init__(call, call.question, call.in_order(call.state))
+        super().__init__(call, call.comparison, call.in_order(call.state))
         self.o = call.out
         self.pulls: dict = {}  # the pullback of each own segment, by its index
 
@@ -137,7 +137,7 @@ class Forward(Pass):
         """o, or (o, final state), of this rank's tokens."""
         call, problem = self.call, self.call.problem
         with lasting_memory(problem.home, execute.in_graphs):
-            results, ends = self.run(self.question.expected() or self.question.answer())
+            results, ends = self.run(self.comparison.expected() or self.comparison.answer())
             o = next(iter(results.values())) if self.o is None else self.o
             result = call.array_to_caller(o, problem.op.out) if call.out is None else call.given["out"]
             if not problem.output_final_state:
@@ -165,8 +165,8 @@ class Forward(Pass):
         if problem.output_final_state:
             given |= {"output_final_state": True, "state_dtype": self.recurrence.dtype}
         if self.o is None and len(self.own) > 1:
-            B, heads, T, V = call.arrays[2].shape
-            self.o = np.empty_like(call.arrays[0], shape=(B, heads, T, V))  # in the memory order of q
+            q, recurrence = call.arrays[0], self.recurrence
+            self.o = np.empty_like(q, shape=(len(q), recurrence.heads["V"], q.shape[2], recurrence.V))  # in q's order
         kept, of_segment = self.kept.pop(segment.index, ()), slice(segment.start, segment.stop)
         if call.gradient:
             result, self.pulls[segment.index] = vjp_of(call.declared, arrays, kept=kept, **given)
@@ -187,24 +187,17 @@ class Backward(Pass):
     def __init__(self, forward: Forward, do, dht):
         call, self.pulls, self.forward_lengths = forward.call, forward.pulls, forward.lengths
         self.call = call
-        question = Question(call.comm, f"{call.problem.op.name}'s gradient", lambda _: self.check(do, dht))
-        self.do, dht = question.checked
-        super().__init__(call, question, dht)
+        comparison = CallComparison(call.comm, f"{call.problem.op.name}'s gradient", lambda _: self.check(do, dht))
+        self.do, dht = comparison.checked
+        super().__init__(call, comparison, dht)
 
     def check(self, do, dht):
         """((do, dht) as the arrays of the call are, this rank's tokens, what all ranks must agree on)."""
-        call, problem, op = self.call, self.call.problem, self.call.problem.op
+        call, problem = self.call, self.call.problem
         sizes = callers_sizes(problem) | {"N": call.rows * call.sequences}
-        view = op.logical("do", op.native("do", do)[0], op.out, problem.layout)
-        do = op.placed("do", view, callers(op.out, problem.groups), sizes, problem.home)
-        if dht is not None:
-            parts = parts_of(dht)
-            if len(parts) != len(op.state):
-                op.refuse("dht", f"has {len(parts)} parts, expected {len(op.state)}")
-            placed = op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first, problem.groups)
-            dht = call.in_order(placed)
+        do, dht = placed_cotangents(problem, do, dht, sizes)
         meaning = {"the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
-        return (do, dht), self.forward_lengths[call.comm.rank], meaning
+        return (do, call.in_order(dht)), self.forward_lengths[call.comm.rank], meaning
 
     def gradients(self, summed):
         call, op = self.call, self.call.problem.op
@@ -223,7 +216,7 @@ class Backward(Pass):
         pull = self.pulls[segment.index]
         if len(segment.pieces) == 1 and (found := pull.summarise(do[:, :, start:stop])):
             own, decays, self.kept[segment.index] = found
-            return [*own, *recurrence.told(decays)]
+            return [*own, *recurrence.factors_of_decays(decays)]
         arrays, given = call.of_tokens(start, stop)
         if recurrence.turns_over:
             own = recurrence.gradient_summary(arrays, do[:, :, start:stop], given)

@@ -30,8 +30,8 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
     if not isinstance(size, Integral) or size < 1:
         raise ContractError(f"run_threads: size is {size!r}, expected a positive int")
     check_limit("run_threads", limit_s)
-    meeting = Meeting(limit_s)
-    ends = [Threads(meeting, rank, size) for rank in range(size)]
+    mailbox = Mailbox(limit_s)
+    ends = [Threads(mailbox, rank, size) for rank in range(size)]
     if device == "cuda":
         from .nccl import CLOSING_S, of_one_process
 
@@ -40,10 +40,10 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
 
     def work(rank):
         try:
-            with on_card(rank) if device == "cuda" else nullcontext():
+            with device_of_rank(rank) if device == "cuda" else nullcontext():
                 results[rank] = function(ends[rank])
         except BaseException as error:
-            meeting.fail(rank, error)
+            mailbox.fail(rank, error)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -51,21 +51,21 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
     for thread in threads:
         thread.join()
     if device == "cuda":
-        for closing in [end.close(failed=meeting.failure is not None) for end in ends]:
+        for closing in [end.close(failed=mailbox.failure is not None) for end in ends]:
             closing.join(CLOSING_S)
-    if meeting.failure is not None:
-        raise meeting.failure[1]
+    if mailbox.failure is not None:
+        raise mailbox.failure[1]
     return results
 
 
-def on_card(ordinal):
+def device_of_rank(ordinal):
     import cupy
 
     return cupy.cuda.Device(ordinal)
 
 
-class Meeting:
-    """Where the threads leave their messages for each other."""
+class Mailbox:
+    """Holds the messages that the threads send to each other until they are received."""
 
     def __init__(self, limit_s):
         self.limit_s = limit_s
@@ -99,12 +99,12 @@ class Meeting:
 class Threads(HostEngine):
     """An `Engine` of NumPy arrays between the threads of one process. `run_threads` makes them."""
 
-    def __init__(self, meeting, rank, size):
-        super().__init__(rank, size, meeting.limit_s)
-        self.meeting = meeting
+    def __init__(self, mailbox, rank, size):
+        super().__init__(rank, size, mailbox.limit_s)
+        self.mailbox = mailbox
 
     def post(self, message, to, tag):
-        self.meeting.leave((self.rank, to, tag), message.copy())
+        self.mailbox.leave((self.rank, to, tag), message.copy())
 
     def fetch(self, into, source, tag):
         return into, (source, self.rank, tag)
@@ -112,7 +112,7 @@ class Threads(HostEngine):
     def finish(self, request, peer):
         if request is not None:  # what is posted is there
             into, name = request
-            into[:] = self.meeting.take(name)
+            into[:] = self.mailbox.take(name)
 
     def abandon(self):
         """`run_threads` tells the others when a thread ends."""

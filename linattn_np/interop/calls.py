@@ -1,4 +1,4 @@
-"""What the frameworks' functions share: a call taken apart and put together again, and a framework's CUDA stream."""
+"""What the frameworks' functions share: a call taken apart and put as_returned again, and a framework's CUDA stream."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Operator:
         given, kept = self.declared.signature.parameters, self.signature.parameters
         without = " and ".join(f"`{name}`" for name in given if name not in kept)
         doc = DOC.format(name=self.declared.name, kind=kind, without=without)
-        return labelled(public, self.declared.name, doc, self.signature)
+        return named_function(public, self.declared.name, doc, self.signature)
 
     def take_apart(self, positional, named):
         """(declaration, arrays, parts of the initial state or None, everything else) of a call."""
@@ -75,7 +75,7 @@ def functions(differentiable, kind: str) -> dict:
     return found | {op.name: step(found[op.name.removesuffix("_step")], op, kind) for op in STEPS}
 
 
-def labelled(public, name, doc, signature):
+def named_function(public, name, doc, signature):
     """The function `public`, by its name to whoever reads it."""
     public.__name__ = public.__qualname__ = name
     public.__doc__, public.__signature__ = doc, signature
@@ -101,7 +101,7 @@ def step(operator, declared: Op, kind: str):
         o, state = operator(*tokens, initial_state=state, output_final_state=True, state_dtype=kept, **arguments)
         return o[:, :, 0], state
 
-    return labelled(public, declared.name, STEP_DOC.format(name=declared.name, kind=kind), signature)
+    return named_function(public, declared.name, STEP_DOC.format(name=declared.name, kind=kind), signature)
 
 
 def outline(declared, arrays, state, arguments, library: str):
@@ -128,7 +128,7 @@ def initial(state) -> dict:
     return {} if state is None else {"initial_state": tuple(state)}
 
 
-def together(results, parted: bool):
+def as_returned(results, parted: bool):
     """What an operator returns, from [o, *parts of the final state]."""
     o, *parts = results
     return o if not parted else (o, parts[0] if len(parts) == 1 else tuple(parts))

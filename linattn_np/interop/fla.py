@@ -30,7 +30,7 @@ import torch
 
 from ..errors import ContractError
 from . import torch as operators
-from .calls import labelled
+from .calls import named_function
 
 STATES = "scale initial_state output_final_state"
 ANYWHERE = ("reverse", "state_v_first", "transpose_state_layout", "head_first", "chunk_size", "cu_seqlens_cpu")
@@ -38,7 +38,7 @@ OPTIONAL = ("gk", "gv", "g_gamma")
 DEFAULTS = dict.fromkeys(("output_final_state", "output_attentions", "reverse", "state_v_first", "head_first"), False)
 
 
-def like(name: str, operator: str, arguments: str, **defaults):
+def fla_function(name: str, operator: str, arguments: str, **defaults):
     """The function `name` of flash-linear-attention, computed by ours; `arguments` in the order of theirs."""
     positional = arguments.split()
     required = positional[: positional.index("scale")]
@@ -51,16 +51,16 @@ def like(name: str, operator: str, arguments: str, **defaults):
     def public(*positional, **named):
         given = signature.bind(*positional, **named)
         given.apply_defaults()
-        return compute(name, operator, given.arguments)
+        return compute_pair(name, operator, given.arguments)
 
     doc = f"""flash-linear-attention's `{name}`, by `linattn_np.interop.torch.{operator}`.
 
     Its equation, errors and gradients are those of `linattn_np.{operator}`; see `linattn_np.interop.fla`.
     """
-    return labelled(public, name, doc, signature)
+    return named_function(public, name, doc, signature)
 
 
-def compute(name, operator, given):
+def compute_pair(name, operator, given):
     """(o, the final state or None), or (o, the attentions or None)."""
     options = {
         x: value for x, value in given.items() if value is not None and x not in ("head_first", "cu_seqlens_cpu")
@@ -113,14 +113,16 @@ ARRAYS = {"gla": gates_of_gla, "simple_gla": gates_of_simple_gla}
 
 
 # -- theirs -----------------------------------------------------------------------------------------------------------
-chunk_gla = like("chunk_gla", "gla", f"q k v g {STATES} state_v_first cu_seqlens cu_seqlens_cpu")
-fused_chunk_gla = like("fused_chunk_gla", "gla", f"q k v g {STATES} state_v_first cu_seqlens cu_seqlens_cpu")
-fused_recurrent_gla = like("fused_recurrent_gla", "gla", f"q k v gk gv {STATES} reverse state_v_first cu_seqlens")
+chunk_gla = fla_function("chunk_gla", "gla", f"q k v g {STATES} state_v_first cu_seqlens cu_seqlens_cpu")
+fused_chunk_gla = fla_function("fused_chunk_gla", "gla", f"q k v g {STATES} state_v_first cu_seqlens cu_seqlens_cpu")
+fused_recurrent_gla = fla_function(
+    "fused_recurrent_gla", "gla", f"q k v gk gv {STATES} reverse state_v_first cu_seqlens"
+)
 
-chunk_rwkv6 = like("chunk_rwkv6", "rwkv6", f"r k v w u {STATES} cu_seqlens cu_seqlens_cpu")
-fused_recurrent_rwkv6 = like("fused_recurrent_rwkv6", "rwkv6", f"r k v w u {STATES} reverse cu_seqlens")
+chunk_rwkv6 = fla_function("chunk_rwkv6", "rwkv6", f"r k v w u {STATES} cu_seqlens cu_seqlens_cpu")
+fused_recurrent_rwkv6 = fla_function("fused_recurrent_rwkv6", "rwkv6", f"r k v w u {STATES} reverse cu_seqlens")
 
-scalar = partial(like, operator="simple_gla", g=None)
+scalar = partial(fla_function, operator="simple_gla", g=None)
 chunk_simple_gla = scalar(
     "chunk_simple_gla", arguments=f"q k v g g_gamma {STATES} state_v_first cu_seqlens cu_seqlens_cpu"
 )
@@ -132,14 +134,14 @@ parallel_simple_gla = scalar(
     "parallel_simple_gla", arguments="q k v g scale output_attentions cu_seqlens cu_seqlens_cpu"
 )
 
-chunk_retention = like("chunk_retention", "retention", f"q k v {STATES} cu_seqlens")
-fused_chunk_retention = like("fused_chunk_retention", "retention", f"q k v {STATES} cu_seqlens")
-fused_recurrent_retention = like(
+chunk_retention = fla_function("chunk_retention", "retention", f"q k v {STATES} cu_seqlens")
+fused_chunk_retention = fla_function("fused_chunk_retention", "retention", f"q k v {STATES} cu_seqlens")
+fused_recurrent_retention = fla_function(
     "fused_recurrent_retention", "retention", f"q k v {STATES} reverse state_v_first cu_seqlens"
 )
-parallel_retention = like("parallel_retention", "retention", "q k v scale output_attentions cu_seqlens")
+parallel_retention = fla_function("parallel_retention", "retention", "q k v scale output_attentions cu_seqlens")
 
-summed = partial(like, operator="linear_attention")
+summed = partial(fla_function, operator="linear_attention")
 chunk_linear_attn = summed("chunk_linear_attn", arguments=f"q k v {STATES} normalize cu_seqlens", normalize=True)
 fused_chunk_linear_attn = summed(
     "fused_chunk_linear_attn", arguments=f"q k v {STATES} normalize cu_seqlens", normalize=True

@@ -41,13 +41,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from ..accepted_arrays import OBSTACLES, host_array
+from ..accepted_arrays import REFUSALS, host_array
 from ..array_kinds import kind, to_native
 from ..bounded_cache import Cache
-from ..checked_calls import exactly
+from ..checked_calls import exact_key
 from ..contract import Op
 from ..errors import ContractTypeError, NotSupported
-from .calls import Operator, blank, functions, is_pair, on_stream, outline, together
+from .calls import Operator, as_returned, blank, functions, is_pair, on_stream, outline
 from .jax_axis import along
 from .jax_partition import over_devices, sharding_of
 
@@ -67,14 +67,14 @@ def differentiable(op: Op):
         axis_name = named.pop("axis_name", None) if more else None
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
-            obstacle = None if isinstance(x, jax.core.Tracer) else OBSTACLES.get(kind(x))
-            if obstacle and (found := obstacle(x, "computed", None)):
+            refusal = None if isinstance(x, jax.core.Tracer) else REFUSALS.get(kind(x))
+            if refusal and (found := refusal(x, "computed", None)):
                 declared.refuse(name, found, ContractTypeError)
         arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
 
         def run(arrays, state, arguments):
             arrays, state = equally_varying((arrays, state and tuple(state)))
-            results = shapes(declared, arrays, state, arguments)
+            results = result_shapes(declared, arrays, state, arguments)
             compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
             try:
                 return compute(arrays, state)
@@ -92,7 +92,7 @@ def differentiable(op: Op):
             results = over_devices(lambda arrays, state: run(arrays, state, arguments), problem, arrays, state)
         if results is None:
             results = run(arrays, state, arguments)
-        return together(results, is_pair(arguments))
+        return as_returned(results, is_pair(arguments))
 
     return operator.document(public, "JAX arrays")
 
@@ -103,12 +103,12 @@ def on_blanks(declared, arrays, state, arguments):
     return outline(declared, arrays, state, arguments, "jax")
 
 
-def shapes(declared, arrays, state, arguments):
+def result_shapes(declared, arrays, state, arguments):
     """Shapes and dtypes of o and of the final state's parts, once the call is seen to fit the declaration."""
     problem, results = on_blanks(declared, arrays, state, arguments)
     if jax.dtypes.canonicalize_dtype(problem.state_dtype) != problem.state_dtype:
         problem.op.refuse("state_dtype", f"is {problem.state_dtype}, which JAX has with jax_enable_x64 alone")
-    return tuple(map(like, results))
+    return tuple(map(shape_and_dtype, results))
 
 
 def equally_varying(arrays):
@@ -136,7 +136,7 @@ def manual_axes(x) -> frozenset:
     return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())  # JAX before 0.10
 
 
-def like(x):
+def shape_and_dtype(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -148,7 +148,7 @@ def static(x):
 
 def primitive(operator, results, arguments):
     """`new_primitive`, the same for equal arguments: JAX compiles once for each."""
-    key = operator, results, *((name, told_apart(x)) for name, x in arguments)
+    key = operator, results, *((name, exact_argument(x)) for name, x in arguments)
     found = PRIMITIVES.get(key)
     if found is None:
         numbers = sum(len(x) for _, x in arguments if isinstance(x, tuple))
@@ -156,11 +156,11 @@ def primitive(operator, results, arguments):
     return found
 
 
-def told_apart(x):
+def exact_argument(x):
     """`x` so that only what is the same in every way equals it."""
     if isinstance(x, tuple):
-        return tuple(map(told_apart, x))
-    return x if x is None or type(x) in (str, bool) else exactly(x) or id(x)
+        return tuple(map(exact_argument, x))
+    return x if x is None or type(x) in (str, bool) else exact_key(x) or id(x)
 
 
 def new_primitive(operator, results, arguments):
@@ -188,7 +188,9 @@ def new_primitive(operator, results, arguments):
 
     @jax.custom_vjp
     def pull(kept, cotangents):
-        found = buffer_callback(backward, jax.tree.map(like, kept), vmap_method="sequential")(*kept, *cotangents)
+        found = buffer_callback(backward, jax.tree.map(shape_and_dtype, kept), vmap_method="sequential")(
+            *kept, *cotangents
+        )
         return varying(found, *kept[0])
 
     def refuse(*_):

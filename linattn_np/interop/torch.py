@@ -36,7 +36,7 @@ from ..contract import Op
 from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
 from ..messages import kind_of
-from .calls import Operator, flat, functions, initial, is_pair, together
+from .calls import Operator, as_returned, flat, functions, initial, is_pair
 from .torch_calls import Call, Compute, ComputeNow, settled
 from .torch_memory import as_torch
 
@@ -73,7 +73,7 @@ def differentiable(op: Op):
         else:  # torch.func transforms what it sees
             seen = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
             results = ComputeNow.apply(call.text() if seen else call, *tensors)
-        return together(results, is_pair(arguments))
+        return as_returned(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
 

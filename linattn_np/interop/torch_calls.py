@@ -1,8 +1,9 @@
 """An operator's call as torch knows it: two functions of autograd, and two custom operators that no graph looks into.
 
-`Compute` and `Gradients` are what autograd records. Where torch traces or transforms a call, they hold it as text:
-`torch.ops.linattn_np.forward` and `.backward` take tensors and that text, so that a compiled graph can hold them. torch
-knows their shapes without running them, that the second is the first one's gradient, and how to map over either.
+`Compute` and `ComputeGradients` are what autograd records. Where torch traces or transforms a call, they hold the call
+as text: `torch.ops.linattn_np.forward` and `.backward` take tensors and that text, so that a compiled graph can hold
+them. torch knows their shapes without running them, that the second is the first one's gradient, and how to map over
+either.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def natively(tensors):
     if not all(x.is_cuda for x in tensors):
         return tensors
     try:
-        return tuple(accepted_arrays.admitted("", x)[0] for x in tensors)
+        return tuple(accepted_arrays.accepted("", x)[0] for x in tensors)
     except accepted_arrays.Refusal:
         return tensors
 
@@ -132,7 +133,7 @@ class Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         tensors = ctx.saved_tensors
-        found = Gradients.apply(ctx.call, *tensors, *cotangents)
+        found = ComputeGradients.apply(ctx.call, *tensors, *cotangents)
         return None, *found, *[None] * (len(tensors) - len(found))
 
 
@@ -144,7 +145,7 @@ class ComputeNow(Compute):
         raise NotImplementedError(REVERSE_MODE + "torch.func.jvp and forward_ad have none to take")
 
 
-class Gradients(torch.autograd.Function):
+class ComputeGradients(torch.autograd.Function):
     """(call, *tensors, *cotangents) -> the tensors' gradients, which have none."""
 
     generate_vmap_rule = True
@@ -163,32 +164,13 @@ class Gradients(torch.autograd.Function):
 
 
 # -- what a graph holds -----------------------------------------------------------------------------------------------
-@library.custom_op("linattn_np::forward", mutates_args=())
-def forward_whole(tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [x.contiguous() for x in Call.of_text(call).run(tensors)]
+def graph_operator(name, compute, outline):
+    """A custom operator of torch's on tensors and a call's text: its results are ``compute(call, tensors)``, and
+    ``outline(tensors, call)`` tells their shapes. `torch.func.vmap` maps it over its elements one after the other."""
 
-
-@forward_whole.register_fake
-def shapes_forward(tensors, call):
-    results = Call.of_text(call).outline(tensors)
-    return [tensors[0].new_empty(x.shape, dtype=OF_TORCH[x.dtype]) for x in results]
-
-
-@library.custom_op("linattn_np::backward", mutates_args=())
-def backward_whole(given: list[torch.Tensor], call: str) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [x.contiguous() for x in Call.of_text(call).gradients(given)]
-
-
-@backward_whole.register_fake
-def shapes_backward(given, call):
-    arrays, state, *_ = Call.of_text(call).taken_apart(given)
-    return [x.new_empty(x.shape) for x in (*arrays, *(state or ()))]
-
-
-def one_by_one(operator):
-    """How torch.func.vmap maps `operator`: over its elements one after the other."""
+    def whole(tensors, call):
+        with torch.no_grad():
+            return [x.contiguous() for x in compute(Call.of_text(call), tensors)]
 
     def mapped(info, in_dims, *arguments):
         results = [
@@ -196,7 +178,21 @@ def one_by_one(operator):
         ]
         return [torch.stack(parts) for parts in zip(*results)], [0] * len(results[0])
 
-    return mapped
+    schema = "(Tensor[] tensors, str call) -> Tensor[]"
+    operator = library.custom_op(f"linattn_np::{name}", whole, mutates_args=(), schema=schema)
+    operator.register_fake(outline)
+    operator.register_vmap(mapped)
+    return operator
+
+
+def shapes_forward(tensors, call):
+    results = Call.of_text(call).outline(tensors)
+    return [tensors[0].new_empty(x.shape, dtype=OF_TORCH[x.dtype]) for x in results]
+
+
+def shapes_backward(given, call):
+    arrays, state, *_ = Call.of_text(call).taken_apart(given)
+    return [x.new_empty(x.shape) for x in (*arrays, *(state or ()))]
 
 
 def element(x, dims, i):
@@ -206,5 +202,5 @@ def element(x, dims, i):
     return x if dims is None else x.select(dims, i)
 
 
-forward_whole.register_vmap(one_by_one(forward_whole))
-backward_whole.register_vmap(one_by_one(backward_whole))
+forward_whole = graph_operator("forward", Call.run, shapes_forward)
+backward_whole = graph_operator("backward", Call.gradients, shapes_backward)

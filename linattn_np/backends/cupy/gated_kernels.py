@@ -257,7 +257,9 @@ class GatedBackwardValues(GatedBackward):
 
 class ScanSegments(Kernel):
     file = "gated/scan_segments"
-    arguments = members("pointers left decays column_decays initial starts final, integers P R H K V")
+    arguments = members(
+        "pointers left decays, pointers? column_decays initial, pointers starts, pointers? final, integers P R H K V"
+    )
     threads = 256
     width: int  # columns of one channel that a thread takes
 

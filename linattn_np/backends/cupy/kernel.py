@@ -26,6 +26,11 @@ def spelled(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def no_kernels(dtype, dtypes) -> str | None:
+    """Why there are no kernels for data of a dtype, if these `dtypes` have kernels; None when there are."""
+    return None if dtype in dtypes else f"no {dtype} kernels; it has {', '.join(map(str, dtypes))}"
+
+
 def padded(size: int, to: int) -> int:
     return ceil_div(size, to) * to
 

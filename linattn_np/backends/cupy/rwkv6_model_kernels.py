@@ -120,7 +120,7 @@ class TimeMixMany(ModelKernel):
             return None
         kernel, more = cls(dtype, state), W * (2 * 4 * cls.SEQUENCES + N * dtype.itemsize)
         room = device.shared_per_multiprocessor // 2 - 1024
-        # A warp that has one half state gains nothing (1.49 for 1.47 ms at 64 sequences, 1.51 for 1.51).
+        # Of states in half precision a warp must have several to be faster than `TimeMixBatch`.
         pays = state == FLOAT32 or kernel.turns(B, H, device) > 1
         return (kernel, more) if terms == 1 and pays and kernel.shared_bytes + more <= room else None
 
@@ -312,8 +312,8 @@ class FiveMixes(ModelKernel):
     shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
-    LEAST: ClassVar[int] = 17  # sequences; fewer have too few blocks (1.19 for 1.15 ms at 16, 1.52 for 1.55 at 32)
-    LEAST_INT8: ClassVar[int] = 65  # beside int8 matrices (1.86 for 1.83 ms at 64, 2.66 for 2.71 at 80)
+    LEAST: ClassVar[int] = 17  # sequences; fewer make too few blocks to fill the card
+    LEAST_INT8: ClassVar[int] = 65  # the same beside int8 matrices
     arch = "sm_90a"
     dtype: np.dtype
     RANK: int

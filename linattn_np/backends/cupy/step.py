@@ -8,7 +8,7 @@ import numpy as np
 
 from .arguments import members
 from .gated_kernels import read_order
-from .kernel import DOUBLE, FLOATS, Kernel
+from .kernel import DOUBLE, FLOATS, Kernel, no_kernels
 from .plan import Draft, ceil_div, has_rows
 
 
@@ -49,14 +49,12 @@ class Float64Step(Kernel):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why the kernels cannot compute a problem; None when they can."""
-    if problem.dtype not in FLOATS:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
     state = problem.options["state"]
     if state.dtype not in FLOATS:
         return f"the state is {state.dtype}; it takes {', '.join(map(str, FLOATS))}"
     if not has_rows(state):
         return "the state's last axis is not contiguous, so it cannot be updated in place"
-    return None
+    return no_kernels(problem.dtype, FLOATS)
 
 
 def plan(problem, device):

@@ -17,7 +17,7 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from ...backends.cupy import model_products
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.execute import Compiled
+from ...backends.cupy.execute import CompiledPlan
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
@@ -261,7 +261,7 @@ class CudaDecoder(NotCopied):
     def launches_of(self, tokens, state, slots, greedy, layers) -> list:
         """Functions that enqueue a step through `layers` on these arrays, one a launch."""
         plan, arrays = self.plan_of(tokens, state, slots, greedy, layers)
-        return [partial(command, None) for command in Compiled(plan, self.device).commands(arrays)]
+        return [partial(command, None) for command in CompiledPlan(plan, self.device).commands(arrays)]
 
     def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
         """A step's plan, and its arrays."""
