@@ -571,18 +571,13 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------
-def sums_are_enough(problem) -> bool:
-    """Whether `WeightedSums` computes a problem that Hopper's kernels can: bfloat16 alone has the range of states."""
-    return problem.dtype == BFLOAT16 and problem.sizes["K"] <= TILES[-1]
-
-
 def scalar_forward_cut(problem, device) -> ForwardCut | None:
     """For a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if they cannot."""
     if problem.mode != "chunk" or not fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"]):
         return None
     (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
     narrow = min(V, TILES[not narrow_blocks(N * H, V, longest, device)])
-    if sums_are_enough(problem):
+    if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # float16 has not the range of states
         gate = gate_dtype(problem)
         kernel, summary = WeightedSums.fitting("Whole", gate, K, narrow), WeightedSums.fitting("Summary", gate, K, V)
         return filled(problem, device, HOPPER, kernel, summary, SPARED)
