@@ -52,13 +52,11 @@ class Op(Declaration):
         """The names of the arrays that a call may leave out."""
         return [] if self.with_more is None else [name for name in self.with_more.arrays if name not in self.arrays]
 
-    def bind(self, inputs, **arguments) -> Problem:
-        """A checked call as a backend computes it."""
-        problem = self.checked(inputs, **arguments)
-        return to_backend(problem) if is_transformed(problem) else problem
+    def bind(self, inputs, as_given=False, **arguments) -> Problem:
+        """A checked call with a backend's arrays, or `as_given` with the caller's own.
 
-    def checked(self, inputs, **arguments) -> Problem:
-        """A checked call with the caller's own arrays; the checks of a call like an earlier one are not repeated."""
+        The checks of a call with an earlier call's key are not repeated.
+        """
         key, addresses = call_key(self, inputs, arguments)
         if key is None:
             problem = self.check(inputs, **arguments)
@@ -72,7 +70,7 @@ class Op(Declaration):
             aliasing.check_aliasing(problem, addresses)
         if problem.warnings or problem.home == "host":
             warnings_of_misuse.warn_of_call(problem)
-        return problem
+        return problem if as_given or not is_transformed(problem) else to_backend(problem)
 
     def check(
         self,
