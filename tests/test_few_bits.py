@@ -18,7 +18,8 @@ from linattn_np import ContractError, NotSupported
 from linattn_np.models import RWKV6, Batch, Sampling, checkpoint, helper_threads, matrices
 from linattn_np.models.files import write_arrays
 from linattn_np.models.helper_threads import Board
-from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
+from linattn_np.models.rwkv6.names import VERSION
+from linattn_np.models.rwkv6.parameters import Layout, sizes_of
 
 pytest.importorskip("numba", reason="matrices of few bits are multiplied by Numba's loops")
 from linattn_np.models import matrix_loops  # they import Numba
@@ -197,7 +198,7 @@ def test_a_board_says_when_it_is_over(size):
 def rounded(weights):
     """Matrices that bfloat16 can hold, in float32."""
     return {
-        name: array.astype(ml_dtypes.bfloat16).astype(np.float32) if is_matrix(name) else array
+        name: array.astype(ml_dtypes.bfloat16).astype(np.float32) if VERSION.is_matrix(name) else array
         for name, array in weights.items()
     }
 

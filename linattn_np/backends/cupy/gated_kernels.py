@@ -14,7 +14,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from .arguments import members
-from .kernel import Kernel, TiledKernel, padded
+from .kernel import GatedKernel, Kernel, TiledKernel, padded
 from .plan import ceil_div
 
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K: a tile below 64 would not be faster
@@ -138,7 +138,7 @@ class GatedSegmentStates(TiledKernel):
         return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes) + self.BK // 4
 
 
-class Recurrent(TiledKernel):
+class Recurrent(GatedKernel, TiledKernel):
     """Forward token by token, on every card."""
 
     file = "recurrent/forward"
@@ -146,9 +146,6 @@ class Recurrent(TiledKernel):
     shared = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32  # columns of V a block, one lane a column
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     BK: int
 
     @property
@@ -157,15 +154,12 @@ class Recurrent(TiledKernel):
         return 4 * (tokens * (3 * self.BK + self.BV) + self.BK + warps * tokens * self.BV)  # q, k, g, v; u; parts of o
 
 
-class GatedBackward(Kernel):
+class GatedBackward(GatedKernel):
     """A backward kernel of chunks, on every card; one product is the sum of so many tf32 `products`."""
 
     CHUNK: ClassVar[int] = 64
     TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that are kept
     threads = 128
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     products: int
 
     @property
@@ -360,7 +354,7 @@ class GatedForwardSm90(TiledKernel):
         return 2 if self.BK + self.BV == 128 else 1
 
 
-class GatedBackwardSm90(TiledKernel):
+class GatedBackwardSm90(GatedKernel, TiledKernel):
     """A backward kernel of Hopper's, for gates of every channel."""
 
     arch = SM90
@@ -370,9 +364,6 @@ class GatedBackwardSm90(TiledKernel):
     # rounding errors add up in between
     FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's sums: one byte for each of 8 warps
     constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     BK: int
     BV: int
 

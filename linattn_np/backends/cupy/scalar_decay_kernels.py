@@ -48,6 +48,11 @@ class WeightedSums(TiledKernel):
         )
 
     @property
+    def gives_gate(self) -> bool:
+        """Whether it takes part in the gate's gradient."""
+        return self.what.startswith("Gated")
+
+    @property
     def threads(self):
         return 2 * self.BV + 256
 
@@ -61,7 +66,7 @@ class WeightedSums(TiledKernel):
 
     @property
     def shared_bytes(self):
-        gated, C = self.what.startswith("Gated"), self.CHUNK
+        gated, C = self.gives_gate, self.CHUNK
         stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
         tiles = 2 * C * (2 * self.BK + (1 + gated) * self.BV)  # queries, keys; values and what the sum is a gradient of
         scores = 2 * C * C

@@ -7,7 +7,7 @@ import numpy as np
 from ...contract import SUB_CHUNK
 from .arguments import members
 from .gated_kernels import CHANNELS, channels
-from .kernel import CTYPES, DOUBLE, FLOATS, Kernel, no_kernels
+from .kernel import CTYPES, DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import Array, Draft, ceil_div
 
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
@@ -37,14 +37,11 @@ class InterChunk(Kernel):
     dtype: np.dtype
 
 
-class IntraChunk(Kernel):
+class IntraChunk(GatedKernel):
     file = "stages/intra_chunk"
     arguments = members("rows q k g, pointers u, rows A, shape")
     shared = ("Shared<{BK}>",)
     threads = 128
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     BK: int
 
     @property

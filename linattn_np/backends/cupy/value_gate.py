@@ -273,9 +273,5 @@ def operands(draft, problem):
     """The arrays, with both gates in one dtype: float32 if their dtypes differ."""
     q, k, v, g, gv = draft.inputs(problem)
     dtype = g.dtype if g.dtype == gv.dtype else FLOAT32
-    return (
-        q,
-        k,
-        v,
-        *(draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv))),
-    )
+    gates = (draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv)))
+    return q, k, v, *gates

@@ -23,12 +23,10 @@ from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
 from ...errors import ContractTypeError, NotSupported
 from ..devices import NotCopied
-from . import weights as table
+from ..rwkv.state import DTYPES as STATE_DTYPES
+from ..rwkv.state import STATE, State, check_state
 from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
-from .names import parameters
-from .refusals import one_of, refuse
-from .state import DTYPES as STATE_DTYPES
-from .state import STATE, State, check_state
+from .names import VERSION, one_of, parameters, refuse
 
 INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
@@ -95,10 +93,12 @@ class CudaDecoder(NotCopied):
         if self.matrices == INT8 and device.capability != 90:
             raise NotSupported("RWKV6: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = fitting(sizes, self.matrices)
-        self.layer_eps, self.group_eps = table.eps(weights)
+        self.layer_eps, self.group_eps = VERSION.norm_eps(weights)
         load = partial(stacked, device, weights, loaded)
-        self.whole = apart(table.whole(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
-        self.all_layers = apart(table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices)))
+        self.whole = apart(VERSION.whole_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
+        self.all_layers = apart(
+            VERSION.layer_arrays("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices))
+        )
         self.layers = [
             SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
             for i in range(sizes["L"])

@@ -17,9 +17,9 @@ from ...backends.cupy.execute import CompiledPlan, allocated
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts
 from ...varlen import Spans
+from ..rwkv.state import STATE, State
 from . import math
 from .cuda_weights import FLOAT32, SCALES, widened
-from .state import STATE, State
 
 PLACES = 4  # of that memory for which launches, then a graph, are kept
 
