@@ -106,7 +106,6 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto take = [&](const Work& at) {
     load_rows(q, s.q, own);
     load_rows(g, s.g, own);
-    leave(s.empty);
     delta[0] = delta[1] = 0.f;
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
@@ -115,6 +114,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) delta[r & 1] = add_dot<T>(g[n][r], o[r], delta[r & 1]);
     }
+    before_next_copy();  // this warp has read q, do and o
+    leave(s.empty);
     const i64 pair = i64(at.batch) * args.H + at.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
