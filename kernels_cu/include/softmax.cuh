@@ -87,16 +87,6 @@ template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M
   each_of_two<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
 }
 
-// Those of a row's N values whose columns are not among the `count` from column -from on become x.
-template <int N>
-__device__ __forceinline__ void unseen_become(float (&s)[N / 8][4], int half, int from, int count, float x) {
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (u32(from + 8 * n + 2 * int(threadIdx.x & 3) + i) >= u32(count)) s[n][2 * half + i] = x;
-}
-
 // A row's next N scores become weights e^(s - m), m the largest so far; returns what the weights before are to be
 // multiplied by, since m has grown. `scale` makes scores of products, in base 2.
 template <int N>

@@ -24,6 +24,36 @@ __device__ __forceinline__ Seen seen(int diagonal, int before, int behind, int l
   return {from, max(min(diagonal + behind + 1, length) - from, 0)};
 }
 
+// Whether some of ROWS rows, of which the first meets the diagonal at `diagonal`, do not see some of COLUMNS tokens of
+// the other side from `column` on.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ bool partly_seen(int column, int diagonal, int before, int behind, const i32& length) {
+  if (column + COLUMNS > length) return true;
+  return column + COLUMNS - 1 > diagonal + behind || column < diagonal + ROWS - 1 - before;
+}
+
+// Values of tokens that a row does not see become `unseen`. A lane has two rows of a product, of which the first meets
+// the diagonal at `diagonal` and the second 8 tokens on; the product's columns are tokens from `column` on.
+template <int EIGHTS>
+__device__ __forceinline__ void mask_rows(float (&x)[EIGHTS][4], int column, int diagonal, int before, int behind,
+                                          const i32& length, float unseen) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Seen tokens = seen(diagonal + 8 * half, before, behind, length);
+    const int from = column - tokens.from;
+#pragma unroll
+    for (int n = 0; n < EIGHTS; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (u32(from + 8 * n + 2 * int(threadIdx.x & 3) + i) >= u32(tokens.count)) x[n][2 * half + i] = unseen;
+  }
+}
+template <int N>
+__device__ __forceinline__ void mask_rows(float (&x)[N], int column, int diagonal, int before, int behind, int length,
+                                          float unseen) {
+  mask_rows(reinterpret_cast<float (&)[N / 4][4]>(x), column, diagonal, before, behind, length, unseen);
+}
+
 // Of every 64 queries of a sequence, in `statistics` [B, H, chunks, 2, 64]: the logarithm of the sum of weights, base
 // 2, infinite where there are none or no such query, so that weights are 0; then delta.
 constexpr int STATISTICS = 64;

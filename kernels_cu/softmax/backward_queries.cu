@@ -112,16 +112,10 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
       each<2, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
     }
     each<2, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
-    if (key + KEYS > at.length || key + KEYS - 1 > diagonal() + int(args.right) ||
-        key < diagonal() + 31 - int(args.left))
+    if (partly_seen<32, KEYS>(key, diagonal(), int(args.left), int(args.right), at.length))
 #pragma unroll
       for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int its = diagonal() + 16 * m + 8 * half + lane / 4;
-          const Seen keys = seen(its, int(args.left), int(args.right), at.length);
-          unseen_become<KEYS>(p[m], half, key - keys.from, keys.count, 0.f);
-        }
+        mask_rows(p[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), at.length, 0.f);
     if (CAPPED) each<2, KEYS>(p, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
     each_of_two<2, KEYS>(p, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
     multiply_rows<D, 2, KEYS>(dq, p, s.kv[stage][0]);

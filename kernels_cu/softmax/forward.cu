@@ -75,14 +75,10 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
       const float inner = float(args.scale) * inverse(float(args.softcap));
       each<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
     } else if (args.scale < 0) each<M, KEYS>(p, [](float& x, int, int, int) { x = -x; });
-    if (key + KEYS > at.length || key + KEYS - 1 > diagonal + right || key < diagonal + 16 * M - 1 - left)
+    if (partly_seen<16 * M, KEYS>(key, diagonal, left, right, at.length))
 #pragma unroll
       for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const Seen keys = seen(diagonal + 16 * m + 8 * half + lane / 4, left, right, at.length);
-          unseen_become<KEYS>(p[m], half, key - keys.from, keys.count, minus_infinity());
-        }
+        mask_rows(p[m], key, diagonal + 16 * m + lane / 4, left, right, at.length, minus_infinity());
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll

@@ -166,18 +166,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
     each_column([&](int n, float L, float) { st[n] = exp2_approx(fmaf(scale, st[n], -L)); });
     const int query = (end - ahead) * QUERIES, diagonal = shift + own;
-    if (query + QUERIES > length || query < diagonal + 63 - int(args.right) ||
-        query + QUERIES - 1 > diagonal + int(args.left))
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Seen queries = seen(shift + row + 8 * half, int(args.right), int(args.left), length);
-        const int from = query + 2 * (lane & 3) - queries.from;
-#pragma unroll
-        for (int n = 0; n < QUERIES / 8; ++n)
-#pragma unroll
-          for (int x = 0; x < 2; ++x)
-            if (u32(from + 8 * n + x) >= u32(queries.count)) st[4 * n + 2 * half + x] = 0.f;
-      }
+    if (partly_seen<64, QUERIES>(query, diagonal, int(args.right), int(args.left), length))
+      mask_rows(st, query, shift + row, int(args.right), int(args.left), length, 0.f);
   };
   auto differ = [&] {
     each_column([&](int n, float, float delta) { dp[n] -= delta; });

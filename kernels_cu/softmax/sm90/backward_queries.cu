@@ -177,17 +177,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) p[n] = exp2_approx(fmaf(scale, p[n], -L[n / 2 % 2]));
     const int key = (first + ahead) * KEYS, diagonal = shift + own;
-    if (key + KEYS > length || key + KEYS - 1 > diagonal + int(args.right) || key < diagonal + 63 - int(args.left))
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Seen keys = seen(shift + row + 8 * half, int(args.left), int(args.right), length);
-        const int from = key + 2 * (lane & 3) - keys.from;
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-          for (int x = 0; x < 2; ++x)
-            if (u32(from + 8 * n + x) >= u32(keys.count)) p[4 * n + 2 * half + x] = 0.f;
-      }
+    if (partly_seen<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
+      mask_rows(p, key, shift + row, int(args.left), int(args.right), length, 0.f);
     if (CAPPED)
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) p[n] *= slope_of_cap(p[n], L[n / 2 % 2], scale);

@@ -137,18 +137,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     } else if (args.scale < 0)
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) scores[n] = -scores[n];
-    if (valid < KEYS || key + KEYS - 1 > diagonal + int(args.right) || key < diagonal + 63 - int(args.left)) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Seen keys = seen(shift + row + 8 * half, int(args.left), int(args.right), length);
-        const int from = key + 2 * (lane & 3) - keys.from;
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-          for (int x = 0; x < 2; ++x)
-            if (u32(from + 8 * n + x) >= u32(keys.count)) scores[4 * n + 2 * half + x] = minus_infinity();
-      }
-    }
+    if (partly_seen<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
+      mask_rows(scores, key, shift + row, int(args.left), int(args.right), length, minus_infinity());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float part[4];
