@@ -20,8 +20,8 @@ template <int N> struct Ring {
 // branches, without which products' descriptions are made lane by lane.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Behind a warp's plain reads of shared memory, before one of its lanes tells the producer that a bulk copy may overwrite
-// it: a barrier alone puts no bulk copy behind plain reads, and one lane's arrival speaks for no other lane.
+// Behind a warp's plain reads of shared memory, before one of its lanes tells the producer that a bulk copy may
+// overwrite it: a barrier alone puts no bulk copy behind plain reads, and one lane's arrival speaks for no other lane.
 __device__ __forceinline__ void before_next_copy() {
   fence_async();
   __syncwarp();

@@ -84,13 +84,45 @@ __device__ __forceinline__ float slope_of_cap(float p, float L, float scale) {
   return fmaf(-its, its, 1.f);
 }
 
+// The largest score of a row so far: products x have weights 2^(factor x - shift). Rounding `shift` changes all weights
+// of a row by one factor, which the division by their sum undoes; it is 2^4 at most for shifts up to MOST_ROUNDED.
+// Beyond, it would overflow, and scores that differ in float32 differ by 2^3 or more: `factor` is then the power of two
+// above the scale instead of the scale. Its products are exact.
+struct RowMaximum {
+  static constexpr float NONE = -3e38f;                 // finite, so that what is subtracted from -inf is not NaN
+  static constexpr float MOST_ROUNDED = 1.34217728e8f;  // 2^27
+  float factor, shift = NONE;
+
+  static __device__ __forceinline__ float power_above(float scale) {
+    return __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0xff800000u);
+  }
+  // Takes the largest of some products, if it raises the maximum by more than `slack` in base 2; returns what earlier
+  // weights are to be multiplied by. `scale` makes scores of products, in base 2. Selections, since branches cost more.
+  __device__ __forceinline__ float raise(float largest, float scale, float slack) {
+    const float before = shift;
+    const bool raises = fmaf(factor, largest, -shift) > slack;
+    const float by = fabsf(largest) > MOST_ROUNDED * inverse(scale) ? power_above(scale) : scale;
+    factor = raises ? by : factor;
+    shift = raises ? by * largest : shift;
+    return exp2_approx(before - shift);
+  }
+  // The score to base 2 that a shift stands for; the limit is larger by the rounding of the one above.
+  static __device__ __forceinline__ float score_of(float shift, float scale) {
+    return fabsf(shift) > 1.000001f * MOST_ROUNDED ? scale * inverse(power_above(scale)) * shift : shift;
+  }
+};
+
+// L of a query as `statistics` have it: infinite if the query sees no key, and if L is so large that its rounding would
+// change weights by more than 2^2.
+__device__ __forceinline__ float known_logarithm(float L) { return fabsf(L) > 0x1p24f ? -minus_infinity() : L; }
+
 // What a row's sums become at the end: the factor of its output, and the logarithm of the sum of weights, base 2.
 // `most` is what was subtracted, `sum` the sum of weights without the sink's, both logarithms in base 2.
 struct RowEnd {
   float factor, logarithm;
 };
 __device__ __forceinline__ RowEnd row_end(float most, float sum, float sink) {
-  const float top = max(max(most, sink), -1e30f);  // finite also where no key is seen
+  const float top = max(max(most, sink), -3e38f);  // finite also where no key is seen
   const float kept = exp2_approx(most - top), all = fmaf(sum, kept, exp2_approx(sink - top));
   return {all > 0.f ? kept / all : 0.f, top + log2f(all)};
 }

@@ -8,7 +8,8 @@
 //           under way
 // barriers  queries and o arrived | o read; then one a tile of keys: it has arrived, nobody reads the one before
 // numerics  p is recomputed in float32 from L, the scores in float32 as well; p (dp - delta) is rounded to T. delta is
-//           made of the rounded o: where one key has nearly all the weight, dq and dk are small and carry its rounding
+//           made of the rounded o: where one key has nearly all the weight, dq and dk are small and carry its rounding.
+//           A query whose L is over 2^24 in base 2 has weights of 0: see `known_logarithm`
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, its loops turned so that nothing is added atomically
 // limits    half data; K, V <= D; D of 64, 128
 #include "softmax.cuh"
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
       L = LOG2E * args.L[token];
       if (args.dL) delta -= args.dL[token];
     }
-    s.L[n] = L = L == minus_infinity() ? -L : L;
+    s.L[n] = L = known_logarithm(L);
     s.delta[n] = delta;
     if (n / STATISTICS * STATISTICS < at.count) {
       float* const to = args.statistics + (pair * args.chunks + at.chunk + n / STATISTICS) * (2 * STATISTICS);

@@ -61,8 +61,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
 
   Fragment<M, D> o = {};
-  float most[M][2], sum[M][2] = {};
-  for (auto& pair : most) pair[0] = pair[1] = minus_infinity();
+  RowMaximum most[M][2];
+  float sum[M][2] = {};
+  for (auto& pair : most) pair[0].factor = pair[1].factor = scale;
   for (int block = at.first, stage = 0; block < end; ++block, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowEnd found = row_end(scale * most[m][half], row_sum(sum[m][half]), sink);
+      const RowEnd found = row_end(RowMaximum::score_of(most[m][half].shift, scale), row_sum(sum[m][half]), sink);
       const int down = row + 16 * m + 8 * half + lane / 4;
       if (args.L && lane % 4 == 0 && down < at.count)
         args.L[(i64(at.part) * args.H + at.head) * args.Tq + at.start + down] = found.logarithm / LOG2E;

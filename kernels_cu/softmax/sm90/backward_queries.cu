@@ -127,7 +127,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
         L[half] = LOG2E * args.L[token];
         if (args.dL) delta[half] -= args.dL[token];
       } else delta[half] = 0.f;
-      if (L[half] == minus_infinity()) L[half] = -L[half];
+      L[half] = known_logarithm(L[half]);
       if (lane % 4 == 0 && own < at.count) {
         float* const to = args.statistics + (pair * args.chunks + at.chunk + warpgroup) * (2 * STATISTICS) + n - own;
         to[0] = L[half], to[STATISTICS] = delta[half];
