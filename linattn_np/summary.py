@@ -1,8 +1,8 @@
-"""What a segment of tokens does to the state that reaches it: an affine map, S -> F S + S_own.
+"""The map that a segment of tokens applies to the state before it: S -> F S + S_own.
 
-F, the transition of the segment, is the product of its tokens' transitions; S_own is the segment's final state from
-zero. Two segments in a row are such a map again, and so is what a segment does to the state's gradient, which runs
-backwards in time with the transposed F: dS -> F^T dS + dS_own.
+F, the transition of the segment, is the product of its tokens' transitions. S_own is the segment's final state from
+zero. Two segments in a row are such a map, too. The map of the state's gradient runs backwards in time with the
+transposed F: dS -> F^T dS + dS_own.
 
 The arrays may be NumPy's, CuPy's or JAX's. N counts sequences, H heads of keys, HV heads of values, a multiple of H.
 """

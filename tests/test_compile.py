@@ -81,7 +81,7 @@ def translated_for(target, kernel):
 def targets(instances):
     """What to assemble, as `nvrtc.measured` wants it."""
     wanted = defaultdict(lambda: defaultdict(list))
-    for target, kernels in gated_kernels.items():
+    for target, kernels in instances.items():
         for kernel in kernels:
             wanted[translated_for(target, kernel)][target].append(kernel)
     return wanted
@@ -130,9 +130,9 @@ def exhaustive(request):
 @pytest.mark.parametrize("file", KERNELS)
 def test_kernels_fit_their_registers(file, exhaustive, seed):
     instances = chosen(KERNELS[file], exhaustive, seed)
-    every = {kernel.expression: kernel for kernels in gated_kernels.values() for kernel in kernels}
+    every = {kernel.expression: kernel for kernels in instances.values() for kernel in kernels}
     usage = nvrtc.measured(lambda kernels: disk.anywhere(source.program(kernels)), targets(instances))
-    for target, kernels in gated_kernels.items():
+    for target, kernels in instances.items():
         assert sorted(usage[target]) == sorted(kernel.expression for kernel in kernels)
         for expression, used in usage[target].items():
             assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"

@@ -501,7 +501,7 @@ def test_few_blocks_have_the_same_bits(case, rng):
 def test_every_tile_is_taken_once(rng):
     """By the block that has least to do; and none has much more than its part."""
     arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 2, "H": 5, "T": 1100, "K": 8, "V": 8}, HALF)
-    tiles = softmax_tiles.works(SOFTMAX_ATTENTION.bind(arrays), 128, 64)
+    tiles = softmax_tiles.tile_table(SOFTMAX_ATTENTION.bind(arrays), 128, 64)
     assert tiles.shape == (10, 9, softmax_tiles.WORDS)
     for at_once in (10, 3):
         table = softmax_tiles.balanced(tiles, 7, at_once)

@@ -64,7 +64,7 @@ class RankCall:
         """
         given = self.given
         options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
-        problem = self.declared.checked(inputs, gradient=self.gradient, **options)
+        problem = self.declared.bind(inputs, as_given=True, gradient=self.gradient, **options)
         if anew:  # if no backend can compute the call, no rank begins
             choose(problem, given["backend"])
         op, sizes, home = problem.op, callers_sizes(problem), problem.home

@@ -40,16 +40,9 @@ def plan(problem, device, kept=()):
     o, final = draft.output(problem, mappable if cut.way == HOPPER else has_rows), draft.final(problem)
     inputs = draft.mapped_inputs(problem) if cut.way == HOPPER else draft.inputs(problem)
     launches = PASSES[cut.way](draft, problem, cut, inputs, o)
-    leaves_states = cut.way == HOPPER and problem.gradient
-    if leaves_states:
-        launches.leave_marks()
     launches.run(final, kept)
-    return draft.plan(
-        draft.results(problem, o, final),
-        mode=problem.mode,
-        tiles=cut.tiles,
-        saved=launches.saved if leaves_states else (),
-    )
+    results = draft.results(problem, o, final)
+    return draft.plan(results, mode=problem.mode, tiles=cut.tiles, saved=launches.saved)
 
 
 def plan_wider(problem, device):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from . import segments
 from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
 from .plan import FLOAT32, TensorMap, ceil_div, common_bytes
 from .rank_summary import RankSummary
@@ -19,6 +18,7 @@ from .wide_head_kernels import GatedWideForward, GatedWideOperands
 class ForwardPass:
     """One forward pass while its plan is drawn, of arrays (q, k, v, g) as the kernels read them, to `o`."""
 
+    saved: tuple = ()  # the states at the starts of the pullback's segments, which spare it half of its summaries
     gates_columns = False  # whether columns of V have gates, too
     last_leaves_final = False  # whether the kernel of o leaves the last segment's final state; else the scan gives it
 
@@ -112,7 +112,7 @@ class PortableForward(ForwardPass):
     def launch(self, kernel, shape, **more):
         (B, H, K, V), rows = self.problem.shape("B H K V"), self.rows
         more |= {"shape": shape, "scale": self.problem.scale, "sums": self.sums, "bytes": common_bytes(*rows.values())}
-        blocks = B * H * shape.count * segments.grid(kernel, V)
+        blocks = B * H * shape.count * kernel.grid(V)
         for channel in self.channels_of(kernel):
             self.draft.launch(kernel.with_channels(K - channel), blocks, **rows, **more, channel=channel)
 
@@ -120,7 +120,7 @@ class PortableForward(ForwardPass):
         kernel, (N, H, V), rows = self.cut.summary, self.problem.shape("N H V"), {"k": self.k, "v": self.v, "g": self.g}
         more = {"left": left[0], "decays": left[1], "of": of, "needed": needed, "parts": parts}
         more |= {"shape": self.draft.shape(self.problem, self.cut.spans), "bytes": common_bytes(*rows.values())}
-        blocks = N * H * needed * parts * segments.grid(kernel, V)
+        blocks = N * H * needed * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
             self.draft.launch(kernel, blocks, **rows, **more, channel=channel)
 
@@ -145,7 +145,7 @@ class WideForward(PortableForward):
         draft.launch(first, shape.all_chunks, **rows, u=self.u, **made, shape=shape, bytes=common_bytes(*read))
         rows = {"v": self.v, "o": self.o, "bytes": common_bytes(self.v, self.o)}
         states = {"initial": initial, "final": final}
-        blocks = B * H * shape.count * segments.grid(kernel, V)
+        blocks = B * H * shape.count * kernel.grid(V)
         draft.launch(kernel, blocks, **rows, **made, **states, shape=shape, scale=problem.scale)
 
 
@@ -173,22 +173,15 @@ class HopperForward(ForwardPass):
     last_leaves_final = True
     marks = None
 
-    def leave_marks(self):
-        """Has the kernel of o leave the states from which the pullback's segments start, if it passes them."""
+    def run(self, final, kept=()):
         if self.cut.marks:
             N, H, K, V = self.problem.shape("N H K V")
             self.marks = self.draft.empty((N * self.cut.backward_segments, H, K, V), FLOAT32)
-
-    @property
-    def saved(self) -> tuple:
-        """What spares a pullback half of its summaries: the states at the starts of its segments."""
-        if self.marks is not None:
-            return (self.marks,)
-        return (self.starts,) if self.starts is not None and self.cut.starts_are_the_backwards else ()
-
-    def run(self, final, kept=()):
+            self.saved = (self.marks,)
         if not self.cut.first:
             super().run(final, kept)
+            if self.cut.starts_are_the_backwards:
+                self.saved = (self.starts,)
             return
         (N, H, K, V), initial = self.problem.shape("N H K V"), self.draft.initial(self.problem)
         left, decays = self.draft.empty((2 * N, H, K, V), FLOAT32), self.draft.empty((2 * N, H, 2, K), FLOAT32)
@@ -199,7 +192,6 @@ class HopperForward(ForwardPass):
         """The states at the starts of the pullback's segments, alone, of a cut that gives them."""
         if self.cut.starts_are_the_backwards:
             return self.states_at_starts(self.left_by_segments(False), self.draft.initial(self.problem), None)
-        self.leave_marks()
         self.o = self.draft.empty(self.o.shape, self.o.dtype)  # which nobody reads
         self.run(None)
         return self.marks
@@ -220,7 +212,7 @@ class HopperForward(ForwardPass):
         per = 0 if marks is None else marks.shape[0] // (B * shape.count)  # marks of a sequence or segment
         which |= {"marks": marks, "every": self.cut.marks if self.marks is not None else 0, "per": per, "parts": parts}
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
-        blocks = B * H * shape.count * parts * segments.grid(kernel, V)
+        blocks = B * H * shape.count * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
             self.draft.launch(kernel, blocks, **arrays, **which, shape=shape, scale=self.problem.scale, channel=channel)
 

@@ -107,6 +107,14 @@ class Kernel:
         return pack(self.arguments, self.complete(args))
 
 
+class GatedKernel(Kernel):
+    """A kernel for data of a dtype and gates of another, whose o reads a state before or after a token's write."""
+
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+
+
 class TiledKernel(Kernel):
     """A kernel whose blocks have a tile of a state: BK channels and BV columns."""
 
@@ -117,6 +125,10 @@ class TiledKernel(Kernel):
     def channels(self):
         """Of a launch."""
         return self.BK
+
+    def grid(self, V):
+        """Blocks of a sequence and head: one for every BV columns, in whole clusters."""
+        return ceil_div(V, self.BV * self.cluster) * self.cluster
 
     @property
     def tiles(self):

@@ -42,9 +42,12 @@ class NormShift(ModelKernel):
         return cls(X, each, next(most for most in cls.PARTS_AT_MOST if parts <= most), terms)
 
 
+TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
+
+
 class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
-    arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
+    arguments = TIME_MIX
     shared = ("TimeMixScratch",)
     threads, parts = 256, 1
     shared_bytes = TIME_MIX_SCRATCH
@@ -61,7 +64,7 @@ class TimeMixBatch(ModelKernel):
     """The same for many sequences and heads of 64: a warp a sequence."""
 
     file = "rwkv6/time_mix_batch"
-    arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W P, reals eps")
+    arguments = (*TIME_MIX, *members("integers P"))
     shared = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
     MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
@@ -102,9 +105,7 @@ class TimeMixMany(ModelKernel):
     """The same on Hopper where a block has eight sequences at a time: warps take several in turn."""
 
     file = "rwkv6/time_mix_many"
-    arguments = members(
-        "pointers k v r gate low up decay u weight bias state slots y, integers B H N W turns, reals eps"
-    )
+    arguments = (*TIME_MIX, *members("integers turns"))
     shared = ("Shared",)
     SEQUENCES: ClassVar[int] = 8  # of a block at a time
     arch, threads, parts = "sm_90a", 256, 1

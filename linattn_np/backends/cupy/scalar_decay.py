@@ -260,7 +260,7 @@ def plan_gla(draft, gla, device, reason, kept=()):
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
     """By the Hopper kernel of the cut."""
-    by_sums = segments.sums_are_enough(gla)
+    by_sums = isinstance(cut.kernel, WeightedSums)
     if not by_sums:
         gla = in_float32(draft, gla)
     arrays = *(draft.mapped(gla[name], name) for name in "qkv"), gla["g"]
@@ -366,7 +366,7 @@ def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
     leaves what the second makes the gradient of. A tile's goes to `dg` as a whole.
     """
     gla, read, written = backward.problem, backward.read, backward.written
-    (K, V), gate = gla.shape("K V"), segments.has_own_gates(gla)
+    (K, V), gate = gla.shape("K V"), cut.kernels[0].gives_gate
     hopper = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
     read["do_"] = draft.mapped(backward.do, "do")
     mapped = {name: x for name, x in read.items() if name != "g"}

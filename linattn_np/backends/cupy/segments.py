@@ -88,11 +88,6 @@ OTHERS_FINER = 1.7  # times as long in tf32
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
-def grid(kernel, V) -> int:
-    """Blocks of a sequence and head: one for every BV columns, in whole clusters."""
-    return ceil_div(V, kernel.BV * kernel.cluster) * kernel.cluster
-
-
 def resident_blocks(kernel, device) -> int:
     """How many of a kernel's blocks are on the card at the same time."""
     fitting = device.shared_per_multiprocessor // (kernel.shared_bytes + RESERVED)
@@ -237,7 +232,7 @@ def forward_cut(problem, device, backward=None) -> ForwardCut:
 def filled(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
     """As many segments as fill the card."""
     (N, H, V), longest = problem.shape("N H V"), longest_of(problem)
-    P = segments_that_fill(N * H * grid(kernel, V), longest, resident_blocks(kernel, device), spared)
+    P = segments_that_fill(N * H * kernel.grid(V), longest, resident_blocks(kernel, device), spared)
     return cut_into(problem, device, way, kernel, summary, P)
 
 
@@ -282,7 +277,7 @@ def hoppers_forward_cut(problem, device, backward):
         kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, gate, V)
     else:
         kernel = split if split_columns(N * H, V, longest, device, alone, split) else alone
-    blocks, most = N * H * grid(kernel, V), resident_blocks(kernel, device)
+    blocks, most = N * H * kernel.grid(V), resident_blocks(kernel, device)
     summary = hoppers_kernel(problem, SEGMENT_STATE, gate, V)
     P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
     if P > 1 and backward.count > 1 and blocks * backward.count <= most:
@@ -297,7 +292,7 @@ def short_first_of(problem, device, kernel, backward=NO_PULLBACK) -> int:
     if problem.varlen or backward.count > 1 and not backward.short:
         return 0
     N, H, T, V = problem.shape("N H T V")
-    return short_first_segment(N * H * grid(kernel, V), T, resident_blocks(kernel, device))
+    return short_first_segment(N * H * kernel.grid(V), T, resident_blocks(kernel, device))
 
 
 def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
@@ -576,18 +571,13 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------
-def sums_are_enough(problem) -> bool:
-    """Whether `WeightedSums` computes a problem that Hopper's kernels can: bfloat16 alone has the range of states."""
-    return problem.dtype == BFLOAT16 and problem.sizes["K"] <= TILES[-1]
-
-
 def scalar_forward_cut(problem, device) -> ForwardCut | None:
     """For a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if they cannot."""
     if problem.mode != "chunk" or not fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"]):
         return None
     (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
     narrow = min(V, TILES[not narrow_blocks(N * H, V, longest, device)])
-    if sums_are_enough(problem):
+    if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # float16 has not the range of states
         gate = gate_dtype(problem)
         kernel, summary = WeightedSums.fitting("Whole", gate, K, narrow), WeightedSums.fitting("Summary", gate, K, V)
         return filled(problem, device, HOPPER, kernel, summary, SPARED)

@@ -302,9 +302,9 @@ class SoftmaxLaunches:
         self.inputs = {name: draft.in_rows(problem.arrays[name], name) for name in "qkv"}
         self.sinks = draft.plain(problem.arrays.get("sinks"), "sinks", problem.compute_dtype)
         B, H, T, K, V, HK = problem.shape("B H T K V HK")
-        left, right = softmax_tiles.reach(problem)
+        left, right = softmax_tiles.window(problem)
         self.numbers = {"B": B, "H": H, "group": H // max(HK, 1), "Tq": T, "K": K, "V": V, "left": left, "right": right}
-        self.numbers |= {"chunks": int(softmax_tiles.pieces(problem)[-1])}
+        self.numbers |= {"chunks": int(softmax_tiles.statistics_bounds(problem)[-1])}
         self.numbers |= {"scale": problem.scale, "softcap": problem.options["softcap"]}
         self.tiles: dict = {}  # what `explain` shows
 
@@ -347,7 +347,7 @@ class SoftmaxLaunches:
         if not isinstance(kernel, SoftmaxPlain):
             self.tiles |= {f"{kernel.name} queries": kernel.QUERIES, f"{kernel.name} keys": kernel.KEYS}
         own, other = (kernel.KEYS, kernel.QUERIES) if by_keys else (kernel.QUERIES, kernel.KEYS)
-        return softmax_tiles.works(self.problem, own, other, by_keys)
+        return softmax_tiles.tile_table(self.problem, own, other, by_keys)
 
     def launch(self, kernel, tiles, arrays, by_keys=False):
         K, V = self.problem.shape("K V")

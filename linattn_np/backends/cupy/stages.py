@@ -7,7 +7,7 @@ import numpy as np
 from ...contract import SUB_CHUNK
 from .arguments import members
 from .gated_kernels import CHANNELS, channels
-from .kernel import CTYPES, DOUBLE, FLOATS, Kernel, no_kernels
+from .kernel import CTYPES, DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import Array, Draft, ceil_div
 
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
@@ -33,23 +33,23 @@ class InterChunk(Kernel):
     arguments = members("rows kg b v, pointers h initial final, shape")
     shared = ("Shared",)
     threads = 128
-    shared_bytes = 4 * (2 * 16 * (64 + 8))
+    shared_bytes = 4 * (2 * 16 * (64 + 8))  # k and v of 16 tokens, in padded rows
     dtype: np.dtype
 
 
-class IntraChunk(Kernel):
+class IntraChunk(GatedKernel):
     file = "stages/intra_chunk"
     arguments = members("rows q k g, pointers u, rows A, shape")
     shared = ("Shared<{BK}>",)
     threads = 128
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     BK: int
 
     @property
     def shared_bytes(self):
-        return 4 * (3 * 16 * (self.BK + 8) + 2 * self.BK + 4 * 16 * 16)
+        tokens, warps = SUB_CHUNK, self.threads // 32
+        return 4 * (
+            3 * tokens * (self.BK + 8) + 2 * self.BK + warps * tokens**2
+        )  # q, k, g; a decay, u; parts of scores
 
 
 class Combine(Kernel):
@@ -57,7 +57,7 @@ class Combine(Kernel):
     arguments = members("rows qg h A v o, shape, reals scale")
     shared = ("Shared",)
     threads = 128
-    shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))
+    shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))  # both factors of a product, in padded rows
     dtype: np.dtype
 
 

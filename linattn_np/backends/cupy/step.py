@@ -8,20 +8,17 @@ import numpy as np
 
 from .arguments import members
 from .gated_kernels import read_order
-from .kernel import DOUBLE, FLOATS, Kernel, no_kernels
+from .kernel import DOUBLE, FLOATS, GatedKernel, no_kernels
 from .plan import Draft, ceil_div, has_rows
 
 
-class RecurrentStep(Kernel):
+class RecurrentStep(GatedKernel):
     file = "recurrent/step"
     arguments = members(
         "rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale, integers pieces"
     )
     shared = ("float[WARPS<{state}>][BV]",)
     BV: ClassVar[int] = 64  # columns of V a block
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     state: np.dtype
 
     @property
@@ -33,16 +30,13 @@ class RecurrentStep(Kernel):
         return 4 * self.BV * self.threads // 32
 
 
-class Float64Step(Kernel):
+class Float64Step(GatedKernel):
     """Where the inputs or the state are float64."""
 
     file = "float64/step"
     arguments = members("rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale")
     threads = 128
     BV: ClassVar[int] = threads  # columns of V a block
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     state: np.dtype
 
 

@@ -100,7 +100,8 @@ class ValueGateRecurrent(TiledKernel):
 
     @property
     def shared_bytes(self):
-        return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
+        tokens, warps = 16, self.threads // 32
+        return 4 * (tokens * (3 * self.BK + 2 * self.BV) + warps * tokens * self.BV)  # q, k, g, v, gv; parts of o
 
 
 class ValueGateBackwardScores(Kernel):
@@ -272,9 +273,5 @@ def operands(draft, problem):
     """The arrays, with both gates in one dtype: float32 if their dtypes differ."""
     q, k, v, g, gv = draft.inputs(problem)
     dtype = g.dtype if g.dtype == gv.dtype else FLOAT32
-    return (
-        q,
-        k,
-        v,
-        *(draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv))),
-    )
+    gates = (draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv)))
+    return q, k, v, *gates

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import cached_property
 
 import numpy as np
 
@@ -55,9 +56,9 @@ class NumbaLaunches:
     def arrays(self):
         return [x.astype(np.float32) if x.dtype == BFLOAT16 else x for x in self.problem.arrays.values()]
 
-    @property
+    @cached_property
     def chunks(self):
-        """[NC, 2]: the token range of every chunk."""
+        """[NC, 2] where the arrays are: the token range of every chunk."""
         return self.xp.asarray(self.problem.spans.chunks(self.chunk_size))
 
     # -- operators --
@@ -133,7 +134,7 @@ class NumbaLaunches:
     def channel_blocks(self, x) -> int:
         """Blocks of the kernels of which a thread has a channel of a chunk."""
         B, H, _, K = x.shape
-        return tiles_of(B * H * len(self.problem.spans.chunks(self.chunk_size)) * K, kernels.THREADS)
+        return tiles_of(B * H * len(self.chunks) * K, kernels.THREADS)
 
     # -- arrays --
     def bonus(self, u=None):

@@ -316,3 +316,122 @@ def pull(q, do, m, l, own, keys, values, first_key, last_key, softcap, scale, dq
                 for c in range(parts.shape[2]):
                     check += parts[panel, j, c] * single(0)
     return check == 0
+
+
+# -- the gated family -------------------------------------------------------------------------------------------------
+@njit(**LOOP)
+def sums_from_middle(g, first, count, middle, c):
+    """c [tokens, K or 1] = the gates' sums from a chunk's middle token; the largest of them, NaN or inf if one is."""
+    worst, check = single(0), single(0)
+    for i in range(g.shape[1]):
+        c[middle, i] = 0
+    for t in range(middle + 1, count):
+        for i in range(g.shape[1]):
+            c[t, i] = c[t - 1, i] + g[first + t, i]
+    for t in range(middle - 1, -1, -1):
+        for i in range(g.shape[1]):
+            c[t, i] = c[t + 1, i] - g[first + t + 1, i]
+    for t in range(count):
+        for i in range(g.shape[1]):
+            worst = larger(abs(c[t, i]), worst)
+            check += c[t, i] * single(0)
+    return worst + check
+
+
+@njit(**LOOP)
+def exp_of(x, count):
+    for t in range(count):
+        for i in range(x.shape[1]):
+            x[t, i] = exp(x[t, i])
+
+
+@njit(**LOOP)
+def spread(x, count, to):
+    """to [tokens, K] = x [tokens, K or 1]."""
+    for t in range(count):
+        for i in range(to.shape[1]):
+            to[t, i] = x[t, i] if x.shape[1] > 1 else x[t, 0]
+
+
+@njit(**LOOP)
+def chunks_of_row(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states):
+    """`chunked.streamed` of one row, all of whose chunks are weak and finite; whether they are."""
+    K, V, chunk, bonus = (
+        q.shape[1],
+        v.shape[1],
+        -(-(table[:, 1] - table[:, 0]).max() // COLUMNS) * COLUMNS,
+        u.shape[0] > 0,
+    )
+    width = -(-K // COLUMNS) * COLUMNS
+    c, E = np.zeros((chunk, g.shape[1]), single), np.zeros((chunk, K), single)
+    queries, keys, turned = np.zeros((chunk, K), single), np.zeros((chunk, width), single), np.zeros((K, chunk), single)
+    values, A = np.zeros((chunk, -(-V // COLUMNS) * COLUMNS), single), np.zeros((chunk, chunk), single)
+    h, results, check = np.zeros((width, values.shape[1]), single), np.zeros(values.shape, single), single(0)
+    start = np.zeros(K, single)
+    for n in range(table.shape[0]):
+        first, count = table[n, 0], table[n, 1] - table[n, 0]
+        if begins[n] >= 0:
+            for i in range(K):
+                for j in range(V):
+                    h[i, j] = initial[begins[n], i, j]
+        if states.shape[0] > 0:
+            for i in range(K):
+                for j in range(V):
+                    states[n, i, j] = h[i, j]
+        if not sums_from_middle(g, first, count, min(chunk // 2, count) - 1, c) <= limit:
+            return False
+        for i in range(K):
+            start[i] = exp(g[first, i if g.shape[1] > 1 else 0] - c[0, i if g.shape[1] > 1 else 0])
+        exp_of(c, count)
+        spread(c, count, E)
+        for t in range(count):
+            for i in range(K):
+                queries[t, i] = q[first + t, i] * E[t, i]
+                keys[t, i] = k[first + t, i] / E[t, i]
+                turned[i, t] = keys[t, i]
+            for j in range(V):
+                values[t, j] = v[first + t, j]
+        if exclusive:
+            for t in range(count - 1, -1, -1):
+                for i in range(K):
+                    queries[t, i] = q[first + t, i] * (E[t - 1, i] if t > 0 else single(1) / start[i])
+        multiply(queries, turned, A, K, False)
+        for t in range(count):
+            for s in range(t + 1 - exclusive, chunk):
+                A[t, s] = 0
+            if bonus:
+                for i in range(K):
+                    A[t, t] += q[first + t, i] * u[i] * k[first + t, i]
+            for i in range(K):
+                queries[t, i] *= start[i]
+                keys[t, i] *= E[count - 1, i]
+        multiply(A, values, results, count, False)
+        multiply(queries, h, results, K, True)
+        for t in range(count):
+            for j in range(V):
+                o[first + t, j] = scale * results[t, j]
+                check += results[t, j] * single(0)
+        for i in range(K):
+            for j in range(V):
+                h[i, j] *= start[i] * E[count - 1, i]
+        multiply(keys.T, values, h, count, True)
+        if ends[n] >= 0:
+            for i in range(K):
+                for j in range(V):
+                    final[ends[n], i, j] = h[i, j]
+                    check += h[i, j] * single(0)
+    return check == 0
+
+
+@njit(**LOOP)
+def chunks(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states, undone):
+    """The same of rows: q and k [rows, T, K], v and o [rows, T, V], g [rows, T, K or 1], u [rows, K or 0], the initial
+    and final states [rows, sequences, K, V], and `states` [rows, chunks or 0, K, V], those before each chunk. Tells
+    which rows are `undone` [rows].
+
+    Chunk n holds the tokens from table[n, 0] to before table[n, 1]. It begins sequence begins[n] and ends sequence
+    ends[n], or none where that is -1.
+    """
+    for row in range(q.shape[0]):
+        of_row = q[row], k[row], v[row], g[row], u[row], table, begins, ends, limit, scale, exclusive
+        undone[row] = not chunks_of_row(*of_row, initial[row], o[row], final[row], states[row])
