@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from linattn_np.models.devices import on_host
-from linattn_np.models.rwkv6.parameters import is_matrix
+from linattn_np.models.rwkv6.names import VERSION
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_steps import BETAS, CLIP
 
@@ -117,7 +117,7 @@ class Theirs:
 
         self.torch, self.training = torch, ours.training
         settings, weights = self.training.settings, self.training.layout.named(ours.start)
-        matrices = {name for name in weights if is_matrix(name)}
+        matrices = {name for name in weights if VERSION.is_matrix(name)}
         torch.cuda.reset_peak_memory_stats()
         self.peer = Peer(weights, matrices, settings.layers, settings.weight_decay, BETAS, CLIP)
 

@@ -1,7 +1,7 @@
-"""The door for arrays: which are taken, and why every other one is refused, with the way out.
+"""Which arrays are accepted. Every other array is refused with the reason and a way out.
 
-An array that is read must be all in its memory. What is not on the lists below has something beside its memory (a mask,
-a gradient, a transformation, other devices) or no memory of its own, and both would be lost without a word.
+A call reads an array's memory alone. An array that carries more than its memory (a mask, a gradient, a transformation,
+other devices), or that has no memory, is refused: a call would silently ignore what it carries.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 from . import array_kinds
 from .messages import kind_of
 
-OF_NUMPY = (np.ndarray, np.memmap)  # a memory map is an array like any other, in a file
+PLAIN = (np.ndarray, np.memmap)  # a memory map is a plain array in a file
 
 
 class Refusal(TypeError):
-    """What is wrong with an array, to be said behind its name."""
+    """An array is not accepted; the message is the part of an error that follows the array's name."""
 
 
 def accepted(name, x, use: str = "computed", operator: str | None = None):
-    """(`x` as a NumPy or CuPy array over the same memory, the kind of `x`); a Refusal where `x` is not taken.
+    """(`x` as a NumPy or CuPy array over the same memory, the kind of `x`); raises Refusal if `x` is not accepted.
 
-    `use` is what `x` is for: "computed" with, "written" to, or only "copied". `operator` is the differentiable function
-    of linattn_np.interop that does the same, if there is one.
+    `use` says what the call does with `x`: "computed", "written" or only "copied". `operator` is the name of the
+    differentiable function in linattn_np.interop, which the error recommends; None where there is none.
     """
     whose = array_kinds.kind(x)
     if whose is None:
@@ -39,7 +39,7 @@ def accepted(name, x, use: str = "computed", operator: str | None = None):
 
 
 def host_array(numbers):
-    """A number, or those of a list, tuple or array on the host, as a NumPy array; None of anything else."""
+    """Numbers on the host (one, or a list, tuple or array of them) as a NumPy array; None for anything else."""
     plain = isinstance(numbers, (list, tuple, int, float, np.generic))
     try:
         found = np.asarray(numbers) if plain else accepted("", numbers, "copied")[0]
@@ -49,7 +49,7 @@ def host_array(numbers):
 
 
 def contents(numbers, kinds):
-    """The same of such dtypes, hashable."""
+    """A hashable of the numbers that `host_array` finds, if their dtype is one of `kinds`; else None."""
     found = None if array_kinds.kind(numbers) in ("cupy", "cuda") else host_array(numbers)
     return None if found is None or found.dtype.kind not in kinds else (found.dtype, found.shape, found.tobytes())
 
@@ -58,9 +58,9 @@ def differentiable(operator, library) -> str:
     return f": import {operator} from linattn_np.interop.{library}" if operator else ""
 
 
-# -- what each library's array is refused for, or None -----------------------------------------------------------------
+# -- why a library's array is refused, or None if it is accepted -------------------------------------------------------
 def numpy_refusal(x, use, operator) -> str | None:
-    if type(x) in OF_NUMPY:
+    if type(x) in PLAIN:
         return None
     if isinstance(x, np.ma.MaskedArray):
         return (
@@ -115,7 +115,7 @@ REFUSALS = {"numpy": numpy_refusal, "cupy": cupy_refusal, "jax": jax_refusal, "t
 
 # -- torch -------------------------------------------------------------------------------------------------------------
 def not_plain(torch, x) -> str | None:
-    """Why a tensor is not one of strided numbers in the memory of the CPU or of a CUDA device, None where it is."""
+    """Why a tensor that is not plain (strided numbers on the CPU or on CUDA) is refused; None for a plain tensor."""
     if type(x) not in (torch.Tensor, torch.nn.Parameter):
         way_out = ": x.to_local() is this rank's" if hasattr(x, "to_local") else ""
         return f"is a {kind_of(x)}, expected a torch.Tensor or torch.nn.Parameter itself{way_out}"
@@ -137,7 +137,7 @@ def not_plain(torch, x) -> str | None:
 
 
 def extent(x) -> int:
-    """Bytes from the start of a tensor's storage to its last number; 0 where it has none, or is computed when read."""
+    """Bytes from the start of a tensor's storage to its last number; 0 without numbers, or if torch computes them."""
     if not x.numel() or x._is_zerotensor():
         return 0
     last = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape))
@@ -145,5 +145,5 @@ def extent(x) -> int:
 
 
 def not_resolved(x) -> bool:
-    """Whether a tensor's numbers are not those in its memory: negated or zero, when they are read."""
+    """Whether torch negates or zeroes a tensor's numbers when it reads them, so that memory holds others."""
     return x.is_neg() or x._is_zerotensor()

@@ -1,4 +1,4 @@
-"""What a call writes is none of what it reads, and no element of it is another one."""
+"""Memory that a call writes must not overlap memory that it reads, and its elements must not overlap each other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-MOST_PLACES = 64  # of calls alike on a device: the layers of a model
-MOST_WORK: Any = 100_000  # candidates that NumPy may try, in milliseconds: strides can make the question very hard
+MOST_PLACES = 64  # sets of device addresses that are remembered for calls with one key: the layers of a model
+MOST_WORK: Any = 100_000  # candidates that NumPy tries, some milliseconds: for some strides an exact answer takes long
 
 
 def elements_apart(x) -> bool:
-    """Whether the axes nest, each stepping over all of the next smaller one: so of every slice of an ordinary array."""
+    """Whether every axis steps over the whole next smaller axis, as in every slice of an ordinary array."""
     reach = x.dtype.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape) if size > 1):
         if stride < reach:
@@ -21,7 +21,7 @@ def elements_apart(x) -> bool:
 
 
 def share(x, y) -> bool:
-    """Whether two arrays on the host share memory, or have strides for which that would take long to tell."""
+    """Whether two arrays on the host share memory; True, too, if their strides make the answer take too long."""
     if not np.may_share_memory(x, y):  # their bounds alone
         return False
     try:
@@ -31,9 +31,10 @@ def share(x, y) -> bool:
 
 
 def check_aliasing(problem, addresses):
-    """Refuses a call that writes what it reads, or writes one place by two names.
+    """Refuses a call whose `out` or `state` shares memory with an array that it reads, or with each other.
 
-    `addresses` are those of its arrays on a device: calls alike whose arrays lie at the same places pass alike.
+    `addresses` are those of its arrays on a device. A call with the key and the addresses of an earlier one is not
+    checked again.
     """
     state, out = problem.options.get("state"), problem.out
     if out is None and state is None:
@@ -51,7 +52,7 @@ def check_aliasing(problem, addresses):
 
 
 def compare(problem, state, slots):
-    """`check_aliasing` without a memory; of a device's arrays by their addresses alone."""
+    """`check_aliasing` of one call; device arrays are compared by their addresses alone."""
     read, out = [*problem.arrays.items()], problem.out
     if problem.initial_state is not None:
         read += [("initial_state", part) for part in problem.initial_state]
@@ -78,12 +79,12 @@ def refuse_shared(op, name, written, read):
 
 # -- on a device ------------------------------------------------------------------------------------------------------
 def seen_from_the_host(x):
-    """A NumPy array at the addresses of a device's, never to be read; an array of the host's itself."""
+    """A NumPy array at the addresses of a device array, which nobody may read; a host array itself."""
     return x if isinstance(x, np.ndarray) else np.asarray(Addresses(x))
 
 
 class Addresses:
-    """What NumPy's array interface asks of an array that it only compares."""
+    """Gives NumPy the addresses of a device array, by the array interface."""
 
     def __init__(self, x):
         self.__array_interface__ = {

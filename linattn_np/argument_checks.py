@@ -1,7 +1,8 @@
-"""What is declared of an operator, and the checks of one argument by itself.
+"""The declaration of an operator, and the checks of single arguments.
 
-A declaration names each array's axes, `{"q": "B H T K", "v": "B H T V"}`; validation, output shapes, random test inputs
-and the docs read it from there. An error names the operator, the argument, what was wanted and what came.
+A declaration names the axes of each array, `{"q": "B H T K", "v": "B H T V"}`. Checks, shapes of results, signatures,
+random inputs of tests and the documentation follow from it. An error names the operator, the argument, what was
+expected and what was given.
 """
 
 from __future__ import annotations
@@ -23,23 +24,33 @@ from .typing import MaskedOptions
 
 @dataclass(frozen=True, eq=False)
 class Declaration:
-    """An operator's name, its arrays with their axes, and what else it takes."""
+    """An operator's name, its arrays with their axes, and its other properties."""
 
     name: str
     arrays: Mapping[str, str]  # {"q": "B H T K", ...} in the order of the call
     out: str = "B H T V"
     gates: tuple[str, ...] = ()  # may stay float32 beside half-precision inputs
-    computed: tuple[str, ...] = ()  # results of an earlier stage: float32, or float64 beside float64
+    computed: tuple[str, ...] = ()  # arrays that are results of a stage: float32, or float64 beside float64
     modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")
     state: tuple[str, ...] = ("N H K V",)  # axes of each part of the recurrent state, N sequences
     reads_before_write: bool = False  # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
     feature: str = "K"  # the axis that sets the default scale, K**-0.5
     transition: Transition = Transition.NONE  # what a token does to the state before it
-    gates_per_value_head: bool = False  # each value head has gates of its own, so that none can share a head's
+    gates_per_value_head: bool = False  # True: gates have as many heads as v, which then has no grouped heads
     keywords: type = MaskedOptions  # a TypedDict of its keyword arguments
-    second_result: str = "output_final_state"  # the keyword argument that asks for it; "" where there is none
+    second_result: str = "output_final_state"  # the keyword argument that asks for a second result; "" for none
     derived: Any = None  # a `derived.KeyFromGate` where backends compute another operator, from more arrays
     differentiable = True  # by a function of this name in linattn_np.interop
+
+    @property
+    def value(self) -> str:
+        """The name of the array of values, v."""
+        return next(name for name, axes in self.arrays.items() if axes.endswith("V"))
+
+    @property
+    def decays(self) -> list[str]:
+        """The names of the gates that each token has."""
+        return [name for name in self.gates if "T" in self.arrays[name].split()]
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
         raise error(f"{self.name}: {argument} {complaint}")

@@ -1,6 +1,6 @@
-"""Whose array is it: NumPy, CuPy, or anything that speaks DLPack or the CUDA array interface.
+"""The library of an array: NumPy, CuPy, torch, JAX, or any with DLPack or the CUDA array interface; conversions.
 
-Nothing here imports CuPy, torch or JAX: an array of a library can only exist once that library is loaded.
+CuPy, torch and JAX are not imported to look: an array of theirs exists only after its library was imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
 def kind(x) -> str | None:
-    """'numpy', 'cupy', 'torch', 'jax', 'dlpack', 'cuda' (the array interface), or None for what is no array."""
+    """'numpy', 'cupy', 'torch', 'jax', 'dlpack', 'cuda' (the CUDA array interface), or None if `x` is no array."""
     if isinstance(x, np.ndarray):
         return "numpy"
     for library, name in (("cupy", "ndarray"), ("torch", "Tensor"), ("jax", "Array")):
@@ -57,7 +57,7 @@ def to_native(x, whose: str):
 
 
 def in_memory(x):
-    """A tensor of torch's without its gradient, whose numbers are those in memory: not negated or zero when read."""
+    """A tensor without its gradient whose memory holds its numbers: torch negates or zeroes none when it reads them."""
     x = x.detach() if x.requires_grad else x
     return x.clone() if x._is_zerotensor() else x.resolve_neg()
 
@@ -97,9 +97,9 @@ def home(x) -> str:
 
 
 def signature(x, addresses=None):
-    """All but its numbers and its place of an array that is native as it is, hashable; None of anything else.
+    """A hashable of a plain NumPy or CuPy array's shape, strides, dtype and alignment; None for anything else.
 
-    The place of a device's array is added to the list `addresses`, where one is given.
+    The address of a device array is appended to the list `addresses`, if there is one.
     """
     kind = type(x)
     if kind is np.ndarray:

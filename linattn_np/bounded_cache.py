@@ -6,9 +6,9 @@ from threading import Lock
 
 
 class Cache:
-    """Values by key: at most `entries`, and `most` bytes by what each is said to take, or one value that takes more.
+    """Values by key: at most `entries` values of at most `most` bytes together, or one value that is larger.
 
-    What nobody has asked for since it was last looked at goes first.
+    `keep` is told how many bytes a value takes. The oldest value that was not read since the last eviction goes first.
     """
 
     def __init__(self, most: int, entries: int):
@@ -25,7 +25,7 @@ class Cache:
         return entry[0]
 
     def keep(self, key, value, nbytes: int):
-        """The value kept from now on: `value`, or that of a thread that was faster."""
+        """Keeps `value`, unless another thread has kept one with this key; returns the value that is kept."""
         with self.lock:
             if key in self.kept:
                 return self.kept[key][0]

@@ -1,4 +1,4 @@
-"""Calls that differ in nothing but where their arrays are: what is known of one holds for the next."""
+"""The cached results of checking a call, shared by all calls that differ only in where their arrays lie."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .precisions import current
 from .problem import Problem
 
 ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
-INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # that are integers on the host, whose values matter
-DECAYS = ("gamma",)  # and numbers there
-EXACT = frozenset({int, type})  # types whose equal values are the same, and hashable
-SCALARS = frozenset(np.sctypeDict.values())  # NumPy's own, no subclass of the caller's
-MEMOS = Cache(most=1 << 26, entries=256)  # of calls by their keys
+INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # arguments that are integers on the host, by value
+DECAYS = ("gamma",)  # arguments that are numbers on the host, by value
+EXACT = frozenset({int, type})  # hashable types whose equal values are interchangeable
+SCALARS = frozenset(np.sctypeDict.values())  # NumPy's scalar types, without a caller's subclasses
+MEMOS = Cache(most=1 << 26, entries=256)  # {key of a call: what is known of calls with this key}
 
 
 def call_key(op, inputs, arguments):
     """(key, addresses) of a call.
 
-    The key is all that its checks can see, hashable: calls alike pass or fail alike. None where it cannot tell. With
-    the addresses of a device's arrays, in the order of the call, it tells whether their memory overlaps.
+    The key is a hashable of everything that the checks read: calls with equal keys pass or fail alike. It is None if an
+    argument has an unknown type. `addresses` are those of the device arrays, in the order of the call.
     """
     signature, addresses = array_kinds.signature, []
     seen = [signature(x, addresses) for x in inputs]
@@ -52,9 +52,9 @@ def call_key(op, inputs, arguments):
 
 
 def exact_key(x):
-    """A hashable that equals only what `x` cannot be told from: 1 is not 1.0, 0.0 not -0.0. None of unknown types.
+    """A hashable that equals only those of values interchangeable with `x`: 1 differs from 1.0, and 0.0 from -0.0.
 
-    By type, never by a repr or a hash that a subclass could have of its own.
+    It is made by the exact type, never by a repr or hash that a subclass could define; None for unknown types.
     """
     kind = type(x)
     if kind is float:
@@ -67,7 +67,7 @@ def exact_key(x):
 
 
 def kept_bytes(problem: Problem) -> int:
-    """About the bytes kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
+    """About how many bytes are kept for calls with the key of `problem`: the key, and tables on host and device."""
     kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
     if "S" in problem.sizes:  # 12 words of 4 bytes for every 64 to 192 tokens of a head, here and on a device
         kept += problem.sizes["B"] * problem.sizes["H"] * (problem.sizes["T"] + problem.sizes["S"])
@@ -77,7 +77,7 @@ def kept_bytes(problem: Problem) -> int:
 
 
 def without_arrays(problem: Problem) -> Problem:
-    """What calls alike have in common; keeps no memory of the caller's alive."""
+    """The problem without the caller's arrays, so that a cache keeps none of their memory alive."""
     options = {
         name: None if name == "state" or array_kinds.kind(x) == "cupy" else x for name, x in problem.options.items()
     }
@@ -88,7 +88,7 @@ def without_arrays(problem: Problem) -> Problem:
 
 
 def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
-    """A call like `problem` on arrays of its own, which need no conversion; `memo` is what all of them share."""
+    """The cached `problem` with the arrays of this call; `memo` is what calls with its key share."""
     op, layout, initial_state, out = problem.op, problem.layout, arguments.get("initial_state"), arguments.get("out")
     arrays = dict(zip(op.arrays, inputs))
     if layout != "bhtd":

@@ -1,6 +1,7 @@
-"""What an operator takes: declared once as an `Op`, checked once by `Op.bind`, trusted afterwards as a `Problem`.
+"""The checks of a call: `Op.bind` checks it against the operator's declaration and makes a `Problem` of it.
 
-Only this module and `argument_checks` look at the caller's shapes, dtypes, strides and layouts.
+Only this module and `argument_checks` read the caller's shapes, dtypes, strides and layouts. Everything else trusts the
+problem.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ class Op(Declaration):
         """The names of the arrays that a call may leave out."""
         return [] if self.with_more is None else [name for name in self.with_more.arrays if name not in self.arrays]
 
-    def bind(self, inputs, **arguments) -> Problem:
-        """A call as a `Problem` that can be trusted; the checks of a call like an earlier one are not repeated."""
+    def bind(self, inputs, as_given=False, **arguments) -> Problem:
+        """A checked call with a backend's arrays, or `as_given` with the caller's own.
+
+        The checks of a call with an earlier call's key are not repeated.
+        """
         key, addresses = call_key(self, inputs, arguments)
         if key is None:
             problem = self.check(inputs, **arguments)
@@ -66,7 +70,7 @@ class Op(Declaration):
             aliasing.check_aliasing(problem, addresses)
         if problem.warnings or problem.home == "host":
             warnings_of_misuse.warn_of_call(problem)
-        return to_backend(problem) if is_transformed(problem) else problem
+        return problem if as_given or not is_transformed(problem) else to_backend(problem)
 
     def check(
         self,
@@ -89,7 +93,7 @@ class Op(Declaration):
         gradient=False,
         **options,
     ) -> Problem:
-        """All checks of a call that calls alike share, in one pass."""
+        """All checks that a call shares with later calls of the same key."""
         self.one_of("layout", layout, LAYOUTS)
         views, whose = self.native_views(inputs, layout)
         groups = self.groups(views, layout)
@@ -171,7 +175,7 @@ class Op(Declaration):
         return views, next(iter(kinds.values()))
 
     def groups(self, views, layout) -> int:
-        """How many heads of v share each head of the other arrays, which agree on theirs; 1 where v is as they are."""
+        """How many value heads share each head of the other arrays; 1 if v has as many heads or heads disagree."""
         if not self.state or self.out != "B H T V" or self.gates_per_value_head:
             return 1
         heads = {
@@ -179,16 +183,14 @@ class Op(Declaration):
             for name, view in views.items()
             if not value_heads.has_columns(self.arrays[name])
         }
-        H, HV = next(iter(heads)), views["v"].shape[1]
+        v = self.value
+        H, HV = next(iter(heads)), views[v].shape[1]
         if len(heads) > 1 or H == 0 or HV <= H:
             return 1
         if HV % H:
-            shape = tuple(swap_heads(views["v"], self.arrays["v"], layout).shape)
-            self.refuse(
-                "v",
-                f"has {HV} heads, expected H={H} or a multiple of it; v is {shape}, "
-                f"expected {in_layout(self.arrays['v'], layout)}",
-            )
+            shape = tuple(swap_heads(views[v], self.arrays[v], layout).shape)
+            expected = in_layout(self.arrays[v], layout)
+            self.refuse(v, f"has {HV} heads, expected H={H} or a multiple of it; {v} is {shape}, expected {expected}")
         return HV // H
 
     def sizes(self, views, layout, groups=1) -> dict[str, int]:
@@ -222,7 +224,7 @@ class Op(Declaration):
         )
 
     def dtype(self, views, whose):
-        """The dtype of most of the arrays that are neither gates nor computed, which the others must have."""
+        """The dtype that most of the arrays have which are neither gates nor computed; the others must fit it."""
         single = np.dtype(np.float32)
         for name, view in views.items():
             if view.dtype not in array_kinds.FLOATS:

@@ -1,9 +1,9 @@
-"""The caller's arrays and a backend's: how one becomes the other.
+"""Conversions between the caller's arrays and a backend's.
 
-A backend sees arrays [B, H, T, ...] in the order of time that the recurrence has, states [N, H, K, V], as many heads of
-v as of q, and no padding. The caller may have [B, T, H, ...] (`layout`), time running backwards (`reverse`), states
-[N, H, V, K] (`state_v_first`), more heads of v (grouped value heads) and padding (`mask`). All but padding are views,
-and grouped heads too where they lie side by side.
+A backend gets arrays [B, H, T, ...] in the recurrence's order of time, states [N, H, K, V], as many heads of v as of q,
+and no padding. The caller may pass [B, T, H, ...] (`layout`), time running backwards (`reverse`), states [N, H, V, K]
+(`state_v_first`), more heads of v (grouped value heads) and padding (`mask`). Conversions are views, but two copy:
+padding always, and grouped heads that do not lie side by side in memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .problem import Problem
 
 # -- a whole call -----------------------------------------------------------------------------------------------------
 def is_transformed(problem: Problem) -> bool:
-    """Whether a backend's arrays are others than the caller's."""
+    """Whether a backend's arrays differ from the caller's."""
     return problem.reverse or problem.state_v_first or problem.groups > 1 or problem.mask is not None
 
 
 def to_backend(problem: Problem) -> Problem:
-    """The problem with its arrays as a backend has them; without an `out` that only a copy can fill."""
+    """The problem with a backend's arrays; without `out` if the backend cannot write there without a copy."""
     arrays = {
         name: array_to_backend(problem, x, problem.op.arrays[name], padding.value_of_padding(problem, name))
         for name, x in problem.arrays.items()
@@ -41,7 +41,7 @@ def to_backend(problem: Problem) -> Problem:
 
 
 def with_output(problem: Problem) -> Problem:
-    """Where time is reversed, the problem with memory for o in the caller's order of time."""
+    """The problem with memory for o if time is reversed, so that o lies in the caller's order of time."""
     if not problem.reverse or problem.out is not None:
         return problem
     like = next(in_time(problem, x, axes) for x, axes in zip(problem.arrays.values(), problem.op.arrays.values()))
@@ -50,7 +50,7 @@ def with_output(problem: Problem) -> Problem:
 
 
 def copied_arrays(problem: Problem) -> tuple[str, ...]:
-    """Those of the caller's arrays with grouped heads whose memory has the heads of a group apart."""
+    """The names of the caller's arrays that are copied because a group's value heads do not lie side by side."""
     if problem.groups == 1:
         return ()
     state = problem.initial_state and state_in_order(problem, problem.initial_state[0])
@@ -64,7 +64,7 @@ def copied_arrays(problem: Problem) -> tuple[str, ...]:
 
 # -- from the caller to a backend -------------------------------------------------------------------------------------
 def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
-    """The caller's [B, H, T, ...] as a backend has it, `fill` for padding."""
+    """The backend's array of the caller's [B, H, T, ...]; its padding is filled with `fill`."""
     x = folded(problem, in_time(problem, x, axes), axes)
     if problem.mask is None or "T" not in axes.split():
         return x
@@ -73,20 +73,20 @@ def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
 
 
 def state_to_backend(problem: Problem, part, axes: str):
-    """A state's part, or its gradient, likewise."""
+    """The backend's array of a part of the caller's state, or of its gradient."""
     return folded(problem, state_in_order(problem, part), axes)
 
 
 # -- from a backend to the caller -------------------------------------------------------------------------------------
 def to_caller(problem: Problem, native, axes: str):
-    """A backend's array as the caller has it; of padding nothing but 0 is handed out."""
+    """The caller's array of a backend's; padding is 0."""
     if problem.mask is not None and "T" in axes.split():
         native = padding.fill(native, padding_of(problem))
     return swap_heads(unfolded(problem, in_time(problem, native, axes), axes), axes, problem.layout)
 
 
 def state_to_caller(problem: Problem, part, axes: str):
-    """A backend's part of a state, or its gradient, as the caller has it."""
+    """The caller's array of a backend's part of a state, or of its gradient."""
     return state_in_order(problem, unfolded(problem, part, axes))
 
 
@@ -97,7 +97,7 @@ def states_to_caller(problem: Problem, parts):
 
 
 def in_kind(problem: Problem, native):
-    """A native result in the caller's kind of array; few libraries have arrays that run backwards."""
+    """A native result as an array of the caller's library; negative strides, which few libraries have, are copied."""
     if problem.kind not in ("numpy", "cupy") and any(stride < 0 for stride in native.strides):
         native = native.copy()
     return array_kinds.from_native(native, problem.kind, problem.example)

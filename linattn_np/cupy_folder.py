@@ -18,9 +18,11 @@ CUPYS_FOLDER = "~/.cupy/kernel_cache"  # without CUPY_CACHE_DIR
 
 @cache
 def folder_for_cupy():
-    """Where CuPy's folder for kernels cannot be written, one of this process's takes its place, without which CuPy
-    cannot be imported; where it has been, kernels stay in memory. LinattnWarning says so, and NotSupported that there
-    is no place at all."""
+    """Gives CuPy another folder for kernels if its own cannot be written: CuPy could not be imported without one.
+
+    The new folder lives as long as the process. If CuPy is imported already, kernels stay in memory. LinattnWarning
+    tells either; NotSupported tells that no folder can be written.
+    """
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser(CUPYS_FOLDER)
     try:
         os.makedirs(folder, exist_ok=True)

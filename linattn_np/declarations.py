@@ -1,6 +1,6 @@
-"""Every operator, step and stage of the library, declared once: its arrays with their axes, and what else it takes.
+"""The declarations of all operators, steps and stages: their arrays with the axes, and their other properties.
 
-The public functions stand above, the backends' equations and planners beside; all of them know an operator by its `Op`.
+Public functions, backends' equations and planners refer to an operator by its declaration, an `Op`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from .typing import (
 )
 
 MEMBERS: list[Op] = []  # the gated family
-GATED: list[Op] = []  # its members that backends compute by their own arrays: by its declaration a member has the
-# family's kernels; the others are derived from these
+GATED: list[Op] = []  # the members that backends compute; the other members are derived from these
 
 
 def gated(op: Op) -> Op:
@@ -51,7 +50,7 @@ QKV = KEYS | {"v": "B H T V"}
 
 # -- gated operators ---------------------------------------------------------------------------------------------------
 class ValueGateOp(Op):
-    """The declaration of a call that gates the state's values too."""
+    """The declaration of a call with a gate for the values, too."""
 
     def route(self, mode, chunk_size, materialize):
         if materialize is not None:
@@ -81,7 +80,7 @@ SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Tra
 
 
 class RetentionOp(Op):
-    """Its decay is no array of the call but a constant a head, settled while binding."""
+    """The declaration of retention, whose decay is a constant of each head: an option of the problem, no array."""
 
     def check(self, inputs, *, gamma=None, **arguments):
         problem = super().check(inputs, **arguments)
@@ -118,7 +117,7 @@ FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
 class LinearAttentionOp(Op):
-    """Carries the normaliser z beside S once `normalize` is asked for."""
+    """The declaration of linear attention; with `normalize` its state has a second part, the normaliser z."""
 
     def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
         self.one_of("feature_map", feature_map, FEATURE_MAPS)
@@ -136,7 +135,7 @@ NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 # -- softmax attention -------------------------------------------------------------------------------------------------
 class SoftmaxAttentionOp(Op):
     """H heads of T queries attend to HK heads of S keys and values. With `return_lse` the logarithm of each query's sum
-    is a result of its own, declared as a part of the state.
+    is a second result, which is declared as a part of the state.
 
     Options of the problem: `window`, (left, right) keys beside a query's own place, right <= 0 where causal, -1 for no
     bound; `softcap`, 0 for none; `key_spans`, the keys of each sequence.
@@ -172,7 +171,7 @@ class SoftmaxAttentionOp(Op):
         )
 
     def refuse_missing(self, dropout_p, block_table):
-        """Two of FlashAttention's arguments that ask for what no backend has."""
+        """Refuses values of two arguments of FlashAttention that no backend supports."""
         if not is_real(dropout_p) or dropout_p != 0:
             self.refuse("dropout_p", f"is {shown(dropout_p)}, but there is no dropout: it must be 0", NotSupported)
         if block_table is not None:
@@ -197,7 +196,7 @@ class SoftmaxAttentionOp(Op):
         return sizes
 
     def window(self, window, causal, T, S):
-        """(left, right), -1 for no bound: one that no key is beyond is none."""
+        """(left, right), -1 for no bound; a bound beyond all keys is none."""
         left, right = (-1, -1) if window is None else self.pair(window)
         if causal:
             right = 0
@@ -296,7 +295,7 @@ class StepOp(Op):
         return int(shape[0]) if len(shape) else 0
 
     def slots(self, slots, count, pool, home):
-        """[B] int64 where the state lives, or None. Host slots are checked; device slots are the caller's word."""
+        """[B] int64 where the state lives, or None. Host slots are checked; device slots are trusted."""
         if slots is None:
             return None
         if array_kinds.kind(slots) == "cupy":

@@ -1,7 +1,7 @@
 """Which backend computes a problem, and why the others do not.
 
-The arrays' home decides: host arrays run on `numpy`, device arrays on `cupy`, else `numba`; never across. A backend
-is a package under `backends/` with
+Host arrays run on `numpy`, device arrays on `cupy` or, if that cannot compute the problem, on `numba`. No array is
+moved from host to device or back. A backend is a package under `backends/` with
 
     why_not(problem) -> str | None          the reason it cannot compute this problem, None when it can
     run(problem)                            native results: (o, final state parts or None); a step's o; a stage's result
@@ -57,7 +57,7 @@ def choose(problem: Problem, backend: str = "auto") -> str:
 
 
 def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
-    """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
+    """Computes an operator: checks the call, chooses a backend, runs it, and returns arrays of the caller's library."""
     op, arrays = op.fitting(arrays)
     problem = op.bind(arrays, **arguments)
     o, final_state = backend_module(choose(problem, backend)).run(

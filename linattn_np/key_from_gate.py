@@ -1,6 +1,6 @@
-"""Operators that are GLA with an array less, which is a function of the others: their call as GLA's, and back.
+"""Operators that are GLA with a key which is a function of the gate.
 
-Backends see GLA alone. `dispatch` and `autodiff` turn a checked call into GLA's and its gradients into the operator's.
+Backends compute GLA. `dispatch` and `autodiff` convert a checked call to GLA's, and GLA's gradients to the operator's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What errors say of a value, in one line."""
+"""How error messages show a value: in one line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Numba's loops, kept on the disk from one process to the next: in the folder that NUMBA_CACHE_DIR names, else beside
-their module or in the user's cache. Where the disk fails, each process compiles its own.
+"""Numba's compiled loops, cached on the disk for later processes.
 
-ImportError where Numba is missing, or NUMBA_DISABLE_JIT is set.
+The folder is NUMBA_CACHE_DIR's, else one beside the module or the user's cache. If the disk fails, each process
+compiles its own loops. The import raises ImportError if Numba is missing or NUMBA_DISABLE_JIT is set.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ config: Any = numba.config  # its settings are made as the environment has them
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and NumPy computes instead of Numba's loops")
 
-COMPILING: list[Callable[[], object]] = []  # called before a loop is compiled, which takes up to some seconds
+COMPILING: list[Callable[[], object]] = []  # functions to call before a loop is compiled, which takes seconds
 DIGEST = hashlib.sha256().digest_size  # bytes behind what a file holds
 atexit.register(global_compiler_lock.acquire)  # LLVM would crash if a thread compiled while the process ends
 
 
 def njit(**options):
-    """`numba.njit`, with its machine code kept."""
+    """`numba.njit` whose machine code is cached on the disk."""
 
     def decorate(function):
         loop = numba.njit(**options)(function)
@@ -40,7 +40,7 @@ def njit(**options):
 
 
 def cfunc(signature, **options):
-    """`numba.cfunc`, with its machine code kept."""
+    """`numba.cfunc` whose machine code is cached on the disk."""
 
     def decorate(function):
         loop = CFunc(function, normalize_signature(signature), locals={}, options=options)
@@ -65,7 +65,7 @@ class NoCache(caching.NullCache):
 
 
 class ChecksummedFiles(caching.IndexDataCacheFile):
-    """Numba's files with a checksum: machine code that is damaged could do anything."""
+    """Numba's cache files with a checksum behind the data: damaged machine code must not run."""
 
     def _dump(self, obj):
         data = super()._dump(obj)
@@ -80,7 +80,7 @@ class ChecksummedFiles(caching.IndexDataCacheFile):
 
 
 class DiskCache(caching.FunctionCache):
-    """Numba's cache of a function, of which no fault costs more than a compilation."""
+    """Numba's cache of a function; if reading or writing it fails, the function is compiled."""
 
     def __init__(self, function):
         super().__init__(function)

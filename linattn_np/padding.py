@@ -1,6 +1,4 @@
-"""Padding taken out of a batch: of a token that is none, the key is nothing and the gate is 0, which keeps the
-state.
-"""
+"""Padding in a batch: its keys become 0 and its gates 0 (no decay), so that it leaves the state as it is."""
 
 from __future__ import annotations
 
@@ -22,5 +20,5 @@ def fill(x, padding, value=0.0):
 
 
 def value_of_padding(problem, name: str) -> float:
-    """What an array holds at padding: of a key that a feature map (none, elu + 1, relu, exp) makes 0."""
+    """The value of an array at padding: for a key one that every feature map (none, elu + 1, relu, exp) makes 0."""
     return -np.inf if name == "k" and problem.options.get("feature_map") else 0.0

@@ -18,16 +18,16 @@ MAPPINGS = ("arrays", "sizes", "options")
 class Problem:
     """One checked call. Arrays are [B, H, T, ...] views of the caller's memory, whatever layout they came in.
 
-    It never changes: calls alike share one, but for their arrays. `replace` makes another one.
+    A problem never changes, since calls with the same key share one without its arrays. `replace` makes another one.
     """
 
     op: Declaration
     arrays: MappingProxyType[str, Any]  # nobody can write to these
     sizes: MappingProxyType[str, int]  # B, H, T, K, V as declared, and N, the number of sequences
-    options: MappingProxyType[str, Any]  # what single operators take besides
+    options: MappingProxyType[str, Any]  # the checked arguments that only some operators have
     dtype: np.dtype  # of q, k, v and o
     spans: Spans  # token ranges; dense: the one range that all B rows share
-    varlen: bool
+    varlen: bool  # cu_seqlens were given
     layout: str
     reverse: bool  # arrays and spans run backwards in time, as the recurrence does
     state_v_first: bool  # the caller's states are [N, H, V, K]
@@ -44,11 +44,11 @@ class Problem:
     kind: str  # the library whose arrays came in
     example: Any = None  # one of the arrays as the caller gave it
     gradient: bool = False  # a vjp is asked for
-    groups: int = 1  # heads of v as the caller has them for each of ours, whose V is all theirs
-    copied_arrays: tuple[str, ...] = ()  # the caller's arrays with grouped heads that must be copied for that
+    groups: int = 1  # the caller's value heads in each head, whose V counts the columns of all of them
+    copied_arrays: tuple[str, ...] = ()  # the caller's arrays that are copied because of their grouped heads
     mask: Any = None  # [B, T], True for a token, False for padding
     warnings: tuple[str, ...] = ()  # of likely mistakes, as far as shapes tell
-    memo: dict | None = None  # what backends remember for calls like this one, None where none is known
+    memo: dict | None = None  # what backends keep for calls with this key; None without a key
 
     def replace(self, **fields) -> Problem:
         """This problem with other `fields`: `dataclasses.replace` in a tenth of its time."""
@@ -71,5 +71,5 @@ class Problem:
 
 
 def compute_dtype(dtype: np.dtype) -> np.dtype:
-    """What arrays of `dtype` are computed in."""
+    """The dtype of the arithmetic on arrays of `dtype`."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .contract import Op
 from .dispatch import call
-from .shared_documentation import PARAMETERS, SECTIONS
+from .shared_documentation import NOTES, PARAMETERS, RAISES, RETURNS
 
 SECTION = re.compile(r"^(\w+)\n-+\n", re.MULTILINE)  # a heading of a docstring, underlined
 
@@ -25,9 +25,10 @@ def public_function(op: Op, compute: Callable[..., Any] = call):
         function = defined(op, op.signature, compute, documented.__globals__)
         doc, names = Docstring(documented.__doc__), list(op.signature.parameters)
         doc.describe(PARAMETERS, [name for name in names if name not in doc.entries()])
-        if op.second_result == "output_final_state":
-            for title, text in SECTIONS.items():
-                doc.add(title, text)
+        doc.add("Raises", RAISES)
+        if op.state and op.out == "B H T V":  # an operator with a state, not a step or a stage
+            doc.add("Returns", RETURNS)
+            doc.add("Notes", NOTES)
         function.__doc__ = doc.text()
         return function
 
@@ -48,14 +49,14 @@ def defined(op: Op, signature, compute, namespace) -> Callable[..., Any]:
         f"    return {op.name}\n"
     )
     made: dict[str, Any] = {}
-    exec(source, namespace, made)
+    exec(compile(source, f"<the signature of {op.name}>", "exec"), namespace, made)  # a traceback shows this name
     function = made["maker"](op, compute)
     function.__qualname__ = op.name
     return function
 
 
 class Docstring:
-    """A docstring taken apart: `head`, with summary and equation, and `sections`, the text below each title."""
+    """A docstring in parts: `head` has summary and equation, `sections` the text of each title in ORDER."""
 
     ORDER = ("Parameters", "Returns", "Raises", "Notes", "Example")
 
@@ -64,22 +65,22 @@ class Docstring:
         self.sections = {title: text.strip("\n") for title, text in zip(parts[::2], parts[1::2])}
 
     def entries(self) -> dict[str, str]:
-        """{name: description} of the parameters; of parameters that are described together by the first one's name."""
+        """{name: entry} of the parameters. An entry that describes several has the first one's name."""
         return entries_of(self.sections.get("Parameters", ""))
 
     def describe(self, text: str, names):
         """Adds or replaces the descriptions of parameters `names` by those in `text`."""
-        found = {name: entry for name, entry in entries_of(text).items() if name in names}
-        self.sections["Parameters"] = "\n".join((self.entries() | found).values())
+        known = entries_of(text)
+        described = self.entries() | {name: known[name] for name in names if name in known}
+        self.sections["Parameters"] = "\n".join(described.values())
 
     def add(self, title: str, text: str):
         """Adds to the text of a section, which may not be there yet."""
         self.sections[title] = "\n\n".join(filter(None, [self.sections.get(title), text.strip()]))
 
     def text(self) -> str:
-        shown = [
-            f"{title}\n{'-' * len(title)}\n{self.sections[title]}" for title in self.ORDER if title in self.sections
-        ]
+        titles = sorted(self.sections, key=self.ORDER.index)
+        shown = [f"{title}\n{'-' * len(title)}\n{self.sections[title]}" for title in titles]
         return "\n\n".join([self.head.strip(), *shown]) + "\n"
 
 

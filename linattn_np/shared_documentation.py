@@ -49,18 +49,19 @@ out : array like the result, optional
     Where to write o: memory that no other argument shares, and in which no two elements are one.
 """
 
-SECTIONS = {
-    "Returns": """
+RETURNS = """
 o : [B, H, T, V], the dtype and memory order of q; or ``(o, final_state)``
-""",
-    "Raises": """
+"""
+
+RAISES = """
 ContractError (a ValueError)
-    Shapes, modes or cu_seqlens that do not fit; ContractTypeError (also a TypeError) for dtypes, devices and things
+    Shapes or options that do not fit; ContractTypeError (also a TypeError) for dtypes, devices and things
     that are no arrays; NotSupported where no backend can, with every reason. Nothing has run by then.
 LinattnWarning
     Arrays that look like [B, T, H, ...] without `layout`, or like decays where their logs are expected.
-""",
-    "Notes": """
+"""
+
+NOTES = """
 Arrays are NumPy's or CuPy's, or anything with ``__dlpack__``: float64, float32, float16 or bfloat16, all the same, but
 a gate may be float32 beside half-precision arrays. Subclasses such as masked arrays are refused, and so is what would
 cut a gradient: `linattn_np.interop` differentiates. Any strides: slices of a fused buffer are read in place. v may have
@@ -75,5 +76,4 @@ is 0, and 0 times NaN is NaN. There a NaN or inf in v also reaches the tokens be
 32 on Hopper with half-precision arrays (64 where a head has one gate, or none); of a chunk in mode "staged". Of
 gradients, dq, dk and dv may have one in k, q or `do` at the other tokens of its block of up to 64, and the gate's,
 which is summed up from the end, one in k, v or the gate at every token of the sequence.
-""",
-}
+"""

@@ -1,8 +1,8 @@
-"""What a segment of tokens does to the state that reaches it: an affine map, S -> F S + S_own.
+"""The map that a segment of tokens applies to the state before it: S -> F S + S_own.
 
-F, the transition of the segment, is the product of its tokens' transitions; S_own is the segment's final state from
-zero. Two segments in a row are such a map again, and so is what a segment does to the state's gradient, which runs
-backwards in time with the transposed F: dS -> F^T dS + dS_own.
+F, the transition of the segment, is the product of its tokens' transitions. S_own is the segment's final state from
+zero. Two segments in a row are such a map, too. The map of the state's gradient runs backwards in time with the
+transposed F: dS -> F^T dS + dS_own.
 
 The arrays may be NumPy's, CuPy's or JAX's. N counts sequences, H heads of keys, HV heads of values, a multiple of H.
 """
@@ -77,7 +77,7 @@ def for_value_heads(factor, heads: int):
 
 def factor_shapes(op, N: int, H: int, HV: int, K: int, V: int) -> list[tuple[int, ...]]:
     """The shapes of the factors that the gates of a declared operator make; none where it has no gates."""
-    decays = [op.arrays[name].split() for name in op.gates if "T" in op.arrays[name].split()]
+    decays = [op.arrays[name].split() for name in op.decays]
     if op.transition is Transition.RANK_ONE:
         return [(N, H, K, K)]
     if op.transition is Transition.DIAGONAL:

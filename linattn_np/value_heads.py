@@ -1,6 +1,6 @@
-"""Grouped value heads: G heads of v for each head of q, k and the gate, to a backend one head of G * V columns.
+"""Grouped value heads: v has G heads for each head of q, k and the gate. A backend gets one head of G * V columns.
 
-Columns of V never meet in these recurrences, so a state [K, G * V] is the G states [K, V] of the group side by side.
+These recurrences compute each column of V by itself, so a state [K, G * V] is the group's G states [K, V] side by side.
 """
 
 from __future__ import annotations

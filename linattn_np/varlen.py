@@ -1,4 +1,4 @@
-"""Packed sequences of different lengths: cu_seqlens <-> sequence spans <-> the table of chunks."""
+"""Packed sequences of different lengths: their token ranges, and the chunks and segments that they are cut into."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from linattn_np import ContractError, NotSupported
 from linattn_np.models import RWKV6, Batch, Sampling, checkpoint, helper_threads, matrices
 from linattn_np.models.files import write_arrays
 from linattn_np.models.helper_threads import Board
-from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
+from linattn_np.models.rwkv6.names import VERSION
+from linattn_np.models.rwkv6.parameters import Layout, sizes_of
 
 pytest.importorskip("numba", reason="matrices of few bits are multiplied by Numba's loops")
 from linattn_np.models import matrix_loops  # they import Numba
@@ -197,7 +198,7 @@ def test_a_board_says_when_it_is_over(size):
 def rounded(weights):
     """Matrices that bfloat16 can hold, in float32."""
     return {
-        name: array.astype(ml_dtypes.bfloat16).astype(np.float32) if is_matrix(name) else array
+        name: array.astype(ml_dtypes.bfloat16).astype(np.float32) if VERSION.is_matrix(name) else array
         for name, array in weights.items()
     }
 
@@ -206,6 +207,19 @@ def rounded(weights):
 def test_bfloat16_is_float32_arithmetic_on_the_rounded_weights(weights, lengths, rng):
     models = [RWKV6(weights, dtype="bfloat16"), RWKV6(rounded(weights), dtype="float32")]
     agree_up_to_rounding(models, rounded(weights), lengths, rng)
+
+
+def test_steps_of_more_sequences_than_the_loops_read_float32_for(weights, rng):
+    """BLAS multiplies these, as many sequences' as it does a prompt's tokens."""
+    model, count = RWKV6(weights, dtype="float32"), matrices.FEW + 3
+    tokens, together, alone = rng.integers(0, 70, (count, 2)), None, [None] * count
+    for part in tokens.T:
+        logits, together = model.forward(part[:, None], together)
+        singles = [model.forward([[token]], state) for token, state in zip(part, alone)]
+        alone = [state for _, state in singles]
+    for row, token_logits in enumerate(logits[:, 0]):
+        most = moved_by_rounding(weights, tokens[row], rng, draws=2)[0]
+        assert np.abs(token_logits - singles[row][0][0, 0]).max() <= 6 * most
 
 
 def agree_up_to_rounding(models, weights, lengths, rng):

@@ -193,7 +193,7 @@ def test_every_part_of_a_saved_state_is_checked(changes, complaint, tmp_path):
     np.savez(path, **npz())
     assert State.load(path).wkv.shape == (2, 3, 2, 3, 3)
     np.savez(path, **npz(**changes))
-    with pytest.raises(ContractError, match=f"^RWKV6: {path} is no saved state, or a damaged one: {complaint}"):
+    with pytest.raises(ContractError, match=f"^State: {path} is no saved state, or a damaged one: {complaint}"):
         State.load(path)
 
 

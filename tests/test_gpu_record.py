@@ -165,7 +165,7 @@ def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
         monkeypatch.setattr(backend.device, "launch", lambda kernel, *_, **__: launched.add(kernel))
         monkeypatch.setattr(backend.device, "prepared", lambda kernel, *_, **__: partial(launched.add, kernel))
     monkeypatch.setattr(hopper.device, "cooperative", True)  # as the card's is
-    monkeypatch.setattr(model, "layers_on", lambda _: cuda_layers.CudaLayers)
+    monkeypatch.setattr(model.RWKV6, "layers_on", staticmethod(lambda _: cuda_layers.CudaLayers))
     monkeypatch.setattr(cuda_decode, "current_device", lambda: hopper.device)
     with np.errstate(all="ignore"):
         for _ in sanitized.calls(

@@ -7,10 +7,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from reference import assert_close, exact, exact_vjp, same_bits
 
 import linattn_np
 from linattn_np import varlen
-from linattn_np.backends.numpy import chunked, cores, scores
+from linattn_np.backends.numpy import chunked, cores, loop_choice, scores
 from linattn_np.backends.numpy.packing import KEPT_BYTES, Scratch, Segment, row_blocks, thread_scratch
 
 rng = np.random.default_rng(7)
@@ -184,6 +185,38 @@ def test_threads_segments_and_materialize_change_no_bit(op, bounds, monkeypatch)
         assert all(np.array_equal(x, y) for x, y in zip(result, results[0], strict=True))
 
 
+@pytest.mark.parametrize("op", [linattn_np.gla, linattn_np.rwkv6, linattn_np.simple_gla])
+def test_long_calls_go_through_compiled_loops(op, monkeypatch):
+    """All rows but those with a strong gate, or with results that are not finite."""
+    if loop_choice.module() is None:
+        pytest.skip("Numba is not here")
+    monkeypatch.setattr(loop_choice, "LEAST_ELEMENTS", 1)
+    streamed, left = chunked.streamed, []
+    monkeypatch.setattr(
+        chunked, "streamed", lambda schedule, rows, *a: left.append(rows) or streamed(schedule, rows, *a)
+    )
+    H, T, K, bounds = 5, 170, 20, [0, 3, 3, 90, 170]
+    q, k, v, g = rng.standard_normal((4, 1, H, T, K)).astype(np.float32)
+    q, v, g = q.swapaxes(1, 2).copy().swapaxes(1, 2), v[..., :12], -np.exp(g) / 4
+    g[:, 2, 100], v[:, 3, 100] = -np.inf, np.inf
+    arrays = {linattn_np.rwkv6: (q, k, v, g, k[0, :, 0]), linattn_np.gla: (q, k, v, g)}.get(op, (q, k, v, g[..., 0]))
+    how = {"cu_seqlens": bounds, "initial_state": rng.standard_normal((4, H, K, 12)).astype(np.float32)}
+    found = op(*arrays, **how, output_final_state=True)
+    assert sorted(rows[1].start for rows in left) == [2, 3]
+    for what, x, y in zip(("o", "final"), found, exact(op, arrays, **how, output_final_state=True)):
+        fine = np.isfinite(y)
+        assert (np.isfinite(x) == fine).all()
+        assert_close(what, np.where(fine, x, 0), np.where(fine, y, 0), np.float32)
+    for workers in (1, 3):
+        monkeypatch.setattr(chunked, "workers", lambda: workers)
+        again = op(*arrays, **how, output_final_state=True)
+        assert all(same_bits(x, y) for x, y in zip(found, again))
+    v[:, 3, 100] = 1
+    do = rng.standard_normal(v.shape).astype(np.float32)
+    for i, (x, y) in enumerate(zip(linattn_np.vjp(op, *arrays, **how)[1](do), exact_vjp(op, arrays, do, **how)[2])):
+        assert_close(f"gradient {i}", x, y, np.float32)
+
+
 def peak_bytes(call):
     tracemalloc.start()
     call()
@@ -205,6 +238,7 @@ def test_streaming_never_holds_every_state():
 )
 def test_quadratic_forms_never_hold_the_square(call):
     q, k, v = rng.standard_normal((3, 1, 1, 4096, 8), dtype=np.float32)
+    call(q, k, v)  # loads Numba's loops
     assert peak_bytes(lambda: call(q, k, v)) < 4096**2 * 4 / 8
 
 

@@ -321,6 +321,7 @@ ROOMS = {
         ["numpy", "cupy"],
     ),
     "models/training_products": (["backends.cupy"], ["numpy", "cupy"]),
+    "models/rwkv": ([f"models.{name}" for name in (*AROUND, "rwkv")] + [*CHECKED, "array_kinds", "varlen"], ["numpy"]),
     "models/rwkv6": (["models", *CHECKED, "array_kinds", "autodiff", "ops", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
@@ -357,7 +358,10 @@ ROOMS = {
         ["backends.cupy", "array_kinds", "contract", "declarations", "kernel_choice", "problem", "varlen"],
         ["numpy", "cupy"],
     ),
-    "backends/numba": (["backends.numba", "backends.cupy", "array_kinds", "contract", "varlen"], ["numpy", "numba"]),
+    "backends/numba": (
+        ["backends.numba", "backends.cupy", "array_kinds", "contract", "declarations"],
+        ["numpy", "numba"],
+    ),
     "__init__": ([""], []),
 }
 

@@ -114,6 +114,27 @@ def test_an_argument_is_packed_as_declared():
     assert dict(arguments.offsets(declared)) == {"q": 0, "u": 32, "none": 40, "T": 48, "scale": 56}
 
 
+def test_a_declaration_names_kinds_and_members():
+    found = arguments.members("maps+rows q do_, pointers? u, shape, integers T")
+    assert [(x.name, x.kind) for x in found[:4]] == [
+        ("q", "map"),
+        ("do_", "map"),
+        ("q_rows", "rows"),
+        ("do_rows", "rows"),
+    ]
+    assert [(x.name, x.kind, x.optional) for x in found[4:]] == [
+        ("u", "pointer", True),
+        ("shape", "shape", False),
+        ("T", "integer", False),
+    ]
+
+
+def test_members_that_may_be_null_can_be_left_out():
+    scan = gated_kernels.ScanSegments(1)
+    given = dict.fromkeys(("left", "decays", "starts", *"PRHKV"), 1)
+    assert scan.complete(given) == given | {"column_decays": None, "initial": None, "final": None}
+
+
 def test_tensor_maps_and_structs_are_packed_in_place():
     inner = arguments.members("maps m, integers n")
     declared = (*arguments.structs("two", 2, inner), *arguments.members("integers last"))
@@ -223,7 +244,7 @@ def test_steps_are_executed_in_order():
     assert [type(step) for step in plan.steps] == [Copy, Fill, Upload, Fill, Copy, Launch, Copy]
     assert plan.copies == ("x: in half",) and plan.kernels == (rwkv6_model_kernels.Argmax(),)
     assert plan.scratch == 16 + 32
-    run = execute.Compiled(plan, EmulatedDevice())
+    run = execute.CompiledPlan(plan, EmulatedDevice())
     for turn in range(3):
         arrays = np.random.default_rng(turn).permutation(8).astype(np.float32), np.empty(8, np.float32)
         (found, tokens, zeros, none, table), _ = run(arrays)

@@ -18,7 +18,7 @@ from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
-from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, cuda_prefill, model
+from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, cuda_prefill
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
 HALF = np.dtype(np.float16)
@@ -38,8 +38,9 @@ def on_cuda(device, monkeypatch):
         return decoder.logits
 
     if "Emulated" in type(device).__name__:
-        of_host = model.layers_on("cpu")  # what the device is held against stays itself
-        monkeypatch.setattr(model, "layers_on", lambda on: of_host if on == "cpu" else cuda_layers.CudaLayers)
+        of_host = RWKV6.layers_on("cpu")  # what the device is held against stays itself
+        layers_on = staticmethod(lambda on: of_host if on == "cpu" else cuda_layers.CudaLayers)
+        monkeypatch.setattr(RWKV6, "layers_on", layers_on)
         monkeypatch.setattr(cuda_decode, "current_device", lambda: device)
         monkeypatch.setattr(cuda_decode.CudaDecoder, "capture", capture)
         monkeypatch.setattr(cuda_decode.CudaDecoder, "replay", replay)

@@ -25,9 +25,10 @@ from linattn_np.errors import ContractError
 from linattn_np.models import RWKV6, checkpoint, training, training_steps
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
+from linattn_np.models.rwkv.version import in_block
 from linattn_np.models.rwkv6 import grad
-from linattn_np.models.rwkv6.names import declared, in_block
-from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
+from linattn_np.models.rwkv6.names import VERSION
+from linattn_np.models.rwkv6.parameters import Layout, sizes_of
 from linattn_np.models.training import Settings, Text, Training
 from linattn_np.models.training_products import HostProducts
 from linattn_np.models.training_steps import StepInputs
@@ -60,7 +61,7 @@ def slope(layout, vector, tokens, direction, drop=lambda: keep, h=1e-6):
     return (ends[0] - ends[1]) / (2 * h)
 
 
-@pytest.mark.parametrize("part", dict.fromkeys(map(in_block, declared(1))))
+@pytest.mark.parametrize("part", dict.fromkeys(map(in_block, VERSION.declared(1))))
 def test_gradients_are_finite_differences(part, model, rng):
     layout, vector, tokens = model
     _, gradient = value_and_gradient(layout, vector, tokens)
@@ -181,8 +182,8 @@ def test_a_tree_is_views_of_every_element():
     for array in arrays:
         array += 1
     assert (vector == 1).all()
-    assert list(layout.named(vector)) == list(declared(2))
-    assert sum(end - start for name, (start, end) in layout.spans.items() if is_matrix(name)) == layout.matrices
+    assert list(layout.named(vector)) == list(VERSION.declared(2))
+    assert sum(end - start for name, (start, end) in layout.spans.items() if VERSION.is_matrix(name)) == layout.matrices
 
 
 def test_the_example_models_sizes_are_those_of_its_width():

@@ -39,7 +39,7 @@ constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && !SINCE
 
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_backwards(const Args args) {
-  const WorkTile at(args.shape, args.R);
+  const StateRow at(args.shape, args.R);
   if (at.r >= args.R) return;
   const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h, every = args.shape.chunk;
   const Span chunks = chunks_of(args.shape, at.n % args.shape.count);

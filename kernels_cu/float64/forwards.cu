@@ -32,7 +32,7 @@ constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_
 
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float64_forwards(const Args args) {
-  const WorkTile at(args.shape, args.R);
+  const StateRow at(args.shape, args.R);
   if (at.r >= args.R) return;
   const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h;
   i64 chunk = chunks_of(args.shape, at.n % args.shape.count).start;

@@ -121,8 +121,8 @@ template <typename E> struct Element<E*> {
   using type = E;
 };
 
-// Where a block works.
-struct WorkTile {
+// The channels of a chunk that a block computes.
+struct ChannelTile {
   int tile;  // of channels
   i64 c, h, b;
   Span span;
@@ -206,12 +206,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 16 * warp;
   const int tiles = int((shape.K + TILE - 1) / TILE);
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
-  const auto work_tile = [&](u32 block) -> WorkTile {
+  const auto channel_tile = [&](u32 block) -> ChannelTile {
     const u32 tile = block % tiles, chunk = block / tiles;
     const i64 c = chunk % NC, h = args.first + chunk / NC % heads, b = chunk / NC / heads;
     return {int(tile), c, h, b, chunk_tokens(shape, c)};
   };
-  const WorkTile place = work_tile(blockIdx.x);
+  const ChannelTile place = channel_tile(blockIdx.x);
   const int tile = place.tile;
   const i64 c = place.c, h = place.h, b = place.b;
   const Span span = place.span;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;  // of v and do
   const auto fetch = [&](int n) {
     Values<E>& to = s.values[n & 1];
-    const WorkTile at = ANEW && M::SPLIT ? work_tile(opaque(blockIdx.x)) : place;
+    const ChannelTile at = ANEW && M::SPLIT ? channel_tile(opaque(blockIdx.x)) : place;
     const i64 head = Columns::gated ? at.h - args.first : at.h, column = n * COLUMNS;
     const bool pieces = Columns::gated || vectors;
     fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, at.b, head, at.span.start, at.span.stop, column, width, pieces);
@@ -588,7 +588,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     }
   }
   __syncthreads();  // the results stand
-  const WorkTile end = ANEW ? work_tile(opaque(blockIdx.x)) : place;
+  const ChannelTile end = ANEW ? channel_tile(opaque(blockIdx.x)) : place;
   const auto store = [&](const auto& to, const auto* tile) {
     using E = typename Element<decltype(tile)>::type;
     store_rows<CHUNK, TILE, LD<E, TILE>>(to, tile, end.b, end.h, end.span.start, end.span.stop, end.tile * TILE,

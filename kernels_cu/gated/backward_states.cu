@@ -50,8 +50,8 @@ template <typename T, typename G, int BV> struct Shared {
   Stage<T, G, BV> stages[STAGES<T, BV>];
 };
 
-// Where a block's tokens and its state are.
-struct WorkTile {
+// The tokens that a block walks through, and its tile of the state.
+struct StateTile {
   int n, b, h;  // sequence or segment, batch, head
   int k_tile, v_tile;
   Span span;
@@ -99,7 +99,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
-__device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const WorkTile& at, bool backwards) {
+__device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const StateTile& at, bool backwards) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   constexpr int STAGES = ::STAGES<T, BV>;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
   const int v_tiles = int((shape.V + BV - 1) / BV), k_tiles = int((shape.K + TILE - 1) / TILE);
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
-  WorkTile at;
+  StateTile at;
   at.v_tile = block % v_tiles, at.k_tile = block / v_tiles % k_tiles;
   at.h = int(args.first) + block / tiles % heads, at.n = block / tiles / heads, at.b = at.n / int(shape.count);
   at.span = tokens_of(shape, at.n % shape.count);

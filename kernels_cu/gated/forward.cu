@@ -17,17 +17,11 @@
 #include "gated/forward_operands.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
+#include "forward_arguments.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v;
-  Rows<const G> g;
-  Rows<T> o;
-  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
-  float* final;              // [N, H, K, V] or null
-  Shape shape;
-  double scale;
+template <typename T, typename G> struct Args : ForwardArgs<T, G> {
   float* sums;  // o of the channels before these, for those after these; null where these are all
   i64 channel;  // the first one
   i64 bytes;    // all rows of q, k, v, g and o are whole pieces of so many: 16, 8, 4 or 2

@@ -154,12 +154,12 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
   }
 }
 
-// What a block computes: of segment n the part-th part, columns of head h; `pair` is the place of what it leaves.
-template <int BV> struct WorkTile {
+// A block's columns of head h and its part of segment n; it writes the `pair`-th result.
+template <int BV> struct SegmentTile {
   u32 n, part, h, pair;
   int v_tile;
 
-  template <class Args> __device__ __forceinline__ WorkTile(const Args& args, u32 block) {
+  template <class Args> __device__ __forceinline__ SegmentTile(const Args& args, u32 block) {
     const u32 tiles = u32(args.shape.V + BV - 1) / BV, H = u32(args.shape.H), parts = u32(args.parts);
     const u32 index = block / tiles / H / parts, needed = u32(args.needed);
     n = index / needed * u32(args.of) + index % needed, part = block / tiles / H % parts, h = block / tiles % H;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, own = 16 * (threadIdx.x >> 5);
-  const WorkTile<BV> work(args, blockIdx.x);
+  const SegmentTile<BV> work(args, blockIdx.x);
   const u32 count = u32(shape.count), parts = u32(args.parts), part = work.part, b = work.n / count;
   const Span span = tokens_of(shape, work.n % count);
   const int tokens = int(span.stop - span.start), bytes = int(args.bytes);
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   }
   cp_async_wait<0>();
 
-  const WorkTile<BV> done(args, opaque(blockIdx.x));  // found anew: the loop needs the registers
+  const SegmentTile<BV> done(args, opaque(blockIdx.x));  // found anew: the loop needs the registers
   float* left = args.left + i64(done.pair) * shape.K * shape.V;
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)

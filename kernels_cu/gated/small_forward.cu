@@ -10,17 +10,11 @@
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
 #include "gated/small_heads.cuh"
+#include "forward_arguments.cuh"
 
 constexpr int WARPS = 4;
 
-template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v;
-  Rows<const G> g;
-  Rows<T> o;
-  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
-  float* final;              // [N, H, K, V] or null
-  Shape shape;
-  double scale;
+template <typename T, typename G> struct Args : ForwardArgs<T, G> {
   i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
 };
 

@@ -1,6 +1,7 @@
 // what      What every Hopper backward shares beside warpgroup.cuh: products of tokens, sums over the lanes that share
 //           a channel, and segments of sequences. CHUNK, the tokens of a chunk, is the including kernel's.
 // limits    sm_90a
+#include "half_products.cuh"
 #include "warpgroup.cuh"
 
 // ---- products of tokens with tokens: a warp ------------------------------------------------------------------
@@ -8,11 +9,6 @@
 // The three 16 x 16 blocks of 32 x 32 pairs with no key behind its query.
 __device__ __forceinline__ int queries_of(int block) { return block ? 16 : 0; }
 __device__ __forceinline__ int keys_of(int block) { return block == 2 ? 16 : 0; }
-
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&x)[4], const u32 (&y)[2], bf16) {
-  mma_bf16(d, x, y);
-}
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&x)[4], const u32 (&y)[2], f16) { mma_f16(d, x, y); }
 
 // D[queries, keys] = a b^T, a block.
 template <typename T, int PANELS>
@@ -29,8 +25,8 @@ __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][C
       u32 x[4], y[4];
       ldmatrix_x4(x, at_offset(a[panel], query ^ flip));
       ldmatrix_x4(y, at_offset(b[panel], key ^ flip));
-      multiply(d[0], x, {y[0], y[1]}, T{});
-      multiply(d[1], x, {y[2], y[3]}, T{});
+      multiply_halves(d[0], x, {y[0], y[1]}, T{});
+      multiply_halves(d[1], x, {y[2], y[3]}, T{});
     }
 }
 

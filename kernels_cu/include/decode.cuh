@@ -1,4 +1,5 @@
 // what      What the kernels of RWKV-6 models share: sums over a block, a gate, neighbours loaded and stored at once.
+#include "half_products.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -16,6 +17,7 @@ template <int WARPS> __device__ __forceinline__ float block_sum(float x, float* 
 // Two such sums with one barrier.
 template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float2* s_parts) {
   x = {warp_sum(x.x), warp_sum(x.y)};
+  if constexpr (WARPS == 1) return x;
   if ((threadIdx.x & 31) == 0) s_parts[threadIdx.x >> 5] = x;
   __syncthreads();  // the warps' sums stand
   float2 sum = {};
@@ -94,14 +96,6 @@ template <typename T> struct MultipliedAs {
 template <> struct MultipliedAs<i8> {
   typedef bf16 Type;
 };
-
-// D[16, 8] += A[16, 16] B[16, 8] in the type of the last argument.
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
-  mma_bf16(d, a, b);
-}
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
-  mma_f16(d, a, b);
-}
 
 // -- a float as a sum of TERMS numbers of a half type, each in an array of its own ------------------------------------
 // Three hold a float. Those in float16 take a power of two, by which the sum has its range and its small numbers.

@@ -3,6 +3,7 @@
 // numerics  Products of bf16 or f16 with sums in float32. What a product makes is rounded to the same type before it is
 //           a factor of the next one.
 #include "cards.cuh"
+#include "half_products.cuh"
 #include "softmax_work.cuh"
 
 constexpr int THREADS = 128;
@@ -12,11 +13,6 @@ constexpr int THREADS = 128;
 template <int D, typename T> __device__ __forceinline__ T* piece_of(T* tile, int row, int piece) {
   return tile + row * D + (piece ^ (row & 7)) * 8;
 }
-
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
-  mma_bf16(d, a, b);
-}
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) { mma_f16(d, a, b); }
 
 // A warp's [16 M, N] values: 16 x 8 at a time, as the tensor cores leave them.
 template <int M, int N> using Fragment = float[M][N / 8][4];
@@ -37,8 +33,8 @@ __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int
       ldmatrix_x4(columns, piece_of<D>(b, 16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        multiply(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
-        multiply(d[m][2 * n + 1], rows[m], {columns[2], columns[3]}, T{});
+        multiply_halves(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
+        multiply_halves(d[m][2 * n + 1], rows[m], {columns[2], columns[3]}, T{});
       }
     }
   }
@@ -63,8 +59,8 @@ __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<
       ldmatrix_x4_trans(columns, piece_of<D>(b, 16 * k + lane % 16, 2 * n + lane / 16));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        multiply(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
-        multiply(d[m][2 * n + 1], rows[m], {columns[2], columns[3]}, T{});
+        multiply_halves(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
+        multiply_halves(d[m][2 * n + 1], rows[m], {columns[2], columns[3]}, T{});
       }
     }
   }

@@ -8,12 +8,12 @@
 
 constexpr int WARPS = 4;  // of a block: so many rows
 
-// The row of a warp.
-struct WorkTile {
+// The row of the state that a warp has.
+struct StateRow {
   i64 n, b, h, r;  // sequence, its row of the batch, head, row of the state
   Span span;
 
-  __device__ WorkTile(const Shape& shape, i64 rows) {
+  __device__ StateRow(const Shape& shape, i64 rows) {
     const i64 blocks = (rows + WARPS - 1) / WARPS, head = blockIdx.x / blocks;
     r = blockIdx.x % blocks * WARPS + threadIdx.x / 32, h = head % shape.H, n = head / shape.H, b = n / shape.count;
     span = tokens_of(shape, n % shape.count);

@@ -24,12 +24,7 @@ template <typename T> struct Stored {
 #pragma unroll
       for (int n = 0; n < 8; ++n) to.x[n] = __uint_as_float(all[n]);
     } else {
-      const u32 all[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        to.x[2 * n] = to_float(T{u16(all[n])});
-        to.x[2 * n + 1] = to_float(T{u16(all[n] >> 16)});
-      }
+      unpack<T>(to.x, words[0]);
     }
     return to;
   }
@@ -41,32 +36,7 @@ template <typename T> __device__ __forceinline__ Eight load8(const T* from) {
   return stored.floats();
 }
 
-template <typename T> __device__ __forceinline__ void store8(T* to, const Eight& from) {
-  const float* x = from.x;
-  if constexpr (sizeof(T) == 4) {
-    *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
-    *reinterpret_cast<float4*>(to + 4) = {x[4], x[5], x[6], x[7]};
-  } else {
-    *reinterpret_cast<uint4*>(to) = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
-                                     pack<T>(x[6], x[7])};
-  }
-}
-
-// Both sums over the block, the same bits in every thread; `s_parts` is not used again before a barrier.
-template <int WARPS> __device__ __forceinline__ float2 block_sums(float x, float y, float2* s_parts) {
-  x = warp_sum(x);
-  y = warp_sum(y);
-  if constexpr (WARPS == 1) return {x, y};
-  if ((threadIdx.x & 31) == 0) s_parts[threadIdx.x >> 5] = {x, y};
-  __syncthreads();  // the warps' sums stand
-  float2 sum = {0.f, 0.f};
-#pragma unroll
-  for (int warp = 0; warp < WARPS; ++warp) {
-    sum.x += s_parts[warp].x;
-    sum.y += s_parts[warp].y;
-  }
-  return sum;
-}
+template <typename T> __device__ __forceinline__ void store8(T* to, const Eight& from) { store8(to, from.x); }
 
 // The tokens that a block of `each` has, one after the other, and where they stand in their sequences of `T`.
 struct Tokens {

@@ -9,21 +9,12 @@
 // numerics  float32 throughout
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    K <= BK; BK of 64, 128, 256
+#include "forward_arguments.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / 32, SLAB = 16, BV = 32;
-
-template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v;
-  Rows<const G> g;
-  Rows<T> o;
-  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
-  float* final;              // [N, H, K, V] or null
-  Shape shape;
-  double scale;
-};
 
 template <int BK> struct Shared {
   float q[SLAB * BK];  // [16, BK]
@@ -35,7 +26,7 @@ template <int BK> struct Shared {
 };
 
 template <class ReadOrder, typename T, typename G, int BK>
-__global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const ForwardArgs<T, G> args) {
   constexpr int EACH = BK / WARPS;  // channels a thread
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;

@@ -13,38 +13,15 @@
 // limits    N = 64, W even; P = 1, or up to 2 where SEQUENCES are fewer than 8; some launch between this one
 //           and the last that wrote the states has waited for the one before it before it let the next begin: states
 //           are read without waiting
+#include "rwkv6/time_mix_heads.cuh"
 #include "cards.cuh"
-#include "decode.cuh"
 
-constexpr int N = 64;
-constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
-constexpr int ROWS = N / GROUPS;                   // of the state a lane
-
-template <typename T, typename S> struct Args {
-  const float* k;
-  const float* v;
-  const float* r;
-  const float* gate;
-  const float* low;
-  const T* up;
-  const float* decay;
-  const float* u;
-  const float* weight;
-  const float* bias;
-  S* state;
-  const i64* slots;  // or null: sequence b has state b
-  T* y;
-  i64 B, H, N, W, P;
-  double eps;
-};
-
-// What a channel's row of the state meets.
-struct alignas(16) Channel {
-  float k, r, decay, ku;
+template <typename T, typename S> struct Args : TimeMixArgs<T, T, S> {
+  i64 P;
 };
 
 template <int SEQUENCES> struct Shared {
-  Channel channels[SEQUENCES][N];
+  float4 channels[SEQUENCES][N];  // k, r, decay and k u of a channel
 };
 
 // Neighbours of an array that comes in one part, or else in one or two, so far apart.
@@ -78,14 +55,14 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
     cp_async<16>(s_up + w * N + j, args.up + w * D + head + j, true);
   }
   cp_async_commit();
-  S* const state = b < B ? args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N : nullptr;
+  S* const state = b < B ? args.state_of(b, h, N) : nullptr;
   Four<S> held[HELD] = {};
   const auto place = [&](int row) { return state + (row * GROUPS + group) * N + column; };
   if (state)
 #pragma unroll
     for (int n = 0; n < HELD; ++n) held[n] = load_four(place(n));
   const int own = 2 * lane;  // and its neighbour: the lane's channels of the decay
-  float2 z = load2(args.decay + head + own);
+  const float2 z = load2(args.decay + head + own);
   const float2 u = load2(args.u + head + own);
   float4 gain, bias, open;  // of the lane's columns
   const auto load_norm = [&] { gain = load4(args.weight + head + column), bias = load4(args.bias + head + column); };
@@ -117,13 +94,9 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   const Inputs in = ALL ? early : load_inputs();
   const float2 k = in.k, r = in.r;
   const float4 v = in.v;
-#pragma unroll 8
-  for (int w = 0; w < W; ++w) {
-    const float2 up = load2(s_up + w * N + own);
-    z = {fmaf(s_low[w], up.x, z.x), fmaf(s_low[w], up.y, z.y)};
-  }
-  s.channels[warp][own] = {k.x, r.x, decay_of(-expf(z.x)), k.x * u.x};
-  s.channels[warp][own + 1] = {k.y, r.y, decay_of(-expf(z.y)), k.y * u.y};
+  const float2 decay = decays_of_channels(z, s_low, s_up, W, own);
+  s.channels[warp][own] = {k.x, r.x, decay.x, k.x * u.x};
+  s.channels[warp][own + 1] = {k.y, r.y, decay.y, k.y * u.y};
   __syncwarp();
 
   constexpr int AT_ONCE = BEFORE_SM90 || SINCE_SM100 ? 8 : 4;  // rows, as few registers as that takes there
@@ -133,25 +106,11 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
     const float4 old = float4(held[row % HELD]);
     if (row + HELD < ROWS) held[row % HELD] = load_four(place(row + HELD));
     if (row % AT_ONCE == 0) __syncwarp();  // or all rows' channels are loaded first, and take registers
-    const Channel c = s.channels[warp][row * GROUPS + group];
-    store4(place(row), step_channel(o, old, v, c.k, c.r, c.decay, c.ku));
+    const float4 c = s.channels[warp][row * GROUPS + group];
+    store4(place(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));
   }
-  // All groups' channels: every lane has the sum of its columns.
-#pragma unroll
-  for (int by = QUADS; by < 32; by *= 2) {
-    o = {o.x + __shfl_xor_sync(0xffffffffu, o.x, by), o.y + __shfl_xor_sync(0xffffffffu, o.y, by),
-         o.z + __shfl_xor_sync(0xffffffffu, o.z, by), o.w + __shfl_xor_sync(0xffffffffu, o.w, by)};
-  }
-  constexpr float SHARE = 1.f / (N * GROUPS);  // each column is in GROUPS lanes
-  const float mean = warp_sum((o.x + o.y) + (o.z + o.w)) * SHARE;
-  o = {o.x - mean, o.y - mean, o.z - mean, o.w - mean};
-  const float variance = warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * SHARE;
-  const float scale = inverse_root(variance + float(args.eps));
+  o = group_norm(o, float(args.eps));
   if (group > 0) return;
   if (!ALL) load_gate(), load_norm();
-  const auto gated = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
-  store4_terms<TERMS>(
-      args.y + at + column, args.B * D,
-      {gated(fmaf(o.x * scale, gain.x, bias.x), open.x), gated(fmaf(o.y * scale, gain.y, bias.y), open.y),
-       gated(fmaf(o.z * scale, gain.z, bias.z), open.z), gated(fmaf(o.w * scale, gain.w, bias.w), open.w)});
+  store4_terms<TERMS>(args.y + at + column, args.B * D, gated(o, gain, bias, open));
 }

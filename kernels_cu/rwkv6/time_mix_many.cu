@@ -12,28 +12,12 @@
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 // limits    N = 64, W even; all start on 16 bytes; some launch between this one and the last that wrote the states has
 //           waited for the one before it before it let the next begin: states are read without waiting; sm_90a
-#include "decode.cuh"
+#include "rwkv6/time_mix_heads.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, N = 64;
-constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
-constexpr int ROWS = N / GROUPS;                   // of a state a lane
+constexpr int THREADS = 256, WARPS = THREADS / 32;
 
-template <typename T, typename S> struct Args {
-  const float* k;
-  const float* v;
-  const float* r;
-  const float* gate;
-  const float* low;
-  const T* up;
-  const float* decay;
-  const float* u;
-  const float* weight;
-  const float* bias;
-  S* state;
-  const i64* slots;  // or null: sequence b has state b
-  T* y;
-  i64 B, H, N, W, turns;
-  double eps;
+template <typename T, typename S> struct Args : TimeMixArgs<T, T, S> {
+  i64 turns;
 };
 
 struct Shared {
@@ -66,9 +50,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_many(const Args<T, 
   }
   cp_async_commit();
   // The lane's part of a sequence's state.
-  const auto state_of = [&](int b) {
-    return args.state + ((args.slots ? args.slots[b] : b) * H + h) * N * N + lane / QUADS * N + lane % QUADS * 4;
-  };
+  const auto state_of = [&](int b) { return args.state_of(b, h, N) + lane / QUADS * N + lane % QUADS * 4; };
   const auto place = [](int row) { return row * GROUPS * N; };
   S* state = first < stop ? state_of(first) : nullptr;
   Four<S> held[HELD] = {};
@@ -100,15 +82,11 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_many(const Args<T, 
     for (int w = me; w < W; w += 32) s_low[w] = tanhf(s_low[W + w]);
     const float2 k = load2(&s.inputs[warp][0][own]), r = load2(&s.inputs[warp][2][own]), u = load2(&s.head[1][own]);
     const float4 v = load4(&s.inputs[warp][1][column]);
-    float2 z = load2(&s.head[0][own]);
+    const float2 z = load2(&s.head[0][own]);
     __syncwarp();  // tanh(low) stands
-#pragma unroll 8
-    for (int w = 0; w < W; ++w) {
-      const float2 up = load2(s_up + w * N + own);
-      z = {fmaf(s_low[w], up.x, z.x), fmaf(s_low[w], up.y, z.y)};
-    }
-    s.channels[warp][own] = {k.x, r.x, decay_of(-expf(z.x)), k.x * u.x};
-    s.channels[warp][own + 1] = {k.y, r.y, decay_of(-expf(z.y)), k.y * u.y};
+    const float2 decay = decays_of_channels(z, s_low, s_up, W, own);
+    s.channels[warp][own] = {k.x, r.x, decay.x, k.x * u.x};
+    s.channels[warp][own + 1] = {k.y, r.y, decay.y, k.y * u.y};
     __syncwarp();  // the channels stand, and the inputs' places are free
 
     S* const next = b + WARPS < stop ? state_of(b + WARPS) : nullptr;
@@ -124,23 +102,9 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_many(const Args<T, 
       else if (next) held[row % HELD] = load_four(next + place(row + HELD - ROWS));
     }
     state = next;
-    // All groups' channels: every lane has the sum of its columns.
-#pragma unroll
-    for (int by = QUADS; by < 32; by *= 2) {
-      o = {o.x + __shfl_xor_sync(0xffffffffu, o.x, by), o.y + __shfl_xor_sync(0xffffffffu, o.y, by),
-           o.z + __shfl_xor_sync(0xffffffffu, o.z, by), o.w + __shfl_xor_sync(0xffffffffu, o.w, by)};
-    }
-    constexpr float SHARE = 1.f / (N * GROUPS);  // each column is in GROUPS lanes
-    const float mean = warp_sum((o.x + o.y) + (o.z + o.w)) * SHARE;
-    o = {o.x - mean, o.y - mean, o.z - mean, o.w - mean};
-    const float variance = warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * SHARE;
-    const float scale = inverse_root(variance + float(args.eps));
+    o = group_norm(o, float(args.eps));
     const float4 gain = load4(&s.head[2][column]), bias = load4(&s.head[3][column]);
     const float4 gate = load4(&s.gates[warp][slot][column]);
-    const auto gated = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
-    if (me < QUADS)
-      store4(args.y + (i64(b) * H + h) * N + column,
-             {gated(fmaf(o.x * scale, gain.x, bias.x), gate.x), gated(fmaf(o.y * scale, gain.y, bias.y), gate.y),
-              gated(fmaf(o.z * scale, gain.z, bias.z), gate.z), gated(fmaf(o.w * scale, gain.w, bias.w), gate.w)});
+    if (me < QUADS) store4(args.y + (i64(b) * H + h) * N + column, gated(o, gain, bias, gate));
   }
 }

@@ -11,36 +11,19 @@
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 // limits    N a multiple of 4, up to 256; W up to 512
 #include "rwkv6/time_mix.cuh"
+#include "rwkv6/time_mix_arguments.cuh"
 #include "cards.cuh"
-
-template <typename T, typename X, typename S> struct Args {
-  const float* k;
-  const float* v;
-  const float* r;
-  const float* gate;
-  const float* low;
-  const T* up;
-  const float* decay;
-  const float* u;
-  const float* weight;
-  const float* bias;
-  S* state;
-  const i64* slots;  // or null: sequence b has state b
-  X* y;
-  i64 B, H, N, W;
-  double eps;
-};
 
 // On a multiprocessor; 0 leaves it to the assembler, which else chooses so many on some cards that it spills registers.
 constexpr int BLOCKS = BEFORE_SM90 ? 4 : 0;
 
 template <typename T, typename X, typename S, int TERMS>
-__global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Args<T, X, S> args) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const TimeMixArgs<T, X, S> args) {
   auto& s = *reinterpret_cast<TimeMixScratch*>(dynamic_smem());
   launch_next();
   const int N = int(args.N), W = int(args.W), tid = threadIdx.x;
   const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, at = b * D + head;
-  S* state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
+  S* state = args.state_of(b, h, N);
   if (tid < N / 4) prefetch_l2(state + tid * 4 * N, sizeof(S) * 4 * N);
   wait_for_previous();
 

@@ -81,14 +81,14 @@ __global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args)
 #pragma unroll
     for (int n = 0; n < 8; ++n) sum += x.x[n];
   }
-  const float mean = block_sums<WARPS>(sum, 0.f, s.sum).x / D;
+  const float mean = block_sum<WARPS>(float2{sum, 0.f}, s.sum).x / D;
   if (inside)
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       x.x[n] -= mean;
       squares = fmaf(x.x[n], x.x[n], squares);
     }
-  const float scale = 1.f / sqrtf(block_sums<WARPS>(squares, 0.f, s.squares).x / D + float(args.eps));
+  const float scale = 1.f / sqrtf(block_sum<WARPS>(float2{squares, 0.f}, s.squares).x / D + float(args.eps));
   if (threadIdx.x == 0) {
     args.moments[2 * t] = mean;
     args.moments[2 * t + 1] = scale;

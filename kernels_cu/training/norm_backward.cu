@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> 
         product = fmaf(G.x[n], x.x[n], product);
       }
     }
-    const float2 sums = block_sums<WARPS>(sum, product, s.sums[parity]);
+    const float2 sums = block_sum<WARPS>(float2{sum, product}, s.sums[parity]);
     if (!inside) continue;
 #pragma unroll
     for (int n = 0; n < 8; ++n) dx.x[n] += scale * (G.x[n] - sums.x / D - x.x[n] * (sums.y / D));

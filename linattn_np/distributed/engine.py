@@ -1,4 +1,4 @@
-"""What carries messages between ranks: the protocol of an engine, and what the engines of NumPy arrays share."""
+"""Engines carry messages between ranks: their protocol, and the base class of the engines for NumPy arrays."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Disagreement(ContractError):
 
 @runtime_checkable
 class Engine(Protocol):
-    """One rank's end of the wire. Anything with these members will do as `comm=`.
+    """Sends and receives one rank's messages. Any object with these members can be passed as `comm=`.
 
-    Every rank calls the same methods in the same order. Arrays are contiguous; an engine may read what it is given
-    until the function that `all_gather` returned has been called. Work on a device is enqueued, and not waited for.
+    Every rank calls the same methods in the same order. Arrays are contiguous. An engine may read an array that it is
+    given until the function that `all_gather` returned has been called. Work on a device is enqueued without waiting.
     """
 
     rank: int
@@ -184,7 +184,7 @@ class HostEngine:
 
 
 class Completion:
-    """The rest of an all-gather, done once, by a thread or by who waits, and after those that were begun before."""
+    """The rest of an all-gather. The first thread that asks does it, after all all-gathers that were begun earlier."""
 
     def __init__(self, work, before):
         self.work, self.before = work, before
@@ -197,7 +197,7 @@ class Completion:
         return self.result
 
     def settle(self):
-        """Does the work of this one, and of those before it first."""
+        """Does the work of this all-gather, after that of the earlier ones."""
         chain, each = [], self
         while each is not None:
             chain.append(each)
@@ -246,7 +246,7 @@ def check_limit(where, limit_s):
 
 
 def as_bytes(x) -> np.ndarray:
-    """A contiguous host array's memory, for libraries that have not every dtype."""
+    """The bytes of a contiguous host array: not every library knows every dtype."""
     if not isinstance(x, np.ndarray) or not x.flags.c_contiguous:
         raise TypeError(f"this engine takes contiguous NumPy arrays, got a {type(x).__module__}.{type(x).__qualname__}")
     return x.reshape(-1).view(np.uint8)

@@ -47,7 +47,8 @@ class RankCall:
             )
         key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
         self.comparison = CallComparison(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
-        self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.comparison.checked
+        self.problem, self.state, self.mask, self.bounds = self.comparison.checked
+        self.arrays, self.out = list(self.problem.arrays.values()), self.problem.out
         self.packed = self.bounds is not None
         self.recurrence = Recurrence(self.declared, self.problem)
         self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
@@ -57,14 +58,14 @@ class RankCall:
 
     # -- checks -------------------------------------------------------------------------------------------------------
     def check(self, inputs, anew):
-        """((problem, arrays, state, mask, out, bounds), this rank's tokens, what all ranks must agree on).
+        """((problem, state, mask, bounds), this rank's tokens, {name: value that all ranks must have}).
 
-        Of a call that is not `anew` the last is None: its ranks have agreed on one alike.
+        The last is None unless the call is `anew`: the ranks agreed on an earlier call with the same values.
         """
         given = self.given
         options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
-        problem = self.declared.bind(inputs, gradient=self.gradient, **options)
-        if anew:  # where no backend can compute it, no rank begins
+        problem = self.declared.bind(inputs, as_given=True, gradient=self.gradient, **options)
+        if anew:  # if no backend can compute the call, no rank begins
             choose(problem, given["backend"])
         op, sizes, home = problem.op, callers_sizes(problem), problem.home
         self.check_home(op, home)
@@ -72,18 +73,12 @@ class RankCall:
             op.refuse("segment_size", f"is {self.segment_size!r}, expected a positive int or None")
         bounds = self.checked_bounds(op, sizes)
         mask = op.mask(given.get("mask"), sizes, home, given["cu_seqlens"])
-        arrays = [
-            swap_heads(op.native(name, x)[0], axes, problem.layout)
-            for (name, axes), x in zip(op.arrays.items(), inputs)
-        ]
         count = sizes["B"] if bounds is None else len(bounds) - 1
         state = op.initial_state(
             given["initial_state"], sizes | {"N": count}, home, problem.state_v_first, problem.groups
         )
-        out = given.get("out")
-        out = None if out is None else swap_heads(out, op.out, problem.layout)
-        checked = problem, arrays, state, mask, out, bounds
-        return checked, sizes["T"], self.meaning(problem, arrays, state, bounds, sizes) if anew else None
+        meaning = self.meaning(problem, state, bounds, sizes) if anew else None
+        return (problem, state, mask, bounds), sizes["T"], meaning
 
     def check_home(self, op, home):
         homes = self.comm.homes
@@ -103,12 +98,14 @@ class RankCall:
         total = int(bounds[-1]) if bounds is not None and bounds.ndim == 1 and bounds.size else 0
         return op.spans(given, sizes | {"T": total}).bounds
 
-    def meaning(self, problem, arrays, state, bounds, sizes):
+    def meaning(self, problem, state, bounds, sizes):
         """What must be the same on all ranks, by its name in an error."""
-        op, given = problem.op, self.given
+        given = self.given
         meaning = {"a gradient": self.gradient, "the size of segments": self.segment_size}
-        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {"the heads of v": arrays[2].shape[1]}
-        meaning |= {f"the dtype of {name}": x.dtype for name, x in zip(op.arrays, arrays)}
+        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {
+            "the heads of v": sizes["H"] * problem.groups
+        }
+        meaning |= {f"the dtype of {name}": x.dtype for name, x in problem.arrays.items()}
         meaning |= {
             "the arrays' home": problem.home.split(":")[0],
             "scale": problem.scale,

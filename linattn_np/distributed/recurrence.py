@@ -45,9 +45,7 @@ class Recurrence:
         if self.problem.op.transition is Transition.RANK_ONE:
             return self.whole_pass(self.declared, arrays, given)[1]
         named = dict(zip(self.problem.op.arrays, arrays))
-        return [
-            total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.gates if name != "u"
-        ]
+        return [total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.decays]
 
     def received(self, message, tokens, backwards=False) -> Summary:
         """A segment's message [*own, *factors] as its map of the state, or `backwards` of the state's gradient."""
@@ -60,7 +58,7 @@ class Recurrence:
     def power_of_gamma(self, tokens):
         """[1, H], retention's decay over so many tokens."""
         factor = self.problem.op.decay_over(self.problem.options["log_decay"], tokens).astype(self.dtype)
-        return on_device_of(factor[None], self.problem.arrays["q"])
+        return on_device_of(factor[None], next(iter(self.problem.arrays.values())))
 
     def summary(self, arrays, given, gradient=False):
         """(the parts of the final state from zero, the factors, what the backend keeps for the call that computes o).
@@ -92,11 +90,9 @@ class Recurrence:
             final = call(declared, arrays, **given)[1]
             return list(final) if isinstance(final, tuple) else [final], []
         named = dict(zip(self.problem.op.arrays, arrays))
-        zeros = np.zeros_like(named["v"], shape=(*named["v"].shape[:3], self.K))
-        named["v"] = np.concatenate([named["v"], zeros], axis=-1)
-        start = np.zeros_like(
-            named["v"], shape=(len(named["v"]), self.heads["V"], self.K, columns + self.K), dtype=self.dtype
-        )
+        v = named[self.problem.op.value]
+        named[self.problem.op.value] = np.concatenate([v, np.zeros_like(v, shape=(*v.shape[:3], self.K))], axis=-1)
+        start = np.zeros_like(v, shape=(len(v), self.heads["V"], self.K, columns + self.K), dtype=self.dtype)
         for channel in range(self.K):
             start[..., channel, columns + channel] = 1
         final = call(declared, tuple(named.values()), **given, initial_state=start)[1]
@@ -128,7 +124,7 @@ class Recurrence:
         """
         problem = self.problem
         q, *_ = arrays
-        gates = [x for name, x in zip(problem.op.arrays, arrays) if name in problem.op.gates and name != "u"]
+        gates = [x for name, x in zip(problem.op.arrays, arrays) if name in problem.op.decays]
         dtype = q.dtype if do.dtype == q.dtype else self.dtype  # do may have more digits than o
         given = given | {"reverse": not given["reverse"]}
         if problem.op.gates:

@@ -1,8 +1,9 @@
 """A pass over a sequence that is cut into segments: forward for results, backward for gradients.
 
-Every segment whose sequence goes on in another one makes its `Summary`, what it does to any state. An all-gather brings
-the summaries to all ranks; each applies those before its own segments, in the order of the recurrence, and computes
-from the states that it finds. What needs no state is computed while the messages are under way.
+A segment computes its `Summary`, its map of the state, if its sequence continues in another segment. An all-gather
+brings the summaries to all ranks. Each rank applies the summaries that precede its own segments, in the order of the
+recurrence, and computes its segments from the resulting states. Segments that need no state are computed while the
+messages are under way.
 """
 
 from __future__ import annotations
@@ -164,8 +165,8 @@ class Forward(Pass):
         if problem.output_final_state:
             given |= {"output_final_state": True, "state_dtype": self.recurrence.dtype}
         if self.o is None and len(self.own) > 1:
-            B, heads, T, V = call.arrays[2].shape
-            self.o = np.empty_like(call.arrays[0], shape=(B, heads, T, V))  # in the memory order of q
+            q, recurrence = call.arrays[0], self.recurrence
+            self.o = np.empty_like(q, shape=(len(q), recurrence.heads["V"], q.shape[2], recurrence.V))  # in q's order
         kept, of_segment = self.kept.pop(segment.index, ()), slice(segment.start, segment.stop)
         if call.gradient:
             result, self.pulls[segment.index] = vjp_of(call.declared, arrays, kept=kept, **given)

@@ -65,7 +65,7 @@ def device_of_rank(ordinal):
 
 
 class Mailbox:
-    """Where the threads leave their messages for each other."""
+    """Holds the messages that the threads send to each other until they are received."""
 
     def __init__(self, limit_s):
         self.limit_s = limit_s

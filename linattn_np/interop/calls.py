@@ -1,4 +1,4 @@
-"""What the frameworks' functions share: a call taken apart and put as_returned again, and a framework's CUDA stream."""
+"""What the functions for torch and JAX share: reading a call, computing it, and a framework's CUDA stream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Operator:
 
     @classmethod
     def of(cls, declared, without=("out",), more=()) -> Operator:
-        """`without` some of its keyword arguments, and with `more`, which are None unless they are given."""
+        """The operator without the keyword arguments `without`, and with the arguments `more`, by default None."""
         accepted = [parameter for name, parameter in declared.signature.parameters.items() if name not in without]
         accepted += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
         return cls(declared, inspect.Signature(accepted))
@@ -76,7 +76,7 @@ def functions(differentiable, kind: str) -> dict:
 
 
 def named_function(public, name, doc, signature):
-    """The function `public`, by its name to whoever reads it."""
+    """Gives the function `public` a name, a docstring and a signature."""
     public.__name__ = public.__qualname__ = name
     public.__doc__, public.__signature__ = doc, signature
     return public
@@ -129,7 +129,7 @@ def initial(state) -> dict:
 
 
 def as_returned(results, parted: bool):
-    """What an operator returns, from [o, *parts of the final state]."""
+    """o, or with `parted` (o, final state), from [o, *parts of the final state]."""
     o, *parts = results
     return o if not parted else (o, parts[0] if len(parts) == 1 else tuple(parts))
 

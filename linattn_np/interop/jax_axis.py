@@ -57,7 +57,7 @@ def factors_of(problem, arrays):
         return [jnp.asarray(decay[None], problem.compute_dtype)]
     tokens = 1 if problem.layout == "bthd" else 2
     named = dict(zip(problem.op.arrays, arrays))
-    decays = [named[name].astype(problem.compute_dtype) for name in problem.op.gates if name != "u"]
+    decays = [named[name].astype(problem.compute_dtype) for name in problem.op.decays]
     return [jnp.exp(total(g, tokens)) for g in decays]
 
 

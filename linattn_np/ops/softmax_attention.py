@@ -57,7 +57,7 @@ def softmax_attention():
 
     Notes
     -----
-    Arrays and errors are those of `gla`; gradients are those of q, k, v, and of `sinks` where they are given. On a GPU
+    Arrays are those of `gla`; gradients are those of q, k, v, and of `sinks` where they are given. On a GPU
     kernels on tensor cores take float16 and bfloat16 with K and V up to 128, plain ones the others. Their blocks, in
     which a NaN in v reaches tokens before it, have up to 128 queries; one in k or v makes NaN of all gradients of k.
 

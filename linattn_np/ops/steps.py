@@ -18,6 +18,10 @@ def gla_step():
     q, k, g : [B, H, K], v : [B, H, V]
         As in `gla`, without the time axis; g is the natural log of the decay.
 
+    Returns
+    -------
+    o : [B, H, V], the dtype of q
+
     Example
     -------
     >>> import numpy as np, linattn_np
@@ -41,6 +45,10 @@ def rwkv6_step():
     ----------
     r, k, w : [B, H, K], v : [B, H, V], u : [H, K]
         As in `rwkv6`, without the time axis; w is the natural log of the decay.
+
+    Returns
+    -------
+    o : [B, H, V], the dtype of q
 
     Example
     -------

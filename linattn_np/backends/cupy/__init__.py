@@ -17,21 +17,15 @@ import sys
 from functools import cache
 
 from ...declarations import (
-    CHUNK_CUMSUM,
-    COMBINE,
     GATED,
-    GATED_QK,
-    GLA_STEP,
     GLA_VALUE_GATE,
-    INTER_CHUNK,
-    INTRA_CHUNK,
-    INTRA_CHUNK_BONUS,
     LINEAR_ATTENTION,
     NORMALIZED,
     RETENTION,
-    RWKV6_STEP,
     SIMPLE_GLA,
     SOFTMAX,
+    STAGES,
+    STEPS,
 )
 from ...kernel_choice import portable
 from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
@@ -41,21 +35,10 @@ from .plan import Plan, contiguous
 PLANNERS = (
     dict.fromkeys(GATED, gated)
     | dict.fromkeys(SOFTMAX, softmax)
-    | {
-        SIMPLE_GLA: scalar_decay,
-        RETENTION: scalar_decay,
-        LINEAR_ATTENTION: scalar_decay,
-        NORMALIZED: scalar_decay,
-        GLA_VALUE_GATE: value_gate,
-        GLA_STEP: step,
-        RWKV6_STEP: step,
-        CHUNK_CUMSUM: stages,
-        GATED_QK: stages,
-        INTER_CHUNK: stages,
-        INTRA_CHUNK: stages,
-        INTRA_CHUNK_BONUS: stages,
-        COMBINE: stages,
-    }
+    | dict.fromkeys((SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, NORMALIZED), scalar_decay)
+    | dict.fromkeys(STEPS, step)
+    | dict.fromkeys(STAGES, stages)
+    | {GLA_VALUE_GATE: value_gate}
 )
 DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)
 KEEPS = True  # what `summarise` has computed, for `run` and `vjp`

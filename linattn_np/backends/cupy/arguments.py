@@ -15,13 +15,13 @@ WORD, MAP_WORDS, MAP_ALIGNMENT = 8, 16, 64  # bytes of a word, words of a tensor
 
 
 @dataclass(frozen=True)
-class Member:
+class StructMember:
     """A member of a struct: `kind` is rows, pointer, integer, real, map, shape or structs."""
 
     name: str
     kind: str
     words: int
-    inner: tuple[Member, ...] = ()
+    inner: tuple[StructMember, ...] = ()
     optional: bool = False  # null if a launch does not name it
 
 
@@ -35,24 +35,26 @@ KINDS = {  # by the words of a declaration: (kind, words of a member)
 }
 
 
-def members(declaration: str) -> tuple[Member, ...]:
+def members(declaration: str) -> tuple[StructMember, ...]:
     """The members that a text like "rows q k v o, pointers? initial final, shape, reals scale" declares: a kind, and
     the names of its members. `?`: null if a launch does not name it. "maps+rows q k": tensor maps q and k, and the same
     arrays as rows q_rows and k_rows, for tokens that a tensor map's boxes do not cover."""
-    found: list[Member] = []
+    found: list[StructMember] = []
     for part in declaration.split(", "):
         kind, *names = part.split()
         if kind == "maps+rows":
             found += members("maps " + " ".join(names))
             found += members("rows " + " ".join(f"{name.removesuffix('_')}_rows" for name in names))
         else:
-            found += [Member(name, *KINDS[kind.rstrip("?")], optional=kind.endswith("?")) for name in names or [kind]]
+            found += [
+                StructMember(name, *KINDS[kind.rstrip("?")], optional=kind.endswith("?")) for name in names or [kind]
+            ]
     return tuple(found)
 
 
-def structs(name, count, inner) -> tuple[Member, ...]:
+def structs(name, count, inner) -> tuple[StructMember, ...]:
     """`count` structs, one behind the other."""
-    return (Member(name, "structs", count * size_of(inner) // WORD, inner),)
+    return (StructMember(name, "structs", count * size_of(inner) // WORD, inner),)
 
 
 def size_of(declared) -> int:

@@ -25,36 +25,31 @@ in_graphs: list = []  # what captured graphs use: kept for ever, since nobody sa
 
 def plan_of(planner, problem, device, kept=()) -> Plan:
     """A planner's plan of a call, which goes on from what `plan_summary` kept."""
-    described, given = describe(problem, device)
-    if not kept:
-        return replace(planner.plan(described, device), given=given)
-    given = list(given)
-    kept = describe_tree("kept", kept, device, given)
-    return replace(planner.plan(described, device, kept), given=tuple(given))
+    return drawn(planner.plan, problem, device, **({"kept": kept} if kept else {}))
 
 
 def summary_plan_of(planner, problem, device) -> Plan | None:
     """A planner's plan of a call without o."""
-    described, given = describe(problem, device)
-    plan = planner.plan_summary(described, device)
-    return plan and replace(plan, given=given)
+    return drawn(planner.plan_summary, problem, device)
 
 
 def vjp_plan_of(planner, problem, device, do, dht, saved=(), kept=()) -> Plan:
     """A planner's plan of a pullback, which goes on from what `plan_summary_vjp` kept."""
-    described, given = describe(problem.replace(out=None), device)
-    given = list(given)
-    trees = ("do", do), ("dht", dht), ("saved", tuple(saved)), ("kept", kept)
-    do, dht, saved, kept = (describe_tree(name, tree, device, given) for name, tree in trees)
-    return replace(planner.plan_vjp(described, device, do, dht, saved, *([kept] if kept else [])), given=tuple(given))
+    trees = {"do": do, "dht": dht, "saved": tuple(saved)} | ({"kept": kept} if kept else {})
+    return drawn(planner.plan_vjp, problem.replace(out=None), device, **trees)
 
 
 def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
     """A planner's plan of what the tokens make of the final state's gradient."""
-    described, given = describe(problem.replace(out=None), device)
-    given = list(given)
-    do, saved = (describe_tree(name, tree, device, given) for name, tree in (("do", do), ("saved", tuple(saved))))
-    plan = planner.plan_summary_vjp(described, device, do, saved)
+    return drawn(planner.plan_summary_vjp, problem.replace(out=None), device, do=do, saved=tuple(saved))
+
+
+def drawn(draw, problem, device, **trees):
+    """What `draw` makes of the descriptions of a problem and of trees of arrays: a plan, or None."""
+    described, memory = describe(problem, device)
+    given = list(memory)
+    trees = {name: describe_tree(name, tree, device, given) for name, tree in trees.items()}
+    plan = draw(described, device, *trees.values())
     return plan and replace(plan, given=tuple(given))
 
 
@@ -106,10 +101,10 @@ def call(plan, problem, device, *trees, kept_as="plans"):
 
 
 def compile_plan(plan, device):
-    return plan and Compiled(plan, device)
+    return plan and CompiledPlan(plan, device)
 
 
-class Compiled:
+class CompiledPlan:
     """A plan on a device. Keeps none of the caller's arrays."""
 
     def __init__(self, plan: Plan, device):

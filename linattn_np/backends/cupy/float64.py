@@ -105,10 +105,8 @@ class Sides:
         if gate is None:
             return self.draft.table(np.ones((1, 1, 1, 1)))
         found, kernel = self.draft.empty(gate.shape, DOUBLE), FeatureMap("Exp", DOUBLE, DOUBLE)
-        B, H, T, C = gate.shape
-        self.draft.launch(
-            kernel, ceil_div(B * H * T * C, kernel.threads), x=gate, y=found, B=B, H=H, T_=T, C=C, step=1, vectors=0
-        )
+        sizes = dict(zip(("B", "H", "T_", "C"), gate.shape))
+        self.draft.launch(kernel, ceil_div(gate.size, kernel.threads), x=gate, y=found, **sizes, step=1, vectors=0)
         return found
 
     def launch(self, kind, turned, *, z, kept, states, **more):
@@ -117,34 +115,24 @@ class Sides:
         sides = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]
         (x, a, R, row), (y, b, C, column) = reversed(sides) if turned else sides
         kernel, (N, H) = kind.fitting(self.problem.op, C), self.problem.shape("N H")
-        shape, gated = self.draft.shape(self.problem, chunk=CHUNK), b.shape[-1] > 1
+        gated, blocks = b.shape[-1] > 1, N * H * ceil_div(R, kernel.ROWS)
+        sizes = {"R": R, "C": C, "row": row, "column": column, "a_step": int(a.shape[-1] > 1), "b_step": int(gated)}
+        more |= sizes | {"shape": self.draft.shape(self.problem, chunk=CHUNK), "scale": self.problem.scale}
         for first in range(0, C, kernel.columns) or (0,):
             here = (..., slice(first, None))
             in_states = (*here, slice(None)) if turned else here
-            self.draft.launch(
-                kernel,
-                N * H * ceil_div(R, kernel.ROWS),
-                x=x,
-                a=a,
-                y=y[here],
-                b=b[here] if gated else b,
-                z=z[here],
-                u_rows=None if turned else self.u,
-                u_columns=self.u[here] if turned and self.u else None,
-                kept=kept and kept[here],
-                R=R,
-                C=C,
-                columns=min(C - first, kernel.columns),
-                adds=first > 0,
-                row=row,
-                column=column,
-                a_step=int(a.shape[-1] > 1),
-                b_step=int(gated),
-                shape=shape,
-                scale=self.problem.scale,
-                **{name: state and state[in_states] for name, state in states.items()},
-                **more,
-            )
+            arrays = {
+                "x": x,
+                "a": a,
+                "y": y[here],
+                "b": b[here] if gated else b,
+                "z": z[here],
+                "kept": kept and kept[here],
+            }
+            arrays |= {"u_columns": self.u[here] if turned and self.u else None, "u_rows": None if turned else self.u}
+            arrays |= {name: state and state[in_states] for name, state in states.items()}
+            columns = min(C - first, kernel.columns)
+            self.draft.launch(kernel, blocks, **arrays, columns=columns, adds=first > 0, **more)
 
     def forwards(self, turned, *, initial, final=None, kept=None, **more):
         self.launch(Forwards, turned, kept=kept, states={"initial": initial, "final": final}, **more)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ...contract import SUB_CHUNK
 from . import aligned_copies, float64, gated_backward, segments, stages
-from .gated_forward import HopperForward, forward_pass
+from .gated_forward import PASSES, HopperForward
 from .gated_kernels import CHANNELS, Recurrent, channels, read_order
-from .kernel import CTYPES, DOUBLE
+from .kernel import CTYPES, DOUBLE, no_kernels
 from .plan import Draft, ceil_div, has_rows, mappable, mode_of
 from .segments import HOPPER
 
@@ -18,21 +17,19 @@ def unsupported(problem) -> str | None:
     mode = mode_of(problem)
     if problem.dtype == DOUBLE:
         return None if mode == "staged" else float64.unsupported(problem)
-    if problem.dtype not in CTYPES:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode not in MODES:
         return f"no mode {problem.mode!r}; it has {', '.join(map(repr, MODES))}"
     if mode == "chunk" and problem.materialize:
         return "mode 'chunk' is one pass that keeps no chunk's state; mode 'staged' keeps them"
     if problem.sizes["K"] > CHANNELS[-1] and mode != "chunk":
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
-    return None
+    return no_kernels(problem.dtype, CTYPES)
 
 
 def plan(problem, device, kept=()):
     """`kept`: what `plan_summary` of the same tokens has left."""
     if problem.mode == "staged":
-        return plan_stages(problem)
+        return stages.plan_in_a_row(problem)
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
     if problem.mode == "recurrent":
@@ -42,17 +39,10 @@ def plan(problem, device, kept=()):
     draft, cut = Draft(), segments.forward_cut(problem, device)
     o, final = draft.output(problem, mappable if cut.way == HOPPER else has_rows), draft.final(problem)
     inputs = draft.mapped_inputs(problem) if cut.way == HOPPER else draft.inputs(problem)
-    launches = forward_pass(draft, problem, cut, inputs, o)
-    leaves_states = cut.way == HOPPER and problem.gradient
-    if leaves_states:
-        launches.leave_marks()
+    launches = PASSES[cut.way](draft, problem, cut, inputs, o)
     launches.run(final, kept)
-    return draft.plan(
-        draft.results(problem, o, final),
-        mode=problem.mode,
-        tiles=cut.tiles,
-        saved=launches.saved if leaves_states else (),
-    )
+    results = draft.results(problem, o, final)
+    return draft.plan(results, mode=problem.mode, tiles=cut.tiles, saved=launches.saved)
 
 
 def plan_wider(problem, device):
@@ -89,7 +79,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
 plan_summary_vjp = gated_backward.plan_summary_vjp
 
 
-# -- token by token, and in stages -------------------------------------------------------------------------------------
+# -- token by token ----------------------------------------------------------------------------------------------------
 def plan_recurrent(problem):
     draft = Draft()
     o, final, (q, k, v, g) = draft.output(problem), draft.final(problem), draft.inputs(problem)
@@ -101,34 +91,7 @@ def plan_recurrent(problem):
 def launch_recurrent(draft, problem, kernel, arrays, o, final):
     """The plan of a kernel for BV columns a block."""
     N, H, V = problem.shape("N H V")
-    draft.launch(
-        kernel,
-        N * H * ceil_div(V, kernel.BV),
-        **arrays,
-        o=o,
-        initial=draft.initial(problem),
-        final=final,
-        shape=draft.shape(problem),
-        scale=problem.scale,
-    )
+    states = {"initial": draft.initial(problem), "final": final}
+    common = {"shape": draft.shape(problem), "scale": problem.scale}
+    draft.launch(kernel, N * H * ceil_div(V, kernel.BV), **arrays, o=o, **states, **common)
     return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
-
-
-def plan_stages(problem):
-    draft = Draft()
-    o, final, (q, k, v, g) = draft.output(problem), draft.final(problem), draft.inputs(problem)
-    B, H, T, K, V = problem.shape("B H T K V")
-    shape, order, initial = draft.shape(problem), read_order(problem.op), draft.initial(problem)
-    real = problem.compute_dtype
-    b, e, qg, kg = (draft.empty((B, H, T, K), real) for _ in range(4))
-    A = draft.empty((B, H, T, shape.chunk), real)
-    h = draft.empty((B, H, shape.NC, K, V), real)
-    stages.launch_chunk_cumsum(draft, shape, g, b, e)
-    stages.launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg)
-    stages.launch_inter_chunk(draft, shape, kg, v, b, h, initial, final)
-    stages.launch_intra_chunk(draft, shape, order, q, k, g, draft.bonus(problem), A)
-    stages.launch_combine(draft, shape, qg, h, A, v, o, problem.scale)
-    tiles = {"chunk": shape.chunk}
-    if problem.dtype != DOUBLE:
-        tiles = {"BK": channels(K), "BV": stages.STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
-    return draft.plan(draft.results(problem, o, final), mode="staged", tiles=tiles)

@@ -9,7 +9,6 @@ state after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from ...problem import Problem
 from . import aligned_copies, segments
@@ -18,7 +17,7 @@ from .elementwise_kernels import sum_of_parts
 from .gated_forward import HopperForward
 from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes
-from .rank_summary import MessageDraft
+from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SMALL, TILED
 
 STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept even if the inputs are smaller
@@ -55,8 +54,11 @@ def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
 
 def plan_wider_vjp(problem, cut, do, dht):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
-    wide = partial(plan_vjp, device=cut.device, gate=cut.gate)
-    draft, plan = aligned_copies.widened(problem, lambda problem, do, dht: wide(problem, do=do, dht=dht), do, dht)
+
+    def plan_wide(wide, do, dht):
+        return plan_vjp(wide, cut.device, do, dht, gate=cut.gate)
+
+    draft, plan = aligned_copies.widened(problem, plan_wide, do, dht)
     found, dh0 = draft.include(plan)
     arrays = problem.arrays.values()
     gradients = tuple(aligned_copies.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
@@ -132,12 +134,10 @@ def on_every_card(draft, backward, cut):
     blocks = P * N * states.blocks(K, V)  # of a head
 
     if P > 1:
-        left, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        left, decays = memory_of_summaries(draft, problem, P)
         summaries = {"initial": initial, "dht": dht, "states": left, "decays": decays}
         draft.launch(states, H * blocks, **read, **common, **summaries, P=P, first=0, heads=H)
-        if P > 2:
-            scan_both_ways(draft, problem, left, decays, P)
-        initial, dht = left[0], left[1]
+        initial, dht = scanned(draft, problem, left, decays, P)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
     of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
     at_once = heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
@@ -168,28 +168,28 @@ def on_small_heads(draft, backward, cut):
     both = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
     starts, ends = draft.initial(problem), backward.dht
     if P > 1:
-        left, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        left, decays = memory_of_summaries(draft, problem, P)
         given = {"initial": starts, "dht": ends, "left": left, "decays": decays}
         draft.launch(states, 2 * states.blocks(N * P * H), **read, **both, **given, of=P, needed=P, both=True)
-        if P > 2:
-            scan_both_ways(draft, problem, left, decays, P)
-        starts, ends = left[0], left[1]
+        starts, ends = scanned(draft, problem, left, decays, P)
     partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
-    draft.launch(
-        main,
-        main.blocks(N * P * H),
-        **read,
-        **written,
-        **both,
-        u=draft.bonus(problem),
-        starts=starts,
-        ends=ends,
-        dh0=backward.dh0,
-        kept=draft.empty((B, shape.NC, H, main.D**2), FLOAT32),
-        partial_du=partial_du,
-        P=P,
-    )
+    kept = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
+    given = {"starts": starts, "ends": ends, "dh0": backward.dh0, "u": draft.bonus(problem), "partial_du": partial_du}
+    draft.launch(main, main.blocks(N * P * H), **read, **written, **both, **given, kept=kept, P=P)
     return main.tiles | ({"segments": P} if P > 1 else {}), partial_du
+
+
+def memory_of_summaries(draft, problem, P):
+    """For what each of P segments leaves by itself, forwards and backwards in time: states and decays."""
+    N, H, K, V = problem.shape("N H K V")
+    return draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+
+
+def scanned(draft, problem, left, decays, P):
+    """(the states at the segments' starts, the gradients of the states at their ends), by the summaries of segments."""
+    if P > 2:
+        scan_both_ways(draft, problem, left, decays, P)
+    return left[0], left[1]
 
 
 def scan_both_ways(draft, problem, states, decays, P, first=0):
@@ -284,12 +284,12 @@ class HopperBackward:
 
     def summary(self, kernel, mapped, channels, **more):
         """The plan that `plan_summary_vjp` returns, with so many `channels` of the decay."""
-        draft, message = self.draft, MessageDraft(self.draft, self.problem, channels)
+        draft, found = self.draft, RankSummary(self.draft, self.problem, channels)
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, first=1)
-        return draft.plan(message.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
+        return draft.plan(found.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
     def resumed(self, states, decays, dht, starts=None):
         """As `between_segments`, from what `summary` has saved; `starts` leaves empty segments out."""
@@ -317,15 +317,6 @@ class HopperBackward:
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
-        self.launch(
-            summary,
-            2 * P * N * H * ceil_div(K, summary.BK),
-            mapped,
-            initial=initial,
-            dht=dht,
-            states=states,
-            decays=decays,
-            P=P,
-            **more,
-        )
+        arrays = {"initial": initial, "dht": dht, "states": states, "decays": decays}
+        self.launch(summary, 2 * P * N * H * ceil_div(K, summary.BK), mapped, **arrays, P=P, **more)
         return states, decays

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from . import segments
 from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
 from .plan import FLOAT32, TensorMap, ceil_div, common_bytes
-from .rank_summary import MessageDraft
-from .segments import HOPPER, SMALL, WIDE
+from .rank_summary import RankSummary
+from .segments import HOPPER, PORTABLE, SMALL, WIDE
 from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 
 class ForwardPass:
     """One forward pass while its plan is drawn, of arrays (q, k, v, g) as the kernels read them, to `o`."""
 
-    gates_columns = False
+    saved: tuple = ()  # the states at the starts of the pullback's segments, which spare it half of its summaries
+    gates_columns = False  # whether columns of V have gates, too
     last_leaves_final = False  # whether the kernel of o leaves the last segment's final state; else the scan gives it
 
     def __init__(self, draft, problem, cut, arrays, o):
@@ -46,17 +46,18 @@ class ForwardPass:
         if cut.segments == 1:
             self.launch_outputs(self.shape(), initial, final)
             return
-        joined, last = (None, final) if self.last_leaves_final else (final, None)
-        self.starts = self.states_at_starts(kept or self.left_by_segments(joined is not None), initial, joined)
-        self.launch_outputs(self.shape(cut.spans), self.starts, last)
+        from_scan, from_last_segment = (None, final) if self.last_leaves_final else (final, None)
+        left = kept or self.left_by_segments(from_scan is not None)
+        self.starts = self.states_at_starts(left, initial, from_scan)
+        self.launch_outputs(self.shape(cut.spans), self.starts, from_last_segment)
 
     def summary(self, channels):
         """The plan of the final state from zero and of so many channels of the decay; it saves what `run` goes on
         from."""
-        message = MessageDraft(self.draft, self.problem, channels)
+        found = RankSummary(self.draft, self.problem, channels)
         left = self.left_by_segments(True)
-        self.states_at_starts(left, None, message.state)
-        return self.draft.plan(message.finish(left[1]), saved=left)
+        self.states_at_starts(left, None, found.state)
+        return self.draft.plan(found.finish(left[1]), saved=left)
 
     def left_by_segments(self, last):
         """What each of R parts of each of P segments leaves: states [N * P * R, H, K, V], decays [N * P * R, H, 2, K],
@@ -73,23 +74,12 @@ class ForwardPass:
 
     def states_at_starts(self, left, initial, final):
         """The states [N * P, H, K, V] at the starts of segments, and `final`."""
-        (N, H, K, V), P, (states, decays, *column_decays) = self.problem.shape("N H K V"), self.cut.segments, left
+        (N, H, K, V), P = self.problem.shape("N H K V"), self.cut.segments
         starts, scan = self.draft.empty((N * P, H, K, V), FLOAT32), ScanSegments.fitting(V)
-        self.draft.launch(
-            scan,
-            N * H * ceil_div(K * V, scan.width * scan.threads),
-            left=states,
-            decays=decays,
-            column_decays=column_decays[0] if column_decays else None,
-            initial=initial,
-            starts=starts,
-            final=final,
-            P=P,
-            R=states.shape[0] // (N * P),
-            H=H,
-            K=K,
-            V=V,
-        )
+        arrays = dict(zip(("left", "decays", "column_decays"), left)) | {"initial": initial, "final": final}
+        sizes = {"P": P, "R": left[0].shape[0] // (N * P), "H": H, "K": K, "V": V}
+        blocks = N * H * ceil_div(K * V, scan.width * scan.threads)
+        self.draft.launch(scan, blocks, **arrays, starts=starts, **sizes)
         return starts
 
     def channels_of(self, kernel) -> range:
@@ -121,36 +111,18 @@ class PortableForward(ForwardPass):
 
     def launch(self, kernel, shape, **more):
         (B, H, K, V), rows = self.problem.shape("B H K V"), self.rows
+        more |= {"shape": shape, "scale": self.problem.scale, "sums": self.sums, "bytes": common_bytes(*rows.values())}
+        blocks = B * H * shape.count * kernel.grid(V)
         for channel in self.channels_of(kernel):
-            self.draft.launch(
-                kernel.with_channels(K - channel),
-                B * H * shape.count * segments.grid(kernel, V),
-                **rows,
-                **more,
-                shape=shape,
-                scale=self.problem.scale,
-                sums=self.sums,
-                channel=channel,
-                bytes=common_bytes(*rows.values()),
-            )
+            self.draft.launch(kernel.with_channels(K - channel), blocks, **rows, **more, channel=channel)
 
     def launch_summaries(self, parts, left, of, needed):
-        kernel, (N, H, V), (states, decays) = self.cut.summary, self.problem.shape("N H V"), left
-        rows, shape = {"k": self.k, "v": self.v, "g": self.g}, self.draft.shape(self.problem, self.cut.spans)
+        kernel, (N, H, V), rows = self.cut.summary, self.problem.shape("N H V"), {"k": self.k, "v": self.v, "g": self.g}
+        more = {"left": left[0], "decays": left[1], "of": of, "needed": needed, "parts": parts}
+        more |= {"shape": self.draft.shape(self.problem, self.cut.spans), "bytes": common_bytes(*rows.values())}
+        blocks = N * H * needed * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
-            self.draft.launch(
-                kernel,
-                N * H * needed * parts * segments.grid(kernel, V),
-                **rows,
-                left=states,
-                decays=decays,
-                shape=shape,
-                channel=channel,
-                of=of,
-                needed=needed,
-                parts=parts,
-                bytes=common_bytes(*rows.values()),
-            )
+            self.draft.launch(kernel, blocks, **rows, **more, channel=channel)
 
 
 class WideForward(PortableForward):
@@ -169,20 +141,12 @@ class WideForward(PortableForward):
             "decays": draft.empty((*chunks, kernel.channels), FLOAT32),
         }
         first, read = GatedWideOperands(read_order(problem.op), problem.dtype, self.g.dtype), (self.q, self.k, self.g)
-        q, k, g = read
-        draft.launch(first, shape.all_chunks, q=q, k=k, g=g, u=self.u, **made, shape=shape, bytes=common_bytes(*read))
-        draft.launch(
-            kernel,
-            B * H * shape.count * segments.grid(kernel, V),
-            v=self.v,
-            o=self.o,
-            **made,
-            initial=initial,
-            final=final,
-            shape=shape,
-            scale=problem.scale,
-            bytes=common_bytes(self.v, self.o),
-        )
+        rows = dict(zip("qkg", read))
+        draft.launch(first, shape.all_chunks, **rows, u=self.u, **made, shape=shape, bytes=common_bytes(*read))
+        rows = {"v": self.v, "o": self.o, "bytes": common_bytes(self.v, self.o)}
+        states = {"initial": initial, "final": final}
+        blocks = B * H * shape.count * kernel.grid(V)
+        draft.launch(kernel, blocks, **rows, **made, **states, shape=shape, scale=problem.scale)
 
 
 class SmallForward(ForwardPass):
@@ -209,22 +173,15 @@ class HopperForward(ForwardPass):
     last_leaves_final = True
     marks = None
 
-    def leave_marks(self):
-        """Has the kernel of o leave the states from which the pullback's segments start, if it passes them."""
+    def run(self, final, kept=()):
         if self.cut.marks:
             N, H, K, V = self.problem.shape("N H K V")
             self.marks = self.draft.empty((N * self.cut.backward_segments, H, K, V), FLOAT32)
-
-    @property
-    def saved(self) -> tuple:
-        """What spares a pullback half of its summaries: the states at the starts of its segments."""
-        if self.marks is not None:
-            return (self.marks,)
-        return (self.starts,) if self.starts is not None and self.cut.starts_are_the_backwards else ()
-
-    def run(self, final, kept=()):
+            self.saved = (self.marks,)
         if not self.cut.first:
             super().run(final, kept)
+            if self.cut.starts_are_the_backwards:
+                self.saved = (self.starts,)
             return
         (N, H, K, V), initial = self.problem.shape("N H K V"), self.draft.initial(self.problem)
         left, decays = self.draft.empty((2 * N, H, K, V), FLOAT32), self.draft.empty((2 * N, H, 2, K), FLOAT32)
@@ -232,13 +189,11 @@ class HopperForward(ForwardPass):
         self.launch_outputs(self.shape(self.cut.spans), initial, final, left)
 
     def starts_of_the_backward(self):
-        """The states at the starts of the pullback's segments, without o; None where this pass does not have them."""
+        """The states at the starts of the pullback's segments, alone, of a cut that gives them."""
         if self.cut.starts_are_the_backwards:
             return self.states_at_starts(self.left_by_segments(False), self.draft.initial(self.problem), None)
-        self.leave_marks()
-        if self.marks is not None:
-            self.o = self.draft.empty(self.o.shape, self.o.dtype)
-            self.run(None)
+        self.o = self.draft.empty(self.o.shape, self.o.dtype)  # which nobody reads
+        self.run(None)
         return self.marks
 
     def launch_outputs(self, shape, initial, final, left=None):
@@ -254,37 +209,18 @@ class HopperForward(ForwardPass):
     def launch(self, kernel, shape, parts, states, **which):
         B, H, V = self.problem.shape("B H V")
         marks = self.marks if kernel.reads else None
+        per = 0 if marks is None else marks.shape[0] // (B * shape.count)  # marks of a sequence or segment
+        which |= {"marks": marks, "every": self.cut.marks if self.marks is not None else 0, "per": per, "parts": parts}
+        arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
+        blocks = B * H * shape.count * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
-            self.draft.launch(
-                kernel,
-                B * H * shape.count * parts * segments.grid(kernel, V),
-                **self.inputs_of(kernel),
-                **states,
-                **which,
-                marks=marks,
-                every=self.cut.marks if self.marks is not None else 0,
-                per=0 if marks is None else marks.shape[0] // (B * shape.count),
-                o=self.o,
-                u=self.u,
-                shape=shape,
-                scale=self.problem.scale,
-                channel=channel,
-                parts=parts,
-            )
+            self.draft.launch(kernel, blocks, **arrays, **which, shape=shape, scale=self.problem.scale, channel=channel)
 
     def inputs_of(self, kernel) -> dict:
         """What the kernel reads by tensor maps, and by rows (`one`) a gate that all channels share."""
-        maps = {
-            name: TensorMap(x, kernel.BK, kernel.CHUNK, False)
-            for name, x in (("q", self.q), ("k", self.k), ("g", self.g))
-        }
-        columns = ("v", self.v), ("o_boxes", self.o)
-        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns}
+        channels, columns = {"q": self.q, "k": self.k, "g": self.g}, {"v": self.v, "o_boxes": self.o}
+        maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in channels.items()}
+        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}
 
 
-PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward}
-
-
-def forward_pass(draft, problem, cut, arrays, o) -> ForwardPass:
-    """The pass of a cut."""
-    return PASSES.get(cut.way, PortableForward)(draft, problem, cut, arrays, o)
+PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward, PORTABLE: PortableForward}

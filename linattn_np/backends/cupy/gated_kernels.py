@@ -14,7 +14,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from .arguments import members
-from .kernel import Kernel, TiledKernel, padded
+from .kernel import GatedKernel, Kernel, TiledKernel, padded
 from .plan import ceil_div
 
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K: a tile below 64 would not be faster
@@ -138,7 +138,7 @@ class GatedSegmentStates(TiledKernel):
         return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes) + self.BK // 4
 
 
-class Recurrent(TiledKernel):
+class Recurrent(GatedKernel, TiledKernel):
     """Forward token by token, on every card."""
 
     file = "recurrent/forward"
@@ -146,25 +146,20 @@ class Recurrent(TiledKernel):
     shared = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32  # columns of V a block, one lane a column
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     BK: int
 
     @property
     def shared_bytes(self):
-        return 4 * (3 * 16 * self.BK + 16 * 32 + self.BK + 4 * 16 * 32)
+        tokens, warps = 16, self.threads // 32
+        return 4 * (tokens * (3 * self.BK + self.BV) + self.BK + warps * tokens * self.BV)  # q, k, g, v; u; parts of o
 
 
-class GatedBackward(Kernel):
+class GatedBackward(GatedKernel):
     """A backward kernel of chunks, on every card; one product is the sum of so many tf32 `products`."""
 
     CHUNK: ClassVar[int] = 64
     TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that are kept
     threads = 128
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     products: int
 
     @property
@@ -257,7 +252,9 @@ class GatedBackwardValues(GatedBackward):
 
 class ScanSegments(Kernel):
     file = "gated/scan_segments"
-    arguments = members("pointers left decays column_decays initial starts final, integers P R H K V")
+    arguments = members(
+        "pointers left decays, pointers? column_decays initial, pointers starts, pointers? final, integers P R H K V"
+    )
     threads = 256
     width: int  # columns of one channel that a thread takes
 
@@ -357,7 +354,7 @@ class GatedForwardSm90(TiledKernel):
         return 2 if self.BK + self.BV == 128 else 1
 
 
-class GatedBackwardSm90(TiledKernel):
+class GatedBackwardSm90(GatedKernel, TiledKernel):
     """A backward kernel of Hopper's, for gates of every channel."""
 
     arch = SM90
@@ -367,9 +364,6 @@ class GatedBackwardSm90(TiledKernel):
     # rounding errors add up in between
     FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's sums: one byte for each of 8 warps
     constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     BK: int
     BV: int
 
@@ -385,13 +379,6 @@ class GatedBackwardSm90(TiledKernel):
     def tiles(self):
         return super().tiles | {"checkpoint every": self.CHECKPOINT_EVERY}
 
-    def ring(self, stages, channels, gates, columns, pairs, rest):
-        """Shared memory of a ring of so many stages, each with so many tiles of channels, gates and columns and `pairs`
-        bytes of scores, and of `rest` bytes besides."""
-        gate = gates * self.gate.itemsize
-        stage = 32 * (2 * channels * self.BK + gate * self.BK + 2 * columns * self.BV) + pairs
-        return padded(stages * stage + rest + 8 * (3 * stages + 2), 1024)
-
 
 ONE_EACH, IN_TURN = "OneEach", "InTurn"
 
@@ -401,6 +388,7 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
     many blocks as the card holds take whole sequences one after the other."""
 
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
+    PLACE_BYTES: ClassVar[int] = 40  # the struct `WorkTile`
     schedule: str
 
     @classmethod
@@ -413,7 +401,7 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
     def places(self, count):
         """Bytes that say where `count` chunks in flight lie, and which chunk comes next."""
-        return 40 * count + 48 if self.schedule == IN_TURN else 0
+        return self.PLACE_BYTES * count + 48 if self.schedule == IN_TURN else 0
 
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
@@ -425,7 +413,11 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
 
     @property
     def shared_bytes(self):
-        return self.ring(3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * self.BV, self.places(4))
+        C, BK, BV, stages = self.CHUNK, self.BK, self.BV, 3
+        stage = C * BK * (2 * 2 + self.gate.itemsize) + C * BV * 2 * 2  # q, k, g; v, do
+        stage += 4 * C * C + 4 * C * BV  # scores; operands of columns in tf32
+        barriers = 8 * 4 * stages
+        return padded(stages * stage + self.places(stages + 1) + self.PLACE_BYTES + barriers, 1024)
 
 
 class GatedBackwardKeysSm90(GatedBackwardMainSm90):
@@ -441,14 +433,21 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
     @property
     def shared_bytes(self):
-        BK, BV = self.BK, self.BV
-        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 2 * BK // 16 + 8 * BK + 48
-        rest += 1024 * BK // 16 if self.gate.itemsize == 2 else 8
-        tables = 0 if BK == 64 else 4 if self.gate.itemsize == 2 else 2
-        rest += 2048 * tables + 32
-        stages = 3 if self.gate.itemsize == 2 else 2  # of values
-        rest += 4 * self.places(stages)
-        return self.ring(2, 2, 2, 0, 0, rest + stages * (2 * 32 * 2 * BV + 32 * 32 * 4 + 2 * 8))
+        """By the members of the kernel's struct `Shared`, in its order."""
+        C, BK, BV, warps, half_gate = self.CHUNK, self.BK, self.BV, self.BK // 16, self.gate.itemsize == 2
+        stages, value_stages = 2, 3 if half_gate else 2
+        channels = stages * C * BK * (2 * 2 + 2 * self.gate.itemsize)  # q, k; g, weight
+        values = value_stages * (2 * 2 * C * BV + 4 * C * C)  # v, do; scores
+        state, next_values = 2 * BK * BV, 4 * C * BV
+        keys, scores = C * BK * (4 + 2 + 2), 4 * C * C  # in float32, and decayed to two lengths of sub-chunks
+        own_scores = 1024 * warps if half_gate else 8  # an empty struct takes its alignment
+        of_warps = 4 * 2 * warps + 2 * warps + 4 * (warps if self.schedule == IN_TURN else 1)  # largest, growth, keep
+        sums = 4 * 2 * BK
+        lookups = 2048 * (0 if BK == 64 else 4 if half_gate else 2)
+        places = self.PLACE_BYTES + 4 * self.places(value_stages)
+        barriers = 8 * (2 * stages + 2 * value_stages + 3)
+        used = channels + values + state + next_values + keys + scores + own_scores + of_warps + sums + lookups
+        return padded(used + places + barriers, 1024)
 
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
@@ -463,4 +462,6 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
 
     @property
     def shared_bytes(self):
-        return self.ring(4 if self.gate.itemsize == 2 else 3, 1, 1, 1, 0, 0)
+        stages = 4 if self.gate.itemsize == 2 else 3
+        stage = self.CHUNK * (self.BK * (2 + self.gate.itemsize) + self.BV * 2)
+        return padded(stages * (stage + 2 * 8 + 4), 1024)  # with two barriers and a vote each

@@ -26,6 +26,11 @@ def spelled(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def no_kernels(dtype, dtypes) -> str | None:
+    """Why there are no kernels for data of a dtype, if these `dtypes` have kernels; None when there are."""
+    return None if dtype in dtypes else f"no {dtype} kernels; it has {', '.join(map(str, dtypes))}"
+
+
 def padded(size: int, to: int) -> int:
     return ceil_div(size, to) * to
 
@@ -102,6 +107,14 @@ class Kernel:
         return pack(self.arguments, self.complete(args))
 
 
+class GatedKernel(Kernel):
+    """A kernel for data of a dtype and gates of another, whose o reads a state before or after a token's write."""
+
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+
+
 class TiledKernel(Kernel):
     """A kernel whose blocks have a tile of a state: BK channels and BV columns."""
 
@@ -112,6 +125,10 @@ class TiledKernel(Kernel):
     def channels(self):
         """Of a launch."""
         return self.BK
+
+    def grid(self, V):
+        """Blocks of a sequence and head: one for every BV columns, in whole clusters."""
+        return ceil_div(V, self.BV * self.cluster) * self.cluster
 
     @property
     def tiles(self):

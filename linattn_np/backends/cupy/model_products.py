@@ -229,7 +229,7 @@ class WideProduct(ModelKernel):
         256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
     }
     DEEP_STAGES: ClassVar[dict[int, tuple[int, int]]] = {64: (9, 6), 72: (8, 6)}  # the same by rows, where early
-    LEAST: ClassVar[int] = 56  # vectors; fewer leave its tiles empty (1.91 for 1.87 ms at 48, 1.94 for 1.99 at 64)
+    LEAST: ClassVar[int] = 56  # vectors; with fewer its tiles are too empty to pay
     DEPTH: ClassVar[int] = 64  # of K a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster

@@ -487,28 +487,15 @@ class Draft:
         B, H, T = problem.shape("B H T")
         dense, chunk = spans is None and not problem.varlen, chunk or problem.chunk_size or CHUNK
         spans = spans or problem.spans
-        members = {"B": B, "H": H, "T": T, "K": problem.sizes.get("K", 0), "V": problem.sizes.get("V", 0), **changed}
+        K, V = (changed.get(axis, problem.sizes.get(axis, 0)) for axis in "KV")
+        sizes = {"B": B, "H": H, "T": T, "K": K, "V": V, "count": spans.count, "chunk": chunk}
         if dense:
-            return Shape(
-                **members,
-                count=spans.count,
-                bounds=None,
-                chunk=chunk,
-                NC=ceil_div(T, chunk),
-                chunks=None,
-                chunk_bounds=None,
-            )
+            return Shape(**sizes, NC=ceil_div(T, chunk), bounds=None, chunks=None, chunk_bounds=None)
         bounds, chunk_bounds, chunks = spans.bounds, spans.chunk_bounds(chunk), spans.chunks(chunk)
         table = self.table(np.concatenate([bounds, chunk_bounds, chunks.ravel()])).memory
-        return Shape(
-            **members,
-            count=spans.count,
-            bounds=Ref(table),
-            chunk=chunk,
-            NC=len(chunks),
-            chunks=Ref(table, bounds.nbytes + chunk_bounds.nbytes),
-            chunk_bounds=Ref(table, bounds.nbytes),
-        )
+        ends = np.cumsum([bounds.nbytes, chunk_bounds.nbytes]).tolist()
+        places = Ref(table), Ref(table, ends[0]), Ref(table, ends[1])
+        return Shape(**sizes, NC=len(chunks), bounds=places[0], chunk_bounds=places[1], chunks=places[2])
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The message of a rank about its tokens: their final state from zero, and behind it the product of their decays."""
+"""What a rank sends of its tokens: their final state from zero, and behind it the product of their decays."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Message(Kernel):
     threads = 256
 
 
-class MessageDraft:
-    """A message in one buffer while its plan is drawn, with so many `channels` of decays, or without any."""
+class RankSummary:
+    """The state and the product of so many `channels` of decays, or the state alone, in one buffer of a plan that is
+    drawn."""
 
     def __init__(self, draft, problem, channels):
         self.draft, self.sizes = draft, problem.shape("N H K V")
@@ -32,7 +33,7 @@ class MessageDraft:
         return Array(self.whole.memory, shape, strides, FLOAT32, offset)
 
     def finish(self, decays, state=None):
-        """((the state,), the product of `decays`) in the message; a given `state` [N, H, K, V] is copied there.
+        """((the state,), the product of `decays`) in the buffer; a given `state` [N, H, K, V] is copied there.
 
         decays : [N, parts, H, factors, K], or with the parts in one axis with the sequences
         """
@@ -40,21 +41,12 @@ class MessageDraft:
             return (self.state,), None
         (N, H, K, V), factors = self.sizes, decays.shape[-2]
         parts = decays.size // (N * H * factors * K)
-        channels = 0 if self.total is None else self.total.shape[-1]
-        self.draft.launch(
-            Message(),
-            ceil_div(N * H * (channels + (0 if state is None else K * V)), Message.threads),
-            state=state,
-            decays=decays,
-            message=self.whole,
-            state_stride=0 if state is None else state.strides[0] // FLOAT32.itemsize,
-            decays_stride=decays.strides[0] // FLOAT32.itemsize * (parts if decays.ndim == 4 else 1),
-            parts=parts,
-            factors=factors,
-            N=N,
-            H=H,
-            K=K,
-            V=V,
-            channels=channels,
-        )
+        sizes = {"parts": parts, "factors": factors, "N": N, "H": H, "K": K, "V": V}
+        sizes["channels"] = channels = 0 if self.total is None else self.total.shape[-1]
+        steps = {  # from a sequence to the next, in numbers
+            "state_stride": 0 if state is None else state.strides[0] // FLOAT32.itemsize,
+            "decays_stride": decays.strides[0] // FLOAT32.itemsize * (parts if decays.ndim == 4 else 1),
+        }
+        blocks = ceil_div(N * H * (channels + (0 if state is None else K * V)), Message.threads)
+        self.draft.launch(Message(), blocks, state=state, decays=decays, message=self.whole, **steps, **sizes)
         return (self.state,), self.total

@@ -42,9 +42,12 @@ class NormShift(ModelKernel):
         return cls(X, each, next(most for most in cls.PARTS_AT_MOST if parts <= most), terms)
 
 
+TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
+
+
 class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
-    arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
+    arguments = TIME_MIX
     shared = ("TimeMixScratch",)
     threads, parts = 256, 1
     shared_bytes = TIME_MIX_SCRATCH
@@ -61,7 +64,7 @@ class TimeMixBatch(ModelKernel):
     """The same for many sequences and heads of 64: a warp a sequence."""
 
     file = "rwkv6/time_mix_batch"
-    arguments = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W P, reals eps")
+    arguments = (*TIME_MIX, *members("integers P"))
     shared = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
     MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
@@ -102,9 +105,7 @@ class TimeMixMany(ModelKernel):
     """The same on Hopper where a block has eight sequences at a time: warps take several in turn."""
 
     file = "rwkv6/time_mix_many"
-    arguments = members(
-        "pointers k v r gate low up decay u weight bias state slots y, integers B H N W turns, reals eps"
-    )
+    arguments = (*TIME_MIX, *members("integers turns"))
     shared = ("Shared",)
     SEQUENCES: ClassVar[int] = 8  # of a block at a time
     arch, threads, parts = "sm_90a", 256, 1
@@ -120,7 +121,7 @@ class TimeMixMany(ModelKernel):
             return None
         kernel, more = cls(dtype, state), W * (2 * 4 * cls.SEQUENCES + N * dtype.itemsize)
         room = device.shared_per_multiprocessor // 2 - 1024
-        # A warp that has one half state gains nothing (1.49 for 1.47 ms at 64 sequences, 1.51 for 1.51).
+        # Of states in half precision a warp must have several to be faster than `TimeMixBatch`.
         pays = state == FLOAT32 or kernel.turns(B, H, device) > 1
         return (kernel, more) if terms == 1 and pays and kernel.shared_bytes + more <= room else None
 
@@ -312,8 +313,8 @@ class FiveMixes(ModelKernel):
     shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
-    LEAST: ClassVar[int] = 17  # sequences; fewer have too few blocks (1.19 for 1.15 ms at 16, 1.52 for 1.55 at 32)
-    LEAST_INT8: ClassVar[int] = 65  # beside int8 matrices (1.86 for 1.83 ms at 64, 2.66 for 2.71 at 80)
+    LEAST: ClassVar[int] = 17  # sequences; fewer make too few blocks to fill the card
+    LEAST_INT8: ClassVar[int] = 65  # the same beside int8 matrices
     arch = "sm_90a"
     dtype: np.dtype
     RANK: int

@@ -125,16 +125,10 @@ def as_gla(draft, problem):
     changed, phi = {"dtype": problem.dtype}, feature_map(problem)
     if normalized(problem):
         columns = ceil_div(V + 1, WHOLE) * WHOLE
-        dtype = dtype_of_sums(problem.dtype)
+        dtype, sizes = dtype_of_sums(problem.dtype), problem.sizes | {"V": columns}
         ones = draft.table(np.ones((1, 1, 1, 1), dtype))
         v = with_last(draft, v, ones, (B, H, T, columns), f"v: in {dtype} beside a column of ones for the normaliser")
-        changed = {
-            "dtype": dtype,
-            "state_dtype": dtype,
-            "scale": 1.0,
-            "sizes": problem.sizes | {"V": columns},
-            "out": None,
-        }
+        changed = {"dtype": dtype, "state_dtype": dtype, "scale": 1.0, "sizes": sizes, "out": None}
         if problem.initial_state:
             changed["initial_state"] = (joined_state(draft, problem, problem.initial_state, "initial_state"),)
     if phi or changed["dtype"] != q.dtype:
@@ -202,13 +196,8 @@ def beside(draft, parts, shape, dtype, phi, reason):
     first, at = parts[0][0], 0
     found = draft.like(first, dtype) if first.shape == shape else draft.empty(shape, dtype)
     for x, columns in parts:
-        fill(
-            draft,
-            found[..., at : at + columns],
-            draft.in_rows(x, reason.partition(":")[0]),
-            phi,
-            reason if at == 0 else "",
-        )
+        rows = draft.in_rows(x, reason.partition(":")[0])
+        fill(draft, found[..., at : at + columns], rows, phi, reason if at == 0 else "")
         at += columns
     return found
 
@@ -234,11 +223,9 @@ def gradient_of_gate(draft, problem, dg):
 # -- launches of kernels that go element by element --------------------------------------------------------------------
 def through(draft, phi, x, dy, name):
     """dx of y = phi(x)."""
-    (B, H, T, C), dx = x.shape, draft.empty(x.shape, x.dtype)
-    kernel = FeatureGradient(FEATURE_MAPS[phi], x.dtype, dy.dtype)
-    draft.launch(
-        kernel, ceil_div(B * H * T * C, kernel.threads), x=draft.in_rows(x, name), dy=dy, dx=dx, B=B, H=H, T_=T, C=C
-    )
+    dx, kernel = draft.empty(x.shape, x.dtype), FeatureGradient(FEATURE_MAPS[phi], x.dtype, dy.dtype)
+    blocks, sizes = ceil_div(x.size, kernel.threads), dict(zip(("B", "H", "T_", "C"), x.shape))
+    draft.launch(kernel, blocks, x=draft.in_rows(x, name), dy=dy, dx=dx, **sizes)
     return dx
 
 
@@ -250,24 +237,11 @@ def by_token(draft, problem, kernel, **args):
 
 def fill(draft, y, x, phi, reason=""):
     """y = phi(x); `x` is repeated along axes of size 1."""
-    B, H, T, C = y.shape
-    step = int(x.shape[-1] > 1)
-    kernel = FeatureMap(FEATURE_MAPS[phi], x.dtype, y.dtype)
-    vectors = C % kernel.PIECE == 0 and aligned16(y) and (not step or aligned16(x))
-    threads = B * H * T * C // (kernel.PIECE if vectors else 1)
-    draft.launch(
-        kernel,
-        ceil_div(threads, kernel.threads),
-        reason,
-        x=x,
-        y=y,
-        B=B,
-        H=H,
-        T_=T,
-        C=C,
-        step=step,
-        vectors=int(vectors),
-    )
+    step, kernel = int(x.shape[-1] > 1), FeatureMap(FEATURE_MAPS[phi], x.dtype, y.dtype)
+    vectors = y.shape[-1] % kernel.PIECE == 0 and aligned16(y) and (not step or aligned16(x))
+    threads = y.size // (kernel.PIECE if vectors else 1)
+    sizes = dict(zip(("B", "H", "T_", "C"), y.shape))
+    draft.launch(kernel, ceil_div(threads, kernel.threads), reason, x=x, y=y, **sizes, step=step, vectors=int(vectors))
 
 
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
@@ -286,7 +260,7 @@ def plan_gla(draft, gla, device, reason, kept=()):
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
     """By the Hopper kernel of the cut."""
-    by_sums = segments.sums_are_enough(gla)
+    by_sums = isinstance(cut.kernel, WeightedSums)
     if not by_sums:
         gla = in_float32(draft, gla)
     arrays = *(draft.mapped(gla[name], name) for name in "qkv"), gla["g"]
@@ -326,16 +300,8 @@ def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=Fal
     return {
         **{name: TensorMap(x, PANEL, WeightedSums.CHUNK, True) for name, x in arrays.items()},
         **{f"{name}_rows": x for name, x in arrays.items()},
-        "initial": initial,
-        "final": final,
-        "K": K,
-        "V": V,
-        "state_k": 1 if turned else V,
-        "state_v": K if turned else 1,
-        "read": read,
-        "write": write,
-        "backwards": backwards,
-        "adds": adds,
+        **{"initial": initial, "final": final, "read": read, "write": write, "backwards": backwards, "adds": adds},
+        **{"K": K, "V": V, "state_k": 1 if turned else V, "state_v": K if turned else 1},
     }
 
 
@@ -400,7 +366,7 @@ def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
     leaves what the second makes the gradient of. A tile's goes to `dg` as a whole.
     """
     gla, read, written = backward.problem, backward.read, backward.written
-    (K, V), gate = gla.shape("K V"), segments.has_own_gates(gla)
+    (K, V), gate = gla.shape("K V"), cut.kernels[0].gives_gate
     hopper = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
     read["do_"] = draft.mapped(backward.do, "do")
     mapped = {name: x for name, x in read.items() if name != "g"}

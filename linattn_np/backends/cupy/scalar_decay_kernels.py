@@ -48,6 +48,11 @@ class WeightedSums(TiledKernel):
         )
 
     @property
+    def gives_gate(self) -> bool:
+        """Whether it takes part in the gate's gradient."""
+        return self.what.startswith("Gated")
+
+    @property
     def threads(self):
         return 2 * self.BV + 256
 
@@ -61,10 +66,14 @@ class WeightedSums(TiledKernel):
 
     @property
     def shared_bytes(self):
-        gated, gates = self.what.startswith("Gated"), 4 * 64 * (2 * 6 + 2) + 16
+        gated, C = self.gives_gate, self.CHUNK
         stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
-        stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
-        return padded(stages * (stage + gates + 8 * 4) + 8 * 4, 1024)
+        tiles = 2 * C * (2 * self.BK + (1 + gated) * self.BV)  # queries, keys; values and what the sum is a gradient of
+        scores = 2 * C * C
+        levels = 6  # of a chunk, a binary tree over its tokens
+        gates = 4 * C * (2 * levels + 2) + 16  # decays within each level, and of tokens to the chunk's ends
+        barriers = 8 * 4
+        return padded(stages * (tiles + scores + gates + barriers) + barriers, 1024)
 
 
 class ScalarBackwardSegments(TiledKernel):

@@ -88,11 +88,6 @@ OTHERS_FINER = 1.7  # times as long in tf32
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
-def grid(kernel, V) -> int:
-    """Blocks of a sequence and head: one for every BV columns, in whole clusters."""
-    return ceil_div(V, kernel.BV * kernel.cluster) * kernel.cluster
-
-
 def resident_blocks(kernel, device) -> int:
     """How many of a kernel's blocks are on the card at the same time."""
     fitting = device.shared_per_multiprocessor // (kernel.shared_bytes + RESERVED)
@@ -158,6 +153,17 @@ def fits_hoppers_forward(problem, device, arrays) -> bool:
 
 # -- forward -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
+class BackwardSegments:
+    """Into what Hopper's own backward kernels cut every sequence."""
+
+    count: int = 0  # 0 if these kernels cannot compute the problem
+    short: int = 0  # tokens of the segment that each of the two passes begins with, if the rest is one longer segment
+
+
+NO_PULLBACK = BackwardSegments()
+
+
+@dataclass(frozen=True, eq=False)
 class ForwardCut:
     """How a forward pass is computed: `kernel` gives o, `summary` what a segment does to a state."""
 
@@ -183,24 +189,28 @@ class ForwardCut:
         return self.kernel.tiles | ({"segments": self.segments} if self.segments > 1 else {})
 
 
-def cut_into(problem, device, way, kernel, summary, P, first=0, backward=None) -> ForwardCut:
-    """A cut into P equal segments, or into two with `first` tokens in the first one. `backward`: the
-    `BackwardSegments` of the pullback that follows."""
-    (N, H, V), theirs = problem.shape("N H V"), 0 if backward is None else backward.count
+def cut_into(problem, device, way, kernel, summary, P, first=0, backward=NO_PULLBACK) -> ForwardCut:
+    """A cut into P equal segments, or into two with `first` tokens in the first one. `backward`: the segments of the
+    pullback that follows."""
+    N, H, V = problem.shape("N H V")
     spans = problem.spans.split_at(first) if first else problem.spans.segments(P, summary.CHUNK)
-    finer = [1 if way == SMALL else parts(summary, N * H, V, P, longest_of(problem), last, device) for last in (0, 1)]
-    alike = not first and 1 < P == theirs
-    every = 0 if first or not theirs or backward.short else marks(problem, P, theirs)
-    return ForwardCut(way, kernel, summary, P, first, spans, (finer[0], finer[1]), alike, every, theirs)
+    but_last, of_all = (
+        1 if way == SMALL else parts(summary, N * H, V, P, longest_of(problem), last, device) for last in (0, 1)
+    )
+    same_starts = not first and 1 < P == backward.count
+    chunks = 0 if first or not backward.count or backward.short else marks(problem, P, backward.count)
+    return ForwardCut(way, kernel, summary, P, first, spans, (but_last, of_all), same_starts, chunks, backward.count)
 
 
-def marks(problem, P, theirs) -> int:
-    """`ForwardCut.marks`, if all of a pullback's segments start within the forward pass's P segments or at theirs."""
+def marks(problem, P, backward_segments) -> int:
+    """`ForwardCut.marks`: the chunks of a segment of the pullback, if all of its segments start within one of the
+    forward pass's P segments or with one; else 0."""
     shortest, longest, chunk = int(problem.spans.lengths.min()), longest_of(problem), GatedForwardSm90.CHUNK
-    every, ours = (ceil_div(longest, n * chunk) for n in (theirs, P))
-    nested = theirs > P and theirs % P == 0 and (P == 1 or ours * P == every * theirs)
-    whole = shortest == longest > (theirs - 1) * every * chunk
-    return every if nested and whole and every & every - 1 == 0 else 0
+    chunks, forward_chunks = (ceil_div(longest, count * chunk) for count in (backward_segments, P))
+    same_ends = P == 1 or forward_chunks * P == chunks * backward_segments
+    nested = backward_segments > P and backward_segments % P == 0 and same_ends
+    none_empty = shortest == longest > (backward_segments - 1) * chunks * chunk
+    return chunks if nested and none_empty and chunks & chunks - 1 == 0 else 0
 
 
 def without_a_short_segment(problem, device, cut) -> ForwardCut:
@@ -209,12 +219,12 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
 
 
 def forward_cut(problem, device, backward=None) -> ForwardCut:
-    """For gates of every channel. `backward`: the `BackwardSegments` of the pullback, if these are known already."""
+    """For gates of every channel. `backward`: the segments of the pullback, if these are known already."""
     if are_small(problem, device):
         return small_forward_cut(problem, device)
     if fits_hoppers_forward(problem, device, aligned_copies.rows(problem)):
-        if backward is None and problem.gradient:
-            backward = hoppers_backward_segments(problem, device)
+        if backward is None:
+            backward = hoppers_backward_segments(problem, device) if problem.gradient else NO_PULLBACK
         return hoppers_forward_cut(problem, device, backward)
     return portable_forward_cut(problem, device)
 
@@ -222,7 +232,7 @@ def forward_cut(problem, device, backward=None) -> ForwardCut:
 def filled(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
     """As many segments as fill the card."""
     (N, H, V), longest = problem.shape("N H V"), longest_of(problem)
-    P = segments_that_fill(N * H * grid(kernel, V), longest, resident_blocks(kernel, device), spared)
+    P = segments_that_fill(N * H * kernel.grid(V), longest, resident_blocks(kernel, device), spared)
     return cut_into(problem, device, way, kernel, summary, P)
 
 
@@ -267,23 +277,22 @@ def hoppers_forward_cut(problem, device, backward):
         kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, gate, V)
     else:
         kernel = split if split_columns(N * H, V, longest, device, alone, split) else alone
-    blocks, most = N * H * grid(kernel, V), resident_blocks(kernel, device)
+    blocks, most = N * H * kernel.grid(V), resident_blocks(kernel, device)
     summary = hoppers_kernel(problem, SEGMENT_STATE, gate, V)
-    P, theirs = forward_segments(N * H, blocks, longest, kernel, max(K, V), device), backward and backward.count
-    if P > 1 and theirs and theirs > 1 and blocks * theirs <= most:
-        P = theirs
+    P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
+    if P > 1 and backward.count > 1 and blocks * backward.count <= most:
+        P = backward.count
     first = short_first_of(problem, device, kernel, backward) if P == 1 else 0
     return cut_into(problem, device, HOPPER, kernel, summary, 2 if first else P, first, backward)
 
 
-def short_first_of(problem, device, kernel, backward=None) -> int:
+def short_first_of(problem, device, kernel, backward=NO_PULLBACK) -> int:
     """Tokens of a short first segment, or 0, beside sequences that otherwise are whole. A pullback in equal segments
     wants the states that whole sequences leave on their way."""
-    wants_marks = backward is not None and backward.count > 1 and not backward.short
-    if problem.varlen or wants_marks:
+    if problem.varlen or backward.count > 1 and not backward.short:
         return 0
     N, H, T, V = problem.shape("N H T V")
-    return short_first_segment(N * H * grid(kernel, V), T, resident_blocks(kernel, device))
+    return short_first_segment(N * H * kernel.grid(V), T, resident_blocks(kernel, device))
 
 
 def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
@@ -355,12 +364,9 @@ def narrow_blocks(heads, V, longest, device) -> bool:
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class BackwardSegments:
-    """Into what Hopper's own backward kernels cut every sequence."""
-
-    count: int = 0  # 0 if these kernels cannot compute the problem
-    short: int = 0  # tokens of the segment that each of the two passes begins with, if the rest is one longer segment
+# What a pullback is told of the gate: every channel has its own; all share one, whose gradient is the sum of the
+# channels' gradients; or all share one, and nobody wants its gradient.
+OF_CHANNELS, SHARED_GATE, UNWANTED_GATE = "of channels", "shared", "shared, without a gradient"
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,25 +381,21 @@ class BackwardCut:
     short: int = 0  # as `BackwardSegments` has it
     blocks: int = 0  # of each of Hopper's main kernels
     forward: ForwardCut | None = None  # the pass that gives the states at the segments' starts, if nobody saved them
-    gate: str = "channels"
-
-
-OF_CHANNELS, SHARED_GATE, UNWANTED_GATE = "channels", "shared", "unwanted"  # kinds of gates that a pullback is told of
+    gate: str = OF_CHANNELS
 
 
 def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) -> BackwardCut:
-    """For a gate of every channel, or one that all channels share, spread over them: then the portable kernels multiply
-    half-precision data in float32, too, since the gate's gradient is a sum over the channels. Tiles round their parts
-    of that sum, and are taken only if nobody wants it (UNWANTED_GATE).
+    """For a `gate` of every channel, or for one that all channels share, spread over them. The gradient of a shared
+    gate is a sum over channels, which must not be rounded often: the portable kernels then multiply half-precision data
+    in float32, and tiles of the state, which round their parts of it, are taken only if nobody wants it.
 
     `saved`: as `gated_backward.plan_vjp` has it. `kept`: the segments are summarised already.
     """
     found = hoppers_backward_segments(problem, device)
     if found.count:
-        forward = None
-        if found.count > 1 and saved == () and not kept:
-            forward = forward_cut(problem, device, found)
-            forward = forward if forward.gives_starts else None
+        forward = forward_cut(problem, device, found) if found.count > 1 and saved == () and not kept else None
+        if forward is not None and not forward.gives_starts:
+            forward = None
         return hoppers_backward_cut(problem, device, found, bool(saved) or forward is not None, kept, forward)
     if gate != SHARED_GATE:
         P = tiles_segments(problem, device, aligned_copies.rows(problem))
@@ -569,18 +571,13 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------
-def sums_are_enough(problem) -> bool:
-    """Whether `WeightedSums` computes a problem that Hopper's kernels can: bfloat16 alone has the range of states."""
-    return problem.dtype == BFLOAT16 and problem.sizes["K"] <= TILES[-1]
-
-
 def scalar_forward_cut(problem, device) -> ForwardCut | None:
     """For a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if they cannot."""
     if problem.mode != "chunk" or not fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"]):
         return None
     (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
     narrow = min(V, TILES[not narrow_blocks(N * H, V, longest, device)])
-    if sums_are_enough(problem):
+    if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # float16 has not the range of states
         gate = gate_dtype(problem)
         kernel, summary = WeightedSums.fitting("Whole", gate, K, narrow), WeightedSums.fitting("Summary", gate, K, V)
         return filled(problem, device, HOPPER, kernel, summary, SPARED)

@@ -19,7 +19,7 @@ from ... import varlen
 from . import softmax_tiles
 from .arguments import members
 from .gated_kernels import SM90
-from .kernel import FLOATS, HALF, Kernel, padded
+from .kernel import FLOATS, HALF, Kernel, no_kernels, padded
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 from .softmax_tiles import STATISTICS
 
@@ -224,7 +224,7 @@ class SoftmaxPlain(Kernel):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    return None if problem.dtype in FLOATS else f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
+    return no_kernels(problem.dtype, FLOATS)
 
 
 def plan(problem, device):
@@ -232,7 +232,7 @@ def plan(problem, device):
     draft, lse = Draft(), None
     o = draft.output(problem)
     attended, attended_o = with_queries_of_a_group(problem, o)
-    attention = Attention(draft, attended, device)
+    attention = SoftmaxLaunches(draft, attended, device)
     arrays = attention.inputs | {"o": attended_o}
     if problem.gradient or problem.output_final_state:
         lse = draft.empty(problem.shape("B H T"), problem.compute_dtype)
@@ -245,7 +245,7 @@ def plan(problem, device):
 def plan_vjp(problem, device, do, dht, saved):
     """(dq, dk, dv, and of sinks), None"""
     draft, (o, lse) = Draft(), saved
-    attention = Attention(draft, problem, device)
+    attention = SoftmaxLaunches(draft, problem, device)
     inputs, sinks = attention.inputs, attention.sinks
     do, _ = draft.cotangents(problem, do, None)
     if device.capability == 90 and problem.dtype in HALF and not mappable(do) and mappable(*inputs.values()):
@@ -294,7 +294,7 @@ def with_queries_of_a_group(problem, o):
     return problem.replace(arrays=arrays, sizes=sizes, spans=varlen.dense(H // HK)), fold(o)
 
 
-class Attention:
+class SoftmaxLaunches:
     """The launches of a call while its plan is drawn."""
 
     def __init__(self, draft, problem, device):
@@ -302,9 +302,9 @@ class Attention:
         self.inputs = {name: draft.in_rows(problem.arrays[name], name) for name in "qkv"}
         self.sinks = draft.plain(problem.arrays.get("sinks"), "sinks", problem.compute_dtype)
         B, H, T, K, V, HK = problem.shape("B H T K V HK")
-        left, right = softmax_tiles.reach(problem)
+        left, right = softmax_tiles.window(problem)
         self.numbers = {"B": B, "H": H, "group": H // max(HK, 1), "Tq": T, "K": K, "V": V, "left": left, "right": right}
-        self.numbers |= {"chunks": int(softmax_tiles.pieces(problem)[-1])}
+        self.numbers |= {"chunks": int(softmax_tiles.statistics_bounds(problem)[-1])}
         self.numbers |= {"scale": problem.scale, "softcap": problem.options["softcap"]}
         self.tiles: dict = {}  # what `explain` shows
 
@@ -347,7 +347,7 @@ class Attention:
         if not isinstance(kernel, SoftmaxPlain):
             self.tiles |= {f"{kernel.name} queries": kernel.QUERIES, f"{kernel.name} keys": kernel.KEYS}
         own, other = (kernel.KEYS, kernel.QUERIES) if by_keys else (kernel.QUERIES, kernel.KEYS)
-        return softmax_tiles.works(self.problem, own, other, by_keys)
+        return softmax_tiles.tile_table(self.problem, own, other, by_keys)
 
     def launch(self, kernel, tiles, arrays, by_keys=False):
         K, V = self.problem.shape("K V")

@@ -1,6 +1,7 @@
-"""Which tiles softmax attention's kernels work on, and in which order: tables that the host makes with a plan.
+"""The tables by which softmax attention's blocks know their tiles; the host makes them with a plan.
 
-A tile is `TOKENS` queries, or keys, of a sequence and head; it meets the tiles of the other side that any of them sees.
+A tile is a range of a sequence's queries in one head, or of its keys. A block computes a tile with the range of the
+other side's tiles that hold a key which one of its queries sees, or a query that sees one of its keys.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ SETUP = 0.6  # of a tile of the other side's work: what beginning and ending a t
 CACHED = 24 << 20  # bytes of keys and values that stay in L2
 
 
-def reach(problem) -> tuple[int, int]:
-    """How many keys a query sees before and behind its own place."""
+def window(problem) -> tuple[int, int]:
+    """How many keys a query sees before its own place, and behind it."""
     left, right = (UNBOUNDED if side < 0 else side for side in problem.options["window"])
     return left, right
 
 
-def pieces(problem) -> np.ndarray:
-    """[N + 1]: the first piece of the statistics of every sequence, and how many there are."""
+def statistics_bounds(problem) -> np.ndarray:
+    """[N + 1]: where each sequence's statistics begin, in pieces of STATISTICS queries, and how many pieces there
+    are."""
     return problem.spans.chunk_bounds(STATISTICS)
 
 
-def works(problem, tokens: int, other: int, by_keys: bool = False) -> np.ndarray:
-    """[heads of all sequences, tiles, WORDS] int32: tiles of so many queries, or keys, that meet tiles of `other`
-    tokens. Each meets at least one; where nothing is seen, none of its tokens counts."""
+def tile_table(problem, tokens: int, other: int, by_keys: bool = False) -> np.ndarray:
+    """[heads of all sequences, tiles, WORDS] int32: a row for each tile of `tokens` queries, or keys, with its range of
+    tiles of `other` keys, or queries. The range has one tile at least; where nothing is seen, that has no tokens."""
     sides = problem.spans, problem.options["key_spans"]
     own, others = sides[::-1] if by_keys else sides
-    before, behind = reach(problem)[::-1] if by_keys else reach(problem)
+    before, behind = window(problem)[::-1] if by_keys else window(problem)
     bounds = own.chunk_bounds(tokens)
     sequence = np.repeat(np.arange(own.count), np.diff(bounds))
     token = (np.arange(bounds[-1]) - bounds[sequence]) * tokens
@@ -47,7 +49,7 @@ def works(problem, tokens: int, other: int, by_keys: bool = False) -> np.ndarray
     nothing = highest < lowest
     first = np.where(nothing, 0, lowest // other)
     blocks = np.where(nothing, 1, highest // other - first + 1)
-    chunk = pieces(problem)[sequence] + (0 if by_keys else token // STATISTICS)
+    chunk = statistics_bounds(problem)[sequence] + (0 if by_keys else token // STATISTICS)
     if by_keys:  # the kernels read a piece even where they use none of it
         chunk[nothing] = 0
     columns = (
@@ -69,15 +71,16 @@ def works(problem, tokens: int, other: int, by_keys: bool = False) -> np.ndarray
 
 
 def parts(problem, tiles: np.ndarray, multiprocessors: int) -> int:
-    """Into how many parts the keys of all tiles are split: where sequences have a tile of queries at most, so many that
-    multiprocessors have work."""
+    """Into how many parts the keys of every tile are split: one, or, if no sequence has more than a tile of queries, so
+    many that all multiprocessors have work."""
     if not tiles.size or tiles.shape[1] > problem.spans.count:
         return 1
     return max(1, min(multiprocessors // tiles[..., 0].size, int(blocks_of(tiles).max()) // LEAST_PART))
 
 
 def split(tiles: np.ndarray, count: int, batch: int) -> np.ndarray:
-    """[count * heads, tiles, WORDS]: each tile with so many parts of its keys in turn."""
+    """[count * heads, tiles, WORDS]: the table once for each of `count` parts of the keys, whose results are rows of a
+    batch that is so many times larger."""
     first, blocks, length, part = (WORK.index(name) for name in ("first", "blocks", "length", "part"))
     found = np.repeat(tiles[None], count, axis=0)
     ends = tiles[..., blocks] * np.arange(count + 1)[:, None, None] // count
@@ -90,20 +93,21 @@ def split(tiles: np.ndarray, count: int, batch: int) -> np.ndarray:
 
 
 def blocks_of(tiles: np.ndarray) -> np.ndarray:
+    """How many tiles of the other side each tile has."""
     return tiles[..., WORK.index("blocks")]
 
 
 def longest_first(tiles: np.ndarray) -> np.ndarray:
-    """[all tiles, WORDS]."""
+    """[all tiles, WORDS]: those with most work first."""
     listed = tiles.swapaxes(0, 1).reshape(-1, WORDS)
     return listed[np.argsort(-blocks_of(listed), kind="stable")]
 
 
 def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.ndarray:
-    """[rounds + 1, blocks, WORDS]: the tiles of each block in its order, and a last one without any.
+    """[rounds + 1, blocks, WORDS]: the tiles of each block in their order, and an empty one at the end.
 
-    So many heads at a time, the longest tiles of these first, each for the block that has least to do so far: what a
-    counter that all blocks share would come to, without one.
+    `heads_at_once` heads at a time, the longest tiles of these first, each to the block that has least to do so far:
+    the order that a counter shared by all blocks would give them.
     """
     listed = np.concatenate([longest_first(tiles[n : n + heads_at_once]) for n in range(0, len(tiles), heads_at_once)])
     count = min(multiprocessors, len(listed))
@@ -119,6 +123,7 @@ def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.
 
 
 def heads_at_once(pairs: int, bytes_of_head: int, group: int) -> int:
-    """Heads whose keys and values L2 holds: as many at all times, or all where a few would leave blocks idle."""
+    """How many of `pairs` (batch, head) pairs are computed at a time: as many as L2 holds keys and values of, in equal
+    turns, or all of them if so few would leave blocks idle."""
     fitting = CACHED // max(bytes_of_head, 1) * group
     return pairs if fitting < 4 * group or fitting >= pairs else ceil_div(pairs, ceil_div(pairs, fitting))

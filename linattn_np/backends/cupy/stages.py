@@ -1,4 +1,4 @@
-"""The five public stages of the chunked form, each a launch; `gated` plans mode "staged" as all of them in a row."""
+"""The five public stages of the chunked form, each a launch, and all of them in a row."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 
 from ...contract import SUB_CHUNK
 from .arguments import members
-from .gated_kernels import CHANNELS, channels, read_order
-from .kernel import DOUBLE, FLOATS, Kernel
+from .gated_kernels import CHANNELS, channels
+from .kernel import CTYPES, DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import Array, Draft, ceil_div
 
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
@@ -33,23 +33,23 @@ class InterChunk(Kernel):
     arguments = members("rows kg b v, pointers h initial final, shape")
     shared = ("Shared",)
     threads = 128
-    shared_bytes = 4 * (2 * 16 * (64 + 8))
+    shared_bytes = 4 * (2 * 16 * (64 + 8))  # k and v of 16 tokens, in padded rows
     dtype: np.dtype
 
 
-class IntraChunk(Kernel):
+class IntraChunk(GatedKernel):
     file = "stages/intra_chunk"
     arguments = members("rows q k g, pointers u, rows A, shape")
     shared = ("Shared<{BK}>",)
     threads = 128
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     BK: int
 
     @property
     def shared_bytes(self):
-        return 4 * (3 * 16 * (self.BK + 8) + 2 * self.BK + 4 * 16 * 16)
+        tokens, warps = SUB_CHUNK, self.threads // 32
+        return 4 * (
+            3 * tokens * (self.BK + 8) + 2 * self.BK + warps * tokens**2
+        )  # q, k, g; a decay, u; parts of scores
 
 
 class Combine(Kernel):
@@ -57,7 +57,7 @@ class Combine(Kernel):
     arguments = members("rows qg h A v o, shape, reals scale")
     shared = ("Shared",)
     threads = 128
-    shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))
+    shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))  # both factors of a product, in padded rows
     dtype: np.dtype
 
 
@@ -83,108 +83,103 @@ class Float64Combine(Kernel):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if problem.dtype not in FLOATS:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
-    if problem.op.name == "intra_chunk" and problem.dtype != DOUBLE and problem.sizes["K"] > CHANNELS[-1]:
+    if problem.op.name == "intra_chunk" and problem.dtype in CTYPES and problem.sizes["K"] > CHANNELS[-1]:
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
-    return None
+    return no_kernels(problem.dtype, FLOATS)
 
 
 def plan(problem, device):
-    draft = Draft()
-    shape = draft.shape(problem)
-    results = STAGES[problem.op.name](draft, problem, shape)
-    tiled = problem.op.name == "intra_chunk" and problem.dtype != DOUBLE
+    draft, name = Draft(), problem.op.name
+    stages = Stages(draft, problem, draft.like)
+    results = getattr(stages, name)(*draft.inputs(problem))
+    if name == "inter_chunk":
+        results = results[0], draft.stored(problem, results[1])
+    if name == "combine":
+        results = draft.give_back(problem, results)
+    tiled = name == "intra_chunk" and problem.dtype != DOUBLE
     BK = {"BK": channels(problem.sizes["K"])} if tiled else {}
     return draft.plan(results, tiles=BK | {"chunk": problem.chunk_size})
+
+
+def plan_in_a_row(problem):
+    """The plan of mode "staged" of an operator of the gated family: all five stages."""
+    draft = Draft()
+    stages = Stages(draft, problem, lambda x, dtype, shape=None: draft.empty(shape or x.shape, dtype))
+    q, k, v, g = draft.inputs(problem)
+    b, e = stages.chunk_cumsum(g)
+    qg, kg = stages.gated_qk(q, k, b, e)
+    h, final = stages.inter_chunk(kg, v, b)
+    o = stages.combine(qg, h, stages.intra_chunk(q, k, g), v)
+    tiles = {"chunk": stages.shape.chunk}
+    if problem.dtype != DOUBLE:
+        tiles = {"BK": channels(problem.sizes["K"]), "BV": STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
+    return draft.plan(draft.results(problem, o, final), mode="staged", tiles=tiles)
 
 
 def plan_vjp(problem, device, do, dht, saved):
     raise NotImplementedError("a stage has no gradients")
 
 
-# -- each as its public function has it --------------------------------------------------------------------------------
-def chunk_cumsum(draft, problem, shape):
-    (g,) = draft.inputs(problem)
-    b, e = (draft.like(g, problem.compute_dtype) for _ in range(2))
-    launch_chunk_cumsum(draft, shape, g, b, e)
-    return b, e
+class Stages:
+    """The launches of a problem's stages while its plan is drawn. Each takes arrays with rows, in the order of its
+    public function; `new(prototype, dtype, shape)` makes the arrays of what it returns."""
 
+    def __init__(self, draft, problem, new):
+        self.draft, self.problem, self.new = draft, problem, new
+        self.shape, self.real = draft.shape(problem), problem.compute_dtype
+        exclusive = problem.options.get("exclusive", problem.op.reads_before_write)
+        self.read_order = "BeforeWrite" if exclusive else "AfterWrite"
 
-def gated_qk(draft, problem, shape):
-    q, k, b, e = draft.inputs(problem)
-    qg, kg = (draft.like(x, problem.compute_dtype) for x in (q, k))
-    order = "BeforeWrite" if problem.options["exclusive"] else "AfterWrite"
-    launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg)
-    return qg, kg
+    def launch(self, kernel, blocks, **arrays):
+        self.draft.launch(kernel, blocks, **arrays, shape=self.shape)
 
+    def chunk_cumsum(self, g):
+        b, e = self.new(g, self.real), self.new(g, self.real)
+        self.launch(ChunkCumsum(g.dtype), self.shape.all_chunks, g=g, b=b, e=e)
+        return b, e
 
-def inter_chunk(draft, problem, shape):
-    kg, v, b = draft.inputs(problem)
-    h = draft.empty(problem.shape("B H NC K V"), problem.compute_dtype)
-    final = draft.final(problem)
-    launch_inter_chunk(draft, shape, kg, v, b, h, draft.initial(problem), final)
-    return h, draft.stored(problem, final)
+    def gated_qk(self, q, k, b, e):
+        qg, kg = self.new(q, self.real), self.new(k, self.real)
+        kernel = GatedQk(self.read_order, q.dtype)
+        self.launch(kernel, self.shape.all_chunks, q=q, k=k, b=b, e=e, qg=qg, kg=kg)
+        return qg, kg
 
+    def inter_chunk(self, kg, v, b):
+        """(the states before all chunks, the final state or None)"""
+        shape, final = self.shape, self.draft.final(self.problem)
+        h = self.draft.empty((shape.B, shape.H, shape.NC, shape.K, shape.V), self.real)
+        if v.dtype == DOUBLE:
+            kernel = Float64InterChunk()
+            blocks = ceil_div(shape.K * shape.V, kernel.threads)
+        else:
+            kernel = InterChunk(v.dtype)
+            blocks = ceil_div(shape.K, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
+        states = {"h": h, "initial": self.draft.initial(self.problem), "final": final}
+        self.launch(kernel, shape.B * shape.count * shape.H * blocks, kg=kg, v=v, b=b, **states)
+        return h, final
 
-def intra_chunk(draft, problem, shape):
-    q, k, g = draft.inputs(problem)
-    A = draft.like(q, problem.compute_dtype, problem.shape("B H T C"))
-    launch_intra_chunk(draft, shape, read_order(problem.op), q, k, g, draft.bonus(problem), A)
-    return A
+    def intra_chunk(self, q, k, g):
+        shape = self.shape
+        A = self.new(q, self.real, (shape.B, shape.H, shape.T, shape.chunk))
+        if q.dtype == DOUBLE:
+            kernel, blocks = Float64IntraChunk(self.read_order), shape.all_chunks
+        else:
+            kernel = IntraChunk(self.read_order, q.dtype, g.dtype, channels(shape.K))
+            blocks = shape.all_chunks * (shape.chunk // SUB_CHUNK)
+        self.launch(kernel, blocks, q=q, k=k, g=g, u=self.draft.bonus(self.problem), A=A)
+        return A
 
-
-def combine(draft, problem, shape):
-    qg, A, v = (draft.in_rows(problem[name], name) for name in ("qg", "A", "v"))
-    o = draft.output(problem)
-    launch_combine(draft, shape, qg, problem["h"], A, v, o, problem.scale)
-    return draft.give_back(problem, o)
-
-
-STAGES = {
-    "chunk_cumsum": chunk_cumsum,
-    "gated_qk": gated_qk,
-    "inter_chunk": inter_chunk,
-    "intra_chunk": intra_chunk,
-    "combine": combine,
-}
-
-
-# -- launches ----------------------------------------------------------------------------------------------------------
-def launch_chunk_cumsum(draft, shape, g, b, e):
-    draft.launch(ChunkCumsum(g.dtype), shape.all_chunks, g=g, b=b, e=e, shape=shape)
-
-
-def launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg):
-    draft.launch(GatedQk(order, q.dtype), shape.all_chunks, q=q, k=k, b=b, e=e, qg=qg, kg=kg, shape=shape)
-
-
-def launch_inter_chunk(draft, shape, kg, v, b, h, initial, final):
-    given = {"kg": kg, "b": b, "v": v, "h": h, "initial": initial, "final": final, "shape": shape}
-    heads = shape.B * shape.count * shape.H
-    if v.dtype == DOUBLE:
-        kernel = Float64InterChunk()
-        return draft.launch(kernel, heads * ceil_div(shape.K * shape.V, kernel.threads), **given)
-    tiles = ceil_div(kg.shape[-1], STAGE_COLUMNS) * ceil_div(v.shape[-1], STAGE_COLUMNS)
-    return draft.launch(InterChunk(v.dtype), heads * tiles, **given)
-
-
-def launch_intra_chunk(draft, shape, order, q, k, g, u, A):
-    given = {"q": q, "k": k, "g": g, "u": u, "A": A, "shape": shape}
-    if q.dtype == DOUBLE:
-        return draft.launch(Float64IntraChunk(order), shape.all_chunks, **given)
-    kernel = IntraChunk(order, q.dtype, g.dtype, channels(shape.K))
-    return draft.launch(kernel, shape.all_chunks * (shape.chunk // SUB_CHUNK), **given)
-
-
-def launch_combine(draft, shape, qg, h, A, v, o, scale):
-    h = draft.in_rows(h, "h")
-    B, H, NC, K, V = h.shape
-    if h.strides[2] != K * h.strides[3]:  # rows of all chunks are to be one axis
-        h = draft.contiguous(h, reason="h: its chunks are not side by side")
-    states = Array(h.memory, (B, H, NC * K, V), (*h.strides[:2], *h.strides[3:]), h.dtype, h.offset)
-    given = {"qg": qg, "h": states, "A": A, "v": v, "o": o, "shape": shape, "scale": scale}
-    if v.dtype == DOUBLE:
-        return draft.launch(Float64Combine(), shape.all_chunks, **given)
-    blocks = shape.all_chunks * ceil_div(shape.chunk, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
-    return draft.launch(Combine(v.dtype), blocks, **given)
+    def combine(self, qg, h, A, v):
+        """o, where kernels can write it."""
+        o, shape = self.draft.output(self.problem), self.shape
+        B, H, NC, K, V = h.shape
+        if h.strides[2] != K * h.strides[3]:  # rows of all chunks are to be one axis
+            h = self.draft.contiguous(h, reason="h: its chunks are not side by side")
+        states = Array(h.memory, (B, H, NC * K, V), (*h.strides[:2], *h.strides[3:]), h.dtype, h.offset)
+        if v.dtype == DOUBLE:
+            kernel, blocks = Float64Combine(), shape.all_chunks
+        else:
+            kernel = Combine(v.dtype)
+            blocks = shape.all_chunks * ceil_div(shape.chunk, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
+        self.launch(kernel, blocks, qg=qg, h=states, A=A, v=v, o=o, scale=self.problem.scale)
+        return o

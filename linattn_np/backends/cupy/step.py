@@ -8,20 +8,17 @@ import numpy as np
 
 from .arguments import members
 from .gated_kernels import read_order
-from .kernel import DOUBLE, FLOATS, Kernel
+from .kernel import DOUBLE, FLOATS, GatedKernel, no_kernels
 from .plan import Draft, ceil_div, has_rows
 
 
-class RecurrentStep(Kernel):
+class RecurrentStep(GatedKernel):
     file = "recurrent/step"
     arguments = members(
         "rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale, integers pieces"
     )
     shared = ("float[WARPS<{state}>][BV]",)
     BV: ClassVar[int] = 64  # columns of V a block
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     state: np.dtype
 
     @property
@@ -33,30 +30,25 @@ class RecurrentStep(Kernel):
         return 4 * self.BV * self.threads // 32
 
 
-class Float64Step(Kernel):
+class Float64Step(GatedKernel):
     """Where the inputs or the state are float64."""
 
     file = "float64/step"
     arguments = members("rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale")
     threads = 128
     BV: ClassVar[int] = threads  # columns of V a block
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
     state: np.dtype
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why the kernels cannot compute a problem; None when they can."""
-    if problem.dtype not in FLOATS:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
     state = problem.options["state"]
     if state.dtype not in FLOATS:
         return f"the state is {state.dtype}; it takes {', '.join(map(str, FLOATS))}"
     if not has_rows(state):
         return "the state's last axis is not contiguous, so it cannot be updated in place"
-    return None
+    return no_kernels(problem.dtype, FLOATS)
 
 
 def plan(problem, device):

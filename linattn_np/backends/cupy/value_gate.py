@@ -26,7 +26,7 @@ from .gated_kernels import (
     channels,
     tile_bytes,
 )
-from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel
+from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, ceil_div
 from .segments import PORTABLE
 
@@ -100,7 +100,8 @@ class ValueGateRecurrent(TiledKernel):
 
     @property
     def shared_bytes(self):
-        return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
+        tokens, warps = 16, self.threads // 32
+        return 4 * (tokens * (3 * self.BK + 2 * self.BV) + warps * tokens * self.BV)  # q, k, g, v, gv; parts of o
 
 
 class ValueGateBackwardScores(Kernel):
@@ -146,11 +147,9 @@ def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.dtype == DOUBLE:
         return float64.unsupported(problem)
-    if problem.dtype not in CTYPES:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode == "recurrent" and problem.sizes["K"] > CHANNELS[-1]:
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
-    return None
+    return no_kernels(problem.dtype, CTYPES)
 
 
 def plan(problem, device):
@@ -222,6 +221,7 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
     inputs = sum(x.nbytes for x in arrays)
     heads = gated_backward.heads_at_once(H, of_a_head * kernel.stored.itemsize, inputs)
     kept = draft.empty((max(1, heads * of_a_head),), kernel.stored)
+    between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.products)
     keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
     values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
     for first in range(0, H, heads):
@@ -229,15 +229,10 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
         blocks = B * keys.shape.NC * here["heads"]
         keys.launch_scores(blocks, **here)
         values.launch_scores(blocks, **here)
-        draft.launch(
-            ValueGateBackwardStates(kernel.dtype, kernel.products),
-            2 * N * here["heads"] * tiles,
-            **{"q": keys.starts, "k": keys.ends, "v": values.ends, "do_": values.starts},
-            **{"channel_decays": keys.scores["decays"], "column_decays": values.scores["decays"]},
-            **{"kept": kept, "shape": keys.shape, "scale": problem.scale},
-            **states,
-            **here,
-        )
+        read = {"q": keys.starts, "k": keys.ends, "v": values.ends, "do_": values.starts}
+        read |= {"channel_decays": keys.scores["decays"], "column_decays": values.scores["decays"]}
+        of_states, common = 2 * N * here["heads"] * tiles, {"shape": keys.shape, "scale": problem.scale} | here
+        draft.launch(between_chunks, of_states, **read, **states, kept=kept, **common)
         keys.launch_channels(blocks, values, kept=kept, **here)
         values.launch_channels(blocks, keys, kept=kept, **here)
     of_keys, of_values = keys.written, values.written
@@ -278,9 +273,5 @@ def operands(draft, problem):
     """The arrays, with both gates in one dtype: float32 if their dtypes differ."""
     q, k, v, g, gv = draft.inputs(problem)
     dtype = g.dtype if g.dtype == gv.dtype else FLOAT32
-    return (
-        q,
-        k,
-        v,
-        *(draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv))),
-    )
+    gates = (draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv)))
+    return q, k, v, *gates

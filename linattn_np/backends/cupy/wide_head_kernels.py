@@ -7,11 +7,11 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members
-from .kernel import Kernel
+from .kernel import GatedKernel, TiledKernel
 from .plan import ceil_div
 
 
-class GatedWideOperands(Kernel):
+class GatedWideOperands(GatedKernel):
     """Forward with more than 128 channels, on every card: the operands and the scores of all chunks, made once for all
     columns."""
 
@@ -19,9 +19,6 @@ class GatedWideOperands(Kernel):
     arguments = members("rows q k g, pointers u operands scores decays, shape, integers bytes")
     shared = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
     threads = 256
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
 
     @property
     def shared_bytes(self):
@@ -31,7 +28,7 @@ class GatedWideOperands(Kernel):
         return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile)
 
 
-class GatedWideForward(Kernel):
+class GatedWideForward(TiledKernel):
     """Forward from the operands and scores that `GatedWideOperands` has written."""
 
     file = "gated/wide_forward"

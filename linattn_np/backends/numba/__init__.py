@@ -9,13 +9,28 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from .routes import KERNELS, LONGEST_KEY, MODES, STAGES, mode
+from ...declarations import GATED, STAGES, STEPS
+
+MODES = ("auto", "staged", "recurrent")
+LONGEST_KEY = 256  # the recurrence keeps the state's columns in registers, up to this many channels
+KERNELS = {  # of each stage
+    "chunk_cumsum": ("chunk_cumsum",),
+    "gated_qk": ("gated_qk",),
+    "inter_chunk": ("inter_chunk",),
+    "intra_chunk": ("intra_chunk_below", "intra_chunk_diagonal"),
+    "combine": ("combine",),
+}
+STAGED = tuple(kernel for stage in KERNELS.values() for kernel in stage)
+
+
+def mode(problem) -> str:
+    return "recurrent" if problem.mode == "recurrent" else "staged"
 
 
 def why_not(problem) -> str | None:
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-    if problem.op.name not in KERNELS:
-        return "it has gla, rwkv6, their steps and the five stages only"
+    if problem.op not in (*GATED, *STEPS, *STAGES):
+        return "it has the gated family, its steps and the five stages only"
     if problem.gradient:
         return "it has no gradients"
     if problem.mode not in MODES:
@@ -45,9 +60,9 @@ def describe(problem, bytes_moved) -> dict:
 
     recurrent = mode(problem) == "recurrent"
     return {
-        "mode": mode(problem) if problem.op.name not in STAGES else None,
-        "kernels": ("recurrent",) if recurrent else KERNELS[problem.op.name],
-        "tiles": plans.tiles(problem, recurrent),
+        "mode": None if problem.op in STAGES else mode(problem),
+        "kernels": ("recurrent",) if recurrent else KERNELS.get(problem.op.name, STAGED),
+        "tiles": plans.tiles(problem),
         "copies": plans.copies(problem),
         "floor_ms": plans.floor_ms(problem, bytes_moved),
     }

@@ -13,12 +13,15 @@ import numpy as np
 from . import by_token
 from .chunking import Chunking
 from .cores import in_parallel, workers
+from .loop_choice import loops
 from .packing import Scratch, Segment, row_blocks, thread_scratch
-from .scores import LEAST, Gates, blas_ready, diagonal, gated_keys, gated_scores, gated_scores_vjp, mask_future
+from .scores import LEAST, LIMIT, Gates, blas_ready, diagonal, gated_keys, gated_scores, gated_scores_vjp, mask_future
 
 SEGMENT_ELEMENTS = 1 << 18  # of one of a segment's arrays: long calls for the threads, short ones for the cache
 MATERIALIZED_BYTES = 1 << 30  # above this, keeping every chunk's state must be asked for
 SCORES_BYTES = 1 << 25  # of all chunks' scores: more are made again for the gradients, which costs less than memory
+TASKS = 4  # of a core, by Numba's loops
+LEAST_ROWS, LEAST_TOKENS = 4, 64  # for Numba's loops: a core does a row alone
 
 
 def run(member, o, states=None):
@@ -28,14 +31,43 @@ def run(member, o, states=None):
 
 def forward(schedule, o, states):
     final = schedule.member.initial_state()
-    if schedule.materialize:
+    blocks = compiled(schedule, o, final, states) if schedule.loops else schedule.blocks
+    if schedule.materialize and blocks is schedule.blocks:
         done = materialized(schedule, o, final, states)
     else:
-        done = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), schedule.blocks, caller=True)
-    undone = [rows for rows, well in zip(schedule.blocks, done) if not well or not schedule.finite_states(final, rows)]
+        done = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), blocks, caller=True)
+    undone = [rows for rows, well in zip(blocks, done) if not well or not schedule.finite_states(final, rows)]
     if undone:
         redo(schedule, undone, o, final, states)
     return final
+
+
+def compiled(schedule, o, final, states):
+    """Numba's loops on all rows; the blocks of those that are left: with strong gates, or with results not finite."""
+    member, chunking, (B, H) = schedule.member, schedule.chunking, o.shape[:2]
+    begins, ends = (np.array([at.get(c, -1) for c in range(chunking.count)]) for at in (chunking.begins, chunking.ends))
+    how = chunking.table, begins, ends, np.float32(LIMIT), np.float32(member.scale), member.exclusive
+    left = np.ones((B, H), bool)
+
+    def rowwise(x):
+        return np.require(x, np.float32, "CW").reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    def task(rows):
+        arrays = [rowwise(x[rows]) for x in (member.q, member.k, member.v, member.g)]
+        u = np.zeros((H, 0)) if member.u is None else member.u
+        u = np.array(np.broadcast_to(u[rows[1]], (*o[rows].shape[:2], u.shape[1])), np.float32)
+        of_block = np.moveaxis(schedule.of_rows(final, rows), 1, 2)
+        initial, found = rowwise(of_block), rowwise(o[rows])
+        kept = np.empty((len(found), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
+        last, undone = initial.copy(), np.empty(left[rows].shape, bool)
+        schedule.loops.chunks(*arrays, rowwise(u), *how, initial, found, last, kept, undone.reshape(-1))
+        left[rows] = undone
+        of_block[~undone] = last[~undone.reshape(-1)]
+        if not np.may_share_memory(found, o):
+            o[rows] = found.reshape(o[rows].shape)
+
+    in_parallel(task, row_blocks(B, H, max(1, B * H // (TASKS * workers()))), caller=True)
+    return schedule.blocks if left.all() else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(left).tolist()]
 
 
 def final_state(member):
@@ -94,10 +126,14 @@ class Schedule:
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
         self.least = None if member.constant_gate else LEAST
+        suited = self.dtype == np.float32 and B * H >= LEAST_ROWS and chunking.count * chunking.size >= LEAST_TOKENS
+        self.loops = loops(member.k.size) if suited else None
         self.scores = None  # those that a pullback finds again, by their place
 
     def keep_scores(self):
         """Has the forward pass leave the chunks' scores where gradients ask for them, if they are few."""
+        if self.loops:
+            return
         B, H = self.member.k.shape[:2]
         tokens = B * H * self.chunking.count * self.chunking.size
         if tokens * (8 * self.K + self.V + self.chunking.size) * self.dtype.itemsize <= SCORES_BYTES:

@@ -1,12 +1,12 @@
-"""Whether Numba's loops compute what stands between products: where Numba is installed and a call is long enough."""
+"""Whether Numba's loops compute a call: where Numba is installed and the call is long enough."""
 
 from functools import cache
 
-LEAST_ELEMENTS = 1 << 20  # between products: a call of fewer takes less time than importing Numba
+LEAST_ELEMENTS = 1 << 17  # between products: calls of fewer are not worth Numba's import
 
 
 def loops(elements):
-    """The module of loops, or None: then NumPy's own functions do the same, in several passes."""
+    """The module of loops, or None: then NumPy and BLAS do the same."""
     return module() if elements >= LEAST_ELEMENTS else None
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from .by_token import is_finite, product_over
-from .cores import in_parallel
+from .cores import in_parallel, workers
 from .loop_choice import loops
 from .packing import row_blocks, thread_scratch
 
@@ -22,6 +22,7 @@ ROWS = 64  # rows of a tile
 FEW_ROWS = 16  # up to which BLAS shares each product among the cores, else the cores share the tiles
 PRODUCT = 1 << 18  # multiplications of a product that OpenBLAS gives one core
 LARGEST_TILES = 1 << 16  # scores of the tiles that are computed side by side
+TASKS = 8  # of a core, by Numba's loops: one more query of a causal call takes longer than one before
 
 
 def run(problem, o):
@@ -81,11 +82,12 @@ class Attention:
         heads = B * HK if self.is_few else LARGEST_TILES // max(rows * min(self.size, S), 1)
         self.blocks = row_blocks(B, HK, max(1, heads)) if HK else []
         self.m, self.l = np.empty((2, B, H, T), self.dtype)
-        self.loops = loops(B * H * T * S) if self.dtype == np.float32 else None
         self.lengths = np.sqrt(np.vecdot(self.k, self.k))  # of keys [B, HK, S]
         self.exponents, self.sinks = np.zeros((B, H, T), np.int32), None
         if "sinks" in problem.arrays:
             self.sinks = np.broadcast_to(problem["sinks"].astype(self.dtype)[:, None, None], (B, H, T, 1))
+        found = loops(B * H * T * S) if self.dtype == np.float32 and not self.is_few else None
+        self.compiled = found and Compiled(self, found)
 
     def finals(self):
         if not self.problem.output_final_state:
@@ -101,9 +103,10 @@ class Attention:
         part = self.by_key_head(x, block, tokens)
         return part.reshape(*part.shape[:2], -1, *part.shape[4:])
 
-    def write(self, x, block, tokens, rows):
+    def write(self, x, block, tokens, rows, which):
         part = self.by_key_head(x, block, tokens)
-        part[...] = rows.reshape(part.shape)
+        which = which.reshape(part.shape[:4])
+        part[which] = rows.reshape(part.shape)[which]
 
     def sequences(self):
         """A list of `Queries` for every sequence; the first of them may see no key."""
@@ -203,17 +206,23 @@ class Attention:
     # -- forward -------------------------------------------------------------------------------------------------------
     def forward(self, o):
         """Fills o [B, H, T, V], m, l and the exponents."""
+        undone = self.compiled.forward(o) if self.compiled else np.ones(self.m.shape, bool)
+        if not undone.any():
+            return
         keys = self.turned(self.k)
 
         def task(block, queries):
+            rows = self.rows(undone, block, queries.tokens)
+            if not rows.any():
+                return
             found = self.attend(block, queries, keys)
             bad = ~np.isfinite(found[0]).all(-1)
             if bad.any():
                 margin = np.log(queries.keys.stop - queries.keys.start)
                 for x, again in zip(found, self.attend(block, queries, keys, margin), strict=True):
                     x[bad] = again[bad]
-            for x, rows in zip((o, self.m, self.l, self.exponents), found, strict=True):
-                self.write(x, block, queries.tokens, rows)
+            for x, part in zip((o, self.m, self.l, self.exponents), found, strict=True):
+                self.write(x, block, queries.tokens, part, rows)
 
         tasks = [(block, queries) for found in self.sequences() for queries in reversed(found) for block in self.blocks]
         in_parallel(task, *zip(*tasks), caller=True)
@@ -233,17 +242,14 @@ class Attention:
             seen = self.seen(queries, tile)
             s = only(self.scores(q, keys(block, tile), exponents), seen, -np.inf)
             kept = self.weigh(s, l, m, margin, exponents)
-            self.accumulate(o, kept, product(s, self.panels(self.v, block, tile), seen))
+            o *= kept
+            o += product(s, self.panels(self.v, block, tile), seen).sum(2)
         if queries.tiles:
             o /= l
         return o, m[..., 0], l[..., 0], np.zeros_like(m[..., 0], np.int32) if exponents is None else exponents[..., 0]
 
     def weigh(self, s, l, m, margin, exponents):
         """exp(s - m) in place of s, with l and m of all keys so far; what the weights of those before shrink by."""
-        if self.loops and exponents is None:
-            kept = np.empty_like(m)
-            self.loops.weigh(s.reshape(-1, s.shape[-1]), *(x.reshape(-1) for x in (l, m)), margin, kept.reshape(-1))
-            return kept
         higher = np.maximum(m, s.max(-1, keepdims=True) + margin)
         s -= higher
         p, kept = self.exp(s, exponents), self.exp(m - higher, exponents)
@@ -251,15 +257,6 @@ class Attention:
         l += p.sum(-1, keepdims=True)
         m[...] = higher
         return kept
-
-    def accumulate(self, o, kept, parts):
-        """o = kept o + the sum of parts [b, h, n, rows, V] over n."""
-        if self.loops:
-            heads = o.shape[0] * o.shape[1]
-            self.loops.accumulate(*(x.reshape(heads, *x.shape[2:]) for x in (o, kept[..., 0], parts)))
-            return
-        o *= kept
-        o += parts.sum(2)
 
     def before(self, block, tokens, exponents):
         """(m, l) of some rows before any key: those of the sinks, or of nothing, below every score."""
@@ -271,19 +268,20 @@ class Attention:
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward(self, do, own):
         """Gradients of q, k, v, and of the sinks where there are any; `own` [B, H, T] is do . o less L's gradient."""
-        dq, dk, dv = (np.zeros(x.shape, self.dtype) for x in (self.q, self.k, self.v))
-        keys, values = self.turned(self.k), self.turned(self.v)
+        dq, dk, dv = gradients = [np.zeros(x.shape, self.dtype) for x in (self.q, self.k, self.v)]
+        blocks = self.compiled.backward(do, own, *gradients) if self.compiled else self.blocks
+        keys, values = (self.turned(x) for x in (self.k, self.v)) if blocks else (None, None)
 
         def task(block, found):
             for queries in found:
                 self.pull(block, queries, keys, values, do, own, dq, dk, dv)
 
-        tasks = [(block, found) for found in self.sequences() for block in self.blocks]
+        tasks = [(block, found) for found in self.sequences() for block in blocks]
         in_parallel(task, *zip(*tasks), caller=True)
         if self.sinks is None:
-            return [dq, dk, dv]
+            return gradients
         share = self.exp(self.in_units(self.sinks[..., 0], self.exponents) - self.m, self.exponents)
-        return [dq, dk, dv, -(share / self.l * own).sum((0, 2))]
+        return [*gradients, -(share / self.l * own).sum((0, 2))]
 
     def pull(self, block, queries, keys, values, do, own, dq, dk, dv):
         """Writes dq of some rows, adds what they give to dk and dv."""
@@ -309,7 +307,8 @@ class Attention:
             total = total + product(ds, self.panels(self.k, block, tile), seen).sum(2)
             dk[(*block, tile)] += self.turned_product(ds, scaled, seen)
         if queries.tiles:
-            self.write(dq, block, queries.tokens, self.dtype.type(self.problem.scale) * total)
+            part = self.by_key_head(dq, block, queries.tokens)
+            part[...] = self.dtype.type(self.problem.scale) * total.reshape(part.shape)
 
     def turned_product(self, W, x, seen):
         """W^T x of W [b, h, rows, keys] and x [b, h, rows, D], of which nothing unseen is part, NaN neither."""
@@ -321,6 +320,100 @@ class Attention:
 
     def saved(self):
         return self.m[..., None], self.l[..., None], self.exponents[..., None]
+
+
+class Compiled:
+    """`Attention` in float32 by Numba's loops, which do all of a key head's tiles in one call: no sequence, mask or
+    group of heads is special. Scores beyond the range, and what is not finite, they leave to NumPy.
+    """
+
+    def __init__(self, attention, loops):
+        self.attention, self.loops, problem = attention, loops, attention.problem
+        self.B, self.HK, self.T, self.S = problem.shape("B HK T S")
+        self.q = self.by_head(attention.scaled(attention.q, None))
+        self.keys, self.values = self.panels(attention.k), self.panels(attention.v)
+        self.softcap = attention.dtype.type(attention.softcap)
+        left, right = attention.window
+        spans, key_spans, t = problem.spans, problem.options["key_spans"], np.arange(self.T)
+        place, first, last = (
+            np.repeat(bounds, spans.lengths)
+            for bounds in (key_spans.bounds[1:] - spans.bounds[1:], key_spans.bounds[:-1], key_spans.bounds[1:])
+        )
+        place += t
+        self.first_key = first if left < 0 else np.maximum(first, place - left)
+        self.last_key = last if right < 0 else np.minimum(last, place + right + 1)
+
+    def by_head(self, x):
+        """x [B, H, T, ...] as contiguous [B HK, G, T, ...], itself if that can be."""
+        x = np.ascontiguousarray(x, np.float32)
+        return x.reshape(self.B * self.HK, -1, *x.shape[2:])
+
+    def panels(self, x):
+        """x [B, HK, S, D] as [B HK, n, PANEL, D'], with zeros behind its keys and its columns."""
+        panel, columns, D = self.loops.PANEL, self.loops.COLUMNS, x.shape[-1]
+        found = np.zeros((len(self.q), -(-self.S // panel) * panel, -(-D // columns) * columns), np.float32)
+        found[:, : self.S, :D] = x.reshape(-1, self.S, D)
+        return found.reshape(len(found), -1, panel, found.shape[-1])
+
+    def forward(self, o):
+        """Fills o, m and l; for which rows [B, H, T] that did not do."""
+        attention, loops = self.attention, self.loops
+        if not np.sqrt(np.vecdot(self.q, self.q)).max() * attention.lengths.max() < attention.range.max / 2:
+            return np.ones(attention.m.shape, bool)
+        attention.m[...], attention.l[...] = (
+            (attention.range.min, 0) if attention.sinks is None else (attention.sinks[..., 0], 1)
+        )
+        filled = o if o.dtype == np.float32 and o.flags.c_contiguous else np.empty(o.shape, np.float32)
+        m, l, found = (self.by_head(x) for x in (attention.m, attention.l, filled))
+        step = self.count(found.shape[1])
+
+        def task(head, first):
+            arrays = self.q[head], self.keys[head], self.values[head], self.first_key, self.last_key
+            queries = first, min(first + step, self.T), self.softcap
+            return loops.attend(*arrays, *queries, found[head], m[head], l[head])
+
+        firsts = range(0, self.T, step)
+        tasks = [(head, first) for first in reversed(firsts) for head in range(len(found))]
+        done = in_parallel(task, *zip(*tasks), caller=True)
+        if filled is not o:
+            o[...] = filled
+        return np.zeros(1, bool) if all(done) else ~np.isfinite(filled).all(-1)
+
+    def count(self, group):
+        """Queries of a task: whole tiles, of which every core has a few, or many."""
+        tile = max(1, self.loops.TILE // group)
+        return -(-self.T * len(self.q) // (TASKS * workers() * tile)) * tile
+
+    def backward(self, do, own, dq, dk, dv):
+        """Fills the gradients; the blocks [(batch, key head)] that are left to do, and are 0 so far."""
+        attention, loops = self.attention, self.loops
+        if attention.exponents.any():
+            return attention.blocks
+        dkeys, dvalues = np.zeros_like(self.keys), np.zeros_like(self.values)
+        of_rows = [self.by_head(x) for x in (do, attention.m, attention.l, own)]
+        found, scale = self.by_head(dq), np.float32(attention.problem.scale)
+
+        def task(head):
+            keys = self.keys[head], self.values[head], self.first_key, self.last_key
+            return loops.pull(
+                self.q[head],
+                *(x[head] for x in of_rows),
+                *keys,
+                self.softcap,
+                scale,
+                found[head],
+                dkeys[head],
+                dvalues[head],
+            )
+
+        done = in_parallel(task, range(len(found)), caller=True)
+        for x, parts in ((dk, dkeys), (dv, dvalues)):
+            x[...] = parts.reshape(self.B, self.HK, -1, parts.shape[-1])[:, :, : self.S, : x.shape[-1]]
+        left = [divmod(head, self.HK) for head, well in enumerate(done) if not well]
+        blocks = [(slice(b, b + 1), slice(h, h + 1)) for b, h in left]
+        for block in blocks:
+            attention.by_key_head(dq, block, slice(None))[...] = dk[block] = dv[block] = 0
+        return blocks
 
 
 def multipliable(x, dtype):

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..number_checks import real, shown
+from ..rwkv.names import blocks_of
+from ..rwkv.version import EPS
 from .math import LAYER_NORM_EPS
-from .names import EPS, NAMINGS
-from .refusals import refuse
+from .names import refuse
 
 # flash-linear-attention's fields that change what is computed, with the one value of each that is computed here.
 FLA = {"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None}
@@ -24,7 +25,7 @@ def completed(weights: Mapping, config: Mapping | None) -> Mapping:
     The eps of the layer norms and of the group norm become the array EPS. ContractError for a field that asks for what
     is not computed.
     """
-    prefix = next((prefix for prefix in NAMINGS if any(name.startswith(prefix) for name in weights)), "blocks.")
+    prefix = blocks_of(weights)
     if config is None or prefix == "blocks.":
         return weights
     found = dict(weights)

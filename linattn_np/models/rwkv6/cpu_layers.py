@@ -7,8 +7,8 @@ import numpy as np
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import FORMATS, loops
 from ..quantised import Stored
+from .names import one_of, refuse
 from .numpy_layers import FLOAT32, NumpyLayers
-from .refusals import one_of, refuse
 
 
 def cpu_layers(weights, sizes, dtype, state_dtype, loaded):

@@ -17,18 +17,16 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from ...backends.cupy import model_products
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.execute import Compiled
+from ...backends.cupy.execute import CompiledPlan
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
 from ...errors import ContractTypeError, NotSupported
 from ..devices import NotCopied
-from . import weights as table
+from ..rwkv.state import DTYPES as STATE_DTYPES
+from ..rwkv.state import STATE, State, check_state
 from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
-from .names import parameters
-from .refusals import one_of, refuse
-from .state import DTYPES as STATE_DTYPES
-from .state import STATE, State, check_state
+from .names import VERSION, one_of, parameters, refuse
 
 INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
@@ -95,10 +93,12 @@ class CudaDecoder(NotCopied):
         if self.matrices == INT8 and device.capability != 90:
             raise NotSupported("RWKV6: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = fitting(sizes, self.matrices)
-        self.layer_eps, self.group_eps = table.eps(weights)
+        self.layer_eps, self.group_eps = VERSION.norm_eps(weights)
         load = partial(stacked, device, weights, loaded)
-        self.whole = apart(table.whole(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
-        self.all_layers = apart(table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices)))
+        self.whole = apart(VERSION.whole_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
+        self.all_layers = apart(
+            VERSION.layer_arrays("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices))
+        )
         self.layers = [
             SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
             for i in range(sizes["L"])
@@ -261,7 +261,7 @@ class CudaDecoder(NotCopied):
     def launches_of(self, tokens, state, slots, greedy, layers) -> list:
         """Functions that enqueue a step through `layers` on these arrays, one a launch."""
         plan, arrays = self.plan_of(tokens, state, slots, greedy, layers)
-        return [partial(command, None) for command in Compiled(plan, self.device).commands(arrays)]
+        return [partial(command, None) for command in CompiledPlan(plan, self.device).commands(arrays)]
 
     def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
         """A step's plan, and its arrays."""

@@ -16,7 +16,7 @@ from ..array_math import library_of
 from ..single_process import WHOLE
 from .grad import layer_norm
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
-from .refusals import refuse
+from .names import refuse
 
 THREADS_AT_WORK = 1024  # of a multiprocessor, in kernels that add up over tokens: a block has as many of these as
 # there are blocks to hide each other's waits, and each leaves a row of sums

@@ -6,10 +6,10 @@ import numpy as np
 
 from ..devices import NotCopied
 from ..locks import Turns
-from . import weights as table
+from ..rwkv.version import tuned
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prefill import Prompts
-from .refusals import one_of
+from .names import one_of
 
 MOST_KEPT = 8  # batch sizes whose buffers are kept, and packings of prompts whose plans are
 STATES = 16  # of a batch size, whose graphs are kept
@@ -27,8 +27,8 @@ class CudaLayers(NotCopied):
         self.decoder.compile()  # which takes longest; a prompt mostly comes first
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))
-        self.tuned = [self.asarray(array.astype(FLOAT32)) for array in table.tuned(weights)]
-        for array in table.tuned(weights):
+        self.tuned = [self.asarray(array.astype(FLOAT32)) for array in tuned(weights)]
+        for array in tuned(weights):
             loaded(array)
         self.turn = Turns(self.device)
 

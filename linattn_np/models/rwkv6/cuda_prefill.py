@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.execute import Compiled, allocated
+from ...backends.cupy.execute import CompiledPlan, allocated
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts
 from ...varlen import Spans
+from ..rwkv.state import STATE, State
 from . import math
 from .cuda_weights import FLOAT32, SCALES, widened
-from .state import STATE, State
 
 PLACES = 4  # of that memory for which launches, then a graph, are kept
 
@@ -87,12 +87,12 @@ class Prompts:
             self.launches.clear()
         self.launches[address] = made
 
-    def compiled(self, draw, arrays: dict) -> Compiled:
+    def compiled(self, draw, arrays: dict) -> CompiledPlan:
         """The plan that `draw` makes of arrays that lie like these."""
         seen, given, _ = describe_parts(self.device, every=arrays)
         draft = Draft()
         draw(draft, seen.every)
-        return Compiled(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
+        return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
 
     # -- the plans: `seen` has an `Array` for each of the arrays -----------------------------------------------------
     def draw_start(self, draft: Draft, seen):

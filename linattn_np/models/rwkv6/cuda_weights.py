@@ -12,7 +12,7 @@ from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Draft, ceil_div
 from ..matrices import quantised
 from ..quantised import Stored
-from .refusals import refuse
+from .names import refuse
 
 FLOAT32 = np.dtype(np.float32)
 SCALES = "_scales"

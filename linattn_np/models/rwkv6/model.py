@@ -1,36 +1,19 @@
-"""The RWKV-6 language model on NumPy or CuPy arrays: the prompt in chunks, then token by token."""
+"""The RWKV-6 language model on NumPy or CuPy arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
-from os import PathLike
-from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
-
-from ... import varlen
-from ...array_kinds import BFLOAT16
-from ...errors import ContractError, ContractTypeError, NotSupported
-from ...typing import Integers, Result
-from .. import checkpoint
-from ..devices import check_device, on_host
-from ..prompt_reading import read
-from ..quantised import collected, of_bits
-from ..sampling import Sampling
+from ..devices import check_device
+from ..rwkv.model import Model
 from ..training_products import HostProducts
 from .config import completed
-from .names import EPS, parameters
-from .parameters import Layout, is_matrix, sizes_of
-from .refusals import refuse
-from .state import STATE, Rows, State, check_state
-from .weights import linears
-
-Device = Literal["cpu", "cuda"]
+from .names import VERSION
+from .parameters import Layout, sizes_of
 
 
-class RWKV6:
+class RWKV6(Model):
     """An RWKV-6 language model (Peng et al., "Eagle and Finch", 2024, sections 3 and 4).
 
         x = LN(emb[token]; ln0)
@@ -89,24 +72,7 @@ class RWKV6:
     ' '
     """
 
-    def __init__(
-        self,
-        weights: Mapping,
-        device: Device = "cpu",
-        dtype: DTypeLike | None = None,
-        progress: Callable[[int, int], object] | None = None,
-        state_dtype: DTypeLike = np.float32,
-        config: Mapping | None = None,
-    ):
-        weights, self.sizes = parameters(completed(collected(weights), config))
-        self.device = device
-        loaded = counted(weights, progress or (lambda *_: None))
-        self.layers = layers_on(device)(weights, self.sizes, dtype, state_dtype, loaded)
-
-    def __repr__(self):
-        return "RWKV6({L} layers, {D} channels, {H} heads of {N}, {V:,} tokens, ".format(**self.sizes) + (
-            f"{self.layers.dtype} on {self.device})"
-        )
+    version, completed = VERSION, staticmethod(completed)
 
     @staticmethod
     def trainable(layers: int, width: int, head_size: int) -> Layout:
@@ -123,251 +89,14 @@ class RWKV6:
 
         return loss(weights, tokens, products, drop, **how)
 
-    @classmethod
-    def from_file(
-        cls,
-        path: str | PathLike,
-        device: Device = "cpu",
-        dtype: DTypeLike | None = None,
-        progress: Callable[[int, int], object] | None = None,
-        state_dtype: DTypeLike = np.float32,
-    ) -> RWKV6:
-        """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
-
-        path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, or the index
-            `model.safetensors.index.json` of a sharded one, or a folder of Hugging Face with one of these; with the
-            official, Hugging Face's or fla's names. Of the latter two a `config.json` beside it is read.
-        """
-        weights, config = checkpoint.read(path), checkpoint.config(path)
-        try:
-            return cls(weights, device, dtype, progress, state_dtype, config)
-        except NotSupported:
-            raise
-        except ContractError as error:
-            raise type(error)(f"{path}: {error}") from None
-
     @staticmethod
-    def quantise(weights: Mapping, dtype: str, config: Mapping | None = None) -> dict:
-        """`weights` as a file of a quantised checkpoint holds them, which `from_file` reads: a dict of host arrays.
+    def layers_on(device) -> Callable:
+        """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
+        if device == "cpu":
+            from .cpu_layers import cpu_layers
 
-        dtype : "int8" or "int4", of the large matrices; or "bfloat16". The embedding and the matrices of low rank are
-            bfloat16 in all of them, the vectors as they are.
-
-        config : as `RWKV6` takes it.
-        """
-        weights, sizes = parameters(completed(collected(weights), config))
-        large = linears(sizes["L"])
-        matrices = {*large, *(name for name in weights if is_matrix(name))}
-        rest = matrices if dtype == "bfloat16" else matrices.difference(large)
-        weights = {
-            name: np.asarray(array).astype(BFLOAT16) if name in rest else array for name, array in weights.items()
-        }
-        return weights if dtype == "bfloat16" else of_bits(weights, large, dtype)
-
-    def initial_state(self, batch: int = 1) -> State:
-        """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
-        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
-        zeros = self.layers.zeros
-        with self.turn():
-            wkv = zeros((L, batch, H, N, N), self.layers.state_dtype)
-            state = State(zeros((L, batch, D), np.float32), wkv, zeros((L, batch, D), np.float32))
-            for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
-                wkv[...] = start
-        return state
-
-    def forward(
-        self,
-        tokens: ArrayLike,
-        state: State | None = None,
-        *,
-        cu_seqlens: Integers | None = None,
-        slots: Integers | None = None,
-        last: bool = False,
-    ) -> tuple[Result, State]:
-        """The logits of the next tokens, and the state after `tokens`.
-
-        T tokens in one call, or in any number of calls, give the same logits: a call with T > 1 runs
-        `linattn_np.rwkv6` in chunks, with T = 1 `linattn_np.rwkv6_step` or, on CUDA, a `CudaDecoder`, whose step is
-        captured in a graph as soon as the same state comes with the same number of sequences again.
-
-        Parameters
-        ----------
-        tokens : integers [B, T], on the host
-        state : State, optional
-            Of B sequences; it is updated in place and handed back, so that the next call goes on where this one
-            ended. Without one the sequences start here.
-        cu_seqlens : integers [N + 1], optional
-            Prompts of different lengths packed into one row, B = 1: sequence n is tokens
-            ``cu_seqlens[n]:cu_seqlens[n + 1]``, none of them empty. The state has N rows.
-        slots : integers [N], optional
-            The row of `state`, then a pool of any size, that each of the sequences has; all different.
-        last : bool
-            Logits after each sequence's last token alone.
-
-        Returns
-        -------
-        logits : float32 [B, T, V], or [N, V] with `last`
-        state : State
-
-        Raises
-        ------
-        ContractError
-            Tokens outside the vocabulary, or a state, bounds or slots that do not fit; nothing has changed then.
-        """
-        ids = self.checked(tokens)
-        rows = self.rows(ids, cu_seqlens, slots)
-        if state is None and slots is not None:
-            refuse("slots needs a state to be rows of")
-        state = self.initial_state(len(rows.first)) if state is None else self.updatable(state, rows)
-        logits = self.layers.logits(ids.ravel(), state, rows, last)
-        return (logits if last else logits.reshape(*ids.shape, -1)), state
-
-    def warm_up(self, batches: Integers = (1,), prompt: int = 64) -> None:
-        """Runs a prompt and steps on zeros, so that no kernel and no library has to be loaded in a server's first call.
-
-        batches : numbers of sequences whose steps will be asked for
-        prompt : tokens of the prompt that is run; none with 0
-
-        Example
-        -------
-        >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
-        >>> model.warm_up(batches=(1, 8))
-        """
-        if prompt:
-            self.forward(np.zeros((1, prompt), np.int64), last=True)
-        for batch in batches:
-            self.forward(np.zeros((batch, 1), np.int64))
-
-    def generate(self, prompt: bytes | Integers, *, seed: Any = None, **how: Any) -> Iterator[int]:
-        """Tokens that continue `prompt` (host integers [T]), one by one and without end.
-
-        The prompt is read `prompt_reading.PIECE` tokens at a time, so that a long one takes no more memory than a
-        short one.
-
-        `seed` and everything else are those of `Sampling`: temperature, top_p, top_k, penalties.
-
-        Example
-        -------
-        >>> from itertools import islice
-        >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
-        >>> bytes(islice(model.generate(b"Captain Went", temperature=0), 5))
-        b'worth'
-        """
-        sampler = Sampling(seed=seed, **how).sampler()
-        prompt = list(prompt)
-        self.checked([prompt])
-        return self.stream(prompt, sampler)
-
-    def stream(self, prompt, sampler):
-        rest, state = read(self, prompt)
-        tokens = [rest]
-        while True:
-            logits, state = self.forward(tokens, state, last=True)
-            token = sampler(self.to_host(logits)[0])
-            yield token
-            tokens = [[token]]
-
-    def turn(self):
-        """A context that does with arrays of the model's device what another thread or stream may have begun.
-
-        On the GPU a thread at a time is inside, and its stream works behind what was enqueued there before. `forward`
-        and all other methods enter it by themselves.
-        """
-        return self.layers.turn()
-
-    def to_host(self, array):
-        with self.turn():
-            pass  # the current stream comes behind the one that has computed it
-        return on_host(array)
-
-    def on_device(self, state: State, rows: int | None = None) -> State:
-        """`state` where this model computes, in its `state_dtype`.
-
-        It must be one of this model's, with `rows` rows (None: any number).
-        """
-        check_state(state, self.state_sizes(rows), wkv=None)
-        with self.turn():
-            wkv = state.wkv.astype(self.layers.state_dtype, copy=False)
-            return State(*map(self.layers.asarray, (state.att_shift, wkv, state.ffn_shift)))
-
-    # -- checks ------------------------------------------------------------------------------------------------------
-    def checked(self, tokens):
-        """`tokens` as int64 [B, T] on the host, each within the vocabulary."""
-        try:
-            ids = np.asarray(tokens)
-        except ValueError:
-            lengths = [len(row) for row in tokens]
-            refuse(f"tokens is ragged, with rows of {lengths} tokens; expected [B, T]")
-        if ids.ndim != 2 or not ids.size:
-            refuse(f"tokens is {ids.shape}, expected [B, T] with at least one token")
-        if ids.dtype.kind not in "iu":
-            refuse(f"tokens has dtype {ids.dtype}, expected integers", ContractTypeError)
-        V = self.sizes["V"]
-        if not (0 <= ids.min() and ids.max() < V):
-            refuse(f"tokens runs from {ids.min()} to {ids.max()}, but the vocabulary has {V} tokens")
-        return ids.astype(np.int64)
-
-    def rows(self, tokens, cu_seqlens, slots) -> Rows:
-        B, T = tokens.shape
-        bounds = np.arange(B + 1) * T
-        if cu_seqlens is not None:
-            if B != 1:
-                refuse(f"cu_seqlens packs all prompts into one row, so B must be 1, got B={B}")
-            try:
-                bounds = varlen.parse(cu_seqlens, T).bounds
-            except ValueError as error:
-                refuse(f"cu_seqlens {error}")
-            if (np.diff(bounds) == 0).any():
-                refuse(f"cu_seqlens has an empty prompt at index {int(np.argmin(np.diff(bounds)))}")
-        if slots is None:
-            return Rows(bounds, None)
-        slots = np.asarray(slots)
-        if slots.shape != (len(bounds) - 1,) or slots.dtype.kind not in "iu":
-            refuse(f"slots is {slots.shape} {slots.dtype}, expected integers [N] = ({len(bounds) - 1},)")
-        if len(set(slots.tolist())) < len(slots):
-            refuse("slots names a row twice; two sequences cannot update one state")
-        return Rows(bounds, slots.astype(np.int64))
-
-    def updatable(self, state, rows):
-        """`state`, once it is one of this model's, on its device, with a row for each of the call's sequences."""
-        check_state(
-            state,
-            self.state_sizes(len(rows.first) if rows.slots is None else None),
-            (self.layers.Array,),
-            self.layers.state_dtype,
-        )
-        for name in STATE:
-            if not getattr(getattr(state, name).flags, "writeable", True):
-                refuse(f"state.{name} is read-only, expected an array to update: `copy` gives one")
-        P = state.wkv.shape[1]
-        if rows.slots is not None and not (0 <= rows.slots.min() and rows.slots.max() < P):
-            refuse(f"slots runs from {rows.slots.min()} to {rows.slots.max()}, but the state has {P} rows")
-        return state
-
-    def state_sizes(self, rows):
-        """The sizes of a state's axes, of the rows only where they are given."""
-        return {axis: self.sizes[axis] for axis in "LDHN"} | ({} if rows is None else {"B": rows})
-
-
-def layers_on(device) -> Callable:
-    """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
-    if device == "cpu":
-        from .cpu_layers import cpu_layers
-
-        return cpu_layers
-    if find_spec("cupy"):
-        from . import cuda_layers  # first, as another thread may still be opening the device: see `open_beside`
-    check_device("RWKV6", device)
-    return cuda_layers.CudaLayers
-
-
-def counted(weights, progress):
-    """A function to call with every array that is loaded: tells `progress` the bytes so far, and those in all."""
-    done, total = 0, sum(array.nbytes for name, array in weights.items() if name != EPS)
-
-    def loaded(array):
-        nonlocal done
-        done += array.nbytes
-        progress(done, total)
-
-    return loaded
+            return cpu_layers
+        if find_spec("cupy"):
+            from . import cuda_layers  # first, as another thread may still be opening the device: see `open_beside`
+        check_device("RWKV6", device)
+        return cuda_layers.CudaLayers

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
+from functools import partial
 
-from ...array_kinds import FLOATS
-from ...errors import ContractTypeError
 from ..checkpoint import refuse as refuse_file
 from ..number_checks import shown
-from .refusals import refuse
+from ..rwkv import names
+from ..rwkv.names import blocks_of, hugging_face, row, same, transposed, unchanged
+from ..rwkv.version import Version
+from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
+from .weights import LAYER, MODEL
 
 # Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary,
 # H heads, N head size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights
@@ -46,8 +48,6 @@ BLOCK = {
     "ffn.value.weight": "D F",
 }
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
-TUNED = {"att.time_state": "H N N"}  # in every block or in none: a tuned initial state, value by key
-EPS = "norm_eps"  # may be there, [2]: the eps of layer norms and of the group norm, where they are no official ones
 
 # The last part of a name that gives another version away. x060b and x060c have the same names; RWKV-4 has
 # those of RWKV-5 but no ln_x.
@@ -57,23 +57,6 @@ OTHER_VERSIONS = {
     **dict.fromkeys(("x_r", "w0", "a0", "k_k", "k_a", "r_k"), "RWKV-7"),
     **dict.fromkeys(("time_mix_k", "time_mix_key", "time_first"), "RWKV-5"),
 }
-
-TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
-ADAPTERS = ("lora_A", "lora_B")  # of PEFT and RWKV-PEFT
-
-HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"}
-
-
-def same(x):
-    return x
-
-
-def row(x):
-    return x.reshape(1, 1, -1)
-
-
-def transposed(x):
-    return x.swapaxes(-1, -2)
 
 
 # fla orders the five mixes r w k v g, and keeps the LoRA's weights as those of Linear layers, (out, in).
@@ -132,115 +115,6 @@ FLA_BLOCK = {
 }
 
 
-def official(weights: Mapping) -> dict:
-    """`weights` under the official names and in the official shapes, in the official order.
-
-    weights : mapping from names to host arrays
-        With the official names, with Hugging Face's (`rwkv.blocks.0.attention.*`, which rename only), with
-        fla's (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs) or with
-        web-rwkv's (`blocks.0.att.time_mix_w1`, which transposes them). Trainers' TRAINERS may stand before them all.
-        A tuned `blocks.i.att.time_state` may be there, under its official name whatever the others are.
-
-    Arrays are views, but for fla's mixes. Shapes are the model's to check; what fla's config says is `config`'s.
-
-    Raises
-    ------
-    CheckpointError
-        The weights are those of another version, or some are missing or left over.
-
-    Example
-    -------
-    >>> from linattn_np.models import checkpoint
-    >>> from linattn_np.models.rwkv6 import names
-    >>> weights = names.official(checkpoint.read("examples/data/austen-x060/model.safetensors"))
-    >>> list(weights)[:2], weights["blocks.0.att.time_maa_w2"].shape
-    (['emb.weight', 'blocks.0.ln0.weight'], (5, 32, 256))
-    """
-    weights = unwrapped(weights)
-    refuse_other_versions(weights)
-    blocks, origin = next(
-        ((prefix, origin) for prefix, origin in NAMINGS.items() if any(name.startswith(prefix) for name in weights)),
-        ("blocks.", unchanged),
-    )
-    layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
-    tuned = any(name.endswith(".time_state") for name in weights)
-    if of_web_rwkv(weights):
-        origins = {name: web_rwkv(name) for name in declared(layers, tuned)}
-    else:
-        origins = {name: (name, same) if name in weights else origin(name) for name in declared(layers, tuned)}
-    origins |= {EPS: (EPS, same)} if EPS in weights else {}
-    wanted = dict(origins.values())
-    missing = [name for name in wanted if name not in weights]
-    left_over = [name for name in weights if name not in wanted]
-    if missing or left_over:
-        refuse_file(
-            " and ".join(
-                f"{what} {shown(names[0])}" + (f" and {len(names) - 1} more" if names[1:] else "")
-                for what, names in (("lacks", missing), ("has an unknown", left_over))
-                if names
-            ),
-            f"the parameters of RWKV-6 x060 with {layers} blocks",
-        )
-    return {name: made(weights, its_name, make, name) for name, (its_name, make) in origins.items()}
-
-
-def unwrapped(weights: Mapping) -> Mapping:
-    """`weights` without what trainers put before all names."""
-    while weights and not any(name.startswith(tuple(NAMINGS)) for name in weights):
-        prefix = next((word for word in TRAINERS if all(name.startswith(word) for name in weights)), None)
-        if prefix is None:
-            break
-        weights = {name.removeprefix(prefix): array for name, array in weights.items()}
-    return weights
-
-
-def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
-    """`weights` under their official names, and the model's sizes, once every shape fits the others."""
-    weights = official(weights)
-    layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
-    sizes = {"1": 1, "5": 5, "L": layers}
-    for name, declaration in declared(layers, tuned="blocks.0.att.time_state" in weights).items():
-        axes, shape = declaration.split(), tuple(weights[name].shape)
-        if len(shape) == len(axes):
-            for axis, size in zip(axes, shape):
-                sizes.setdefault(axis, size)
-        wanted = tuple(sizes.get(axis, axis) for axis in axes)
-        if shape != wanted:
-            refuse(f"{name} is {shape}, expected [{', '.join(axes)}] = {wanted}")
-        if weights[name].dtype not in FLOATS:
-            refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
-    if sizes["H"] * sizes["N"] != sizes["D"]:
-        refuse(f"att.time_faaaa has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
-    if EPS in weights and (weights[EPS].shape != (2,) or not all(0 < number < inf for number in weights[EPS])):
-        refuse(f"{EPS} is {weights[EPS].dtype} {weights[EPS].shape}, expected two numbers above 0")
-    if 5 * sizes["A"] != sizes["5A"]:
-        refuse(
-            f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']} as att.time_maa_w2 has it"
-        )
-    return weights, sizes
-
-
-def in_block(name: str) -> str:
-    """A name without its block's prefix."""
-    return name.split(".", 2)[2] if name.startswith("blocks.") else name
-
-
-def declared(layers, tuned=False) -> dict[str, str]:
-    """Official names of all the parameters of a model, and their axes."""
-    block = BLOCK | TUNED if tuned else BLOCK
-    blocks = {f"blocks.{i}.{name}": axes for i in range(layers) for name, axes in block.items()}
-    return EMBEDDING | blocks | HEAD
-
-
-def unchanged(name):
-    return name, same
-
-
-def hugging_face(name):
-    prefix = "" if name == "head.weight" else "rwkv."
-    return prefix + ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")), same
-
-
 def fla(name):
     if not name.startswith("blocks."):
         return FLA[name]
@@ -262,28 +136,52 @@ def of_web_rwkv(weights) -> bool:
     return any(name.endswith(".time_mix_w1") for name in weights)
 
 
-NAMINGS = {"rwkv.blocks.": hugging_face, "model.layers.": fla, "blocks.": unchanged}
+def naming(weights: Mapping):
+    """The prefix of blocks, and where each parameter comes from.
 
-
-def made(weights, its_name, make, name):
-    try:
-        return make(weights[its_name])
-    except (ValueError, IndexError):
-        refuse_file(f"{shown(its_name)} is {weights[its_name].shape}", f"what {name} can be made of")
+    Files have the official names, those of Hugging Face (`rwkv.blocks.0.attention.*`, which rename only), of fla
+    (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs) or of web-rwkv
+    (`blocks.0.att.time_mix_w1`, which transposes them). A name that is official already stays.
+    """
+    if of_web_rwkv(weights):
+        return "blocks.", web_rwkv
+    blocks = blocks_of(weights)
+    origin = {"rwkv.blocks.": hugging_face, "model.layers.": fla, "blocks.": unchanged}[blocks]
+    return blocks, lambda name: (name, same) if name in weights else origin(name)
 
 
 def refuse_other_versions(weights):
     if of_web_rwkv(weights):
         return
     for name in weights:
-        if any(part in ADAPTERS for part in name.split(".")):
-            refuse_file(
-                f"{shown(name)} belongs to a LoRA adapter that is not merged",
-                "merged weights: the program that trained it merges it into its model",
-            )
-    for name in weights:
         version = OTHER_VERSIONS.get(name.split(".")[-1])
         if version == "RWKV-5" and not any("ln_x" in other for other in weights):
             version = "RWKV-4"
         if version:
-            refuse_file(f"{shown(name)} belongs to {version}", "the parameters of RWKV-6 x060")
+            refuse_file(f"{shown(name)} belongs to {version}", f"the parameters of {TITLE}")
+
+
+def check_sizes(sizes):
+    H, N, D, A = (sizes[axis] for axis in "HNDA")
+    if H * N != D:
+        refuse(f"att.time_faaaa has H={H} heads of N={N}, expected H x N = D = {D}")
+    if 5 * A != sizes["5A"]:
+        refuse(f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * A} as att.time_maa_w2 has it")
+
+
+TITLE = "RWKV-6 x060"
+VERSION = Version(
+    owner="RWKV6",
+    title=TITLE,
+    embedding=EMBEDDING,
+    block=BLOCK,
+    head=HEAD,
+    layer=LAYER,
+    model=MODEL,
+    eps=(LAYER_NORM_EPS, GROUP_NORM_EPS),
+    naming=naming,
+    refuse_others=refuse_other_versions,
+    check_sizes=check_sizes,
+)
+refuse, one_of = VERSION.refuse, VERSION.one_of
+official, parameters = partial(names.official, VERSION), partial(names.parameters, VERSION)

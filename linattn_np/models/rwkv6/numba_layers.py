@@ -12,8 +12,8 @@ from ..helper_threads import Board
 from ..matrices import FEW, pack
 from ..matrix_loops import multiply_at
 from ..quantised import Stored
+from ..rwkv.version import stacked
 from . import numba_loops as loops
-from . import weights as table
 from .numpy_layers import FLOAT32, NumpyLayers, Pieces, token_shift
 
 # Matrices of low rank are a few percent of all, and what they compute steers the state: int4 leaves them 8 bits.
@@ -77,7 +77,7 @@ def kept(format, field, weight, arrays):
     """A weight as products or the mixes take it."""
     if field != "embedding" and all(isinstance(array, Stored) and array.format == format for array in arrays):
         return Stored.matrix(arrays)
-    array = table.stacked(arrays)
+    array = stacked(arrays)
     if not weight.matrix or (field == "embedding" and format == "float32"):
         return np.ascontiguousarray(array, FLOAT32)
     if field == "embedding":

@@ -12,9 +12,10 @@ from ...ops.functions import rwkv6
 from ...ops.steps import rwkv6_step
 from .. import array_math
 from ..devices import on_host
+from ..rwkv.state import Rows
+from ..rwkv.version import stacked, tuned
 from . import math
-from . import weights as table
-from .state import Rows
+from .names import VERSION
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -31,12 +32,12 @@ class NumpyLayers:
 
     def load(self, weights, sizes, loaded, kept):
         """All weights, each as `kept` makes it of the parameters."""
-        self.layer_eps, self.group_eps = table.eps(weights)
+        self.layer_eps, self.group_eps = VERSION.norm_eps(weights)
         array_of = partial(loaded_array, weights, loaded, kept)
-        self.whole = table.whole(array_of)
-        self.layers = [table.layer(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
-        self.tuned = [array.astype(FLOAT32) for array in table.tuned(weights)]
-        for array in table.tuned(weights):
+        self.whole = VERSION.whole_arrays(array_of)
+        self.layers = [VERSION.layer_arrays(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
+        self.tuned = [array.astype(FLOAT32) for array in tuned(weights)]
+        for array in tuned(weights):
             loaded(array)
 
     def __repr__(self):
@@ -56,7 +57,7 @@ class NumpyLayers:
 
 
 def loaded_array(weights, loaded, kept, field, weight, names):
-    array = kept(field, weight, table.plain(weights, names))
+    array = kept(field, weight, VERSION.plain(weights, names))
     for name in names:
         loaded(weights[name])
     return array
@@ -64,7 +65,7 @@ def loaded_array(weights, loaded, kept, field, weight, names):
 
 def kept(field, weight, arrays):
     """A weight in float32; a matrix, but for the embedding, is [..., K, M], if need be a view."""
-    array = table.stacked(arrays).astype(FLOAT32, copy=False)
+    array = stacked(arrays).astype(FLOAT32, copy=False)
     return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
 
 

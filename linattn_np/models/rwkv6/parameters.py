@@ -1,20 +1,12 @@
-"""The parameters of an RWKV-6 model to be trained, all in one vector: an optimiser's step is a step of one array."""
+"""The sizes and the first values of the parameters of an RWKV-6 model to be trained."""
 
 from __future__ import annotations
 
-from math import prod
-from types import SimpleNamespace
-
 import numpy as np
 
-from . import weights as table
-from .names import declared, in_block
-from .refusals import refuse
-from .weights import LAYER, MODEL
-
-# Matrices come first in the vector, as weight decay and rounding are theirs alone; those that one product takes as a
-# stack lie side by side in its order, as do the mixes.
-MATRICES = [name for weight in (*LAYER.values(), *MODEL.values()) if weight.matrix for name in weight.names]
+from ..rwkv import parameters
+from ..rwkv.version import in_block
+from .names import VERSION, refuse
 
 # What the first outputs of a layer are scaled by: at first the residual passes everything by.
 SCALES = {
@@ -55,7 +47,7 @@ def sizes_of(layers: int, width: int, head_size: int, vocabulary: int = 256) -> 
     }
 
 
-class Layout:
+class Layout(parameters.Layout):
     """Where each parameter lies in the vector.
 
     Example
@@ -66,65 +58,14 @@ class Layout:
     ((4, 16), True)
     """
 
-    def __init__(self, sizes):
-        self.sizes, self.axes = sizes, declared(sizes["L"])
-        self.shapes = {
-            name: tuple(sizes[axis] for axis in self.axes[name].split()) for name in sorted(self.axes, key=place)
-        }
-        ends = np.cumsum([prod(shape) for shape in self.shapes.values()]).tolist()
-        self.spans = dict(zip(self.shapes, zip([0, *ends], ends)))
-        self.size = ends[-1]
-        self.matrices = max(end for name, (_, end) in self.spans.items() if is_matrix(name))  # up to here
-        ends = [max(end for name, (_, end) in self.spans.items() if of_layer(name, i)) for i in range(sizes["L"])]
-        self.parts = list(zip([0, *ends], ends))  # of each layer's matrices; the first has the whole model's too
+    version = VERSION
 
-    def named(self, vector) -> dict:
-        """Views of `vector` by official name, in the official shapes and order."""
-        views = {name: vector[slice(*self.spans[name])].reshape(shape) for name, shape in self.shapes.items()}
-        return {name: views[name] for name in self.axes}
-
-    def tree(self, vector, matrices=None) -> SimpleNamespace:
-        """Views of `vector`, and of `matrices` instead where it is given, as `weights` has them, with `layers`.
-
-        A matrix is [K, M], for products x W; those that meet several inputs side by side are stacks of such.
-        """
-
-        def array_of(field, weight, names):
-            """The named parameters, neighbours in the vector, as one array; a stack if there are several."""
-            whose = matrices if weight.matrix and matrices is not None else vector
-            first, last = self.spans[names[0]][0], self.spans[names[-1]][1]
-            shape = tuple(self.sizes[axis] for axis in self.axes[names[0]].split() if axis != "1")
-            stack = whose[first:last].reshape(len(names), *shape)[slice(None) if names[1:] else 0]
-            return stack if not weight.matrix or weight.inputs_first or field == "embedding" else stack.swapaxes(-1, -2)
-
-        tree = table.whole(array_of)
-        tree.layers = [table.layer(f"blocks.{i}.", array_of) for i in range(self.sizes["L"])]
-        return tree
-
-    def initial(self, seed) -> np.ndarray:
-        """A float32 vector to start from (Peng et al., "Eagle and Finch", 2024, appendix on initialisation)."""
-        rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
-        for name, array in self.named(vector).items():
-            array[...] = initial(name, array.shape, self.sizes, rng)
-        return vector
-
-
-def is_matrix(name):
-    return in_block(name) in MATRICES
-
-
-def of_layer(name, layer):
-    return is_matrix(name) and name.startswith(f"blocks.{layer}.")
-
-
-def place(name):
-    """What sorts the parameters: matrices before the others, in their order within a layer."""
-    layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
-    return (0, layer, MATRICES.index(in_block(name))) if is_matrix(name) else (1, layer, 0)
+    def first(self, name, shape, rng):
+        return initial(name, shape, self.sizes, rng)
 
 
 def initial(name, shape, sizes, rng):
-    """The first value of a parameter, or what broadcasts to it."""
+    """The first value of a parameter, or what broadcasts to it (Peng et al., "Eagle and Finch", 2024, appendix)."""
     D, L, part = sizes["D"], sizes["L"], in_block(name)
     depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
     rising, falling = depth / max(1, L - 1), 1 - depth / L  # 0 to 1, and 1 to almost 0
@@ -133,7 +74,7 @@ def initial(name, shape, sizes, rng):
         return rng.normal(0, 0.1, shape)
     if part in ("att.time_maa_w2", "att.time_decay_w2"):
         return rng.uniform(-0.01, 0.01, shape)
-    if is_matrix(name):
+    if VERSION.is_matrix(name):
         inputs = shape[0] if part in ("att.time_maa_w1", "att.time_decay_w1") else shape[-1]
         return rng.normal(0, inputs**-0.5, shape) * SCALES.get(part, 1)
     if part == "att.time_decay":

@@ -1,9 +1,10 @@
-"""What RWKV-6's sequences carry from token to token, and which of a call's tokens are whose."""
+"""What sequences carry from token to token, and which of a call's tokens are whose."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
@@ -14,8 +15,7 @@ from ..devices import on_host
 from ..files import mapped, replaced
 from ..number_checks import shown
 from ..stored_zip import MAX_INDEX
-from .names import TUNED
-from .refusals import refuse
+from .version import TUNED
 
 
 @dataclass
@@ -87,8 +87,8 @@ class State:
             check_state(state, {})
             return state
         except ContractError as error:
-            why = str(error).removeprefix("RWKV6: ")
-            raise ContractError(f"RWKV6: {path} is no saved state, or a damaged one: {why}") from None
+            why = str(error).removeprefix("State: ")
+            raise ContractError(f"State: {path} is no saved state, or a damaged one: {why}") from None
 
     @classmethod
     def tuned(cls, weights) -> State:
@@ -107,15 +107,20 @@ class State:
 FLOAT32 = np.dtype(np.float32)
 DTYPES = (FLOAT32, BFLOAT16, np.dtype(np.float16))  # that the recurrent state may have
 
+
+def refuse(complaint: str, error=ContractError) -> NoReturn:
+    raise error(f"State: {complaint}")
+
+
 # The axes of a state's parts: L layers, B sequences (or rows of a pool), D channels, H heads of N.
 STATE = {"att_shift": "L B D", "wkv": "L B H N N", "ffn_shift": "L B D"}
 
 
-def check_state(state, sizes, kinds=None, wkv=FLOAT32):
+def check_state(state, sizes, kinds=None, wkv=FLOAT32, refuse=refuse):
     """Wherever a state enters: float32 arrays whose axes fit each other and `sizes`, of one of `kinds` (None: any).
 
     The recurrent state is in the dtype `wkv` (None: any of DTYPES). An axis that `sizes` lacks gets its size where it
-    is first met. ContractError names what does not fit.
+    is first met. `refuse` raises ContractError with what does not fit.
     """
     if not isinstance(state, State):
         refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)

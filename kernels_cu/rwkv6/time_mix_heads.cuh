@@ -1,0 +1,42 @@
+// what      What the time mixes of heads of 64 channels share: a warp has a sequence's state of one head, a lane four
+//           columns of it and every second channel.
+// math      w = exp(-exp(decay + tanh(low) up));  y = GroupNorm_H(o) silu(gate)
+// source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
+#include "rwkv6/time_mix_arguments.cuh"
+
+constexpr int N = 64;
+constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
+constexpr int ROWS = N / GROUPS;                   // of a state a lane
+
+// Decays of the two channels from `channel` on: z is their base, s_low[W] tanh(low) of the sequence, s_up[W, N] of the
+// head.
+template <typename T>
+__device__ __forceinline__ float2 decays_of_channels(float2 z, const float* s_low, const T* s_up, int W, int channel) {
+#pragma unroll 8
+  for (int w = 0; w < W; ++w) {
+    const float2 up = load2(s_up + w * N + channel);
+    z = {fmaf(s_low[w], up.x, z.x), fmaf(s_low[w], up.y, z.y)};
+  }
+  return {decay_of(-expf(z.x)), decay_of(-expf(z.y))};
+}
+
+// o of the lane's columns, normalised over the head: `o` is the sum over the lane's own channels.
+__device__ __forceinline__ float4 group_norm(float4 o, float eps) {
+#pragma unroll
+  for (int by = QUADS; by < 32; by *= 2) {  // every lane gets the sum over all channels
+    o = {o.x + __shfl_xor_sync(0xffffffffu, o.x, by), o.y + __shfl_xor_sync(0xffffffffu, o.y, by),
+         o.z + __shfl_xor_sync(0xffffffffu, o.z, by), o.w + __shfl_xor_sync(0xffffffffu, o.w, by)};
+  }
+  constexpr float SHARE = 1.f / (N * GROUPS);  // each column is in GROUPS lanes
+  const float mean = warp_sum((o.x + o.y) + (o.z + o.w)) * SHARE;
+  o = {o.x - mean, o.y - mean, o.z - mean, o.w - mean};
+  const float variance = warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * SHARE;
+  const float scale = inverse_root(variance + eps);
+  return {o.x * scale, o.y * scale, o.z * scale, o.w * scale};
+}
+
+__device__ __forceinline__ float4 gated(float4 normed, float4 gain, float4 bias, float4 gate) {
+  const auto one = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
+  return {one(fmaf(normed.x, gain.x, bias.x), gate.x), one(fmaf(normed.y, gain.y, bias.y), gate.y),
+          one(fmaf(normed.z, gain.z, bias.z), gate.z), one(fmaf(normed.w, gain.w, bias.w), gate.w)};
+}

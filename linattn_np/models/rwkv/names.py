@@ -1,0 +1,138 @@
+"""What files call the parameters of RWKV models, and what makes the official ones of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+
+from ...array_kinds import FLOATS
+from ...errors import ContractTypeError
+from ..checkpoint import refuse as refuse_file
+from ..number_checks import shown
+from .version import EPS, Version
+
+BLOCKS = ("rwkv.blocks.", "model.layers.", "blocks.")  # the blocks of Hugging Face, of fla, and the official ones
+TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
+ADAPTERS = ("lora_A", "lora_B")  # of PEFT and RWKV-PEFT
+HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"}
+
+
+# -- what makes an official array of a file's -------------------------------------------------------------------------
+def same(x):
+    return x
+
+
+def row(x):
+    return x.reshape(1, 1, -1)
+
+
+def transposed(x):
+    return x.swapaxes(-1, -2)
+
+
+# -- from an official name to a file's, and what makes the one's array of the other's ---------------------------------
+def unchanged(name):
+    return name, same
+
+
+def hugging_face(name):
+    prefix = "" if name == "head.weight" else "rwkv."
+    return prefix + ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")), same
+
+
+def blocks_of(weights: Mapping) -> str:
+    """The one of BLOCKS that the names have."""
+    return next((prefix for prefix in BLOCKS if any(name.startswith(prefix) for name in weights)), "blocks.")
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+def official(version: Version, weights: Mapping) -> dict:
+    """`weights` under the official names and in the official shapes, in the official order.
+
+    weights : mapping from names to host arrays
+        As `version.naming` knows them. Trainers' TRAINERS may stand before all names. A tuned
+        `blocks.i.att.time_state` may be there, under its official name whatever the others are.
+
+    Arrays are views, but where a naming orders them. Shapes are the model's to check.
+
+    Raises
+    ------
+    CheckpointError
+        The weights are those of another version, or some are missing or left over.
+
+    Example
+    -------
+    >>> from linattn_np.models import checkpoint
+    >>> from linattn_np.models.rwkv6.names import VERSION
+    >>> weights = official(VERSION, checkpoint.read("examples/data/austen-x060/model.safetensors"))
+    >>> list(weights)[:2], weights["blocks.0.att.time_maa_w2"].shape
+    (['emb.weight', 'blocks.0.ln0.weight'], (5, 32, 256))
+    """
+    weights = unwrapped(weights)
+    refuse_adapters(weights)
+    version.refuse_others(weights)
+    blocks, origin = version.naming(weights)
+    layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
+    tuned = any(name.endswith(".time_state") for name in weights)
+    origins = {name: origin(name) for name in version.declared(layers, tuned)}
+    origins |= {EPS: (EPS, same)} if EPS in weights else {}
+    wanted = dict(origins.values())
+    missing = [name for name in wanted if name not in weights]
+    left_over = [name for name in weights if name not in wanted]
+    if missing or left_over:
+        refuse_file(
+            " and ".join(
+                f"{what} {shown(names[0])}" + (f" and {len(names) - 1} more" if names[1:] else "")
+                for what, names in (("lacks", missing), ("has an unknown", left_over))
+                if names
+            ),
+            f"the parameters of {version.title} with {layers} blocks",
+        )
+    return {name: made(weights, its_name, make, name) for name, (its_name, make) in origins.items()}
+
+
+def unwrapped(weights: Mapping) -> Mapping:
+    """`weights` without what trainers put before all names."""
+    while weights and not any(name.startswith(BLOCKS) for name in weights):
+        prefix = next((word for word in TRAINERS if all(name.startswith(word) for name in weights)), None)
+        if prefix is None:
+            break
+        weights = {name.removeprefix(prefix): array for name, array in weights.items()}
+    return weights
+
+
+def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]]:
+    """`weights` under their official names, and the model's sizes, once every shape fits the others."""
+    weights = official(version, weights)
+    layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    sizes = {"1": 1, "5": 5, "L": layers}
+    for name, declaration in version.declared(layers, tuned="blocks.0.att.time_state" in weights).items():
+        axes, shape = declaration.split(), tuple(weights[name].shape)
+        if len(shape) == len(axes):
+            for axis, size in zip(axes, shape):
+                sizes.setdefault(axis, size)
+        wanted = tuple(sizes.get(axis, axis) for axis in axes)
+        if shape != wanted:
+            version.refuse(f"{name} is {shape}, expected [{', '.join(axes)}] = {wanted}")
+        if weights[name].dtype not in FLOATS:
+            version.refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
+    version.check_sizes(sizes)
+    if EPS in weights and (weights[EPS].shape != (2,) or not all(0 < number < inf for number in weights[EPS])):
+        version.refuse(f"{EPS} is {weights[EPS].dtype} {weights[EPS].shape}, expected two numbers above 0")
+    return weights, sizes
+
+
+def made(weights, its_name, make, name):
+    try:
+        return make(weights[its_name])
+    except (ValueError, IndexError):
+        refuse_file(f"{shown(its_name)} is {weights[its_name].shape}", f"what {name} can be made of")
+
+
+def refuse_adapters(weights):
+    for name in weights:
+        if any(part in ADAPTERS for part in name.split(".")):
+            refuse_file(
+                f"{shown(name)} belongs to a LoRA adapter that is not merged",
+                "merged weights: the program that trained it merges it into its model",
+            )

@@ -1,0 +1,155 @@
+"""The tables in which versions of RWKV differ: parameters, their names in files, and the arrays that the layers take.
+
+One set of tables for all: the layers on the CPU, those on the GPU, and the views of the parameters that a training
+changes. Each of them decides on its own how an array is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NoReturn
+
+import numpy as np
+
+from ...errors import ContractError, ContractTypeError
+
+EPS = "norm_eps"  # may be among the weights, [2]: the eps of layer norms and of the group norm, unless official ones
+TUNED = {"att.time_state": "H N N"}  # in every block or in none: a tuned initial state, value by key
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An array that the layers take. Several parameters become a stack along a first axis, in this order.
+
+    names : of the parameters, within a layer's block or in the whole model
+    matrix : whether a product takes it; matrices are what half precision, weight decay and quantisation are for
+    inputs_first : whether files have the matrix as (in, out), as those of low rank; the others are (out, in)
+    """
+
+    names: tuple[str, ...]
+    matrix: bool = False
+    inputs_first: bool = False
+
+
+def vector(*names) -> Weight:
+    return Weight(names)
+
+
+def norm(name) -> Weight:
+    return Weight((f"{name}.weight", f"{name}.bias"))
+
+
+def linear(part, *names) -> Weight:
+    return Weight(tuple(f"{part}.{name}.weight" for name in names), matrix=True)
+
+
+def low_rank(name) -> Weight:
+    return Weight((name,), matrix=True, inputs_first=True)
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of RWKV.
+
+    owner : the class of its models, which errors begin with
+    title : what errors call the version
+    embedding, block, head : every parameter and its axes, of the whole model or in a layer's block; an axis gets its
+        size where it is first named. Linear weights are (out, in)
+    layer, model : the arrays that the layers take, by field
+    eps : of layer norms and of the group norm, where the weights have no EPS
+    naming : of weights the prefix of their blocks, and a function from an official name to the name in the file and
+        what makes the official array of the file's
+    refuse_others : raises where weights are another version's
+    check_sizes : raises where sizes do not fit each other
+    """
+
+    owner: str
+    title: str
+    embedding: dict[str, str]
+    block: dict[str, str]
+    head: dict[str, str]
+    layer: dict[str, Weight]
+    model: dict[str, Weight]
+    eps: tuple[float, float]
+    naming: Callable[[Mapping], tuple[str, Callable]]
+    refuse_others: Callable[[Mapping], None]
+    check_sizes: Callable[[Mapping], None]
+
+    # -- refusals ----------------------------------------------------------------------------------------------------
+    def refuse(self, complaint: str, error=ContractError) -> NoReturn:
+        raise error(f"{self.owner}: {complaint}")
+
+    def one_of(self, dtype, accepted, where=""):
+        """`dtype` as NumPy's, once it is one of those `accepted`."""
+        try:
+            found = np.dtype(dtype)
+        except TypeError:
+            found = repr(dtype)
+        if not any(found == one for one in accepted):
+            expected = f"expected {', '.join(map(str, accepted))}{where}"
+            self.refuse(f"dtype is {found}, {expected}", ContractTypeError)
+        return found
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+    def declared(self, layers, tuned=False) -> dict[str, str]:
+        """Official names of all the parameters of a model, and their axes."""
+        block = self.block | TUNED if tuned else self.block
+        blocks = {f"blocks.{i}.{name}": axes for i in range(layers) for name, axes in block.items()}
+        return self.embedding | blocks | self.head
+
+    @property
+    def matrices(self) -> list[str]:
+        """The names of all matrices, in a layer's block or in the whole model, in the order of the tables."""
+        weights = (*self.layer.values(), *self.model.values())
+        return [name for weight in weights if weight.matrix for name in weight.names]
+
+    def is_matrix(self, name) -> bool:
+        return in_block(name) in self.matrices
+
+    def linears(self, layers: int) -> list[str]:
+        """The names of the large matrices, all of them (out, in), but not the embedding."""
+        found = ["head.weight"]
+        for weight in self.layer.values():
+            if weight.matrix and not weight.inputs_first:
+                found += [f"blocks.{i}.{name}" for i in range(layers) for name in weight.names]
+        return found
+
+    # -- arrays ------------------------------------------------------------------------------------------------------
+    def layer_arrays(self, prefix: str, array_of: Callable) -> SimpleNamespace:
+        """The arrays of a layer: ``array_of(field, weight, full names)`` makes each of them."""
+        fields = self.layer.items()
+        return SimpleNamespace(
+            **{field: array_of(field, weight, [prefix + name for name in weight.names]) for field, weight in fields}
+        )
+
+    def whole_arrays(self, array_of: Callable) -> SimpleNamespace:
+        """The arrays of a model outside its layers."""
+        fields = self.model.items()
+        return SimpleNamespace(**{field: array_of(field, weight, list(weight.names)) for field, weight in fields})
+
+    def plain(self, weights, names) -> list:
+        """The named parameters, without the leading axes of 1 that files have."""
+        ones = self.block.get(in_block(names[0]), "").split().count("1")
+        return [weights[name].reshape(weights[name].shape[ones:]) for name in names]
+
+    def norm_eps(self, weights) -> tuple[float, float]:
+        """Of the layer norms and of the group norm."""
+        found = weights.get(EPS, self.eps)
+        return float(found[0]), float(found[1])
+
+
+def in_block(name: str) -> str:
+    """A name without its block's prefix."""
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+
+
+def stacked(arrays):
+    """A new array of one array, or of several as a stack: a model's weights are neither a file's nor the caller's."""
+    return np.stack(arrays) if len(arrays) > 1 else np.array(arrays[0])
+
+
+def tuned(weights) -> list:
+    """Initial states, [H, N, N] of each layer, or none; files have value by key, states key by value."""
+    return [array.swapaxes(1, 2) for name, array in weights.items() if name.endswith("time_state")]
