@@ -209,6 +209,19 @@ def test_bfloat16_is_float32_arithmetic_on_the_rounded_weights(weights, lengths,
     agree_up_to_rounding(models, rounded(weights), lengths, rng)
 
 
+def test_steps_of_more_sequences_than_the_loops_read_float32_for(weights, rng):
+    """BLAS multiplies these, as many sequences' as it does a prompt's tokens."""
+    model, count = RWKV6(weights, dtype="float32"), matrices.FEW + 3
+    tokens, together, alone = rng.integers(0, 70, (count, 2)), None, [None] * count
+    for part in tokens.T:
+        logits, together = model.forward(part[:, None], together)
+        singles = [model.forward([[token]], state) for token, state in zip(part, alone)]
+        alone = [state for _, state in singles]
+    for row, token_logits in enumerate(logits[:, 0]):
+        most = moved_by_rounding(weights, tokens[row], rng, draws=2)[0]
+        assert np.abs(token_logits - singles[row][0][0, 0]).max() <= 6 * most
+
+
 def agree_up_to_rounding(models, weights, lengths, rng):
     """Two models with these weights, on tokens in calls of these lengths, are off by what float32 may be off by.
 

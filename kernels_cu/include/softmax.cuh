@@ -83,32 +83,20 @@ template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M
   each_of_two<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
 }
 
-// Those of a row's N values whose columns are not among the `count` from column -from on become x.
+// A row's next N products become weights; returns what earlier weights are to be multiplied by.
 template <int N>
-__device__ __forceinline__ void unseen_become(float (&s)[N / 8][4], int half, int from, int count, float x) {
+__device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float scale, RowMaximum& most, float& sum) {
+  float largest = minus_infinity();
 #pragma unroll
-  for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (u32(from + 8 * n + 2 * int(threadIdx.x & 3) + i) >= u32(count)) s[n][2 * half + i] = x;
-}
-
-// A row's next N scores become weights e^(s - m), m the largest so far; returns what the weights before are to be
-// multiplied by, since m has grown. `scale` makes scores of products, in base 2.
-template <int N>
-__device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float scale, float& most, float& sum) {
-  float higher = most;
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n) higher = max(higher, max(s[n][2 * half], s[n][2 * half + 1]));
-  higher = row_max(higher);
-  const float shift = higher == minus_infinity() ? 0.f : scale * higher, kept = exp2_approx(fmaf(scale, most, -shift));
-  most = higher;
+  for (int n = 0; n < N / 8; ++n) largest = max(largest, max(s[n][2 * half], s[n][2 * half + 1]));
+  const float hidden = __uint_as_float(opaque(__float_as_uint(scale)));  // nothing made of it stays in a register
+  const float kept = most.raise(row_max(largest), hidden, 0.f);
   sum *= kept;
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
     for (int x = 2 * half; x < 2 * half + 2; ++x) {
-      s[n][x] = exp2_approx(fmaf(scale, s[n][x], -shift));
+      s[n][x] = exp2_approx(fmaf(most.factor, s[n][x], -most.shift));
       sum += s[n][x];
     }
   return kept;

@@ -20,6 +20,13 @@ template <int N> struct Ring {
 // branches, without which products' descriptions are made lane by lane.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// Behind a warp's plain reads of shared memory, before one of its lanes tells the producer that a bulk copy may
+// overwrite it: a barrier alone puts no bulk copy behind plain reads, and one lane's arrival speaks for no other lane.
+__device__ __forceinline__ void before_next_copy() {
+  fence_async();
+  __syncwarp();
+}
+
 // Start copying the next tile of a block's column of the table.
 __device__ __forceinline__ void fetch_work(Work& to, const Work*& next) {
   for (int n = 0; n < int(sizeof(Work)) / 16; ++n)
@@ -107,5 +114,5 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& 
       *reinterpret_cast<uint4*>(to.row(at.part, at.head, at.start + first + down) + piece * 8) =
           *reinterpret_cast<const uint4*>(tile[piece / 8] + (first + down) * PANEL + ((piece ^ down) & 7) * 8);
   }
-  __syncwarp();  // the warp's rows are read
+  before_next_copy();  // this warp has read its rows
 }

@@ -24,6 +24,36 @@ __device__ __forceinline__ Seen seen(int diagonal, int before, int behind, int l
   return {from, max(min(diagonal + behind + 1, length) - from, 0)};
 }
 
+// Whether some of ROWS rows, of which the first meets the diagonal at `diagonal`, do not see some of COLUMNS tokens of
+// the other side from `column` on.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ bool partly_seen(int column, int diagonal, int before, int behind, const i32& length) {
+  if (column + COLUMNS > length) return true;
+  return column + COLUMNS - 1 > diagonal + behind || column < diagonal + ROWS - 1 - before;
+}
+
+// Values of tokens that a row does not see become `unseen`. A lane has two rows of a product, of which the first meets
+// the diagonal at `diagonal` and the second 8 tokens on; the product's columns are tokens from `column` on.
+template <int EIGHTS>
+__device__ __forceinline__ void mask_rows(float (&x)[EIGHTS][4], int column, int diagonal, int before, int behind,
+                                          const i32& length, float unseen) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Seen tokens = seen(diagonal + 8 * half, before, behind, length);
+    const int from = column - tokens.from;
+#pragma unroll
+    for (int n = 0; n < EIGHTS; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (u32(from + 8 * n + 2 * int(threadIdx.x & 3) + i) >= u32(tokens.count)) x[n][2 * half + i] = unseen;
+  }
+}
+template <int N>
+__device__ __forceinline__ void mask_rows(float (&x)[N], int column, int diagonal, int before, int behind, int length,
+                                          float unseen) {
+  mask_rows(reinterpret_cast<float (&)[N / 4][4]>(x), column, diagonal, before, behind, length, unseen);
+}
+
 // Of every 64 queries of a sequence, in `statistics` [B, H, chunks, 2, 64]: the logarithm of the sum of weights, base
 // 2, infinite where there are none or no such query, so that weights are 0; then delta.
 constexpr int STATISTICS = 64;
@@ -54,13 +84,45 @@ __device__ __forceinline__ float slope_of_cap(float p, float L, float scale) {
   return fmaf(-its, its, 1.f);
 }
 
+// The largest score of a row so far: products x have weights 2^(factor x - shift). Rounding `shift` changes all weights
+// of a row by one factor, which the division by their sum undoes; it is 2^4 at most for shifts up to MOST_ROUNDED.
+// Beyond, it would overflow, and scores that differ in float32 differ by 2^3 or more: `factor` is then the power of two
+// above the scale instead of the scale. Its products are exact.
+struct RowMaximum {
+  static constexpr float NONE = -3e38f;                 // finite, so that what is subtracted from -inf is not NaN
+  static constexpr float MOST_ROUNDED = 1.34217728e8f;  // 2^27
+  float factor, shift = NONE;
+
+  static __device__ __forceinline__ float power_above(float scale) {
+    return __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0xff800000u);
+  }
+  // Takes the largest of some products, if it raises the maximum by more than `slack` in base 2; returns what earlier
+  // weights are to be multiplied by. `scale` makes scores of products, in base 2. Selections, since branches cost more.
+  __device__ __forceinline__ float raise(float largest, float scale, float slack) {
+    const float before = shift;
+    const bool raises = fmaf(factor, largest, -shift) > slack;
+    const float by = fabsf(largest) > MOST_ROUNDED * inverse(scale) ? power_above(scale) : scale;
+    factor = raises ? by : factor;
+    shift = raises ? by * largest : shift;
+    return exp2_approx(before - shift);
+  }
+  // The score to base 2 that a shift stands for; the limit is larger by the rounding of the one above.
+  static __device__ __forceinline__ float score_of(float shift, float scale) {
+    return fabsf(shift) > 1.000001f * MOST_ROUNDED ? scale * inverse(power_above(scale)) * shift : shift;
+  }
+};
+
+// L of a query as `statistics` have it: infinite if the query sees no key, and if L is so large that its rounding would
+// change weights by more than 2^2.
+__device__ __forceinline__ float known_logarithm(float L) { return fabsf(L) > 0x1p24f ? -minus_infinity() : L; }
+
 // What a row's sums become at the end: the factor of its output, and the logarithm of the sum of weights, base 2.
 // `most` is what was subtracted, `sum` the sum of weights without the sink's, both logarithms in base 2.
 struct RowEnd {
   float factor, logarithm;
 };
 __device__ __forceinline__ RowEnd row_end(float most, float sum, float sink) {
-  const float top = max(max(most, sink), -1e30f);  // finite also where no key is seen
+  const float top = max(max(most, sink), -3e38f);  // finite also where no key is seen
   const float kept = exp2_approx(most - top), all = fmaf(sum, kept, exp2_approx(sink - top));
   return {all > 0.f ? kept / all : 0.f, top + log2f(all)};
 }

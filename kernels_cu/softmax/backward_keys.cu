@@ -77,13 +77,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
       each<1, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
     }
     each<1, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
-    if (query + QUERIES > at.length || query < diagonal() + 15 - int(args.right) ||
-        query + QUERIES - 1 > diagonal() + int(args.left))
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Seen queries = seen(diagonal() + 8 * half + lane / 4, int(args.right), int(args.left), at.length);
-        unseen_become<QUERIES>(p[0], half, query - queries.from, queries.count, 0.f);
-      }
+    if (partly_seen<16, QUERIES>(query, diagonal(), int(args.right), int(args.left), at.length))
+      mask_rows(p[0], query, diagonal() + lane / 4, int(args.right), int(args.left), at.length, 0.f);
     multiply_rows<D, 1, QUERIES>(dv, p, s.g[stage]);
     if (CAPPED) each<1, QUERIES>(p, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
     multiply_transposed<D, 1, QUERIES, CAPPED>(dp, s.v, row, s.g[stage]);

@@ -8,7 +8,8 @@
 //           under way
 // barriers  queries and o arrived | o read; then one a tile of keys: it has arrived, nobody reads the one before
 // numerics  p is recomputed in float32 from L, the scores in float32 as well; p (dp - delta) is rounded to T. delta is
-//           made of the rounded o: where one key has nearly all the weight, dq and dk are small and carry its rounding
+//           made of the rounded o: where one key has nearly all the weight, dq and dk are small and carry its rounding.
+//           A query whose L is over 2^24 in base 2 has weights of 0: see `known_logarithm`
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, its loops turned so that nothing is added atomically
 // limits    half data; K, V <= D; D of 64, 128
 #include "softmax.cuh"
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
       L = LOG2E * args.L[token];
       if (args.dL) delta -= args.dL[token];
     }
-    s.L[n] = L = L == minus_infinity() ? -L : L;
+    s.L[n] = L = known_logarithm(L);
     s.delta[n] = delta;
     if (n / STATISTICS * STATISTICS < at.count) {
       float* const to = args.statistics + (pair * args.chunks + at.chunk + n / STATISTICS) * (2 * STATISTICS);
@@ -112,16 +113,10 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
       each<2, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
     }
     each<2, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
-    if (key + KEYS > at.length || key + KEYS - 1 > diagonal() + int(args.right) ||
-        key < diagonal() + 31 - int(args.left))
+    if (partly_seen<32, KEYS>(key, diagonal(), int(args.left), int(args.right), at.length))
 #pragma unroll
       for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int its = diagonal() + 16 * m + 8 * half + lane / 4;
-          const Seen keys = seen(its, int(args.left), int(args.right), at.length);
-          unseen_become<KEYS>(p[m], half, key - keys.from, keys.count, 0.f);
-        }
+        mask_rows(p[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), at.length, 0.f);
     if (CAPPED) each<2, KEYS>(p, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
     each_of_two<2, KEYS>(p, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
     multiply_rows<D, 2, KEYS>(dq, p, s.kv[stage][0]);

@@ -61,8 +61,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
 
   Fragment<M, D> o = {};
-  float most[M][2], sum[M][2] = {};
-  for (auto& pair : most) pair[0] = pair[1] = minus_infinity();
+  RowMaximum most[M][2];
+  float sum[M][2] = {};
+  for (auto& pair : most) pair[0].factor = pair[1].factor = scale;
   for (int block = at.first, stage = 0; block < end; ++block, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
@@ -75,14 +76,10 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
       const float inner = float(args.scale) * inverse(float(args.softcap));
       each<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
     } else if (args.scale < 0) each<M, KEYS>(p, [](float& x, int, int, int) { x = -x; });
-    if (key + KEYS > at.length || key + KEYS - 1 > diagonal + right || key < diagonal + 16 * M - 1 - left)
+    if (partly_seen<16 * M, KEYS>(key, diagonal, left, right, at.length))
 #pragma unroll
       for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const Seen keys = seen(diagonal + 16 * m + 8 * half + lane / 4, left, right, at.length);
-          unseen_become<KEYS>(p[m], half, key - keys.from, keys.count, minus_infinity());
-        }
+        mask_rows(p[m], key, diagonal + 16 * m + lane / 4, left, right, at.length, minus_infinity());
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -100,7 +97,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowEnd found = row_end(scale * most[m][half], row_sum(sum[m][half]), sink);
+      const RowEnd found = row_end(RowMaximum::score_of(most[m][half].shift, scale), row_sum(sum[m][half]), sink);
       const int down = row + 16 * m + 8 * half + lane / 4;
       if (args.L && lane % 4 == 0 && down < at.count)
         args.L[(i64(at.part) * args.H + at.head) * args.Tq + at.start + down] = found.logarithm / LOG2E;

@@ -210,7 +210,7 @@ struct Merge {
     const i64 b = row / (args.H * args.Tq), h = row / args.Tq % args.H, t = row % args.Tq;
     R most = args.sinks ? args.sinks[h] : R(minus_infinity());
     for (i64 n = 0; n < args.parts; ++n) most = max(most, args.L[n * rows + row]);
-    most = max(most, R(-1e30));  // finite also where no key is seen
+    most = max(most, R(-3e38));  // finite also where no key is seen
     R total = args.sinks ? decay_of(args.sinks[h] - most) : R(0);
     for (i64 n = 0; n < args.parts; ++n) total += decay_of(args.L[n * rows + row] - most);
     for (i64 c = threadIdx.x % 32; c < args.V; c += 32) {

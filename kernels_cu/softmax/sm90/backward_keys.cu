@@ -118,10 +118,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
               vt = wgmma_tile(s.v[kv.at][0] + own * PANEL, 16, 1024);
     const u64 qt = wgmma_tile(s.q[r.at][0], 16, 1024), gt = wgmma_tile(s.g[r.at][0], 16, 1024);
     barrier_wait(s.q_full[r.at], r.parity);
-    if (valid < QUERIES) {  // statistics of no query of this sequence are nobody's, or another one's
-      if (const int n = threadIdx.x % 128; n < QUERIES && n >= valid) s.statistics[r.at][1][n] = 0.f;
-      zero_rows(s.q[r.at], valid, warpgroup);
-    }
+    if (valid < QUERIES) zero_rows(s.q[r.at], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n)
@@ -169,18 +166,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
     each_column([&](int n, float L, float) { st[n] = exp2_approx(fmaf(scale, st[n], -L)); });
     const int query = (end - ahead) * QUERIES, diagonal = shift + own;
-    if (query + QUERIES > length || query < diagonal + 63 - int(args.right) ||
-        query + QUERIES - 1 > diagonal + int(args.left))
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Seen queries = seen(shift + row + 8 * half, int(args.right), int(args.left), length);
-        const int from = query + 2 * (lane & 3) - queries.from;
-#pragma unroll
-        for (int n = 0; n < QUERIES / 8; ++n)
-#pragma unroll
-          for (int x = 0; x < 2; ++x)
-            if (u32(from + 8 * n + x) >= u32(queries.count)) st[4 * n + 2 * half + x] = 0.f;
-      }
+    if (partly_seen<64, QUERIES>(query, diagonal, int(args.right), int(args.left), length))
+      mask_rows(st, query, shift + row, int(args.right), int(args.left), length, 0.f);
   };
   auto differ = [&] {
     each_column([&](int n, float, float delta) { dp[n] -= delta; });
@@ -190,6 +177,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto finish = [&](int slot) {
     const Work& at = s.works[slot];
     const float by = float(args.scale);
+    if (length == 0)  // the statistics were another sequence's, and 0 times its NaN is NaN
+#pragma unroll
+      for (int n = 0; n < D / 2; ++n) dk[n] = 0.f;
     store_rows(args.dk, args.dk_out, args.K, dk, by, by, s.k[slot], own, at);
     store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[slot], own, at);
     leaving = lane == 0;
@@ -213,6 +203,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     differ();
     round(ds, dp);
     add(dk, ds, s.q[r.at][0], begun);
+    before_next_copy();  // this warp has read the statistics
     wgmma_wait<1>();
     wgmma_keep(dv);
     leave(s.g_empty[r.at]);

@@ -106,7 +106,6 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto take = [&](const Work& at) {
     load_rows(q, s.q, own);
     load_rows(g, s.g, own);
-    leave(s.empty);
     delta[0] = delta[1] = 0.f;
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
@@ -115,6 +114,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) delta[r & 1] = add_dot<T>(g[n][r], o[r], delta[r & 1]);
     }
+    before_next_copy();  // this warp has read q, do and o
+    leave(s.empty);
     const i64 pair = i64(at.batch) * args.H + at.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
         L[half] = LOG2E * args.L[token];
         if (args.dL) delta[half] -= args.dL[token];
       } else delta[half] = 0.f;
-      if (L[half] == minus_infinity()) L[half] = -L[half];
+      L[half] = known_logarithm(L[half]);
       if (lane % 4 == 0 && own < at.count) {
         float* const to = args.statistics + (pair * args.chunks + at.chunk + warpgroup) * (2 * STATISTICS) + n - own;
         to[0] = L[half], to[STATISTICS] = delta[half];
@@ -176,17 +177,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) p[n] = exp2_approx(fmaf(scale, p[n], -L[n / 2 % 2]));
     const int key = (first + ahead) * KEYS, diagonal = shift + own;
-    if (key + KEYS > length || key + KEYS - 1 > diagonal + int(args.right) || key < diagonal + 63 - int(args.left))
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Seen keys = seen(shift + row + 8 * half, int(args.left), int(args.right), length);
-        const int from = key + 2 * (lane & 3) - keys.from;
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-          for (int x = 0; x < 2; ++x)
-            if (u32(from + 8 * n + x) >= u32(keys.count)) p[4 * n + 2 * half + x] = 0.f;
-      }
+    if (partly_seen<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
+      mask_rows(p, key, shift + row, int(args.left), int(args.right), length, 0.f);
     if (CAPPED)
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) p[n] *= slope_of_cap(p[n], L[n / 2 % 2], scale);

@@ -84,7 +84,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
   Ring<S::STAGES> k, v;
   Ring<2> q;
-  float scores[KEYS / 2], o[V / 2], most[2], sum[2], kept[2];
+  float scores[KEYS / 2], o[V / 2], sum[2], kept[2];
+  RowMaximum most[2];
   u32 weights[KEYS / 16][4];
   bool leaving = false;             // lane 0: this warp's o may still be read, in the slot of the queries before
   int first, ahead, shift, length;  // of the tile at hand; it comes behind `ahead` others, from the last to the first
@@ -137,18 +138,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     } else if (args.scale < 0)
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) scores[n] = -scores[n];
-    if (valid < KEYS || key + KEYS - 1 > diagonal + int(args.right) || key < diagonal + 63 - int(args.left)) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Seen keys = seen(shift + row + 8 * half, int(args.left), int(args.right), length);
-        const int from = key + 2 * (lane & 3) - keys.from;
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-          for (int x = 0; x < 2; ++x)
-            if (u32(from + 8 * n + x) >= u32(keys.count)) scores[4 * n + 2 * half + x] = minus_infinity();
-      }
-    }
+    if (partly_seen<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
+      mask_rows(scores, key, shift + row, int(args.left), int(args.right), length, minus_infinity());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float part[4];
@@ -157,18 +148,15 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
 #pragma unroll
       for (int n = 4; n < KEYS / 8; ++n)
         part[n % 4] = max(part[n % 4], max(scores[4 * n + 2 * half], scores[4 * n + 2 * half + 1]));
-      float higher = row_max(max(max(part[0], part[1]), max(part[2], part[3])));
-      if (!(scale * (higher - most[half]) > SLACK)) higher = max(most[half], minus_infinity());
-      const float shift = higher == minus_infinity() ? 0.f : scale * higher;
-      kept[half] = exp2_approx(fmaf(scale, most[half], -shift));
-      most[half] = higher;
+      const float largest = row_max(max(max(part[0], part[1]), max(part[2], part[3])));
+      kept[half] = most[half].raise(largest, scale, SLACK);
       float sums[2] = {sum[half] * kept[half], 0.f};
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           float& p = scores[4 * n + 2 * half + x];
-          p = exp2_approx(fmaf(scale, p, -shift));
+          p = exp2_approx(fmaf(most[half].factor, p, -most[half].shift));
           sums[x] += p;
         }
       sum[half] = sums[0] + sums[1];
@@ -180,13 +168,13 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) weights[n][r] = pack<T>(scores[8 * n + 2 * r], scores[8 * n + 2 * r + 1]);
   };
-  auto finish = [&](int slot, const float (&most)[2], const float (&sum)[2]) {
+  auto finish = [&](int slot, const float (&shift)[2], const float (&sum)[2]) {
     const Work& at = s.works[slot];
     float by[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sink = args.sinks ? LOG2E * args.sinks[at.head] : minus_infinity();
-      const RowEnd end = row_end(scale * most[half], row_sum(sum[half]), sink);
+      const RowEnd end = row_end(RowMaximum::score_of(shift[half], scale), row_sum(sum[half]), sink);
       by[half] = end.factor;
       if (args.L && lane % 4 == 0 && row + 8 * half < at.count)
         args.L[(i64(at.part) * args.H + at.head) * args.Tq + at.start + row + 8 * half] = end.logarithm / LOG2E;
@@ -198,7 +186,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   barrier_wait(s.q_full[0], 0);
   if (!uniform(s.works[0].blocks)) return;
   begin(s.works[0]);
-  most[0] = most[1] = minus_infinity(), sum[0] = sum[1] = 0.f;
+  most[0] = most[1] = {scale}, sum[0] = sum[1] = 0.f;
   if (TURNS && warpgroup == WARPGROUPS - 1) pass_turn();  // the first one may begin
   barrier_wait(s.k_full[0], 0);
   wgmma_fence();
@@ -231,14 +219,14 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     wgmma_keep(scores);
     leave(s.k_empty[k.at]);
     k.next();
-    const float last_most[2] = {most[0], most[1]}, last_sum[2] = {sum[0], sum[1]};
-    if (fresh) most[0] = most[1] = minus_infinity(), sum[0] = sum[1] = 0.f;
+    const float last_shift[2] = {most[0].shift, most[1].shift}, last_sum[2] = {sum[0], sum[1]};
+    if (fresh) most[0].shift = most[1].shift = RowMaximum::NONE, sum[0] = sum[1] = 0.f;
     weigh();
     wgmma_wait<0>();
     wgmma_keep(o);
     leave(s.v_empty[v.at]);
     v.next();
-    if (fresh) finish(q.at ^ 1, last_most, last_sum);
+    if (fresh) finish(q.at ^ 1, last_shift, last_sum);
     else if (__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f)) {
 #pragma unroll
       for (int n = 0; n < V / 2; ++n) o[n] *= kept[n / 2 % 2];
@@ -250,7 +238,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   read(begun);
   wgmma_wait<0>();
   wgmma_keep(o);
-  finish(q.at ^ 1, most, sum);
+  finish(q.at ^ 1, {most[0].shift, most[1].shift}, sum);
   if (lane == 0) tensor_store_wait();
 }
 

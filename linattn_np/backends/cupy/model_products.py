@@ -191,32 +191,6 @@ class FewRowsProduct(ModelKernel):
         return ceil_div(M, self.ROWS) * self.parts(K)
 
 
-class NarrowProduct(ModelKernel):
-    """A product of few rows with a batch's vectors, left in parts."""
-
-    file = "rwkv6/narrow_product"
-    arguments = members("pointers w scales x y, integers B K M")
-    shared = ("Shared<{VECTORS}>",)
-    ROWS: ClassVar[int] = 32  # of a weight
-    PARTS: ClassVar[int] = 4
-    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32)
-    arch, threads = "sm_90a", 256
-    dtype: np.dtype
-    VECTORS: int
-
-    @classmethod
-    def fitting(cls, dtype, B) -> NarrowProduct:
-        """With blocks for all that there are at once, two a multiprocessor."""
-        return cls(dtype, cls.WIDTHS[B > BatchProduct.MOST])
-
-    def blocks(self, B, M) -> int:
-        return self.PARTS * ceil_div(M, self.ROWS) * ceil_div(B, self.VECTORS)
-
-    @property
-    def shared_bytes(self):
-        return 4 * 8 * self.VECTORS * (self.ROWS + 8)
-
-
 class WideProduct(ModelKernel):
     """The same without splits of K that blocks join, for more vectors: a block has `ROWS` rows, and `GROUPS`
     warpgroups with 64 vectors each. Two blocks, `HALVES`, share weights."""

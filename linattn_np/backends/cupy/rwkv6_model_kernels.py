@@ -15,7 +15,7 @@ from ...declarations import RWKV6
 from ...problem import Problem
 from . import gated
 from .arguments import members
-from .kernel import HALF, INT8, ModelKernel, padded
+from .kernel import INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
@@ -303,48 +303,6 @@ class DataMix(ModelKernel):
 
     def blocks(self, tokens, D) -> int:
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
-
-
-class FiveMixes(ModelKernel):
-    """The same for a batch on Hopper, after a `NarrowProduct`: a block has all five inputs."""
-
-    file = "rwkv6/five_mixes"
-    arguments = members("pointers low up maa xx d mixed, integers B D A")
-    shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
-    COLUMNS: ClassVar[int] = 128
-    RANKS: ClassVar[tuple[int, ...]] = (32, 64)
-    LEAST: ClassVar[int] = 17  # sequences; fewer make too few blocks to fill the card
-    LEAST_INT8: ClassVar[int] = 65  # the same beside int8 matrices
-    arch = "sm_90a"
-    dtype: np.dtype
-    RANK: int
-    TOKENS: int
-
-    @classmethod
-    def all(cls, dtype) -> list[FiveMixes]:
-        return [cls(dtype, rank, tokens) for rank in cls.RANKS for tokens in (16, 32) if rank * tokens <= 1024]
-
-    @classmethod
-    def fitting(cls, matrices, X, B, A, device) -> FiveMixes | None:
-        """Blocks of 16 sequences, or of 32 where a multiprocessor would have two that read the same `up`."""
-        rank = next((rank for rank in cls.RANKS if A <= rank and A % 2 == 0), None)
-        if device.capability != 90 or X not in HALF or rank is None:
-            return None
-        least = cls.LEAST_INT8 if matrices == INT8 else cls.LEAST
-        tokens = 32 if B > 128 and rank == 32 else 16
-        return cls(X, rank, tokens) if B >= least else None
-
-    @property
-    def threads(self):
-        return 16 * self.TOKENS
-
-    def blocks(self, B, D) -> int:
-        return ceil_div(B, self.TOKENS) * ceil_div(D, self.COLUMNS)
-
-    @property
-    def shared_bytes(self):
-        rows = 5 * self.RANK
-        return 2 * (rows * (self.COLUMNS + 8) + 2 * self.TOKENS * (rows + 8))
 
 
 class OfElements(ModelKernel):

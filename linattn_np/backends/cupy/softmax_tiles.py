@@ -50,6 +50,8 @@ def tile_table(problem, tokens: int, other: int, by_keys: bool = False) -> np.nd
     first = np.where(nothing, 0, lowest // other)
     blocks = np.where(nothing, 1, highest // other - first + 1)
     chunk = statistics_bounds(problem)[sequence] + (0 if by_keys else token // STATISTICS)
+    if by_keys:  # the kernels read a piece even where they use none of it
+        chunk[nothing] = 0
     columns = (
         own.bounds[sequence] + token,
         count,

@@ -136,8 +136,6 @@ class CudaDecoder(NotCopied):
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, batch, terms).most_parts
-        if kernels.FiveMixes.fitting(self.matrices, X, B, A, self.device):
-            low_parts = model_products.NarrowProduct.PARTS
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),
             xx=buffer(B, D),
@@ -426,15 +424,8 @@ class Step:
         X, terms = buffers.mixed.dtype, buffers.mixed.shape[0]
         arrays = {"low": buffers.low, "up": layer.maa_up, "maa": layer.maa, "xx": buffers.xx, "d": buffers.d}
         arrays["mixed"] = buffers.mixed
-        if mixes := kernels.FiveMixes.fitting(my.matrices, X, B, A, my.device):
-            w, scales = matrix_of(layer, "maa_down")
-            down = model_products.NarrowProduct.fitting(my.matrices, B)
-            given = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
-            self.draft.launch(down, down.blocks(B, 5 * A), **given, B=B, K=D, M=5 * A)
-            self.draft.launch(mixes, mixes.blocks(B, D), **arrays, B=B, D=D, A=A)
-        else:
-            parts, mix = self.low_rank_down(layer), kernels.DataMix.of_step(my.dtype, X, B, terms)
-            self.draft.launch(mix, mix.blocks(B, D), **arrays, tokens=B, D=D, A=A, P=parts)
+        parts, mix = self.low_rank_down(layer), kernels.DataMix.of_step(my.dtype, X, B, terms)
+        self.draft.launch(mix, mix.blocks(B, D), **arrays, tokens=B, D=D, A=A, P=parts)
 
     def low_rank_down(self, layer) -> int:
         """What the data mix takes as `low`; in how many parts."""
