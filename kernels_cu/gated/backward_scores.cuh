@@ -1,5 +1,5 @@
-// what      Scores of a chunk of 64 tokens for the backward kernels of every card: the blocks of the lower triangle that
-//           one of four warps computes, from decayed queries and keys of CHANNELS channels at a time.
+// what      Scores of a chunk of 64 tokens for the backward kernels of every card: the blocks of the lower triangle
+//           that one of four warps computes, from decayed queries and keys of CHANNELS channels at a time.
 // shapes    operands are [32, 64]: channel, token; scores are blocks of 16 x 16 tokens in accumulators of mma.sync
 #include "backward.cuh"
 

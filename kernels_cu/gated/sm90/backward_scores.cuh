@@ -55,9 +55,9 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
     ldmatrix_x4(b, at_offset(x[c / 2], key ^ flip));
     ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip));
     const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-    multiply(d, a, first, T{});
+    multiply_halves(d, a, first, T{});
     ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip ^ 32));
-    multiply(other, a, second, T{});
+    multiply_halves(other, a, second, T{});
   }
   for (int i = 0; i < 4; ++i) d[i] += other[i];
 }
