@@ -1,5 +1,6 @@
 // what      Scores of a chunk's queries and keys, and of do and v, for the second pass of the Hopper backward of GLA
 //           and RWKV-6: where they lie, and products that make them.
+#include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 
 // Where channel c of token `row` is in a panel of 32 channels, in bytes. Eight tokens of 4 channels, and 8 channels of
@@ -55,9 +56,9 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
     ldmatrix_x4(b, at_offset(x[c / 2], key ^ flip));
     ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip));
     const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-    multiply(d, a, first, T{});
+    multiply_halves(d, a, first, T{});
     ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip ^ 32));
-    multiply(other, a, second, T{});
+    multiply_halves(other, a, second, T{});
   }
   for (int i = 0; i < 4; ++i) d[i] += other[i];
 }
