@@ -1,5 +1,6 @@
 // what      Scores of a chunk's queries and keys, and of do and v, for the second pass of the Hopper backward of GLA
 //           and RWKV-6: where they lie, and products that make them.
+#include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 
 // Where channel c of token `row` is in a panel of 32 channels, in bytes. Eight tokens of 4 channels, and 8 channels of
