@@ -9,11 +9,9 @@
 //           gates grow, pairs of a sub-chunk are scored one by one (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
-#include "backward.cuh"
+#include "gated/backward_scores.cuh"
 #include "cards.cuh"
 #include "growth.cuh"
-
-constexpr int CHANNELS = 32;  // that are there at once, a warp's 8 side by side
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, do_;
@@ -33,7 +31,6 @@ template <typename T, typename G> struct Tokens {
   G g[CHUNK * LD<G, CHANNELS>];
 };
 
-template <typename Stored> using Across = Stored[CHANNELS * LD<Stored, CHUNK>];  // [32, 64]: channel, token
 template <typename Stored> struct Operands {
   Across<Stored> queries, keys;             // about the middle of their sub-chunks
   Across<Stored> eights, quarters, halves;  // as they meet at borders of 8, 16 and 32 tokens
@@ -54,17 +51,6 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
   float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
   u32 grows;                // whether any gate does
 };
-
-// D += queries^T keys of 16 x 16 tokens over the channels at hand.
-template <class M, typename Stored>
-__device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
-  constexpr int LDT = LD<Stored, CHUNK>;
-  Left<M> a;
-  Right<M> b[2];
-  load_left<true>(a, queries + c * LDT, LDT);
-  load_right<false>(b, keys + c * LDT, LDT);
-  multiply(d, a, b);
-}
 
 // sums[tokens] += x summed over the warp's channels, of four sub-chunks from `first` on.
 __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4], int first) {
@@ -120,10 +106,8 @@ __global__ void __launch_bounds__(
                    from + at / PART * (TILE * TILE) + at % PART, first + at / PART < tiles);
   };
 
-  // the blocks of the lower triangle that a warp scores: on the diagonal, in the lower left quarter, and beside the
-  // diagonal; of that on the diagonal only its own sub-chunks' pairs come from `diagonal`
-  float dv[BV / 16][2][4] = {}, diagonal[2][4] = {}, eights[4] = {}, quarters[2][4] = {}, halves[2][4] = {};
-  const int half_row = 2 + (warp >> 1), half_column = warp & 1, quarter = 2 * warp;
+  ChunkScores scores(warp);
+  float dv[BV / 16][2][4] = {};
   *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
   __syncwarp();  // the diagonal is zero
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
@@ -187,14 +171,9 @@ __global__ void __launch_bounds__(
     const Operands<Stored>& from = s.operands;
 #pragma unroll 1
     for (int c = 0; c < CHANNELS; c += 16) {
-      score<M>(diagonal, from.queries + 16 * warp, from.keys + 16 * warp, c);
-      score<M>(halves, from.halves + 16 * half_row, from.halves + 16 * half_column, c);
-      if (warp < 2) score<M>(quarters, from.quarters + 16 * (quarter + 1), from.quarters + 16 * quarter, c);
+      scores.add<M>(from, c);
       Left<M> a;
       Right<M> b[2];
-      load_left<true>(a, from.eights + c * LDT + 16 * warp, LDT);
-      load_right<false>(b, from.eights + c * LDT + 16 * warp, LDT);
-      multiply(eights, a, b[0]);
       load_left<true>(a, from.ends + c * LDT + 16 * warp, LDT);
 #pragma unroll
       for (int x = 0; x < BV / 8; x += 2) {
@@ -220,8 +199,8 @@ __global__ void __launch_bounds__(
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
-      float& score = diagonal[half][x];
-      score = CUT_BOTH<M> * (half == 0 && x >= 2 ? eights[x] : score);
+      float& score = scores.diagonal[half][x];
+      score = CUT_BOTH<M> * (half == 0 && x >= 2 ? scores.eights[x] : score);
       if (j > i) score = 0.f;
       if (j == i) {
         score = 0.f;
@@ -229,9 +208,9 @@ __global__ void __launch_bounds__(
         for (int other = 0; other < WARPS; ++other) score += s.own[other][16 * warp + i];
       }
     }
-  put(diagonal, warp, warp, 1.f);
-  put(halves, half_row, half_column, CUT_BOTH<M>);
-  if (warp < 2) put(quarters, quarter + 1, quarter, CUT_BOTH<M>);
+  put(scores.diagonal, warp, warp, 1.f);
+  put(scores.halves, scores.half_row, scores.half_column, CUT_BOTH<M>);
+  if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter, CUT_BOTH<M>);
   if (s.grows) {
     __syncwarp();  // the diagonal's scores stand, which others replace
 #pragma unroll 1

@@ -13,10 +13,8 @@
 //           are times NEAR
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
-#include "backward.cuh"
+#include "gated/backward_scores.cuh"
 #include "growth.cuh"
-
-constexpr int CHANNELS = 32;  // that are there at once, a warp's 8 side by side
 
 template <typename T, typename G, typename Stored> struct Args {
   Rows<const T> q, k;
@@ -30,8 +28,6 @@ template <typename T, typename G, typename Stored> struct Args {
   i64 vectors;  // whether all rows are whole pieces of 16 bytes
 };
 
-template <typename Stored> using Across = Stored[CHANNELS * LD<Stored, CHUNK>];  // [32, 64]: channel, token
-
 template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   using Stored = typename Math<T, PRODUCTS>::Stored;
   T q[CHUNK * LD<T, CHANNELS>];  // [64, 32]
@@ -43,17 +39,6 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   Stored ends[CHUNK * LD<Stored, CHANNELS>];
   float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
 };
-
-// D += queries^T keys of 16 x 16 tokens over the channels from c on.
-template <class M, typename Stored>
-__device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
-  constexpr int LDT = LD<Stored, CHUNK>;
-  Left<M> a;
-  Right<M> b[2];
-  load_left<true>(a, queries + c * LDT, LDT);
-  load_right<false>(b, keys + c * LDT, LDT);
-  multiply(d, a, b);
-}
 
 template <typename T, typename G, int PRODUCTS>
 __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
@@ -81,11 +66,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     to[0] = from_float<Stored>(x.x), to[LDC] = from_float<Stored>(x.y);
   };
 
-  // the blocks of the lower triangle that a warp scores: on the diagonal, in the lower left quarter, and beside the
-  // diagonal; of that on the diagonal only its own sub-chunks' pairs come from `diagonal`
-  float diagonal[2][4] = {}, eights[4] = {}, quarters[2][4] = {}, halves[2][4] = {};
+  ChunkScores scores(warp);
   float2 own[SUBS] = {};  // of this lane's channels
-  const int half_row = 2 + (warp >> 1), half_column = warp & 1, quarter = 2 * warp;
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
   float most = 0.f;  // of the gates
   fetch(0);
@@ -138,16 +120,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, here, span.start, span.stop, n * CHANNELS, width, true);
     store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, here, span.start, span.stop, n * CHANNELS, width, true);
 #pragma unroll 1
-    for (int c = 0; c < CHANNELS; c += 16) {
-      score<M>(diagonal, s.queries + 16 * warp, s.keys + 16 * warp, c);
-      score<M>(halves, s.halves + 16 * half_row, s.halves + 16 * half_column, c);
-      if (warp < 2) score<M>(quarters, s.quarters + 16 * (quarter + 1), s.quarters + 16 * quarter, c);
-      Left<M> a;
-      Right<M> b[2];
-      load_left<true>(a, s.eights + c * LDT + 16 * warp, LDT);
-      load_right<false>(b, s.eights + c * LDT + 16 * warp, LDT);
-      multiply(eights, a, b[0]);
-    }
+    for (int c = 0; c < CHANNELS; c += 16) { scores.add<M>(s, c); }
   }
   const float scale = float(args.scale);
 #pragma unroll
@@ -172,13 +145,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
-      if (half == 0 && x >= 2) diagonal[half][x] = eights[x];
-      else diagonal[half][x] *= NEAR;
-      if (j >= i) diagonal[half][x] = 0.f;
+      if (half == 0 && x >= 2) scores.diagonal[half][x] = scores.eights[x];
+      else scores.diagonal[half][x] *= NEAR;
+      if (j >= i) scores.diagonal[half][x] = 0.f;
     }
-  put(diagonal, warp, warp);
-  put(halves, half_row, half_column);
-  if (warp < 2) put(quarters, quarter + 1, quarter);
+  put(scores.diagonal, warp, warp);
+  put(scores.halves, scores.half_row, scores.half_column);
+  if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter);
   const bool grows = __syncthreads_or(!(most <= GROWTH));  // the diagonal stands, in parts
   if (grows) {  // scores of sub-chunks that others replace; this warp's own ones stand
 #pragma unroll 1
