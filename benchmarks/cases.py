@@ -9,10 +9,10 @@ import peers
 
 import linattn_np
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.declarations import GLA_VALUE_GATE
-from linattn_np.ops import OPS, steps
+from linattn_np.declarations import GLA_VALUE_GATE, STEPS
+from linattn_np.ops import OPS
 
-DECLARED = {op.name: op for op in (*OPS, GLA_VALUE_GATE, steps.GLA_STEP, steps.RWKV6_STEP)}
+DECLARED = {op.name: op for op in (*OPS, GLA_VALUE_GATE, *STEPS)}
 SINGLE = np.dtype(np.float32)
 DTYPES = {"float32": SINGLE, "tf32": SINGLE, "float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 

@@ -18,7 +18,7 @@ import numpy as np
 import run
 
 from linattn_np import contract
-from linattn_np.backends.cupy import instances, segments
+from linattn_np.backends.cupy import gated_kernels, segments
 from linattn_np.bounded_cache import Cache
 
 SHAPES = [
@@ -85,7 +85,7 @@ def measured(name, device, samples):
     for case in (replace(case, backward=name == "backward") for case in SHAPES):
         device.free()
         arrays, keywords = run.draw(case, device.xp, 0)
-        for P in (P for P in SEGMENTS if P <= case.T // instances.GatedForwardSm90.CHUNK):
+        for P in (P for P in SEGMENTS if P <= case.T // gated_kernels.GatedForwardSm90.CHUNK):
             forced = {f"{name}_segments": lambda *_, P=P: P, unequal: lambda *_: 0, "split_columns": lambda *_: False}
             no_plans = Cache(1 << 20, 16)  # no plan of another cut of the same call is taken
             with mock.patch.multiple(segments, **forced), mock.patch.object(contract, "MEMOS", no_plans):

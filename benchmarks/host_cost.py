@@ -17,9 +17,10 @@ import numpy as np
 
 import linattn_np
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.autodiff import pullback
+from linattn_np.autodiff import pullback_of
 from linattn_np.backends import cupy as kernels
 from linattn_np.backends.cupy.device import CupyDevice
+from linattn_np.declarations import GLA
 
 SINGLE = np.dtype(np.float32)
 ROUNDS, CALLS = 30, 500
@@ -77,8 +78,8 @@ def calls():
     yield "gla_step with out", lambda: linattn_np.gla_step(q, k, v, g, state, out=out)
     Q, K, V, G, do = arrays(*5 * [(B, H, T, D)])
     yield "gla", lambda: linattn_np.gla(Q, K, V, G)
-    yield "gla's pullback", lambda: pullback(linattn_np.gla, Q, K, V, G)(do)
-    pull = pullback(linattn_np.gla, Q, K, V, G)
+    yield "gla's pullback", lambda: pullback_of(GLA, (Q, K, V, G))(do)
+    pull = pullback_of(GLA, (Q, K, V, G))
     yield "gla's pullback, bound", lambda: pull(do)
     scalar = arrays((B, H, T), dtype=SINGLE)[0]
     yield "simple_gla", lambda: linattn_np.simple_gla(Q, K, V, scalar)

@@ -1,35 +1,17 @@
 """linattn_np: linear attention for arrays. GLA, RWKV-6 and their family on NumPy and CuPy, without torch."""
 
-from . import layers, stages
+from . import layers, ops, stages
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain, warm_up
-from .ops import (
-    OPS,
-    gla,
-    gla_step,
-    hgrn2,
-    linear_attention,
-    retention,
-    rwkv6,
-    rwkv6_step,
-    simple_gla,
-    softmax_attention,
-)
+from .ops import OPS
+from .ops.functions import *  # noqa: F403
+from .ops.steps import *  # noqa: F403
 from .precisions import precision
 from .warnings_of_misuse import LinattnWarning
 
 __version__ = "0.1.0"
 __all__ = [
-    "gla",
-    "rwkv6",
-    "hgrn2",
-    "simple_gla",
-    "retention",
-    "linear_attention",
-    "softmax_attention",
-    "gla_step",
-    "rwkv6_step",
     "vjp",
     "explain",
     "warm_up",
@@ -43,6 +25,8 @@ __all__ = [
     "NotSupported",
     "LinattnWarning",
 ]
+__all__ += ops.functions.__all__
+__all__ += ops.steps.__all__
 
 
 def __dir__():

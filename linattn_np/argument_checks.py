@@ -18,6 +18,7 @@ from .errors import ContractError, ContractTypeError
 from .layouts import in_layout, swap_heads
 from .messages import shown
 from .summary import Transition
+from .typing import MaskedOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,8 @@ class Declaration:
     feature: str = "K"  # the axis that sets the default scale, K**-0.5
     transition: Transition = Transition.NONE  # what a token does to the state before it
     gates_per_value_head: bool = False  # each value head has gates of its own, so that none can share a head's
+    keywords: type = MaskedOptions  # a TypedDict of its keyword arguments
+    second_result: str = "output_final_state"  # the keyword argument that asks for it; "" where there is none
     derived: Any = None  # a `derived.KeyFromGate` where backends compute another operator, from more arrays
     differentiable = True  # by a function of this name in linattn_np.interop
 

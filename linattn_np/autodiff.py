@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .contract import Op
 from .conversions import (
     array_to_backend,
     callers_sizes,
@@ -53,12 +53,12 @@ def vjp(
     >>> bool(np.allclose((dv * v).sum(), o.sum()))         # o is linear in v
     True
     """
-    return resumed(op, arrays, arguments | {"backend": backend})
+    declared, arrays, arguments = declaration(op, "vjp").taken_apart(arrays, arguments)
+    return vjp_of(declared, arrays, backend=backend, **arguments)
 
 
-def resumed(op, arrays, arguments, kept=()):
-    """`vjp`, which goes on from what `dispatch.summarise` kept."""
-    backend, arguments = arguments["backend"], {name: x for name, x in arguments.items() if name != "backend"}
+def vjp_of(op: Op, arrays, *, backend="auto", kept=(), **arguments):
+    """`vjp` of a declared operator; `kept` is what `dispatch.summarise` kept of the same call."""
     problem = bind(op, arrays, arguments)
     name, parts = split_to_fit(problem, backend)
     done = [backend_module(name).vjp(computed(with_output(part)), *([kept] if kept else [])) for part in parts]
@@ -69,7 +69,7 @@ def resumed(op, arrays, arguments, kept=()):
     return result, Checked(problem, [turned_back(part, pull) for part, (_, pull) in zip(parts, done)])
 
 
-def pullback(op, *arrays, backend="auto", **arguments):
+def pullback_of(op: Op, arrays, *, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
     name, parts = split_to_fit(problem, backend)
@@ -94,13 +94,11 @@ class DerivedPull:
         return self.problem.op.derived.gradients(self.problem, found), initial
 
 
-def bind(op, arrays, arguments):
-    declared = declaration(op, "vjp")
-    given = inspect.signature(op).bind(*arrays, **arguments).arguments  # an unknown keyword is Python's TypeError
-    declared, arrays, arguments = declared.taken_apart(given)
+def bind(op: Op, arrays, arguments):
+    op, arrays = op.fitting(arrays)
     if arguments.get("out") is not None:
-        declared.refuse("out", "cannot be given to vjp")
-    return declared.bind(arrays, gradient=True, **arguments)
+        op.refuse("out", "cannot be given to vjp")
+    return op.bind(arrays, gradient=True, **arguments)
 
 
 def together(results, problem):

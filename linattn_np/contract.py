@@ -5,8 +5,11 @@ Only this module and `argument_checks` look at the caller's shapes, dtypes, stri
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
+from inspect import Parameter
 from types import MappingProxyType
 
 import numpy as np
@@ -20,6 +23,7 @@ from .layouts import LAYOUTS, in_layout, swap_heads
 from .messages import cast, kind_of, shown
 from .precisions import PRECISIONS, current
 from .problem import Problem, compute_dtype
+from .typing import DEFAULTS
 
 SUB_CHUNK = 16  # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
@@ -31,6 +35,21 @@ class Op(Declaration):
     """The declaration of an operator, with the checks of a whole call."""
 
     with_more: Op | None = None  # the declaration of a call with one more array, which may be left out
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """The signature of its public function."""
+        keywords = [*filter(None, [self.second_result]), *self.keywords.__annotations__]
+        return inspect.Signature(
+            [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in self.arrays]
+            + [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in self.optional_arrays]
+            + [Parameter(name, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name)) for name in keywords]
+        )
+
+    @property
+    def optional_arrays(self) -> list[str]:
+        """The names of the arrays that a call may leave out."""
+        return [] if self.with_more is None else [name for name in self.with_more.arrays if name not in self.arrays]
 
     def bind(self, inputs, **arguments) -> Problem:
         """A call as a `Problem` that can be trusted; the checks of a call like an earlier one are not repeated."""
@@ -117,16 +136,21 @@ class Op(Declaration):
         )
         return problem.replace(copied_arrays=copied_arrays(problem), doubts=warnings_of_misuse.of_layout(problem))
 
-    def taken_apart(self, given):
-        """(declaration, arrays, everything else) of a call's arguments by name."""
-        op, rest = self, dict(given)
-        if self.with_more is not None:
-            *_, last = self.with_more.arrays
-            if rest.get(last) is None:
-                rest.pop(last, None)
-            else:
-                op = self.with_more
-        return op, tuple(rest.pop(name) for name in op.arrays), rest
+    def taken_apart(self, positional, named, signature=None):
+        """(declaration, arrays, everything else) of a call of the public function, or of one with this signature.
+
+        A missing or unknown argument is a TypeError, as it is in a call.
+        """
+        given = (signature or self.signature).bind(*positional, **named).arguments
+        optional = [given.pop(name, None) for name in self.optional_arrays]
+        op, arrays = self.fitting((*(given.pop(name) for name in self.arrays), *optional))
+        return op, arrays, given
+
+    def fitting(self, arrays):
+        """(the declaration of a call with these arrays, the arrays without an optional one that is None)."""
+        if len(arrays) == len(self.arrays):
+            return self, arrays
+        return (self, arrays[:-1]) if arrays[-1] is None else (self.with_more, arrays)
 
     def native_views(self, inputs, layout):
         """The caller's arrays as [B, H, T, ...] views; all of one library and one device."""

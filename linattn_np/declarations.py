@@ -5,7 +5,9 @@ The public functions stand above, the backends' equations and planners beside; a
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from .errors import ContractTypeError, NotSupported
 from .key_from_gate import KeyFromGate
 from .messages import kind_of, shown
 from .summary import Transition
+from .typing import AttentionOptions, LinearAttentionOptions, RetentionOptions, StepOptions
 
 MEMBERS: list[Op] = []  # the gated family
 GATED: list[Op] = []  # its members that backends compute by their own arrays: by its declaration a member has the
@@ -101,7 +104,7 @@ class Retention(Op):
         return np.exp(tokens * log_decay) if tokens else np.ones_like(log_decay)
 
 
-RETENTION = Retention("retention", QKV, transition=Transition.SCALAR)
+RETENTION = Retention("retention", QKV, transition=Transition.SCALAR, keywords=RetentionOptions)
 FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
@@ -115,7 +118,7 @@ class LinearAttention(Op):
         return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=normalize, **arguments)
 
 
-LINEAR_ATTENTION = LinearAttention("linear_attention", QKV)
+LINEAR_ATTENTION = LinearAttention("linear_attention", QKV, keywords=LinearAttentionOptions)
 NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
@@ -226,7 +229,13 @@ class SoftmaxAttention(Op):
 
 
 SOFTMAX_SINKS = SoftmaxAttention(
-    "softmax_attention", QKV | {"sinks": "H"}, gates=("sinks",), modes=("chunk",), state=()
+    "softmax_attention",
+    QKV | {"sinks": "H"},
+    gates=("sinks",),
+    modes=("chunk",),
+    state=(),
+    keywords=AttentionOptions,
+    second_result="return_lse",
 )
 SOFTMAX_ATTENTION = replace(SOFTMAX_SINKS, arrays=QKV, gates=(), with_more=SOFTMAX_SINKS)
 WITH_LSE = {op: replace(op, state=("B H T",)) for op in (SOFTMAX_ATTENTION, SOFTMAX_SINKS)}
@@ -239,6 +248,27 @@ OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTIO
 # -- one token ---------------------------------------------------------------------------------------------------------
 class Step(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
+
+    @classmethod
+    def of(cls, op: Op) -> Step:
+        """The step of an operator: its arrays without their axis of tokens."""
+        arrays = {name: axes.replace(" T", "") for name, axes in op.arrays.items()}
+        return cls(
+            f"{op.name}_step",
+            arrays,
+            out=op.out.replace(" T", ""),
+            gates=op.gates,
+            modes=("recurrent",),
+            reads_before_write=op.reads_before_write,
+            keywords=StepOptions,
+            second_result="",
+        )
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        *arrays, slots, scale, backend, out = super().signature.parameters.values()
+        state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return inspect.Signature([*arrays, state, slots, scale, backend, out])
 
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
@@ -280,21 +310,8 @@ class Step(Op):
         return rows
 
 
-GLA_STEP = Step(
-    "gla_step",
-    {"q": "B H K", "k": "B H K", "v": "B H V", "g": "B H K"},
-    out="B H V",
-    gates=("g",),
-    modes=("recurrent",),
-)
-RWKV6_STEP = Step(
-    "rwkv6_step",
-    {"r": "B H K", "k": "B H K", "v": "B H V", "w": "B H K", "u": "H K"},
-    out="B H V",
-    gates=("w", "u"),
-    modes=("recurrent",),
-    reads_before_write=True,
-)
+GLA_STEP = Step.of(GLA)
+RWKV6_STEP = Step.of(RWKV6)
 STEPS = (GLA_STEP, RWKV6_STEP)
 
 

@@ -71,12 +71,20 @@ def split_to_fit(problem: Problem, backend: str = "auto") -> tuple[str, list[Pro
 
 def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
     """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
+    op, arrays = op.fitting(arrays)
     problem = op.bind(arrays, **arguments)
     o, final_state = backend_module(choose(problem, backend)).run(
         computed(with_output(problem)), *([kept] if kept else [])
     )
     o = handed_out(problem, to_caller(problem, o, op.out), arguments.get("out"))
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
+
+
+def call_step(op: Op, arrays, *, slots, scale, backend, out):
+    """The o of one token; the last of `arrays` is the state, which is updated in place."""
+    problem = op.bind(arrays[:-1], state=arrays[-1], slots=slots, scale=scale, out=out)
+    o = backend_module(choose(problem, backend)).run(problem)
+    return in_kind(problem, o) if out is None else out
 
 
 def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **arguments):

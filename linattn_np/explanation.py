@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,8 +68,7 @@ def warm_up(
 def problem_of(who: str, op, arrays, gradient, arguments) -> Problem:
     """The call that a function is asked about, checked as the call itself would be."""
     declared = declaration(op, who)
-    given = inspect.signature(op).bind(*arrays, **arguments).arguments  # an unknown keyword is Python's TypeError
-    declared, arrays, arguments = declared.taken_apart(given)
+    declared, arrays, arguments = declared.taken_apart(arrays, arguments)
     return declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments)
 
 

@@ -11,7 +11,8 @@ from . import accepted_arrays, array_kinds
 from .argument_checks import is_int, is_real
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError
-from .ops import gla, gla_step
+from .ops.functions import gla
+from .ops.steps import gla_step
 from .typing import Integers
 
 NORMS = ("g_norm_swish_gate.weight", "g_norm.weight")  # two names of one weight

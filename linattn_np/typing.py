@@ -5,7 +5,7 @@ CuPy, torch and Numba say nothing of their types, so that a type checker takes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
@@ -30,7 +30,6 @@ class Array(Protocol):
 
 
 A = TypeVar("A", bound=Array)  # of q, and so of the result
-F = TypeVar("F", bound=Callable[..., Any])  # an operator as another framework has it
 
 
 class Pullback(Protocol):
@@ -39,8 +38,23 @@ class Pullback(Protocol):
     def __call__(self, do: Array, dht: State | None = None) -> tuple[Any, ...]: ...
 
 
+# -- keyword arguments: the signatures of the public functions are made from these classes ---------------------------
+DEFAULTS: dict[str, Any] = {  # of the arguments whose default is not None
+    "output_final_state": False,
+    "return_lse": False,
+    "reverse": False,
+    "state_v_first": False,
+    "normalize": False,
+    "causal": True,
+    "dropout_p": 0.0,
+    "layout": "bhtd",
+    "mode": "auto",
+    "backend": "auto",
+}
+
+
 class Options(TypedDict, total=False):
-    """What every recurrent operator takes by keyword, besides `output_final_state`."""
+    """The keyword arguments of every recurrent operator, besides `output_final_state`."""
 
     scale: float | None
     initial_state: State | None
@@ -58,7 +72,7 @@ class Options(TypedDict, total=False):
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What `softmax_attention` takes by keyword, besides `return_lse`."""
+    """The keyword arguments of `softmax_attention`, besides `return_lse`."""
 
     causal: bool
     scale: float | None
@@ -76,6 +90,24 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class MaskedOptions(Options, total=False):
-    """Those of the operators that take padding."""
+    """The keyword arguments of the operators that accept padding."""
 
     mask: Array | None
+
+
+class RetentionOptions(Options, total=False):
+    gamma: float | Sequence[float] | np.ndarray | None
+
+
+class LinearAttentionOptions(MaskedOptions, total=False):
+    feature_map: Literal["elu", "relu", "exp"] | None
+    normalize: bool
+
+
+class StepOptions(TypedDict, total=False):
+    """The keyword arguments of a step, which computes one token."""
+
+    slots: Integers | None
+    scale: float | None
+    backend: Backend
+    out: Array | None

@@ -8,14 +8,23 @@ from itertools import product
 import numpy as np
 
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import elementwise as passes
-from linattn_np.backends.cupy import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
-from linattn_np.backends.cupy import instances as gated
+from linattn_np.backends.cupy import elementwise_kernels as passes
+from linattn_np.backends.cupy import (
+    float64,
+    model_products,
+    softmax,
+    stages,
+    step,
+    value_gate,
+)
+from linattn_np.backends.cupy import gated_kernels as gated
+from linattn_np.backends.cupy import rwkv6_model_kernels as rwkv6
+from linattn_np.backends.cupy import rwkv6_training_kernels as training
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
-from linattn_np.backends.cupy.message import Message
-from linattn_np.backends.cupy.scalar_instances import ScalarBackwardSegments, WeightedSums
-from linattn_np.backends.cupy.small_heads import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
-from linattn_np.backends.cupy.wide_heads import GatedWideForward, GatedWideOperands
+from linattn_np.backends.cupy.rank_summary import Message
+from linattn_np.backends.cupy.scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
+from linattn_np.backends.cupy.small_head_kernels import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
+from linattn_np.backends.cupy.wide_head_kernels import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -255,7 +264,11 @@ def of_training():
             yield training.ActivationForward(kind, T)
             yield training.ActivationBackward(kind, T)
         for threads in training.WIDTHS:
-            for cls in (training.MixBackward, training.GatedNormBackward, training.LogDecayBackward):
+            for cls in (
+                training.MixBackward,
+                training.GatedNormBackward,
+                training.LogDecayBackward,
+            ):
                 yield cls(T, threads)
             for change in training.AddNorm.CHANGES:
                 yield training.AddNorm(T, threads, change)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import instances, source
+from linattn_np.backends.cupy import gated_kernels, source
 from linattn_np.backends.cupy.arguments import integers
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: no NVRTC to compile with")
@@ -82,7 +82,7 @@ def translated_for(target, kernel):
 def targets(instances):
     """What to assemble, as `nvrtc.measured` wants it."""
     wanted = defaultdict(lambda: defaultdict(list))
-    for target, kernels in instances.items():
+    for target, kernels in gated_kernels.items():
         for kernel in kernels:
             wanted[translated_for(target, kernel)][target].append(kernel)
     return wanted
@@ -131,9 +131,9 @@ def exhaustive(request):
 @pytest.mark.parametrize("file", KERNELS)
 def test_kernels_fit_their_registers(file, exhaustive, seed):
     instances = chosen(KERNELS[file], exhaustive, seed)
-    every = {kernel.expression: kernel for kernels in instances.values() for kernel in kernels}
+    every = {kernel.expression: kernel for kernels in gated_kernels.values() for kernel in kernels}
     usage = nvrtc.measured(lambda kernels: disk.anywhere(source.program(kernels)), targets(instances))
-    for target, kernels in instances.items():
+    for target, kernels in gated_kernels.items():
         assert sorted(usage[target]) == sorted(kernel.expression for kernel in kernels)
         for expression, used in usage[target].items():
             assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"
@@ -217,7 +217,7 @@ def test_errors_name_the_true_file_and_line(tmp_path):
 
 
 @dataclass(frozen=True)
-class Wrong(instances.Recurrent):
+class Wrong(gated_kernels.Recurrent):
     """An instance whose host is wrong about a size or the order of the argument."""
 
     more_shared: ClassVar[int] = 0
@@ -241,23 +241,23 @@ class TooSmall(Wrong):
 
 class Swapped(Wrong):
     arguments = (
-        *instances.Recurrent.arguments[:3],
-        instances.Recurrent.arguments[4],
-        instances.Recurrent.arguments[3],
-        *instances.Recurrent.arguments[5:],
+        *gated_kernels.Recurrent.arguments[:3],
+        gated_kernels.Recurrent.arguments[4],
+        gated_kernels.Recurrent.arguments[3],
+        *gated_kernels.Recurrent.arguments[5:],
     )
 
 
 class Longer(Wrong):
-    arguments = (*instances.Recurrent.arguments, *integers("more"))
+    arguments = (*gated_kernels.Recurrent.arguments, *integers("more"))
 
 
-class KeptTooRarely(instances.GatedBackwardQueriesSm90):
+class KeptTooRarely(gated_kernels.GatedBackwardQueriesSm90):
     CHECKPOINT_EVERY = 2048
 
 
 def test_another_number_of_kept_states_does_not_compile():
-    kernel = KeptTooRarely("AfterWrite", BFLOAT16, BFLOAT16, 64, 64, instances.ONE_EACH)
+    kernel = KeptTooRarely("AfterWrite", BFLOAT16, BFLOAT16, 64, 64, gated_kernels.ONE_EACH)
     with pytest.raises(RuntimeError, match="the host and the kernel differ on a size, an offset or a con"):
         nvrtc.translate(source.program([kernel]), [kernel.expression], kernel.arch)
     nvrtc.translate(source.text(kernel.file), [kernel.expression], kernel.arch)

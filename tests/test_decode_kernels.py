@@ -14,7 +14,7 @@ from planned import host
 from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import model_products as products
-from linattn_np.backends.cupy import rwkv6 as kernels
+from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.execute import Compiled
 from linattn_np.backends.cupy.plan import Draft, Plan, describe_array, whole
 from linattn_np.models import RWKV6

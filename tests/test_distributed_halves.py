@@ -13,7 +13,7 @@ from linattn_np import distributed, key_from_gate
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import PLANNERS, execute
 from linattn_np.backends.cupy import segments as cuts
-from linattn_np.backends.cupy.instances import SEGMENT_STATE
+from linattn_np.backends.cupy.gated_kernels import SEGMENT_STATE
 from linattn_np.dispatch import call, summarise
 from linattn_np.distributed import run_threads
 from linattn_np.distributed.recurrence import Recurrence, Row

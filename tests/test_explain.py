@@ -8,8 +8,8 @@ from reference import draw, same_bits
 from linattn_np import ContractError, explain, gla, rwkv6, warm_up
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends import cupy
-from linattn_np.backends.cupy import instances
-from linattn_np.backends.cupy.wide_heads import GatedWideForward, GatedWideOperands
+from linattn_np.backends.cupy import gated_kernels
+from linattn_np.backends.cupy.wide_head_kernels import GatedWideForward, GatedWideOperands
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.ops import OPS
 
@@ -103,8 +103,8 @@ def test_the_kernels_of_a_mode_are_launched(capability, mode, dtype):
 
 def test_hopper_has_a_kernel_of_its_own(device):
     """For half data whose rows are whole pieces of 16 bytes; the other one takes what is left."""
-    every, wide = {instances.GatedForward}, {GatedWideOperands, GatedWideForward}
-    hopper = {instances.GatedForwardSm90} if device.capability == 90 else None
+    every, wide = {gated_kernels.GatedForward}, {GatedWideOperands, GatedWideForward}
+    hopper = {gated_kernels.GatedForwardSm90} if device.capability == 90 else None
     for sizes, dtype, classes in (
         (SIXTEEN, BFLOAT16, hopper or every),
         (SIXTEEN, np.float16, hopper or every),

@@ -7,7 +7,8 @@ from reference import assert_close, double, draw, errors, exact, exact_vjp, limi
 
 import linattn_np
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.ops import GLA, OPS, RWKV6
+from linattn_np.declarations import GLA, RWKV6
+from linattn_np.ops import OPS
 
 CHUNK, SUB_CHUNK = 32, 8  # tokens of Hopper's kernel: within the smaller ones scores meet in the middle
 GATES = ("trained", "weak", "logsigmoid", "all-20", "spikes-40", "some-inf", "some-1e30", "positive")

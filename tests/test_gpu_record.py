@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sanitized
 
-from linattn_np.backends.cupy import instances
+from linattn_np.backends.cupy import gated_kernels
 from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
 
 TREE = {
@@ -178,7 +178,7 @@ def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
 
 def passes(kernel):
     """A kernel's file and which of its passes it is, whatever the types and sizes."""
-    others = (*catalog.READ_ORDERS, instances.SCALAR)
+    others = (*catalog.READ_ORDERS, gated_kernels.SCALAR)
     return kernel.file, *(word for word in kernel.template if word[0].isupper() and word not in others)
 
 

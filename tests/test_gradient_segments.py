@@ -8,7 +8,7 @@ from emulator import EmulatedDevice
 from reference import assert_close, same_bits
 from test_gradient_kernels import BY_NAME, Call, Case
 
-from linattn_np.backends.cupy import execute, gated, instances
+from linattn_np.backends.cupy import execute, gated, gated_kernels
 from linattn_np.backends.cupy import segments as cuts
 from linattn_np.backends.cupy.gated_forward import HopperForward
 
@@ -55,7 +55,7 @@ def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, mo
         plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
         main = [step for step in plan.launches if "backward" in step.kernel.name]
         many, held = len(lengths) * call.case.H, multiprocessors * (2 if K + V == 128 else 1)
-        schedule, blocks = (instances.IN_TURN, held) if many > held else (instances.ONE_EACH, many)
+        schedule, blocks = (gated_kernels.IN_TURN, held) if many > held else (gated_kernels.ONE_EACH, many)
         assert [(step.kernel.schedule, step.blocks) for step in main] == [(schedule, blocks)] * 2
         found, start = planned.pull(problem, device, call.do, final)
         results[multiprocessors] = [*found, *(start or ())]

@@ -9,7 +9,7 @@ from test_segments import BOUNDS, cut, split_columns
 
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
+from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
 HALF = np.dtype(np.float16)
 NEVER = -1e30

@@ -20,7 +20,7 @@ KERNELS, PICTURES = ROOT / "kernels_cu", ROOT / "docs" / "pictures"
 NOTES = (KERNELS / "README.md").read_text()
 ROW = re.compile(r"^\| (\S+)\.cu \| (.+) \| (\S+) \|$", re.MULTILINE)
 FILES = sorted(path.relative_to(KERNELS).with_suffix("").as_posix() for path in KERNELS.rglob("*.cu"))
-LAUNCH_NOTHING = ("instances", "rwkv6", "training")
+LAUNCH_NOTHING = ("gated_kernels", "rwkv6_model_kernels", "rwkv6_training_kernels")
 HOSTS = [
     (package, path)
     for package in ("linattn_np.backends.cupy", "linattn_np.models", "linattn_np.models.rwkv6")

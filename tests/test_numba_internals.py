@@ -13,7 +13,7 @@ import pytest
 from linattn_np import declarations
 from linattn_np.backends import numba as backend_package
 from linattn_np.contract import SUB_CHUNK
-from linattn_np.ops import GLA, GLA_STEP, RWKV6, RWKV6_STEP, SIMPLE_GLA
+from linattn_np.declarations import GLA, GLA_STEP, RWKV6, RWKV6_STEP, SIMPLE_GLA
 
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 CHUNK = 2 * SUB_CHUNK

@@ -48,7 +48,8 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"linattn_np-{linattn_np.__version__}-py3-none-any.whl"
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "linattn_np").rglob("*.py")}
+    files = [path.relative_to(ROOT) for path in (ROOT / "linattn_np").rglob("*.py*")]
+    modules = {path.as_posix() for path in files if path.suffix in (".py", ".pyi")}
     kernels = {f"linattn_np/kernels_cu/{path.relative_to(KERNELS).as_posix()}" for path in KERNELS.rglob("*.cu*")}
     model = {f"linattn_np/data/austen-x060/{name}" for name in ("README.md", "model.safetensors")}
     assert held == modules | kernels | model | {"linattn_np/py.typed"}
@@ -171,7 +172,17 @@ ROOMS = {
     "accepted_arrays": (["array_kinds", "messages"], ["numpy"]),
     "aliasing": ([], ["numpy"]),
     "argument_checks": (
-        ["array_kinds", "errors", "accepted_arrays", "value_heads", "layouts", "aliasing", "summary", "messages"],
+        [
+            "array_kinds",
+            "errors",
+            "accepted_arrays",
+            "value_heads",
+            "layouts",
+            "aliasing",
+            "summary",
+            "messages",
+            "typing",
+        ],
         ["numpy"],
     ),
     "problem": (["argument_checks", "varlen"], ["numpy"]),
@@ -196,6 +207,7 @@ ROOMS = {
             "varlen",
             "conversions",
             "messages",
+            "typing",
         ],
         ["numpy"],
     ),
@@ -210,13 +222,16 @@ ROOMS = {
             "summary",
             "varlen",
             "messages",
+            "typing",
         ],
         ["numpy"],
     ),
     "dispatch": (["contract", "key_from_gate", "errors", "problem", "conversions"], []),
-    "ops": (["ops", "array_kinds", "declarations", "dispatch", "conversions", "messages", "typing"], ["numpy"]),
+    "shared_documentation": ([], []),
+    "public_function": (["contract", "dispatch", "shared_documentation"], []),
+    "ops": (["ops", "array_kinds", "declarations", "dispatch", "messages", "public_function"], []),
     "stages": (["contract", "declarations", "dispatch", "conversions", "typing"], ["numpy"]),
-    "autodiff": (["array_kinds", "key_from_gate", "dispatch", "value_heads", "ops", "conversions", "typing"], []),
+    "autodiff": (["contract", "key_from_gate", "dispatch", "value_heads", "ops", "conversions", "typing"], []),
     "kernel_choice": ([], []),
     "explanation": (["kernel_choice", "key_from_gate", "dispatch", "errors", "ops", "problem", "typing"], []),
     "layers": (["argument_checks", "array_kinds", "autodiff", "errors", "accepted_arrays", "ops", "typing"], ["numpy"]),
@@ -224,15 +239,11 @@ ROOMS = {
         [
             "distributed",
             "array_kinds",
-            "autodiff",
             "checked_calls",
             "dispatch",
             "errors",
             "accepted_arrays",
-            "value_heads",
             "layouts",
-            "ops",
-            "typing",
             "varlen",
             "conversions",
         ],
@@ -240,8 +251,9 @@ ROOMS = {
     ),
     "distributed/engine": (["errors"], ["numpy"]),
     "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
+    "distributed/operators": (["distributed", "contract", "ops", "public_function"], []),
     "distributed/recurrence": (
-        ["distributed", "declarations", "dispatch", "value_heads", "ops", "summary", "conversions"],
+        ["distributed", "declarations", "dispatch", "value_heads", "summary", "conversions"],
         ["numpy", "cupy"],
     ),
     "distributed/sequence_pass": (
@@ -252,7 +264,7 @@ ROOMS = {
     "distributed/thread_ranks": (["distributed", "errors"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
     "interop/calls": (
-        ["autodiff", "contract", "declarations", "errors", "ops", "precisions", "conversions", "messages"],
+        ["autodiff", "contract", "conversions", "declarations", "dispatch", "errors", "messages", "precisions"],
         ["numpy", "cupy"],
     ),
     "interop/jax": (
@@ -263,10 +275,10 @@ ROOMS = {
             "array_kinds",
             "bounded_cache",
             "checked_calls",
+            "contract",
             "errors",
             "accepted_arrays",
             "ops",
-            "typing",
         ],
         ["numpy", "jax"],
     ),
@@ -277,18 +289,18 @@ ROOMS = {
             "interop.calls",
             "interop.torch_calls",
             "interop.torch_memory",
+            "contract",
             "distributed",
             "warnings_of_misuse",
             "errors",
             "ops",
-            "typing",
             "messages",
         ],
         ["numpy", "torch"],
     ),
     "interop/fla": (["errors", "interop.calls", "interop.torch"], ["torch"]),
     "interop/torch_calls": (
-        ["interop.calls", "interop.torch_memory", "array_kinds", "accepted_arrays", "ops"],
+        ["interop.calls", "interop.torch_memory", "accepted_arrays", "array_kinds", "declarations"],
         ["numpy", "torch"],
     ),
     "interop/torch_memory": (["interop.calls"], ["torch", "cupy"]),

@@ -11,7 +11,7 @@ import pytest
 from emulator import EmulatedDevice
 
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import arguments, execute, instances, rwkv6, stages
+from linattn_np.backends.cupy import arguments, execute, gated_kernels, rwkv6_model_kernels, stages
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy.plan import (
     Copy,
@@ -39,9 +39,9 @@ def test_importing_the_backend_does_not_import_cupy():
 
 # -- instances ---------------------------------------------------------------------------------------------------------
 def test_an_instance_spells_its_fields():
-    assert instances.ScanBothWays().expression == "gated_scan_both_ways"
-    assert instances.ScanSegments(4).expression == "gated_scan_segments<4>"
-    step = rwkv6.DecodeStep(BFLOAT16, 8, True)
+    assert gated_kernels.ScanBothWays().expression == "gated_scan_both_ways"
+    assert gated_kernels.ScanSegments(4).expression == "gated_scan_segments<4>"
+    step = rwkv6_model_kernels.DecodeStep(BFLOAT16, 8, True)
     assert step.expression == "rwkv6_decode_step<bf16, 8, true>"
     assert stages.GatedQk("AfterWrite", SINGLE).expression == "stages_gated_qk<AfterWrite, float>"
 
@@ -50,7 +50,7 @@ def test_instances_of_two_kernels_differ():
     """Also where their fields are the same."""
     every = list(catalog.kernels())
     assert len(set(every)) == len(every)
-    assert instances.GatedBackwardStates("AfterWrite", SINGLE, SINGLE, 3, 64) != instances.GatedBackwardValues(
+    assert gated_kernels.GatedBackwardStates("AfterWrite", SINGLE, SINGLE, 3, 64) != gated_kernels.GatedBackwardValues(
         "AfterWrite", SINGLE, SINGLE, 3, 64
     )
 
@@ -132,7 +132,7 @@ def test_tensor_maps_and_structs_are_packed_in_place():
 
 
 def test_an_argument_that_is_missing_or_too_many_is_refused():
-    kernel = rwkv6.Argmax()
+    kernel = rwkv6_model_kernels.Argmax()
     for wrong in ({"logits": 0, "tokens": 0}, {"logits": 0, "tokens": 0, "V": 1, "W": 1}):
         with pytest.raises(TypeError, match="rwkv6_argmax takes"):
             Draft().launch(kernel, 1, **wrong)
@@ -153,7 +153,7 @@ def compiling(monkeypatch):
 def test_kernels_are_compiled_side_by_side_and_once(compiling):
     both, done = Barrier(2), []
     compiling.append(lambda kernel: (both.wait(20), done.append(kernel), kernel.name)[-1])
-    kernels, device = (rwkv6.Argmax(), rwkv6.GatedAdd(SINGLE)), devices.CupyDevice()
+    kernels, device = (rwkv6_model_kernels.Argmax(), rwkv6_model_kernels.GatedAdd(SINGLE)), devices.CupyDevice()
     device.compile(kernels)
     device.compile(kernels)
     device.wait_for(kernels)
@@ -167,9 +167,9 @@ def test_a_kernel_that_failed_is_tried_again(compiling):
 
     compiling.append(failing)
     with pytest.raises(RuntimeError, match="no memory"):
-        devices.load(rwkv6.Argmax(), 0)
+        devices.load(rwkv6_model_kernels.Argmax(), 0)
     compiling.append(lambda kernel: "loaded")
-    assert devices.load(rwkv6.Argmax(), 0) == "loaded"
+    assert devices.load(rwkv6_model_kernels.Argmax(), 0) == "loaded"
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -222,11 +222,11 @@ def test_steps_are_executed_in_order():
     zeros = draft.zeros((8,), SINGLE)
     table = draft.table(np.arange(4))
     tokens, logits = draft.zeros((2,), np.dtype(np.int64)), draft.contiguous(half, SINGLE)
-    draft.launch(rwkv6.Argmax(), 2, logits=logits, tokens=tokens, V=4)
+    draft.launch(rwkv6_model_kernels.Argmax(), 2, logits=logits, tokens=tokens, V=4)
     draft.copy(logits[::-1], whole(out))
     plan = draft.plan((whole(out), tokens, zeros[2:], None, table), given=(x, out))
     assert [type(step) for step in plan.steps] == [Copy, Fill, Upload, Fill, Copy, Launch, Copy]
-    assert plan.copies == ("x: in half",) and plan.kernels == (rwkv6.Argmax(),)
+    assert plan.copies == ("x: in half",) and plan.kernels == (rwkv6_model_kernels.Argmax(),)
     assert plan.scratch == 16 + 32
     run = execute.Compiled(plan, EmulatedDevice())
     for turn in range(3):

@@ -10,9 +10,9 @@ from reference import assert_close, assert_results, draw, errors, exact, same_bi
 
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import instances, segments
+from linattn_np.backends.cupy import gated_kernels, segments
 from linattn_np.backends.cupy.device import CupyDevice
-from linattn_np.ops import GLA, RWKV6
+from linattn_np.declarations import GLA, RWKV6
 
 SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
 LEAST_SHARED = 99 * 1024  # bytes of shared memory that a block may have on sm_86, sm_89 and sm_120
@@ -161,9 +161,9 @@ def test_every_instance_is_in_the_catalog():
     for shared in (LEAST_SHARED, 227 * 1024):
         for dtype, gate, K, V in ((BFLOAT16, SINGLE, 128, 128), (SINGLE, SINGLE, 300, 64), (HALF, SINGLE, 256, 128)):
             instance = dtype, gate, 3 if dtype == SINGLE else 1, K, V, shared
-            assert instances.GatedSegmentStates.fitting(*instance) in listed
-            for schedule in (instances.SINGLE_PASS, instances.SPLIT_CHANNELS):
-                assert instances.GatedForward.fitting("BeforeWrite", schedule, *instance) in listed
+            assert gated_kernels.GatedSegmentStates.fitting(*instance) in listed
+            for schedule in (gated_kernels.SINGLE_PASS, gated_kernels.SPLIT_CHANNELS):
+                assert gated_kernels.GatedForward.fitting("BeforeWrite", schedule, *instance) in listed
 
 
 @pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)

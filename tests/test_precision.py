@@ -60,5 +60,5 @@ def test_frameworks_settle_it_when_they_are_called(monkeypatch):
     from linattn_np.interop.calls import Operator
 
     with linattn_np.precision("tf32"):
-        *_, arguments = Operator.of(gla).take_apart(ARRAYS, {})
+        *_, arguments = Operator.of(GLA).take_apart(ARRAYS, {})
     assert arguments["precision"] == "tf32"

@@ -15,7 +15,7 @@ from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, in_eight_bits
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import rwkv6 as kernels
+from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
 from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, cuda_prefill, model

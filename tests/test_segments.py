@@ -9,8 +9,8 @@ from reference import assert_close, assert_results, draw, exact, same_bits
 
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import instances, segments
-from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
+from linattn_np.backends.cupy import gated_kernels, segments
+from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
 HALF = np.dtype(np.float16)
 H200 = EmulatedDevice(90)
@@ -28,7 +28,7 @@ def cut(monkeypatch, P, R):
 
 def split_columns(monkeypatch):
     """Every head's columns of V shared by the blocks of a cluster."""
-    monkeypatch.setattr(segments, "split_columns", lambda heads, V, *_: V > instances.PANEL)
+    monkeypatch.setattr(segments, "split_columns", lambda heads, V, *_: V > gated_kernels.PANEL)
 
 
 @pytest.mark.pairwise
@@ -114,10 +114,12 @@ def test_a_short_first_segment_beside_the_rest(hopper, rng, monkeypatch, op, K, 
     found = results(op, arrays, hopper, start, final)
     assert_results(OPS[op], arrays, found, BFLOAT16, initial_state=start)
     plan = planned.plan_of(op.bind([hopper.upload(x) for x in arrays], output_final_state=final), hopper)
-    summaries = 1 + (K > instances.TILES[-1])  # a launch for every 128 channels
+    summaries = 1 + (K > gated_kernels.TILES[-1])  # a launch for every 128 channels
     schedules = [kernel.schedule for kernel in plan.kernels if hasattr(kernel, "schedule")]
     assert not any("scan" in name for name in planned.names(plan))
-    assert plan.tiles["segments"] == 2 and schedules.count(instances.SEGMENT_STATE) == summaries == len(schedules) - 1
+    assert (
+        plan.tiles["segments"] == 2 and schedules.count(gated_kernels.SEGMENT_STATE) == summaries == len(schedules) - 1
+    )
 
 
 @pytest.mark.parametrize("op", [GLA, RWKV6])
@@ -126,7 +128,7 @@ def test_the_last_segment_leaves_the_final_state(hopper, rng, monkeypatch, op):
     cut(monkeypatch, 3, 1)
     arrays = draw(op, rng, {"B": 1, "H": 1, "T": 200, "K": 64, "V": 64}, BFLOAT16)
     plan = planned.plan_of(op.bind([hopper.upload(x) for x in arrays], output_final_state=True), hopper)
-    (summary,) = (step for step in plan.launches if getattr(step.kernel, "schedule", "") == instances.SEGMENT_STATE)
+    (summary,) = (step for step in plan.launches if getattr(step.kernel, "schedule", "") == gated_kernels.SEGMENT_STATE)
     assert summary.args["needed"] == 2 and plan.launches[-1].args["final"] is not None
 
 
@@ -191,8 +193,8 @@ def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
     assert_close("o", planned.host(o), exact(OPS[GLA], arrays, initial_state=planned.host(start))[0], BFLOAT16)
 
 
-def forward(D, schedule=instances.SINGLE_PASS, dtype=BFLOAT16):
-    return instances.GatedForwardSm90.fitting("AfterWrite", schedule, dtype, dtype, D, D)
+def forward(D, schedule=gated_kernels.SINGLE_PASS, dtype=BFLOAT16):
+    return gated_kernels.GatedForwardSm90.fitting("AfterWrite", schedule, dtype, dtype, D, D)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def forward(D, schedule=instances.SINGLE_PASS, dtype=BFLOAT16):
     ],
 )
 def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
-    summary = forward(128, instances.SEGMENT_STATE)
+    summary = forward(128, gated_kernels.SEGMENT_STATE)
     assert segments.segments_that_fill(heads, longest, segments.resident_blocks(summary, H200)) == P
     assert segments.parts(summary, heads, 128, P, longest, final, H200) == R
 
@@ -276,7 +278,7 @@ def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
 def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
     sizes = H200.multiprocessors, 128, 128
     P = segments.backward_segments(blocks, T, *sizes)
-    assert segments.short_segment(P, blocks, T, *sizes, instances.GatedBackwardSm90.CHECKPOINT_EVERY) == length
+    assert segments.short_segment(P, blocks, T, *sizes, gated_kernels.GatedBackwardSm90.CHECKPOINT_EVERY) == length
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ def test_a_short_first_segment_for_idle_multiprocessors(blocks, T, length):
     ],
 )
 def test_which_heads_are_split_by_columns(heads, V, longest, split):
-    kernels = forward(128), forward(128, instances.CLUSTER_SPLIT_V)
+    kernels = forward(128), forward(128, gated_kernels.CLUSTER_SPLIT_V)
     assert segments.split_columns(heads, V, longest, H200, *kernels) == split
 
 
@@ -322,13 +324,13 @@ def test_which_heads_are_split_by_columns(heads, V, longest, split):
     ],
 )
 def test_no_columns_are_split_where_that_halves_the_producers(D, dtype, gate, split):
-    schedules = instances.SINGLE_PASS, instances.CLUSTER_SPLIT_V
-    kernels = [instances.GatedForwardSm90.fitting("AfterWrite", x, dtype, gate, D, 128) for x in schedules]
+    schedules = gated_kernels.SINGLE_PASS, gated_kernels.CLUSTER_SPLIT_V
+    kernels = [gated_kernels.GatedForwardSm90.fitting("AfterWrite", x, dtype, gate, D, 128) for x in schedules]
     assert segments.split_columns(64, 128, 2048, H200, *kernels) == split
 
 
 def test_two_blocks_of_the_smallest_share_a_multiprocessor():
-    narrow, wide = (forward(D) for D in instances.TILES)
+    narrow, wide = (forward(D) for D in gated_kernels.TILES)
     finer = forward(64, dtype=HALF)
     assert segments.resident_blocks(narrow, H200) == 2 * segments.resident_blocks(wide, H200) == 264
     assert segments.resident_blocks(finer, H200) == 264
@@ -342,7 +344,7 @@ def test_a_cut_asks_the_device():
 
     kernel = forward(64)
     assert segments.resident_blocks(kernel, H200) == 264 and segments.resident_blocks(kernel, Small(90)) == 66
-    kernels = forward(128), forward(128, instances.CLUSTER_SPLIT_V)
+    kernels = forward(128), forward(128, gated_kernels.CLUSTER_SPLIT_V)
     on_h200, on_small = (segments.split_columns(64, 128, 2048, card, *kernels) for card in (H200, Small(90)))
     assert on_h200 and not on_small
 

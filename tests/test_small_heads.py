@@ -10,7 +10,7 @@ from test_gradient_kernels import Call, Case
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import execute, gated, segments
-from linattn_np.ops import GLA, RWKV6
+from linattn_np.declarations import GLA, RWKV6
 
 SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
 BOUNDS = (0, 0, 5, 105, 138, 138, 212)

@@ -11,7 +11,7 @@ from reference import LIMITS, assert_close, double, draw, errors, exact, guarded
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, softmax_attention, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import execute, softmax, softmax_work
+from linattn_np.backends.cupy import execute, softmax, softmax_tiles
 from linattn_np.backends.numpy import loop_choice
 from linattn_np.declarations import SOFTMAX_ATTENTION
 from linattn_np.layouts import swap_heads
@@ -488,14 +488,14 @@ def test_few_blocks_have_the_same_bits(case, rng):
 def test_every_tile_is_taken_once(rng):
     """By the block that has least to do; and none has much more than its part."""
     arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 2, "H": 5, "T": 1100, "K": 8, "V": 8}, HALF)
-    tiles = softmax_work.works(SOFTMAX_ATTENTION.bind(arrays), 128, 64)
-    assert tiles.shape == (10, 9, softmax_work.WORDS)
+    tiles = softmax_tiles.works(SOFTMAX_ATTENTION.bind(arrays), 128, 64)
+    assert tiles.shape == (10, 9, softmax_tiles.WORDS)
     for at_once in (10, 3):
-        table = softmax_work.balanced(tiles, 7, at_once)
+        table = softmax_tiles.balanced(tiles, 7, at_once)
         assert not table[-1].any()
-        taken = table[softmax_work.blocks_of(table) > 0]
-        assert sorted(map(tuple, taken)) == sorted(map(tuple, tiles.reshape(-1, softmax_work.WORDS)))
-        loads = softmax_work.blocks_of(table).sum(0)
+        taken = table[softmax_tiles.blocks_of(table) > 0]
+        assert sorted(map(tuple, taken)) == sorted(map(tuple, tiles.reshape(-1, softmax_tiles.WORDS)))
+        loads = softmax_tiles.blocks_of(table).sum(0)
         assert loads.max() <= 1.1 * loads.mean()
 
 

@@ -10,9 +10,9 @@ from linattn_np import OPS, distributed
 from linattn_np.backends.numpy import EQUATIONS
 from linattn_np.contract import Op
 from linattn_np.declarations import QKV
-from linattn_np.dispatch import call
 from linattn_np.distributed import operators, run_threads
 from linattn_np.errors import ContractError
+from linattn_np.public_function import public_function
 from linattn_np.summary import Summary, Transition, factor_shapes
 
 N, H, K, V = 2, 3, 4, 5
@@ -104,27 +104,18 @@ class Equation:
         )
 
 
-def toy(
-    q, k, v, g, a, b, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None, cu_seqlens=None,
-    mask=None, reverse=False, layout="bhtd", precision=None, backend="auto", out=None,
-):  # fmt: skip
-    arguments = dict(locals())
-    return call(TOY, [arguments.pop(name) for name in TOY.arrays], **arguments)
-
-
-def toy_on_ranks(
-    q, k, v, g, a, b, *, comm, segment_size=None, scale=None, initial_state=None, output_final_state=False,
-    state_dtype=None, cu_seqlens=None, mask=None, reverse=False, layout="bhtd", precision=None, backend="auto",
-    out=None,
-):  # fmt: skip
-    """For its signature: `distributed.vjp` calls none of its functions."""
+@public_function(TOY)
+def toy():
+    """Its equation is that of `Equation`."""
 
 
 @pytest.fixture
 def declared(monkeypatch):
     monkeypatch.setitem(OPS, TOY, toy)
     monkeypatch.setitem(EQUATIONS, TOY, Equation)
-    monkeypatch.setitem(operators.OPERATORS, toy_on_ranks, toy)
+    function = operators.on_ranks(TOY)
+    yield function
+    del operators.OPERATORS[function]
 
 
 @pytest.fixture
@@ -201,7 +192,7 @@ def test_on_ranks(declared, arrays, reverse, rng):
 
     def on_rank(comm):
         part = (slice(None), slice(None), slice(*((0, 7), (7, 7), (7, 12))[comm.rank]))
-        result, pull = distributed.vjp(toy_on_ranks, *(x[part] for x in arrays), comm=comm, **arguments)
+        result, pull = distributed.vjp(declared, *(x[part] for x in arrays), comm=comm, **arguments)
         return *result, *pull(do[part], dht)
 
     by_rank = list(zip(*run_threads(on_rank, 3)))

@@ -9,7 +9,7 @@ from planned import host
 
 from linattn_np import ContractError
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import training as kernels
+from linattn_np.backends.cupy import rwkv6_training_kernels as kernels
 from linattn_np.distributed import SequenceParallel, run_threads
 from linattn_np.models import training, training_steps
 from linattn_np.models.dropout import Dropout, keep

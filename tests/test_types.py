@@ -1,35 +1,41 @@
 """Types and names of the public face: the signatures for type checkers are those of the functions."""
 
-import inspect
-from typing import get_args, get_overloads, get_type_hints
+import runpy
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import linattn_np
-from linattn_np import softmax_attention
 from linattn_np.dispatch import ORDER
 from linattn_np.layouts import LAYOUTS
 from linattn_np.ops import OPS
-from linattn_np.typing import Backend, Layout, Mode
+from linattn_np.typing import (
+    DEFAULTS,
+    AttentionOptions,
+    Backend,
+    Layout,
+    LinearAttentionOptions,
+    Mode,
+    RetentionOptions,
+    StepOptions,
+)
 
-OVERLOADED = [function for function in OPS.values() if get_overloads(function)]
+ROOT = Path(__file__).parents[1]
 
 
-def test_operators_with_two_results_are_overloaded():
-    assert OVERLOADED == [function for op, function in OPS.items() if op.state or function is softmax_attention]
+def test_stubs_and_lists_are_those_of_the_declarations():
+    """Where they are not: python docs/write_operators.py"""
+    pytest.importorskip("ruff", reason="ruff, which formats the stubs, is not installed")
+    for path, text in runpy.run_path(str(ROOT / "docs" / "write_operators.py"))["written"]().items():
+        assert path.read_text() == text, path
 
 
-@pytest.mark.parametrize("function", OVERLOADED, ids=lambda function: function.__name__)
-def test_overloads_take_what_the_function_takes(function):
-    wanted = inspect.signature(function).parameters
-    for overload in get_overloads(function):
-        parameters = inspect.signature(overload).parameters
-        *named, options = parameters
-        assert parameters[options].kind is inspect.Parameter.VAR_KEYWORD
-        (options,) = get_args(get_type_hints(overload)[options])
-        assert {*named, *options.__optional_keys__} == set(wanted)
-        positional = [name for name in wanted if wanted[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        assert named[: len(positional)] == positional and not options.__required_keys__
+def test_defaults_are_those_of_arguments():
+    """A misspelled one would be the default of no argument."""
+    classes = (AttentionOptions, LinearAttentionOptions, RetentionOptions, StepOptions)
+    known = {name for options in classes for name in options.__annotations__} | {op.second_result for op in OPS}
+    assert DEFAULTS.keys() <= known
 
 
 def test_literals_are_the_words_that_are_taken():

@@ -10,20 +10,11 @@ from . import operators
 from .data_parallel import DataParallel, SequenceParallel
 from .engine import Alone, Disagreement, Engine, RankLost
 from .nccl import Nccl
-from .operators import gla, hgrn2, linear_attention, retention, rwkv6, simple_gla, vjp
+from .operators import *  # noqa: F403
 from .process_ranks import Mpi, ProcessGroup, connect
 from .thread_ranks import run_threads
 
-globals().update({function.__name__: function for function in operators.OPERATORS})  # those not named above too
-
 __all__ = [
-    "gla",
-    "rwkv6",
-    "hgrn2",
-    "simple_gla",
-    "retention",
-    "linear_attention",
-    "vjp",
     "connect",
     "run_threads",
     "DataParallel",
@@ -36,3 +27,4 @@ __all__ = [
     "RankLost",
     "Disagreement",
 ]
+__all__ += operators.__all__

@@ -1,221 +1,104 @@
-"""The operators on a sequence that is cut over ranks."""
+"""The operators on a sequence that is cut over ranks: a function for each that has a state."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from inspect import Parameter
 from typing import Any
 
-from .. import ops
+from ..contract import Op
+from ..ops import OPS
+from ..public_function import Docstring, defined
 from .rank_call import RankCall
 from .sequence_pass import Forward, gradients
 
-OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {}  # the functions of this module, with linattn_np's
+OPERATORS: dict[Callable[..., Any], Op] = {}  # the functions of this module
+
+PARAMETERS = """
+comm : an `Engine`
+    Such as `connect()` gives.
+segment_size : int, optional
+    Cuts every rank's tokens after so many. The bits of results and gradients then depend on it, not on the number of
+    ranks, which must all have multiples of it but the last. Otherwise a rank's part is one segment.
+initial_state : [N, H, K, V], optional
+    That of the whole sequences, the same on every rank; so is the final state.
+cu_seqlens : host integers [N + 1], optional
+    Of the tokens of all ranks together, the same on every rank: sequences may cross from rank to rank.
+mask : bool [B, T], optional
+    Of this rank's tokens, as in the operator on one rank.
+out : array like the result, optional
+    Of this rank's tokens.
+"""
+RAISES = """
+Disagreement (a ContractError)
+    The ranks' calls differ.
+RankLost
+    A rank has ended.
+"""
+NOTES = """
+T is the number of this rank's tokens. The ranks may have different T, 0 too; all else is the same on all ranks, also an
+array without tokens, whose gradient is the sum over all ranks.
+
+A part of tokens a+1 ... b turns the state before it into ``S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F``, with F its
+final state from zero (Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2024,
+section 4, whose chunks are these parts). Every rank computes F and the sum of its gates. An all-gather brings them to
+all ranks: K * V + K floats a head, of one gate a head K * V + 1, without gates K * V, and K more with a normaliser.
+Each rank computes its o from the S_a that they make. Nothing else travels but a digest of the call, and final states
+where they are asked for.
+"""
+EXAMPLE = """
+>>> import numpy as np, linattn_np
+>>> from linattn_np import distributed
+>>> rng = np.random.default_rng(0)
+>>> {arrays} = (-rng.random(shape) for shape in {shapes})
+>>> def on_a_rank(comm):
+...     tokens = slice(10 * comm.rank, 10 * (comm.rank + 1))
+...     return distributed.{name}({parts}, comm=comm)
+>>> o = np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2)
+>>> bool(np.allclose(o, linattn_np.{name}({arrays})))
+True
+"""
 
 
-def on_ranks(operator):
-    """Decorates a documented name: `operator` with the arguments `comm` and `segment_size`."""
-    parameters = list(inspect.signature(operator).parameters.values())
-    arrays = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    comm = inspect.Parameter("comm", inspect.Parameter.KEYWORD_ONLY)
-    segment_size = comm.replace(name="segment_size", default=None)
-    signature = inspect.Signature([*arrays, comm, segment_size, *parameters[len(arrays) :]])
+def on_ranks(op: Op) -> Callable[..., Any]:
+    """The operator with the arguments `comm` and `segment_size`."""
+    arrays = [x for x in op.signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    keywords = list(op.signature.parameters.values())[len(arrays) :]
+    comm = Parameter("comm", Parameter.KEYWORD_ONLY)
+    signature = inspect.Signature([*arrays, comm, comm.replace(name="segment_size", default=None), *keywords])
 
-    def decorate(documented) -> Callable[..., Any]:
-        @wraps(documented)
-        def function(*arrays, **arguments):
-            return Forward(call_of(function, arrays, arguments)).result()
-
-        function.__signature__ = signature  # type: ignore[attr-defined]
-        OPERATORS[function] = operator
-        return function
-
-    return decorate
+    function = defined(op, signature, compute, globals())
+    function.__doc__ = documentation(op, list(signature.parameters))
+    OPERATORS[function] = op
+    return function
 
 
-def call_of(function, arrays, arguments, gradient=False) -> RankCall:
-    bound = inspect.signature(function).bind(*arrays, **arguments)  # an unknown keyword is Python's own TypeError
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    return RankCall(OPERATORS[function], given.pop("comm"), given.pop("segment_size"), given, gradient)
+def compute(op: Op, inputs, **given):
+    """The results of this rank's tokens."""
+    return Forward(RankCall(op, inputs, **given)).result()
 
 
-@on_ranks(ops.gla)
-def gla():
-    """`linattn_np.gla` of a sequence whose tokens lie on several ranks, each with a part, in the order of the ranks.
-
-        S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
-
-    A part of tokens a+1 ... b turns the state before it into ``S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F``, with F
-    its final state from zero (Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training",
-    2024, section 4, whose chunks are these parts). Every rank computes F and the sum of its gates, an all-gather
-    brings them to all, K * V + K floats a head, and each rank computes its o from the S_a that they make. Nothing else
-    travels but a digest of the call, and final states where they are asked for.
-
-    Parameters
-    ----------
-    q, k : [B, H, T, K], v : [B, H, T, V], g : [B, H, T, K], gv : [B, H, T, V]; T is this rank's
-        As in `linattn_np.gla`. The ranks may have different T, 0 too; all else is the same on all ranks.
-    comm : an `Engine`
-        Such as `connect()` gives.
-    segment_size : int, optional
-        Cuts every rank's tokens after so many. The bits of results and gradients then depend on it, not on the number
-        of ranks, which must all have multiples of it but the last. Otherwise a rank's part is one segment.
-    initial_state, final state : [N, H, K, V]
-        Those of the whole sequences, the same on every rank.
-    cu_seqlens : host integers [N + 1]
-        Of the tokens of all ranks together, the same on every rank: sequences may cross from rank to rank.
-    mask : bool [B, T], out : like the result
-        Of this rank's tokens.
-
-    Everything else, o and the errors are those of `linattn_np.gla`, and `Disagreement` (a ContractError) where the
-    ranks' calls differ, `RankLost` where a rank has ended.
-
-    Example
-    -------
-    >>> import numpy as np, linattn_np
-    >>> from linattn_np import distributed
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 1, 2, 100, 16))
-    >>> g = -np.exp(rng.standard_normal((1, 2, 100, 16)))
-    >>> def on_a_rank(comm):
-    ...     part = slice(50 * comm.rank, 50 * (comm.rank + 1))
-    ...     return distributed.gla(*(x[:, :, part] for x in (q, k, v, g)), comm=comm)
-    >>> o = np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2)
-    >>> bool(np.allclose(o, linattn_np.gla(q, k, v, g)))
-    True
-    """
+def documentation(op: Op, names) -> str:
+    """The operator's docstring with what differs on ranks."""
+    doc = Docstring(OPS[op].__doc__)
+    _, _, equation = doc.head.partition("\n\n")
+    doc.head = f"`linattn_np.{op.name}` of a sequence whose tokens lie on several ranks, in their order.\n\n{equation}"
+    doc.describe(PARAMETERS, names)
+    doc.add("Raises", RAISES)
+    doc.add("Notes", NOTES)
+    sizes = {"B": 1, "H": 2, "T": 20, "K": 8, "V": 8}
+    doc.sections["Example"] = EXAMPLE.strip().format(
+        name=op.name,
+        arrays=", ".join(op.arrays),
+        shapes=[tuple(sizes[axis] for axis in axes.split()) for axes in op.arrays.values()],
+        parts=", ".join(f"{name}[:, :, tokens]" if "T" in axes.split() else name for name, axes in op.arrays.items()),
+    )
+    return doc.text()
 
 
-@on_ranks(ops.rwkv6)
-def rwkv6():
-    """`linattn_np.rwkv6` of a sequence whose tokens lie on several ranks.
-
-        o_t = scale * r_t^T (S_{t-1} + diag(u) k_t v_t^T),      S_t = diag(exp w_t) S_{t-1} + k_t v_t^T
-
-    (Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence", 2024, eq. 18-19.) What
-    travels, `comm` and `segment_size` are those of `gla` here, and u [H, K] is the same on every rank, as is its
-    gradient, the sum over all ranks.
-
-    Example
-    -------
-    >>> import numpy as np, linattn_np
-    >>> from linattn_np import distributed
-    >>> rng = np.random.default_rng(0)
-    >>> r, k, v, w = rng.standard_normal((4, 1, 2, 50, 8))
-    >>> w, u = -np.exp(w), rng.standard_normal((2, 8))
-    >>> def on_a_rank(comm):
-    ...     return distributed.rwkv6(*(np.split(x, 2, axis=2)[comm.rank] for x in (r, k, v, w)), u, comm=comm)
-    >>> o = np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2)
-    >>> bool(np.allclose(o, linattn_np.rwkv6(r, k, v, w, u)))
-    True
-    """
-
-
-@on_ranks(ops.hgrn2)
-def hgrn2():
-    """`linattn_np.hgrn2` of a sequence whose tokens lie on several ranks.
-
-        S_t = diag(exp g_t) S_{t-1} + (1 - exp g_t) v_t^T,        o_t = scale * q_t^T S_t
-
-    (Qin et al., "HGRN2: Gated Linear RNNs with State Expansion", 2024.) All else is as in `gla` here.
-
-    Example
-    -------
-    >>> import numpy as np, linattn_np
-    >>> from linattn_np import distributed
-    >>> rng = np.random.default_rng(0)
-    >>> q, g, v = rng.standard_normal((3, 1, 2, 50, 8))
-    >>> arrays = q, -np.exp(g), v
-    >>> def on_a_rank(comm):
-    ...     return distributed.hgrn2(*(np.split(x, 2, axis=2)[comm.rank] for x in arrays), comm=comm)
-    >>> o = np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2)
-    >>> bool(np.allclose(o, linattn_np.hgrn2(*arrays)))
-    True
-    """
-
-
-@on_ranks(ops.simple_gla)
-def simple_gla():
-    """`linattn_np.simple_gla` of a sequence whose tokens lie on several ranks.
-
-        S_t = exp(g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
-
-    (Dao and Gu, "Transformers are SSMs", 2024, eq. 6 with a_t = exp g_t; their section 8.2 cuts a sequence in the
-    same way.) A head's message is K * V + 1 floats; all else is as in `gla` here.
-
-    Example
-    -------
-    >>> import numpy as np, linattn_np
-    >>> from linattn_np import distributed
-    >>> rng = np.random.default_rng(0)
-    >>> arrays = *rng.standard_normal((3, 1, 2, 50, 8)), -rng.random((1, 2, 50))
-    >>> def on_a_rank(comm):
-    ...     return distributed.simple_gla(*(np.split(x, 2, axis=2)[comm.rank] for x in arrays), comm=comm)
-    >>> o = np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2)
-    >>> bool(np.allclose(o, linattn_np.simple_gla(*arrays)))
-    True
-    """
-
-
-@on_ranks(ops.retention)
-def retention():
-    """`linattn_np.retention` of a sequence whose tokens lie on several ranks.
-
-        S_t = gamma_h S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
-
-    (Sun et al., "Retentive Network: A Successor to Transformer for Large Language Models", 2023, eq. 6.) A head's
-    message is K * V floats, since all ranks know the decays; all else is as in `gla` here.
-
-    Example
-    -------
-    >>> import numpy as np
-    >>> from linattn_np import distributed
-    >>> one = np.ones((1, 1, 2, 1))
-    >>> def on_a_rank(comm):
-    ...     return distributed.retention(one, one, one, gamma=0.5, comm=comm)
-    >>> np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2).ravel()
-    array([1.   , 1.5  , 1.75 , 1.875])
-    """
-
-
-@on_ranks(ops.linear_attention)
-def linear_attention():
-    """`linattn_np.linear_attention` of a sequence whose tokens lie on several ranks.
-
-        S_t = S_{t-1} + phi(k_t) v_t^T,     z_t = z_{t-1} + phi(k_t)
-        o_t = scale * phi(q_t)^T S_t,       or with `normalize`  o_t = (phi(q_t)^T S_t) / (phi(q_t)^T z_t)
-
-    (Katharopoulos et al., "Transformers are RNNs", 2020, eq. 10-12 and 18-20.) A head's message is K * V floats, and K
-    more with `normalize`; all else is as in `gla` here.
-
-    Example
-    -------
-    >>> import numpy as np
-    >>> from linattn_np import distributed
-    >>> one = np.ones((1, 1, 2, 1))
-    >>> def on_a_rank(comm):
-    ...     return distributed.linear_attention(one, one, one, comm=comm)
-    >>> np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2).ravel()
-    array([1., 2., 3., 4.])
-    """
-
-
-def undocumented(operator):
-    """An operator on ranks that has no text of its own above."""
-
-    def function(): ...
-
-    function.__name__ = function.__qualname__ = operator.__name__
-    function.__doc__ = f"""`linattn_np.{operator.__name__}` of a sequence whose tokens lie on several ranks.
-
-    Its equation is in `linattn_np.{operator.__name__}`; all else is as in `gla` here.
-    """
-    return on_ranks(operator)(function)
-
-
-globals().update({op.name: undocumented(of) for op, of in ops.OPS.items() if op.state and op.name not in globals()})
+globals().update({op.name: on_ranks(op) for op in OPS if op.state})
+__all__ = [*(function.__name__ for function in OPERATORS), "vjp"]
 
 
 def vjp(op, *arrays, **arguments):
@@ -252,9 +135,13 @@ def vjp(op, *arrays, **arguments):
             f"vjp: op is {op!r}, expected one of linattn_np.distributed's operators: "
             + ", ".join(function.__name__ for function in OPERATORS)
         )
-    if arguments.get("out") is not None:
-        ops.declaration(OPERATORS[op], "vjp").refuse("out", "cannot be given to vjp")
-    forward = Forward(call_of(op, arrays, arguments, gradient=True))
+    declared, bound = OPERATORS[op], inspect.signature(op).bind(*arrays, **arguments)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    inputs = tuple(given.pop(name) for name in (*declared.arrays, *declared.optional_arrays))
+    if given["out"] is not None:
+        declared.refuse("out", "cannot be given to vjp")
+    forward = Forward(RankCall(declared, inputs, gradient=True, **given))
     result = forward.result()
 
     def pullback(do, dht=None, *, summed=True):

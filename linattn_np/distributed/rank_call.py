@@ -15,7 +15,6 @@ from ..conversions import callers_sizes
 from ..dispatch import choose, split_to_fit
 from ..errors import ContractTypeError
 from ..layouts import swap_heads
-from ..ops import declaration
 from .call_comparison import Question
 from .engine import Engine
 from .recurrence import Recurrence, Row, wide
@@ -30,7 +29,7 @@ cut_of = lru_cache(64)(Cut)
 
 
 class RankCall:
-    """A call of `function`, an operator of linattn_np, with this rank's tokens.
+    """A call of the declared operator `op` with this rank's tokens.
 
     problem : the checked call on this rank's tokens
     arrays : views [B, H, T, ...], in the order of the declaration
@@ -39,9 +38,9 @@ class RankCall:
     question : whether the other ranks mean the same call; it has been asked
     """
 
-    def __init__(self, function, comm, segment_size, given, gradient):
-        self.function, self.comm, self.segment_size, self.gradient = function, comm, segment_size, gradient
-        self.declared, inputs, self.given = declaration(function, "linattn_np.distributed").taken_apart(given)
+    def __init__(self, op, inputs, *, comm, segment_size, gradient=False, **given):
+        self.comm, self.segment_size, self.gradient, self.given = comm, segment_size, gradient, given
+        self.declared, inputs = op.fitting(inputs)
         if not is_engine(comm):
             self.declared.refuse(
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
@@ -50,7 +49,7 @@ class RankCall:
         self.question = Question(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
         self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.question.checked
         self.packed = self.bounds is not None
-        self.recurrence = Recurrence(function, self.declared, self.problem)
+        self.recurrence = Recurrence(self.declared, self.problem)
         self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
         self.sequences = len(self.bounds) - 1 if self.packed else 1
         self.options = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}

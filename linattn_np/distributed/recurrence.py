@@ -13,10 +13,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from .. import ops
 from ..conversions import callers_sizes
 from ..declarations import GLA
-from ..dispatch import summarise
+from ..dispatch import call, summarise
 from ..summary import Summary, Transition, factor_shapes
 from ..value_heads import beside
 
@@ -24,9 +23,8 @@ from ..value_heads import beside
 class Recurrence:
     """The summaries of one checked call: its `problem` tells sizes, dtypes and options."""
 
-    def __init__(self, function, declared, problem):
-        self.function, self.declared = function, declared
-        self.problem, self.dtype = problem, problem.compute_dtype
+    def __init__(self, declared, problem):
+        self.declared, self.problem, self.dtype = declared, problem, problem.compute_dtype
         sizes = callers_sizes(problem)
         self.heads = {"K": sizes["H"], "V": sizes["H"] * problem.groups}  # heads of keys, heads of values
         self.K, self.V = sizes["K"], sizes["V"]
@@ -46,7 +44,7 @@ class Recurrence:
         Gates are summed in float64: a million weak gates would lose digits in float32.
         """
         if self.problem.op.transition is Transition.RANK_ONE:
-            return self.whole_pass(self.function, arrays, given)[1]
+            return self.whole_pass(self.declared, arrays, given)[1]
         named = dict(zip(self.problem.op.arrays, arrays))
         return [
             total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.gates if name != "u"
@@ -73,26 +71,26 @@ class Recurrence:
         (q * decay) S_in afterwards, would read q and o again, write o again, and round o twice.
         """
         if self.problem.op.transition is Transition.RANK_ONE:
-            return *self.whole_pass(self.function, arrays, given), ()
+            return *self.whole_pass(self.declared, arrays, given), ()
         found = summarise(self.declared, arrays, gradient=gradient, **given)
         if found is None:
-            return self.whole_pass(self.function, arrays, given)[0], self.factors(arrays, given), ()
+            return self.whole_pass(self.declared, arrays, given)[0], self.factors(arrays, given), ()
         own, decays, kept = found
         return list(own), self.factors(arrays, given) if decays is None else self.told(decays), kept
 
-    def final_state(self, declared, function, arrays, given):
+    def final_state(self, declared, arrays, given):
         """The final state from zero, without o where a backend can."""
         found = summarise(declared, arrays, **given)
-        return self.whole_pass(function, arrays, given)[0] if found is None else list(found[0])
+        return self.whole_pass(declared, arrays, given)[0] if found is None else list(found[0])
 
-    def whole_pass(self, function, arrays, given):
+    def whole_pass(self, declared, arrays, given):
         """(the parts of the final state from zero, [the matrix of a rank-one transition]), from a call with o.
 
         The matrix is the final state of K more columns that begin as the identity; their values are zeros.
         """
         given, columns = given | {"output_final_state": True, "state_dtype": self.dtype}, self.V
         if self.problem.op.transition is not Transition.RANK_ONE:
-            final = function(*arrays, **given)[1]
+            final = call(declared, arrays, **given)[1]
             return list(final) if isinstance(final, tuple) else [final], []
         named = dict(zip(self.problem.op.arrays, arrays))
         named["v"] = beside([named["v"], np.zeros_like(named["v"], shape=(*named["v"].shape[:3], self.K))])
@@ -101,7 +99,7 @@ class Recurrence:
         )
         for channel in range(self.K):
             start[..., channel, columns + channel] = 1
-        final = function(*named.values(), **given, initial_state=start)[1]
+        final = call(declared, tuple(named.values()), **given, initial_state=start)[1]
         return [final[..., :columns]], [final[..., columns:]]
 
     def told(self, decays):
@@ -142,8 +140,7 @@ class Recurrence:
             gates = [g if g.dtype == dtype else g.astype(self.dtype)]
         q, do = q.astype(dtype, copy=False), do.astype(dtype, copy=False)
         as_gla = problem.op.reads_before_write or problem.op.derived is not None
-        operator = (GLA, ops.gla) if as_gla else (self.declared, self.function)
-        (dS,) = self.final_state(*operator, (q, q, do, *gates), given)
+        (dS,) = self.final_state(GLA if as_gla else self.declared, (q, q, do, *gates), given)
         dS = dS * problem.scale
         if "log_decay" in problem.options:  # one decay a head: exact after the sum
             dS = Summary(Transition.SCALAR, (), (self.power_of_gamma(1),)).moved(dS)

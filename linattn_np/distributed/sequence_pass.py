@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..autodiff import resumed
+from ..autodiff import vjp_of
 from ..backends.cupy import execute
 from ..conversions import callers_sizes
 from ..dispatch import call as call_operator
@@ -171,7 +171,7 @@ class Forward(Pass):
             self.o = np.empty_like(call.arrays[0], shape=(B, heads, T, V))  # in the memory order of q
         kept, of_segment = self.kept.pop(segment.index, ()), slice(segment.start, segment.stop)
         if call.gradient:
-            result, self.pulls[segment.index] = resumed(call.function, arrays, given, kept)
+            result, self.pulls[segment.index] = vjp_of(call.declared, arrays, kept=kept, **given)
         else:
             out = {} if self.o is None else {"out": self.o[:, :, of_segment]}
             result = call_operator(call.declared, arrays, kept=kept, **given, **out)

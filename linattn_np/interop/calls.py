@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..autodiff import pullback
+from ..autodiff import pullback_of
 from ..contract import Op
 from ..conversions import state_to_caller, to_caller
-from ..declarations import STEPS
+from ..declarations import OPERATORS, STEPS
+from ..dispatch import call
 from ..errors import ContractTypeError
 from ..messages import kind_of
-from ..ops import declaration
 from ..precisions import current
 
 DOC = """`linattn_np.{name}` as a differentiable function of {kind}.
@@ -34,47 +33,46 @@ STEP_DOC = """`linattn_np.{name}` as a differentiable function of {kind}: ``(o, 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of linattn_np with its declaration, as the frameworks' functions need it."""
+    """A declared operator, and the signature of a framework's function of it."""
 
-    function: Callable
     declared: Op
     signature: inspect.Signature
 
     @classmethod
-    def of(cls, function, without=("out",), more=()) -> Operator:
+    def of(cls, declared, without=("out",), more=()) -> Operator:
         """`without` some of its keyword arguments, and with `more`, which are None unless they are given."""
-        signature = inspect.signature(function)
-        accepted = [parameter for name, parameter in signature.parameters.items() if name not in without]
+        accepted = [parameter for name, parameter in declared.signature.parameters.items() if name not in without]
         accepted += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
-        return cls(function, declaration(function, "interop"), signature.replace(parameters=accepted))
+        return cls(declared, inspect.Signature(accepted))
 
     def document(self, public, kind: str):
-        given = inspect.signature(self.function).parameters
-        without = " and ".join(f"`{name}`" for name in given if name not in self.signature.parameters)
+        given, kept = self.declared.signature.parameters, self.signature.parameters
+        without = " and ".join(f"`{name}`" for name in given if name not in kept)
         doc = DOC.format(name=self.declared.name, kind=kind, without=without)
         return labelled(public, self.declared.name, doc, self.signature)
 
     def take_apart(self, positional, named):
         """(declaration, arrays, parts of the initial state or None, everything else) of a call."""
-        given = self.signature.bind(*positional, **named).arguments
-        declared, arrays, arguments = self.declared.taken_apart(given)
+        declared, arrays, arguments = self.declared.taken_apart(positional, named, self.signature)
         state = arguments.pop("initial_state", None)
         if "precision" in self.signature.parameters:  # settled here: frameworks call back from threads of their own
             arguments["precision"] = arguments.get("precision") or current()
         return declared, arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
 
-    def taking(self, count: int) -> Op:
-        """The declaration of a call with so many arrays."""
-        more = self.declared.with_more
-        return self.declared if more is None or count == len(self.declared.arrays) else more
-
     def run(self, arrays, state, arguments) -> list:
         """[o, *parts of the final state], where one is asked for."""
-        return flat(self.function(*arrays, **arguments, **initial(state)))
+        return flat(call(self.declared, arrays, **arguments, **initial(state)))
 
     def gradients(self, arrays, state, arguments, do, dht) -> list:
         """Those of the arrays, then those of the initial state's parts."""
-        return flat(pullback(self.function, *arrays, **arguments, **initial(state))(do, tuple(dht) or None))
+        pull = pullback_of(self.declared, arrays, **arguments, **initial(state))
+        return flat(pull(do, tuple(dht) or None))
+
+
+def functions(differentiable, kind: str) -> dict:
+    """{name: function} of every operator and step; ``differentiable(op)`` is a framework's function of an operator."""
+    found = {op.name: differentiable(op) for op in OPERATORS}
+    return found | {op.name: step(found[op.name.removesuffix("_step")], op, kind) for op in STEPS}
 
 
 def labelled(public, name, doc, signature):
@@ -84,12 +82,10 @@ def labelled(public, name, doc, signature):
     return public
 
 
-def step(operator, function, kind: str):
-    """The step `function` of linattn_np by the framework's `operator`, on a sequence of one token."""
-    given = inspect.signature(function)
-    accepted = [x for name, x in given.parameters.items() if name not in ("slots", "out")]
-    signature = given.replace(parameters=accepted, return_annotation=tuple)
-    (declared,) = (op for op in STEPS if op.name == function.__name__)
+def step(operator, declared: Op, kind: str):
+    """A declared step by the framework's function `operator`, on a sequence of one token."""
+    accepted = [x for name, x in declared.signature.parameters.items() if name not in ("slots", "out")]
+    signature = inspect.Signature(accepted, return_annotation=tuple)
 
     def public(*positional, **named):
         arguments = signature.bind(*positional, **named).arguments
@@ -113,6 +109,7 @@ def outline(declared, arrays, state, arguments, library: str):
 
     `library` is that of the caller's arrays, for what an error advises.
     """
+    declared, arrays = declared.fitting(arrays)
     declared.dtype(dict(zip(declared.arrays, arrays)), library)
     bound = {name: x for name, x in arguments.items() if name != "backend"}
     problem = declared.bind(arrays, initial_state=state and tuple(state), **bound)

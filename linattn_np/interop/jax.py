@@ -31,22 +31,23 @@ Example
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from .. import ops
 from ..accepted_arrays import OBSTACLES, host_array
 from ..array_kinds import kind, to_native
 from ..bounded_cache import Cache
 from ..checked_calls import exactly
+from ..contract import Op
 from ..errors import ContractTypeError, NotSupported
-from ..typing import F
-from .calls import Operator, blank, is_pair, on_stream, outline, step, together
+from .calls import Operator, blank, functions, is_pair, on_stream, outline, together
 from .jax_axis import along
 from .jax_partition import over_devices, sharding_of
 
@@ -57,10 +58,10 @@ pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))  # 
 mark_varying = partial(pcast, to="varying") if pcast else pvary
 
 
-def differentiable(function: F) -> F:
-    """The JAX function that computes what the operator `function` does."""
-    more = () if function is ops.softmax_attention else ("axis_name",)
-    operator = Operator.of(function, without=("out", "mask"), more=more)  # keyword arguments are static, no mask is
+def differentiable(op: Op):
+    """The JAX function of a declared operator."""
+    more = ("axis_name",) if op.state else ()
+    operator = Operator.of(op, without=("out", "mask"), more=more)  # keyword arguments are static, no mask is
 
     def public(*positional, **named):
         axis_name = named.pop("axis_name", None) if more else None
@@ -214,14 +215,10 @@ def fill(written, found):
         to[...] = x
 
 
-gla = differentiable(ops.gla)
-rwkv6 = differentiable(ops.rwkv6)
-hgrn2 = differentiable(ops.hgrn2)
-simple_gla = differentiable(ops.simple_gla)
-retention = differentiable(ops.retention)
-linear_attention = differentiable(ops.linear_attention)
-softmax_attention = differentiable(ops.softmax_attention)
-# An operator that no line above names is here too, without its types.
-globals().update({op.name: differentiable(of) for op, of in ops.OPS.items() if op.name not in globals()})
-gla_step = step(gla, ops.gla_step, "JAX arrays")
-rwkv6_step = step(rwkv6, ops.rwkv6_step, "JAX arrays")
+if TYPE_CHECKING:
+    from ..ops.functions import *  # noqa: F403
+
+    gla_step: Callable[..., tuple[Any, Any]]
+    rwkv6_step: Callable[..., tuple[Any, Any]]
+else:
+    globals().update(functions(differentiable, "JAX arrays"))

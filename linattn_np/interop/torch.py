@@ -24,28 +24,30 @@ torch.Size([1, 2, 50, 8])
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from .. import distributed, ops, warnings_of_misuse
+from .. import distributed, warnings_of_misuse
+from ..contract import Op
 from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
 from ..messages import kind_of
-from ..typing import F
-from .calls import Operator, flat, initial, is_pair, step, together
+from .calls import Operator, flat, functions, initial, is_pair, together
 from .torch_calls import Call, Compute, ComputeNow, settled
 from .torch_memory import as_torch
 
-ON_RANKS = {operator: function for function, operator in distributed.operators.OPERATORS.items()}
+ON_RANKS = {op: function for function, op in distributed.operators.OPERATORS.items()}
 TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # earlier, Dynamo loses a gradient's operator
 
 
-def differentiable(function: F) -> F:
-    """The torch function that computes what the operator `function` does."""
-    more = ("comm", "segment_size") if function in ON_RANKS else ()
-    operator = Operator.of(function, more=more)
+def differentiable(op: Op):
+    """The torch function of a declared operator."""
+    more = ("comm", "segment_size") if op in ON_RANKS else ()
+    operator = Operator.of(op, more=more)
 
     def public(*positional, **named):
         if torch.compiler.is_compiling() and (not TRACED or named.get("comm") is not None):
@@ -63,7 +65,7 @@ def differentiable(function: F) -> F:
         if on_ranks.get("comm") is not None:
             call.arguments.update(on_ranks)
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-            results = ComputeNow.apply(CallOnRanks(call, ON_RANKS[function], learns), *tensors)
+            results = ComputeNow.apply(CallOnRanks(call, ON_RANKS[op], learns), *tensors)
         elif on_ranks.get("segment_size") is not None:
             declared.refuse("segment_size", "has no meaning without comm")
         elif torch.compiler.is_compiling():
@@ -132,14 +134,10 @@ class CallOnRanks:
             return tuple(flat(self.pullback(do, tuple(dht) or None)))
 
 
-gla = differentiable(ops.gla)
-rwkv6 = differentiable(ops.rwkv6)
-hgrn2 = differentiable(ops.hgrn2)
-simple_gla = differentiable(ops.simple_gla)
-retention = differentiable(ops.retention)
-linear_attention = differentiable(ops.linear_attention)
-softmax_attention = differentiable(ops.softmax_attention)
-# An operator that no line above names is here too, without its types.
-globals().update({op.name: differentiable(of) for op, of in ops.OPS.items() if op.name not in globals()})
-gla_step = step(gla, ops.gla_step, "torch tensors")
-rwkv6_step = step(rwkv6, ops.rwkv6_step, "torch tensors")
+if TYPE_CHECKING:
+    from ..ops.functions import *  # noqa: F403
+
+    gla_step: Callable[..., tuple[Any, Any]]
+    rwkv6_step: Callable[..., tuple[Any, Any]]
+else:
+    globals().update(functions(differentiable, "torch tensors"))

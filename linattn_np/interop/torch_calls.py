@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import library
 
-from .. import accepted_arrays, ops
+from .. import accepted_arrays
 from ..accepted_arrays import host_array
 from ..array_kinds import BFLOAT16, from_native
+from ..declarations import OPERATORS
 from .calls import Operator, blank, outline
 from .torch_memory import as_torch
 
@@ -70,7 +71,7 @@ class Call:
     def outline(self, tensors):
         """[o, *parts of the final state] without memory."""
         arrays, state, rest, _ = self.taken_apart([blank_of(x) for x in tensors])
-        return outline(self.operator.taking(len(arrays)), arrays, state, rest, "torch")[1]
+        return outline(self.operator.declared, arrays, state, rest, "torch")[1]
 
 
 def natively(tensors):
@@ -92,7 +93,7 @@ def tensor(x):
 
 @cache
 def operator_named(name) -> Operator:
-    return Operator.of(getattr(ops, name))
+    return Operator.of(next(op for op in OPERATORS if op.name == name))
 
 
 def settled(x):

@@ -221,7 +221,7 @@ class CudaSteps(NotCopied):
             self.optimise()
 
     def optimise(self):
-        from ..backends.cupy import training as kernels
+        from ..backends.cupy import rwkv6_training_kernels as kernels
 
         launch = partial(kernels.launch, self.device)
         blocks, squares = BLOCKS * self.device.multiprocessors, kernels.SquareSums()

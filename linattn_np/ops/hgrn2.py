@@ -1,53 +1,11 @@
 """HGRN2: gated linear attention whose key is 1 minus the decay."""
 
-from __future__ import annotations
-
-from typing import Literal, Unpack, overload
-
 from ..declarations import HGRN2
-from ..dispatch import call
-from ..typing import A, Array, MaskedOptions, State
+from ..public_function import public_function
 
 
-@overload
-def hgrn2(
-    q: A, g: Array, v: Array, *, output_final_state: Literal[False] = False, **options: Unpack[MaskedOptions]
-) -> A: ...
-
-
-@overload
-def hgrn2(
-    q: A, g: Array, v: Array, *, output_final_state: Literal[True], **options: Unpack[MaskedOptions]
-) -> tuple[A, State]: ...
-
-
-@overload
-def hgrn2(
-    q: A, g: Array, v: Array, *, output_final_state: bool, **options: Unpack[MaskedOptions]
-) -> A | tuple[A, State]: ...
-
-
-def hgrn2(
-    q,
-    g,
-    v,
-    *,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_dtype=None,
-    cu_seqlens=None,
-    mask=None,
-    reverse=False,
-    state_v_first=False,
-    layout="bhtd",
-    mode="auto",
-    chunk_size=None,
-    materialize=None,
-    precision=None,
-    backend="auto",
-    out=None,
-):
+@public_function(HGRN2)
+def hgrn2():
     """HGRN2's recurrence: the key of a channel is 1 minus its decay.
 
         S_t = diag(exp g_t) S_{t-1} + (1 - exp g_t) v_t^T,        o_t = scale * q_t^T S_t
@@ -63,9 +21,10 @@ def hgrn2(
     scale : float, optional
         ``K ** -0.5`` by default as everywhere here; the paper has 1.0.
 
-    Everything else, the result and the errors are those of `gla`. The gradient of g is the sum of that through the
-    decay and that through the key. Each call makes k, an array as large as q, with the dtype of q: no CUDA graph may
-    capture the call, since the graph would not keep k's memory.
+    Notes
+    -----
+    The gradient of g is the sum of that through the decay and that through the key. Each call makes k, an array as
+    large as q, with the dtype of q: no CUDA graph may capture the call, since the graph would not keep k's memory.
 
     Example
     -------
@@ -76,22 +35,3 @@ def hgrn2(
     >>> bool(np.allclose(linattn_np.hgrn2(q, g, v), linattn_np.gla(q, 1 - np.exp(g), v, g)))
     True
     """
-    return call(
-        HGRN2,
-        (q, g, v),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_dtype=state_dtype,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        layout=layout,
-        mode=mode,
-        chunk_size=chunk_size,
-        materialize=materialize,
-        precision=precision,
-        backend=backend,
-        out=out,
-    )

@@ -1,62 +1,11 @@
 """RWKV-6's time mixing."""
 
-from __future__ import annotations
-
-from typing import Literal, Unpack, overload
-
 from ..declarations import RWKV6
-from ..dispatch import call
-from ..typing import A, Array, MaskedOptions, State
+from ..public_function import public_function
 
 
-@overload
-def rwkv6(
-    r: A,
-    k: Array,
-    v: Array,
-    w: Array,
-    u: Array,
-    *,
-    output_final_state: Literal[False] = False,
-    **options: Unpack[MaskedOptions],
-) -> A: ...
-
-
-@overload
-def rwkv6(
-    r: A, k: Array, v: Array, w: Array, u: Array, *, output_final_state: Literal[True], **options: Unpack[MaskedOptions]
-) -> tuple[A, State]: ...
-
-
-@overload
-def rwkv6(
-    r: A, k: Array, v: Array, w: Array, u: Array, *, output_final_state: bool, **options: Unpack[MaskedOptions]
-) -> A | tuple[A, State]: ...
-
-
-def rwkv6(
-    r,
-    k,
-    v,
-    w,
-    u,
-    *,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_dtype=None,
-    cu_seqlens=None,
-    mask=None,
-    reverse=False,
-    state_v_first=False,
-    layout="bhtd",
-    mode="auto",
-    chunk_size=None,
-    materialize=None,
-    precision=None,
-    backend="auto",
-    out=None,
-):
+@public_function(RWKV6)
+def rwkv6():
     """RWKV-6's recurrence: a decay for every key channel, the state read before the write, a bonus for the present.
 
         o_t = scale * r_t^T (S_{t-1} + diag(u) k_t v_t^T),      S_t = diag(exp w_t) S_{t-1} + k_t v_t^T
@@ -74,8 +23,6 @@ def rwkv6(
     scale : float, optional
         ``K ** -0.5`` by default as everywhere here; RWKV-6 models pass ``scale=1.0``.
 
-    Everything else, the result and the errors are those of `gla`.
-
     Example
     -------
     >>> import numpy as np, linattn_np
@@ -86,22 +33,3 @@ def rwkv6(
     >>> bool(np.allclose(o[0, 0, 0], (r[0, 0, 0] * u[0] * k[0, 0, 0]).sum() * v[0, 0, 0]))
     True
     """
-    return call(
-        RWKV6,
-        (r, k, v, w, u),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_dtype=state_dtype,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-        state_v_first=state_v_first,
-        layout=layout,
-        mode=mode,
-        chunk_size=chunk_size,
-        materialize=materialize,
-        precision=precision,
-        backend=backend,
-        out=out,
-    )

@@ -1,65 +1,11 @@
 """Softmax attention: grouped query heads, caches of keys, windows, sinks."""
 
-from __future__ import annotations
-
-from typing import Literal, Unpack, overload
-
-from ..declarations import SOFTMAX_ATTENTION, SOFTMAX_SINKS
-from ..dispatch import call
-from ..typing import A, Array, AttentionOptions, Result
+from ..declarations import SOFTMAX_ATTENTION
+from ..public_function import public_function
 
 
-@overload
-def softmax_attention(
-    q: A,
-    k: Array,
-    v: Array,
-    sinks: Array | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> A: ...
-
-
-@overload
-def softmax_attention(
-    q: A,
-    k: Array,
-    v: Array,
-    sinks: Array | None = None,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[A, Result]: ...
-
-
-@overload
-def softmax_attention(
-    q: A, k: Array, v: Array, sinks: Array | None = None, *, return_lse: bool, **options: Unpack[AttentionOptions]
-) -> A | tuple[A, Result]: ...
-
-
-def softmax_attention(
-    q,
-    k,
-    v,
-    sinks=None,
-    *,
-    causal=True,
-    scale=None,
-    window=None,
-    softcap=None,
-    return_lse=False,
-    cu_seqlens=None,
-    cu_seqlens_k=None,
-    dropout_p=0.0,
-    block_table=None,
-    layout="bhtd",
-    mode="auto",
-    chunk_size=None,
-    backend="auto",
-    out=None,
-):
+@public_function(SOFTMAX_ATTENTION)
+def softmax_attention():
     """Softmax attention in tiles with an online softmax: memory linear in T, the T x S matrix never exists.
 
         s_tj = scale * q_t . k_j,       of a softcap c:  c * tanh(s_tj / c)
@@ -102,10 +48,18 @@ def softmax_attention(
     chunk_size : int, optional
         The tile on the CPU, a multiple of 16; the CUDA kernels have tiles of their own.
 
-    Dtypes, scale, layout, backend, out and the errors are those of `gla`; gradients are those of q, k, v, and of
-    `sinks` where they are given. On a GPU kernels on tensor cores take float16 and bfloat16 with K and V up to 128,
-    plain ones the others. Their blocks, in which a NaN in v reaches tokens before it, have up to 128 queries; one in k
-    or v makes NaN of all gradients of k.
+    mode : "auto" or "chunk"
+        Both are the same.
+
+    Returns
+    -------
+    o : [B, H, T, V], the dtype and memory order of q; or ``(o, L)``
+
+    Notes
+    -----
+    Arrays and errors are those of `gla`; gradients are those of q, k, v, and of `sinks` where they are given. On a GPU
+    kernels on tensor cores take float16 and bfloat16 with K and V up to 128, plain ones the others. Their blocks, in
+    which a NaN in v reaches tokens before it, have up to 128 queries; one in k or v makes NaN of all gradients of k.
 
     Example
     -------
@@ -125,22 +79,3 @@ def softmax_attention(
     >>> bool(np.allclose(merged, linattn_np.softmax_attention(q, k, v, causal=False)))
     True
     """
-    op, arrays = (SOFTMAX_ATTENTION, (q, k, v)) if sinks is None else (SOFTMAX_SINKS, (q, k, v, sinks))
-    return call(
-        op,
-        arrays,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        return_lse=return_lse,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        dropout_p=dropout_p,
-        block_table=block_table,
-        layout=layout,
-        mode=mode,
-        chunk_size=chunk_size,
-        backend=backend,
-        out=out,
-    )

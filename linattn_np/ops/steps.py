@@ -1,25 +1,14 @@
 """One token for B sequences, the state updated in place: what decoding calls."""
 
-from __future__ import annotations
-
-from ..conversions import in_kind
 from ..declarations import GLA_STEP, RWKV6_STEP
-from ..dispatch import backend_module, choose
-from ..typing import A, Array, Backend, Integers
+from ..dispatch import call_step
+from ..public_function import public_function
+
+__all__ = ["gla_step", "rwkv6_step"]
 
 
-def gla_step(
-    q: A,
-    k: Array,
-    v: Array,
-    g: Array,
-    state: Array,
-    *,
-    slots: Integers | None = None,
-    scale: float | None = None,
-    backend: Backend = "auto",
-    out: Array | None = None,
-) -> A:
+@public_function(GLA_STEP, call_step)
+def gla_step():
     """One token of `gla` for B sequences; `state` is updated in place.
 
         S <- diag(exp g) S + k v^T,     o = scale * q^T S           (Yang et al., 2024, eq. 3)
@@ -28,17 +17,6 @@ def gla_step(
     ----------
     q, k, g : [B, H, K], v : [B, H, V]
         As in `gla`, without the time axis; g is the natural log of the decay.
-    state : [B, H, K, V], or a pool [P, H, K, V] with `slots`
-        float32, float64, float16 or bfloat16; the arithmetic is float32 (float64 beside float64 inputs).
-    slots : integers [B], optional
-        Row of the pool that each sequence's state lives in, each at most once. Host integers are checked, and sent to
-        the device as `cu_seqlens` are in `gla`; an int64 CuPy array is taken as it is, without synchronising.
-    scale, backend, out
-        As in `gla`.
-
-    Returns
-    -------
-    o : [B, H, V], the dtype of q. Errors are those of `gla`; the state is untouched when one is raised.
 
     Example
     -------
@@ -51,27 +29,18 @@ def gla_step(
     >>> bool(np.allclose(np.stack(o, axis=2), linattn_np.gla(q, k, v, g)))
     True
     """
-    return step(GLA_STEP, (q, k, v, g), state, slots, scale, backend, out)
 
 
-def rwkv6_step(
-    r: A,
-    k: Array,
-    v: Array,
-    w: Array,
-    u: Array,
-    state: Array,
-    *,
-    slots: Integers | None = None,
-    scale: float | None = None,
-    backend: Backend = "auto",
-    out: Array | None = None,
-) -> A:
+@public_function(RWKV6_STEP, call_step)
+def rwkv6_step():
     """One token of `rwkv6` for B sequences; `state` is updated in place.
 
         o = scale * r^T (S + diag(u) k v^T),    S <- diag(exp w) S + k v^T      (Peng et al., 2024, eq. 18-19)
 
-    r, k, w are [B, H, K], v is [B, H, V], u is [H, K]; everything else is as in `gla_step`.
+    Parameters
+    ----------
+    r, k, w : [B, H, K], v : [B, H, V], u : [H, K]
+        As in `rwkv6`, without the time axis; w is the natural log of the decay.
 
     Example
     -------
@@ -80,10 +49,3 @@ def rwkv6_step(
     >>> linattn_np.rwkv6_step(r, k, v, w, u, np.ones((1, 2, 8, 4)), scale=1.0).shape
     (1, 2, 4)
     """
-    return step(RWKV6_STEP, (r, k, v, w, u), state, slots, scale, backend, out)
-
-
-def step(op, arrays, state, slots, scale, backend, out):
-    problem = op.bind(arrays, state=state, slots=slots, scale=scale, out=out)
-    o = backend_module(choose(problem, backend)).run(problem)
-    return out if out is not None else in_kind(problem, o)

@@ -1,4 +1,4 @@
-"""The one argument of a kernel: a struct of 8-byte members, declared once with the kernel in `instances`.
+"""The one argument of a kernel: a struct of 8-byte members, declared once, beside the kernel.
 
 The same declaration packs it here and is checked against the compiler's `sizeof` and `offsetof` in the kernel's text.
 """

@@ -12,8 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import integers, pointers, reals, rows, shape
-from .elementwise import FeatureMap, sum_of_parts
-from .instances import read_order
+from .elementwise_kernels import FeatureMap, sum_of_parts
+from .gated_kernels import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...contract import SUB_CHUNK
-from . import float64, gated_vjp, pieces, segments, stages
+from . import aligned_copies, float64, gated_backward, segments, stages
 from .gated_forward import HopperForward, forward_pass
-from .instances import CHANNELS, Recurrent, channels, read_order
+from .gated_kernels import CHANNELS, Recurrent, channels, read_order
 from .kernel import CTYPES, DOUBLE
 from .plan import Draft, ceil_div, has_rows, mappable, mode_of
 from .segments import HOPPER
@@ -39,7 +39,7 @@ def plan(problem, device, kept=()):
         return float64.plan(problem, device)
     if problem.mode == "recurrent":
         return plan_recurrent(problem)
-    if pieces.forward_gains(problem):
+    if aligned_copies.forward_gains(problem):
         return plan_wider(problem, device)
     draft, cut = Draft(), segments.forward_cut(problem, device)
     o, final = draft.output(problem, mappable if cut.way == HOPPER else has_rows), draft.final(problem)
@@ -55,11 +55,11 @@ def plan(problem, device, kept=()):
 
 def plan_wider(problem, device):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernel may take too."""
-    draft, found = pieces.widened(problem, lambda wide: plan(wide, device))
+    draft, found = aligned_copies.widened(problem, lambda wide: plan(wide, device))
     found_o, final = draft.include(found)
     o = draft.output(problem, fits=lambda out: True)
-    end = final and (pieces.narrower(draft, final[0], problem.shape("N H K V")),)
-    pieces.copy_rows(draft, [(found_o, o), *zip(final or (), end or ())])
+    end = final and (aligned_copies.narrower(draft, final[0], problem.shape("N H K V")),)
+    aligned_copies.copy_rows(draft, [(found_o, o), *zip(final or (), end or ())])
     return draft.plan((o, end), mode=found.mode, tiles=found.tiles)
 
 
@@ -84,10 +84,10 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
     cut = segments.backward_cut(problem, device, do)
     if cut.way == HOPPER and cut.segments > 1 and not saved and not kept:
         cut = replace(cut, forward=segments.forward_cut(problem, device, cut))
-    return gated_vjp.plan_cut(problem, cut, do, dht, saved, kept)
+    return gated_backward.plan_cut(problem, cut, do, dht, saved, kept)
 
 
-plan_summary_vjp = gated_vjp.plan_summary_vjp
+plan_summary_vjp = gated_backward.plan_summary_vjp
 
 
 # -- token by token, and in stages -------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import cached_property
 
 from . import segments
-from .instances import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
-from .message import MessageDraft
+from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
 from .plan import FLOAT32, TensorMap, ceil_div, common_bytes
+from .rank_summary import MessageDraft
 from .segments import HOPPER, SMALL, WIDE
-from .wide_heads import GatedWideForward, GatedWideOperands
+from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 
 class ForwardPass:

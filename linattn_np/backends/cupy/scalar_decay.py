@@ -14,15 +14,23 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...declarations import GLA
-from . import float64, gated, gated_vjp, segments
-from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient, sum_of_parts
+from . import float64, gated, gated_backward, segments
+from .backward_tiles import Reused, tiles_of
+from .elementwise_kernels import (
+    FEATURE_MAPS,
+    Divide,
+    DivideGradient,
+    FeatureGradient,
+    FeatureMap,
+    GateGradient,
+    sum_of_parts,
+)
 from .gated_forward import ForwardPass, HopperForward
-from .instances import PANEL
+from .gated_kernels import PANEL
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable
-from .scalar_instances import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
+from .scalar_decay_kernels import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
 from .segments import HOPPER, PORTABLE, TILED
-from .state_tiles import Reused, tiles_of
 
 WHOLE = 4  # float32 columns in 16 bytes: S | z has a multiple of so many columns
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
@@ -64,7 +72,7 @@ def plan_summary(problem, device):
 
 
 def plan_summary_vjp(problem, device, do, saved=()):
-    """As `gated_vjp.plan_summary_vjp`, by Hopper's kernels."""
+    """As `gated_backward.plan_summary_vjp`, by Hopper's kernels."""
     draft = Draft()
     gla = as_gla(draft, problem)
     cut = segments.scalar_backward_cut(gla, device)
@@ -72,8 +80,8 @@ def plan_summary_vjp(problem, device, do, saved=()):
         return None
     gla = in_float32(draft, gla)
     read = {name: draft.mapped(gla[name], name) for name in "qkv"}
-    do = gated_vjp.as_inputs(draft, gla, do)
-    launches = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=True)
+    do = gated_backward.as_inputs(draft, gla, do)
+    launches = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=True)
     read["do_"] = draft.mapped(do, "do")
     return launches.summary(*segments_kernel(gla, read), len(problem.op.gates), g=gla["g"])
 
@@ -351,20 +359,20 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     if cut.way == PORTABLE:
         wide = spread(draft, gla, reason)
         of_channels = segments.backward_cut(wide, device, do, exact=True, rounded=not exact_gate)
-        return gated_vjp.plan_cut(wide, of_channels, do, dht)
+        return gated_backward.plan_cut(wide, of_channels, do, dht)
     own = Draft()
     reads_half_gate = segments.has_own_gates(gla) and cut.way == HOPPER and cut.segments == 1
     if kept or not (reads_half_gate and gla["g"].dtype == BFLOAT16):
         gla = in_float32(own, gla)
     inputs = *(own.mapped(gla[name], name) for name in "qkv"), gla["g"]
-    do, gradients = gated_vjp.as_inputs(own, gla, do), (*map(own.like, inputs[:3]), None)
-    dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
-    backward = gated_vjp.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0)
+    do, gradients = gated_backward.as_inputs(own, gla, do), (*map(own.like, inputs[:3]), None)
+    dht, dh0 = gated_backward.cotangent(own, dht), gated_backward.gradient_of_state(own, gla)
+    backward = gated_backward.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0)
     if cut.way == TILED:
         dg, tiles = sums_tile_after_tile(own, backward, device)
     else:
         dg, tiles = gradients_by_sums(own, backward, cut, kept)
-    return own.plan(((*gradients[:3], dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
+    return own.plan(((*gradients[:3], dg), gated_backward.stored(own, gla, dh0)), tiles=tiles)
 
 
 def segments_kernel(gla, read):
@@ -373,7 +381,7 @@ def segments_kernel(gla, read):
 
 
 def sums_tile_after_tile(draft, whole, device):
-    """As `gated_vjp.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share the
+    """As `gated_backward.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share the
     gate, too; the sizes of what runs for the first tile)."""
     memory, tiles, sizes = Reused(draft), tiles_of(whole.problem), []
     shape, own_gates = whole.problem.shape("B H T"), segments.has_own_gates(whole.problem)
@@ -400,7 +408,7 @@ def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
     """
     gla, read, written = backward.problem, backward.read, backward.written
     (K, V), gate = gla.shape("K V"), segments.has_own_gates(gla)
-    hopper = gated_vjp.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
+    hopper = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, framed=bool(kept))
     read["do_"] = draft.mapped(backward.do, "do")
     initial, dht, P = hopper.initial, draft.aligned(backward.dht, "dht"), hopper.P
     if kept:

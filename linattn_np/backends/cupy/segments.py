@@ -19,8 +19,8 @@ from math import inf
 from typing import Any
 
 from ...array_kinds import BFLOAT16
-from . import pieces
-from .instances import (
+from . import aligned_copies
+from .gated_kernels import (
     CLUSTER_SPLIT_K,
     CLUSTER_SPLIT_V,
     IN_TURN,
@@ -38,9 +38,9 @@ from .instances import (
     read_order,
 )
 from .plan import FLOAT32, ceil_div, mappable_once_copied
-from .scalar_instances import WeightedSums
-from .small_heads import SIZES, GatedSmallForward, GatedSmallStates
-from .wide_heads import GatedWideForward, GatedWideOperands
+from .scalar_decay_kernels import WeightedSums
+from .small_head_kernels import SIZES, GatedSmallForward, GatedSmallStates
+from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 # -- constants ---------------------------------------------------------------------------------------------------------
 RESERVED = 1024  # bytes of shared memory that the driver takes of every block
@@ -208,7 +208,7 @@ def forward_cut(problem, device, backward=None) -> ForwardCut:
     """For gates of every channel. `backward`: how the pullback is cut, if that is known already."""
     if are_small(problem, device):
         return small_forward_cut(problem, device)
-    if fits_hoppers_forward(problem, device, pieces.rows(problem)):
+    if fits_hoppers_forward(problem, device, aligned_copies.rows(problem)):
         if backward is None and problem.gradient:
             backward = hoppers_backward_cut(problem, device)
         return hoppers_forward_cut(problem, device, backward)
@@ -373,10 +373,10 @@ def backward_cut(problem, device, do, exact=False, rounded=False) -> BackwardCut
     if cut.segments:
         return cut
     if not exact or rounded:
-        P = tiles_segments(problem, device, pieces.rows(problem))
+        P = tiles_segments(problem, device, aligned_copies.rows(problem))
         if P:
             return BackwardCut(device, TILED, P, short_segment_of(problem, device, P))
-    if pieces.backward_gains(problem, do):
+    if aligned_copies.backward_gains(problem, do):
         return BackwardCut(device, COPIED, exact=exact, rounded=rounded)
     if are_small(problem, device):
         return BackwardCut(device, SMALL)
@@ -388,7 +388,7 @@ def backward_cut(problem, device, do, exact=False, rounded=False) -> BackwardCut
 def hoppers_backward_cut(problem, device) -> BackwardCut:
     """For Hopper's own kernels, without segments if they cannot compute the problem."""
     (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
-    if are_small(problem, device) or not fits_hoppers_backward(problem, device, pieces.rows(problem)):
+    if are_small(problem, device) or not fits_hoppers_backward(problem, device, aligned_copies.rows(problem)):
         return BackwardCut(device, HOPPER)
     P = backward_segments(N * H, longest, device.multiprocessors, K, V)
     return BackwardCut(device, HOPPER, P, short_segment_of(problem, device, P))

@@ -2,7 +2,7 @@
 data on Hopper's tensor cores, one for those of every card, and a plain one for every dtype and size.
 
 The backward recomputes the scores from lse, the logarithm of each query's sum, so that memory stays linear in T;
-nothing is added atomically, so that the same call gives the same bits. `softmax_work` says who does what.
+nothing is added atomically, so that the same call gives the same bits. `softmax_tiles` says who does what.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 
 from ... import varlen
-from . import softmax_work as work
+from . import softmax_tiles as work
 from .arguments import integers, maps, pointers, reals, rows
-from .instances import SM90
+from .gated_kernels import SM90
 from .kernel import FLOATS, HALF, Kernel, padded
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 

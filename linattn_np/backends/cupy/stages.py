@@ -8,7 +8,7 @@ import numpy as np
 
 from ...contract import SUB_CHUNK
 from .arguments import pointers, reals, rows, shape
-from .instances import CHANNELS, channels, read_order
+from .gated_kernels import CHANNELS, channels, read_order
 from .kernel import DOUBLE, FLOATS, Kernel
 from .plan import Array, Draft, ceil_div
 

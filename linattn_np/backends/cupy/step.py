@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import integers, pointers, reals, rows
-from .instances import read_order
+from .gated_kernels import read_order
 from .kernel import DOUBLE, FLOATS, Kernel
 from .plan import Draft, ceil_div, has_rows
 

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from . import float64, gated, gated_vjp, segments
+from . import float64, gated, gated_backward, segments
 from .arguments import integers, pointers, reals, rows, shape
 from .gated_forward import PortableForward
-from .instances import (
+from .gated_kernels import (
     CHANNELS,
     SEGMENT_STATE,
     SINGLE_PASS,
@@ -221,13 +221,13 @@ def plan_vjp(problem, device, do, dht, saved=()):
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht, saved)
     draft = Draft()
-    arrays, do = operands(draft, problem), gated_vjp.as_inputs(draft, problem, do)
-    dht, dh0 = gated_vjp.cotangent(draft, dht), gated_vjp.gradient_of_state(draft, problem)
+    arrays, do = operands(draft, problem), gated_backward.as_inputs(draft, problem, do)
+    dht, dh0 = gated_backward.cotangent(draft, dht), gated_backward.gradient_of_state(draft, problem)
     kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
     states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
     gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
     found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients, problem.arrays.values(), strict=True))
-    return draft.plan((found, gated_vjp.stored(draft, problem, dh0)), tiles=kernel.tiles)
+    return draft.plan((found, gated_backward.stored(draft, problem, dh0)), tiles=kernel.tiles)
 
 
 def launch_gradients(draft, problem, kernel, arrays, do, states):

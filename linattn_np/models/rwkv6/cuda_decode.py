@@ -16,7 +16,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...backends.cupy import model_products
-from ...backends.cupy import rwkv6 as kernels
+from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.execute import Compiled
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...backends.cupy import training as kernels
+from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.plan import FLOAT32, ceil_div
-from ...ops import rwkv6
+from ...ops.functions import rwkv6
 from ..array_math import library_of
 from ..single_process import WHOLE
 from .grad import layer_norm

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...backends.cupy import rwkv6 as kernels
+from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.execute import Compiled, allocated
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from ...array_kinds import BFLOAT16
-from ...backends.cupy import rwkv6 as kernels
+from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Draft, ceil_div
 from ..matrices import quantised

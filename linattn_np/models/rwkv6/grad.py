@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...ops import rwkv6
+from ...ops.functions import rwkv6
 from ..array_math import (
     affine,
     beside,

@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from ...ops import rwkv6, rwkv6_step
+from ...ops.functions import rwkv6
+from ...ops.steps import rwkv6_step
 from .. import array_math
 from ..devices import on_host
 from . import math

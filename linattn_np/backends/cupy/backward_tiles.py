@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .instances import TILES
+from .gated_kernels import TILES
 from .plan import Array, Draft
 
 

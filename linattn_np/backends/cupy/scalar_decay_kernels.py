@@ -1,4 +1,4 @@
-"""Instances of Hopper's kernels for scalar decays: a gate that all channels share. `instances` has the others."""
+"""Instances of Hopper's kernels for scalar decays: a gate that all channels share. `gated_kernels` has the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import integers, maps, pointers, reals, rows, shape, structs
-from .instances import SM90, TILES, tensor_rows
+from .gated_kernels import SM90, TILES, tensor_rows
 from .kernel import TiledKernel, padded
 
 WEIGHTED_SUM = (

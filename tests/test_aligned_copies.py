@@ -8,7 +8,7 @@ from reference import assert_close, draw, draw_states, exact, exact_vjp, same_bi
 
 from linattn_np import gla, rwkv6, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import execute, pieces, segments
+from linattn_np.backends.cupy import aligned_copies, execute, segments
 from linattn_np.backends.cupy.plan import Draft, describe_array, whole
 from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
@@ -21,7 +21,7 @@ def kernels(backend, monkeypatch):
     """A backend of kernels, which thinks copies worth it whatever the size."""
     if not isinstance(backend, Kernels):
         pytest.skip("NumPy has no kernels")
-    monkeypatch.setattr(pieces, "WORTH_COPIES", 1)
+    monkeypatch.setattr(aligned_copies, "WORTH_COPIES", 1)
     return backend
 
 
@@ -117,7 +117,7 @@ def test_copies_of_rows(device, rng, shape, to, order, steps, off):
     given = [laid(rng, device, shape, dtype, order, steps, off) for dtype in dtypes] * 5  # two launches
     draft, described = Draft(), [describe_array(f"x{n}", x, device) for n, x in enumerate(given)]
     found = [draft.like(whole(x), shape=to) for x in described]
-    pieces.copy_rows(draft, zip(map(whole, described), found), "for a test")
+    aligned_copies.copy_rows(draft, zip(map(whole, described), found), "for a test")
     plan = draft.plan(tuple(found), given=tuple(described))
     assert len(plan.launches) == 2 and plan.copies == ("for a test",) * 2
     results, _ = execute.compile_plan(plan, device)(given)
@@ -133,5 +133,5 @@ def test_memory_with_gaps_is_copied_to_as_it_lies(device):
     """As a caller's `out` may lie."""
     draft, given = Draft(), np.zeros((1, 2, 5, 16), BFLOAT16)
     x, out = (describe_array(name, device.upload(given), device) for name in ("x", "out"))
-    pieces.copy_rows(draft, [(whole(x), whole(out)[..., :9])])
+    aligned_copies.copy_rows(draft, [(whole(x), whole(out)[..., :9])])
     assert [type(step).__name__ for step in draft.steps] == ["Copy"]

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...problem import Problem
-from . import pieces, segments
-from .elementwise import sum_of_parts
+from . import aligned_copies, segments
+from .backward_tiles import Reused, StateTile, tiles_of
+from .elementwise_kernels import sum_of_parts
 from .gated_forward import HopperForward
-from .instances import (
+from .gated_kernels import (
     IN_TURN,
     TILES,
     GatedBackwardChannels,
@@ -27,11 +28,10 @@ from .instances import (
     ScanBothWays,
     read_order,
 )
-from .message import MessageDraft
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes
+from .rank_summary import MessageDraft
 from .segments import COPIED, HOPPER, SMALL, TILED
-from .small_heads import GatedSmallBackward, GatedSmallStates
-from .state_tiles import Reused, StateTile, tiles_of
+from .small_head_kernels import GatedSmallBackward, GatedSmallStates
 
 
 def plan_cut(problem, cut, do, dht, saved=(), kept=()):
@@ -67,12 +67,12 @@ def plan_wider_vjp(problem, cut, do, dht):
     def plan_wide(wide, do, dht):
         return plan_cut(wide, segments.backward_cut(wide, cut.device, do, cut.exact, cut.rounded), do, dht)
 
-    draft, plan = pieces.widened(problem, plan_wide, do, dht)
+    draft, plan = aligned_copies.widened(problem, plan_wide, do, dht)
     found, dh0 = draft.include(plan)
     arrays = problem.arrays.values()
-    gradients = tuple(pieces.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
-    start = dh0 and (pieces.narrower(draft, dh0[0], problem.initial_state[0].shape),)
-    pieces.copy_rows(draft, [*zip(found, gradients), *zip(dh0 or (), start or ())])
+    gradients = tuple(aligned_copies.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
+    start = dh0 and (aligned_copies.narrower(draft, dh0[0], problem.initial_state[0].shape),)
+    aligned_copies.copy_rows(draft, [*zip(found, gradients), *zip(dh0 or (), start or ())])
     return draft.plan((gradients, start), tiles=plan.tiles)
 
 

@@ -5,7 +5,7 @@ A channel or a column of zeros changes nothing: its products are 0, and so are i
 
 from __future__ import annotations
 
-from .elementwise import CopyRows
+from .elementwise_kernels import CopyRows
 from .plan import Draft, aligned16, ceil_div, common_bytes, has_rows, is_contiguous
 
 PIECE = 16  # bytes

@@ -1,0 +1,88 @@
+"""The public function of an operator, made from its declaration and a docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .contract import Op
+from .dispatch import call
+from .shared_documentation import PARAMETERS, SECTIONS
+
+SECTION = re.compile(r"^(\w+)\n-+\n", re.MULTILINE)  # a heading of a docstring, underlined
+
+
+def public_function(op: Op, compute: Callable[..., Any] = call):
+    """Decorates an empty function of the operator's name that has the operator's docstring.
+
+    The decorated function has the signature of `op` and returns ``compute(op, arrays, **options)``. Its docstring also
+    describes the parameters that operators share.
+    """
+
+    def decorate(documented):
+        function = defined(op, op.signature, compute, documented.__globals__)
+        doc, names = Docstring(documented.__doc__), list(op.signature.parameters)
+        doc.describe(PARAMETERS, [name for name in names if name not in doc.entries()])
+        if op.second_result == "output_final_state":
+            for title, text in SECTIONS.items():
+                doc.add(title, text)
+        function.__doc__ = doc.text()
+        return function
+
+    return decorate
+
+
+def defined(op: Op, signature, compute, namespace) -> Callable[..., Any]:
+    """A function with this signature that returns ``compute(op, arrays, **options)``, in the module of that namespace.
+
+    It is made from source text: a call then costs no more than if the text were in a file.
+    """
+    positional = [x.name for x in signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    keywords = [f"{name}={name}" for name in signature.parameters if name not in positional]
+    source = (
+        f"def maker(op, compute):\n"
+        f"    def {op.name}{signature}:\n"
+        f"        return compute(op, ({', '.join(positional)},), {', '.join(keywords)})\n"
+        f"    return {op.name}\n"
+    )
+    made: dict[str, Any] = {}
+    exec(source, namespace, made)
+    function = made["maker"](op, compute)
+    function.__qualname__ = op.name
+    return function
+
+
+class Docstring:
+    """A docstring taken apart: `head`, with summary and equation, and `sections`, the text below each title."""
+
+    ORDER = ("Parameters", "Returns", "Raises", "Notes", "Example")
+
+    def __init__(self, text: str):
+        self.head, *parts = SECTION.split(inspect.cleandoc(text))
+        self.sections = {title: text.strip("\n") for title, text in zip(parts[::2], parts[1::2])}
+
+    def entries(self) -> dict[str, str]:
+        """{name: description} of the parameters; of parameters that are described together by the first one's name."""
+        return entries_of(self.sections.get("Parameters", ""))
+
+    def describe(self, text: str, names):
+        """Adds or replaces the descriptions of parameters `names` by those in `text`."""
+        found = {name: entry for name, entry in entries_of(text).items() if name in names}
+        self.sections["Parameters"] = "\n".join((self.entries() | found).values())
+
+    def add(self, title: str, text: str):
+        """Adds to the text of a section, which may not be there yet."""
+        self.sections[title] = "\n\n".join(filter(None, [self.sections.get(title), text.strip()]))
+
+    def text(self) -> str:
+        shown = [
+            f"{title}\n{'-' * len(title)}\n{self.sections[title]}" for title in self.ORDER if title in self.sections
+        ]
+        return "\n\n".join([self.head.strip(), *shown]) + "\n"
+
+
+def entries_of(text: str) -> dict[str, str]:
+    """{name: entry} of the section Parameters; an entry starts with "q, k : what they are" at the left edge."""
+    return {re.split("[, ]", entry, maxsplit=1)[0]: entry for entry in re.split(r"\n(?=\w)", text.strip()) if entry}

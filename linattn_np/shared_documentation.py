@@ -1,0 +1,79 @@
+"""The parts of docstrings that operators share: parameters by their names, and whole sections."""
+
+from __future__ import annotations
+
+PARAMETERS = """
+scale : float, optional
+    ``K ** -0.5`` by default; finite in the dtype that is computed in.
+initial_state : [N, H, K, V], optional
+    S_0 of each of the N sequences: N = B, or ``len(cu_seqlens) - 1``.
+output_final_state : bool
+    Return ``(o, final_state)``.
+state_dtype : dtype, optional
+    The dtype of the final state: float32, or float64 beside float64 inputs, unless it is given.
+cu_seqlens : host integers [N + 1], optional
+    Sequences packed into one row (B = 1): sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``. Empty sequences
+    are legal and hand their initial state through. The first such call sends them to the device: make it, and wait for
+    it, before one is captured into a CUDA graph.
+mask : bool [B, T], optional
+    True for a token, False for padding, which is as if it were not there: it writes nothing, its gate is 0 (no decay),
+    and o and all gradients are 0 there, whatever the arrays hold. It costs a copy of every array. Not beside
+    `cu_seqlens`, and not for capture into a CUDA graph, which such copies do not outlive.
+reverse : bool
+    Every sequence runs from its last token to its first: S_t comes from S_{t+1}, and the final state is that at the
+    first token. No copy.
+state_v_first : bool
+    `initial_state`, the final state and their gradients are [N, H, V, K].
+layout : "bhtd" or "bthd"
+    "bthd" takes and returns ``[B, T, H, ...]``. No layout costs a copy.
+mode : "auto", "recurrent", "chunk", "staged" or "parallel"
+    Token by token; fused chunks; the five stages of `linattn_np.stages` one by one; the quadratic form. All compute the
+    same function; "auto" takes the fastest that the backend has.
+chunk_size : int, optional
+    Tokens in a chunk, a multiple of 16; for the chunked modes.
+materialize : bool, optional
+    True keeps every chunk's state and computes chunks side by side; False carries one state through; None decides from
+    the shape.
+precision : "float32" or "tf32", optional
+    Of products of float32 arrays on a GPU's tensor cores; what `linattn_np.precision` says by default, and "float32"
+    where it says nothing. "tf32" is faster, with a relative error of 4e-4 for 1e-6. All else is the same.
+backend : "auto", "numpy", "cupy" or "numba"
+    "auto" follows the arrays: host arrays run on NumPy, device arrays on CuPy's kernels.
+state : [B, H, K, V], or a pool [P, H, K, V] with `slots`
+    The states, which are updated in place: float32, float64, float16 or bfloat16. The arithmetic is float32, or float64
+    beside float64 inputs. An error leaves them untouched.
+slots : integers [B], optional
+    Row of the pool that each sequence's state lives in, each at most once. Host integers are checked, and sent to the
+    device as `cu_seqlens` are in `gla`; an int64 CuPy array is taken as it is, without synchronising.
+out : array like the result, optional
+    Where to write o: memory that no other argument shares, and in which no two elements are one.
+"""
+
+SECTIONS = {
+    "Returns": """
+o : [B, H, T, V], the dtype and memory order of q; or ``(o, final_state)``
+""",
+    "Raises": """
+ContractError (a ValueError)
+    Shapes, modes or cu_seqlens that do not fit; ContractTypeError (also a TypeError) for dtypes, devices and things
+    that are no arrays; NotSupported where no backend can, with every reason. Nothing has run by then.
+LinattnWarning
+    Arrays that look like [B, T, H, ...] without `layout`, or like decays where their logs are expected.
+""",
+    "Notes": """
+Arrays are NumPy's or CuPy's, or anything with ``__dlpack__``: float64, float32, float16 or bfloat16, all the same, but
+a gate may be float32 beside half-precision arrays. Subclasses such as masked arrays are refused, and so is what would
+cut a gradient: `linattn_np.interop` differentiates. Any strides: slices of a fused buffer are read in place. v may have
+more heads than the other arrays, a multiple HV of H: o is then [B, HV, T, V], states [N, HV, K, V], and value head n
+goes with head ``n // (HV // H)``. That costs no copy of v and o where the heads lie side by side, as with
+``layout="bthd"``; states are copied.
+
+NaN and inf go where the recurrence takes them, forwards in time: one in k, v, a gate or a state stays in the state, one
+in q stays at its token; gradients take those of `do` and `dht` backwards. That holds in every mode on NumPy and Numba,
+and in "recurrent" on CuPy. CuPy's kernels on tensor cores multiply whole blocks, in which the weight of a later token
+is 0, and 0 times NaN is NaN. There a NaN or inf in v also reaches the tokens before it in its block: of 16 tokens; of
+32 on Hopper with half-precision arrays (64 where a head has one gate, or none); of a chunk in mode "staged". Of
+gradients, dq, dk and dv may have one in k, q or `do` at the other tokens of its block of up to 64, and the gate's,
+which is summed up from the end, one in k, v or the gate at every token of the sequence.
+""",
+}
