@@ -2,13 +2,14 @@
 //           queries' share of dg. Its units stand in the chunk's sums.
 // numerics  In dg nearly everything cancels, and bfloat16 would round this share by more than all else. So where gates
 //           are bfloat16 it is float16, in units of a power of 2 that a channel of a chunk has: 11 bits of what is
-//           2^-24 of the largest, or more.
+//           2^-24 of the largest, or more. Where gates are float16 it is float16 itself, but in units where they grow.
 #include "gated/sm90/states.cuh"
 
 // Behind the sums of a chunk, in float32 numbers: a byte of every warp of the first pass, whether gates of its
-// channels grow. There the share is in the gates' type.
+// channels grow.
 constexpr int FLAGS = 2;
 
+// Whether the share is in units where no gate grows. Where gates grow, float16 alone has units.
 template <typename G> constexpr bool IN_UNITS = false;
 template <> constexpr bool IN_UNITS<bf16> = true;
 
@@ -61,8 +62,8 @@ __device__ __forceinline__ void store_weights(G (*panels)[CHUNK][PANEL<G>], cons
 
 // A value of it, by itself; sum: its channel's.
 template <typename G> __device__ __forceinline__ float weight_value(G x, float sum, bool grew) {
-  if constexpr (IN_UNITS<G>)
-    if (!grew) return to_float(f16{x.bits}) * unit_of(sum);
+  if constexpr (sizeof(G) == 2)
+    if (grew != IN_UNITS<G>) return to_float(f16{x.bits}) * unit_of(sum);
   return to_float(x);
 }
 

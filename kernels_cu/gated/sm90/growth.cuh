@@ -145,6 +145,21 @@ using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {
   return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
 }
+// Brings a channel's share of dg to units and returns the channel's sum with its unit, which is 1 unless float16 would
+// not hold the largest finite value.
+__device__ __forceinline__ float bring_to_units(Tokens& weight, float sum) {
+  u32 largest = 0;
+  for (int m = 0; m < CHUNK / 4; ++m) {
+    const u32 exponent = __float_as_uint(weight[m]) >> 23 & 0xff;
+    if (exponent < 0xff) largest = max(largest, exponent);
+  }
+  for (int distance = 1; distance < 4; distance *= 2)
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  const u32 unit = max(largest, ONE + 14) - 14;
+  for (int m = 0; m < CHUNK / 4; ++m) weight[m] *= power_of_two(2 * ONE - unit);
+  return sum_with_unit(sum, unit);
+}
+
 // In place of what all four lanes of a channel read: shuffles alone keep no lane's stores behind another's loads.
 template <typename X, int PANELS>
 __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>], const Tokens& x, int channel) {
@@ -217,6 +232,7 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
       if (row % 4 == t) weight[row / 4] += BEFORE ? behind : behind + here;
       behind += here;
     }
+    if constexpr (sizeof(G) == 2 && !IN_UNITS<G>) behind = bring_to_units(weight, behind);
     if (t == 0 && (h ? inside[1] : inside[0])) sums[8 * h] = behind;
     store_tokens(q, dq, channel);
     store_tokens(g, weight, channel);
