@@ -216,7 +216,7 @@ CLASSES = {
     "numba": NumbaSimulated if SIMULATOR else Numba,
 }
 
-PART = 1 / 2  # of the cases that have all pairs of values
+PART = 1 / 4  # of the cases that have all pairs of values
 
 # Fixtures for kernels of some cards alone, and the backend that has no cases of theirs: a case that is skipped would
 # stand for its pairs of values.
@@ -268,6 +268,10 @@ def thins_at_once(config):
 
 @pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--exhaustive") and not any("::" in name for name in config.args):
+        costly = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=costly)
+        items[:] = [item for item in items if item not in costly]
     if config.getoption("--exhaustive") or thins_at_once(config):
         return
     products = defaultdict(list)

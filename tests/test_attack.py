@@ -23,6 +23,7 @@ def attacked(there, name, examples):
     return attack.counts[name], said
 
 
+@pytest.mark.exhaustive
 def test_every_property_runs(monkeypatch):
     """Whatever it finds, it finds in the library: no error is the attack's own."""
     monkeypatch.setattr(harness, "SHRINKING", 0)

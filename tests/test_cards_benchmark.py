@@ -99,7 +99,7 @@ def test_trainings_are_timed(tmp_path):
     assert rows[0]["apart"] < 1e-5 and all(row["tokens_s"] > 0 and row["efficiency"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("size", [[], ["--size=1x64"]])
+@pytest.mark.parametrize("size", [pytest.param([], marks=pytest.mark.exhaustive), ["--size=1x64"]])
 def test_texts_are_timed(size, tmp_path):
     out = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARKS / "cards_texts.py"), "--texts=3", "--tokens=2", "--slots=1", *size]

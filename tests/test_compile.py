@@ -164,6 +164,7 @@ def test_asking_for_one_translation_changes_no_other():
     assert nvrtc.translate(text, expressions, "compute_80") == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", [*MAIN, "sm_120"])
 def test_the_assembler_says_what_nvrtc_says(target):
     """NVRTC translates and assembles at once when CuPy asks it."""

@@ -146,7 +146,16 @@ def test_int8_has_the_numbers_of_the_cpu(hopper, B, rng):
     assert median <= 4 * ml_dtypes.finfo(BFLOAT16).eps and most <= 0.1 and worst <= 0.5
 
 
-@pytest.mark.parametrize("changed", [{}, {"F": 80}, {"F": 7200}, {"D": 1104, "N": 16, "H": 69, "F": 1024}], ids=str)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"F": 80},
+        pytest.param({"F": 7200}, marks=pytest.mark.exhaustive),
+        pytest.param({"D": 1104, "N": 16, "H": 69, "F": 1024}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_one_sequence_in_int8_of_any_size(hopper, changed, rng):
     """Wider and narrower than a stage of weights, and than what has digits of one unit."""
     sizes = SIZES["odd"] | {"D": 80, "N": 8, "H": 10, "F": 2064} | changed

@@ -85,7 +85,7 @@ def under_torchrun(ranks, *what):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_operators_under_mpi(ranks):
     done = under_mpi(ranks, "messages", "operators")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -157,6 +157,7 @@ def test_a_rank_that_gathers_is_not_received_from_under_mpi():
     assert "rank 0: waited 2 s for rank 1, which is at the beginning of gla (call 2)" in done.stdout, done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_the_others_by_torchruns_variables():
     codes, said = under_torchrun(2, "killed")
     assert codes == [3, -9] and "rank 0: rank 1 has ended" in said[0], said

@@ -136,15 +136,18 @@ def test_a_prompt_may_be_a_word_or_several(here):
     assert here("Emma", "-p", "Emma")[0] == 2
 
 
+@pytest.mark.exhaustive
 def test_a_seed_writes_the_same_text():
     first, again, other = (decode("--tokens", "30", "--seed", seed).stdout for seed in "334")
     assert first == again != other
 
 
+@pytest.mark.exhaustive
 def test_the_cpus_dtype_may_be_named():
     assert decode("--dtype", "float32", "--prompt", "Mr. Knight", *GREEDY, "--tokens", 5).stdout == b"Mr. Knightley a\n"
 
 
+@pytest.mark.exhaustive
 def test_one_token():
     done = decode("--tokens", "1", "--temperature", "0", "--prompt", "Emm")
     assert done.stdout == b"Emma\n"
@@ -333,6 +336,7 @@ def test_a_batch_is_what_the_texts_are_alone(batch):
     assert alone == f"It is a truth{out[0]['text']}\n"
 
 
+@pytest.mark.exhaustive
 def test_a_batch_over_processes_is_that_of_one(batch):
     """In the order of the lines, whichever process wrote them; a text that cannot go on is one of them."""
     lines = [{"prompt": f"Emma was {number}", "seed": number, "tokens": 5 + number % 3} for number in range(11)]

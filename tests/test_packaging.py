@@ -73,6 +73,7 @@ def test_source_distribution_can_test_itself(tmp_path):
         "CHANGELOG.md",
         "CONTRIBUTING.md",
         ".ci/run",
+        ".ci/exhaustive",
     ):
         shutil.copy(ROOT / name, source / name)
     wanted = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}

@@ -63,7 +63,7 @@ def test_other(a, b, c): pass
 """
 
 
-@pytest.mark.parametrize("arguments, marked, joined", [([], range(8, 20), range(4, 6)), (["--exhaustive"], [64], [16])])
+@pytest.mark.parametrize("arguments, marked, joined", [([], range(4, 11), range(4, 6)), (["--exhaustive"], [64], [16])])
 def test_what_pytest_runs(tmp_path, arguments, marked, joined):
     (tmp_path / "test_product.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--collect-only", "-q"]

@@ -147,6 +147,7 @@ def commands(tmp_path, *more, ranks=2, device="cpu"):
 SIZES = ["--layers=2", "--width=16", "--head-size=8", "--batch=4", "--context=24", "--lr=0.01"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.mpi
 def test_a_killed_rank_costs_no_step(tmp_path):
     """The others end with its name, the first saves what it had, and --resume ends with the bits of a whole run.
@@ -223,7 +224,7 @@ def test_a_card_whose_process_is_killed_ends_the_other(card, tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("share", ["batch", "context"])
+@pytest.mark.parametrize("share", ["batch", pytest.param("context", marks=pytest.mark.exhaustive)])
 def test_batches_and_contexts_are_shared_under_mpi(share, tmp_path):
     wanted = one_process(tmp_path)
     command = ["-m", "linattn_np", "train", "--text", "text", "--out", "out", "--device", "cpu", "--steps=12", *SIZES]
