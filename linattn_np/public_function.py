@@ -56,12 +56,15 @@ def defined(op: Op, signature, compute, namespace) -> Callable[..., Any]:
 
 
 class Docstring:
-    """A docstring in parts: `head` has summary and equation, `sections` the text of each title in ORDER."""
+    """A docstring in parts: `head` has summary and equation, `sections` the text of each title in ORDER.
+
+    `python -OO` leaves out docstrings: the text is None, and what is added is all there is.
+    """
 
     ORDER = ("Parameters", "Returns", "Raises", "Notes", "Example")
 
-    def __init__(self, text: str):
-        self.head, *parts = SECTION.split(inspect.cleandoc(text))
+    def __init__(self, text: str | None):
+        self.head, *parts = SECTION.split(inspect.cleandoc(text or ""))
         self.sections = {title: text.strip("\n") for title, text in zip(parts[::2], parts[1::2])}
 
     def entries(self) -> dict[str, str]:
