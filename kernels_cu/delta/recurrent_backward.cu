@@ -6,7 +6,7 @@
 //           dg = sums of dS D over columns, dS <- diag(exp g) dS + a dp^T
 //           both: dq = scale S_t do. Of GatedDelta dg is summed over channels, too
 // shapes    as recurrent_forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V], kept [B, HV, chunks, K, V];
-//           parts [tiles, kinds, B, HV, T, K], kinds q k, a b of Dplr, g of channels; token_parts [tiles, 2, B, HV, T] of
+//           parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels; token_parts [2, tiles, B, HV, T] of
 //           beta and of GatedDelta's g
 // grid      a block for every (sequence, head of values, BV columns), sequence slowest; a warp has COLUMNS columns and
 //           all channels, EACH of them a lane
@@ -213,19 +213,20 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
     }
     __syncthreads();  // the parts of sums over columns stand, and nobody reads the chunk
     if (chunk) fetch(chunk - 1);
-    const i64 tile = at.tile / BV, heads = shape.B * shape.H, head = i64(at.b) * shape.H + at.h;
+    const i64 tiles = (shape.V + BV - 1) / BV, tile = at.tile / BV, heads = shape.B * shape.H;
+    const i64 head = i64(at.b) * shape.H + at.h;
     for (int n = threadIdx.x; n < rows * KINDS * BK; n += THREADS) {
       const int c = n % BK, kind = n / BK % KINDS, r = n / BK / KINDS;
       const int i = c / (32 * NEAR) * NEAR + c % NEAR, from = c / NEAR % 32;
       const R* part = s.slots + (r * SLOT + kind * EACH + i) * THREADS + from;
       if (c < K)
-        args.parts[(((tile * KINDS + kind) * heads + head) * shape.T + first + r) * K + c] =
+        args.parts[(((kind * tiles + tile) * heads + head) * shape.T + first + r) * K + c] =
             (part[0] + part[32]) + (part[64] + part[96]);
     }
     if (int(threadIdx.x) < 2 * rows) {
       const int r = threadIdx.x / 2, which = threadIdx.x % 2;
       const auto& of = s.of_tokens[r];
-      args.token_parts[((tile * 2 + which) * heads + head) * shape.T + first + r] =
+      args.token_parts[((which * tiles + tile) * heads + head) * shape.T + first + r] =
           (of[0][which] + of[1][which]) + (of[2][which] + of[3][which]);
     }
   }

@@ -1,7 +1,7 @@
 // what      The gradients of rows of queries, keys and gates, from what tiles of columns and heads of values add.
 // math      dx = the sum over tiles and heads; of rows that were divided by their length, y = x / |x|, it is
 //           (dy - y (y . dy)) / |x|
-// shapes    parts [tiles, ..., B, H group, T, K], tiles `apart` numbers apart; x dx [B, H, T, K]
+// shapes    parts [tiles, B, H group, T, K]; x dx [B, H, T, K]
 // grid      a warp for every row of K numbers
 // smem      none
 // barriers  none
@@ -19,7 +19,7 @@ template <typename T> struct Args {
   const Real<T>* parts;
   Rows<const T> x;  // null where rows were not divided by their lengths
   Rows<T> dx;
-  i64 B, H, T_, K, group, tiles, apart;
+  i64 B, H, T_, K, group, tiles;
 };
 
 template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts(const Args<T> args) {
@@ -31,7 +31,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts
   const R* from = args.parts + (head * args.group * args.T_ + t) * K;
   R dx[EACH] = {};
   for (i64 part = 0; part < args.tiles * args.group; ++part) {
-    const R* mine = from + part / args.group * args.apart + part % args.group * args.T_ * K;
+    const i64 heads = part / args.group * args.B * args.H * args.group + part % args.group;
+    const R* mine = from + heads * args.T_ * K;
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
       if (lane + 32 * i < K) dx[i] += mine[lane + 32 * i];

@@ -102,6 +102,13 @@ class DeltaRecurrentBackward(DeltaKernel):
         """The gradients with a number for each channel, which are sums over columns."""
         return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
 
+    def kept_bytes(self, problem, inputs) -> int:
+        """Of states before chunks, and of parts of gradients, for the heads that share a head of keys."""
+        T, K, V = problem.shape("T K V")
+        states = K * V / self.TOKENS
+        parts = ceil_div(V, self.BV) * len(self.kinds) * K
+        return int(problem.sizes["B"] * inputs.group * T * (states + parts) * self.real)
+
     @property
     def shared_bytes(self):
         each = self.BK // 32
@@ -119,7 +126,7 @@ class DeltaSumParts(Kernel):
     """The gradient of rows of queries, keys or gates: the sum of what tiles of columns, and heads of values, have."""
 
     file = "delta/sum_parts"
-    arguments = members("pointers parts, rows? x, rows dx, integers B H T_ K group tiles apart")
+    arguments = members("pointers parts, rows? x, rows dx, integers B H T_ K group tiles")
     threads = 128
     dtype: np.dtype
 
