@@ -26,14 +26,14 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
   }
 }
 
-// S: N / 4 eights of channels, the first of which is `first`.
+// Multiplies N / 4 groups of 8 channels of the state, from channel `first` on, by the chunk's decays.
 template <int W, int N>
 __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first = 0) {
-  const float one = decays[0];  // of all channels, where W is 1
+  const float shared = decays[0];  // by all channels, if W is 1
   const int t = thread & 3;
 #pragma unroll
   for (int n = 0; n < N / 4; n += 2) {
-    float x[4] = {one, one, one, one};
+    float x[4] = {shared, shared, shared, shared};
     const float* const from = decays + (first + 8 * n) / 16 * 16 + 4 * t;
     if (W > 1 && N / 4 > 1) unpack(x, from);
     if (W > 1 && N / 4 == 1) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, 
   }
 }
 
-// o = A v, under way.
+// Starts o = A v.
 template <bool TWO, typename T, class Operands>
 __device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4], Operands& operands, int stage) {
   auto& tiles = operands.scores(stage);
@@ -62,8 +62,8 @@ __device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4]
   }
 }
 
-// How the state is read: operands of DEPTH channels.
-template <typename T> struct StateOperand {  // tf32
+// Copies DEPTH channels of the state as an operand: in tf32, or in bfloat16.
+template <typename T> struct StateOperand {
   static constexpr int DEPTH = 8;
   using Format = tf32;
   // In the order of `put_state_query`.
@@ -81,8 +81,8 @@ template <> struct StateOperand<bf16> {
   }
 };
 
-// o = A v + (q decayed) S, under way; S <- diag(decay) S. The state is read in parts of PART operands: while a part's
-// copy is multiplied the next one is copied.
+// Starts o = A v + (q decayed) S; S <- diag(decay) S. The state is copied in parts of PART operands: the next part is
+// copied while the tensor cores multiply by the copy of the part before.
 template <bool TWO, int W, int PART, typename T, int N, class Operands>
 __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[N], const u32 (&v)[2][4],
                                                       Operands& operands, const float* decays, int stage, int thread) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
   }
 }
 
-// One row of o to its place in a tile.
+// Stores row `row` of o in a tile.
 template <typename T> __device__ __forceinline__ void put_row(T* tile, const float (&o)[16], int row, int thread) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -141,7 +141,8 @@ template <typename T> __device__ __forceinline__ void put_row(T* tile, const flo
 // A thread of a consumer warpgroup.
 template <class Schedule, typename T, typename G, int BK, int BV> struct Consumer {
   using Storage = Shared<Schedule, T, G, BK, BV>;
-  static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::AHEAD, STAGES = Storage::STAGES, W = WIDTH<G>;
+  static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::VALUE_SLOTS, STAGES = Storage::STAGES;
+  static constexpr int W = WIDTH<G>;
   static constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;  // with many registers, few parts
   static constexpr bool MARKS = Schedule::reads && K_RANKS == 1;
 
@@ -175,9 +176,9 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 #pragma unroll
     for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
   }
-  // ldmatrix and stmatrix take four 8x8 matrices of 16 tokens and this warp's 16 columns: the address of this lane's row
-  // of them. It is swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)),
-  // computed from the bits of thread.
+  // ldmatrix and stmatrix take four 8x8 matrices of 16 tokens and this warp's 16 columns: the address of this lane's
+  // row of them. That is
+  // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)), bit by bit.
   __device__ __forceinline__ T* matrix_row(T* tile, int token) const {
     const int place = (thread & 7) * (128 + 16) ^ (thread & 96) ^ (thread << 1 & 16) ^ (thread << 6 & 1024);
     return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + place + token * 128);
@@ -253,7 +254,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       }
     }
     // Read by the lane that releases the stage.
-    const bool one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.numbers[stage].row[0] != ALL);
+    const bool one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.numbers[stage].row[0] != ALL_ROWS);
     wgmma_wait<0>();
     wgmma_keep(S);
     if (thread % 32 == 0) release(chunk, stage);
@@ -262,9 +263,9 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 
   // Multiplies the operands of a chunk's tokens, of which the producers hand over one at a time: forward_growth.cuh.
   __device__ __forceinline__ void take_tokens(u32 chunk) {
-    int row = MORE;
+    int row = AGAIN;
 #pragma unroll 1
-    for (int step = 1; row & MORE; ++step) {
+    for (int step = 1; row & AGAIN; ++step) {
       const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);
       barrier_wait(s.full[stage], chunk / STAGES + step & 1);
       forget(thread);
@@ -280,7 +281,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
         put_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup]
                    [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % SLOTS][0],
-                o, row % MORE, lane);
+                o, row % AGAIN, lane);
       }
       __syncwarp();  // all lanes have read decays
       if (thread % 32 == 0) release(chunk, stage);
@@ -311,7 +312,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // Stores the state before a chunk, if it is one of those that the backward pass starts from.
   __device__ __forceinline__ void mark(u32 chunk, u32 mask) {
     if (MARKS && args.marks && (chunk & mask) == 0) {
-      const i64 place = (work.sequence * args.per + chunk / (mask + 1)) * args.shape.H + work.head;
+      const i64 place = (work.sequence * args.marks_per_sequence + chunk / (mask + 1)) * args.shape.H + work.head;
       each_of_state(args.marks + place * args.shape.K * args.shape.V, [](float& x, float* to) { *to = x; });
     }
   }
@@ -337,7 +338,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   // Marks and single tokens, which few chunks need, stand outside of the loop that all others stay in: among its
   // instructions they would cost it time. The barrier keeps the compiler from making one loop of two. K_RANKS blocks
   // have no registers for that.
-  const u32 mask = u32(args.every) - 1;
+  const u32 mask = u32(args.mark_every) - 1;
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     me.mark(chunk, mask);
     bool one_by_one = false;
