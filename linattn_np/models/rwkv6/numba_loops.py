@@ -53,11 +53,29 @@ def tanh_of(x):
 
 
 @njit(**LOOP)
+def tanh_parts(x, count):
+    """tanh of x [B, count R], as [count, B, R]."""
+    to = np.empty((count, x.shape[0], x.shape[1] // count), np.float32)
+    for n in range(count):
+        for b in range(to.shape[1]):
+            for c in range(to.shape[2]):
+                to[n, b, c] = tanh(x[b, n * to.shape[2] + c])
+    return to
+
+
+@njit(**LOOP)
 def relu_squared(x):
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             positive = x[b, c] if x[b, c] > 0 or np.isnan(x[b, c]) else np.float32(0)
             x[b, c] = positive * positive
+
+
+@njit(**LOOP)
+def add(x, value):
+    for b in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            x[b, c] += value[b, c]
 
 
 @njit(**LOOP)
@@ -176,9 +194,7 @@ def product(multiply, board, matrix, x):
 def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     x_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MAA_X : MAA_X + 1], shift, slots)
     low = product(multiply, board, matrices[MAA_DOWN], x_x)
-    tanh_of(low[0])
-    low = np.ascontiguousarray(low.reshape(x.shape[0], 5, -1).transpose(1, 0, 2))
-    x_wkvrg = product(multiply, board, matrices[MAA_UP], low)
+    x_wkvrg = product(multiply, board, matrices[MAA_UP], tanh_parts(low[0], 5))
     data_mix(x_wkvrg, vectors[MAA : MAA + 5], xx, d)
     kvrg = product(multiply, board, matrices[KVRG], x_wkvrg[1:])
     low = product(multiply, board, matrices[DECAY_DOWN], x_wkvrg[:1])
@@ -187,7 +203,7 @@ def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     log_decay(w, vectors[DECAY])
     o = recurrence(kvrg[:3], w, vectors[BONUS], wkv, slots)
     gated_norm(o, kvrg[3], vectors[LN_X : LN_X + 2], wkv.shape[1], eps[1])
-    x += product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0]
+    add(x, product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0])
 
 
 @njit(**LOOP)
