@@ -219,23 +219,35 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
   }
 }
 
-// What the consumers need of a chunk. `refill` is called when its gates have been read, `refill_rows` when its queries
-// and keys have, `room` before anything is handed over. parity: of rows[group]; partial: how many of its tokens there
-// are, 0 for all. another_way: does all this where gates grow too much, which K_RANKS blocks tell each other, where a
-// chunk before was `scaled`, and, once more, where rows are beyond the range of borders. SCALE: rows are scaled.
-template <class Order, bool SCALE, class Schedule, typename T, typename G, int BK, int BV, class Refill,
-          class RefillRows, class Room, class Tell, class Either, class AnotherWay>
-__device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u32 stage, int rank, Barrier& full,
-                                           const ProducerCoord<BK>& me, float one, float scale, bool scaled, u32 parity,
-                                           int partial, Refill refill, RefillRows refill_rows, Room room, Tell tell,
-                                           Either either, AnotherWay another_way) {
+// A group's turn to make a chunk: which one it is and which one follows, the tokens of the sequence, and the stage that
+// takes the operands, with how often it was used before. parity: of rows[group].
+struct Turn {
+  int group, rank, chunk, next, tokens;
+  u32 stage, used, parity;
+
+  // How many tokens of the chunk there are, 0 for all.
+  __device__ __forceinline__ int partial() const { return chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0; }
+};
+
+// What became of a chunk: it is made; or it must be made otherwise, since its gates grow, or a chunk before was scaled;
+// or since some of its rows are beyond the range of borders: then all of it was made, and the next one is asked for.
+enum class Chunk { MADE, GROWS, BEYOND };
+
+// Makes what consumers need of a chunk, and asks for the group's next one as soon as its place has been read. Gates
+// that all channels share are `gate`, and `next_gate` becomes the next chunk's. SCALE: rows are scaled.
+template <class Order, bool SCALE, class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
+                                            const ProducerCoord<BK>& me, const Turn& turn, float gate, float& next_gate,
+                                            bool scaled) {
   using P = ProducerCoord<BK>;
   constexpr int W = WIDTH<G>;
   constexpr bool READS = Schedule::reads;
   const auto& in = s.inputs[me.group];
   auto& scores = s.scores[me.group];
-  auto& numbers = s.numbers[stage];
+  auto& numbers = s.numbers[turn.stage];
+  Barrier& full = s.full[turn.stage];
   const auto& decays = s.decays[me.group];
+  const float scale = float(args.scale);
   float a[BC][W], decay[W];
   using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
   constexpr u32 LARGEST = NARROWS<Schedule, T> ? EIGHTH<G> : LARGEST_GATE<T, G>;
@@ -245,8 +257,8 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float g[W];
-    gates_of(g, in, me, one, i);
-    note_growth(most, in, me, one, i);
+    gates_of(g, in, me, gate, i);
+    note_growth(most, in, me, gate, i);
 #pragma unroll
     for (int c = 0; c < W; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
@@ -255,8 +267,16 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST || scaled);
   const bool grown = grows;
   if (SCALE && grown) grows = barrier_any(PRODUCERS + me.group, P::THREADS, exceeds<G>(most, LARGEST_GATE<T, G>));
-  if constexpr (Schedule::K_RANKS > 1) tell(grows);
-  else if (!grows) refill();  // not after the wait for room: how long gates are on their way shows
+  const auto fetch_next_gates = [&] {
+    if (me.thread == 0) fetch_gates(s, args, turn.group, turn.next, turn.tokens);
+    next_gate = gate_of(s, args, me, turn.next);
+  };
+  const auto fetch_next_rows = [&] {
+    if (me.thread == 0) fetch_rows(s, args, turn.group, turn.next, turn.tokens);
+  };
+  if constexpr (Schedule::K_RANKS > 1) {
+    if (me.thread == 0) tell_both(s.votes, turn.rank, turn.stage, grows);
+  } else if (!grows) fetch_next_gates();  // not after the wait for the stage: how long gates are on their way shows
   // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before
   // it, are products of one, both or none. outer: of the half's other sub-chunk if it is the outer one; where all of a
   // warp are in one sub-chunk, nobody asks for it otherwise.
@@ -278,23 +298,23 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   };
   join(me.subchunk % 2 == 0, me.subchunk < 2);  // behind
   const PastNear<T, Border, W> past_near(outer);
-  room();
-  if constexpr (Schedule::K_RANKS > 1) grows = either();
-  if (__builtin_expect(grows, false)) return another_way(false);
-  if constexpr (Schedule::K_RANKS > 1) refill();
-  barrier_wait(s.rows[me.group], parity);
-  if (partial) clear_keys(s.inputs[me.group], me.first, partial, me.channel);
+  if (turn.used) barrier_wait(s.empty[turn.stage], turn.used - 1 & 1);
+  if constexpr (Schedule::K_RANKS > 1) grows = either_grows(s.votes, turn.stage, turn.used & 1);
+  if (__builtin_expect(grows, false)) return Chunk::GROWS;
+  if constexpr (Schedule::K_RANKS > 1) fetch_next_gates();
+  barrier_wait(s.rows[me.group], turn.parity);
+  if (turn.partial()) clear_keys(s.inputs[me.group], me.first, turn.partial(), me.channel);
   constexpr int WARPS = P::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
   const auto k_scales = scales_of<SCALE>(in.k, me, grown);
-  put_keys<READS, T>(s.operands.k[stage][rank], scores, in.k, a, me, past_near, across, k_scales);
+  put_keys<READS, T>(s.operands.k[turn.stage][turn.rank], scores, in.k, a, me, past_near, across, k_scales);
   join(me.subchunk % 2 == 1, me.subchunk >= 2);  // before
   if (me.subchunk == NUM_SUBCHUNKS - 1) {
     float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[W];
     get_decay(own, decays, me, me.subchunk);
     times(whole, whole, across);
     times(whole, whole, own);
-    put_decays(numbers.decay[rank], me.channel, whole);
+    put_decays(numbers.decay[turn.rank], me.channel, whole);
     numbers.row[0] = ALL;
   }
   if constexpr (READS) {
@@ -308,26 +328,27 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
     if constexpr (SCALE) put_undo(scores, me, q_scales, k_scales);
     constexpr bool LOOK = NARROWS<Schedule, T> && !SCALE;
     DirectProducts<BEFORE, LOOK, N, T, BK> direct(in.q, in.k, warp * N, lane);
-    put_queries<Order>(s.operands.q[stage][rank], scores, in.q, in.k, a, me, past_near, q_scales, across, u, itself,
-                       direct);
+    put_queries<Order>(s.operands.q[turn.stage][turn.rank], scores, in.q, in.k, a, me, past_near, q_scales, across, u,
+                       itself, direct);
     if (LOOK && direct.out_of_range(lane)) scores.beyond = true;
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
     const bool beyond = LOOK && scores.beyond;
-    refill_rows();
-    if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0 && !beyond) send_operands(s, stage, rank, full);
-    make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(stage)[rank], scores, direct.scores, itself,
-                                               s.operands.flip(stage), scale, warp, lane);
-    if (LOOK && __builtin_expect(__any_sync(0xffffffffu, beyond), false)) return another_way(true);
+    fetch_next_rows();
+    if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0 && !beyond) send_operands(s, turn.stage, turn.rank, full);
+    make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(turn.stage)[turn.rank], scores, direct.scores, itself,
+                                               s.operands.flip(turn.stage), scale, warp, lane);
+    if (LOOK && __builtin_expect(__any_sync(0xffffffffu, beyond), false)) return Chunk::BEYOND;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
       barrier_sync(PRODUCERS + me.group, P::THREADS);  // the scores stand
-      if (me.thread == 0) send_scores(s, stage, rank, full);
+      if (me.thread == 0) send_scores(s, turn.stage, turn.rank, full);
     }
   } else {
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // keys and the sub-chunks' decays have been read
-    refill_rows();
+    fetch_next_rows();
   }
+  return Chunk::MADE;
 }
 
 // Makes a chunk of which rows are beyond the range of borders, or gates between 1/8 and 1, or any other one. parity: of
@@ -336,23 +357,12 @@ template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 used, u32 parity, bool again) {
   const ProducerCoord<BK> me(producer);
-  const int tokens = s.work.tokens, next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
-  const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
   if (again) fetch_again(s, args, me, chunk, parity);
   else barrier_sync(PRODUCERS + me.group, me.THREADS);  // sub-chunks' decays, put once more below, have been read
-  const auto refill = [&] {
-    if (me.thread == 0) fetch_gates(s, args, me.group, next, tokens);
-  };
-  const auto refill_rows = [&] {
-    if (me.thread == 0) fetch_rows(s, args, me.group, next, tokens);
-  };
-  const auto room = [&] {
-    if (used) barrier_wait(s.empty[stage], used - 1 & 1);
-  };
-  const auto by_tokens = [&](bool) { make_tokens<Order>(s, args, producer, chunk, stage, used, parity); };
-  const auto nobody = [] {};  // no other block has a part of the chunk
-  make_chunk<Order, true>(s, stage, 0, s.full[stage], me, gate_of(s, args, me, chunk), float(args.scale), false, parity,
-                          partial, refill, refill_rows, room, nobody, nobody, by_tokens);
+  const Turn turn{me.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), used, parity};
+  float next_gate;  // the caller has it
+  if (make_chunk<Order, true>(s, args, me, turn, gate_of(s, args, me, chunk), next_gate, false) != Chunk::MADE)
+    make_tokens<Order>(s, args, producer, chunk, stage, used, parity);
 }
 
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
@@ -365,9 +375,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   int group = GROUPS > 1 ? u32(thread) / P::THREADS : 0;
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
   int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
-  const float scale = float(args.scale);
   if (thread % P::THREADS == 0) fetch_gates(s, args, group, maker, tokens), fetch_rows(s, args, group, maker, tokens);
-  float one = gate_of(s, args, P(thread), maker);
+  float next_gate = gate_of(s, args, P(thread), maker);
   u32 iteration = 0;
   bool scaled = false;  // since rows were beyond the range of borders: to make every such chunk twice would take long
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
@@ -379,37 +388,22 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       if constexpr (sizeof(G) == 4) forget(maker);
     }
     const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
-    const float gate = one;
-    const auto refill = [&] {
-      if (thread % P::THREADS == 0) fetch_gates(s, args, group, chunk + S::MAKERS, tokens);
-      one = gate_of(s, args, P(thread), chunk + S::MAKERS);
-    };
-    const auto refill_rows = [&] {
-      if (thread % P::THREADS == 0) fetch_rows(s, args, group, chunk + S::MAKERS, tokens);
-    };
+    const float gate = next_gate;
     const u32 stage = S::MAKERS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
     const u32 used = S::MAKERS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
-    const auto room = [&] {
-      if (used) barrier_wait(s.empty[stage], used - 1 & 1);
-    };
-    const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
-    const auto tell = [&](bool grows) {
-      if constexpr (Schedule::K_RANKS > 1)
-        if (me.thread == 0) tell_both(s.votes, rank, stage, grows);
-    };
-    const auto either = [&] {
-      if constexpr (Schedule::K_RANKS > 1) return either_grows(s.votes, stage, used & 1);
-    };
-    const auto another_way = [&](bool again) {
+    const Turn turn{group, rank, chunk, chunk + S::MAKERS, tokens, stage, used, iteration & 1};
+    if (WIDTH<G> == 4) {
+      barrier_wait(s.gates[group], turn.parity);
+      if (turn.partial()) clear_gates(s.inputs[group], me.first, turn.partial(), me.channel);
+    }
+    const Chunk found = make_chunk<Order, false>(s, args, me, turn, gate, next_gate, scaled);
+    if (__builtin_expect(found != Chunk::MADE, false)) {
+      const bool again = found == Chunk::BEYOND;
       scaled |= again;
-      if constexpr (NARROWS<Schedule, T>) make_scaled<Order>(s, args, thread, chunk, stage, used, iteration & 1, again);
-      else make_tokens<Order>(s, args, thread, chunk, stage, used, iteration & 1);
-      one = gate_of(s, args, P(thread), chunk + S::MAKERS);
-    };
-    if (WIDTH<G> == 4) barrier_wait(s.gates[group], iteration & 1);
-    if (WIDTH<G> == 4 && partial) clear_gates(s.inputs[group], me.first, partial, me.channel);
-    make_chunk<Order, false>(s, stage, rank, s.full[stage], me, gate, scale, scaled, iteration & 1, partial, refill,
-                             refill_rows, room, tell, either, another_way);
+      if constexpr (NARROWS<Schedule, T>) make_scaled<Order>(s, args, thread, chunk, stage, used, turn.parity, again);
+      else make_tokens<Order>(s, args, thread, chunk, stage, used, turn.parity);
+      next_gate = gate_of(s, args, P(thread), turn.next);
+    }
     fence_async();
     barrier_arrive(s.full[stage]);
   }
