@@ -14,9 +14,10 @@ from ...backends.cupy.plan import FLOAT32, ceil_div
 from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm
 from ...ops.functions import rwkv6
 from ..array_math import library_of
+from ..rwkv.grad import layer_norm
+from ..rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS
 from ..single_process import WHOLE
-from .grad import layer_norm
-from .math import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
+from .math import output_scale
 from .names import refuse
 
 THREADS_AT_WORK = 1024  # of a multiprocessor, in kernels that add up over tokens: a block has as many of these as
