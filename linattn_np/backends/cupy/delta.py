@@ -7,6 +7,8 @@ columns are parts of blocks, which a kernel adds up.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .delta_kernels import (
@@ -111,7 +113,7 @@ def recurrent_kernel(inputs, pairs, device):
 def launch_recurrent(draft, inputs, kernel, arrays, every=None, **written):
     """Of all heads of `arrays`. `every`: how many tokens lie between states that are kept."""
     problem, (heads, V) = inputs.problem, arrays["v"].shape[1::2]
-    shape = draft.shape(problem, chunk=every, H=heads)
+    shape = replace(draft.shape(problem, chunk=every), H=heads)
     blocks = problem.sizes["N"] * heads * ceil_div(V, kernel.BV)
     how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized}
     how |= {"bytes": inputs.common_bytes(), "every": every or 0}
@@ -123,12 +125,12 @@ def plan_vjp(problem, device, do, dht, saved=()):
     """(gradients in the order of the arrays, that of the initial state or None)."""
     draft = Draft()
     inputs, (do, dht) = Inputs(draft, problem), draft.cotangents(problem, do, dht)
-    B, N, H, K, V = problem.shape("B N H K V")
+    H, K = problem.shape("H K")
     kernel = DeltaRecurrentBackward.fitting(*inputs.instance, K, device.shared_per_block)
     states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
     gradients = {name: draft.like(problem[own]) for name, own in inputs.names.items()}
-    groups = heads_at_once(H // inputs.group, kernel.kept_bytes(problem, inputs), sum(x.nbytes for x in inputs.arrays.values()))
-    heads = groups * inputs.group
+    read = sum(x.nbytes for x in inputs.arrays.values())
+    heads = inputs.group * heads_at_once(H // inputs.group, kernel.kept_bytes(problem, inputs), read)
     for first in range(0, H, heads):
         launch_gradients(draft, inputs, kernel, device, do, states, gradients, first, min(heads, H - first))
     found = tuple(gradients.values())
@@ -141,7 +143,8 @@ def launch_gradients(draft, inputs, kernel, device, do, states, gradients, first
     problem, arrays = inputs.problem, inputs.of_heads(first, heads)
     B, T, K, V, N = problem.shape("B T K V N")
     some = {name: x if x is None else x[:, first : first + heads] for name, x in states.items()}
-    shape, tiles, real = draft.shape(problem, chunk=kernel.TOKENS, H=heads), ceil_div(V, kernel.BV), problem.compute_dtype
+    shape = replace(draft.shape(problem, chunk=kernel.TOKENS), H=heads)
+    tiles, real = ceil_div(V, kernel.BV), problem.compute_dtype
     kept = draft.empty((B, heads, shape.NC, K, V), real)
     before = recurrent_kernel(inputs, (N, heads), device)
     launch_recurrent(draft, inputs, before, arrays, kernel.TOKENS, initial=some["initial"], kept=kept)

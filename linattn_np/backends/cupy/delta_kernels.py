@@ -12,7 +12,9 @@ from .kernel import DOUBLE, Kernel
 from .plan import ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
-READ = members("rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes")
+READ = members(
+    "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes"
+)
 
 
 class DeltaKernel(Kernel):
@@ -32,7 +34,9 @@ class DeltaKernel(Kernel):
         """Shared memory of so many tokens, with so many arrays that have a number for each column."""
         own, gated = self.rule == DPLR, self.rule != GATED_DELTA
         wide = (2 + 2 * own) * BK + columns * BV
-        return tokens * (wide * self.dtype.itemsize + gated * BK * self.gate.itemsize) + 16 * (2 * (not own) + (not gated))
+        return tokens * (wide * self.dtype.itemsize + gated * BK * self.gate.itemsize) + 16 * (
+            2 * (not own) + (not gated)
+        )
 
     def looks_bytes(self, tokens, BK) -> int:
         """That of what is known of them."""
