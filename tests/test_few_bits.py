@@ -23,7 +23,7 @@ from linattn_np.models.rwkv6.parameters import Layout, sizes_of
 
 pytest.importorskip("numba", reason="matrices of few bits are multiplied by Numba's loops")
 from linattn_np.models import matrix_loops  # they import Numba
-from linattn_np.models.rwkv6 import numba_loops
+from linattn_np.models.rwkv import numba_loops
 
 ROOT = Path(__file__).parents[1]
 AUSTEN = ROOT / "examples" / "data" / "austen-x060"

@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, checkpoint, matrices
 from linattn_np.models.checkpoint import CheckpointError
-from linattn_np.models.rwkv6 import cpu_layers, names
+from linattn_np.models.rwkv import cpu_layers
+from linattn_np.models.rwkv6 import names
 
 SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
 LAYERS = 3

@@ -311,7 +311,8 @@ ROOMS = {
     "models/matrices": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/matrix_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
-    "models/rwkv6/numba_loops": (["numba_cache", "models.matrix_loops", "models.rwkv6.math"], ["numpy", "numba"]),
+    "models/rwkv/numba_loops": (["numba_cache", "models.matrix_loops"], ["numpy", "numba"]),
+    "models/rwkv6/numba_loops": (["numba_cache", "models.rwkv"], ["numpy", "numba"]),
     "models/training": (
         [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6", "models.training_steps"],
         ["numpy", "cupy", "safetensors"],
@@ -423,6 +424,7 @@ def test_array_libraries_are_imported_where_they_are_used():
         "interop/torch_calls",
         "interop/torch_memory",
         "models/matrix_loops",
+        "models/rwkv/numba_loops",
         "models/rwkv6/numba_loops",
     }
     assert not any(

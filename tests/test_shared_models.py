@@ -15,7 +15,7 @@ from test_decode_kernels import SMALL, synthetic
 from linattn_np.models import RWKV6, Batch, Sampling, State
 from linattn_np.models.matrices import FORMATS
 from linattn_np.models.prompt_reading import PIECE
-from linattn_np.models.rwkv6 import cpu_layers
+from linattn_np.models.rwkv import cpu_layers
 from linattn_np.models.training import Settings, Training
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"

@@ -21,7 +21,7 @@ from ..backends.numpy.cores import workers
 from ..cupy_folder import folder_for_cupy
 from ..models import austen
 from ..models.devices import check_device
-from ..models.rwkv6.cpu_layers import has_loops
+from ..models.rwkv.cpu_layers import has_loops
 from .blas_threads import VARIABLES
 from .terminal import put
 

@@ -22,8 +22,6 @@ from ..models import RWKV6
 from ..models.checkpoint import read
 from ..models.devices import check_device, on_host
 from ..models.files import check_writable, same_file
-from ..models.rwkv6.names import parameters
-from ..models.rwkv6.numpy_layers import NumpyLayers
 from ..models.single_process import OneProcess
 from ..models.training import Settings, Training
 from .blas_threads import blas_for, where
@@ -253,8 +251,8 @@ class Reader(RWKV6):
     """A model by NumPy alone, as Numba's loops would first be compiled."""
 
     def __init__(self, weights):
-        weights, self.sizes = parameters(weights)
-        self.device, self.layers = "cpu", NumpyLayers(weights, self.sizes, "float32", lambda array: None)
+        weights, self.sizes = self.parameters(weights, None)
+        self.device, self.layers = "cpu", self.numpy_layers(weights, self.sizes, "float32", lambda array: None)
 
 
 def sample(training) -> str:

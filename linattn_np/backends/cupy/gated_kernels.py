@@ -14,7 +14,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from .arguments import members
-from .kernel import GatedKernel, Kernel, TiledKernel, padded
+from .kernel import BARRIER, INTEGER, POINTER, REAL, CType, GatedKernel, Kernel, TiledKernel, padded, struct
 from .plan import ceil_div
 
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K: a tile below 64 would not be faster
@@ -277,8 +277,9 @@ SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which
 class GatedForwardSm90(TiledKernel):
     file = "gated/sm90/forward"
     arguments = members(
-        "maps q k g v o_boxes, rows o, rows? one, pointers? u initial final, shape, reals scale, pointers? decays, "
-        "integers channel of needed, pointers? marks, integers every per parts, pointers? left"
+        "maps q k g v o_boxes, rows o, rows? scalar_gate, pointers? u initial final, shape, reals scale, "
+        "pointers? decays, integers channel segments computed, pointers? marks, "
+        "integers mark_every marks_per_sequence parts, pointers? segment_states"
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
@@ -328,26 +329,31 @@ class GatedForwardSm90(TiledKernel):
 
     @property
     def shared_bytes(self):
-        """By the members of the kernel's struct `Shared`, in its order but for those of a producer group."""
-        C, BK, half, gate, groups = self.CHUNK, self.BK, self.dtype.itemsize, self.gate_bytes, self.producer_groups
-        reads, coarse = self.reads, self.dtype == BFLOAT16
-        ranks, wide = 1 + (self.schedule == CLUSTER_SPLIT_K), 2 if coarse else 4
-        middle = wide if ranks == 1 else 4
-        stages = max(2, groups * (1 + (self.schedule == CLUSTER_SPLIT_V)))
-        slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
+        """Of the struct `Shared` in forward_storage.cuh, whose members these are, in its order."""
+        C, BK, reads, groups, coarse = self.CHUNK, self.BK, self.reads, self.producer_groups, self.dtype == BFLOAT16
+        K_ranks, chunk_ranks = 1 + (self.schedule == CLUSTER_SPLIT_K), 1 + (self.schedule == CLUSTER_SPLIT_V)
+        stages = max(2, groups * chunk_ranks)
+        score_tiles = stages if coarse or self.cluster > 1 else 1
+        warpgroups, slots = self.BV // PANEL, 2 if reads and not coarse else 4 if self.gate_bytes <= 2 else 3
+        half, gate = CType(2, 2), CType(self.gate_bytes, max(self.gate_bytes, 1))
+        wide = half if coarse else REAL
+        middle = wide if K_ranks == 1 else REAL
 
-        operands = stages * ranks * C * BK * (half + reads * wide)  # k, and if o is computed q
-        scores = (stages if coarse or self.cluster > 1 else 1) * ranks * C * PANEL * half * reads  # A
-        values = slots * C * PANEL * half  # v, then o
-        score_operands = C * (2 * BK * (middle + half) + 16) * reads + 128  # an empty member takes its alignment
-        inputs = C * BK * (half * (1 + reads) + gate)  # q, k, g as they come from memory
-        decays, group_barriers = 4 * BK * 4, 2 * 8
-        bonus, numbers, work_tile = 4 * BK, stages * (4 * ranks * BK + 16), 40
-        votes = 80 if ranks > 1 else 8 if reads else 24  # with the struct Scan
-        barriers = 8 * (slots + 2 * stages)
-        used = operands + scores + values + groups * (score_operands + inputs + decays + group_barriers)
-        used += bonus + numbers + votes + work_tile + barriers
-        return padded(used, 1024)
+        tokens, made = C * BK, stages * K_ranks * C * BK
+        queries, keys, scores = wide.array(made), half.array(made), half.array(score_tiles * K_ranks * C * PANEL)
+        operands = struct(*([queries, keys, scores] if reads else [keys]), alignment=1024)
+        values = half.array(warpgroups * slots * C * PANEL)
+        row = struct(middle.array(2 * BK), half.array(2 * BK), REAL.array(4), alignment=16)
+        score_operands = struct(row.array(C), INTEGER, alignment=128) if reads else struct()
+        inputs = struct(half.array((1 + reads) * tokens), gate.array(tokens), alignment=128)
+        decays, bonus = REAL.array(groups * C // self.SUB_CHUNK * BK), REAL.array(BK)
+        numbers = struct(REAL.array(K_ranks * BK), INTEGER.array(4), alignment=16)
+        votes = struct(INTEGER.array(K_ranks * 2 * 4), BARRIER.array(2), alignment=16) if K_ranks > 1 else struct()
+        scan = struct() if reads else struct(BARRIER, REAL)
+        work = struct(INTEGER.array(6), POINTER.array(2))
+        barriers = BARRIER.array(2 * groups + warpgroups * slots + 2 * stages)
+        tiles = operands, values, score_operands.array(groups), inputs.array(groups)
+        return struct(*tiles, decays, bonus, numbers.array(stages), votes, scan, work, barriers).size
 
     @property
     def resident(self):

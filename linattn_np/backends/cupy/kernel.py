@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, dataclass_transform
+from typing import ClassVar, NamedTuple, dataclass_transform
 
 import numpy as np
 
@@ -33,6 +33,28 @@ def no_kernels(dtype, dtypes) -> str | None:
 
 def padded(size: int, to: int) -> int:
     return ceil_div(size, to) * to
+
+
+class CType(NamedTuple):
+    """The bytes of a C++ type, and the multiple of bytes on which an object of it starts."""
+
+    size: int
+    alignment: int
+
+    def array(self, count: int) -> CType:
+        return CType(count * self.size, self.alignment)
+
+
+INTEGER, REAL, POINTER, BARRIER = CType(4, 4), CType(4, 4), CType(8, 8), CType(8, 8)
+
+
+def struct(*members: CType, alignment: int = 1) -> CType:
+    """The struct of these members in their order, `alignas(alignment)`. An empty one takes a byte."""
+    end = 0
+    for member in members:
+        end = padded(end, member.alignment) + member.size
+    alignment = max([alignment, *(member.alignment for member in members)])
+    return CType(padded(max(end, 1), alignment), alignment)
 
 
 @dataclass_transform(frozen_default=True)

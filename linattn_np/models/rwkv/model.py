@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.util import find_spec
 from os import PathLike
 from typing import Any, ClassVar, Literal, Self
 
@@ -14,11 +16,14 @@ from ...array_kinds import BFLOAT16
 from ...errors import ContractError, ContractTypeError, NotSupported
 from ...typing import Integers, Result
 from .. import checkpoint
-from ..devices import on_host
+from ..devices import check_device, on_host
 from ..prompt_reading import read
 from ..quantised import collected, of_bits
 from ..sampling import Sampling
 from . import names
+from .config import completed
+from .cpu_layers import cpu_layers
+from .numpy_layers import NumpyLayers
 from .state import STATE, Rows, State, check_state
 from .version import EPS, Version
 
@@ -29,11 +34,13 @@ class Model:
     """What models of all versions do; a version's class says how its parameters and its equations are.
 
     version : its tables
-    completed : of weights and a config.json the weights with what the config says besides
-    layers_on : of a device what makes the model's layers there
+    numpy_layers : its layers by NumPy alone
+    numba_layers : imports its layers by Numba's loops
+    cuda_layers : imports its layers on the GPU
     """
 
     version: ClassVar[Version]
+    numpy_layers: ClassVar[type[NumpyLayers]]
 
     def __init__(
         self,
@@ -50,17 +57,28 @@ class Model:
         self.layers = self.layers_on(device)(weights, self.sizes, dtype, state_dtype, loaded)
 
     @staticmethod
-    def completed(weights: Mapping, config: Mapping | None) -> Mapping:
+    def numba_layers() -> type:
         raise NotImplementedError
 
     @staticmethod
-    def layers_on(device) -> Callable:
+    def cuda_layers() -> Callable:
         raise NotImplementedError
+
+    @classmethod
+    def layers_on(cls, device) -> Callable:
+        """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
+        if device == "cpu":
+            return partial(cpu_layers, cls)
+        # Imported first, as another thread may still be opening the device: see `open_beside`.
+        layers = cls.cuda_layers() if find_spec("cupy") else None
+        check_device(cls.version.owner, device)
+        assert layers
+        return layers
 
     @classmethod
     def parameters(cls, weights: Mapping, config: Mapping | None) -> tuple[dict, dict[str, int]]:
         """`weights` under their official names, matrices with their scales as one, and the model's sizes."""
-        return names.parameters(cls.version, cls.completed(collected(weights), config))
+        return names.parameters(cls.version, completed(cls.version, collected(weights), config))
 
     def __repr__(self):
         sizes = "{L} layers, {D} channels, {H} heads of {N}, {V:,} tokens".format(**self.sizes)

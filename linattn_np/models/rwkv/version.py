@@ -15,6 +15,8 @@ import numpy as np
 
 from ...errors import ContractError, ContractTypeError
 
+LAYER_NORM_EPS = 1e-5
+GROUP_NORM_EPS = 64e-5  # whatever the head size is
 EPS = "norm_eps"  # may be among the weights, [2]: the eps of layer norms and of the group norm, unless official ones
 TUNED = {"att.time_state": "H N N"}  # in every block or in none: a tuned initial state, value by key
 
@@ -58,11 +60,15 @@ class Version:
     embedding, block, head : every parameter and its axes, of the whole model or in a layer's block; an axis gets its
         size where it is first named. Linear weights are (out, in)
     layer, model : the arrays that the layers take, by field
-    eps : of layer norms and of the group norm, where the weights have no EPS
+    first_layer_lacks : parameters of a block that the first block does not have; files may bring them, unread
     naming : of weights the prefix of their blocks, and a function from an official name to the name in the file and
         what makes the official array of the file's
     refuse_others : raises where weights are another version's
     check_sizes : raises where sizes do not fit each other
+    fla_fields : flash-linear-attention's fields that change what is computed, with the one value of each that is
+        computed here
+    fla_eps : of its norms, where its config says nothing
+    fla_group_factor : of weights with its names, the group norm's eps as a multiple of the layer norms'
     """
 
     owner: str
@@ -72,10 +78,13 @@ class Version:
     head: dict[str, str]
     layer: dict[str, Weight]
     model: dict[str, Weight]
-    eps: tuple[float, float]
     naming: Callable[[Mapping], tuple[str, Callable]]
     refuse_others: Callable[[Mapping], None]
     check_sizes: Callable[[Mapping], None]
+    fla_fields: dict[str, object]
+    fla_eps: float
+    fla_group_factor: Callable[[Mapping], float]
+    first_layer_lacks: frozenset[str] = frozenset()
 
     # -- refusals ----------------------------------------------------------------------------------------------------
     def refuse(self, complaint: str, error=ContractError) -> NoReturn:
@@ -96,7 +105,12 @@ class Version:
     def declared(self, layers, tuned=False) -> dict[str, str]:
         """Official names of all the parameters of a model, and their axes."""
         block = self.block | TUNED if tuned else self.block
-        blocks = {f"blocks.{i}.{name}": axes for i in range(layers) for name, axes in block.items()}
+        blocks = {
+            f"blocks.{i}.{name}": axes
+            for i in range(layers)
+            for name, axes in block.items()
+            if i or name not in self.first_layer_lacks
+        }
         return self.embedding | blocks | self.head
 
     @property
@@ -112,16 +126,20 @@ class Version:
         """The names of the large matrices, all of them (out, in), but not the embedding."""
         found = ["head.weight"]
         for weight in self.layer.values():
-            if weight.matrix and not weight.inputs_first:
+            if weight.matrix and not weight.inputs_first:  # the first block lacks none of them
                 found += [f"blocks.{i}.{name}" for i in range(layers) for name in weight.names]
         return found
 
     # -- arrays ------------------------------------------------------------------------------------------------------
     def layer_arrays(self, prefix: str, array_of: Callable) -> SimpleNamespace:
         """The arrays of a layer: ``array_of(field, weight, full names)`` makes each of them."""
-        fields = self.layer.items()
+        lacking = self.first_layer_lacks if prefix == "blocks.0." else frozenset()
         return SimpleNamespace(
-            **{field: array_of(field, weight, [prefix + name for name in weight.names]) for field, weight in fields}
+            **{
+                field: array_of(field, weight, [prefix + name for name in weight.names])
+                for field, weight in self.layer.items()
+                if not lacking.issuperset(weight.names)
+            }
         )
 
     def whole_arrays(self, array_of: Callable) -> SimpleNamespace:
@@ -136,7 +154,7 @@ class Version:
 
     def norm_eps(self, weights) -> tuple[float, float]:
         """Of the layer norms and of the group norm."""
-        found = weights.get(EPS, self.eps)
+        found = weights.get(EPS, (LAYER_NORM_EPS, GROUP_NORM_EPS))
         return float(found[0]), float(found[1])
 
 

@@ -1,12 +1,10 @@
 """RWKV-6 (x060, "Finch"; Peng et al., "Eagle and Finch", 2024), without torch; `rwkv` has what all versions share.
 
 names           what files call the parameters, and their shapes
-config          what a config.json says of them
 weights         which arrays the layers take, and the parameters that each holds
 math            the two mixes, once for all that compute them
-cpu_layers      which layers run on the CPU
 numpy_layers    NumPy's, in float32
-numba_layers    those of Numba's loops
+numba_layers    those of Numba's loops, which are in numba_loops
 cuda_decode     one token on the GPU
 cuda_prefill    prompts on the GPU
 cuda_layers     both of them, with one set of weights

@@ -12,9 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-LAYER_NORM_EPS = 1e-5
-GROUP_NORM_EPS = 64e-5  # whatever the head size is
-
 
 def output_scale(dtype) -> float:
     """The scale of the recurrence where its result is kept in `dtype`, whose numbers may be few: float16 ends at 65504.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
-from ..devices import check_device
 from ..rwkv.model import Model
 from ..training_products import HostProducts
-from .config import completed
 from .names import VERSION
+from .numpy_layers import NumpyLayers
 from .parameters import Layout, sizes_of
 
 
@@ -72,7 +70,7 @@ class RWKV6(Model):
     ' '
     """
 
-    version, completed = VERSION, staticmethod(completed)
+    version, numpy_layers = VERSION, NumpyLayers
 
     @staticmethod
     def trainable(layers: int, width: int, head_size: int) -> Layout:
@@ -90,13 +88,13 @@ class RWKV6(Model):
         return loss(weights, tokens, products, drop, **how)
 
     @staticmethod
-    def layers_on(device) -> Callable:
-        """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
-        if device == "cpu":
-            from .cpu_layers import cpu_layers
+    def numba_layers() -> type:
+        from .numba_layers import NumbaLayers
 
-            return cpu_layers
-        if find_spec("cupy"):
-            from . import cuda_layers  # first, as another thread may still be opening the device: see `open_beside`
-        check_device("RWKV6", device)
-        return cuda_layers.CudaLayers
+        return NumbaLayers
+
+    @staticmethod
+    def cuda_layers() -> Callable:
+        from .cuda_layers import CudaLayers
+
+        return CudaLayers

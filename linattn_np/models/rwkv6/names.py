@@ -10,7 +10,6 @@ from ..number_checks import shown
 from ..rwkv import names
 from ..rwkv.names import blocks_of, hugging_face, row, same, transposed, unchanged
 from ..rwkv.version import Version
-from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 from .weights import LAYER, MODEL
 
 # Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary,
@@ -178,10 +177,12 @@ VERSION = Version(
     head=HEAD,
     layer=LAYER,
     model=MODEL,
-    eps=(LAYER_NORM_EPS, GROUP_NORM_EPS),
     naming=naming,
     refuse_others=refuse_other_versions,
     check_sizes=check_sizes,
+    fla_fields={"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None},
+    fla_eps=1e-6,
+    fla_group_factor=lambda weights: 1,
 )
 refuse, one_of = VERSION.refuse, VERSION.one_of
 official, parameters = partial(names.official, VERSION), partial(names.parameters, VERSION)

@@ -1,63 +1,26 @@
-"""Numba's loops for RWKV-6: a step of a few sequences in one call, and what stands between a prompt's products.
-
-What Python and NumPy take between the loops of a token is as long as 4 bits of its matrices take to be read.
-"""
+"""Numba's loops for RWKV-6: a step of a few sequences in one call, and what stands between a prompt's products."""
 
 import numpy as np
 
 from ...numba_cache import njit
-from ..matrix_loops import product_at
-
-LOOP = {
-    "nogil": True,
-    "error_model": "numpy",  # a look for zeros at every division keeps a loop from vectors
-    "fastmath": {"contract", "nsz", "arcp", "reassoc"},
-}
+from ..rwkv.numba_loops import (
+    LOOP,
+    add,
+    layer_norm,
+    normalize,
+    product,
+    relu_squared,
+    shift_mix,
+    sigmoid,
+    tanh_of,
+    tanh_parts,
+)
 
 # What a step takes of a layer, in this order: vectors of D numbers, and how many of them there are; and matrices.
 VECTORS = {"ln1": 2, "ln2": 2, "ln_x": 2, "maa_x": 1, "maa": 5, "decay": 1, "bonus": 1, "ffn_maa": 2}
 LN1, LN2, LN_X, MAA_X, MAA, DECAY, BONUS, FFN_MAA = (sum([*VECTORS.values()][:n]) for n in range(len(VECTORS)))
 MATRICES = tuple("maa_down maa_up kvrg decay_down decay_up output ffn_key ffn_receptance ffn_value".split())
 MAA_DOWN, MAA_UP, KVRG, DECAY_DOWN, DECAY_UP, OUTPUT, FFN_KEY, FFN_RECEPTANCE, FFN_VALUE = range(len(MATRICES))
-MOST = np.float32(7.90531110763549805)  # tanh of more is 1
-
-
-# -- elementwise ------------------------------------------------------------------------------------------------------
-@njit(forceinline=True, **LOOP)
-def tanh(x):
-    """Within 6 units in the last place, and in vectors, as libm's is not: Eigen's rational function."""
-    s = x * x
-    p = np.float32(2.00018790482477e-13) - np.float32(2.76076847742355e-16) * s
-    p = np.float32(-8.60467152213735e-11) + p * s
-    p = np.float32(5.12229709037114e-08) + p * s
-    p = np.float32(1.48572235717979e-05) + p * s
-    p = np.float32(6.37261928875436e-04) + p * s
-    p = np.float32(4.89352455891786e-03) + p * s
-    q = np.float32(1.18534705686654e-04) + np.float32(1.19825839466702e-06) * s
-    q = np.float32(2.26843463243900e-03) + q * s
-    q = np.float32(4.89352518554385e-03) + q * s
-    one = np.float32(1)
-    return one if x > MOST else -one if x < -MOST else x * p / q
-
-
-@njit(forceinline=True, **LOOP)
-def sigmoid(x):
-    return np.float32(0.5) * tanh(np.float32(0.5) * x) + np.float32(0.5)
-
-
-@njit(**LOOP)
-def tanh_of(x):
-    for b in range(x.shape[0]):
-        for c in range(x.shape[1]):
-            x[b, c] = tanh(x[b, c])
-
-
-@njit(**LOOP)
-def relu_squared(x):
-    for b in range(x.shape[0]):
-        for c in range(x.shape[1]):
-            positive = x[b, c] if x[b, c] > 0 or np.isnan(x[b, c]) else np.float32(0)
-            x[b, c] = positive * positive
 
 
 @njit(**LOOP)
@@ -66,52 +29,6 @@ def add_gated(x, gate, value):
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             x[b, c] += sigmoid(gate[b, c]) * value[b, c]
-
-
-# -- the mixes' pieces ------------------------------------------------------------------------------------------------
-@njit(**LOOP)
-def normalize(x, weight, bias, eps, to):
-    """A norm of x [D]."""
-    D, total, squares = x.shape[0], np.float32(0), np.float32(0)
-    for c in range(D):
-        total += x[c]
-    mean = total / np.float32(D)
-    for c in range(D):
-        squares += (x[c] - mean) ** 2
-    scale = np.float32(1) / np.sqrt(squares / np.float32(D) + np.float32(eps))
-    for c in range(D):
-        to[c] = (x[c] - mean) * scale * weight[c] + bias[c]
-
-
-@njit(**LOOP)
-def layer_norm(x, norm, eps):
-    to = np.empty_like(x)
-    for b in range(x.shape[0]):
-        normalize(x[b], norm[0], norm[1], eps, to[b])
-    return to
-
-
-@njit(**LOOP)
-def mixed(xx, d, maa):
-    """xx + d maa [n, B, D] for xx and d [B, D], maa [n, D]."""
-    to = np.empty((maa.shape[0], *xx.shape), np.float32)
-    for n in range(to.shape[0]):
-        for b in range(to.shape[1]):
-            for c in range(to.shape[2]):
-                to[n, b, c] = xx[b, c] + d[b, c] * maa[n, c]
-    return to
-
-
-@njit(**LOOP)
-def shift_mix(x, norm, eps, maa, shift, slots):
-    """xx + d maa [n, B, D], xx and d, for x [B, D], maa [n, D], shift [P, D]."""
-    xx, d = layer_norm(x, norm, eps), np.empty_like(x)
-    for b in range(x.shape[0]):
-        last = shift[slots[b]]
-        for c in range(x.shape[1]):
-            d[b, c] = last[c] - xx[b, c]
-            last[c] = xx[b, c]
-    return mixed(xx, d, maa), xx, d
 
 
 @njit(**LOOP)
@@ -162,23 +79,11 @@ def gated_norm(o, gate, norm, heads, eps):
             o[b, c] *= gate[b, c] * sigmoid(gate[b, c])
 
 
-# -- a step -----------------------------------------------------------------------------------------------------------
-@njit(**LOOP)
-def product(multiply, board, matrix, x):
-    """x [S, B, K] W^T; `matrix` is what `numba_layers.described` says of it, `multiply` the address of a loop."""
-    format, bits, scales, rows = matrix
-    y = np.empty((x.shape[0], x.shape[1], rows), np.float32)
-    product_at(multiply, board, format, bits, scales, x, y)
-    return y
-
-
 @njit(**LOOP)
 def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     x_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MAA_X : MAA_X + 1], shift, slots)
     low = product(multiply, board, matrices[MAA_DOWN], x_x)
-    tanh_of(low[0])
-    low = np.ascontiguousarray(low.reshape(x.shape[0], 5, -1).transpose(1, 0, 2))
-    x_wkvrg = product(multiply, board, matrices[MAA_UP], low)
+    x_wkvrg = product(multiply, board, matrices[MAA_UP], tanh_parts(low[0], 5))
     data_mix(x_wkvrg, vectors[MAA : MAA + 5], xx, d)
     kvrg = product(multiply, board, matrices[KVRG], x_wkvrg[1:])
     low = product(multiply, board, matrices[DECAY_DOWN], x_wkvrg[:1])
@@ -187,7 +92,7 @@ def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     log_decay(w, vectors[DECAY])
     o = recurrence(kvrg[:3], w, vectors[BONUS], wkv, slots)
     gated_norm(o, kvrg[3], vectors[LN_X : LN_X + 2], wkv.shape[1], eps[1])
-    x += product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0]
+    add(x, product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0])
 
 
 @njit(**LOOP)

@@ -7,19 +7,17 @@ import numpy as np
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import FORMATS, loops
 from ..quantised import Stored
-from .names import one_of, refuse
-from .numpy_layers import FLOAT32, NumpyLayers
+from .numpy_layers import FLOAT32
 
 
-def cpu_layers(weights, sizes, dtype, state_dtype, loaded):
-    one_of(state_dtype, (FLOAT32,), " for the state on the CPU")
-    dtype = format_of(weights, dtype)
+def cpu_layers(kind, weights, sizes, dtype, state_dtype, loaded):
+    """The layers of a model of the class `kind`."""
+    kind.version.one_of(state_dtype, (FLOAT32,), " for the state on the CPU")
+    dtype = format_of(kind.version, weights, dtype)
     if dtype == "float32" and not has_loops():
-        return NumpyLayers(weights, sizes, dtype, loaded)
+        return kind.numpy_layers(weights, sizes, dtype, loaded)
     loops()  # NotSupported without Numba
-    from .numba_layers import NumbaLayers
-
-    return NumbaLayers(weights, sizes, dtype, loaded)
+    return kind.numba_layers()(weights, sizes, dtype, loaded)
 
 
 def has_loops() -> bool:
@@ -29,7 +27,7 @@ def has_loops() -> bool:
         return False
 
 
-def format_of(weights, dtype) -> str:
+def format_of(version, weights, dtype) -> str:
     """One of FORMATS: `dtype`, or that of the weights, which for bfloat16 is float32 where there is no Numba."""
     if dtype is None:
         head = weights["head.weight"]
@@ -40,5 +38,5 @@ def format_of(weights, dtype) -> str:
     except TypeError:
         name = repr(dtype)
     if name not in FORMATS:
-        refuse(f"dtype is {name}, expected {', '.join(FORMATS)} on the CPU", ContractTypeError)
+        version.refuse(f"dtype is {name}, expected {', '.join(FORMATS)} on the CPU", ContractTypeError)
     return name

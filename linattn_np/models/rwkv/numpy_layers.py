@@ -1,0 +1,134 @@
+"""The layers of an RWKV model in NumPy and float32, on rows of tokens [T, D]."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import array_math
+from ..devices import on_host
+from .state import Rows
+from .version import Version, stacked, tuned
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class NumpyLayers:
+    """Weights and what computes with them.
+
+    A version's subclass sets `version`; `mixes`, a module with `time_mix` and `channel_mix`; and `pieces`, the class
+    of what the mixes are made of.
+    """
+
+    device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
+    state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # each call has arrays of its own
+    version: ClassVar[Version]
+    mixes: ClassVar[ModuleType]
+    pieces: ClassVar[type[Pieces]]
+
+    def __init__(self, weights, sizes, dtype, loaded):
+        self.dtype = dtype
+        self.load(weights, sizes, loaded, kept)
+
+    def load(self, weights, sizes, loaded, kept):
+        """All weights, each as `kept` makes it of the parameters."""
+        version = self.version
+        self.layer_eps, self.group_eps = version.norm_eps(weights)
+        array_of = partial(loaded_array, version, weights, loaded, kept)
+        self.whole = version.whole_arrays(array_of)
+        self.layers = [version.layer_arrays(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
+        self.tuned = [array.astype(FLOAT32) for array in tuned(weights)]
+        for array in tuned(weights):
+            loaded(array)
+
+    def __repr__(self):
+        return f"{type(self).__name__}({len(self.layers)} layers, {self.dtype})"
+
+    def logits(self, tokens, state, rows, last):
+        """[T, V], or [N, V] of each sequence's last token."""
+        return self.run(self.pieces(self, rows), tokens, state, rows, last)
+
+    def run(self, do, tokens, state, rows, last):
+        whole = self.whole
+        x = array_math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0, self.layer_eps)
+        for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
+            x = self.mixes.time_mix(do, layer, x, att_shift, wkv)
+            x = self.mixes.channel_mix(do, layer, x, ffn_shift)
+        return do.multiply(whole.head, array_math.layer_norm(x[rows.last] if last else x, whole.ln_out, self.layer_eps))
+
+
+def loaded_array(version, weights, loaded, kept, field, weight, names):
+    array = kept(field, weight, version.plain(weights, names))
+    for name in names:
+        loaded(weights[name])
+    return array
+
+
+def kept(field, weight, arrays):
+    """A weight in float32; a matrix, but for the embedding, is [..., K, M], if need be a view."""
+    array = stacked(arrays).astype(FLOAT32, copy=False)
+    return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
+
+
+@dataclass
+class Pieces:
+    """What the mixes of all versions are made of, on NumPy arrays, as `rwkv6.math.Pieces` describes it.
+
+    `shift` [P, D] and `wkv` [P, H, N, N] are updated in place.
+    """
+
+    layers: Any  # the `NumpyLayers`
+    rows: Rows
+
+    def shift_mix(self, layer, norm, maa, x, shift):
+        xx = array_math.layer_norm(x, getattr(layer, norm), self.layers.layer_eps)
+        d = token_shift(xx, shift, self.rows)
+        return xx + d * array_math.beside(getattr(layer, maa), x), xx, d
+
+    def product(self, layer, name, x):
+        return self.multiply(getattr(layer, name), x)
+
+    def multiply(self, matrix, x):
+        return x @ matrix
+
+    def recurrence_of(self, operator, step, arrays, rest, wkv):
+        """`operator` of `arrays` [T, H, N] and `rest` on all sequences, or its `step` if each has one token."""
+        rows = self.rows
+        if rows.single:
+            return step(*arrays, *rest, wkv, scale=1.0, slots=rows.slots)
+        o, wkv[rows.states] = operator(
+            *(array[None] for array in arrays),
+            *rest,
+            scale=1.0,
+            layout="bthd",
+            cu_seqlens=rows.bounds,
+            initial_state=wkv[rows.states],
+            output_final_state=True,
+        )
+        return o[0]
+
+    def relu_squared(self, x):
+        return array_math.relu_squared(x)
+
+    def add_product(self, layer, name, x, y):
+        x += self.product(layer, name, y)
+        return x
+
+
+def token_shift(x, shift, rows):
+    """x_{t-1} - x_t within every sequence of x [T, D]; `shift` [P, D] has each one's x_{-1}, afterwards its last."""
+    if rows.single:
+        before = shift[rows.states] - x
+        shift[rows.states] = x
+        return before
+    before = np.empty_like(x)
+    before[1:] = x[:-1]
+    before[rows.first] = shift[rows.states]
+    shift[rows.states] = x[rows.last]
+    before -= x
+    return before
