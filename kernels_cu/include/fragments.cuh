@@ -7,8 +7,7 @@
 // numerics  One product of bfloat16 data: in bfloat16. Otherwise in tf32, which has float32's range and float16's
 //           fraction: one product, or three of operands split in two, which keep 21 bits. Those of gradients are
 //           cut off, not rounded, for which CUT makes up.
-// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split.
-#include "ptx.cuh"
+#include "tf32.cuh"
 
 // How data of a type are multiplied: by `PRODUCTS` products of operands that are stored as `Stored`.
 template <typename T, int PRODUCTS> struct Math {
@@ -19,9 +18,6 @@ template <> struct Math<bf16, 1> {
   using Stored = bf16;
   static constexpr bool SPLIT = false;
 };
-
-// What a product in tf32 reads of x.
-__device__ __forceinline__ float cut_off(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
 // Makes up for what that takes away from an operand of type E, on average over all fractions; from both of a product.
 template <class M, typename E = typename M::Stored>
@@ -49,9 +45,9 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
   u32 high[2 * N], low[SPLIT ? 2 * N : 1];
 
   __device__ __forceinline__ void set(int i, float x) {
-    if constexpr (SPLIT) {  // by cutting off, in half the time of rounding: products cut off the rest likewise
-      high[i] = __float_as_uint(x) & 0xffffe000u;
-      low[i] = __float_as_uint(x - __uint_as_float(high[i]));
+    if constexpr (SPLIT) {
+      const TwoTf32 two = two_tf32<false>(x);
+      high[i] = two.high, low[i] = two.low;
     } else {
       high[i] = to_tf32(x);
     }

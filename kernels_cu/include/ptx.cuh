@@ -558,12 +558,6 @@ __device__ __forceinline__ void commit_adds() { asm volatile("cp.async.bulk.comm
 // Wait until this thread's stores have read their boxes.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// This thread arrives at `b` when all copies that it has started by cp_async have come.
-__device__ __forceinline__ void copies_arrive(Barrier& b) {
-  const u32 address = u32(__cvta_generic_to_shared(&b));
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
-}
-
 // Neighbours 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: behind 128 + the lower seven bits, which bfloat16
 // holds, stands the sign, so that 128 or 256 are taken away.
 template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {
