@@ -217,7 +217,7 @@ def train(training, folder, every, again):
 
 
 def steps(training, folder, every, ended):
-    """Those of the rank that reports."""
+    """The training steps of the rank that reports progress."""
     if training.done >= 1:
         say(f"{folder} holds a training that is done, of {training.step_number} steps; --steps or --minutes extends it")
         return
