@@ -28,7 +28,7 @@ from linattn_np.models.dropout import dropout, keep
 from linattn_np.models.rwkv.version import in_block
 from linattn_np.models.rwkv6 import grad
 from linattn_np.models.rwkv6.names import VERSION
-from linattn_np.models.rwkv6.parameters import Layout, sizes_of
+from linattn_np.models.rwkv6.parameters import Layout
 from linattn_np.models.training import Settings, Text, Training
 from linattn_np.models.training_products import HostProducts
 from linattn_np.models.training_steps import StepInputs
@@ -45,7 +45,7 @@ V = 11
 @pytest.fixture
 def model(rng):
     """A layout, float64 weights away from the many zeros of the first ones, and tokens [B, T + 1]."""
-    layout = Layout(sizes_of(layers=2, width=16, head_size=4, vocabulary=V))
+    layout = Layout(Layout.sizes_of(layers=2, width=16, head_size=4, vocabulary=V))
     return layout, layout.initial(0) + 0.1 * rng.standard_normal(layout.size), rng.integers(0, V, (3, 20))
 
 
@@ -108,7 +108,7 @@ class Rounded(HostProducts):
 @pytest.fixture
 def wide(rng):
     """The same of a model close to its first weights, with gradients that rounding moves by 4e-3 (60 seeds)."""
-    layout = Layout(sizes_of(layers=2, width=64, head_size=32))
+    layout = Layout(Layout.sizes_of(layers=2, width=64, head_size=32))
     return layout, layout.initial(0) + 0.02 * rng.standard_normal(layout.size), rng.integers(0, 256, (4, 130))
 
 
@@ -175,7 +175,7 @@ def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
 
 # -- parameters -------------------------------------------------------------------------------------------------------
 def test_a_tree_is_views_of_every_element():
-    layout = Layout(sizes_of(layers=2, width=16, head_size=8))
+    layout = Layout(Layout.sizes_of(layers=2, width=16, head_size=8))
     vector = np.zeros(layout.size)
     tree = layout.tree(vector)
     arrays = [array for part in (tree, *tree.layers) for array in vars(part).values() if isinstance(array, np.ndarray)]
@@ -188,7 +188,7 @@ def test_a_tree_is_views_of_every_element():
 
 def test_the_example_models_sizes_are_those_of_its_width():
     weights = load_file(Path(__file__).parents[1] / "examples/data/austen-x060/model.safetensors")
-    layout = Layout(sizes_of(layers=4, width=256, head_size=64))
+    layout = Layout(Layout.sizes_of(layers=4, width=256, head_size=64))
     assert layout.shapes == {name: weights[name].shape for name in layout.shapes} and len(weights) == len(layout.shapes)
 
 

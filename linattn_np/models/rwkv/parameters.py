@@ -19,6 +19,26 @@ class Layout:
 
     version: Version
 
+    @classmethod
+    def sizes_of(cls, layers: int, width: int, head_size: int, vocabulary: int = 256) -> dict[str, int]:
+        """The size of every axis that `Version.declared` has; ContractError where they do not go together.
+
+        The ranks of a version and its channel mix's width follow the width.
+        """
+        refuse = cls.version.refuse
+        for name, size in (("layers", layers), ("width", width), ("head_size", head_size)):
+            if size < 1:
+                refuse(f"{name} is {size}, expected at least 1")
+        if width % head_size:
+            refuse(f"width {width} is no multiple of the head size {head_size}")
+        sizes = {"1": 1, "5": 5, "L": layers, "D": width, "H": width // head_size, "N": head_size, "V": vocabulary}
+        return sizes | cls.more_sizes(width)
+
+    @staticmethod
+    def more_sizes(width: int) -> dict[str, int]:
+        """Of the axes that a version adds."""
+        raise NotImplementedError
+
     def __init__(self, sizes):
         version = self.version
         self.sizes, self.axes = sizes, version.declared(sizes["L"])
