@@ -39,4 +39,5 @@ def load(
     RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, bfloat16 on cpu)
     """
     weights = checkpoint.read(path)
-    return kind_of(weights).of_file(path, weights, device, dtype, progress, state_dtype)
+    how = dict(device=device, dtype=dtype, progress=progress, state_dtype=state_dtype)
+    return kind_of(weights).of_file(path, weights, **how)

@@ -74,6 +74,16 @@ class Model:
         """The parameters of a byte-level model of this size, to be trained."""
         return cls.layout(cls.layout.sizes_of(layers, width, head_size))
 
+    @staticmethod
+    def model_weights(layout: Layout, vector) -> dict:
+        """Of the vector of a training the weights, by official name."""
+        return layout.named(vector)
+
+    @staticmethod
+    def loss(weights, tokens, products, drop, **how) -> tuple[Any, Callable]:
+        """The loss of a trainable model and its pullback, as `rwkv.grad.loss` has them."""
+        raise NotImplementedError
+
     @classmethod
     def layers_on(cls, device) -> Callable:
         """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
@@ -109,17 +119,27 @@ class Model:
             `model.safetensors.index.json` of a sharded one, or a folder of Hugging Face with one of these; with the
             official, Hugging Face's or fla's names. Of the latter two a `config.json` beside it is read.
         """
-        return cls.of_file(path, checkpoint.read(path), device, dtype, progress, state_dtype)
+        return cls.of_file(
+            path, checkpoint.read(path), device=device, dtype=dtype, progress=progress, state_dtype=state_dtype
+        )
 
     @classmethod
-    def of_file(cls, path, weights, *how) -> Self:
+    def of_file(cls, path, weights, **how) -> Self:
         """The model of `weights`, which `path` holds."""
         try:
-            return cls(weights, *how, checkpoint.config(path))
+            return cls(weights, **how, config=checkpoint.config(path))
         except NotSupported:
             raise
         except ContractError as error:
             raise type(error)(f"{path}: {error}") from None
+
+    @classmethod
+    def by_numpy(cls, weights: Mapping) -> Self:
+        """A model of `weights` by NumPy alone, for which Numba's loops need not be compiled."""
+        self = cls.__new__(cls)
+        weights, self.sizes = cls.parameters(weights, None)
+        self.device, self.layers = "cpu", cls.numpy_layers(weights, self.sizes, "float32", lambda array: None)
+        return self
 
     @classmethod
     def quantise(cls, weights: Mapping, dtype: str, config: Mapping | None = None) -> dict:

@@ -39,8 +39,9 @@ class Layout:
         """Of the axes that a version adds."""
         raise NotImplementedError
 
-    def __init__(self, sizes):
-        version = self.version
+    def __init__(self, sizes, weights=None):
+        """`weights`, by official name, are what a training starts from; without them, first values."""
+        version, self.weights = self.version, weights
         self.sizes, self.axes = sizes, version.declared(sizes["L"])
         is_matrix, place = version.is_matrix, self.place
         self.shapes = {
@@ -82,9 +83,18 @@ class Layout:
 
     def initial(self, seed) -> np.ndarray:
         """A float32 vector to start from."""
+        if self.weights is not None:
+            return self.vector(self.weights)
         rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
         for name, array in self.named(vector).items():
             array[...] = self.first(name, array.shape, rng)
+        return vector
+
+    def vector(self, weights) -> np.ndarray:
+        """The float32 vector of `weights`, by official name."""
+        vector = np.empty(self.size, np.float32)
+        for name, array in self.named(vector).items():
+            array[...] = weights[name]
         return vector
 
     def first(self, name, shape, rng):

@@ -73,8 +73,7 @@ class Recorded(grad.Recorded):
     def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
         heads = *w.shape[:-1], *layer.bonus.shape
         arrays = (x.reshape(heads) for x in (r, w, k, v, -kappa, kappa * icl))
-        o, self.pull_recurrence = self.cut.vjp_of(rwkv7, *arrays, scale=1.0, layout="bthd")
-        return o
+        return self.recurrence_of(layer, rwkv7, *arrays)
 
     def bonus_norm(self, layer, o, r, k, v, gate):
         self.r, self.key, self.v = (x.reshape(o.shape) for x in (r, k, v))
@@ -120,8 +119,8 @@ def recurrence_vjp(do, layer, dungated, to):
     dbonus = dungated.reshape(do.r.shape)
     dshare = (dbonus * do.v).sum(axis=-1, keepdims=True)
     to.bonus[...] = (dshare * do.r * do.key).sum(axis=1).sum(axis=0)
-    do_ = do.pull_group((dungated * layer.ln_x[0]).reshape(do.r.shape))
-    dr, dw, dkey, dv, da, db = do.pull_recurrence(do_)
+    doutput = do.pull_group((dungated * layer.ln_x[0]).reshape(do.r.shape))
+    dr, dw, dkey, dv, da, db = do.pull_recurrence(doutput, to)
     dr, dkey, dv = dr + dshare * do.key * layer.bonus, dkey + dshare * do.r * layer.bonus, dv + dbonus * do.share
     icl = do.icl.reshape(da.shape)
     return (x.reshape(dungated.shape) for x in (dr, dw, dkey, dv, icl * db - da, do.kappa * db))
