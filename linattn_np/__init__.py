@@ -10,7 +10,7 @@ from .ops.steps import *  # noqa: F403
 from .precisions import precision
 from .warnings_of_misuse import LinattnWarning
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "vjp",
     "explain",

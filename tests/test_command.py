@@ -240,7 +240,7 @@ def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):
     from linattn_np.command import generate
 
     seen = []
-    monkeypatch.setattr(generate, "write", lambda options, model, state: seen.extend(threads_of_blas()))
+    monkeypatch.setattr(generate, "write", lambda options, model, state, loops: seen.extend(threads_of_blas()))
     code, *_ = called(capsys, "generate", "--device", "cpu")
     assert code == 0 and set(seen) == {1}
 
@@ -334,7 +334,7 @@ def test_every_thread_of_a_process_uses_its_device(process, count, given, monkey
 
     def load(options, *how):
         seen["load"] = getattr(current, "device", 0)
-        return Model()
+        return Model(), None
 
     monkeypatch.setattr(generate, "load", load)
     monkeypatch.setattr(generate, "ahead", lambda device, process: None)

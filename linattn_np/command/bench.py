@@ -14,6 +14,7 @@ from functools import partial
 
 from .. import NotSupported, vjp
 from ..ops import OPS
+from .first_loops import compiling
 from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
 from .terminal import bar, put, say, status, whole
 
@@ -42,7 +43,7 @@ def run(options):
     put(f"memory {1e-6 / floor:,.0f} GB/s")
     row("operator", "forward ms", "floors", "backward ms", "floors")
     names = options.operators or list(TIMED)
-    with status("") as show:
+    with status("") as show, compiling(show):
         for done, name in enumerate(names):
             show(f"{bar(done / len(names))} {name}")
             columns = timed(device, *TIMED[name], sizes, floor)

@@ -11,9 +11,8 @@ import os
 from contextlib import contextmanager
 
 from ..models.helper_threads import count
-from .terminal import bar, say
+from .terminal import say
 
-LOOPS = 40  # about as many as there are
 SHARE = 4 << 20  # bytes of a matrix for which another thread pays
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -46,31 +45,6 @@ def blas_threads(device: str, size: int, why: str):
         return
     with threadpool_limits(count, "blas"):
         yield
-
-
-@contextmanager
-def compiling(show):
-    """Inside, a line says that Numba compiles, before it does, and `show` how far it is."""
-    try:
-        from ..numba_cache import COMPILING
-    except ImportError:
-        yield
-        return
-    done = 0
-
-    def tell():
-        nonlocal done
-        if not done:
-            show("")
-            say("compiling loops for this CPU, once, which takes about half a minute")
-        done += 1
-        show(f"compiling {bar(done / LOOPS)}")
-
-    COMPILING.append(tell)
-    try:
-        yield
-    finally:
-        COMPILING.remove(tell)
 
 
 def where(device: str, library: str) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from ..backends.numpy.cores import workers
 from ..ops import OPS
 from .blas_threads import blas_threads
+from .first_loops import compiling
 from .measuring import Cpu, chosen, declare_device, drawn, median_ms, ms_of_a_byte
 from .terminal import bar, put, status, whole
 
@@ -87,7 +88,7 @@ def measured(device, options) -> dict:
     lengths = [SHORTEST << n for n in range((longest // SHORTEST).bit_length())]
     curves = {op: Curve() for op in LINES}
     steps = [(T, op) for T in lengths for op in LINES]
-    with status(bar(0)) as show:
+    with status(bar(0)) as show, compiling(show):
         for done, (T, op) in enumerate(steps):
             show(f"{bar(done / len(steps))} {LINES[op][0]}, {T:,} tokens")
             go_on(curves[op], device, op, T, options)

@@ -29,8 +29,9 @@ from ..models.number_checks import shown
 from ..models.prompt_reading import read
 from ..models.text import LONGEST, Request, Text, complete
 from ..models.tokenizers import VOCABULARY
-from .blas_threads import blas_for, compiling, where
+from .blas_threads import blas_for, where
 from .cards import Cards, processes, use
+from .first_loops import begun_on_numpy, compiling, with_loops
 from .signals import Ended, deferred, forget_ctrl_c, noted
 from .terminal import add_device, add_tokenizer, bar, details, put, say, some_text, status, told, whole
 
@@ -48,6 +49,7 @@ LINE = {
 }
 SLOTS = 8
 LONGEST_LINE = 1 << 24  # bytes, of --batch-file
+SMALL = 1 << 26  # bytes of a checkpoint
 PROMPTS = 1024  # tokens, about as many as the prompts that begin a batch together: the same kernels read them
 
 
@@ -62,11 +64,11 @@ def run(options):
         write_batch(options)
         return
     ahead(options.device, 0)
-    model = load(options)
+    model, loops = load(options, begun=begun_on_numpy if begins_on_numpy(options) else with_loops)
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
     with blas_for(model.device, model.sizes):
-        (converse if options.chat else write)(options, model, state)
+        (converse if options.chat else write)(options, model, state, loops)
 
 
 def declare(parser):
@@ -221,27 +223,43 @@ def sampling(options, **line):
     return Sampling(**{**given, **line})
 
 
-def load(options, say=say, status=status) -> RWKV6:
+def load(options, say=say, status=status, begun=with_loops) -> tuple:
+    """(the model, what compiles its loops beside or None); `begun` is a function of `first_loops`."""
     path, device = options.model, options.device
     if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
         device = "cpu"
     dtype = None if options.dtype == "auto" else options.dtype
-    with status(f"loading {path.name} ...") as show, compiling(show):
+    with status(f"loading {path.name} ...") as show:
 
         def progress(done, total):
             show(f"loading {path.name} {bar(done / total)} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
-        try:
-            model = RWKV6.from_file(path, "cuda" if device == "auto" else device, dtype, progress)
-        except NotSupported as why:
-            if device != "auto":
-                raise
-            details(str(why))
-            model = RWKV6.from_file(path, "cpu", dtype, progress)
-        if model.device == "cpu":
-            model.warm_up((1,), 2)  # compiles, of which the rates that are told shall say nothing
-    say(where(model.device, type(model.layers).__name__.removesuffix("Layers")))
+        if device != "cpu":
+            try:
+                model = RWKV6.from_file(path, "cuda", dtype, progress)
+                say(where(model.device, ""))
+                return model, None
+            except NotSupported as why:
+                if device != "auto":
+                    raise
+                details(str(why))
+        model, loops = begun(partial(on_the_cpu, path, dtype), progress, show)
+    library = "NumPy until Numba's loops are compiled" if loops else type(model.layers).__name__.removesuffix("Layers")
+    say(where("cpu", library))
+    return model, loops
+
+
+def on_the_cpu(path, dtype, progress=None) -> RWKV6:
+    """Warm: what is compiled is no part of the rates that are told."""
+    model = RWKV6.from_file(path, "cpu", dtype, progress)
+    model.warm_up((1,), 2)
     return model
+
+
+def begins_on_numpy(options) -> bool:
+    """Whether a text may begin before its loops are compiled: from a small checkpoint, which is read again for them,
+    and where no equal text is wanted."""
+    return options.seed is None and os.path.isfile(options.model) and os.path.getsize(options.model) < SMALL
 
 
 def tokenizer_of(options, model):
@@ -280,8 +298,8 @@ def load_state(options, model) -> State | None:
 class Writer:
     """One sequence: reads a text, writes what follows as it comes, and goes on from there the next time."""
 
-    def __init__(self, options, model, state):
-        self.options, self.model, self.state = options, model, state
+    def __init__(self, options, model, state, loops):
+        self.options, self.model, self.state, self.loops = options, model, state, loops
         self.tokenizer = options.vocabulary
         self.how = sampling(options, vocabulary=self.tokenizer.size)
         self.read = self.written = self.reading = self.writing = 0
@@ -289,7 +307,7 @@ class Writer:
     def answer(self, prompt: bytes, stop) -> Text:
         tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
         with deferred() as ended:
-            with status("reading ...") as show:
+            with status("reading ...") as show, compiling(show):
 
                 def progress(done):
                     if number := ended():
@@ -302,6 +320,8 @@ class Writer:
             first = time.perf_counter()
             text = Text(self.tokenizer, self.options.tokens, stop)
             while text.finish is None:
+                if self.loops:
+                    self.loops.hasten(self.model)
                 put(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
         put()
         self.state = batch.state(slot)
@@ -320,16 +340,18 @@ class Writer:
                 say(f"{what} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
 
 
-def write(options, model, state):
+def write(options, model, state, loops):
     """The prompt and what follows, on stdout as it comes, never half a character; speeds on stderr."""
     prompt = prompt_of(options)
     put(prompt.decode("utf-8", "replace"), end="")
-    writer = Writer(options, model, state)
+    writer = Writer(options, model, state, loops)
     text = writer.answer(prompt, options.stop or ())
     writer.save()
     if text.finish == "interrupt":
         raise Ended(noted.number)
     writer.tell()
+    if loops:
+        loops.wait()
 
 
 def prompt_of(options) -> bytes:
@@ -354,10 +376,10 @@ def piped() -> bool:
     return stat.S_ISREG(kind) or stat.S_ISFIFO(kind) and bool(select.select([sys.stdin], [], [], 1)[0])
 
 
-def converse(options, model, state):
+def converse(options, model, state, loops):
     """Answers line by line, the state carried on; ends with stdin."""
     say(about(options, model))
-    writer = Writer(options, model, state)
+    writer = Writer(options, model, state, loops)
     before = f"{options.prompt}{TURN_ENDS}" if options.prompt else ""
     try:
         while line := ask():
@@ -408,7 +430,7 @@ class Texts:
             ahead(options.device, 0)
         if process or options.cards:
             use(process, options)
-        model = load(options, *([quiet, no_status] if process else []))
+        model, _ = load(options, *([quiet, no_status] if process else []))
         options.vocabulary = tokenizer_of(options, model)
         self.state = load_state(options, model)
         mine = range(process, len(self.asked), count)

@@ -15,7 +15,8 @@ import numpy as np
 from ..models import RWKV6, austen, checkpoint
 from ..models.files import check_writable, same_file, write_arrays
 from ..models.matrices import loops
-from .blas_threads import blas_for, compiling
+from .blas_threads import blas_for
+from .first_loops import compiling
 from .generate import tokenizer_of
 from .terminal import add_tokenizer, bar, say, status, whole
 

@@ -11,8 +11,6 @@ import threading
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
-import numpy as np
-
 SHARE = 4 << 20  # bytes of matrices for which it pays to wake another thread
 
 
@@ -61,7 +59,7 @@ class Board:
         from . import matrix_loops
 
         self.loops = matrix_loops
-        self.array, self.busy = np.zeros(matrix_loops.BOARD, np.int64), False
+        self.array, self.busy = matrix_loops.new_board(), False
         self.most = count() - 1 if hasattr(os, "sched_yield") else 0
 
     @contextmanager

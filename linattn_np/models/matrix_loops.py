@@ -47,7 +47,8 @@ STOPPED, START = 17, 18  # whether helpers return; the first ticket of the produ
 (FORMAT, BITS, BYTES_OF_INPUT, SCALES, X, Y, INPUTS, STARTS, TOTALS, ROWS, COLUMNS, TOKENS, GIVEN, TILES, STACK) = (
     range(24, 39)
 )
-BOARD = 39
+COMPUTE = 39  # the address of `compute`: loops that called it by its name would each compile it again
+BOARD = 40
 SPINS = 200  # looks at the board between two offers of the core to other threads
 
 LOOP = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
@@ -296,8 +297,10 @@ def multiply_tile(board, part):
         for n in range(0, count, side):
             last = min(blocks, block + depth)
             add_blocks(board, tile, row + n, tokens > FEW, block, last, sums.ctypes.data + 4 * TILE * n)
-    y = array_at(board[Y], (stack, tokens, rows), np.float32)[matrix, token : token + CHUNK, m : m + TILE]
-    y[:] = sums[: y.shape[0], : y.shape[1]]
+    y = array_at(board[Y], (stack, tokens, rows), np.float32)
+    for n in range(min(CHUNK, tokens - token)):
+        for r in range(min(TILE, rows - m)):
+            y[matrix, token + n, m + r] = sums[n, r]
 
 
 @njit(**LOOP)
@@ -316,12 +319,28 @@ def multiply_rows(board, tile):
             y[token, m] = total
 
 
-@njit(**LOOP)
-def compute(board, part):
+@cfunc(types.void(types.intp, types.intp))
+def compute(address, part):
+    """A part of the product on the board at an address."""
+    board = array_at(address, (BOARD,), np.int64)
     if board[FORMAT] == FLOAT32:
         multiply_rows(board, part)
     else:
         multiply_tile(board, part)
+
+
+@intrinsic
+def call(typing, address, arguments):
+    """A function of integers that is at an address."""
+
+    def generate(context, builder, signature, values):
+        address, arguments = values
+        numbers = cgutils.unpack_tuple(builder, arguments)
+        function = ir.FunctionType(ir.VoidType(), [number.type for number in numbers])
+        builder.call(builder.inttoptr(address, function.as_pointer()), numbers)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.UniTuple(types.intp, len(arguments))), generate
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -343,7 +362,7 @@ def work(board):
     part = claimed(board)
     found = part >= 0
     while part >= 0:
-        compute(board, part)
+        call(board[COMPUTE], (board.ctypes.data, part))
         add_atomic(board.ctypes.data + 8 * DONE, 1)
         part = claimed(board)
     return found
@@ -355,6 +374,12 @@ def idle(looks):
     if looks % SPINS == SPINS - 1:
         yields()
     return looks + 1
+
+
+def new_board():
+    board = np.zeros(BOARD, np.int64)
+    board[COMPUTE] = compute.address
+    return board
 
 
 @njit(**LOOP)
@@ -390,14 +415,19 @@ def list_inputs(x, inputs, starts):
     list are inputs to prefetch. Where they are not few, starts[-1] is -1.
     """
     n, starts[-1] = 0, -1
-    if np.count_nonzero(x) > FEW_INPUTS * len(x):
+    for k in range(len(x)):
+        n += x[k] != 0
+    if n > FEW_INPUTS * len(x):
         return
+    n = 0
     for k in range(len(x)):
         if k % BLOCK == 0:
             starts[k // BLOCK] = n
         inputs[n] = k
         n += x[k] != 0
-    starts[-1], inputs[n : n + SOME_AHEAD] = n, 0
+    starts[-1] = n
+    for k in range(n, n + SOME_AHEAD):
+        inputs[k] = 0
 
 
 @njit(**LOOP)
@@ -413,7 +443,10 @@ def multiply(board, format, bits, scales, x, y):
     if T > FEW and format != FLOAT32:
         given = (T + SIDE - 1) // SIDE * SIDE
         read = np.zeros((S, given, K), np.float32)
-        read[:, :T] = x
+        for s in range(S):
+            for t in range(T):
+                for k in range(K):
+                    read[s, t, k] = x[s, t, k]
     listed = T if T <= FEW and format != FLOAT32 else 0
     inputs, starts = np.empty((S, listed, K + SOME_AHEAD), np.int32), np.empty((S, listed, blocks + 1), np.int32)
     for s in range(S):
@@ -447,20 +480,6 @@ def multiply_at(board, format, bits, scales, x, y, S, T, K, M):
         array_at(x, (S, T, K), np.float32),
         array_at(y, (S, T, M), np.float32),
     )
-
-
-@intrinsic
-def call(typing, address, arguments):
-    """A function of integers that is at an address."""
-
-    def generate(context, builder, signature, values):
-        address, arguments = values
-        numbers = cgutils.unpack_tuple(builder, arguments)
-        function = ir.FunctionType(ir.VoidType(), [number.type for number in numbers])
-        builder.call(builder.inttoptr(address, function.as_pointer()), numbers)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.UniTuple(types.intp, len(arguments))), generate
 
 
 @njit(**LOOP)

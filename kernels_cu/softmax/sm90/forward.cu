@@ -127,6 +127,12 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     for (int n = 0; n < KEYS / 16; ++n) wgmma<T, V, true>(o, weights[n], b + n * (16 * 128 / 16), n > 0 || begun);
     wgmma_commit();
   };
+  // Call it behind a branch on what is to be computed under the product: the assembler moves a wait to the beginning of
+  // its basic block.
+  auto end_reading = [&] {
+    wgmma_wait<0>();
+    wgmma_keep(o);
+  };
   // Scores become weights; earlier weights are to be multiplied by `kept`.
   auto weigh = [&] {
     const int key = (first + ahead) * KEYS, diagonal = shift + own;
@@ -222,22 +228,22 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     const float last_shift[2] = {most[0].shift, most[1].shift}, last_sum[2] = {sum[0], sum[1]};
     if (fresh) most[0].shift = most[1].shift = RowMaximum::NONE, sum[0] = sum[1] = 0.f;
     weigh();
-    wgmma_wait<0>();
-    wgmma_keep(o);
-    leave(s.v_empty[v.at]);
-    v.next();
-    if (fresh) finish(q.at ^ 1, last_shift, last_sum);
-    else if (__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f)) {
+    if (fresh) {
+      end_reading();
+      finish(q.at ^ 1, last_shift, last_sum);
+    } else if (__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f)) {
+      end_reading();
 #pragma unroll
       for (int n = 0; n < V / 2; ++n) o[n] *= kept[n / 2 % 2];
-    }
+    } else end_reading();
+    leave(s.v_empty[v.at]);
+    v.next();
     begun = !fresh;
     round_weights();
   }
   barrier_wait(s.v_full[v.at], v.parity);
   read(begun);
-  wgmma_wait<0>();
-  wgmma_keep(o);
+  end_reading();
   finish(q.at ^ 1, {most[0].shift, most[1].shift}, sum);
   if (lane == 0) tensor_store_wait();
 }

@@ -48,6 +48,25 @@ def tanh_of(x):
 
 
 @njit(**LOOP)
+def tanh_parts(x, count):
+    """tanh of x [B, count R], as [count, B, R]."""
+    to = np.empty((count, x.shape[0], x.shape[1] // count), np.float32)
+    for n in range(count):
+        for b in range(to.shape[1]):
+            for c in range(to.shape[2]):
+                to[n, b, c] = tanh(x[b, n * to.shape[2] + c])
+    return to
+
+
+@njit(**LOOP)
+def add(x, y):
+    """x [B, D] += y. Numba's own sum of two arrays takes seconds to compile, for an error about their shapes."""
+    for b in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            x[b, c] += y[b, c]
+
+
+@njit(**LOOP)
 def relu_squared(x):
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):

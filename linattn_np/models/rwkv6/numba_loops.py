@@ -3,7 +3,18 @@
 import numpy as np
 
 from ...numba_cache import njit
-from ..rwkv.numba_loops import LOOP, layer_norm, normalize, product, relu_squared, shift_mix, sigmoid, tanh_of
+from ..rwkv.numba_loops import (
+    LOOP,
+    add,
+    layer_norm,
+    normalize,
+    product,
+    relu_squared,
+    shift_mix,
+    sigmoid,
+    tanh_of,
+    tanh_parts,
+)
 
 # What a step takes of a layer, in this order: vectors of D numbers, and how many of them there are; and matrices.
 VECTORS = {"ln1": 2, "ln2": 2, "ln_x": 2, "maa_x": 1, "maa": 5, "decay": 1, "bonus": 1, "ffn_maa": 2}
@@ -72,9 +83,7 @@ def gated_norm(o, gate, norm, heads, eps):
 def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     x_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MAA_X : MAA_X + 1], shift, slots)
     low = product(multiply, board, matrices[MAA_DOWN], x_x)
-    tanh_of(low[0])
-    low = np.ascontiguousarray(low.reshape(x.shape[0], 5, -1).transpose(1, 0, 2))
-    x_wkvrg = product(multiply, board, matrices[MAA_UP], low)
+    x_wkvrg = product(multiply, board, matrices[MAA_UP], tanh_parts(low[0], 5))
     data_mix(x_wkvrg, vectors[MAA : MAA + 5], xx, d)
     kvrg = product(multiply, board, matrices[KVRG], x_wkvrg[1:])
     low = product(multiply, board, matrices[DECAY_DOWN], x_wkvrg[:1])
@@ -83,7 +92,7 @@ def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     log_decay(w, vectors[DECAY])
     o = recurrence(kvrg[:3], w, vectors[BONUS], wkv, slots)
     gated_norm(o, kvrg[3], vectors[LN_X : LN_X + 2], wkv.shape[1], eps[1])
-    x += product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0]
+    add(x, product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0])
 
 
 @njit(**LOOP)
