@@ -20,6 +20,7 @@ from linattn_np.backends.cupy import (
 from linattn_np.backends.cupy import gated_kernels as gated
 from linattn_np.backends.cupy import rwkv6_model_kernels as rwkv6
 from linattn_np.backends.cupy import rwkv6_training_kernels as training
+from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
 from linattn_np.backends.cupy.scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
@@ -37,6 +38,7 @@ def kernels():
     yield from on_every_card()
     yield from gated_on_hopper()
     yield from scalar_decays()
+    yield from delta_rules()
     yield from value_gates()
     yield from element_by_element()
     yield from in_float64()
@@ -129,6 +131,11 @@ def scalar_decays():
             yield WeightedSums(what, G, K, V)
     for V in gated.TILES:
         yield ScalarBackwardSegments(V)
+
+
+def delta_rules():
+    for T, (K, V) in product(HALF, WIDTHS):
+        yield DeltaScalarForwardSm90(T, K, V)
 
 
 def value_gates():
