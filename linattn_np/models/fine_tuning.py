@@ -16,12 +16,12 @@ from ..errors import ContractError
 from . import checkpoint
 from .number_checks import real, whole
 from .quantised import Stored
+from .rwkv.adapters import ALPHA, A, B, adapter
 from .rwkv.model import Model
 from .rwkv.version import EPS, GROUP_NORM_EPS, LAYER_NORM_EPS
 from .training_products import HostProducts
 from .versions import kind_of
 
-A, B, ALPHA = "lora_A", "lora_B", "lora_alpha"
 STATE = "att.time_state"
 
 
@@ -217,45 +217,6 @@ class Parameters:
         for name, array in self.tree(vector).items():
             array[...] = self.first(name, array.shape, rng)
         return vector
-
-
-def merged(weights: Mapping, adapter_weights: Mapping, alpha: float | None = None, config=None) -> dict:
-    """`weights` under official names, with a low-rank adapter in them; ContractError where it fits none.
-
-    weights : of a model, under any names
-    adapter_weights : `blocks.N.att.key.lora_A` [rank, in] and `lora_B` [out, rank], as `LowRank` names them; names may
-        end in `.weight`, and may begin with what trainers put there
-    alpha : the adapter's, where it does not say
-    """
-    base = Base.of(weights, config)
-    own = {plain(name): np.asarray(array, np.float32) for name, array in adapter_weights.items()}
-    stored = own.pop(ALPHA, None)
-    found = dict(base.weights)
-    pairs = {name.rpartition(".")[0] for name in own}
-    if not pairs:
-        refuse("the adapter is empty, expected blocks.N.att.key.lora_A and the like")
-    for place in sorted(pairs):
-        name = f"{place}.weight"
-        if name not in found or not own.keys() >= {f"{place}.{A}", f"{place}.{B}"}:
-            refuse(f"the adapter has {place}.*, expected {A} and {B} of a matrix of the model")
-        down, up = own[f"{place}.{A}"], own[f"{place}.{B}"]
-        rank = len(down) if down.ndim else 0
-        if down.ndim != 2 or up.ndim != 2 or (len(up), down.shape[1]) != found[name].shape or up.shape[1] != rank:
-            refuse(f"the adapter's {place} is {up.shape} times {down.shape}, expected {found[name].shape} of {name}")
-        factor = alpha if alpha is not None else float(stored[0]) if stored is not None else rank
-        found[name] = found[name] + factor / rank * (up @ down)
-    return found
-
-
-def plain(name: str) -> str:
-    """An adapter's name without what PEFT and trainers put around it."""
-    name = name.removesuffix(".weight").removesuffix(".default")
-    place = name.find("blocks.")
-    return name if place < 0 else name[place:]
-
-
-def adapter(name: str, part: str) -> str:
-    return f"{name.removesuffix('.weight')}.{part}"
 
 
 def block_of(name: str) -> int:

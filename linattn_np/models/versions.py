@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from . import checkpoint
+from .rwkv import adapters
 from .rwkv.model import Device, Model
 from .rwkv6 import RWKV6
 from .rwkv7 import RWKV7
@@ -27,10 +28,13 @@ def load(
     dtype: DTypeLike | None = None,
     progress: Callable[[int, int], object] | None = None,
     state_dtype: DTypeLike = np.float32,
+    adapter: str | PathLike | None = None,
 ) -> Model:
     """The model in a checkpoint, an `RWKV6` or an `RWKV7` as its parameters' names tell.
 
-    Parameters and errors are those of the classes' ``from_file``.
+    Parameters and errors are those of the classes' ``from_file``, besides
+
+    adapter : a file of a low-rank adapter, which is merged into the weights: `rwkv.adapters.merged`
 
     Example
     -------
@@ -39,5 +43,8 @@ def load(
     RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, bfloat16 on cpu)
     """
     weights = checkpoint.read(path)
+    kind = kind_of(weights)
+    if adapter is not None:
+        weights = adapters.merged(kind, weights, checkpoint.read(adapter), config=checkpoint.config(path))
     how = dict(device=device, dtype=dtype, progress=progress, state_dtype=state_dtype)
-    return kind_of(weights).of_file(path, weights, **how)
+    return kind.of_file(path, weights, **how)

@@ -135,5 +135,5 @@ def refuse_adapters(weights):
         if any(part in ADAPTERS for part in name.split(".")):
             refuse_file(
                 f"{shown(name)} belongs to a LoRA adapter that is not merged",
-                "merged weights: the program that trained it merges it into its model",
+                "merged weights: linattn-np merge writes them, and generate --adapter reads it beside its model",
             )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ...numba_cache import njit
-from ..rwkv.numba_loops import LOOP, layer_norm, normalize, product, relu_squared, shift_mix, sigmoid, tanh_of
+from ..rwkv.numba_loops import LOOP, add, layer_norm, normalize, product, relu_squared, shift_mix, sigmoid, tanh_of
 from .math import DECAY, LEAST_NORM
 
 # What a step takes of a layer, in this order: vectors of D numbers, and how many of them there are; and matrices.
@@ -75,7 +75,8 @@ def recurrence(r, w, k, v, kappa, icl, wkv, slots):
         for h in range(H):
             start, state = h * N, wkv[slots[b], h]
             value, to = v[b, start : start + N], o[b, start : start + N]
-            removed[:] = 0
+            for j in range(N):
+                removed[j] = 0
             for i in range(N):
                 key = kappa[b, start + i]
                 for j in range(N):
@@ -130,7 +131,7 @@ def time_mix(multiply, board, matrices, vectors, eps, layer, first, x, shift, wk
     kappa = keys(k, icl, vectors[REMOVAL], vectors[REPLACEMENT], wkv.shape[1])
     o = recurrence(r, w, k, v, kappa, icl, wkv, slots)
     bonus_norm(o, r, k, v, gate, vectors[LN_X : LN_X + 2], vectors[BONUS], wkv.shape[1], eps[1])
-    x += product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0]
+    add(x, product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0])
     return first
 
 
@@ -139,7 +140,7 @@ def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
     mixed, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MIX : FFN_MIX + 1], shift, slots)
     k = product(multiply, board, matrices[FFN_KEY], mixed)
     relu_squared(k[0])
-    x += product(multiply, board, matrices[FFN_VALUE], k)[0]
+    add(x, product(multiply, board, matrices[FFN_VALUE], k)[0])
 
 
 @njit(**LOOP)
