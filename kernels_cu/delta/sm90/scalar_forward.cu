@@ -26,6 +26,12 @@ template <typename T> __device__ __forceinline__ u32 rest_of(u32 rounded, float 
   return pack<T>(x - two.x, y - two.y);
 }
 
+// A warp's arrival: of one lane for all, since arrivals at a barrier are counted one after the other.
+__device__ __forceinline__ void warp_arrive(Barrier& barrier) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
+
 __device__ __forceinline__ float2 two_of(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
@@ -128,7 +134,7 @@ __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args,
     const float start = exp2_approx(until);
     to.start[lane] = start, to.read[lane] = scale * start;
     to.end[lane] = exp2_approx(sum), to.beta[lane] = s.next.beta[chunk % AHEAD][lane];
-    barrier_arrive(s.gated[turn.stage]);
+    warp_arrive(s.gated[turn.stage]);
   }
 }
 
@@ -260,7 +266,7 @@ template <class S> __device__ __forceinline__ void solve(S& s, int tokens, int f
     }
     put_two<T, 1>(in.B, moved(left_place, 0, 16), y);
     fence_async();
-    barrier_arrive(s.solved[turn.stage]);
+    warp_arrive(s.solved[turn.stage]);
     turn.next(), turn.next();
   }
 }
@@ -348,7 +354,7 @@ __device__ __forceinline__ void put_scores(S& s, const Turn<S::STAGES>& turn, Va
     stmatrix_x4(at_offset(in.M, moved(left, 0, 32)), rounded);
     stmatrix_x4(at_offset(in.M, moved(left, 0, 48)), rest);
   }
-  barrier_arrive(s.scored[turn.stage]);
+  warp_arrive(s.scored[turn.stage]);
 }
 
 // A warp's block [16, 16] of B from (row, column) on, and -B decayed from the chunk's start to `erased`.
@@ -457,7 +463,7 @@ template <class S> __device__ __forceinline__ void make(S& s, int tokens, float 
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), put_channels(in.rows[p], place, w[p]);
     fence_async();
-    barrier_arrive(s.made[turn.stage]);
+    warp_arrive(s.made[turn.stage]);
     if (BESIDE) wgmma_wait<0>(), wgmma_keep(d);
     if (!more) continue;
     if (!BESIDE) {
@@ -548,7 +554,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     put_channels(in.v[warpgroup], place, o);
     wgmma_wait<0>();
     wgmma_keep(state);
-    barrier_arrive(s.done[turn.stage]);
+    warp_arrive(s.done[turn.stage]);
   }
   if (args.final) each_transposed<BK>(state, args.final + states, args, column, [](float& x, float* to) { *to = x; });
 }
@@ -563,9 +569,9 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
   const WorkTile at = work_tile(args.shape, blockIdx.x / tiles);
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 32), barrier_init(s.valued[stage], 32), barrier_init(s.gated[stage], 32);
-      barrier_init(s.scored[stage], MAKERS), barrier_init(s.solved[stage], 32), barrier_init(s.made[stage], MAKERS);
-      barrier_init(s.done[stage], CONSUMERS<BV>);
+      barrier_init(s.full[stage], 32), barrier_init(s.valued[stage], 32);  // lanes of the warp that moves chunks
+      barrier_init(s.gated[stage], 1), barrier_init(s.scored[stage], 4), barrier_init(s.solved[stage], 1);  // warps
+      barrier_init(s.made[stage], 4), barrier_init(s.done[stage], CONSUMERS<BV> / 32);
     }
   fence_async();
   __syncthreads();
