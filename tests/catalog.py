@@ -231,13 +231,10 @@ def of_models():
                 yield rwkv6.DataMix.of_step(T, X, 1, terms)
                 for S in CTYPES:
                     yield rwkv6.TimeMixStep(T, X, S, terms)
-            yield rwkv6.ReluSquared(X, T)
+            yield rwkv6.Activation("ReluSquared", X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
-    for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
-        for paired in (True, False):
-            yield rwkv6.DecodeStep(S, depth, paired)
     for T, S, depth in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeFew.STAGES):
         yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
@@ -256,7 +253,6 @@ def of_models():
 def of_training():
     for T in CTYPES:
         for cls in (
-            training.GatedNormForward,
             training.LogDecayForward,
             training.CrossEntropy,
             training.AdamW,
@@ -264,8 +260,8 @@ def of_training():
             yield cls(T)
         for C in training.MixForward.MIXES:
             yield training.MixForward(T, C)
-        for kind in training.ActivationForward.KINDS:
-            yield training.ActivationForward(kind, T)
+        yield rwkv6.Activation("Tanh", T, T)
+        for kind in rwkv6.Activation.KINDS:
             yield training.ActivationBackward(kind, T)
         for threads in training.WIDTHS:
             for cls in (

@@ -4,16 +4,30 @@ from importlib import import_module
 
 import numpy as np
 
-from ...declarations import GATED, GLA_VALUE_GATE, LINEAR_ATTENTION, NORMALIZED, RETENTION, SIMPLE_GLA
+from ...declarations import (
+    DELTA_RULE,
+    DELTA_RULES,
+    GATED,
+    GATED_DELTA_RULE,
+    GLA_VALUE_GATE,
+    KDA,
+    LINEAR_ATTENTION,
+    NORMALIZED,
+    RETENTION,
+    RWKV7,
+    SIMPLE_GLA,
+)
 from . import (
     chunked,
     chunking,
+    delta_chunked,
+    delta_rule,
     gla,
     linear_attention,
     parallel,
     recurrent,
     retention,
-    rwkv6,
+    rwkv7,
     simple_gla,
     softmax_attention,
     staged,
@@ -26,8 +40,13 @@ EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
     RETENTION: retention,
     LINEAR_ATTENTION: linear_attention,
     NORMALIZED: linear_attention,
+    DELTA_RULE: delta_rule,
+    GATED_DELTA_RULE: delta_rule,
+    KDA: delta_rule,
+    RWKV7: rwkv7,
 }
-STEPS = {"gla_step": gla, "rwkv6_step": rwkv6}
+OWN_CHUNKS = {GLA_VALUE_GATE: value_gate, **dict.fromkeys(DELTA_RULES, delta_chunked)}  # they are not the family's
+STEPS = {f"{op.name}_step": equation for op, equation in EQUATIONS.items()}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
 
 
@@ -61,11 +80,11 @@ def compute(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.run(problem, o)
     equation = EQUATIONS[problem.op]
-    literal = problem.mode == "recurrent" or not o.size  # no token, row or head: the state passes through
+    literal = is_literal(problem, o)
     if literal and not linear_attention.is_out_of_range(problem):
         return recurrent.run(problem, equation, o)
-    if equation is value_gate:
-        return value_gate.run(problem, o)
+    if problem.op in OWN_CHUNKS:
+        return OWN_CHUNKS[problem.op].run(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
     final = recurrent.run(member.as_gla(), gla, buffer)[0] if literal else FORMS[problem.mode].run(member, buffer)
@@ -73,10 +92,24 @@ def compute(problem, o):
     return member.split(final)
 
 
+def is_literal(problem, o):
+    """Whether tokens are computed one by one; without a token, a row or a head the state passes through."""
+    return mode_of(problem) == "recurrent" or not o.size
+
+
+def mode_of(problem):
+    """How a call is computed."""
+    if problem.mode != "auto":
+        return problem.mode
+    short = problem.op in DELTA_RULES and problem.spans.lengths.max() <= delta_chunked.FEW
+    return "recurrent" if short else "chunk"
+
+
 def summarise(problem):
     """((the final state's parts from zero, no decays), ()) without o; None where only a whole call computes it."""
     equation = EQUATIONS.get(problem.op)
-    if problem.mode not in ("auto", "chunk") or equation in (None, value_gate) or not problem.sizes["T"]:
+    own = equation is None or problem.op in OWN_CHUNKS
+    if problem.mode not in ("auto", "chunk") or own or not problem.sizes["T"]:
         return None
     with np.errstate(all="ignore"):
         member = equation.member(problem)
@@ -120,11 +153,11 @@ def gradients(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.vjp(problem, o)
     equation = EQUATIONS[problem.op]
-    literal = problem.mode == "recurrent" or not o.size
+    literal = is_literal(problem, o)
     if literal and not linear_attention.is_out_of_range(problem):
         return recurrent.vjp(problem, equation, o)
-    if equation is value_gate:
-        return value_gate.vjp(problem, o)
+    if problem.op in OWN_CHUNKS:
+        return OWN_CHUNKS[problem.op].vjp(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
     if literal:
@@ -168,7 +201,7 @@ def as_initial(problem, parts):
 
 def describe(problem, bytes_moved):
     """What `explain` shows; the host's bandwidth is not known, so there is no floor in milliseconds."""
-    mode = "chunk" if problem.mode == "auto" else problem.mode
+    mode = mode_of(problem)
     copies = tuple(
         f"{name}: {x.dtype} is computed in {problem.compute_dtype}"
         for name, x in problem.arrays.items()
@@ -183,7 +216,7 @@ def kernel(problem, mode):
         return softmax_attention.__name__
     if mode == "recurrent":
         return recurrent.__name__
-    return (value_gate if EQUATIONS[problem.op] is value_gate else FORMS[mode]).__name__
+    return OWN_CHUNKS.get(problem.op, FORMS[mode]).__name__
 
 
 def tiles(problem, mode):
