@@ -140,8 +140,8 @@ def delta_rules():
         for size in gated.CHANNELS:
             for columns in delta.DeltaRecurrentForward.widths(T):
                 yield delta.DeltaRecurrentForward(rule, T, G, size, columns)
-            for shared in (LEAST_SHARED, MOST_SHARED):
-                yield delta.DeltaRecurrentBackward.fitting(rule, T, G, size, shared)
+            rooms = (LEAST_SHARED, MOST_SHARED)
+            yield from {delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms}
             for S in FLOATS:
                 yield delta.DeltaStep(rule, T, G, S, size)
     for T in FLOATS:

@@ -163,9 +163,9 @@ def test_a_decode_loop_equals_one_call(backend, op, rng):
     there = [backend.asarray(x) for x in arrays]
     o, final = backend.run(function, *there, output_final_state=True)
     start = T - 4
-    _, state = backend.run(function, *(x[:, :, :start] if x.ndim == 4 else x for x in there), output_final_state=True)
+    _, state = backend.run(function, *(x[:, :, :start] if x.ndim > 2 else x for x in there), output_final_state=True)
     for t in range(start, T):
-        token = [x[:, :, t] if x.ndim == 4 else x for x in there]
+        token = [x[:, :, t] if x.ndim > 2 else x for x in there]
         o_t = backend.run(step, *token, state)
         assert_close(f"token {t}", backend.tohost(o_t), backend.tohost(o)[:, :, t], np.float32)
     assert_close("state", backend.tohost(state), backend.tohost(final), np.float32)

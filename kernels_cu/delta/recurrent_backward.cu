@@ -1,13 +1,13 @@
 // what      The gradients of the delta rules token by token, from states that the forward kernel has kept.
-// math      with dS the gradient of the state behind a token, dS <- dS + scale q do^T, then with D = diag(exp g) S_{t-1}
+// math      dS, the gradient of the state behind a token: dS <- dS + scale q do^T, then with D = diag(exp g) S_{t-1}
 //           GatedDelta, Kda: u = dS^T k, e = v - D^T k, dv = beta u, dbeta = u . e, dk = dS beta e - D dv,
 //           dD = dS - k dv^T, dg = sums of dD D over columns, dS <- diag(exp g) dD
 //           Dplr: p = S_{t-1}^T a, dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
 //           dg = sums of dS D over columns, dS <- diag(exp g) dS + a dp^T
 //           both: dq = scale S_t do. Of GatedDelta dg is summed over channels, too
 // shapes    as recurrent_forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V], kept [B, HV, chunks, K, V];
-//           parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels; token_parts [2, tiles, B, HV, T] of
-//           beta and of GatedDelta's g
+//           parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels; token_parts [2, tiles, B, HV, T]
+//           of beta and of GatedDelta's g
 // grid      a block for every (sequence, head of values, BV columns), sequence slowest; a warp has COLUMNS columns and
 //           all channels, EACH of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and what warps add to sums over columns
@@ -39,9 +39,9 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   T do_[TOKENS * BV];
   R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];
   Said<R> said[TOKENS];
-  R found[TOKENS * BV];               // e, or of Dplr p
-  R of_tokens[TOKENS][WARPS][2];      // parts of dbeta and of a token's dg
-  R slots[TOKENS * SLOT * THREADS];   // the state before a token, then its parts of sums over columns
+  R found[TOKENS * BV];              // e, or of Dplr p
+  R of_tokens[TOKENS][WARPS][2];     // parts of dbeta and of a token's dg
+  R slots[TOKENS * SLOT * THREADS];  // the state before a token, then its parts of sums over columns
 };
 
 template <class Rule, typename T, typename G, int BK, int TOKENS>
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
       for (int c = 0; c < COLUMNS; ++c) f(patch[i][c], channel(i), column + c, channel(i) < K && column + c < left);
   };
   const auto slot = [&](int token, int i) -> R& { return s.slots[(token * SLOT + i) * THREADS + threadIdx.x]; };
-  const auto sum = [&](R (&x)[COLUMNS]) {
+  const auto sum = [&](R(&x)[COLUMNS]) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) x[c] = sum_over_lanes<32>(x[c]);
   };
@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
       for (int i = 0; i < EACH; i += NEAR) {
         const int place = r * BK + channel(i);
         load_near<NEAR>(q + i, s.in.q + place), load_near<NEAR>(k + i, s.in.k + place);
-        if constexpr (Rule::own_erasure)
-          load_near<NEAR>(a + i, s.in.a + place), load_near<NEAR>(b + i, s.in.b + place);
+        if constexpr (Rule::own_erasure) load_near<NEAR>(a + i, s.in.a + place), load_near<NEAR>(b + i, s.in.b + place);
         if constexpr (Rule::channel_gates) load_near<NEAR>(decay + i, s.decays + place);
       }
 #pragma unroll

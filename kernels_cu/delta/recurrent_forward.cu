@@ -17,13 +17,13 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-constexpr int CHANNELS = 16;  // of a lane
+constexpr int CHANNELS = 16;                                                            // of a lane
 template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / sizeof(T);  // of a stage
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
-  Rows<T> o;              // null where no output is wanted
-  Rows<Real<T>> final;    // or null
-  Real<T>* kept;          // the states before every `every` tokens, or null
+  Rows<T> o;            // null where no output is wanted
+  Rows<Real<T>> final;  // or null
+  Real<T>* kept;        // the states before every `every` tokens, or null
   i64 every;
 };
 

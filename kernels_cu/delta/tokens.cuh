@@ -24,14 +24,14 @@ constexpr double LEAST_SQUARE = 1e-6;  // is added to the square of a length tha
 
 // What every kernel of the recurrences reads.
 template <typename T, typename G> struct DeltaArgs {
-  Rows<const T> q, k, v, a, b;    // a and b of Dplr alone
-  Rows<const G> g, beta;          // beta of the others alone; a token's gate is a row of one number
-  Rows<const Real<T>> initial;    // [N, H, K, V], null where it is 0
-  Shape shape;                    // its H are the heads of values
-  i64 group;                      // so many of them share a head of queries and keys
+  Rows<const T> q, k, v, a, b;  // a and b of Dplr alone
+  Rows<const G> g, beta;        // beta of the others alone; a token's gate is a row of one number
+  Rows<const Real<T>> initial;  // [N, H, K, V], null where it is 0
+  Shape shape;                  // its H are the heads of values
+  i64 group;                    // so many of them share a head of queries and keys
   double scale;
-  i64 normalized;                 // whether queries and keys are divided by their lengths
-  i64 bytes;                      // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 normalized;  // whether queries and keys are divided by their lengths
+  i64 bytes;       // all rows are whole pieces of so many: 16, 8, 4 or 2
 };
 
 // Which tokens, head and columns a block has.

@@ -141,6 +141,7 @@ class DeltaStep(Kernel):
         "rows q k v, rows? a b, rows g, rows? beta, rows o state, pointers? slots, integers H K V group, reals scale, "
         "integers normalized pieces"
     )
+    shared = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}>",)
     threads = 256
     BV: ClassVar[int] = 64  # columns of V a block
     rule: str
