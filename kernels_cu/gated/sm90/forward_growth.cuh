@@ -21,8 +21,8 @@ template <typename G> constexpr u32 ONE = 0x3f800000;
 template <> constexpr u32 ONE<bf16> = 0x3f803f80;
 template <> constexpr u32 ONE<f16> = 0x3c003c00;
 
-// The largest gate of a chunk that is computed as a whole, whatever its others are. With 32 such gates ordinary operands
-// stay in T's range. Behind a reset and 7 such gates e^-13 of a token passes the reset, since its decay is clamped to
+// The largest gate of a chunk that is computed as a whole, whatever its others are. With 32 such gates ordinary
+// operands stay in T's range. Behind a reset and 7 such gates e^-13 of a token passes the reset, since its decay is clamped to
 // e^-20.
 template <typename T, typename G> constexpr u32 LARGEST_GATE = COARSE<T> ? ONE<G> : EIGHTH<G>;
 
@@ -163,6 +163,6 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     if (step < STEPS * CHUNK) barrier_arrive(s.full[stage]);
   }
   const int next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
-  if (me.thread == 0)
-    fetch_gates(s, args, me.group, next, s.work.tokens), fetch_rows(s, args, me.group, next, s.work.tokens);
+  fetch_gates(s, args, me.thread, me.group, next, s.work.tokens);
+  fetch_rows(s, args, me.thread, me.group, next, s.work.tokens);
 }
