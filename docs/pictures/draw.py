@@ -2,24 +2,33 @@
 
 from pathlib import Path
 
+from linattn_np.command.palette import FLA as ORANGE
+from linattn_np.command.palette import OTHER as GREEN
+from linattn_np.command.palette import OURS as BLUE
+
 HERE = Path(__file__).parent
-INK, PALE, BLUE, ORANGE, GREEN = "#333333", "#e4e4e4", "#0b6e8a", "#d9822b", "#7aa874"
+PALE = "#8c959f"  # drawn at a third of its strength
 CELL = 14
+LIGHT, DARK = (
+    f"text, .tip {{ fill: {ink} }} .line {{ stroke: {ink} }} .box {{ stroke: {paper} }}"
+    for ink, paper in (("#333333", "#ffffff"), ("#d0d7de", "#0d1117"))
+)
+STYLE = f"<style>{LIGHT} @media (prefers-color-scheme: dark) {{ {DARK} }}</style>"
 
 
 def svg(name, width, height, parts):
     text = "\n".join(parts)
     (HERE / name).write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="13" fill="{INK}">\n<rect width="100%" height="100%" fill="white"/>\n'
-        f"{text}\n</svg>\n"
+        f'font-family="sans-serif" font-size="13">\n{STYLE}\n{text}\n</svg>\n'
     )
 
 
 def box(x, y, width, height, color, opacity=1.0):
+    shown = opacity / 3 if color == PALE else opacity
     return (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" fill-opacity="{opacity}" '
-        'stroke="white"/>'
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" fill-opacity="{shown:.3g}" '
+        'class="box"/>'
     )
 
 

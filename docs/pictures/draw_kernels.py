@@ -1,17 +1,17 @@
 """Draws the pictures of kernels_cu/README.md beside those of `draw.py`: python docs/pictures/draw_kernels.py"""
 
-from draw import BLUE, GREEN, INK, ORANGE, PALE, box, svg, words
+from draw import BLUE, GREEN, ORANGE, PALE, box, svg, words
 
 ARROW = (
-    f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>'
+    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    '<path d="M0,0 L8,4 L0,8 z" class="tip"/></marker></defs>'
 )
 
 
 def arrow(*points, dashed=False):
     path = " ".join(f"{x},{y}" for x, y in points)
     dashes = ' stroke-dasharray="5,4"' if dashed else ""
-    return f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.5" marker-end="url(#tip)"{dashes}/>'
+    return f'<polyline points="{path}" fill="none" class="line" stroke-width="1.5" marker-end="url(#tip)"{dashes}/>'
 
 
 def labelled(x, y, width, height, color, *lines):
