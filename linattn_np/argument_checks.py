@@ -30,13 +30,13 @@ class Declaration:
     arrays: Mapping[str, str]  # {"q": "B H T K", ...} in the order of the call
     out: str = "B H T V"
     gates: tuple[str, ...] = ()  # may stay float32 beside half-precision inputs
+    strengths: tuple[str, ...] = ()  # of the gates: how strongly a token is written, which is no log of a decay
     computed: tuple[str, ...] = ()  # arrays that are results of a stage: float32, or float64 beside float64
     modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")
     state: tuple[str, ...] = ("N H K V",)  # axes of each part of the recurrent state, N sequences
     reads_before_write: bool = False  # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
     feature: str = "K"  # the axis that sets the default scale, K**-0.5
     transition: Transition = Transition.NONE  # what a token does to the state before it
-    gates_per_value_head: bool = False  # True: gates have as many heads as v, which then has no grouped heads
     keywords: type = MaskedOptions  # a TypedDict of its keyword arguments
     second_result: str = "output_final_state"  # the keyword argument that asks for a second result; "" for none
     derived: Any = None  # a `derived.KeyFromGate` where backends compute another operator, from more arrays
@@ -49,8 +49,8 @@ class Declaration:
 
     @property
     def decays(self) -> list[str]:
-        """The names of the gates that each token has."""
-        return [name for name in self.gates if "T" in self.arrays[name].split()]
+        """The names of the gates that are the log of a token's decay."""
+        return [name for name in self.gates if "T" in self.arrays[name].split() and name not in self.strengths]
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
         raise error(f"{self.name}: {argument} {complaint}")

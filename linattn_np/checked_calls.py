@@ -96,7 +96,8 @@ def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
         out = None if out is None else swap_heads(out, op.out, layout)
     if "state" in problem.options:  # a step's
         slots = problem.options["slots"]
-        options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
+        given = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
+        options = problem.options | given
         return problem.replace(arrays=arrays, options=options, out=out, example=inputs[0], memo=memo)
     return problem.replace(
         arrays=arrays,

@@ -176,7 +176,7 @@ class Op(Declaration):
 
     def groups(self, views, layout) -> int:
         """How many value heads share each head of the other arrays; 1 if v has as many heads or heads disagree."""
-        if not self.state or self.out != "B H T V" or self.gates_per_value_head:
+        if not self.state or self.out != "B H T V":
             return 1
         heads = {
             view.shape[self.arrays[name].split().index("H")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,10 +23,13 @@ from .summary import Transition
 from .typing import (
     AttentionOptions,
     CombineOptions,
+    DeltaRuleOptions,
+    DeltaRuleStepOptions,
     GatedQkOptions,
     InterChunkOptions,
     LinearAttentionOptions,
     RetentionOptions,
+    Rwkv7Options,
     StageOptions,
     StepOptions,
 )
@@ -43,8 +47,9 @@ def gated(op: Op) -> Op:
     return op
 
 
-KEYS = {"q": "B H T K", "k": "B H T K"}
-QGV = {"q": "B H T K", "g": "B H T K", "v": "B H T V"}
+TOKENS = "B H T K"
+KEYS = {"q": TOKENS, "k": TOKENS}
+QGV = {"q": TOKENS, "g": TOKENS, "v": "B H T V"}
 QKV = KEYS | {"v": "B H T V"}
 
 
@@ -132,14 +137,82 @@ LINEAR_ATTENTION = LinearAttentionOp("linear_attention", QKV, keywords=LinearAtt
 NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
+# -- fewer heads of keys -----------------------------------------------------------------------------------------------
+class SharedHeadsOp(Op):
+    """The declaration of an operator whose arrays `shared` may have HK heads, a divisor of the H of the others: head h
+    takes theirs of number ``h // (H // HK)``."""
+
+    shared: ClassVar[tuple[str, ...]]
+
+    def groups(self, views, layout):
+        return 1  # every head has a column block of its own
+
+    def callers_axes(self, name, groups):
+        axes = super().callers_axes(name, groups)
+        return axes.replace("H", "HK") if name in self.shared else axes
+
+    def sizes(self, views, layout, groups=1):
+        sizes = super().sizes(views, layout, groups)
+        H, HK = sizes["H"], sizes["HK"]
+        if H % HK if HK else H:
+            self.refuse_heads(H, HK)
+        return sizes
+
+
+# -- the delta rule ----------------------------------------------------------------------------------------------------
+class DeltaRuleOp(SharedHeadsOp):
+    """The declaration of an operator that writes what the state does not know of a value: S' + beta k (v - S'^T k)^T.
+
+    An option of the problem: `qk_l2norm`, whether queries and keys are divided by their lengths.
+    """
+
+    shared = ("q", "k")
+
+    def check(self, inputs, *, qk_l2norm=False, **arguments):
+        problem = super().check(inputs, **arguments)
+        return problem.replace(options=problem.options | {"qk_l2norm": self.flag("qk_l2norm", qk_l2norm)})
+
+    def refuse_heads(self, H, HK):
+        self.refuse("v", f"has {H} heads, expected as many as q and k, {HK}, or a multiple of it")
+
+
+def delta_rule(name, **gates) -> DeltaRuleOp:
+    """The delta rule with these gates before beta, the strength of a token."""
+    return DeltaRuleOp(
+        name,
+        QKV | gates | {"beta": "B H T"},
+        gates=(*gates, "beta"),
+        strengths=("beta",),
+        modes=("recurrent", "chunk"),
+        transition=Transition.RANK_ONE,
+        keywords=DeltaRuleOptions,
+    )
+
+
+DELTA_RULE = delta_rule("delta_rule")
+GATED_DELTA_RULE = delta_rule("gated_delta_rule", g="B H T")
+KDA = delta_rule("kda", g="B H T K")
+RWKV7 = Op(
+    "rwkv7",
+    {"r": TOKENS, "w": TOKENS, "k": TOKENS, "v": "B H T V", "a": TOKENS, "b": TOKENS},
+    gates=("w",),
+    modes=("recurrent", "chunk"),
+    transition=Transition.RANK_ONE,
+    keywords=Rwkv7Options,
+)
+DELTA_RULES = (DELTA_RULE, GATED_DELTA_RULE, KDA, RWKV7)
+
+
 # -- softmax attention -------------------------------------------------------------------------------------------------
-class SoftmaxAttentionOp(Op):
+class SoftmaxAttentionOp(SharedHeadsOp):
     """H heads of T queries attend to HK heads of S keys and values. With `return_lse` the logarithm of each query's sum
     is a second result, which is declared as a part of the state.
 
     Options of the problem: `window`, (left, right) keys beside a query's own place, right <= 0 where causal, -1 for no
     bound; `softcap`, 0 for none; `key_spans`, the keys of each sequence.
     """
+
+    shared = ("k", "v")
 
     def check(
         self,
@@ -183,17 +256,11 @@ class SoftmaxAttentionOp(Op):
             )
 
     def callers_axes(self, name, groups):
-        return {"k": "B HK S K", "v": "B HK S V"}.get(name) or super().callers_axes(name, groups)
+        axes = super().callers_axes(name, groups)
+        return axes.replace("T", "S") if name in self.shared else axes
 
-    def groups(self, views, layout):
-        return 1  # value heads are key heads here
-
-    def sizes(self, views, layout, groups=1):
-        sizes = super().sizes(views, layout, groups)
-        H, HK = sizes["H"], sizes["HK"]
-        if H % HK if HK else H:
-            self.refuse("k", f"and v have {HK} heads, expected as many as q, H={H}, or a divisor of it")
-        return sizes
+    def refuse_heads(self, H, HK):
+        self.refuse("k", f"and v have {HK} heads, expected as many as q, H={H}, or a divisor of it")
 
     def window(self, window, causal, T, S):
         """(left, right), -1 for no bound; a bound beyond all keys is none."""
@@ -252,7 +319,7 @@ WITH_LSE = {op: replace(op, state=("B H T",)) for op in (SOFTMAX_ATTENTION, SOFT
 SOFTMAX = (*WITH_LSE, *WITH_LSE.values())  # a backend's kernels of it are those of each
 
 
-OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
+OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, *DELTA_RULES, SOFTMAX_ATTENTION)
 
 
 # -- one token ---------------------------------------------------------------------------------------------------------
@@ -260,7 +327,7 @@ class StepOp(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
 
     @classmethod
-    def of(cls, op: Op) -> StepOp:
+    def of(cls, op: Op, keywords: type = StepOptions) -> StepOp:
         """The step of an operator: its arrays without their axis of tokens."""
         arrays = {name: axes.replace(" T", "") for name, axes in op.arrays.items()}
         return cls(
@@ -268,27 +335,28 @@ class StepOp(Op):
             arrays,
             out=op.out.replace(" T", ""),
             gates=op.gates,
+            strengths=op.strengths,
             modes=("recurrent",),
             reads_before_write=op.reads_before_write,
-            keywords=StepOptions,
+            keywords=keywords,
             second_result="",
         )
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        *arrays, slots, scale, backend, out = super().signature.parameters.values()
-        state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return inspect.Signature([*arrays, state, slots, scale, backend, out])
+        arrays, state = len(self.arrays), inspect.Parameter("state", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = list(super().signature.parameters.values())
+        return inspect.Signature([*parameters[:arrays], state, *parameters[arrays:]])
 
-    def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
-        problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
+    def check(self, inputs, *, state=None, slots=None, **arguments):
+        problem = super().check(inputs, mode="recurrent", **arguments)
         B, H, K, V = problem.shape("B H K V")
         pool = problem.sizes | {"N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home, use="written")
         self.writable("state", state, problem.home)
         slots = self.slots(slots, B, pool["N"], problem.home)
-        return problem.replace(options={"state": state, "slots": slots})
+        return problem.replace(options=problem.options | {"state": state, "slots": slots})
 
     def pool_size(self, state) -> int:
         shape: tuple[int, ...] = getattr(state, "shape", ())
@@ -320,9 +388,19 @@ class StepOp(Op):
         return rows
 
 
+class DeltaRuleStepOp(StepOp, DeltaRuleOp):
+    """The declaration of a step of the delta rule."""
+
+
 GLA_STEP = StepOp.of(GLA)
 RWKV6_STEP = StepOp.of(RWKV6)
-STEPS = (GLA_STEP, RWKV6_STEP)
+GATED_STEPS = (GLA_STEP, RWKV6_STEP)
+DELTA_RULE_STEP, GATED_DELTA_RULE_STEP, KDA_STEP = (
+    DeltaRuleStepOp.of(op, DeltaRuleStepOptions) for op in (DELTA_RULE, GATED_DELTA_RULE, KDA)
+)
+RWKV7_STEP = StepOp.of(RWKV7)
+DELTA_RULE_STEPS = (DELTA_RULE_STEP, GATED_DELTA_RULE_STEP, KDA_STEP, RWKV7_STEP)
+STEPS = (*GATED_STEPS, *DELTA_RULE_STEPS)
 
 
 # -- the stages of the chunked form ------------------------------------------------------------------------------------
@@ -358,7 +436,6 @@ class StageOp(Op):
         return problem.replace(sizes=problem.sizes | settled)
 
 
-TOKENS = "B H T K"
 CHUNK_CUMSUM = StageOp("chunk_cumsum", {"g": TOKENS}, out=TOKENS, pair=True)
 GATED_QK = StageOp(
     "gated_qk",

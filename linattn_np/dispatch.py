@@ -67,9 +67,9 @@ def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
 
 
-def call_step(op: Op, arrays, *, slots, scale, backend, out):
+def call_step(op: Op, arrays, *, backend, out, **arguments):
     """The o of one token; the last of `arrays` is the state, which is updated in place."""
-    problem = op.bind(arrays[:-1], state=arrays[-1], slots=slots, scale=scale, out=out)
+    problem = op.bind(arrays[:-1], state=arrays[-1], out=out, **arguments)
     o = backend_module(choose(problem, backend)).run(problem)
     return in_kind(problem, o) if out is None else out
 

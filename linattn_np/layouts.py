@@ -12,6 +12,6 @@ def swap_heads(array, axes: str, layout: str):
 
 def in_layout(axes: str, layout: str) -> str:
     names = axes.split()
-    if layout == "bthd" and names[:3] in (["B", "H", "T"], ["B", "HK", "S"]):
+    if layout == "bthd" and names[1:3] in (["H", "T"], ["HK", "T"], ["HK", "S"]):
         names[1:3] = names[2], names[1]
     return f"[{', '.join(names)}]"

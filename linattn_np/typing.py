@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {  # of the arguments whose default is not None
     "reverse": False,
     "state_v_first": False,
     "normalize": False,
+    "qk_l2norm": False,
     "exclusive": False,
     "causal": True,
     "dropout_p": 0.0,
@@ -54,7 +55,7 @@ DEFAULTS: dict[str, Any] = {  # of the arguments whose default is not None
 }
 
 
-class Options(TypedDict, total=False):
+class RecurrentOptions(TypedDict, total=False):
     """The keyword arguments of every recurrent operator, besides `output_final_state`."""
 
     scale: float | None
@@ -65,11 +66,16 @@ class Options(TypedDict, total=False):
     state_v_first: bool
     layout: Layout
     mode: Mode
-    chunk_size: int | None
-    materialize: bool | None
     precision: Precision | None
     backend: Backend
     out: Array | None
+
+
+class Options(RecurrentOptions, total=False):
+    """Those of an operator whose chunks the caller may choose."""
+
+    chunk_size: int | None
+    materialize: bool | None
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -96,6 +102,16 @@ class MaskedOptions(Options, total=False):
     mask: Array | None
 
 
+class Rwkv7Options(RecurrentOptions, total=False):
+    mask: Array | None
+
+
+class DeltaRuleOptions(Rwkv7Options, total=False):
+    """The keyword arguments of the delta rules whose keys may be normalised."""
+
+    qk_l2norm: bool
+
+
 class RetentionOptions(Options, total=False):
     gamma: float | Sequence[float] | np.ndarray | None
 
@@ -112,6 +128,10 @@ class StepOptions(TypedDict, total=False):
     scale: float | None
     backend: Backend
     out: Array | None
+
+
+class DeltaRuleStepOptions(StepOptions, total=False):
+    qk_l2norm: bool
 
 
 class StageOptions(TypedDict, total=False):

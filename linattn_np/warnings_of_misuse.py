@@ -40,9 +40,9 @@ def layout_warnings(problem) -> tuple[str, ...]:
 
 def gate_warnings(problem):
     """Warns of gates that look like decays: they are above 0 at every token that is read, and their sum overflows."""
-    for name in problem.op.gates:
-        gate, T = problem.arrays[name], problem.sizes.get("T", 0)
-        if gate.ndim > 2 and T > 1 and gate.size and float(gate[0, 0, T // 2, ...].flat[0]) > 0:
+    for name in problem.op.decays:
+        gate, T = problem.arrays[name], problem.sizes["T"]
+        if T > 1 and gate.size and float(gate[0, 0, T // 2, ...].flat[0]) > 0:
             some = gate[0, 0, :: -(-T // SAMPLES) | 1].astype(np.float64)  # odd: a pattern is seldom as long
             mean = some.mean()
             if some.min() > 0 and mean * T > LARGEST_SUM:

@@ -20,6 +20,7 @@ from linattn_np.backends.cupy import (
 from linattn_np.backends.cupy import gated_kernels as gated
 from linattn_np.backends.cupy import rwkv6_model_kernels as rwkv6
 from linattn_np.backends.cupy import rwkv6_training_kernels as training
+from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
 from linattn_np.backends.cupy.scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
@@ -37,6 +38,7 @@ def kernels():
     yield from on_every_card()
     yield from gated_on_hopper()
     yield from scalar_decays()
+    yield from delta_rules()
     yield from value_gates()
     yield from element_by_element()
     yield from in_float64()
@@ -129,6 +131,11 @@ def scalar_decays():
             yield WeightedSums(what, G, K, V)
     for V in gated.TILES:
         yield ScalarBackwardSegments(V)
+
+
+def delta_rules():
+    for T, (K, V) in product(HALF, WIDTHS):
+        yield DeltaScalarForwardSm90(T, K, V)
 
 
 def value_gates():
@@ -224,13 +231,10 @@ def of_models():
                 yield rwkv6.DataMix.of_step(T, X, 1, terms)
                 for S in CTYPES:
                     yield rwkv6.TimeMixStep(T, X, S, terms)
-            yield rwkv6.ReluSquared(X, T)
+            yield rwkv6.Activation("ReluSquared", X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
-    for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
-        for paired in (True, False):
-            yield rwkv6.DecodeStep(S, depth, paired)
     for T, S, depth in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeFew.STAGES):
         yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
@@ -249,7 +253,6 @@ def of_models():
 def of_training():
     for T in CTYPES:
         for cls in (
-            training.GatedNormForward,
             training.LogDecayForward,
             training.CrossEntropy,
             training.AdamW,
@@ -257,8 +260,8 @@ def of_training():
             yield cls(T)
         for C in training.MixForward.MIXES:
             yield training.MixForward(T, C)
-        for kind in training.ActivationForward.KINDS:
-            yield training.ActivationForward(kind, T)
+        yield rwkv6.Activation("Tanh", T, T)
+        for kind in rwkv6.Activation.KINDS:
             yield training.ActivationBackward(kind, T)
         for threads in training.WIDTHS:
             for cls in (

@@ -22,7 +22,7 @@ import reference
 from linattn_np import dispatch
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.contract import CHUNK
-from linattn_np.declarations import GLA_VALUE_GATE
+from linattn_np.declarations import DELTA_RULES, GLA_VALUE_GATE
 from linattn_np.ops import OPS
 
 DOUBLE, SINGLE, HALF = (np.dtype(t) for t in ("float64", "float32", "float16"))
@@ -80,7 +80,8 @@ HOPPER_ROWS, HOPPER_GRADIENT_ROWS = KERNEL_ROWS | {"float16": 1.5}, {"bfloat16":
 class Kernels(Backend):
     """What the CUDA kernels can do, wherever they run."""
 
-    modes = {op.name: ("recurrent", "chunk", "staged") if op.name != "softmax_attention" else () for op in OPS}
+    modes = {op.name: ("recurrent", "chunk", "staged") for op in OPS}
+    modes |= dict.fromkeys(["softmax_attention", *(op.name for op in DELTA_RULES)], ())
     modes |= {GLA_VALUE_GATE.name: ("recurrent", "chunk")}
     gradients = True
     rows = KERNEL_ROWS

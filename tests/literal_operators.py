@@ -23,6 +23,8 @@ def literal(xp, scan, name, arrays, state=(), *, gamma=None, feature_map=None, n
 
     `scan` is jax.lax.scan, or for torch a loop that does the same.
     """
+    if name in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"):
+        return literal_delta_rule(xp, scan, name, arrays, state)
     if name == "hgrn2":
         q, g, v = arrays
         name, arrays = "gla", (q, 1 - xp.exp(g), v, g)
@@ -54,6 +56,27 @@ def literal(xp, scan, name, arrays, state=(), *, gamma=None, feature_map=None, n
         return (S, z[0] + k), read(q, S) / (q * (z[0] + k)).sum(-1)[..., None]
 
     final, o = scan(step, start, tuple(xp.moveaxis(x, 2, 0) for x in (q, k, v, *gates)))
+    return xp.moveaxis(o, 0, 2), *final
+
+
+def literal_delta_rule(xp, scan, name, arrays, state):
+    """The same of the delta rules."""
+    q, k, v = (arrays[n] for n in ((0, 2, 3) if name == "rwkv7" else (0, 1, 2)))
+    start = tuple(state) or (outer(k[:, :, 0], v[:, :, 0]) * 0,)
+
+    def step(carry, token):
+        (S,) = carry
+        if name == "rwkv7":
+            q, w, k, v, a, b = token
+            S = xp.exp(w)[..., None] * S + outer(b, read(a, S)) + outer(k, v)
+        else:
+            q, k, v, *gates, beta = token
+            decay = [xp.exp(g).reshape(*g.shape, *(1,) * (4 - g.ndim)) for g in gates]
+            S = decay[0] * S if decay else S
+            S = S + outer(k, beta[..., None] * (v - read(k, S)))
+        return (S,), q.shape[-1] ** -0.5 * read(q, S)
+
+    final, o = scan(step, start, tuple(xp.moveaxis(x, 2, 0) for x in arrays))
     return xp.moveaxis(o, 0, 2), *final
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from linattn_np import gla, hgrn2, softmax_attention, vjp
-from linattn_np.declarations import LINEAR_ATTENTION, NORMALIZED
+from linattn_np.declarations import DELTA_RULES, LINEAR_ATTENTION, NORMALIZED, SharedHeadsOp
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import declaration
+from linattn_np.summary import Transition
 
 DECAYS = ("g", "gv", "w")
 
@@ -71,19 +72,43 @@ GATES = {
 
 def draw(op, rng, sizes, dtype=np.float64, gate="logsigmoid", gate_dtype=None):
     """Fresh signed arrays for a declared operator, step or stage, in the order of its call."""
-    arrays = []
+    values = {}
     for name, axes in op.arrays.items():
         shape = tuple(sizes[axis] for axis in axes.split())
-        values = GATES[gate](rng, shape) if name in DECAYS else rng.standard_normal(shape)
-        with np.errstate(over="ignore"):  # -1e30 is -inf in float16
-            arrays.append(np.asarray(values).astype(gate_dtype if gate_dtype and name in op.gates else dtype))
+        values[name] = np.asarray(GATES[gate](rng, shape) if name in DECAYS else rng.standard_normal(shape))
+    with np.errstate(over="ignore"):  # -1e30 is -inf in float16
+        return [
+            x.astype(gate_dtype if gate_dtype and name in op.gates else dtype)
+            for name, x in contracting(op, values).items()
+        ]
+
+
+def contracting(op, arrays):
+    """The arrays by name, those of a delta rule so that its transitions do not enlarge a state: keys of length 1, and
+    strengths between 0 and 1."""
+    if op.strengths:
+        return arrays | {"k": unit(arrays["k"]), "beta": np.exp(logsigmoid(arrays["beta"]))}
+    if op.name.startswith("rwkv7"):
+        removed = unit(arrays["a"])
+        return arrays | {"a": -removed, "b": removed * np.exp(logsigmoid(arrays["b"]))}
     return arrays
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def draw_states(op, rng, sizes, dtype=np.float64):
     """One state part for each that the operator declares; a normaliser's is positive."""
     parts = tuple(rng.standard_normal([sizes[axis] for axis in axes.split()]).astype(dtype) for axes in op.state)
     return parts if len(parts) < 2 else (parts[0], abs(parts[1]))
+
+
+def with_value_heads(op):
+    """The names of the arrays of which every head of v has its own, where groups of them share a key."""
+    if isinstance(op, SharedHeadsOp):
+        return [name for name in op.arrays if name not in op.shared]
+    return [name for name, axes in op.arrays.items() if axes.endswith("V")]
 
 
 def stated(op, options):
@@ -118,9 +143,10 @@ def size_of_terms(function, arrays, **arguments):
 
 def sizes_of_terms(function, arrays, **arguments):
     """The same of o and of the final state."""
-    if function is softmax_attention or arguments.get("feature_map") or arguments.get("normalize"):
-        return None, None
     op, arrays = declaration(function, "sizes_of_terms"), [double(x) for x in arrays]
+    sums = op.transition is not Transition.RANK_ONE and function is not softmax_attention
+    if not sums or arguments.get("feature_map") or arguments.get("normalize"):
+        return None, None
     if function is hgrn2:
         q, g, v = arrays
         return sizes_of_terms(gla, [q, -np.expm1(g), v, g], **arguments)
@@ -163,6 +189,8 @@ def literal(
 ):
     """(o, final state) from the equations as the papers have them, float64."""
     given = dict(zip(op.arrays, arrays))
+    if op in DELTA_RULES:
+        return literal_delta_rule(op, given, scale, initial_state, cu_seqlens)
     if op.name == "hgrn2":
         given["k"] = 1 - np.exp(given["g"])
     q, k, v = (given[name] for name in ("r" if op.name == "rwkv6" else "q", "k", "v"))
@@ -206,6 +234,30 @@ def literal(
                 elif op.name != "rwkv6":
                     o[b, h, t] = scale * q[b, h, t] @ S[n, h]
     return o, (S, z) if normalize else S
+
+
+def literal_delta_rule(op, given, scale, initial_state, cu_seqlens):
+    """The same of the delta rules, whose transitions are matrices here."""
+    q, k, v, g, beta = (given.get(name) for name in ("r" if op.name == "rwkv7" else "q", "k", "v", "g", "beta"))
+    B, H, T, V = v.shape
+    K = q.shape[-1]
+    scale = K**-0.5 if scale is None else scale
+    bounds = [0, T] if cu_seqlens is None else list(cu_seqlens)
+    rows = [(b, start, stop) for b in range(B) for start, stop in zip(bounds[:-1], bounds[1:])]
+    S = np.zeros((len(rows), H, K, V)) if initial_state is None else initial_state.copy()
+    o = np.empty((B, H, T, V))
+    for n, (b, start, stop) in enumerate(rows):
+        for h, t in ((h, t) for h in range(H) for t in range(start, stop)):
+            at, strength = (b, h, t), 1.0
+            if op.name == "rwkv7":
+                transition = np.diag(np.exp(given["w"][at])) + np.outer(given["b"][at], given["a"][at])
+            else:
+                decay = np.ones(K) if g is None else np.exp(g[at]) * np.ones(K)
+                strength = beta[at]
+                transition = (np.eye(K) - strength * np.outer(k[at], k[at])) @ np.diag(decay)
+            S[n, h] = transition @ S[n, h] + strength * np.outer(k[at], v[at])
+            o[at] = scale * q[at] @ S[n, h]
+    return o, S
 
 
 def literal_attention(

@@ -9,17 +9,20 @@ judge. Prints how many calls there were; a kernel file that none of them launche
 
 import sys
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 from reference import DECAYS, draw, draw_states
 from test_decode_kernels import SIZES, SMALL, synthetic
+from test_delta_on_hopper import call as delta_call
+from test_delta_on_hopper import drawn as delta_tokens
 from test_training_kernels import SEEDS, adamw, model, on_device
 
 from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import segments, source
+from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.declarations import (
     GLA,
     GLA_STEP,
@@ -223,6 +226,14 @@ def steps(rng, run):
             yield run(op, *draw(declared, rng, dict(zip("BHKV", sizes)), dtype), state, slots=slots)
 
 
+def delta_rules(rng, device):
+    for dtype, K, V in product((BFLOAT16, HALF), (64, 128), (64, 128)):
+        kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), PACKED if V == 64 else None
+        tokens = delta_tokens(rng, 1, 2, 4, 133, K, V, dtype, "some -inf", "alike", "sigmoid")
+        state = rng.standard_normal((len(bounds) - 1 if bounds else 1, 4, K, V)).astype(SINGLE)
+        yield delta_call(device, kernel, tokens, K**-0.5, state, bounds)
+
+
 EIGHT_BITS = np.dtype(np.int8)
 
 
@@ -230,13 +241,12 @@ def decoding(rng, device):
     """A model's steps: all layers in one launch, of as many weights as go around a block's ring; in several; and beyond
     128 sequences, where cuBLAS multiplies int8."""
     few, wide, around = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"], SIZES["odd"]))
-    by_rows = CudaDecoder(few, SINGLE, 3, device)
-    by_rows.kernel = None  # as where a launch of all layers has no room for wider vectors
     decoders = (
         CudaDecoder(weights, dtype, B, device)
         for weights, dtype, B in (
             (around, BFLOAT16, 1),
-            (around, SINGLE, 8),
+            (around, SINGLE, 1),
+            (few, SINGLE, 3),
             (few, HALF, 3),
             (few, BFLOAT16, 9),
             (wide, BFLOAT16, 33),
@@ -247,7 +257,7 @@ def decoding(rng, device):
             (wide, EIGHT_BITS, 130),
         )
     )
-    for decoder in chain([by_rows], decoders):
+    for decoder in decoders:
         tokens, state = device.upload(rng.integers(0, SMALL["V"], decoder.batch)), decoder.initial_state()
         for _ in range(2):
             yield decoder.step(tokens, state, greedy=True)
@@ -282,6 +292,7 @@ def calls(rng, run, as_older, as_filled, device):
         family(rng, run, as_filled),
         messages(rng, run, as_filled),
         steps(rng, run),
+        delta_rules(rng, device),
         decoding(rng, device),
         prompts(rng, as_filled),
         trainings(rng, as_filled, device),

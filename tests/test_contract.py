@@ -157,7 +157,7 @@ def applies(case, op, mode):
     """Whether a case says something about an operator and a mode."""
     if case.gate != "logsigmoid" and not op.gates or case.gate_dtype and not op.gates:
         return False
-    return case.chunk_size is None or mode in ("chunk", "staged")
+    return case.chunk_size is None or mode in ("chunk", "staged") and "chunk_size" in op.signature.parameters
 
 
 def combinations(backends):

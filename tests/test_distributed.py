@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from conftest import DOUBLE, HALF, SINGLE
-from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits, stated
+from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits, stated, with_value_heads
 
 import linattn_np
 from linattn_np import distributed
@@ -60,8 +60,8 @@ class Call:
         if heads > 1:  # value heads, and with them the heads of S, though not of z
             grown = sizes | {"H": heads * sizes["H"]}
             self.arrays = [
-                x if axes.split()[-1] != "V" else y
-                for x, y, axes in zip(self.arrays, draw(self.op, rng, grown, dtype, gate), self.op.arrays.values())
+                y if name in with_value_heads(self.op) else x
+                for name, x, y in zip(self.op.arrays, self.arrays, draw(self.op, rng, grown, dtype, gate))
             ]
             sizes["S"] = heads
         state_dtype = DOUBLE if dtype == DOUBLE else SINGLE

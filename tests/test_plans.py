@@ -41,8 +41,8 @@ def test_importing_the_backend_does_not_import_cupy():
 def test_an_instance_spells_its_fields():
     assert gated_kernels.ScanBothWays().expression == "gated_scan_both_ways"
     assert gated_kernels.ScanSegments(4).expression == "gated_scan_segments<4>"
-    step = rwkv6_model_kernels.DecodeStep(BFLOAT16, 8, True)
-    assert step.expression == "rwkv6_decode_step<bf16, 8, true>"
+    step = rwkv6_model_kernels.DecodeFew(BFLOAT16, SINGLE, 8)
+    assert step.expression == "rwkv6_decode_few<bf16, float, 8>"
     assert stages.GatedQk("AfterWrite", SINGLE).expression == "stages_gated_qk<AfterWrite, float>"
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import SINGLE
-from reference import assert_close, draw, draw_states, exact, same_bits, stated
+from reference import assert_close, draw, draw_states, exact, same_bits, stated, with_value_heads
 
 from linattn_np import ContractError, explain, gla, gla_step, softmax_attention, vjp
 from linattn_np.array_kinds import BFLOAT16
@@ -22,9 +22,22 @@ BOUNDS = [0, 23, 23, 40]
 WIDE = {**SIZES, "B": 1, "N": 1, "H": 1, "T": 20, "V": 100}
 
 
+OUT = "B HV T V"
+
+
+def axes_of(op):
+    """The axes of each array, HV where it has value heads."""
+    return [axes.replace("H", "HV") if name in with_value_heads(op) else axes for name, axes in op.arrays.items()]
+
+
+def axes_of_state(op, options):
+    parts = stated(op, options).state
+    return [axes.replace("H", "HV") if axes.endswith("V") else axes for axes in parts]
+
+
 def heads(axes):
     """How many times the heads of a caller's array are those of q."""
-    return G if axes.split()[-1] == "V" else 1
+    return G if "HV" in axes.split() else 1
 
 
 def drawn(op, options, rng, sizes, dtype=SINGLE):
@@ -32,15 +45,10 @@ def drawn(op, options, rng, sizes, dtype=SINGLE):
     many = {**sizes, "H": G * sizes["H"]}
     arrays = [
         y if heads(axes) > 1 else x
-        for x, y, axes in zip(draw(op, rng, sizes, dtype), draw(op, rng, many, dtype), op.arrays.values())
+        for x, y, axes in zip(draw(op, rng, sizes, dtype), draw(op, rng, many, dtype), axes_of(op))
     ]
-    stated_op = stated(op, options)
-    states = tuple(
-        y if heads(axes) > 1 else x
-        for x, y, axes in zip(
-            draw_states(stated_op, rng, sizes, dtype), draw_states(stated_op, rng, many, dtype), stated_op.state
-        )
-    )
+    few, enough = (draw_states(stated(op, options), rng, count, dtype) for count in (sizes, many))
+    states = tuple(y if heads(axes) > 1 else x for x, y, axes in zip(few, enough, axes_of_state(op, options)))
     return arrays, states
 
 
@@ -78,7 +86,7 @@ def turned(part):
 
 def in_memory(x, axes, layout):
     """`x` as a caller has it in a layout."""
-    return np.ascontiguousarray(x.swapaxes(1, 2)) if layout == "bthd" and axes.split()[:3] == ["B", "H", "T"] else x
+    return np.ascontiguousarray(x.swapaxes(1, 2)) if layout == "bthd" and axes.split()[2:3] == ["T"] else x
 
 
 @pytest.mark.pairwise
@@ -92,11 +100,11 @@ def test_is_the_call_on_repeated_heads(backend, variant, layout, turns, packed, 
     sizes = PACKED if packed else SIZES
     options = {**options, **({"cu_seqlens": BOUNDS} if packed else {}), "reverse": turns}
     host, start = drawn(op, options, rng, sizes)
-    axes = list(op.arrays.values())
+    axes = axes_of(op)
     wanted, expected = exact(
         function,
         [repeated(x, a) for x, a in zip(host, axes)],
-        initial_state=whole(tuple(map(repeated, start, stated(op, options).state))),
+        initial_state=whole(tuple(map(repeated, start, axes_of_state(op, options)))),
         **spread(op, options, sizes),
     )
     for mode in backend.modes[op.name]:
@@ -111,9 +119,9 @@ def test_is_the_call_on_repeated_heads(backend, variant, layout, turns, packed, 
             state_v_first=turns,
             initial_state=whole(tuple(backend.asarray(turned(part) if turns else part) for part in start)),
         )
-        assert_close(f"o, {mode}", backend.tohost(o), in_memory(wanted, op.out, layout), SINGLE)
+        assert_close(f"o, {mode}", backend.tohost(o), in_memory(wanted, OUT, layout), SINGLE)
         assert all(stride > 0 for stride in o.strides)
-        for part, x, a in zip(parts(final), parts(expected), stated(op, options).state, strict=True):
+        for part, x, a in zip(parts(final), parts(expected), axes_of_state(op, options), strict=True):
             part = backend.tohost(part)
             assert_close("state", turned(part) if turns else part, gathered(x, a) / (G if heads(a) == 1 else 1), SINGLE)
 
@@ -150,8 +158,8 @@ def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):
     op, function, options = VARIANTS[variant]
     options = {**options, "reverse": turns}
     host, start = drawn(op, options, rng, sizes)
-    axes, state = list(op.arrays.values()), stated(op, options).state
-    do = rng.standard_normal([{**sizes, "H": G * sizes["H"]}[axis] for axis in op.out.split()]).astype(SINGLE)
+    axes, state = axes_of(op), axes_of_state(op, options)
+    do = rng.standard_normal([{**sizes, "H": G * sizes["H"]}[axis] for axis in "B H T V".split()]).astype(SINGLE)
     dht = tuple(rng.standard_normal(part.shape).astype(SINGLE) for part in start)
 
     def states(given):
@@ -166,7 +174,7 @@ def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):
         initial_state=states(start),
         **options,
     )
-    *found, initial = pull(backend.asarray(in_memory(do, op.out, layout)), states(dht))
+    *found, initial = pull(backend.asarray(in_memory(do, OUT, layout)), states(dht))
 
     def first(x, a):
         """What has one head for a group takes the gradient of the group's first alone."""
@@ -180,7 +188,7 @@ def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):
         initial_state=whole(tuple(repeated(x, a).astype(np.float64) for x, a in zip(start, state))),
         **spread(op, options, sizes),
     )[1](do.astype(np.float64), whole(tuple(map(first, dht, state))))
-    for (name, a), x, y in zip(op.arrays.items(), found, wanted, strict=True):
+    for name, a, x, y in zip(op.arrays, axes, found, wanted, strict=True):
         assert_close(f"d{name}", backend.tohost(x), in_memory(gathered(y, a), a, layout), SINGLE, factor=10)
     for part, x, a in zip(parts(initial), parts(expected), state, strict=True):
         part = backend.tohost(part)
@@ -193,14 +201,14 @@ def test_calls_alike_and_out(backend, layout, rng):
     op = VARIANTS["gla"][0]
     for _ in range(3):
         host, (start,) = drawn(op, {}, rng, SIZES)
-        wanted, expected = exact(gla, [repeated(x, a) for x, a in zip(host, op.arrays.values())], initial_state=start)
-        there = [backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, op.arrays.values())]
-        out = backend.asarray(in_memory(np.full((2, 2 * G, 40, 8), np.nan, SINGLE), op.out, layout))
+        wanted, expected = exact(gla, [repeated(x, a) for x, a in zip(host, axes_of(op))], initial_state=start)
+        there = [backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, axes_of(op))]
+        out = backend.asarray(in_memory(np.full((2, 2 * G, 40, 8), np.nan, SINGLE), OUT, layout))
         o, final = backend.run(
             gla, *there, layout=layout, out=out, initial_state=backend.asarray(start), output_final_state=True
         )
         assert o is out
-        assert_close("o", backend.tohost(out), in_memory(wanted, op.out, layout), SINGLE)
+        assert_close("o", backend.tohost(out), in_memory(wanted, OUT, layout), SINGLE)
         assert_close("state", backend.tohost(final), expected, SINGLE)
 
 
@@ -208,10 +216,8 @@ def test_in_half_precision(backend, rng):
     """Where the kernels for the latest cards step in."""
     op = VARIANTS["gla"][0]
     host, _ = drawn(op, {}, rng, {**SIZES, "K": 64, "V": 32}, BFLOAT16)
-    o = backend.run(
-        gla, *(backend.asarray(in_memory(x, a, "bthd")) for x, a in zip(host, op.arrays.values())), layout="bthd"
-    )
-    wanted, _ = exact(gla, [repeated(x, a) for x, a in zip(host, op.arrays.values())])
+    o = backend.run(gla, *(backend.asarray(in_memory(x, a, "bthd")) for x, a in zip(host, axes_of(op))), layout="bthd")
+    wanted, _ = exact(gla, [repeated(x, a) for x, a in zip(host, axes_of(op))])
     assert_close("o", backend.tohost(o), wanted.swapaxes(1, 2), BFLOAT16)
 
 
@@ -223,9 +229,9 @@ def test_only_one_layout_copies(rng):
     assert explain(gla, *host).copies == (f"v: the {G} value heads of a head, side by side",)
     assert [copy.split(":")[0] for copy in explain(gla, *host, out=out).copies] == ["v", "out"]
     assert explain(gla, *host, initial_state=np.zeros((2, 2 * G, 16, 8))).copies[1].startswith("initial_state: ")
-    there = [in_memory(x, a, "bthd") for x, a in zip(host, op.arrays.values())]
+    there = [in_memory(x, a, "bthd") for x, a in zip(host, axes_of(op))]
     assert explain(gla, *there, layout="bthd").copies == ()
-    problem = op.bind(there, layout="bthd", out=in_memory(out, op.out, "bthd"))
+    problem = op.bind(there, layout="bthd", out=in_memory(out, OUT, "bthd"))
     assert np.shares_memory(problem["v"], there[2]) and problem.out is not None
     assert gla(*there, layout="bthd").flags.c_contiguous
 

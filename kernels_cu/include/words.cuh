@@ -1,5 +1,5 @@
-// what      What blocks of one grid hand to each other when all are at work at once: words without barriers, or
-//           numbers behind a barrier of the grid; and what the last block finds of all of them.
+// what      What blocks of one grid hand to each other when all are at work at once: words, without barriers; and what
+//           the last block finds of all of them.
 // limits    sm_80 and later
 // twin      tests/emulator/words.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
@@ -76,30 +76,4 @@ __device__ __forceinline__ u64 most_of_grid(u64* most, u32* brought, u64 key) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(key) : "l"(most) : "memory");
   *most = 0, *brought = 0;
   return key;
-}
-
-// A barrier of the whole grid, when all its blocks are at work at once, in two halves, for threads 0 to THREADS - 1,
-// which share named barrier 1: what any block wrote before it arrived can be read after the wait. `arrived` changes its
-// highest bit, the sense, when the last block has come; the others are 0 between barriers, and at the start.
-constexpr u32 NO_BARRIER = 1;  // for a sense: nothing to wait for
-__device__ __forceinline__ u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }
-
-// To read before the first barrier.
-__device__ __forceinline__ u32 barrier_sense(const u32* arrived) {
-  return *reinterpret_cast<const volatile u32*>(arrived) & 0x80000000u;
-}
-template <int THREADS> __device__ __forceinline__ void grid_arrive(u32* arrived) {
-  barrier_sync(1, THREADS);  // the block's writes are done
-  const u32 step = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(arrived), "r"(step) : "memory");
-}
-template <int THREADS> __device__ __forceinline__ void grid_wait(const u32* arrived, u32 sense) {
-  if (sense == NO_BARRIER) return;
-  if (threadIdx.x == 0) {
-    u32 now;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-    } while (((now ^ sense) & 0x80000000u) == 0);
-  }
-  barrier_sync(1, THREADS);  // so are the others'
 }

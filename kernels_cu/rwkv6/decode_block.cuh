@@ -1,33 +1,31 @@
-// what      What a block of a decoding step does alike wherever its numbers come from: norms, stages of weights, parts
-//           of the products of low rank.
+// what      What a block of a decoding step has for each of its phases: norms, stages of weights, parts of the products
+//           of low rank.
 // smem      Shared, then the staging area
 // barriers  named barrier 1 of the threads that compute, where a comment says what stands
 #include "rwkv6/decode_split.cuh"
 
-// X is the type of what blocks hand to each other. The warps share up to MOST sequences.
-template <typename T, typename S, typename X, int STAGES, int MOST> struct DecodeBlock {
-  typedef typename Args<T, S, X>::Up Up;
-  static constexpr int SEQUENCES = MOST;
+template <typename T, typename S, int STAGES> struct DecodeBlock {
+  typedef typename Args<T, S>::Up Up;
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS;
 
-  const Args<T, S, X>& args;
-  Shared<STAGES, X>& s;
+  const Args<T, S>& args;
+  Shared<STAGES>& s;
   float* const staging;
-  const int B, D, tid;
+  const int D, tid;
   int stage;  // of weights that is next, and the parity of its `full`
   u32 parity;
 
-  __device__ __forceinline__ DecodeBlock(const Args<T, S, X>& args, Shared<STAGES, X>& s, int next)
+  __device__ __forceinline__ DecodeBlock(const Args<T, S>& args, Shared<STAGES>& s, int next)
       : args(args),
         s(s),
         staging(reinterpret_cast<float*>(&s + 1)),
-        B(opaque(int(args.B))),
         D(opaque(int(args.D))),
         tid(opaque(threadIdx.x)),
         stage(next >> 1),
         parity(next & 1) {}
 
-  __device__ __forceinline__ i64 row_of(int b) const { return args.slots ? args.slots[b] : b; }
+  // The sequence's row of the states.
+  __device__ __forceinline__ i64 row() const { return args.slots ? args.slots[0] : 0; }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
   // The parameters of four channels' norm and mix; of a norm, where they and the old channels lie.
@@ -52,33 +50,29 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
     return norm;
   }
 
-  // Warps that share a sequence's norm, and the sum of their parts.
-  static constexpr int TOGETHER = WARPS / SEQUENCES;
-
-  static __device__ __forceinline__ float together(const float (&parts)[WARPS], int b) {
+  // The sum of the warps' parts.
+  static __device__ __forceinline__ float together(const float (&parts)[WARPS]) {
     float sum = 0.f;
 #pragma unroll
-    for (int n = 0; n < TOGETHER; ++n) sum += parts[b * TOGETHER + n];
+    for (int n = 0; n < WARPS; ++n) sum += parts[n];
     return sum;
   }
 
-  // The parts of each sequence's sum of floats [B, D] in shared memory, then those of the squares around its mean.
-  __device__ __forceinline__ void measure(const float* floats) {
-    const int warp = tid >> 5, lane = tid & 31, b = warp / TOGETHER;
-    const int first = 4 * (warp % TOGETHER * 32 + lane), step = 4 * 32 * TOGETHER;
-    const float* x = floats + min(b, B - 1) * D;
+  // The warps' parts of the sum of floats x [D] in shared memory, then those of the squares around the mean.
+  __device__ __forceinline__ void measure(const float* x) {
+    const int warp = tid >> 5, lane = tid & 31;
     float sum = 0.f, squares = 0.f;
 #pragma unroll 4
-    for (int j = first; j < D; j += step) {
+    for (int j = 4 * tid; j < D; j += 4 * THREADS) {
       const float4 four = load4(x + j);
       sum += (four.x + four.y) + (four.z + four.w);
     }
     sum = warp_sum(sum);
     if (lane == 0) s.sum[warp] = sum;
     sync();  // the parts of the sums stand
-    const float mean = together(s.sum, b) * (1.f / D);
+    const float mean = together(s.sum) * (1.f / D);
 #pragma unroll 4
-    for (int j = first; j < D; j += step) {
+    for (int j = 4 * tid; j < D; j += 4 * THREADS) {
       const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
       squares += (y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w);
     }
@@ -111,13 +105,6 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
     return s.row(stage, (tid & 31) >> 2) + Lane<T>::start(tid) * sizeof(T);
   }
 
-  // This lane has read the stage, before a bulk copy writes there, which no barrier alone puts behind plain reads: each
-  // lane says so itself behind a fence of its own.
-  __device__ __forceinline__ void release_slot() {
-    fence_async();
-    barrier_arrive(s.empty[stage]);
-    next_slot();
-  }
   __device__ __forceinline__ void next_slot() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
@@ -130,25 +117,21 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
       if (first + i * splits < rows) weight[i] = up[i64(first + i * splits) * D];
   }
 
-  // The parts of the mixes' products; low_of(b) has those numbers of sequence b. `weight` has the first rows.
-  template <int PASS, typename Low>
+  // The parts of a mix's product, from `low` [A] in shared memory. `weight` has the first rows.
+  template <int PASS>
   __device__ __forceinline__ void mix_parts(Up (&weight)[PASS], const Up* up, bool inside, int split, int channel,
-                                            const Low& low_of) {
+                                            const float* low) {
     const int A = int(args.A);
+    float part = 0.f;
     for (int start = 0; start < A; start += PASS * SPLITS) {
       if (start > 0) load_rows(weight, up, start + split, SPLITS, inside ? A : 0);
-#pragma unroll 2
-      for (int b = 0; b < B; ++b) {
-        const float* low = low_of(b);
-        float part = start > 0 ? s.scratch.mix[b][split][channel] : 0.f;
 #pragma unroll
-        for (int i = 0; i < PASS; ++i) {
-          const int a = start + split + i * SPLITS;
-          if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
-        }
-        s.scratch.mix[b][split][channel] = part;
+      for (int i = 0; i < PASS; ++i) {
+        const int a = start + split + i * SPLITS;
+        if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
       }
     }
+    s.mix[split][channel] = part;
   }
 
   // The parts of a head's decay, from `low` in shared memory. `weight` has the first rows.
@@ -178,8 +161,8 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 };
 
 // One thread each makes the stages' barriers, and says which tiles the block has.
-template <typename T, typename S, typename X, int STAGES>
-__device__ __forceinline__ void init_stages(const Args<T, S, X>& args, Shared<STAGES, X>& s) {
+template <typename T, typename S, int STAGES>
+__device__ __forceinline__ void init_stages(const Args<T, S>& args, Shared<STAGES>& s) {
   if (threadIdx.x <= PHASES) s.tiles[threadIdx.x] = share_of(args, threadIdx.x);
   if (threadIdx.x < STAGES) {
     barrier_init(s.full[threadIdx.x], ROWS);

@@ -1,11 +1,16 @@
 // what      All layers of one token for one sequence, its logits, and the likeliest token; every weight is read once.
-// math      the phases of decode_step.cu
-// shapes    as there with B = 1, but what blocks hand to each other are words: xx [6, D], LN(x) of both mixes, x as
-//           either has left it, and once more the last x, in 8 bytes a number; low [5 A], mixed [5, D], kvrg [4, D]
-//           with silu of the gate, decay_low [W], y [D] before the gate, activated [F], gate [D]; arrived [grid], the
-//           layers that a block has seen
-// grid      as there; of the threads of a block THREADS compute, one warp adds what they have multiplied, and COPIERS
-//           warps have weights copied
+// math      phases of a layer: low = tanh(maa_down mix(LN x)) | mixed_c = xx + d (maa_c + up_c low_c) |
+//           decay_low = tanh(decay_down mixed_w), k v r g = W mixed | y = time mix, group norm |
+//           x += output (y silu(g)) | activated = relu(key mix(LN x))^2, gate = sigmoid(receptance mix(LN x)) |
+//           x += gate value activated;   after the last layer: logits = head LN x
+// shapes    x [D], logits [V]; weights [L, n, rows, K], rows of a product padded to 16; states [L, P, ...], slots [1]
+//           or null; what blocks hand to each other are words: xx [6, D], LN(x) of both mixes, x as either has left it,
+//           and once more the last x, in 8 bytes a number; low [5 A], mixed [5, D], kvrg [4, D] with silu of the gate,
+//           decay_low [W], y [D] before the gate, activated [F], gate [D]; arrived [grid], the layers that a block has
+//           seen
+// grid      as many blocks as multiprocessors, all at work at once unless phases [first, last) are a single one. Of a
+//           block 256 threads compute: of 16 rows of a product a warp takes every 8th step of K, a lane its neighbours
+//           in two rows; one warp adds what they have multiplied, and COPIERS warps have weights copied
 // smem      Shared, then the staging area: the operands of D numbers, twice for two mixes of a norm, or of `staged`
 //           where a product has more, or what a head's time mix has
 // barriers  none of the grid: a word carries its layer, or whether that is odd, and who needs it reads it until it is
@@ -13,28 +18,24 @@
 //           them has written a word since, and every word goes into every number of the next layer. A warp multiplies
 //           by columns of its own and waits for their words alone. mbarriers: full, empty (weights), summed, taken
 //           (parts of products). The block's where a comment says what stands.
-// numerics  those of decode_step.cu, and the same bits, with float32 weights. Others are taken as they are, and words
-//           are float32 without the last bit. Beside bfloat16 weights x is a sum of three bfloat16 numbers; beside int8
-//           ones it is rounded to 31 bits of the largest that its warp has, and the products are exact
+// numerics  float32 sums in a fixed order. Tensor cores take x and float32 weights as sums of two tf32 numbers. Other
+//           weights are taken as they are, and words are float32 without the last bit. Beside bfloat16 weights x is a
+//           sum of three bfloat16 numbers; beside int8 ones it is rounded to 31 bits of the largest that its warp has,
+//           and the products are exact
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split; Ootomo, Ozaki and
 //           Yokota, 2024, for digits; NVIDIA's NCCL, for data that carry their own flags
-// limits    B = 1: all blocks read all words, which costs more than barriers from two sequences on; D up to 8192;
-//           otherwise those of decode_step.cu
+// limits    one sequence: all blocks read all words, which costs more than launches from two sequences on; D and F
+//           multiples of 8, D up to 8192, N a multiple of 4 up to 256, W up to 512; weights aligned to 16 bytes; at
+//           least two blocks; sm_90a
 #include "rwkv6/decode_operands.cuh"
 
-template <typename T, typename S> struct FewArgs : Args<T, S, Handed<T>> {
-  i64* tokens;  // where the likeliest token goes, the lowest of equals; or null
-  u64* likeliest;
-  u32* brought;
-};
-
 template <typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, i64 layer,
-                                       int phase, u32 epoch, bool first);
+__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
+                                       bool first);
 template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<T, S, STAGES> {
   typedef DecodeOperands<T, S, STAGES> Block;
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
-  using Block::PARTS, Block::PACKED, Block::DIGITS, Block::channels, Block::input_of, Block::row_of, Block::floats;
+  using Block::PARTS, Block::PACKED, Block::DIGITS, Block::channels, Block::input_of, Block::row, Block::floats;
   typedef typename Block::Channels Channels;
   typedef typename Block::Norm Norm;
   typedef typename Block::Operands Operands;
@@ -43,8 +44,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   int turn;           // of the parts of products: which of two places the next tile's have
   u64 likeliest = 0;  // of the lane's tokens, behind its logit in the order of integers
 
-  __device__ __forceinline__ DecodeFew(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, u32 epoch,
-                                       int next = 0, int turn = 0)
+  __device__ __forceinline__ DecodeFew(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0, int turn = 0)
       : Block(args, s, epoch, next), turn(turn) {}
 
   static constexpr int GROUP = PACKED > 1 ? 2 : 1;           // stages multiplied at a time
@@ -122,8 +122,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     for (int n = 0; n < HELD; ++n) ask(n, 4 * (tid + n * THREADS));
     take_x(layer, phase);
     Block::measure(floats());
-    const float mean = Block::together(s.sum, 0) * inverse_D;
-    const float scale = inverse_root(Block::together(s.squares, 0) * inverse_D + float(args.eps));
+    const float mean = Block::together(s.sum) * inverse_D;
+    const float scale = inverse_root(Block::together(s.squares) * inverse_D + float(args.eps));
     const auto put = [&](int n, int j) {
       if (j >= D) return;
       Channels& c = held[n];
@@ -186,7 +186,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
         put_word(x_words(phase == FFN_VALUE) + m, sum, epoch);
         if (phase == FFN_VALUE && layer == args.L - 1) put_word(last_x_words() + m, sum, epoch);
         args.x[m] = sum;  // for this thread itself
-        (phase == FFN_VALUE ? args.ffn_shift : args.att_shift)[(layer * args.P + row_of(0)) * D + m] = xx;
+        (phase == FFN_VALUE ? args.ffn_shift : args.att_shift)[(layer * args.P + row()) * D + m] = xx;
         break;
       case HEAD:
         m += tile * ROWS;
@@ -204,7 +204,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   }
 
   // Once the finishing warp has all of its logits.
-  __device__ __forceinline__ void choose(const FewArgs<T, S>& args) {
+  __device__ __forceinline__ void choose() {
     const u32 logit = __reduce_max_sync(0xffffffffu, u32(likeliest >> 32));
     const u32 token = __reduce_max_sync(0xffffffffu, likeliest >> 32 == logit ? u32(likeliest) : 0u);
     if ((tid & 31) > 0) return;
@@ -233,7 +233,9 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
         Split<T>::multiply(sums[step % CHAINS], above[n][step], below[n][step], x[n][step]);
-    fence_async();  // as for release_slot
+    // This lane has read the stages, where bulk copies will write. A barrier alone does not order its plain reads
+    // before those copies: so each lane arrives itself, behind a fence of its own.
+    fence_async();
 #pragma unroll
     for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
   }
@@ -318,7 +320,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int part = 2 * t + i % 2;
-        if (part < PARTS) s.scratch.parts[place.buffer][part][g + i / 2 * 8][warp] = totals[i];
+        if (part < PARTS) s.parts[place.buffer][part][g + i / 2 * 8][warp] = totals[i];
       }
       barrier_arrive(s.summed[place.buffer]);
     }
@@ -355,7 +357,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
         for (int warp = 0; warp < WARPS / LANES; warp += 4) {
           const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
-          const float4 four = load4(&s.scratch.parts[place.buffer][part][m % ROWS][first]);
+          const float4 four = load4(&s.parts[place.buffer][part][m % ROWS][first]);
           parts[part][warp] = four.x, parts[part][warp + 1] = four.y;
           parts[part][warp + 2] = four.z, parts[part][warp + 3] = four.w;
         }
@@ -388,7 +390,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       Up weight[PASS];
       Block::load_rows(weight, up, split, SPLITS, inside ? A : 0);
       const float maa = last ? args.maa[(layer * 5 + c) * D + j] : 0.f;
-      const float old = last ? args.att_shift[(layer * args.P + row_of(0)) * D + j] : 0.f;
+      const float old = last ? args.att_shift[(layer * args.P + row()) * D + j] : 0.f;
       Word xx[1];
       const Word* const from_xx[1] = {normed_words(false) + (last ? j : 0)};
       load_words(xx, from_xx);
@@ -396,12 +398,12 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       for (int n = tid; n < A; n += THREADS) staging[n] = take(args.low + c * A + n);
       settle_words(xx, from_xx, epoch);
       sync();  // `low` stands, and the parts of the unit before are free
-      Block::mix_parts(weight, up, inside, split, channel, [&](int) { return staging; });
+      Block::mix_parts(weight, up, inside, split, channel, staging);
       sync();  // the parts stand
       if (!last) continue;
       float sum = maa;
 #pragma unroll
-      for (int i = 0; i < SPLITS; ++i) sum += s.scratch.mix[0][i][channel];
+      for (int i = 0; i < SPLITS; ++i) sum += s.mix[i][channel];
       put_word(args.mixed + c * D + j, fmaf(old - number(xx[0]), sum, number(xx[0])), epoch);
     }
   }
@@ -414,7 +416,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll 1
     for (int h = blockIdx.x; h < H; h += gridDim.x) {
       const int at = h * N;
-      S* state = args.wkv + ((layer * args.P + row_of(0)) * H + h) * N * N;
+      S* state = args.wkv + ((layer * args.P + row()) * H + h) * N * N;
       const Up* up = args.decay_up + layer * W * D + at + channel;
       Up weight[PASS];
       Block::load_rows(weight, up, split, splits, split < splits ? W : 0);
@@ -449,17 +451,17 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 
 // What goes on in a block need not be kept in registers meanwhile.
 template <typename T, typename S, int STAGES>
-__device__ __noinline__ void normalise(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, i64 layer,
-                                       int phase, u32 epoch, bool first) {
+__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
+                                       bool first) {
   DecodeFew<T, S, STAGES> block(args, s, epoch);
   block.normalise(layer, phase, first ? block.normed_words(phase == FFN_INPUTS) : nullptr);
 }
 
 // Those that compute, copy, and finish products.
-template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS<Handed<T>> + 32;
+template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;
 
 template <typename T, typename S, int STAGES>
-__device__ __forceinline__ void decode(const FewArgs<T, S>& args, Shared<STAGES, Handed<T>>& s) {
+__device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s) {
   const bool finishes = threadIdx.x >= THREADS;
   wait_for_previous();
   const u32 before = args.arrived[blockIdx.x];
@@ -472,7 +474,7 @@ __device__ __forceinline__ void decode(const FewArgs<T, S>& args, Shared<STAGES,
     const bool multiplies = phase != MIX && phase != TIME_MIX;
     if (finishes) {
       if (multiplies) block.finish_products(layer, phase);
-      if (phase == HEAD && args.tokens) block.choose(args);
+      if (phase == HEAD && args.tokens) block.choose();
     } else {
       if (n > args.first) sync();  // what the phase before had in shared memory was read
       if (phase == MIX) block.mix(layer);
@@ -486,8 +488,8 @@ __device__ __forceinline__ void decode(const FewArgs<T, S>& args, Shared<STAGES,
 }
 
 template <typename T, typename S, int STAGES>
-__global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv6_decode_few(const __grid_constant__ FewArgs<T, S> args) {
-  Shared<STAGES, Handed<T>>& s = *reinterpret_cast<Shared<STAGES, Handed<T>>*>(dynamic_smem());
+__global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv6_decode_few(const __grid_constant__ Args<T, S> args) {
+  Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();
   init_stages(args, s);
   const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;

@@ -5,26 +5,12 @@
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
 
-// What blocks hand to each other of weights of type T.
-template <typename T> struct WordOf {
-  typedef u32 Type;
-};
-template <> struct WordOf<float> {
-  typedef u64 Type;
-};
-template <typename T> using Handed = typename WordOf<T>::Type;
-
-// Sequences that the warps share in a norm: with float32 weights as in decode_step.cu, for the same bits.
-template <typename T> constexpr int SHARED_BY = sizeof(T) == 4 ? COLUMNS / Split<T>::PARTS : 1;
-
-template <typename T, typename S, int STAGES>
-struct DecodeOperands : DecodeBlock<T, S, Handed<T>, STAGES, SHARED_BY<T>> {
-  typedef DecodeBlock<T, S, Handed<T>, STAGES, SHARED_BY<T>> Block;
+template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBlock<T, S, STAGES> {
+  typedef DecodeBlock<T, S, STAGES> Block;
   using Block::s, Block::staging, Block::D, Block::tid, Block::EACH, Block::PARTS;
   const u32 epoch;  // of what this layer writes
 
-  __device__ __forceinline__ DecodeOperands(const Args<T, S, Handed<T>>& args, Shared<STAGES, Handed<T>>& s, u32 epoch,
-                                            int next)
+  __device__ __forceinline__ DecodeOperands(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next)
       : Block(args, s, next), epoch(epoch) {}
 
   static constexpr int WORDS = Split<T>::WORDS;

@@ -9,15 +9,24 @@
 // the memory queues behind them.
 #include "rwkv6/time_mix.cuh"
 
-constexpr int ROWS = 16, COLUMNS = 8;
+constexpr int ROWS = 16;
 constexpr int STEPS = 2;                                    // a stage
 constexpr int PIECE = STEPS * THREADS / 8 * 16;             // bytes of a row in a stage
 constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;  // of a unit of the mix
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
-// S is the type of the recurrent state, X of what blocks hand to each other: floats, or words.
-template <typename T, typename S, typename X> struct Args {
+// What blocks hand to each other of weights of type T: words, which each of them waits for by itself.
+template <typename T> struct WordOf {
+  typedef u32 Type;
+};
+template <> struct WordOf<float> {
+  typedef u64 Type;
+};
+template <typename T> using Handed = typename WordOf<T>::Type;
+
+// S is the type of the recurrent state.
+template <typename T, typename S> struct Args {
   typedef typename MultipliedAs<T>::Type Up;
   const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
   // Of int8 weights a scale for each row; or null.
@@ -27,12 +36,15 @@ template <typename T, typename S, typename X> struct Args {
   const float *ln1, *ln2, *ln_x, *ln_out, *maa_x, *maa, *ffn_maa, *decay, *bonus;
   float *att_shift, *ffn_shift;
   S* wkv;
-  const i64* slots;  // or null: sequence b has row b of the states
-  X *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate;
+  const i64* slots;  // the sequence's row of the states; null: 0
+  Handed<T>*xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate;
   float *x, *logits;
   u32* arrived;
-  i64 L, B, P, D, H, N, A, W, F, V, staged, first, last;
+  i64 L, P, D, H, N, A, W, F, V, staged, first, last;
   double eps, group_eps;
+  i64* tokens;  // where the likeliest token goes, the lowest of equals; or null
+  u64* likeliest;
+  u32* brought;
 };
 
 // This block's share of a phase's tiles of 16 rows: some, and others behind them that are wanted later.
@@ -47,42 +59,26 @@ struct Tiles {
   __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
 };
 
-// What blocks hand to each other as words each of them waits for by itself, so that a phase's tiles can have an order.
-template <typename X> constexpr bool BY_WORDS = true;
-template <> constexpr bool BY_WORDS<float> = false;
-template <typename X> constexpr int COPIERS = BY_WORDS<X> ? 3 : 4;  // warps that have the weights copied
-template <typename X> constexpr int FLIGHT = BY_WORDS<X> ? 3 : 2;   // stages asked for and not yet come
+constexpr int COPIERS = 3;  // warps that have the weights copied
+constexpr int FLIGHT = 3;   // stages asked for and not yet come
 
-// What phases have in turn.
-template <typename X> union Scratch {
-  float parts[2][4][ROWS][WARPS + 4];  // of products, by row
-  float mix[1][SPLITS][CHANNELS];
-};
-template <> union Scratch<float> {
-  float parts[2][WARPS][COLUMNS][ROWS + 1];
-  float mix[COLUMNS][SPLITS][CHANNELS];
-  TimeMixScratch time_mix;
-};
-
-template <int STAGES, typename X> struct Shared {
+template <int STAGES> struct Shared {
   // Even rows, then odd ones, so that the neighbours that are read together have no bank conflicts.
   unsigned char ring[STAGES][2][ROWS / 2 * PIECE + 64];
   Barrier full[STAGES], empty[STAGES];
-  Tiles tiles[PHASES + 1];           // of each phase
-  float units[2][WARPS];             // of two vectors' lowest digits, by warps
-  Barrier summed[2], taken[2];       // where one warp adds the others' sums: they are there, they were read
-  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
-  Scratch<X> scratch;
+  Tiles tiles[PHASES + 1];               // of each phase
+  float units[2][WARPS];                 // of two vectors' lowest digits, by warps
+  Barrier summed[2], taken[2];           // where one warp adds the others' sums: they are there, they were read
+  float sum[WARPS], squares[WARPS];      // the warps' parts of norms
+  union {                                // of phases in turn
+    float parts[2][4][ROWS][WARPS + 4];  // of products, by row
+    float mix[SPLITS][CHANNELS];
+  };
 
   __device__ __forceinline__ unsigned char* row(int stage, int row) { return ring[stage][row % 2] + row / 2 * PIECE; }
 };
 
 __device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
-
-__device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
-  if (block >= blocks) return {};
-  return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks), 0, 0};
-}
 
 // As even as can be, where the first blocks have one more, or the last.
 __device__ __forceinline__ Tiles share_to_first(int tiles, u32 block, u32 blocks) {
@@ -96,8 +92,9 @@ __device__ __forceinline__ Tiles share_to_last(int tiles, u32 block, u32 blocks)
 
 // So that a layer's tiles are about as many in every block: heads' blocks have no gates but more keys, and the low
 // rank's first product is where no mix waits for it.
-template <class Args>
-__device__ __forceinline__ Tiles share_by_words(const Args& args, int phase, u32 block, u32 blocks, int D, int F) {
+template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
+  const u32 block = blockIdx.x, blocks = gridDim.x;
+  const int D = tiles_of(args.D), F = tiles_of(args.F);
   const u32 with_keys = min(blocks, u32(F));
   switch (phase) {
     case MIX_DOWN:
@@ -122,34 +119,7 @@ __device__ __forceinline__ Tiles share_by_words(const Args& args, int phase, u32
   return {};
 }
 
-template <typename T, typename S, typename X>
-__device__ __forceinline__ Tiles share_of(const Args<T, S, X>& args, int phase) {
-  const u32 block = blockIdx.x, blocks = gridDim.x;
-  const int D = tiles_of(args.D), F = tiles_of(args.F);
-  if constexpr (BY_WORDS<X>) return share_by_words(args, phase, block, blocks, D, F);
-  switch (phase) {
-    case MIX_DOWN:
-      return share(tiles_of(5 * args.A), block, blocks);
-    case INPUTS:
-      return share(tiles_of(args.W) + 4 * D, block, blocks);
-    case OUTPUT:
-    case FFN_VALUE:
-      return share(D, block, blocks);
-    case FFN_INPUTS: {
-      // no block has tiles of both, and so two normed inputs
-      const u32 keys = max(1u, blocks * F / (F + D));
-      if (block < keys) return share(F, block, keys);
-      const Tiles tiles = share(D, block - keys, blocks - keys);
-      return tiles.behind(F);
-    }
-    case HEAD:
-      return share(tiles_of(args.V), block, blocks);
-  }
-  return {};
-}
-
-template <typename T, typename S, typename X>
-__device__ __forceinline__ int depth_of(const Args<T, S, X>& args, int phase) {
+template <typename T, typename S> __device__ __forceinline__ int depth_of(const Args<T, S>& args, int phase) {
   return int(phase == FFN_VALUE ? args.F : args.D);
 }
 
@@ -159,8 +129,8 @@ template <typename T> struct TileRows {
   const float* scales;
 };
 
-template <typename T, typename S, typename X>
-__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S, X>& args, i64 layer, int phase, int tile) {
+template <typename T, typename S>
+__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
   const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
   TileRows<T> rows = {args.head, args.head_scales};
   i64 row = tile;
@@ -194,19 +164,16 @@ template <typename T> struct Lane {
 };
 
 // Ask for what a phase reads beside its tiles.
-template <typename T, typename S, typename X>
-__device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 layer, int phase) {
+template <typename T, typename S>
+__device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 layer, int phase) {
   const int lane = threadIdx.x & 31, row = int(args.D * 4);
-  const i64 at = layer * args.D, b = lane - 2, N = args.N;
+  const i64 at = layer * args.D, N = args.N, state = layer * args.P + (args.slots ? args.slots[0] : 0);
   if (blockIdx.x == 0) {
     if (phase == MIX_DOWN || phase == FFN_INPUTS) {
       const bool ffn = phase == FFN_INPUTS;
       if (lane == 0) prefetch_l2((ffn ? args.ln2 : args.ln1) + 2 * at, 2 * row);
       if (lane == 1) prefetch_l2(ffn ? args.ffn_maa + 2 * at : args.maa_x + at, ffn ? 2 * row : row);
-      if (b >= 0 && b < args.B)
-        prefetch_l2(
-            (ffn ? args.ffn_shift : args.att_shift) + (layer * args.P + (args.slots ? args.slots[b] : b)) * args.D,
-            row);
+      if (lane == 2) prefetch_l2((ffn ? args.ffn_shift : args.att_shift) + state * args.D, row);
     } else if (phase == TIME_MIX) {
       if (lane == 0) prefetch_l2(args.ln_x + 2 * at, 2 * row);
       if (lane == 1) prefetch_l2(args.decay + at, row);
@@ -227,8 +194,7 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
                     u32(width * sizeof(*args.maa_up)));
     }
   } else if (phase == TIME_MIX) {
-    for (i64 unit = blockIdx.x; unit < args.B * args.H; unit += gridDim.x) {
-      const i64 h = unit % args.H, b = unit / args.H, state = layer * args.P + (args.slots ? args.slots[b] : b);
+    for (i64 h = blockIdx.x; h < args.H; h += gridDim.x) {
 #pragma unroll 1
       for (i64 n = lane; n < N / 4; n += 32)
         prefetch_l2(args.wkv + ((state * args.H + h) * N + 4 * n) * N, u32(4 * sizeof(S) * N));
@@ -241,11 +207,11 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
 }
 
 // The warps that have the weights copied, a lane a row of a stage, some of the 16 each; zeros from column K on.
-template <typename T, typename S, typename X, int STAGES>
-__device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<STAGES, X>& s) {
+template <typename T, typename S, int STAGES>
+__device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAGES>& s) {
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
-  const int first = ROWS * copier / COPIERS<X>, count = ROWS * (copier + 1) / COPIERS<X> - first;  // of its rows
-  int stage = 0, latest = STAGES - FLIGHT<X>;  // `latest` must have come before `stage` is asked for
+  const int first = ROWS * copier / COPIERS, count = ROWS * (copier + 1) / COPIERS - first;  // of its rows
+  int stage = 0, latest = STAGES - FLIGHT;  // `latest` must have come before `stage` is asked for
   u32 parity = 1;
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {

@@ -1,4 +1,4 @@
-// what      The gradients of `training_gated_norm_forward`; the norm is computed again.
+// what      The gradients of `rwkv6_gated_norm`; the norm is computed again.
 // math      with n = GroupNorm_H(o), a = n weight + bias, s = sigmoid(gate):
 //           dgate = dy a (s + gate s (1 - s)), da = dy gate s, do = the norm's pullback of da weight
 //           parts = sum_t (da n, da) of the block's tokens: dweight, dbias

@@ -4,10 +4,22 @@ from collections.abc import Callable
 from typing import Any, Required, TypedDict, Unpack
 
 from ..contract import Op
-from ..typing import A, Array, LinearAttentionOptions, MaskedOptions, RetentionOptions
+from ..typing import A, Array, DeltaRuleOptions, LinearAttentionOptions, MaskedOptions, RetentionOptions, Rwkv7Options
 from .engine import Engine
 
-__all__ = ["gla", "rwkv6", "hgrn2", "simple_gla", "retention", "linear_attention", "vjp"]
+__all__ = [
+    "gla",
+    "rwkv6",
+    "hgrn2",
+    "simple_gla",
+    "retention",
+    "linear_attention",
+    "delta_rule",
+    "gated_delta_rule",
+    "kda",
+    "rwkv7",
+    "vjp",
+]
 OPERATORS: dict[Callable[..., Any], Op]
 
 class OnRanks(TypedDict, total=False):
@@ -15,9 +27,11 @@ class OnRanks(TypedDict, total=False):
     segment_size: int | None
     output_final_state: bool
 
+class DeltaRuleOptionsOnRanks(DeltaRuleOptions, OnRanks): ...
 class LinearAttentionOptionsOnRanks(LinearAttentionOptions, OnRanks): ...
 class MaskedOptionsOnRanks(MaskedOptions, OnRanks): ...
 class RetentionOptionsOnRanks(RetentionOptions, OnRanks): ...
+class Rwkv7OptionsOnRanks(Rwkv7Options, OnRanks): ...
 
 def gla(
     q: A, k: Array, v: Array, g: Array, gv: Array | None = None, **options: Unpack[MaskedOptionsOnRanks]
@@ -27,4 +41,10 @@ def hgrn2(q: A, g: Array, v: Array, **options: Unpack[MaskedOptionsOnRanks]) -> 
 def simple_gla(q: A, k: Array, v: Array, g: Array, **options: Unpack[MaskedOptionsOnRanks]) -> Any: ...
 def retention(q: A, k: Array, v: Array, **options: Unpack[RetentionOptionsOnRanks]) -> Any: ...
 def linear_attention(q: A, k: Array, v: Array, **options: Unpack[LinearAttentionOptionsOnRanks]) -> Any: ...
+def delta_rule(q: A, k: Array, v: Array, beta: Array, **options: Unpack[DeltaRuleOptionsOnRanks]) -> Any: ...
+def gated_delta_rule(
+    q: A, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[DeltaRuleOptionsOnRanks]
+) -> Any: ...
+def kda(q: A, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[DeltaRuleOptionsOnRanks]) -> Any: ...
+def rwkv7(r: A, w: Array, k: Array, v: Array, a: Array, b: Array, **options: Unpack[Rwkv7OptionsOnRanks]) -> Any: ...
 def vjp(op: Callable[..., Any], *arrays: Array | None, **options: Any) -> tuple[Any, Callable[..., Any]]: ...

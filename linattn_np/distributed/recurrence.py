@@ -96,7 +96,7 @@ class Recurrence:
         for channel in range(self.K):
             start[..., channel, columns + channel] = 1
         final = call(declared, tuple(named.values()), **given, initial_state=start)[1]
-        return [final[..., :columns]], [final[..., columns:]]
+        return [final[..., :columns]], [final[:, :: self.problem.groups, :, columns:]]  # heads of a group share it
 
     def factors_of_decays(self, decays):
         """`factors` from a backend's decays [rows, heads, channels], or from None where every rank computes them."""

@@ -2,9 +2,30 @@
 
 from typing import Any, Literal, Unpack, overload
 
-from ..typing import A, Array, AttentionOptions, LinearAttentionOptions, MaskedOptions, RetentionOptions
+from ..typing import (
+    A,
+    Array,
+    AttentionOptions,
+    DeltaRuleOptions,
+    LinearAttentionOptions,
+    MaskedOptions,
+    RetentionOptions,
+    Rwkv7Options,
+)
 
-__all__ = ["gla", "rwkv6", "hgrn2", "simple_gla", "retention", "linear_attention", "softmax_attention"]
+__all__ = [
+    "gla",
+    "rwkv6",
+    "hgrn2",
+    "simple_gla",
+    "retention",
+    "linear_attention",
+    "delta_rule",
+    "gated_delta_rule",
+    "kda",
+    "rwkv7",
+    "softmax_attention",
+]
 
 @overload
 def gla(
@@ -105,6 +126,104 @@ def linear_attention(
 @overload
 def linear_attention(
     q: A, k: Array, v: Array, *, output_final_state: bool, **options: Unpack[LinearAttentionOptions]
+) -> A | tuple[A, Any]: ...
+@overload
+def delta_rule(
+    q: A,
+    k: Array,
+    v: Array,
+    beta: Array,
+    *,
+    output_final_state: Literal[False] = False,
+    **options: Unpack[DeltaRuleOptions],
+) -> A: ...
+@overload
+def delta_rule(
+    q: A, k: Array, v: Array, beta: Array, *, output_final_state: Literal[True], **options: Unpack[DeltaRuleOptions]
+) -> tuple[A, Any]: ...
+@overload
+def delta_rule(
+    q: A, k: Array, v: Array, beta: Array, *, output_final_state: bool, **options: Unpack[DeltaRuleOptions]
+) -> A | tuple[A, Any]: ...
+@overload
+def gated_delta_rule(
+    q: A,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    output_final_state: Literal[False] = False,
+    **options: Unpack[DeltaRuleOptions],
+) -> A: ...
+@overload
+def gated_delta_rule(
+    q: A,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    output_final_state: Literal[True],
+    **options: Unpack[DeltaRuleOptions],
+) -> tuple[A, Any]: ...
+@overload
+def gated_delta_rule(
+    q: A, k: Array, v: Array, g: Array, beta: Array, *, output_final_state: bool, **options: Unpack[DeltaRuleOptions]
+) -> A | tuple[A, Any]: ...
+@overload
+def kda(
+    q: A,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    output_final_state: Literal[False] = False,
+    **options: Unpack[DeltaRuleOptions],
+) -> A: ...
+@overload
+def kda(
+    q: A,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    output_final_state: Literal[True],
+    **options: Unpack[DeltaRuleOptions],
+) -> tuple[A, Any]: ...
+@overload
+def kda(
+    q: A, k: Array, v: Array, g: Array, beta: Array, *, output_final_state: bool, **options: Unpack[DeltaRuleOptions]
+) -> A | tuple[A, Any]: ...
+@overload
+def rwkv7(
+    r: A,
+    w: Array,
+    k: Array,
+    v: Array,
+    a: Array,
+    b: Array,
+    *,
+    output_final_state: Literal[False] = False,
+    **options: Unpack[Rwkv7Options],
+) -> A: ...
+@overload
+def rwkv7(
+    r: A,
+    w: Array,
+    k: Array,
+    v: Array,
+    a: Array,
+    b: Array,
+    *,
+    output_final_state: Literal[True],
+    **options: Unpack[Rwkv7Options],
+) -> tuple[A, Any]: ...
+@overload
+def rwkv7(
+    r: A, w: Array, k: Array, v: Array, a: Array, b: Array, *, output_final_state: bool, **options: Unpack[Rwkv7Options]
 ) -> A | tuple[A, Any]: ...
 @overload
 def softmax_attention(

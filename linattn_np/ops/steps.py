@@ -1,10 +1,10 @@
 """One token for B sequences, the state updated in place: what decoding calls."""
 
-from ..declarations import GLA_STEP, RWKV6_STEP
+from ..declarations import DELTA_RULE_STEP, GATED_DELTA_RULE_STEP, GLA_STEP, KDA_STEP, RWKV6_STEP, RWKV7_STEP
 from ..dispatch import call_step
 from ..public_function import public_function
 
-__all__ = ["gla_step", "rwkv6_step"]
+__all__ = ["gla_step", "rwkv6_step", "delta_rule_step", "gated_delta_rule_step", "kda_step", "rwkv7_step"]
 
 
 @public_function(GLA_STEP, call_step)
@@ -55,5 +55,105 @@ def rwkv6_step():
     >>> import numpy as np, linattn_np
     >>> r = k = w = np.zeros((1, 2, 8)); v = np.ones((1, 2, 4)); u = np.ones((2, 8))
     >>> linattn_np.rwkv6_step(r, k, v, w, u, np.ones((1, 2, 8, 4)), scale=1.0).shape
+    (1, 2, 4)
+    """
+
+
+@public_function(DELTA_RULE_STEP, call_step)
+def delta_rule_step():
+    """One token of `delta_rule` for B sequences; `state` is updated in place.
+
+        S <- S + beta k (v - S^T k)^T,      o = scale * q^T S           (Yang et al., 2024, eq. 3)
+
+    Parameters
+    ----------
+    q, k : [B, HK, K], v : [B, H, V], beta : [B, H]
+        As in `delta_rule`, without the time axis.
+
+    Returns
+    -------
+    o : [B, H, V], the dtype of q
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> k, v = np.ones((1, 2, 4)) / 2, np.full((1, 2, 3), 5.0)
+    >>> linattn_np.delta_rule_step(k, k, v, np.ones((1, 2)), np.ones((1, 2, 4, 3)), scale=1.0).max()
+    np.float64(5.0)
+    """
+
+
+@public_function(GATED_DELTA_RULE_STEP, call_step)
+def gated_delta_rule_step():
+    """One token of `gated_delta_rule` for B sequences; `state` is updated in place.
+
+        S' = exp(g) S,      S <- S' + beta k (v - S'^T k)^T,      o = scale * q^T S     (Yang et al., 2024, eq. 10)
+
+    Parameters
+    ----------
+    q, k : [B, HK, K], v : [B, H, V], g : [B, H], beta : [B, H]
+        As in `gated_delta_rule`, without the time axis; g is the natural log of the decay.
+
+    Returns
+    -------
+    o : [B, H, V], the dtype of q
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> q = k = np.zeros((1, 2, 8)); v = np.ones((1, 4, 4)); g = beta = np.zeros((1, 4))
+    >>> linattn_np.gated_delta_rule_step(q, k, v, g, beta, np.ones((1, 4, 8, 4))).shape
+    (1, 4, 4)
+    """
+
+
+@public_function(KDA_STEP, call_step)
+def kda_step():
+    """One token of `kda` for B sequences; `state` is updated in place.
+
+        S' = diag(exp g) S,     S <- S' + beta k (v - S'^T k)^T,      o = scale * q^T S         (Kimi Team, 2025)
+
+    Parameters
+    ----------
+    q, k : [B, HK, K], v : [B, H, V], g : [B, H, K], beta : [B, H]
+        As in `kda`, without the time axis; g is the natural log of the decay.
+
+    Returns
+    -------
+    o : [B, H, V], the dtype of q
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, g = rng.standard_normal((4, 1, 2, 9, 8))
+    >>> g, beta, state = -np.exp(g), rng.random((1, 2, 9)), np.zeros((1, 2, 8, 8))
+    >>> tokens = [[x[:, :, t] for x in (q, k, v, g, beta)] for t in range(9)]
+    >>> o = np.stack([linattn_np.kda_step(*token, state, qk_l2norm=True) for token in tokens], axis=2)
+    >>> bool(np.allclose(o, linattn_np.kda(q, k, v, g, beta, qk_l2norm=True)))
+    True
+    """
+
+
+@public_function(RWKV7_STEP, call_step)
+def rwkv7_step():
+    """One token of `rwkv7` for B sequences; `state` is updated in place.
+
+        S <- diag(exp w) S + b (S^T a)^T + k v^T,       o = scale * r^T S       (Peng et al., 2025, eq. 17)
+
+    Parameters
+    ----------
+    r, w, k, a, b : [B, H, K], v : [B, H, V]
+        As in `rwkv7`, without the time axis; w is the natural log of the decay.
+
+    Returns
+    -------
+    o : [B, H, V], the dtype of r
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> r = w = k = a = b = np.zeros((1, 2, 8)); v = np.ones((1, 2, 4))
+    >>> linattn_np.rwkv7_step(r, w, k, v, a, b, np.ones((1, 2, 8, 4)), scale=1.0).shape
     (1, 2, 4)
     """

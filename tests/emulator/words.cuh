@@ -50,10 +50,3 @@ inline u64 most_of_grid(u64* most, u32* brought, u64 key) {
   *most = 0, *brought = 0;
   return key;
 }
-
-// Blocks run in turn, so that a kernel with such a barrier is launched once for every stretch between two of them.
-constexpr u32 NO_BARRIER = 1;
-inline u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }
-inline u32 barrier_sense(const u32* arrived) { return *arrived & 0x80000000u; }
-template <int THREADS> void grid_arrive(u32*) {}
-template <int THREADS> void grid_wait(const u32*, u32) {}

@@ -10,15 +10,20 @@ from numpy.typing import NDArray
 
 import linattn_np
 from linattn_np import (
+    delta_rule,
     distributed,
     explain,
+    gated_delta_rule,
+    gated_delta_rule_step,
     gla,
     gla_step,
     hgrn2,
+    kda,
     linear_attention,
     retention,
     rwkv6,
     rwkv6_step,
+    rwkv7,
     simple_gla,
     softmax_attention,
     stages,
@@ -44,10 +49,15 @@ def results(x: Half, gate: Single, flag: bool) -> None:
     assert_type(simple_gla(x, x, x, gate, mask=np.ones((2, 7), bool)), Half)
     assert_type(retention(x, x, x, gamma=[0.5, 0.9], cu_seqlens=[0, 7]), Half)
     assert_type(linear_attention(x, x, x, feature_map="elu", normalize=True, output_final_state=True), tuple[Half, Any])
+    assert_type(delta_rule(x, x, x, gate, qk_l2norm=True), Half)
+    assert_type(gated_delta_rule(x, x, x, gate, gate, output_final_state=True), tuple[Half, Any])
+    assert_type(kda(x, x, x, gate, gate, mask=np.ones((2, 7), bool)), Half)
+    assert_type(rwkv7(x, gate, x, x, x, x, scale=1.0, output_final_state=True), tuple[Half, Any])
     assert_type(softmax_attention(x, x, x, causal=False, out=x), Half)
     assert_type(softmax_attention(x, x, x, window=(8, 0), sinks=x, return_lse=True), tuple[Half, Any])
     assert_type(gla_step(x, x, x, gate, gate, slots=[0, 1]), Half)
     assert_type(rwkv6_step(x, x, x, gate, gate, gate), Half)
+    assert_type(gated_delta_rule_step(x, x, x, gate, gate, gate, qk_l2norm=True), Half)
 
 
 def mistakes(x: Single) -> None:
@@ -57,6 +67,7 @@ def mistakes(x: Single) -> None:
     gla(x, x, x, x, layout="btdh")  # type: ignore[call-overload]
     gla(x, x, x, x, mode="fast")  # type: ignore[call-overload]
     gla(x, x, x, x, no_such=1)  # type: ignore[call-overload]
+    kda(x, x, x, x, x, materialize=True)  # type: ignore[call-overload]
     retention(x, x, x, mask=x)  # type: ignore[call-overload]
     softmax_attention(x, x, x, mode="recurrent")  # type: ignore[call-overload]
     gla_step(x, x, x, x)  # type: ignore[call-arg]

@@ -240,14 +240,15 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
     QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
     const bool growth = __any_sync(0xffffffffu, any_grows<T>(gates));
     load_operand(x, in.x[warpgroup], offset);
+    const auto put = [&](int n, int h, float first, float second) { pair_of(x, n, h) = pack<T>(first, second); };
     if (BACKWARDS) {
       decays_from_start(far, gates, counts);
       range = scale_of_queries<ReadOrder, T>(far);
       const float scale = float(args.scale);
-      decay_queries<false, T>(nowhere, x, x, far, decays, {scale * range.up[0], scale * range.up[1]});
+      decay_queries<false, T>(nowhere, x, far, decays, {scale * range.up[0], scale * range.up[1]}, put);
     } else {
       decays_to_end(far, gates, counts);
-      decay_keys<false, T>(nowhere, x, x, far, decays);
+      decay_keys<false, T>(nowhere, x, far, decays, put);
     }
     if (growth) {  // what has been computed may be anything, and nothing is left to do
       if (BACKWARDS)

@@ -1,16 +1,18 @@
-// what      GLA and RWKV-6 forward in one pass on Hopper: producer warps decay, consumer warpgroups multiply. One way
-//           for every gate but those that grow by more than 1, in float16 1/8 (forward_growth.cuh).
+// what      GLA and RWKV-6 forward in one pass on Hopper: producer warps make the operands of a chunk (decayed queries
+//           and keys, scores), consumer warpgroups multiply them with v and the state. Chunks with a gate above 1, or
+//           above 1/8 in float16, go token by token (forward_growth.cuh).
 // math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32; where G is
 //           ScalarDecay, a gate [B, H, T] float32 for all channels, of any strides
-// grid      forward_schedules.cuh. Warps: four for every 64 columns consume; then groups of producers, which take
-//           chunks in turn
-// smem      forward_storage.cuh
-// barriers  forward_storage.cuh names them; each role's file says why it waits
-// numerics  S in float32 accumulators; no difference of cumulated gates; the rest is in forward_producers.cuh
+// grid      forward_schedules.cuh. A block's first warps are consumers, four for every 64 columns; then come one or two
+//           groups of producers, which take chunks in turn
+// smem      Shared, in forward_storage.cuh
+// barriers  their names are in forward_storage.cuh; forward_producers.cuh and forward_consumers.cuh say who waits why
+// numerics  S in float32 accumulators; no difference of cumulated gates; see forward_producers.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch or block; BK and BV of 64, 128; rows start on
-//           16 bytes. The program of both roles must stay below the 32 KB that instructions have: see the producers
+// limits    sm_90a; float16 or bfloat16 data; K and V multiples of 8, K <= BK a launch, or a block of a cluster; BK
+//           and BV of 64, 128; rows start on 16 bytes. A larger program than the instruction cache is slower: see the
+//           producers
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"
@@ -32,7 +34,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   constexpr int MAKING = ProducerCoord<BK>::THREADS;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   const WorkTile work = work_tile<Schedule, BV>(args, blockIdx.x);
-  if (!Schedule::reads && work.sequence / i32(args.parts) % i32(args.of) >= args.needed) return;
+  if (!Schedule::reads && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
   if (threadIdx.x == 0) {
     s.work = work;
     for (int group = 0; group < S::GROUPS; ++group) barrier_init(s.gates[group], 1), barrier_init(s.rows[group], 1);
@@ -41,8 +43,8 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
       barrier_init(s.full[stage], (here ? MAKING : 0) + (Schedule::K_RANKS > 1 || !here ? SENT : 0));
       barrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
-    for (int slot = 0; slot < BV / PANEL * S::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
-    for (int stage = 0; stage < S::STAGES; ++stage) s.numbers[stage].row[0] = ALL;
+    for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot) barrier_init(s.values[0][slot], 1);
+    for (int stage = 0; stage < S::STAGES; ++stage) s.numbers[stage].row[0] = ALL_ROWS;
     if constexpr (Schedule::reads)
       for (int group = 0; group < S::GROUPS; ++group) s.scores[group].beyond = false;
     if constexpr (!Schedule::reads) barrier_init(s.scan.loaded, 1);
@@ -55,15 +57,15 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
         const i64 channel = (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0) + c;
         s.u[c] = channel < args.shape.K ? args.u[work.head * args.shape.K + channel] : 0.f;
       }
-    // No key after its query.
+    // Scores with a later key stay zero: producers write none of them.
     u32* const scores = reinterpret_cast<u32*>(s.operands.A);
     for (int i = threadIdx.x; i < sizeof s.operands.A / sizeof(u32); i += THREADS) scores[i] = 0;
   }
   fence_async();
-  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // barriers and zeros stand, the other block's too
-  else __syncthreads();                                      // barriers and zeros stand
+  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // both blocks' barriers are made, and A is zero
+  else __syncthreads();                                      // barriers are made, and A is zero
   if constexpr (!Schedule::reads) narrow_work<THREADS>(s, args, work);
-  // Where registers are scarce, consumers get some of the producers', or, where they hold little of a state, give some.
+  // WIDE: consumers get registers of the producers. NARROW: consumers, which have a small state, give registers away.
   constexpr bool WIDE = THREADS == 384 && Schedule::K_RANKS > 1, NARROW = Schedule::reads && BK + BV == 128;
   if (threadIdx.x < CONSUMERS) {
     if constexpr (WIDE) registers_up<192>();
@@ -74,5 +76,5 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     if constexpr (NARROW) registers_up<144>();
     produce<Order>(s, args, threadIdx.x - CONSUMERS);
   }
-  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // nobody leaves while others copy to it or arrive
+  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // the other block copies nothing here any more
 }

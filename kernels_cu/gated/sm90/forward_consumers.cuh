@@ -1,9 +1,9 @@
-// what      The consumer warpgroups of Hopper's forward kernel: they hold 64 columns of the state each, transposed, in
-//           registers.
+// what      The consumer warpgroups of Hopper's forward kernel: each holds 64 columns of the state, transposed, in its
+//           registers, and multiplies what the producers have made of a chunk.
 // math      o = A v + (q decayed) S, with scale in A and q, S <- diag(decay) S + (k decayed)^T v, all of it transposed
-// barriers  of a warpgroup, a chunk: o stands; where the chunk is the last, also: rows behind the sequence's end are 0;
-//           before a stretch of chunks one that nothing needs but the compiler
-// numerics  S in float32; read in bfloat16, or tf32 beside float16
+// barriers  of a warpgroup, every chunk: o is in shared memory. In a sequence's last chunk also: the rows of v behind
+//           its end are 0. Before a stretch of chunks: one that only keeps the compiler from changing the loops
+// numerics  S in float32; o reads S rounded to bfloat16, or to tf32 if data are float16
 // limits    sm_90a
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
@@ -26,14 +26,14 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
   }
 }
 
-// S: N / 4 eights of channels, the first of which is `first`.
+// Multiplies N / 4 groups of 8 channels of the state, from channel `first` on, by the chunk's decays.
 template <int W, int N>
 __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first = 0) {
-  const float one = decays[0];  // of all channels, where W is 1
+  const float shared = decays[0];  // by all channels, if W is 1
   const int t = thread & 3;
 #pragma unroll
   for (int n = 0; n < N / 4; n += 2) {
-    float x[4] = {one, one, one, one};
+    float x[4] = {shared, shared, shared, shared};
     const float* const from = decays + (first + 8 * n) / 16 * 16 + 4 * t;
     if (W > 1 && N / 4 > 1) unpack(x, from);
     if (W > 1 && N / 4 == 1) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, 
   }
 }
 
-// o = A v, under way.
+// Starts o = A v.
 template <bool TWO, typename T, class Operands>
 __device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4], Operands& operands, int stage) {
   auto& tiles = operands.scores(stage);
@@ -62,8 +62,8 @@ __device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4]
   }
 }
 
-// How the state is read: operands of DEPTH channels.
-template <typename T> struct StateOperand {  // tf32
+// Copies DEPTH channels of the state as an operand: in tf32, or in bfloat16.
+template <typename T> struct StateOperand {
   static constexpr int DEPTH = 8;
   using Format = tf32;
   // In the order of `put_state_query`.
@@ -81,8 +81,8 @@ template <> struct StateOperand<bf16> {
   }
 };
 
-// o = A v + (q decayed) S, under way; S <- diag(decay) S. The state is read in parts of PART operands: while a part's
-// copy is multiplied the next one is copied.
+// Starts o = A v + (q decayed) S; S <- diag(decay) S. The state is copied in parts of PART operands: the next part is
+// copied while the tensor cores multiply by the copy of the part before.
 template <bool TWO, int W, int PART, typename T, int N, class Operands>
 __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[N], const u32 (&v)[2][4],
                                                       Operands& operands, const float* decays, int stage, int thread) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
   }
 }
 
-// One row of o to its place in a tile.
+// Stores row `row` of o in a tile.
 template <typename T> __device__ __forceinline__ void put_row(T* tile, const float (&o)[16], int row, int thread) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -138,50 +138,65 @@ template <typename T> __device__ __forceinline__ void put_row(T* tile, const flo
   }
 }
 
-template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args) {
+// A thread of a consumer warpgroup.
+template <class Schedule, typename T, typename G, int BK, int BV> struct Consumer {
   using Storage = Shared<Schedule, T, G, BK, BV>;
-  constexpr int K_RANKS = Schedule::K_RANKS, AHEAD = Storage::AHEAD, STAGES = Storage::STAGES, W = WIDTH<G>;
-  constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;  // where registers are plenty, few parts
-  constexpr bool MARKS = Schedule::reads && K_RANKS == 1;
-  int warpgroup = threadIdx.x / 128;
-  int thread = threadIdx.x % 128;
-  const WorkTile& at = s.work;
-  const auto first = [&] { return at.column + warpgroup * PANEL; };
-  const u32 tokens = at.tokens;
+  static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::VALUE_SLOTS, STAGES = Storage::STAGES;
+  static constexpr int W = WIDTH<G>;
+  static constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;  // with many registers, few parts
+  static constexpr bool MARKS = Schedule::reads && K_RANKS == 1;
 
-  float S[K_RANKS * BK / 2] = {}, total = 1.f;  // the decay of channel thread % BK over all tokens so far
-  bool starts = at.initial;
-  if constexpr (!Schedule::reads) total = s.scan.before, starts &= total != 0;
-  if (starts)
-    each<K_RANKS * BK>(S, at.initial, args.shape, args.channel, first(),
-                       [](float& x, const float* from) { x = *from; });
-
-  // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
-  const auto each_piece = [&](auto f) {
-#pragma unroll
-    for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
-  };
-  const auto fetch = [&](u32 chunk) {  // by one thread of the warpgroup
-    const u32 slot = chunk % AHEAD;
-    Barrier& loaded = s.values[warpgroup][slot];
-    barrier_expect(loaded, sizeof s.v[0][0]);
-    tensor_load(s.v[warpgroup][slot], args.v, loaded, first(), at.start + chunk * CHUNK, at.head, at.batch);
-  };
-  // Where this lane's row begins of the four 8x8 matrices that are 16 tokens of this warp's 16 columns.
-  const auto matrix_row = [&](T* tile, int token) {
-    // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)), bit by bit
-    const int place = (thread & 7) * (128 + 16) ^ (thread & 96) ^ (thread << 1 & 16) ^ (thread << 6 & 1024);
-    return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + place + token * 128);
-  };
-
-  if (thread == 0)
-    for (u32 chunk = 0; chunk < AHEAD && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
+  Storage& s;
+  const Args<T, G>& args;
+  const WorkTile& work;
+  const u32 tokens;
+  int warpgroup, thread;           // thread: of the warpgroup
+  float S[K_RANKS * BK / 2] = {};  // the state
+  float total = 1.f;               // SegmentState: the decay of channel thread % BK over all chunks so far
   float o[16];
   u32 v[2][4];
-  const auto multiply = [&](u32 stage) {
+
+  __device__ __forceinline__ Consumer(Storage& s, const Args<T, G>& args)
+      : s(s), args(args), work(s.work), tokens(s.work.tokens), warpgroup(threadIdx.x / 128), thread(threadIdx.x % 128) {
+    bool starts = work.initial;
+    if constexpr (!Schedule::reads) total = s.scan.before, starts &= total != 0;
+    if (starts) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
+    if (thread == 0)
+      for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
+  }
+
+  __device__ __forceinline__ int first_column() const { return work.column + warpgroup * PANEL; }
+  __device__ __forceinline__ T* tile(u32 chunk) { return s.v[warpgroup][chunk % SLOTS][0]; }
+
+  template <typename P, class F> __device__ __forceinline__ void each_of_state(P* state, F f) {
+    each<K_RANKS * BK>(S, state, args.shape, args.channel, first_column(), f);
+  }
+  // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
+  template <class F> __device__ __forceinline__ void each_piece(F f) {
+#pragma unroll
+    for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
+  }
+  // ldmatrix and stmatrix take four 8x8 matrices of 16 tokens and this warp's 16 columns: the address of this lane's
+  // row of them. That is
+  // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)), bit by bit.
+  __device__ __forceinline__ T* matrix_row(T* tile, int token) const {
+    const int place = (thread & 7) * (128 + 16) ^ (thread & 96) ^ (thread << 1 & 16) ^ (thread << 6 & 1024);
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + place + token * 128);
+  }
+
+  // Starts copying a chunk of v; by one thread of the warpgroup.
+  __device__ __forceinline__ void fetch(u32 chunk) {
+    const u32 slot = chunk % SLOTS;
+    Barrier& loaded = s.values[warpgroup][slot];
+    barrier_expect(loaded, sizeof s.v[0][0]);
+    tensor_load(s.v[warpgroup][slot], args.v, loaded, first_column(), work.start + chunk * CHUNK, work.head,
+                work.batch);
+  }
+
+  // Starts o = A v + (q decayed) S, and after it S <- diag(decay) S + (k decayed)^T v.
+  __device__ __forceinline__ void multiply(u32 stage) {
     const float* const decays = s.numbers[stage].decay[0];
-    // Held in a register, or made anew where that was faster or registers are scarcer.
+    // Held in a register, or computed again if that was faster or registers are scarcer.
     const int lane = COARSE<T> && sizeof(G) == 2 && K_RANKS == 1 ? thread : int(threadIdx.x);
     if constexpr (Schedule::reads)
       read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART, T>(o, S, v, s.operands, decays, stage, lane);
@@ -193,121 +208,150 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
     wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
     wgmma_commit();
-  };
-  const auto release = [&](u32 chunk, u32 stage) {  // by one thread of a warp
-    const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();  // made
-    if (here) barrier_arrive(s.empty[stage]);
-    if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
-  };
-  const auto store = [&](u32 chunk) {  // o, from the place of v
-    if constexpr (Schedule::reads) {
-      fence_async();
-      barrier_sync(VALUES + warpgroup, 128);  // o stands
-      const u32 token = chunk * CHUNK;
-      T* const from = s.v[warpgroup][chunk % AHEAD][0];
-      if (token + CHUNK > tokens) {
-        T* const to = args.o.row(at.batch, at.head, at.start + token) + first();
-        const i64 columns = args.shape.V - first();
-        each_piece([&](int row, int piece) {
-          if (token + row < tokens && 8 * piece < columns)
-            *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
-                *reinterpret_cast<const uint4*>(swizzled(from, row, piece));
-        });
-      } else if (thread == 0) {
-        tensor_store(args.o_boxes, from, first(), at.start + token, at.head, at.batch);
+  }
+
+  // Tells the blocks that made a chunk's operands that this warp has read them; by one thread of a warp.
+  __device__ __forceinline__ void release(u32 chunk, u32 stage) {
+    const bool made_here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();
+    if (made_here) barrier_arrive(s.empty[stage]);
+    if (Schedule::K_RANKS > 1 || !made_here) arrive_at_peer(s.empty[stage]);
+  }
+
+  // Multiplies a chunk's operands. Returns whether its tokens follow one by one: then these operands were zero.
+  __device__ __forceinline__ bool take_chunk(u32 chunk) {
+    const u32 token = chunk * CHUNK;
+    const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // uniform, and so are tiles' addresses
+    forget(thread);  // addresses are cheaper to compute again than to hold in registers
+    if constexpr (K_RANKS > 1) forget(warpgroup);
+    barrier_wait(s.values[warpgroup][chunk % SLOTS], chunk / SLOTS & 1);
+    T* const values = tile(chunk);
+    if (token + CHUNK > tokens) {  // rows behind the end may hold anything, and 0 times NaN is NaN
+      each_piece([&](int row, int piece) {
+        if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(values, row, piece)) = {0, 0, 0, 0};
+      });
+      barrier_sync(VALUES + warpgroup, 128);  // these rows are zero
+    }
+    ldmatrix_x4_trans(v[0], matrix_row(values, 0));
+    ldmatrix_x4_trans(v[1], matrix_row(values, 16));
+    barrier_wait(s.full[stage], chunk / STAGES & 1);
+    multiply(stage);
+
+    if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
+    if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens) {
+      tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
+      fetch(chunk + SLOTS - 1);
+    }
+    __syncwarp();
+    if constexpr (Schedule::reads) {  // o takes the place of v
+      wgmma_wait<1>();
+      wgmma_keep(o);
+      forget(thread);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* x = o + 8 * half;
+        const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
+        stmatrix_x4_trans(matrix_row(values, 16 * half), rows);
       }
     }
-  };
-  // Where a chunk's gates grow too much for its factors, what it was handed over as is nothing, and its tokens follow.
-  const auto by_tokens = [&](u32 chunk) {
-    int row = MORE;
+    // Read by the lane that releases the stage.
+    const bool one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.numbers[stage].row[0] != ALL_ROWS);
+    wgmma_wait<0>();
+    wgmma_keep(S);
+    if (thread % 32 == 0) release(chunk, stage);
+    return one_by_one;
+  }
+
+  // Multiplies the operands of a chunk's tokens, of which the producers hand over one at a time: forward_growth.cuh.
+  __device__ __forceinline__ void take_tokens(u32 chunk) {
+    int row = AGAIN;
 #pragma unroll 1
-    for (int step = 1; row & MORE; ++step) {
+    for (int step = 1; row & AGAIN; ++step) {
       const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);
       barrier_wait(s.full[stage], chunk / STAGES + step & 1);
       forget(thread);
       multiply(stage);
       wgmma_wait<0>();
       wgmma_keep(S);
-      // Read by the lane that releases the stage, from which others get it.
+      // Read by the lane that releases the stage, from which the others get it.
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.numbers[stage].row[0] : 0, 0);
       if constexpr (Schedule::reads) {
         wgmma_keep(o);
-        // Made anew where K_RANKS blocks have no registers for it; elsewhere this made an assembler serialise products.
+        // Computed again for K_RANKS blocks, which have no register for it; for others that made an assembler serialise
+        // products.
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
         put_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup]
-                   [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % AHEAD][0],
-                o, row % MORE, lane);
+                   [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % SLOTS][0],
+                o, row % AGAIN, lane);
       }
       __syncwarp();  // all lanes have read decays
       if (thread % 32 == 0) release(chunk, stage);
     }
-  };
-  // What few chunks need stands outside of the loop that all others stay in: among its instructions it would cost them
-  // time. The barrier keeps the compiler from making one loop of two. K_RANKS blocks have no registers for that.
-  const u32 mask = u32(args.every) - 1;
-  for (u32 chunk = 0; chunk * CHUNK < tokens;) {
-    if (MARKS && args.marks && (chunk & mask) == 0) {
-      const i64 place = (at.sequence * args.per + chunk / (mask + 1)) * args.shape.H + at.head;
-      each<K_RANKS * BK>(S, args.marks + place * args.shape.K * args.shape.V, args.shape, args.channel, first(),
-                         [](float& x, float* to) { *to = x; });
-    }
-    bool one_by_one = false;
-    if constexpr (K_RANKS == 1) barrier_sync(VALUES + warpgroup, 128);
-    do {
-      const u32 token = chunk * CHUNK;
-      const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // uniform, and so are tiles' addresses
-      forget(thread);  // addresses are cheaper made anew than held in registers
-      if constexpr (K_RANKS > 1) forget(warpgroup);
-      barrier_wait(s.values[warpgroup][chunk % AHEAD], chunk / AHEAD & 1);
-      T* const tile = s.v[warpgroup][chunk % AHEAD][0];
-      if (token + CHUNK > tokens) {  // these may be anything, and 0 times that NaN
-        each_piece([&](int row, int piece) {
-          if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(tile, row, piece)) = {0, 0, 0, 0};
-        });
-        barrier_sync(VALUES + warpgroup, 128);  // they are zero
-      }
-      ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
-      ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
-      barrier_wait(s.full[stage], chunk / STAGES & 1);
-      multiply(stage);
+  }
 
-      if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
-      if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {  // meanwhile v takes the place of the last o
-        tensor_store_wait();
-        fetch(chunk + AHEAD - 1);
+  // Stores a chunk of o, which stands in the place of v.
+  __device__ __forceinline__ void store(u32 chunk) {
+    if constexpr (Schedule::reads) {
+      fence_async();
+      barrier_sync(VALUES + warpgroup, 128);  // o is in shared memory
+      const u32 token = chunk * CHUNK;
+      T* const from = tile(chunk);
+      if (token + CHUNK > tokens) {
+        T* const to = args.o.row(work.batch, work.head, work.start + token) + first_column();
+        const i64 columns = args.shape.V - first_column();
+        each_piece([&](int row, int piece) {
+          if (token + row < tokens && 8 * piece < columns)
+            *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
+                *reinterpret_cast<const uint4*>(swizzled(from, row, piece));
+        });
+      } else if (thread == 0) {
+        tensor_store(args.o_boxes, from, first_column(), work.start + token, work.head, work.batch);
       }
-      __syncwarp();
-      if constexpr (Schedule::reads) {  // o takes the place of v
-        wgmma_wait<1>();
-        wgmma_keep(o);
-        forget(thread);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float* x = o + 8 * half;
-          const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
-          stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
-        }
-      }
-      one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.numbers[stage].row[0] != ALL);  // by who releases it
-      wgmma_wait<0>();
-      wgmma_keep(S);
-      if (thread % 32 == 0) release(chunk, stage);
+    }
+  }
+
+  // Stores the state before a chunk, if it is one of those that the backward pass starts from.
+  __device__ __forceinline__ void mark(u32 chunk, u32 mask) {
+    if (MARKS && args.marks && (chunk & mask) == 0) {
+      const i64 place = (work.sequence * args.marks_per_sequence + chunk / (mask + 1)) * args.shape.H + work.head;
+      each_of_state(args.marks + place * args.shape.K * args.shape.V, [](float& x, float* to) { *to = x; });
+    }
+  }
+
+  // Stores the state behind the last chunk, and SegmentState's decays.
+  __device__ __forceinline__ void finish() {
+    tensor_store_wait();
+    if constexpr (!Schedule::reads) {
+      // Of the place, see `put_decays`.
+      const int channel = int(args.channel) + thread / 16 * 16 + thread / 2 % 2 * 8 + thread / 4 % 4 * 2 + thread % 2;
+      float* const decays = args.decays + (i64(work.sequence) * args.shape.H + work.head) * 2 * args.shape.K + channel;
+      if (first_column() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
+    }
+    if (work.final) each_of_state(work.final, [](float& x, float* to) { *to = x; });
+  }
+};
+
+template <class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args) {
+  using Me = Consumer<Schedule, T, G, BK, BV>;
+  Me me(s, args);
+  const u32 tokens = me.tokens;
+  // Marks and single tokens, which few chunks need, stand outside of the loop that all others stay in: among its
+  // instructions they would cost it time. The barrier keeps the compiler from making one loop of two. K_RANKS blocks
+  // have no registers for that.
+  const u32 mask = u32(args.mark_every) - 1;
+  for (u32 chunk = 0; chunk * CHUNK < tokens;) {
+    me.mark(chunk, mask);
+    bool one_by_one = false;
+    if constexpr (Me::K_RANKS == 1) barrier_sync(VALUES + me.warpgroup, 128);
+    do {
+      one_by_one = me.take_chunk(chunk);
       if (__builtin_expect(one_by_one, false)) {
-        if constexpr (K_RANKS == 1) break;
-        by_tokens(chunk);
+        if constexpr (Me::K_RANKS == 1) break;
+        me.take_tokens(chunk);
       }
-      store(chunk++);
-    } while (chunk * CHUNK < tokens && (!MARKS || (chunk & mask) != 0));
-    if (K_RANKS == 1 && one_by_one) by_tokens(chunk), store(chunk++);
+      me.store(chunk++);
+    } while (chunk * CHUNK < tokens && (!Me::MARKS || (chunk & mask) != 0));
+    if (Me::K_RANKS == 1 && one_by_one) me.take_tokens(chunk), me.store(chunk++);
   }
-  tensor_store_wait();
-  if constexpr (!Schedule::reads) {
-    // Of the place, see `put_decays`.
-    const int channel = int(args.channel) + thread / 16 * 16 + thread / 2 % 2 * 8 + thread / 4 % 4 * 2 + thread % 2;
-    float* const decays = args.decays + (i64(at.sequence) * args.shape.H + at.head) * 2 * args.shape.K + channel;
-    if (first() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
-  }
-  if (at.final)
-    each<K_RANKS * BK>(S, at.final, args.shape, args.channel, first(), [](float& x, float* to) { *to = x; });
+  me.finish();
 }

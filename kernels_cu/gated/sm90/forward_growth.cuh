@@ -1,19 +1,19 @@
-// what      A chunk whose gates grow too much for its factors, in Hopper's forward kernel: token by token, through the
-//           same products.
+// what      A chunk with gates above LARGEST_GATE in Hopper's forward kernel: its tokens one by one, by the same
+//           products as whole chunks.
 // math      a token in two steps:  S <- diag(a_t) S;  o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T;
 //           RWKV-6, in one:        o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
-// barriers  one a step of a group: its operands stand
-// numerics  a gate of every token alone and no inverse: what stays in float32's range token by token, does so here
-// limits    sm_90a. 33 or 65 times a chunk's products: for gates that hardly any model has
+// barriers  of a group, one a step: the step's operands are in shared memory
+// numerics  decays of single tokens and no inverses: what is finite token by token is finite here
+// limits    sm_90a. 33 or 65 times a chunk's products: hardly any model has such gates
 //
-// A stage is handed over again and again, each time with one row. The first time it is empty: so the times are odd, and
-// parities of `full` and `empty` are afterwards what they are without it.
+// The chunk's stage is filled once with zeros, then for every step with a single row. The number of times is odd, so
+// that the parities of `full` and `empty` are afterwards as if the stage had been filled once.
 #include "read_order.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
-// 1/8 and 1 nat as gates come, two side by side where they are 16 bits wide. Of numbers above 0 the bits are in order,
-// as signed integers; those below are less.
+// The bits of 1/8 and 1 in a gate's type, twice for types of 16 bits. As signed integers, the bits of positive numbers
+// are in the order of the numbers, and those of negative numbers are less.
 template <typename G> constexpr u32 EIGHTH = 0x3e000000;
 template <> constexpr u32 EIGHTH<bf16> = 0x3e003e00;
 template <> constexpr u32 EIGHTH<f16> = 0x30003000;
@@ -21,8 +21,8 @@ template <typename G> constexpr u32 ONE = 0x3f800000;
 template <> constexpr u32 ONE<bf16> = 0x3f803f80;
 template <> constexpr u32 ONE<f16> = 0x3c003c00;
 
-// The largest gate of a chunk that is computed as a whole: what 32 such gates grow times an ordinary operand stays in
-// T's range; and of 7 such gates beside one that is clamped, e^-13 of a token passes.
+// The largest gate of a chunk that is computed as a whole. With 32 such gates ordinary operands stay in T's range.
+// Behind a reset and 7 such gates e^-13 of a token passes the reset, since its decay is clamped to e^-20.
 template <typename T, typename G> constexpr u32 LARGEST_GATE = COARSE<T> ? ONE<G> : EIGHTH<G>;
 
 // Whether `most` is larger than another gate; of two side by side, whether one is.
@@ -34,8 +34,8 @@ template <typename G> __device__ __forceinline__ bool exceeds(u32 most, u32 othe
 // most <- the larger of it and the gates of this lane's token i.
 template <bool READS, typename T, int BK>
 __device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, ScalarDecay, BK>&,
-                                            const ProducerCoord<BK>&, float one, int i) {
-  if (i == 0) most = max(i32(most), i32(__float_as_uint(one)));  // its own token's
+                                            const ProducerCoord<BK>&, float scalar_gate, int i) {
+  if (i == 0) most = max(i32(most), i32(__float_as_uint(scalar_gate)));  // its own token's
 }
 template <bool READS, typename T, int BK>
 __device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, float, BK>& in,
@@ -50,9 +50,9 @@ __device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T
   most = larger_signed(larger_signed(most, four.x), four.y);
 }
 
-// Two blocks have half of the channels each, and both make a chunk as a whole or token by token: tells both, by one
-// thread, whether gates grow here; whether they do here or there. This block's threads read both votes: a register less
-// than if they kept their own.
+// Two blocks with half of the channels each must both make a chunk as a whole or both token by token. tell_both: one
+// thread sends this block's vote to both blocks; either_grows: whether one of the two votes is for tokens. Threads read
+// their own block's vote there, too, which saves a register.
 template <int K_RANKS>
 __device__ __forceinline__ void tell_both(Votes<K_RANKS>& votes, int rank, int stage, bool grows) {
   votes.grows[rank][stage][0] = grows;
@@ -65,8 +65,8 @@ template <int K_RANKS> __device__ __forceinline__ bool either_grows(Votes<K_RANK
   return votes.grows[0][stage][0] | votes.grows[1][stage][0];
 }
 
-// Makes the chunk of a stage, which was `used` so often before, and hands it over but for the last arrival; then starts
-// copying the group's next chunk. parity: of rows[group].
+// Makes a chunk's tokens one by one in its stage, which was `used` so often before, and starts copying the group's next
+// chunk. The caller does the last arrival at full[stage]. parity: of rows[group].
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 used, u32 parity) {
@@ -89,7 +89,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
                                 i & 1 ? score : 0.f);
     }
   };
-  const float one = gate_of(s, args, me, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
+  const float scalar_gate = gate_of(s, args, me, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
   barrier_wait(s.rows[me.group], parity);
   for (int step = 0; step <= STEPS * CHUNK; ++step) {
     if (used + step) barrier_wait(s.empty[stage], used + step - 1 & 1);
@@ -106,7 +106,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       put_decays(numbers.decay[rank], me.channel, ones);
     } else {
       float g[W], q[4] = {}, k[4] = {}, score = 0.f;
-      gates_of(g, in, me, one, i);
+      gates_of(g, in, me, scalar_gate, i);
       if (token < tokens) {
         unpack(k, in.k[me.first + i] + me.channel);
         if constexpr (READS) {
@@ -125,7 +125,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       for (int c = 0; c < 4; ++c) by[c] = decays ? decay_of(g[c % W]) : 1.f;
       if (me.subchunk == token / BC) put_decays(numbers.decay[rank], me.channel, by);
     }
-    if (me.thread == 0) numbers.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE : 0);
+    if (me.thread == 0) numbers.row[0] = max(token, 0) + (step < STEPS * CHUNK ? AGAIN : 0);
     fence_async();
     barrier_sync(PRODUCERS + me.group, THREADS);  // the row stands
     if constexpr (READS && Schedule::CLUSTER_SIZE > 1)

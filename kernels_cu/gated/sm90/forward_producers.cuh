@@ -1,22 +1,26 @@
-// what      The producer warps of Hopper's forward kernel: they decay queries and keys, and score tokens.
-// math      a_t = e^(g_t), multiplied up from and to borders; no difference of cumulated gates: resets are exact there
-// barriers  two a chunk of a group: every sub-chunk's decay stands | all operands stand; one more where another block
-//           gets the scores
-// numerics  within a sub-chunk factors about its middle, of decays of at least LEAST: see below. What meets at borders
-//           is float16 beside bfloat16, whose digits are few; rows for which it lacks the range are scaled
+// what      The producer warps of Hopper's forward kernel: they multiply queries and keys by decays, and compute the
+//           scores of pairs of tokens.
+// math      a_t = e^(g_t). Decays of several tokens are products of a_t from or to a border between sub-chunks, never
+//           differences of cumulated gates: so a reset (a_t = 0) is exact
+// barriers  a group's, two a chunk: the decays of all sub-chunks are in shared memory | all operands of scores are; one
+//           more before scores are sent to another block
+// numerics  Within a sub-chunk decays are measured from its middle, and clamped to at least LEAST: see below. If data
+//           are bfloat16, operands at borders are float16, which has more digits; rows beyond its range are scaled
 // limits    sm_90a; K and V multiples of 8; rows start on 16 bytes
 //
-// A producer warp has a sub-chunk of 8 tokens (BK = 64: two), a lane 4 channels of it: no decay needs a shuffle. All
-// warps go through one program: with one for each sub-chunk, shorter by a third, instructions left their cache, and it
-// took half as long again. Gates are read ahead of the rest, which is read as it is needed, since registers are scarce.
-// Scores of two tokens, whatever the gates:
-//   in different halves of a chunk        queries decayed from, keys decayed to the end of the first half
-//   in different sub-chunks of a half     queries decayed from, keys decayed to the end of the first sub-chunk
-//   in a sub-chunk                        queries and keys decayed to its middle, backwards for those on the same side:
-//                                         three tokens at most, so e^(3 * 20) is the largest factor where gates decay
-//   a token with itself                   q . k (GLA) or q . u k (RWKV-6), which no gate touches, exact but for a sum
-//   a token with the last one             in float32; likewise in RWKV-6, within a chunk, for rows of few scores
-// A clamped decay lets e^-20 of a token through, to its own sub-chunk alone.
+// A producer warp has a sub-chunk of 8 tokens (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All
+// warps run one program. (A program for each sub-chunk had a third fewer instructions a warp, but all of them together
+// exceeded the instruction cache, and the kernel took 1.5 times as long.) Gates are read first; queries and keys are
+// read row by row as they are needed, since registers are scarce. The score of a query and a key, by their distance:
+//   in different halves of the chunk       the query decayed from, the key decayed to the end of the first half
+//   in different sub-chunks of a half      the query decayed from, the key decayed to the end of the half's first
+//                                          sub-chunk
+//   in a sub-chunk                         both decayed to its middle, by inverse decays if the token is on the wrong
+//                                          side of it: of three tokens at most, so that for gates that decay the
+//                                          largest factor is e^(3 * 20)
+//   the same token                         q . k (GLA) or q . u k (RWKV-6): no gate, exact but for the sum
+//   RWKV-6: a key and the next query       q . k: no gate lies between
+// A clamped decay lets e^-20 of a token pass a reset, but only within its own sub-chunk.
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
@@ -24,19 +28,20 @@
 #include "gated/sm90/forward_scores.cuh"
 
 constexpr float LEAST = 2.0611536e-9f;  // e^-20
-constexpr int MIDDLE = BC / 2;          // of a sub-chunk: before this token
+constexpr int MIDDLE = BC / 2;          // a sub-chunk's middle is the border before this token
 
-// Stores 4 neighbours as they came: x is what `loaded` holds.
+// Stores 4 neighbouring values, given both as they were `loaded` and as floats x.
 template <typename T> __device__ __forceinline__ void put_loaded(T* to, uint2 loaded, const float (&)[4]) {
   *reinterpret_cast<uint2*>(to) = loaded;
 }
 __device__ __forceinline__ void put_loaded(float* to, uint2, const float (&x)[4]) { put_four(to, x); }
 
-// 4 neighbours in B.
+// 4 neighbouring values rounded to B.
 template <typename B> __device__ __forceinline__ uint2 packed(const float (&x)[4]) {
   return {pack<B>(x[0], x[1]), pack<B>(x[2], x[3])};
 }
-// Row i in B, scaled; loaded: what it came as, which it still is where it is `same`.
+// Values x of row i rounded to B, times the row's scale. `loaded`: the row's values as they came from memory, which are
+// those of x if `same`.
 template <typename T, typename B, class Scales>
 __device__ __forceinline__ uint2 at_border(bool same, uint2 loaded, const float (&x)[4], const Scales& scales, int i) {
   if constexpr (SCALED<Scales>) {
@@ -46,7 +51,7 @@ __device__ __forceinline__ uint2 at_border(bool same, uint2 loaded, const float 
   return same && COARSE<T> == COARSE<B> ? loaded : packed<B>(x);
 }
 
-// The sub-chunks' decays, each put by its own warp for the group's others.
+// The decays of whole sub-chunks, each of which one warp writes and all warps of the group read.
 template <int BK> using Decays = float[NUM_SUBCHUNKS][BK];
 template <int BK>
 __device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& me, const float (&x)[4]) {
@@ -77,8 +82,8 @@ template <int W> __device__ __forceinline__ void invert(float (&y)[W], const flo
   for (int c = 0; c < W; ++c) y[c] = inverse(x[c]);
 }
 
-// 4 neighbours, x or packed in B, times the decays of a half's other sub-chunk. Beside bfloat16 float16 has digits
-// enough to take both factors rounded.
+// Multiplies 4 neighbouring values by the decays of the half's other sub-chunk. If data are bfloat16 and operands at
+// borders float16, both factors may be rounded to float16, which has three digits more.
 template <typename T, typename B, int W> struct PastNear {
   static constexpr bool ROUNDED = COARSE<T> && !COARSE<B>;
   float near[ROUNDED ? 1 : W];
@@ -102,8 +107,8 @@ template <typename T, typename B, int W> struct PastNear {
   }
 };
 
-// Keys, from the last token to the first: decayed to the sub-chunk's end, to the half's by `near`, to the chunk's by
-// `after`; and about the middle.
+// Stores keys, from the last token to the first: decayed to the end of the sub-chunk, of the half (by `near`), and of
+// the chunk (by `after`); and those before the middle decayed to it.
 template <bool READS, typename T, int W, int BK, class Keys, class Scores, class Near, class Scales>
 __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded)[CHUNK][BK], const float (&a)[BC][W],
                                          const ProducerCoord<BK>& me, const Near& near, const float (&after)[W],
@@ -111,9 +116,9 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(loaded[me.first + i] + me.channel); };
   char* const first = in_tile(keys, me.first, me.channel);
   uint2 next = load(BC - 1);
-  // Sub-chunk 0 has two borders to come. A vote, so that the compiler knows that all lanes of a warp go one way.
+  // Keys of sub-chunk 0 meet later queries at two borders. A vote tells the compiler that a warp's lanes agree.
   bool two_borders = false;
-  char* border = nullptr;  // this lane's place in the first row
+  char* border = nullptr;  // where this lane's values of the first row go
   if constexpr (READS) {
     two_borders = __any_sync(0xffffffffu, me.subchunk == 0);
     border = reinterpret_cast<char*>(&s.rows[near_keys(s, me.subchunk)].border_k[me.channel]);
@@ -148,9 +153,9 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
   }
 }
 
-// Queries, from the first token to the last: decayed from the sub-chunk's start, from the half's by `near`, from the
-// chunk's by `before`, and about the middle; where these read before the write, with their own keys (`itself`). Then
-// keys behind the middle.
+// Stores queries, from the first token to the last: decayed from the start of the sub-chunk, of the half (by `near`),
+// and of the chunk (by `before`), and from or to the middle; also keys after the middle, by inverse decays. If queries
+// read before the write, `itself` becomes this lane's share of q . u k of each token.
 template <class Order, typename T, int W, int BK, class Queries, class Scores, class Near, class Scales, class Direct>
 __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T (&loaded)[CHUNK][BK],
                                             const T (&keys)[CHUNK][BK], const float (&a)[BC][W],
@@ -162,7 +167,7 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 #pragma unroll
   for (int c = 0; c < W; ++c) from_start[c] = from_middle[c] = 1.f;
 #pragma unroll
-  for (int i = MIDDLE - 1; i > 0; --i) {  // the first query meets nobody
+  for (int i = MIDDLE - 1; i > 0; --i) {  // the first query has no earlier key in its sub-chunk
     if (INCLUSIVE) invert(back[i], from_middle);
     go_on(from_middle, a[i]);
     if (!INCLUSIVE) invert(back[i], from_middle);
@@ -175,13 +180,13 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
   char* const first = in_tile(queries, me.first, me.channel);
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
   uint2 next = load(loaded, 0), next_key = load(keys, FIRST_KEY);
-  const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // behind it, likewise
+  const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // as in put_keys, with earlier keys
   const int border = near_queries(s, me.subchunk);
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
     const uint2 own = next;
-    if (i == 0) direct.load(0);  // a step early, so that nobody waits for the last one
+    if (i == 0) direct.load(0);  // row 0 has two steps of these products, so that nothing waits for one at the end
     else if (i + 1 < BC) direct.load(i + 1);
     unpack<T>(q, own);
     if (i + 1 < BC) next = load(loaded, i + 1);
@@ -206,7 +211,7 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
       if (i == MIDDLE - INCLUSIVE) put_loaded(&s.rows[me.first + i].middle_q[me.channel], own, q);
       else put_four(&s.rows[me.first + i].middle_q[me.channel], x);
     }
-    if (i >= MIDDLE && i + 1 < BC) {  // the last key meets nobody
+    if (i >= MIDDLE && i + 1 < BC) {  // the last key has no later query in its sub-chunk
       invert(back[i], from_middle);
       times(x, k, back[i]);
       put_four(&s.rows[me.first + i].middle_k[me.channel], x);
@@ -219,22 +224,25 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
   }
 }
 
-// A group's turn to make a chunk: which one it is and which one follows, the tokens of the sequence, and the stage that
-// takes the operands, with how often it was used before. parity: of rows[group].
+// A group's turn to make a chunk.
 struct Turn {
-  int group, rank, chunk, next, tokens;
-  u32 stage, used, parity;
+  int group, rank, chunk;
+  int next;         // the group's next chunk
+  int tokens;       // of the sequence
+  u32 stage, used;  // where the operands go, and how often that stage was used before
+  u32 parity;       // of gates[group] and rows[group]
 
-  // How many tokens of the chunk there are, 0 for all.
+  // The number of tokens in the sequence's last chunk if that is this one and not full; otherwise 0.
   __device__ __forceinline__ int partial() const { return chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0; }
 };
 
-// What became of a chunk: it is made; or it must be made otherwise, since its gates grow, or a chunk before was scaled;
-// or since some of its rows are beyond the range of borders: then all of it was made, and the next one is asked for.
+// What make_chunk found. GROWS: nothing is made, since gates exceed the limit or an earlier chunk was BEYOND. BEYOND:
+// rows exceed float16's range, so that the operands made are wrong, and the next chunk's inputs are on their way. The
+// caller then makes the chunk by make_scaled or make_tokens.
 enum class Chunk { MADE, GROWS, BEYOND };
 
-// Makes what consumers need of a chunk, and asks for the group's next one as soon as its place has been read. Gates
-// that all channels share are `gate`, and `next_gate` becomes the next chunk's. SCALE: rows are scaled.
+// Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as those of this one
+// have been read. gate, next_gate: this lane's ScalarDecay of this chunk and of the next. SCALE: rows are scaled.
 template <class Order, bool SCALE, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& me, const Turn& turn, float gate, float& next_gate,
@@ -263,7 +271,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     for (int c = 0; c < W; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[me.group], me, decay);
-  // Decays stand; gates and the last operands of scores are read.
+  // The sub-chunks' decays are in shared memory; gates, and the previous chunk's operands of scores, have been read.
   bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST || scaled);
   const bool grown = grows;
   if (SCALE && grown) grows = barrier_any(PRODUCERS + me.group, P::THREADS, exceeds<G>(most, LARGEST_GATE<T, G>));
@@ -277,9 +285,9 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
   if constexpr (Schedule::K_RANKS > 1) {
     if (me.thread == 0) tell_both(s.votes, turn.rank, turn.stage, grows);
   } else if (!grows) fetch_next_gates();  // not after the wait for the stage: how long gates are on their way shows
-  // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before
-  // it, are products of one, both or none. outer: of the half's other sub-chunk if it is the outer one; where all of a
-  // warp are in one sub-chunk, nobody asks for it otherwise.
+  // near: the decay of the half's other sub-chunk; far: of the other half. The decay of all tokens of the chunk after
+  // this sub-chunk, or before it, is the product of one of these, of both or of none. outer: near for sub-chunks 0 and
+  // 3, whose operands also meet others at the chunk's middle; else 1, if a warp has two sub-chunks.
   float near[W], far[W], across[W], outer[W];
   get_decay(near, decays, me, me.subchunk ^ 1);
   get_decay(far, decays, me, me.subchunk ^ 2);
@@ -296,7 +304,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
       if (half) across[c] *= near[c];
     }
   };
-  join(me.subchunk % 2 == 0, me.subchunk < 2);  // behind
+  join(me.subchunk % 2 == 0, me.subchunk < 2);  // after this sub-chunk
   const PastNear<T, Border, W> past_near(outer);
   if (turn.used) barrier_wait(s.empty[turn.stage], turn.used - 1 & 1);
   if constexpr (Schedule::K_RANKS > 1) grows = either_grows(s.votes, turn.stage, turn.used & 1);
@@ -308,14 +316,14 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
   constexpr bool BEFORE = Order::reads_before_write;
   const auto k_scales = scales_of<SCALE>(in.k, me, grown);
   put_keys<READS, T>(s.operands.k[turn.stage][turn.rank], scores, in.k, a, me, past_near, across, k_scales);
-  join(me.subchunk % 2 == 1, me.subchunk >= 2);  // before
+  join(me.subchunk % 2 == 1, me.subchunk >= 2);  // before this sub-chunk
   if (me.subchunk == NUM_SUBCHUNKS - 1) {
     float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[W];
     get_decay(own, decays, me, me.subchunk);
     times(whole, whole, across);
     times(whole, whole, own);
     put_decays(numbers.decay[turn.rank], me.channel, whole);
-    numbers.row[0] = ALL;
+    numbers.row[0] = ALL_ROWS;
   }
   if constexpr (READS) {
     float itself[BC], u[4];
@@ -323,7 +331,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     for (int c = 0; c < W; ++c) across[c] *= COARSE<T> ? scale : scale * TRUNCATED;
     if (BEFORE) unpack(u, &s.u[me.channel]);
     const int lane = u32(me.thread) % 32, warp = u32(me.thread) / 32;
-    __syncwarp();  // keys that other lanes cleared
+    __syncwarp();  // keys that other lanes have cleared are visible
     const auto q_scales = scales_of<SCALE>(in.q, me, grown);
     if constexpr (SCALE) put_undo(scores, me, q_scales, k_scales);
     constexpr bool LOOK = NARROWS<Schedule, T> && !SCALE;
@@ -332,7 +340,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
                        itself, direct);
     if (LOOK && direct.out_of_range(lane)) scores.beyond = true;
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
-    barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
+    barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands are in shared memory; q and k have been read
     const bool beyond = LOOK && scores.beyond;
     fetch_next_rows();
     if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0 && !beyond) send_operands(s, turn.stage, turn.rank, full);
@@ -341,7 +349,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     if (LOOK && __builtin_expect(__any_sync(0xffffffffu, beyond), false)) return Chunk::BEYOND;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
-      barrier_sync(PRODUCERS + me.group, P::THREADS);  // the scores stand
+      barrier_sync(PRODUCERS + me.group, P::THREADS);  // all scores are in shared memory
       if (me.thread == 0) send_scores(s, turn.stage, turn.rank, full);
     }
   } else {
@@ -351,20 +359,21 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
   return Chunk::MADE;
 }
 
-// Makes a chunk of which rows are beyond the range of borders, or gates between 1/8 and 1, or any other one. parity: of
-// rows[group]; again: it was made before, and the next one has already been asked for.
+// Makes a chunk with rows beyond float16's range, or with gates between 1/8 and 1: rows are scaled. parity: of
+// rows[group]. again: make_chunk found the chunk BEYOND, so that its inputs must be copied once more.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 used, u32 parity, bool again) {
   const ProducerCoord<BK> me(producer);
   if (again) fetch_again(s, args, me, chunk, parity);
-  else barrier_sync(PRODUCERS + me.group, me.THREADS);  // sub-chunks' decays, put once more below, have been read
+  else barrier_sync(PRODUCERS + me.group, me.THREADS);  // the decays, which make_chunk stores again, have been read
   const Turn turn{me.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), used, parity};
-  float next_gate;  // the caller has it
+  float next_gate;  // unused: the caller reads it itself
   if (make_chunk<Order, true>(s, args, me, turn, gate_of(s, args, me, chunk), next_gate, false) != Chunk::MADE)
     make_tokens<Order>(s, args, producer, chunk, stage, used, parity);
 }
 
+// The producers' loop over the chunks of their group. `thread`: among the block's producers.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread) {
   using P = ProducerCoord<BK>;
@@ -378,16 +387,16 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   if (thread % P::THREADS == 0) fetch_gates(s, args, group, maker, tokens), fetch_rows(s, args, group, maker, tokens);
   float next_gate = gate_of(s, args, P(thread), maker);
   u32 iteration = 0;
-  bool scaled = false;  // since rows were beyond the range of borders: to make every such chunk twice would take long
+  bool scaled = false;  // whether a chunk was BEYOND: later ones are scaled at once, since making them twice is slow
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
-    // Addresses are cheaper made anew than held in registers, where these are scarce.
+    // `forget` has the compiler compute addresses again instead of holding them in registers, if these are scarce.
     constexpr bool PLENTY = NARROWS<Schedule, T> && Schedule::CLUSTER_SIZE > 1 && BK + BV > 128 && sizeof(G) <= 2;
     if constexpr (!PLENTY) {
       if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) forget(thread);
       if constexpr (NARROWS<Schedule, T> && (BK + BV > 128 || Order::reads_before_write)) forget(group), forget(maker);
       if constexpr (sizeof(G) == 4) forget(maker);
     }
-    const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
+    const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // `%` tells the compiler that the group is 0
     const float gate = next_gate;
     const u32 stage = S::MAKERS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
     const u32 used = S::MAKERS == S::STAGES ? iteration : u32(chunk) / S::STAGES;

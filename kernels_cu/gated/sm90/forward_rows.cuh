@@ -1,9 +1,9 @@
-// what      What a producer of Hopper's forward kernel has of a chunk: 4 channels of 8 rows; how they come, where they
-//           lie in tiles of operands, and how these go to the cluster's other block.
+// what      A producer's part of a chunk in Hopper's forward kernel, 4 channels of 8 rows: how it is copied from
+//           memory, where it is in tiles of operands, and how these are sent to the cluster's other block.
 // limits    sm_90a; half data
 #include "gated/sm90/forward_storage.cuh"
 
-// 4 neighbours.
+// x = 4 neighbouring values.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
   const float4 four = *reinterpret_cast<const float4*>(from);
   x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -20,7 +20,8 @@ __device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
   return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
 }
 
-// Where a producer works: its group, its sub-chunk and its 4 channels.
+// A producer thread's group, its number in the group, its sub-chunk with the first token, and the first of its
+// channels.
 template <int BK> struct ProducerCoord {
   static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
   int group, thread, subchunk, first, channel;
@@ -32,22 +33,22 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
-// Where a sub-chunk's queries and keys stand that meet others at the nearest border. Those of sub-chunk 3, or 0, meet
-// others at the middle of the chunk, too.
+// The row of ScoreOperands where a sub-chunk's queries, or keys, decayed to the nearest border begin. Queries of
+// sub-chunk 3, and keys of sub-chunk 0, are also decayed to the middle of the chunk.
 template <class Scores> __device__ __forceinline__ int near_queries(const Scores& s, int subchunk) {
-  return subchunk == 2 ? s.HALF : s.NEAR + 4 * (subchunk - 1);  // none of sub-chunk 0
+  return subchunk == 2 ? s.HALF : s.NEAR + 4 * (subchunk - 1);  // sub-chunk 0 has none
 }
 template <class Scores> __device__ __forceinline__ int near_keys(const Scores& s, int subchunk) {
-  return subchunk == 1 ? s.HALF + BC : s.NEAR + 4 * subchunk;  // none of sub-chunk 3
+  return subchunk == 1 ? s.HALF + BC : s.NEAR + 4 * subchunk;  // sub-chunk 3 has none
 }
 
-// x times factors of W channels.
+// y = x times factors of W channels.
 template <int W> __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[W]) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) y[c] = x[c] * by[c % W];
 }
 
-// Stores 4 neighbours.
+// Stores 4 neighbouring values.
 __device__ __forceinline__ void put_four(float* to, const float (&x)[4]) {
   *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
 }
@@ -55,27 +56,27 @@ template <typename T> __device__ __forceinline__ void put_four(T* to, const floa
   *reinterpret_cast<uint2*>(to) = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
 }
 
-// Stores decays of 4 neighbouring channels. Of 16 channels those lie side by side that a lane of consumers has: 2t,
-// 2t + 1, 8 + 2t, 9 + 2t.
+// Stores decays of 4 neighbouring channels. Of each 16 channels those of one consumer lane are side by side: 2t, 2t +
+// 1, 8 + 2t, 9 + 2t.
 __device__ __forceinline__ void put_decays(float* decays, u32 channel, const float (&x)[4]) {
   float* const to = decays + channel / 16 * 16 + channel % 8 * 2 + channel % 16 / 8 * 2;
   *reinterpret_cast<float2*>(to) = {x[0], x[1]}, *reinterpret_cast<float2*>(to + 4) = {x[2], x[3]};
 }
 
-// Where this lane's channels lie in row `first`, the first of 8, of a swizzled tile.
+// The address of this lane's channels in row `first`, a multiple of 8, of a swizzled tile.
 template <typename T, int PANELS>
 __device__ __forceinline__ char* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel) {
   return reinterpret_cast<char*>(tile) + channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
 }
-// Of queries of the state in tf32: 8 channels are in the order 0 2 4 6 1 3 5 7, as the state's registers lie, in every
-// second panel 1 3 5 7 0 2 4 6. So stores to two panels lie in all banks.
+// The same of tf32 queries for the state: 8 channels are in the order of the state's registers, 0 2 4 6 1 3 5 7, and in
+// every second panel 1 3 5 7 0 2 4 6, so that stores to two panels are in different banks.
 template <int PANELS>
 __device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int first, u32 channel) {
   const u32 place = (channel % 32 / 8 * 32 + channel % 8 * 2) ^ channel / 32 % 2 * 16;
   return reinterpret_cast<char*>(tile) + channel / 32 * (CHUNK * 128) + first * 128 + place;
 }
 
-// Stores row i of 8, of which row 0 is at `first`.
+// Stores row i of 8; row 0 is at `first`.
 template <typename T> __device__ __forceinline__ void put_key(char* first, int i, const float (&x)[4]) {
   store_flipped(first, i * 16, i * 128, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
 }
@@ -85,12 +86,13 @@ template <typename T> __device__ __forceinline__ void put_state_query(char* firs
   store_flipped(first, i * 16 ^ 16, i * 128, {__float_as_uint(x[1]), __float_as_uint(x[3])});
 }
 
-// The gates of a sub-chunk's token i: those of a producer's channels, or the one, which the sub-chunk's lane i has.
+// The gates of the sub-chunk's token i: those of the producer's 4 channels, or the ScalarDecay that lane i of the
+// sub-chunk has read.
 template <bool READS, typename T, int BK>
 __device__ __forceinline__ void gates_of(float (&g)[1], const InputStage<READS, T, ScalarDecay, BK>&,
-                                         const ProducerCoord<BK>&, float one, int i) {
+                                         const ProducerCoord<BK>&, float scalar_gate, int i) {
   constexpr int LANES = ProducerCoord<BK>::LANES;
-  g[0] = __shfl_sync(0xffffffffu, one, (threadIdx.x & 31) / LANES * LANES + i);
+  g[0] = __shfl_sync(0xffffffffu, scalar_gate, (threadIdx.x & 31) / LANES * LANES + i);
 }
 template <bool READS, typename T, typename G, int BK>
 __device__ __forceinline__ void gates_of(float (&g)[4], const InputStage<READS, T, G, BK>& in,
@@ -98,24 +100,24 @@ __device__ __forceinline__ void gates_of(float (&g)[4], const InputStage<READS, 
   unpack(g, in.g[me.first + i] + me.channel);
 }
 
-// ScalarDecay: the gate of a token of the sub-chunk, which its lanes share out; none beyond the end.
+// The ScalarDecay of one token of the sub-chunk, another one for each of 8 lanes; 0 behind the sequence's end.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ float gate_of(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                          const ProducerCoord<BK>& me, int chunk) {
   const WorkTile& at = s.work;
   const int row = chunk * CHUNK + me.first + me.thread % BC;
   const bool exists = row < at.tokens && at.start + row < i32(args.shape.T);
-  return WIDTH<G> == 1 && exists ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
+  return WIDTH<G> == 1 && exists ? *args.scalar_gate.row(at.batch, at.head, at.start + row) : 0.f;
 }
 
-// Tokens of this lane's sub-chunk behind the sequence's end, as if they were not: they decay nothing and write nothing.
-// What their queries read is not stored.
+// Set to zero the gates, or the keys, of this sub-chunk's tokens behind the sequence's end, so that they change no
+// state. The outputs of such tokens are not stored.
 template <bool READS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_gates(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
   if constexpr (WIDTH<G> == 4)
     for (int row = max(first, tokens); row < first + BC; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
-  fence_async();  // the next chunk comes to the same place by another way
+  fence_async();  // the copy of the next chunk to the same place comes after these stores
 }
 template <bool READS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_keys(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
@@ -156,15 +158,15 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   }
 }
 
-// Sends what this block has made to the cluster's other one; by one thread, after a barrier of those who made it.
-constexpr int SENT = 4;  // copies a chunk
+// Send this block's operands, or scores, to the cluster's other block; by one thread, after a barrier of all producers.
+constexpr int SENT = 4;  // copies of a chunk, three of operands and one of scores
 template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, Barrier& full) {
   const auto& q = s.operands.q[stage][rank];
   const auto& k = s.operands.k[stage][rank];
   const auto& made = s.numbers[stage];
   copy_to_peer(q, sizeof q, full);
   copy_to_peer(k, sizeof k, full);
-  // K_RANKS blocks hand over the same rows, so that each knows of its own which.
+  // Each of K_RANKS blocks writes the row itself; blocks that make chunks in turn send it behind the decays.
   const u32 row = sizeof made.decay == sizeof made.decay[0] ? sizeof made.row : 0;
   copy_to_peer(made.decay[rank], sizeof made.decay[0] + row, full);
 }

@@ -1,8 +1,8 @@
-// what      Queries and keys that meet at borders in float16, where it does not hold them as they are: each row of the
-//           chunk times a power of two. Scores are multiplied by what undoes it.
-// numerics  exact but for what float16 rounds. The largest number of such a row is brought to between 2^12 and 2^13, so
-//           that gates of 1/8 may grow. Where gates are up to 1, that of every row is brought to between 2^-9 and 2^-8:
-//           they grow by no more than e^16 from a border. Other rows keep their bits
+// what      Queries and keys for products at borders that exceed float16's range: each row is multiplied by a power of
+//           two, and scores are multiplied by the inverses.
+// numerics  exact but for float16's rounding. The largest value of such a row becomes 2^12 to 2^13, which leaves room
+//           for gates of up to 1/8. If gates are up to 1, the largest value of every row becomes 2^-9 to 2^-8: from a
+//           border these gates multiply it by e^16 at most. Other rows keep their bits
 // limits    sm_90a; bfloat16 queries and keys
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
@@ -21,11 +21,12 @@ template <int BK> struct OwnRows {
   }
 };
 
-// Powers of two for rows of queries or keys, of which a lane has one: 1 where float16 holds the row. undo: its inverse.
+// The powers of two by which rows are multiplied, 1 for rows in float16's range. Each lane holds that of one row
+// (`own`) and its inverse (`undo`).
 template <int BK> struct RowScales {
   static constexpr int LANES = ProducerCoord<BK>::LANES;
   float own, undo;
-  int first;  // lane of a row's
+  int first;  // the sub-chunk's first lane
   __device__ __forceinline__ RowScales(const bf16 (&rows)[CHUNK][BK], const ProducerCoord<BK>& me, bool grows) {
     const int lane = u32(me.thread) % 32;
     u32 x[BC];
@@ -44,7 +45,7 @@ template <int BK> struct RowScales {
   }
   __device__ __forceinline__ float of(int i) const { return __shfl_sync(0xffffffffu, own, first + i); }
 };
-// Where rows stay as they are.
+// For rows that are not scaled.
 struct NoScales {};
 
 template <class Scales> constexpr bool SCALED = true;
@@ -56,7 +57,7 @@ __device__ __forceinline__ auto scales_of(const T (&rows)[CHUNK][BK], const Prod
   else return NoScales{};
 }
 
-// Puts what undoes them to where the rows stand as operands.
+// Stores the inverses beside the rows' operands.
 template <class Scores, int BK>
 __device__ __forceinline__ void put_undo(Scores& s, const ProducerCoord<BK>& me, const RowScales<BK>& q,
                                          const RowScales<BK>& k) {
@@ -68,8 +69,8 @@ __device__ __forceinline__ void put_undo(Scores& s, const ProducerCoord<BK>& me,
   if (me.subchunk == 0) s.rows[s.HALF + i].undo_k = k.undo;
 }
 
-// Brings a group's chunk back to where the next one is, or is under way: two more phases of gates[group] and
-// rows[group] end, or one where there is no next one. parity: of theirs.
+// Copies a chunk's inputs again, over those of the group's next chunk, which may still be on their way. So two more
+// phases of gates[group] and rows[group] end, or one if there is no next chunk. parity: of both barriers.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& me, int chunk, u32& parity) {

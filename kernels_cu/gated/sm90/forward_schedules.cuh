@@ -1,6 +1,7 @@
 // what      How the forward kernel of Hopper shares out sequences, channels, columns and chunks among blocks.
-// grid      a block for every (sequence or segment, head, BV columns of V); those of a cluster have neighbouring
-//           columns, and the last ones in a row of the batch are first: of unequal segments these are the long ones
+// grid      a block for every (sequence or segment, head, BV columns of V). A cluster's blocks have neighbouring
+//           columns. The last sequences of a row of the batch have the first blocks: of unequal segments the last are
+//           the long ones
 // limits    clusters of two
 #include "tensor.cuh"
 
@@ -33,13 +34,13 @@ template <class Schedule> __device__ __forceinline__ int rank_of() {
   return Schedule::CLUSTER_SIZE > 1 ? blockIdx.x % Schedule::CLUSTER_SIZE : 0;
 }
 
-// Where this block works: a stretch of one sequence's tokens, its columns, the state before these, and where it leaves
-// that behind them; null: zero, nowhere. Behind an array's end copies read zeros and store nothing, so that the last
-// chunk before it counts as whole.
+// What this block computes: some tokens of a sequence, and some columns.
 struct WorkTile {
-  i32 sequence, batch, head, column, start, tokens;
-  const float* initial;
-  float* final;
+  i32 sequence;  // or segment, or part
+  i32 batch, head, column, start;
+  i32 tokens;            // whole chunks if they end with the array: copies read zeros and store nothing behind it
+  const float* initial;  // the state before the tokens; null: zero
+  float* final;          // where the state behind them is stored; or null
 };
 
 template <class Schedule, int BV, class Args>
@@ -47,16 +48,17 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   constexpr u32 SIZE = Schedule::CLUSTER_SIZE;
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
-  const u32 of = u32(args.of), parts = Schedule::reads ? 1 : u32(args.parts);
+  const u32 segments = u32(args.segments), parts = Schedule::reads ? 1 : u32(args.parts);
   const u32 pair = block / tiles, h = pair % H, row = pair / H / parts, batch = row % u32(shape.B);
   const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s, n = segment * parts + pair / H % parts;
   const Span span = tokens_of(shape, s);
   const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
-  const bool goes_on = args.left && segment % of, last = !Schedule::reads || segment % of == of - 1;
-  const bool of_all = args.left || !Schedule::reads;  // whether there are initial states of sequences, or of segments
+  const bool continues = args.segment_states && segment % segments;
+  const bool last = !Schedule::reads || segment % segments == segments - 1;
+  const bool of_sequences = args.segment_states || !Schedule::reads;  // whether `initial` has a state a sequence
   const i32 tokens = i32(span.stop - span.start), whole = (tokens + CHUNK - 1) / CHUNK * CHUNK;
-  const float* const before = goes_on ? args.left : args.initial;
-  const u32 own = of_all ? segment / of : segment, from = goes_on ? segment - 1 : own;
+  const float* const before = continues ? args.segment_states : args.initial;
+  const u32 own = of_sequences ? segment / segments : segment, from = continues ? segment - 1 : own;
   return {i32(n),
           i32(batch),
           i32(h),
@@ -64,5 +66,5 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
           i32(span.start),
           span.stop == shape.T ? whole : tokens,
           before ? before + state(from) : nullptr,
-          args.final && last ? args.final + state(Schedule::reads ? segment / of : n) : nullptr};
+          args.final && last ? args.final + state(Schedule::reads ? segment / segments : n) : nullptr};
 }

@@ -1,13 +1,13 @@
-// what      Scores of a chunk from the operands that its producers have made: the same for every warp.
+// what      The scores of a chunk's pairs of tokens in Hopper's forward kernel. Every producer warp computes a share.
 // math      A[i, j] = sum_c (q_i decayed from z) (k_j decayed to z), z the middle of their sub-chunk or a border
 //           between theirs; q_i k_i as they came, and q_i k_(i - 1) in RWKV-6
-// numerics  the middle's operands in bfloat16 or tf32, those of borders in float16 or, where two blocks' scores add up,
-//           T; sums in float32; A as two bfloat16 numbers or one of float16
+// numerics  operands about the middle in bfloat16 or tf32, operands at borders in float16 or, if two blocks' scores add
+//           up, T; sums in float32; a score in A is the sum of two bfloat16 numbers, or one float16 number
 // limits    sm_90a
 #include "gated/sm90/forward_storage.cuh"
 
-// Tensor cores drop the last 13 bits of a tf32 operand, which takes 2^-11 / (2 ln 2) of it on average: a product of two
-// truncated operands is put right by this factor.
+// Tensor cores cut off the last 13 bits of a tf32 operand, which reduces it by 2^-11 / (2 ln 2) on average. This factor
+// makes up for it in a product of two operands.
 constexpr float TRUNCATED = 1.f + 2 * 3.522e-4f;
 
 using Sums = float[4];
@@ -17,8 +17,8 @@ __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[2], u32 b
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[2], u32 b) { mma_f16(d, a, b); }
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
-// Stores two scores `offset` behind the address of `at` XOR `flip`, and 32 columns on, 64 bytes in the swizzle, what
-// rounding left over.
+// Stores two scores `offset` bytes behind (address `at` XOR `flip`), and their rounding errors 32 columns on, which in
+// the swizzle is 64 bytes XOR.
 template <class Schedule, typename T>
 __device__ __forceinline__ void put_scores(void* at, int flip, int offset, float x, float y) {
   const u32 two = pack<T>(x, y);
@@ -27,14 +27,13 @@ __device__ __forceinline__ void put_scores(void* at, int flip, int offset, float
     store_flipped(at, flip ^ 64, offset, pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)})));
 }
 
-// Queries and keys at borders are float16, whose digits make a score as good as tf32's do. It holds those of bfloat16
-// whose square, of a whole row, is 0 or between these: 16 gates of 1/8 make no number infinite, and what underflows
-// is no more than bfloat16 would round off. As bits, which are in order.
+// The bits of the limits between which the sum of squares of a bfloat16 row must be, unless it is 0, for float16 to
+// hold the row: then 16 gates of 1/8 make no value infinite, and what underflows is less than bfloat16's rounding.
 constexpr u32 LEAST_SQUARE = 0x31800000, LARGEST_SQUARE = 0x4c800000;  // 2^-28 and 2^26
 
-// The share of a warp, one of WARPS: the scores within N of the four sub-chunks, and N of the four tiles of 16 queries
-// and 8 keys that meet at borders: sub-chunks 1 and 3 with 0 or 2, of which half counts, and the second half with 0 or
-// 1.
+// A warp's share of the scores: those within N of the four sub-chunks, and N of four tiles of 16 queries and 8 keys in
+// different sub-chunks. Two tiles have the queries of sub-chunks 1 and 3 and the keys of 0 or 2, of which half counts;
+// two have the second half's queries and the keys of sub-chunk 0 or 1.
 template <int WARPS> struct ScoreShare {
   static constexpr int N = NUM_SUBCHUNKS / WARPS;
   static_assert(N == 1 || N == 2);
@@ -48,8 +47,8 @@ template <typename X> __device__ __forceinline__ const char* piece_of(const X* r
   return reinterpret_cast<const char*>(row) + piece * 16;
 }
 
-// A step of products: queries and keys in X at byte `at` of their rows, of which keys come for two sub-chunks, or for
-// two steps, at once.
+// One step along the channels of N tiles: queries and keys in X at byte `at` of their rows. One ldmatrix loads keys of
+// two tiles, or of two steps.
 constexpr int STEP = 32;  // bytes of a row
 template <typename X, int N>
 __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries, const char* keys, u32 (&k)[4],
@@ -65,8 +64,8 @@ __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries
   }
 }
 
-// A step of one sub-chunk's queries and keys, which come at once: keys are the other 8 queries, too, whose products
-// nobody reads.
+// The same within a sub-chunk. One ldmatrix loads its 8 queries and 8 keys, which are the product's 16 queries: the
+// products of keys with keys are not read.
 template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1], const char* both, int at) {
   u32 x[4];
   ldmatrix_x4(x, both + at);
@@ -75,9 +74,9 @@ template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1
   else multiply(X{}, to[0], x, {x[1], x[3]});
 }
 
-// within[m]: of 8 queries and 8 keys of the share's sub-chunk m, where a product's other 8 queries are the other
-// sub-chunk's or its keys; border[m]: of 16 and 8. A product waits for the one before on its sum: the many of a warp
-// in tf32 have two in turn.
+// within[m]: sums for 8 queries and 8 keys of the share's sub-chunk m; the product's other 8 queries are the other
+// sub-chunk's, or the keys. border[m]: for 16 queries and 8 keys. A product waits for the previous product of its sum:
+// so a warp with many products, in tf32, adds in TURNS to two sums.
 template <int WARPS, typename M, typename B, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],

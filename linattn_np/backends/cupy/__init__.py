@@ -18,6 +18,7 @@ from functools import cache
 
 from ...declarations import (
     GATED,
+    GATED_STEPS,
     GLA_VALUE_GATE,
     LINEAR_ATTENTION,
     NORMALIZED,
@@ -25,7 +26,6 @@ from ...declarations import (
     SIMPLE_GLA,
     SOFTMAX,
     STAGES,
-    STEPS,
 )
 from ...kernel_choice import portable
 from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
@@ -36,7 +36,7 @@ PLANNERS = (
     dict.fromkeys(GATED, gated)
     | dict.fromkeys(SOFTMAX, softmax)
     | dict.fromkeys((SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, NORMALIZED), scalar_decay)
-    | dict.fromkeys(STEPS, step)
+    | dict.fromkeys(GATED_STEPS, step)
     | dict.fromkeys(STAGES, stages)
     | {GLA_VALUE_GATE: value_gate}
 )

@@ -198,26 +198,27 @@ class HopperForward(ForwardPass):
 
     def launch_outputs(self, shape, initial, final, left=None):
         """`left`: what first segments leave, from which the second ones start, if there are two."""
-        states = {"initial": initial, "final": final, "left": left}
-        self.launch(self.cut.kernel, shape, 1, states, of=self.cut.segments, needed=1)
+        states = {"initial": initial, "final": final, "segment_states": left}
+        self.launch(self.cut.kernel, shape, 1, states, segments=self.cut.segments, computed=1)
 
     def launch_summaries(self, parts, left, of, needed, initial=None):
         states = {"initial": initial, "final": left[0], "decays": left[1]}
         shape = self.draft.shape(self.problem, self.cut.spans)
-        self.launch(self.cut.summary, shape, parts, states, of=of, needed=needed)
+        self.launch(self.cut.summary, shape, parts, states, segments=of, computed=needed)
 
     def launch(self, kernel, shape, parts, states, **which):
         B, H, V = self.problem.shape("B H V")
         marks = self.marks if kernel.reads else None
-        per = 0 if marks is None else marks.shape[0] // (B * shape.count)  # marks of a sequence or segment
-        which |= {"marks": marks, "every": self.cut.marks if self.marks is not None else 0, "per": per, "parts": parts}
+        each = 0 if marks is None else marks.shape[0] // (B * shape.count)
+        which |= {"marks": marks, "mark_every": self.cut.marks if self.marks is not None else 0}
+        which |= {"marks_per_sequence": each, "parts": parts}
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
         blocks = B * H * shape.count * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
             self.draft.launch(kernel, blocks, **arrays, **which, shape=shape, scale=self.problem.scale, channel=channel)
 
     def inputs_of(self, kernel) -> dict:
-        """What the kernel reads by tensor maps, and by rows (`one`) a gate that all channels share."""
+        """What the kernel reads by tensor maps."""
         channels, columns = {"q": self.q, "k": self.k, "g": self.g}, {"v": self.v, "o_boxes": self.o}
         maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in channels.items()}
         return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}

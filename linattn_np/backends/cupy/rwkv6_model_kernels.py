@@ -15,7 +15,7 @@ from ...declarations import RWKV6
 from ...problem import Problem
 from . import gated
 from .arguments import members
-from .kernel import INT8, ModelKernel, padded
+from .kernel import BARRIER, INT8, INTEGER, REAL, CType, ModelKernel, padded, struct
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
@@ -134,61 +134,20 @@ class TimeMixMany(ModelKernel):
         return ceil_div(B, self.SEQUENCES * turns) * H
 
 
-class DecodeStep(ModelKernel):
-    """All layers in one launch, of float32 weights."""
+class DecodeFew(ModelKernel):
+    """All layers of one sequence's token in one launch, whose blocks hand each other words in place of barriers."""
 
-    file = "rwkv6/decode_step"
+    file = "rwkv6/decode_few"
     arguments = members(
         "pointers maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_down_scales "
         "decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales ffn_value_scales "
         "head_scales maa_up decay_up ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots "
-        "xx low mixed kvrg_out decay_low y activated gate x logits arrived, integers L B P D H N A W F V staged "
-        "first last, reals eps group_eps"
+        "xx low mixed kvrg_out decay_low y activated gate x logits arrived, integers L P D H N A W F V staged "
+        "first last, reals eps group_eps, pointers tokens likeliest brought"
     )
-    shared = ("Shared<{stages}, float>",)
-    arch, threads = "sm_90a", 384
+    shared, arch, threads = ("Shared<{stages}>",), "sm_90a", 384
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
-    COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
-    # 16 KB of weights on their way each: as many as leave room for the vectors
-    STAGES: ClassVar[tuple[int, ...]] = (12, 10, 8, 4)
-    state: np.dtype
-    stages: int
-    paired: bool
-
-    @classmethod
-    def fitting(cls, state, B, D, F, device) -> tuple[DecodeStep, int] | None:
-        """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few stages."""
-        if B > cls.COLUMNS:
-            return None
-        for widest, least in ((max(D, F), 8), (D, cls.STAGES[-1])):
-            for stages in cls.STAGES:
-                kernel, room = cls(state, stages, 2 * B <= cls.COLUMNS), 4 * B * widest
-                if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
-                    return kernel, room
-        return None
-
-    def staged(self, B, sizes, room) -> bool:
-        """Whether vectors of so many bytes can be the channel mix's activations."""
-        return room >= 4 * B * sizes["F"]
-
-    @property
-    def shared_bytes(self):
-        """Without the vectors."""
-        return self.bytes_of_stages(self.stages) + TIME_MIX_SCRATCH
-
-    @staticmethod
-    def bytes_of_stages(stages):
-        """Of `Shared` without its scratch."""
-        return stages * (2 * (8 * 1024 + 64) + 2 * 8) + 8 * 16 + 4 * 2 * 8 + 4 * 8 + 4 * 2 * 8
-
-
-class DecodeFew(ModelKernel):
-    """The same for one sequence, whose blocks hand each other words in place of barriers."""
-
-    file = "rwkv6/decode_few"
-    arguments = (*DecodeStep.arguments, *members("pointers tokens likeliest brought"))
-    shared, arch, threads = ("Shared<{stages}, Handed<{dtype}>>",), "sm_90a", 384
-    STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)
+    STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # 16 KB of weights on their way each
     DIGITS_AT_ONCE: ClassVar[int] = 7168  # numbers whose digits have one unit a warp
     dtype: np.dtype
     state: np.dtype
@@ -209,7 +168,7 @@ class DecodeFew(ModelKernel):
                     return kernel, room
         return None
 
-    def staged(self, B, sizes, room) -> int:
+    def staged(self, room) -> int:
         """Numbers that a stage of so many bytes holds, in whole slots."""
         room = room // self.bytes_of_operand
         return (min(room, self.DIGITS_AT_ONCE) if self.dtype == INT8 else room) // self.slot * self.slot
@@ -231,8 +190,11 @@ class DecodeFew(ModelKernel):
 
     @property
     def shared_bytes(self):
-        """Without the stage."""
-        return DecodeStep.bytes_of_stages(self.stages) + 4 * 2 * 4 * 16 * (8 + 4)
+        """Of the struct `Shared` in decode_weights.cuh; the stage lies behind it."""
+        ring = CType(2 * (8 * 1024 + 64), 1).array(self.stages)
+        stages, tiles, units = BARRIER.array(2 * self.stages), INTEGER.array(4 * 8), REAL.array(2 * 8)
+        turns, norms, parts = BARRIER.array(2 * 2), REAL.array(2 * 8), REAL.array(2 * 4 * 16 * (8 + 4))
+        return struct(ring, stages, tiles, units, turns, norms, parts).size
 
 
 class Argmax(ModelKernel):
@@ -315,10 +277,12 @@ class OfElements(ModelKernel):
         return ceil_div(count, self.EACH * self.threads)
 
 
-class ReluSquared(OfElements):
-    file = "rwkv6/relu_squared"
+class Activation(OfElements):
+    file = "rwkv6/activation"
     arguments = members("pointers x y, integers count")
+    KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh")
     EACH = 8
+    kind: str
     X: np.dtype
     Y: np.dtype
 

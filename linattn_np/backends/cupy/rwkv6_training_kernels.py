@@ -104,11 +104,6 @@ class NormBackward(OfTokens):
         return 2 * 8 * self.THREADS // 32
 
 
-class GatedNormForward(Elementwise):
-    file = "training/gated_norm_forward"
-    arguments = members("pointers o gate weight bias y, integers tokens D N, reals eps")
-
-
 class GatedNormBackward(OfTokens):
     file = "training/gated_norm_backward"
     arguments = members("pointers dy o gate weight bias do_ dgate parts, integers tokens D N each, reals eps")
@@ -124,18 +119,12 @@ class LogDecayBackward(OfTokens):
     arguments = members("pointers dw w dlow parts, integers tokens D each")
 
 
-class ActivationForward(Kernel):
-    file = "training/activation_forward"
-    arguments = members("pointers x, integers count")
-    threads = 256
-    KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh")
-    kind: str
-    T: np.dtype
-
-
-class ActivationBackward(ActivationForward):
+class ActivationBackward(Kernel):
     file = "training/activation_backward"
     arguments = members("pointers dy y, integers count")
+    threads = 256
+    kind: str  # of `Activation.KINDS`
+    T: np.dtype
 
 
 class CrossEntropy(Kernel):

@@ -271,7 +271,10 @@ class ScalarHopperForward(HopperForward):
     """By the kernel for gates of every channel, which here reads one float32 gate a token."""
 
     def inputs_of(self, kernel):
-        return super().inputs_of(kernel) | {"g": TensorMap(self.k, kernel.BK, kernel.CHUNK, False), "one": self.g}
+        return super().inputs_of(kernel) | {
+            "g": TensorMap(self.k, kernel.BK, kernel.CHUNK, False),
+            "scalar_gate": self.g,
+        }
 
 
 class SumsForward(ForwardPass):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from ...declarations import GATED, STAGES, STEPS
+from ...declarations import GATED, GATED_STEPS, STAGES
 
 MODES = ("auto", "staged", "recurrent")
 LONGEST_KEY = 256  # the recurrence keeps the state's columns in registers, up to this many channels
@@ -29,7 +29,7 @@ def mode(problem) -> str:
 
 def why_not(problem) -> str | None:
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-    if problem.op not in (*GATED, *STEPS, *STAGES):
+    if problem.op not in (*GATED, *GATED_STEPS, *STAGES):
         return "it has the gated family, its steps and the five stages only"
     if problem.gradient:
         return "it has no gradients"

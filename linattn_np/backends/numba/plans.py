@@ -13,7 +13,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
-from ...declarations import STAGES, STEPS
+from ...declarations import GATED_STEPS, STAGES
 from ..cupy import peak_bandwidth
 from . import kernels
 from .runtime import launch
@@ -24,7 +24,7 @@ def run(problem):
     with nullcontext() if problem.home == "host" else sys.modules["cupy"].cuda.Device(ordinal(problem)):
         if problem.op in STAGES:
             return getattr(call, problem.op.name)(*call.arrays)
-        if problem.op in STEPS:
+        if problem.op in GATED_STEPS:
             return call.step(*call.arrays)
         return (call.recurrent if problem.mode == "recurrent" else call.staged)(*call.arrays)
 

@@ -4,16 +4,28 @@ from importlib import import_module
 
 import numpy as np
 
-from ...declarations import GATED, GLA_VALUE_GATE, LINEAR_ATTENTION, NORMALIZED, RETENTION, SIMPLE_GLA
+from ...declarations import (
+    DELTA_RULE,
+    GATED,
+    GATED_DELTA_RULE,
+    GLA_VALUE_GATE,
+    KDA,
+    LINEAR_ATTENTION,
+    NORMALIZED,
+    RETENTION,
+    RWKV7,
+    SIMPLE_GLA,
+)
 from . import (
     chunked,
     chunking,
+    delta_rule,
     gla,
     linear_attention,
     parallel,
     recurrent,
     retention,
-    rwkv6,
+    rwkv7,
     simple_gla,
     softmax_attention,
     staged,
@@ -26,8 +38,13 @@ EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
     RETENTION: retention,
     LINEAR_ATTENTION: linear_attention,
     NORMALIZED: linear_attention,
+    DELTA_RULE: delta_rule,
+    GATED_DELTA_RULE: delta_rule,
+    KDA: delta_rule,
+    RWKV7: rwkv7,
 }
-STEPS = {"gla_step": gla, "rwkv6_step": rwkv6}
+BY_TOKEN = (delta_rule, rwkv7)  # without a chunked form
+STEPS = {f"{op.name}_step": equation for op, equation in EQUATIONS.items()}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
 
 
@@ -61,7 +78,7 @@ def compute(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.run(problem, o)
     equation = EQUATIONS[problem.op]
-    literal = problem.mode == "recurrent" or not o.size  # no token, row or head: the state passes through
+    literal = is_literal(problem, o)
     if literal and not linear_attention.is_out_of_range(problem):
         return recurrent.run(problem, equation, o)
     if equation is value_gate:
@@ -73,10 +90,15 @@ def compute(problem, o):
     return member.split(final)
 
 
+def is_literal(problem, o):
+    """Whether tokens are computed one by one; without a token, a row or a head the state passes through."""
+    return problem.mode == "recurrent" or EQUATIONS[problem.op] in BY_TOKEN or not o.size
+
+
 def summarise(problem):
     """((the final state's parts from zero, no decays), ()) without o; None where only a whole call computes it."""
     equation = EQUATIONS.get(problem.op)
-    if problem.mode not in ("auto", "chunk") or equation in (None, value_gate) or not problem.sizes["T"]:
+    if problem.mode not in ("auto", "chunk") or equation in (None, value_gate, *BY_TOKEN) or not problem.sizes["T"]:
         return None
     with np.errstate(all="ignore"):
         member = equation.member(problem)
@@ -120,7 +142,7 @@ def gradients(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.vjp(problem, o)
     equation = EQUATIONS[problem.op]
-    literal = problem.mode == "recurrent" or not o.size
+    literal = is_literal(problem, o)
     if literal and not linear_attention.is_out_of_range(problem):
         return recurrent.vjp(problem, equation, o)
     if equation is value_gate:
@@ -168,7 +190,8 @@ def as_initial(problem, parts):
 
 def describe(problem, bytes_moved):
     """What `explain` shows; the host's bandwidth is not known, so there is no floor in milliseconds."""
-    mode = "chunk" if problem.mode == "auto" else problem.mode
+    by_token = EQUATIONS.get(problem.op) in BY_TOKEN
+    mode = "recurrent" if by_token else "chunk" if problem.mode == "auto" else problem.mode
     copies = tuple(
         f"{name}: {x.dtype} is computed in {problem.compute_dtype}"
         for name, x in problem.arrays.items()

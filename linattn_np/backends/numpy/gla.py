@@ -9,7 +9,7 @@ from .recurrent import outer, read, read_vjp, write, write_vjp
 def step(problem, state, q, k, v, g):
     """S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,     o_t = scale q_t^T S_t."""
     (S,) = state
-    S = write(problem, S, np.exp(g), k, v)
+    S = write(problem, S, g, k, v)
     return (S,), problem.scale * read(q, S)
 
 

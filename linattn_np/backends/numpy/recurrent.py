@@ -89,14 +89,26 @@ def outer(k, v):
     return k[..., :, None] * v[..., None, :]
 
 
-def write(problem, S, decay, k, v):
-    """diag(decay) S + k v^T, decay [..., K or 1]: in place, unless a gradient will need S as it was.
+def decayed(problem, S, g=None):
+    """exp(g) S of a gate [...] or [..., K]: in place, unless a gradient will need S as it was. Without a gate S.
 
     New arrays of this size would cost a token's step three times its arithmetic: their memory comes from the system.
     """
-    new = np.multiply(decay[..., None], S, out=np.empty_like(S) if problem.gradient else S)
-    new += np.multiply(k[..., :, None], v[..., None, :], out=thread_scratch(S.dtype)("outer", S.shape))
-    return new
+    if g is None:
+        return S.copy() if problem.gradient else S
+    decay = np.exp(g).reshape(*g.shape, *(1,) * (S.ndim - g.ndim))
+    return np.multiply(decay, S, out=np.empty_like(S) if problem.gradient else S)
+
+
+def add_outer(S, k, v):
+    """S + k v^T, in place."""
+    S += np.multiply(k[..., :, None], v[..., None, :], out=thread_scratch(S.dtype)("outer", S.shape))
+    return S
+
+
+def write(problem, S, g, k, v):
+    """exp(g) S + k v^T of a gate, in place likewise."""
+    return add_outer(decayed(problem, S, g), k, v)
 
 
 def read(q, S):

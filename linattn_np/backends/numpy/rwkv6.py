@@ -10,7 +10,7 @@ def step(problem, state, r, k, v, w, u):
     """o_t = scale r_t^T (S_{t-1} + diag(u) k_t v_t^T),     S_t = diag(exp w_t) S_{t-1} + k_t v_t^T."""
     (S,) = state
     o = problem.scale * (read(r, S) + np.vecdot(r, u * k)[..., None] * v)
-    return (write(problem, S, np.exp(w), k, v),), o
+    return (write(problem, S, w, k, v),), o
 
 
 def step_vjp(problem, state, r, k, v, w, u, dstate, do):

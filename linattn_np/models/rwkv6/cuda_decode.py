@@ -1,7 +1,7 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
 Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards one launch has
-all layers, for one sequence and in float32 for up to eight. Otherwise a layer is nine launches. cuBLAS multiplies
+all layers of one sequence. Otherwise a layer is nine launches. cuBLAS multiplies
 beyond eight sequences on other cards, and on Hopper beyond 256 (int8: 128). All arrays of a step are allocated once,
 and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
@@ -31,7 +31,7 @@ from .names import VERSION, one_of, parameters, refuse
 INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
-PHASES = 7  # of a layer in decode_step
+PHASES = 7  # of a layer in decode_few
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
 
@@ -125,7 +125,9 @@ class CudaDecoder(NotCopied):
         def buffer(*shape, dtype=FLOAT32):
             return self.device.empty(shape, dtype)
 
-        self.batch, self.kernel = batch, self.kernel_of_all(batch)
+        self.batch, self.kernel = batch, None  # the kernel that has all layers in one launch, and its stage's bytes
+        if batch == 1 and self.device.capability == 90:
+            self.kernel = kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
         few = batch <= model_products.Matvec.COLUMNS
         widens = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
         on_tensors = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
@@ -154,35 +156,21 @@ class CudaDecoder(NotCopied):
             added=buffer(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
             normed=buffer(terms, 1, B, D, dtype=X),
             logits=buffer(1, B, V),
-            arrived=self.device.zeros((1,), INT64),
         )
-        if isinstance(self.kernel and self.kernel[0], kernels.DecodeFew):
-            vars(self.buffers).update(self.words() | self.of_choice())
-
-    def kernel_of_all(self, batch):
-        """The kernel that has all layers in one launch, and its vectors' bytes; None where launches are faster."""
-        D, F = self.sizes["D"], self.sizes["F"]
-        if self.device.capability != 90:
-            return None
-        if batch == 1:
-            return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
-        if self.matrices == FLOAT32:
-            return kernels.DecodeStep.fitting(self.state_dtype, batch, D, F, self.device)
-        return None
+        if self.kernel:
+            vars(self.buffers).update(self.words())
 
     def words(self) -> dict:
-        """What the blocks of `DecodeFew` hand to each other, each number a word of epoch 0; and the blocks' epochs."""
-        B, (D, F, A, W) = self.batch, (self.sizes[axis] for axis in "DFAW")
-        shapes = {"xx": (6, B, D), "low": (B, 5 * A), "mixed": (5, B, D), "kvrg": (4, B, D), "decay_low": (B, W)}
-        shapes |= {"y": (B, D), "activated": (B, F), "gate": (B, D)}
+        """What the blocks of `DecodeFew` hand to each other: numbers, each a word of epoch 0; the blocks' epochs; and
+        where they find the likeliest token."""
+        D, F, A, W = (self.sizes[axis] for axis in "DFAW")
+        shapes = {"xx": (6, D), "low": (5 * A,), "mixed": (5, D), "kvrg": (4, D), "decay_low": (W,)}
+        shapes |= {"y": (D,), "activated": (F,), "gate": (D,)}
         blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
         narrow = INT64 if self.dtype == FLOAT32 else UINT32  # the last x takes two of these
         words = {name: self.device.zeros(shape, narrow) for name, shape in shapes.items()}
-        return words | {"arrived": self.device.zeros((blocks,), UINT32)}
-
-    def of_choice(self) -> dict:
-        """Where the blocks of `DecodeFew` find the likeliest token."""
-        return {"likeliest": self.device.zeros((1,), INT64), "brought": self.device.zeros((1,), UINT32)}
+        words |= {name: self.device.zeros((count,), UINT32) for name, count in (("arrived", blocks), ("brought", 1))}
+        return words | {"likeliest": self.device.zeros((1,), INT64)}
 
     @property
     def logits(self):
@@ -304,7 +292,6 @@ class Step:
         self.my, self.draft, self.device = decoder, Draft(), decoder.device
         self.model, self.layers, self.buffers, self.state = seen.model, seen.layers, seen.buffers, seen.state
         self.tokens, self.slots = seen.call.tokens, seen.call.slots
-        self.chooses = decoder.kernel and isinstance(decoder.kernel[0], kernels.DecodeFew)  # the likeliest token itself
 
     def steps(self, greedy, layers) -> tuple:
         """Those of a plan, in order."""
@@ -324,7 +311,7 @@ class Step:
             self.every_phase(layers, greedy)
         else:
             self.every_product(layers)
-        if greedy and not self.chooses:
+        if greedy and not my.kernel:
             self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens, V=my.sizes["V"])
         return tuple(self.draft.steps)
 
@@ -347,9 +334,8 @@ class Step:
                 **fields,
                 **sizes,
                 L=layers,
-                B=self.my.batch,
                 P=self.state.wkv.shape[1],
-                staged=kernel.staged(self.my.batch, sizes, more_shared),
+                staged=kernel.staged(more_shared),
                 first=first,
                 last=last,
                 eps=self.my.layer_eps,
@@ -537,7 +523,7 @@ class Step:
         to = self.buffers.hidden if finish == RELU_SQUARED else y
         self.draft.product(w, x[0], to, finish == ADD)
         if finish == RELU_SQUARED:
-            kernel = kernels.ReluSquared(to.dtype, y.dtype)
+            kernel = kernels.Activation("ReluSquared", to.dtype, y.dtype)
             self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.plan import FLOAT32, ceil_div
+from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm
 from ...ops.functions import rwkv6
 from ..array_math import library_of
 from ..rwkv.grad import layer_norm
@@ -290,8 +291,8 @@ class Step:
 
     def activated(self, kind, x):
         """`x`, in place."""
-        kernel = kernels.ActivationForward(kind, self.T)
-        self.launch(kernel, self.elementwise(kernel, x.size), x=x, count=x.size)
+        kernel = Activation(kind, self.T, self.T)
+        self.launch(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
         return x
 
     def log_decay(self, low, decay):
@@ -300,20 +301,10 @@ class Step:
         return w
 
     def gated_norm(self, o, gate, norm, N):
-        y, kernel = self.empty(*o.shape), kernels.GatedNormForward(self.T)
-        self.launch(
-            kernel,
-            self.elementwise(kernel),
-            o=o,
-            gate=gate,
-            weight=norm[0],
-            bias=norm[1],
-            y=y,
-            tokens=self.tokens,
-            D=self.D,
-            N=N,
-            eps=GROUP_NORM_EPS * self.scale**2,
-        )
+        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.T, N), self.D // N
+        arrays, rows = {"o": o, "gate": gate, "weight": norm[0], "bias": norm[1], "y": y}, self.tokens * heads
+        eps = GROUP_NORM_EPS * self.scale**2
+        self.launch(kernel, kernel.blocks(rows), **arrays, rows=rows, H=heads, N=N, eps=eps)
         return y
 
     def cross_entropy(self, logits):

@@ -278,7 +278,7 @@ class Pieces:
         return self.normed[0]
 
     def relu_squared(self, x):
-        kernel = kernels.ReluSquared(x.dtype, x.dtype)
+        kernel = kernels.Activation("ReluSquared", x.dtype, x.dtype)
         self.draft.launch(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
         return x
 

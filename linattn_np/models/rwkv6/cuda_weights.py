@@ -34,7 +34,7 @@ def array_of(load, dtype, field, weight, names):
         return load(FLOAT32, names)
     if field in AS_STORED:
         return load(BFLOAT16 if dtype == INT8 else dtype, names)
-    return load(dtype, names, weight.inputs_first, kernels.DecodeStep.ROWS)
+    return load(dtype, names, weight.inputs_first, kernels.DecodeFew.ROWS)
 
 
 def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):

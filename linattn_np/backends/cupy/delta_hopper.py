@@ -1,0 +1,38 @@
+"""The delta rule by Hopper's own kernels: a gate for all channels of a token, or none."""
+
+from __future__ import annotations
+
+from .delta_hopper_kernels import DeltaScalarForwardSm90
+from .gated_kernels import PANEL, TILES
+from .plan import FLOAT32, TensorMap, ceil_div
+
+
+def forward_kernel(dtype, shape, multiprocessors) -> DeltaScalarForwardSm90:
+    """With 64 columns a block where all of these have a multiprocessor each."""
+    few = heads_of(shape) * ceil_div(shape.V, PANEL) <= multiprocessors
+    return DeltaScalarForwardSm90(dtype, TILES[shape.K > PANEL], TILES[shape.V > PANEL and not few])
+
+
+def heads_of(shape) -> int:
+    """Of all sequences."""
+    return shape.B * shape.count * shape.H
+
+
+def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, turned=False):
+    """o of `tokens` q, k, v, g or None, and beta; `shape` has the heads of v. States are [N, H, K, V] in float32, or
+    `turned` [N, H, V, K]."""
+    q, k, v, g, beta = tokens
+    boxes = {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in zip("qkvo", (q, k, v, o))}
+    rows = {f"{name}_rows": box.array for name, box in boxes.items()}
+    draft.launch(
+        kernel,
+        heads_of(shape) * ceil_div(shape.V, kernel.BV),
+        **{**boxes, **rows, "shape": shape, "scale": scale, "initial": initial, "final": final},
+        g=None if g is None else g[..., None],
+        beta=beta[..., None],
+        group=shape.H // q.shape[1],
+        state_k=1 if turned else shape.V,
+        state_v=shape.K if turned else 1,
+        wide_gate=g is None or g.dtype == FLOAT32,
+        wide_beta=beta.dtype == FLOAT32,
+    )

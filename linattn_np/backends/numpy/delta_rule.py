@@ -1,0 +1,62 @@
+"""The delta rule without a gate, with one gate a head (Yang et al., 2024), or with one a channel (KDA, 2025)."""
+
+import numpy as np
+
+from .recurrent import add_outer, decayed, outer, read, read_vjp, write_vjp
+
+EPSILON = 1e-6  # beside the square of a length
+
+
+def step(problem, state, q, k, v, *gates):
+    """S' = diag(exp g_t) S_{t-1},    S_t = S' + beta_t k_t (v_t - S'^T k_t)^T,     o_t = scale q_t^T S_t."""
+    (S,), (*g, beta) = state, gates
+    q, k = keys(problem, q), keys(problem, k)
+    S = decayed(problem, S, *g)
+    S = add_outer(S, k, beta[..., None] * (v - read(k, S)))
+    return (S,), problem.scale * read(q, S)
+
+
+def step_vjp(problem, state, q, k, v, *gates_and_gradients):
+    *g, beta, (dS,), do = gates_and_gradients
+    (S,), do, given, beta = state, problem.scale * do, (q, k), beta[..., None]
+    q, k = keys(problem, q), keys(problem, k)
+    found = decayed(problem, S, *g)
+    unknown = v - read(k, found)
+    dq = read_vjp(found + outer(k, beta * unknown), do)
+    dS = dS + outer(q, do)
+    dk, dwritten = write_vjp(k, beta * unknown, dS)
+    dv = beta * dwritten
+    dk -= read_vjp(found, dv)
+    dS -= outer(k, dv)
+    dg = []
+    if g:
+        kept = (found * dS).sum(-1)
+        dg = [kept if g[0].ndim == kept.ndim else kept.sum(-1)]
+        dS = decayed(problem, dS, *g)
+    dq, dk = (keys_vjp(problem, x, dx) for x, dx in zip(given, (dq, dk)))
+    return (dS,), dq, dk, dv, *dg, (dwritten * unknown).sum(-1)
+
+
+def keys(problem, x):
+    """The query or key [B, H, ..., K] of every head, from those of HK heads, divided by its length where that is asked
+    for."""
+    if problem.options["qk_l2norm"]:
+        x = x / length(x)
+    H, HK = problem.shape("H HK")
+    return x if H == HK else np.repeat(x, H // HK, axis=1)
+
+
+def keys_vjp(problem, x, dx):
+    """The gradient of `x` [B, HK, ..., K], from that of every head."""
+    H, HK = problem.shape("H HK")
+    if H != HK:
+        dx = dx.reshape(len(dx), HK, H // HK, *dx.shape[2:]).sum(2)
+    if problem.options["qk_l2norm"]:
+        size = length(x)
+        unit = x / size
+        dx = (dx - unit * np.vecdot(unit, dx)[..., None]) / size
+    return dx
+
+
+def length(x):
+    return np.sqrt(np.vecdot(x, x)[..., None] + x.dtype.type(EPSILON))

@@ -1,0 +1,24 @@
+"""RWKV-7 (Peng et al., 2025, eq. 17): a transition that is a diagonal matrix and one of rank one."""
+
+import numpy as np
+
+from .recurrent import add_outer, decayed, outer, read, read_vjp, write_vjp
+
+
+def step(problem, state, r, w, k, v, a, b):
+    """S_t = diag(exp w_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T,     o_t = scale r_t^T S_t."""
+    (S,) = state
+    removed = read(a, S)
+    S = add_outer(add_outer(decayed(problem, S, w), b, removed), k, v)
+    return (S,), problem.scale * read(r, S)
+
+
+def step_vjp(problem, state, r, w, k, v, a, b, dstate, do):
+    (before,), (dS,), do = state, dstate, problem.scale * do
+    ((after,), _), removed = step(problem, state, r, w, k, v, a, b), read(a, before)
+    dr = read_vjp(after, do)
+    dS = dS + outer(r, do)
+    (dk, dv), (db, dremoved) = write_vjp(k, v, dS), write_vjp(b, removed, dS)
+    dw = np.exp(w) * (before * dS).sum(-1)
+    dbefore = decayed(problem, dS, w) + outer(a, dremoved)
+    return (dbefore,), dr, dw, dk, dv, read_vjp(before, dremoved), db

@@ -1,0 +1,129 @@
+"""Hopper's kernels for the delta rule against the recurrence in float64."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from planned import host
+from test_device_helpers import hopper  # noqa: F401, a fixture
+
+from linattn_np.array_kinds import BFLOAT16
+from linattn_np.backends.cupy.delta_hopper import launch_forward
+from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
+from linattn_np.backends.cupy.execute import CompiledPlan
+from linattn_np.backends.cupy.plan import Draft, describe_parts
+from linattn_np.varlen import Spans
+
+HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
+# Whole errors of o and of the state: X, W, Z and S as it is read are rounded once to so many bits, o as well, and none
+# of them is larger than the result, so that six errors of 2^-9 / sqrt 3 each add up as squares do; the state's own add
+# up over what it remembers.
+LIMIT = {BFLOAT16: 6e-3, HALF: 8e-4}
+
+
+def recurrence(q, k, v, g, beta, scale, state, bounds):
+    """[o, the final states] in float64."""
+    group = v.shape[1] // q.shape[1]
+    q, k = (np.repeat(x.astype(float), group, 1) for x in (q, k))
+    v, beta = v.astype(float), beta.astype(float)
+    decay = np.exp(np.zeros(beta.shape) if g is None else g.astype(float))
+    o, S = np.zeros(v.shape), state.astype(float)
+    spans = [(0, *ends) for ends in zip(bounds, bounds[1:])] if bounds else [(b, 0, v.shape[2]) for b in range(len(v))]
+    for n, (b, start, stop) in enumerate(spans):
+        for t in range(start, stop):
+            S[n] *= decay[b, :, t, None, None]
+            new = v[b, :, t] - np.einsum("hkv,hk->hv", S[n], k[b, :, t])
+            S[n] += np.einsum("h,hk,hv->hkv", beta[b, :, t], k[b, :, t], new)
+            o[b, :, t] = scale * np.einsum("hkv,hk->hv", S[n], q[b, :, t])
+    return o, S
+
+
+def call(device, kernel, tokens, scale, state=None, bounds=None, turned=False):
+    """[o, the final states]."""
+    q, v = tokens[0], tokens[2]
+    B, H, T, K, V = (*v.shape[:3], q.shape[-1], v.shape[-1])
+    arrays = dict(zip(("q", "k", "v", "g", "beta", "state"), (*tokens, state)))
+    arrays = {name: None if array is None else device.upload(array) for name, array in arrays.items()}
+    parts, given, memory = describe_parts(device, call=arrays)
+    x, draft, spans = parts.call, Draft(), Spans(np.array(bounds or [0, T]))
+    problem = SimpleNamespace(shape=lambda _: (B, H, T), varlen=bool(bounds), spans=spans, sizes={"K": K, "V": V})
+    o, final = draft.like(x.v), draft.empty((spans.count * B, H, *((V, K) if turned else (K, V))), SINGLE)
+    shape = draft.shape(problem, chunk=32)
+    launch_forward(draft, kernel, (x.q, x.k, x.v, x.g, x.beta), o, shape, scale, x.state, final, turned)
+    return [host(y) for y in CompiledPlan(replace(draft.plan((o, final)), given=given), device)(memory)[0]]
+
+
+def drawn(rng, B, H, HV, T, K, V, dtype, gates, keys, beta):
+    """q, k, v, g and beta: k of length one, or near one direction; gates in float32 but for "logsigmoid"."""
+    q, k, v = (rng.standard_normal((B, *size)) for size in ((H, T, K), (H, T, K), (HV, T, V)))
+    if keys == "alike":  # cosines of .9 on average
+        k = 0.1**0.5 * k + 0.9**0.5 * rng.standard_normal((B, H, 1, K))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    trained = -np.exp(-3.3 + 2 * rng.standard_normal((B, HV, T)))
+    some = rng.random((B, HV, T)) < 0.05
+    g = {
+        "none": None,
+        "weak": 0.01 * trained,
+        "trained": trained,
+        "-20": np.full((B, HV, T), -20.0),
+        "some -inf": np.where(some, -np.inf, trained),
+        "some -1e30": np.where(some, -1e30, trained),
+        "logsigmoid": -np.log1p(np.exp(rng.standard_normal((B, HV, T)))),
+    }[gates]
+    strength = {"sigmoid": 1 / (1 + np.exp(-rng.standard_normal((B, HV, T)))), "0": 0.0, "1": 1.0, "1.99": 1.99}[beta]
+    own = dtype if gates == "logsigmoid" else SINGLE
+    return (
+        *(x.astype(dtype) for x in (q, k, v)),
+        None if g is None else g.astype(own),
+        np.full((B, HV, T), strength).astype(own),
+    )
+
+
+def errors(found, wanted):
+    """(of o as a whole, of its worst row, of the states), relative."""
+    (o, state), (exact, end) = (tuple(x.astype(float) for x in pair) for pair in (found, wanted))
+    rows = np.linalg.norm(o - exact, axis=-1)
+    sizes = np.linalg.norm(exact, axis=-1)
+    usual = np.sqrt(np.mean(sizes**2))
+    whole = np.linalg.norm(rows) / np.linalg.norm(sizes)
+    return whole, (rows / np.maximum(sizes, 0.1 * usual)).max(), np.linalg.norm(state - end) / np.linalg.norm(end)
+
+
+CASES = (  # B, H, heads of v, T, K, V; gates; keys; beta; the ends of packed sequences
+    ((1, 1, 2, 77, 128, 72), "trained", "random", "sigmoid", None),
+    ((1, 1, 1, 133, 128, 128), "some -inf", "random", "1", [0, 5, 5, 70, 133]),
+    ((1, 1, 1, 100, 128, 128), "weak", "alike", "1", None),
+    ((1, 1, 1, 100, 128, 128), "none", "random", "sigmoid", None),
+    ((1, 1, 1, 65, 128, 128), "-20", "alike", "1.99", None),
+    ((1, 1, 1, 64, 128, 128), "some -1e30", "random", "1.99", None),
+    ((2, 1, 1, 33, 104, 128), "logsigmoid", "alike", "sigmoid", None),
+    ((1, 1, 1, 40, 128, 128), "trained", "random", "0", None),
+)
+WIDTHS = [(64, 64), (64, 128), (128, 64), (128, 128)]
+
+
+def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, turned=False):
+    B, _, HV, _, K, V = sizes
+    tokens, limit = drawn(rng, *sizes, kernel.dtype, gates, keys, beta), LIMIT[kernel.dtype]
+    state = rng.standard_normal((len(bounds) - 1 if bounds else B, HV, K, V)).astype(SINGLE)
+    given = state.swapaxes(-1, -2).copy() if turned else state
+    o, final = call(device, kernel, tokens, K**-0.5, given, bounds, turned)
+    wanted = recurrence(*tokens, K**-0.5, state, bounds)
+    whole, row, end = errors((o, final.swapaxes(-1, -2) if turned else final), wanted)
+    assert whole < limit and end < limit and row < 5 * limit, (whole, row, end)
+
+
+@pytest.mark.parametrize(("sizes", "gates", "keys", "beta", "bounds"), CASES)
+def test_forward_is_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds):  # noqa: F811
+    kernel = DeltaScalarForwardSm90(BFLOAT16, 128, 128)
+    check(hopper, rng, kernel, sizes, gates, keys, beta, bounds, turned=gates == "trained")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("gates", "keys"), [("trained", "random"), ("weak", "alike"), ("some -inf", "alike")])
+@pytest.mark.parametrize(("K", "V"), WIDTHS)
+@pytest.mark.parametrize("dtype", LIMIT)
+def test_forward_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # noqa: F811
+    """With more columns than a block has."""
+    check(hopper, rng, DeltaScalarForwardSm90(dtype, K, V), (1, 1, 2, 230, K - 8, V + 64), gates, keys, "sigmoid")
