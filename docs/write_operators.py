@@ -7,8 +7,10 @@ operators in docs/operators.md.
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import linattn_np
 from linattn_np.declarations import OPERATORS, STAGES, STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,11 +99,18 @@ def on_ranks() -> str:
 def page() -> str:
     """docs/operators.md with all operators and steps in its lists."""
     text = (ROOT / "docs/operators.md").read_text()
-    for prefix, ops in (("", OPERATORS), ("linattn_np.", STEPS)):
-        listed = "".join(f".. autofunction:: {prefix}{op.name}\n" for op in ops)
-        first = f".. autofunction:: {prefix}{ops[0].name}\n"
-        text = re.sub(rf"^{re.escape(first)}(\.\. autofunction:: .*\n)*", listed, text, flags=re.MULTILINE)
+    for ops, file in ((OPERATORS, "{}"), (STEPS, "steps")):
+        listed = "".join(listed_link(op.name, file.format(op.name)) for op in ops)
+        first = f"- [`linattn_np.{ops[0].name}`]"
+        text = re.sub(rf"^{re.escape(first)}.*\n(- \[.*\n|  .*\n)*", lambda _: listed, text, flags=re.MULTILINE)
     return text
+
+
+def listed_link(name, file) -> str:
+    """A line, and where it is long another one, with the first sentence of a function's docstring."""
+    what = getattr(linattn_np, name).__doc__.strip().split("\n\n")[0]
+    line = f"- [`linattn_np.{name}`](../linattn_np/ops/{file}.py): {' '.join(what.split())}"
+    return "\n".join(textwrap.wrap(line, 120, subsequent_indent="  ", break_long_words=False)) + "\n"
 
 
 def written() -> dict[Path, str]:

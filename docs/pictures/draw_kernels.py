@@ -43,7 +43,7 @@ def roles():
         "decay q and k,",
     )
     parts += [
-        words(210, 204, "score pairs of tokens (mma.sync)"),
+        words(210, 204, "score pairs (mma.sync)"),
         words(210, 222, "a warp for every 8 tokens"),
     ]
     parts += labelled(500, 112, 170, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start")
