@@ -58,3 +58,13 @@ def test_a_state_of_itself_overflows_and_o_does_not(rng):
     q, k, v = (np.float32(x) for x in rng.standard_normal((3, 1, 1, 40, 8)))
     o, (S, z) = linear_attention(q, k + 100, v, output_final_state=True, **NORMALIZED)
     assert np.isfinite(o).all() and np.isinf(z).all() and np.isinf(S).any()
+
+
+@pytest.mark.parametrize("more", [-60, 60])
+def test_is_right_on_every_backend_where_sums_of_products_fit(more, backend, rng):
+    """As docs/numerics.md restricts it on a GPU, which takes exp as it is."""
+    q, k, v = rng.standard_normal((3, 1, 1, 40, 8)).astype(np.float32)
+    k += np.float32(more)
+    o = backend.run(linear_attention, *map(backend.asarray, (q, k, v)), **NORMALIZED)
+    wanted = linear_attention(*map(double, (q, k, v)), mode="recurrent", **NORMALIZED)
+    np.testing.assert_allclose(backend.tohost(o), wanted, atol=1e-4)

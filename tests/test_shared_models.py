@@ -1,6 +1,7 @@
 """What a model on the CPU shares: with threads that call it at once, with its copies, with its file and its caller."""
 
 import copy
+import importlib
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from test_decode_kernels import SMALL, synthetic
 
-from linattn_np.models import RWKV6, Batch, Sampling
+from linattn_np.models import RWKV6, Batch, Sampling, State
 from linattn_np.models.matrices import FORMATS
 from linattn_np.models.prompt_reading import PIECE
 from linattn_np.models.rwkv import cpu_layers
@@ -41,6 +42,26 @@ def test_threads_that_call_one_model(austen):
     wanted = [text(austen, prompt) for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(lambda prompt: text(austen, prompt), PROMPTS)) == wanted
+
+
+def test_steps_of_strided_states_compile_nothing(austen):
+    """A row of a pool, as `State.row` gives it, and a state from its end; both are updated in place."""
+    _, pool = austen.forward([[72], [73]])
+    wanted, last = austen.forward([[74]], pool.row(1).copy())
+    backwards = State(*(x[..., ::-1].copy()[..., ::-1] for x in pool.row(1).arrays))
+    before = len(compiled())
+    for state in (pool.row(1), backwards):
+        np.testing.assert_allclose(austen.forward([[74]], state)[0], wanted, rtol=1e-4, atol=1e-4)
+        for x, y in zip(state.arrays, last.arrays):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+    assert len(compiled()) == before
+
+
+def compiled():
+    """The types that a step was compiled for."""
+    return (
+        importlib.import_module("linattn_np.models.rwkv6.numba_loops").step.signatures if cpu_layers.has_loops() else ()
+    )
 
 
 def test_generators_that_take_turns_in_threads(austen):

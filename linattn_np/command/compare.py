@@ -136,7 +136,7 @@ def go_on(curve, device, make, T, options):
 
 
 def expected_ms(curve) -> float:
-    """Of twice the tokens: as much longer as the last doubling was, but at least twice."""
+    """The expected time of twice the tokens: the last one times the growth of the last doubling, or at least 2."""
     if not curve.T:
         return 0
     growth = curve.ms[-1] / curve.ms[-2] if len(curve.T) > 1 else 2
@@ -145,7 +145,7 @@ def expected_ms(curve) -> float:
 
 def add_point(curve, device, call, T):
     call()  # compiles, and warms up
-    taken, ms = device.taken(call), median_ms(device, call)
+    (_, taken), ms = device.with_peak(call), median_ms(device, call)
     curve.bytes.append(taken)
     curve.ms.append(ms)
     curve.T.append(T)

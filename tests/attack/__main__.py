@@ -31,7 +31,8 @@ BACKENDS = ("numpy", "cupy", "emulated", "hopper", "numba")
 def main(arguments=None) -> int:
     options = parsed(arguments)
     there = machine(options.backend)
-    austen().forward([list(b"It is a truth")])  # Numba's loops are compiled, and are not what an example takes
+    for prompt in (b"It is a truth", b"I"):  # Numba's loops are compiled, and are not what an example takes
+        austen().forward([list(prompt)])
     if options.backend != "cupy":  # which reserves far more addresses than it uses
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     if options.replay:

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 ROUND = 150  # examples of a property before the next one has its turn
 SHRINKING = 4  # seconds that a new fault may take to become small
 KINDS = 60  # faults of a property that are told apart; the others are only counted
-PATIENCE = 20  # seconds after which an example hangs; twenty times that where kernels are built first
+PATIENCE = 20  # seconds after which an example hangs, or what is said; twenty times that where kernels are built first
 MEMORY = 256 << 20  # bytes by which an example may raise what the process had at most
 
 
@@ -62,6 +62,7 @@ class Property:
     round: int  # examples in a round
     memory: int  # bytes, as MEMORY; this and the next where no kernels are built
     seconds: float | None  # of the thread's own time that an example may take
+    patience: float  # seconds, as PATIENCE
 
 
 @dataclass
@@ -84,12 +85,12 @@ class Found:
 PROPERTIES: dict[str, Property] = {}
 
 
-def holds_for(examples, *, machines=None, round=ROUND, memory=MEMORY, seconds=None):
+def holds_for(examples, *, machines=None, round=ROUND, memory=MEMORY, seconds=None, patience=PATIENCE):
     """Makes a check a property, under its own name."""
 
     def mark(check):
         name = check.__name__.replace("_", "-")
-        PROPERTIES[name] = Property(name, check, examples, machines, round, memory, seconds)
+        PROPERTIES[name] = Property(name, check, examples, machines, round, memory, seconds, patience)
         return check
 
     return mark
@@ -195,7 +196,7 @@ def tried(p: Property, example, machine):
     """The check, within its time and memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     own = time.thread_time()
-    with alarm(PATIENCE if machine.ready else 20 * PATIENCE), warnings.catch_warnings():
+    with alarm(p.patience if machine.ready else 20 * p.patience), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         p.check(example, machine)
     if not machine.ready:

@@ -168,7 +168,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     Chunk far;
     SubChunkDecays own;
     gates.load(own_panels(in.g, warpgroup), offset);
-    grown |= any_grows<T>(gates);
+    grown |= outgrows<T>(gates, own_panels(in.g, warpgroup));
     decays_of(own, gates);
     load_operand(loaded, in.x[warpgroup], offset);
     if (BACKWARDS) decays_from_start(far, gates, counts);
@@ -238,7 +238,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
     for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     Across nowhere;
     QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
-    const bool growth = __any_sync(0xffffffffu, any_grows<T>(gates));
+    const bool growth = outgrows<T>(gates, own_panels(in.g, warpgroup));
     load_operand(x, in.x[warpgroup], offset);
     const auto put = [&](int n, int h, float first, float second) { pair_of(x, n, h) = pack<T>(first, second); };
     if (BACKWARDS) {

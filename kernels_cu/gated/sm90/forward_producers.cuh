@@ -274,7 +274,12 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
   // The sub-chunks' decays are in shared memory; gates, and the previous chunk's operands of scores, have been read.
   bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST || scaled);
   const bool grown = grows;
-  if (SCALE && grown) grows = barrier_any(PRODUCERS + me.group, P::THREADS, exceeds<G>(most, LARGEST_GATE<T, G>));
+  if ((SCALE || !NARROWS<Schedule, T>) && grown) {
+    bool mine = exceeds<G>(most, LARGEST_GATE<T, G>);
+    if constexpr (W == 1) mine &= outgrows<T>(gate);
+    else mine = mine && outgrows<T>(in, me.channel);
+    grows = barrier_any(PRODUCERS + me.group, P::THREADS, mine);
+  }
   const auto fetch_next_gates = [&] {
     if (me.thread == 0) fetch_gates(s, args, turn.group, turn.next, turn.tokens);
     next_gate = gate_of(s, args, me, turn.next);

@@ -48,9 +48,14 @@ class NumbaLayers(NumpyLayers):
             return self.run(self.pieces(self, rows, board), tokens, state, rows, last)
         x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
+        own = [*map(np.ascontiguousarray, state.arrays)]  # for strided arrays Numba would compile the loop again
         with board.helped(self.step_bytes):
             eps = self.layer_eps, self.group_eps
-            return self.loops.step(multiply_at.address, board.array, *self.gathered, eps, x, *state.arrays, slots)
+            logits = self.loops.step(multiply_at.address, board.array, *self.gathered, eps, x, *own, slots)
+        for array, new in zip(state.arrays, own):
+            if array is not new:
+                array[...] = new
+        return logits
 
     def __getstate__(self):
         """What copies and pickles take: all but the matrices' addresses."""
