@@ -28,7 +28,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_param = False
 napoleon_use_rtype = False
-ORDER = "what_a_gate_does speed_against_length torch jax a_model training several_ranks decoding".split()
 
 
 def in_our_colours(config, script):
@@ -36,13 +35,6 @@ def in_our_colours(config, script):
     import matplotlib
 
     matplotlib.rcParams.update(STYLE)
-
-
-class InOrder(str):
-    """The place of a file of the gallery."""
-
-    def __new__(cls, folder):
-        return lambda file: ORDER.index(file.removeprefix("plot_").removesuffix(".py"))
 
 
 sphinx_gallery_conf = {
@@ -53,7 +45,6 @@ sphinx_gallery_conf = {
     "show_memory": False,
     "min_reported_time": 1e6,
     "reset_modules": ("matplotlib", in_our_colours),
-    "within_subsection_order": "conf.InOrder",
 }
 
 ROOT = Path(__file__).parents[1]
@@ -67,8 +58,12 @@ ELSEWHERE = {  # pages that stand elsewhere in the repository
 GALLERY = "gallery/README.txt", "pages/index"
 LINK = re.compile(r"(\]\(|^\[\w+\]: )(?!http|#)([^)#\s]+)", re.MULTILINE)
 LISTED = re.compile(r"\]\(([\w/.]+)\)")
-OBJECT = re.compile(r"^- \[`(linattn_np\.[\w.]+)`\]\([^)]+\).*\n(?:  .*\n)*", re.MULTILINE)
-SECTION = re.compile(r"^(Parameters|Returns|Raises|Example|Attributes|Yields)\n-+$", re.MULTILINE)
+OBJECT = re.compile(
+    r"^- \[`(linattn_np\.[\w.]+)`\]\([^)]+\).*\n(?:  .*\n)*", re.MULTILINE
+)
+SECTION = re.compile(
+    r"^(Parameters|Returns|Raises|Example|Attributes|Yields)\n-+$", re.MULTILINE
+)
 
 
 def as_literal(app, what, name, obj, options, lines):
@@ -86,10 +81,15 @@ def as_pages(app, name, source):
     the links of the first page become the tree of pages.
     """
     text = (
-        moved(ELSEWHERE[name]) if name in ELSEWHERE else source[0].replace(f"]({GALLERY[0]})", f"]({GALLERY[1]}.rst)")
+        moved(ELSEWHERE[name])
+        if name in ELSEWHERE
+        else source[0].replace(f"]({GALLERY[0]})", f"]({GALLERY[1]}.rst)")
     )
     if name == "index":
-        trees = [(section.splitlines()[0], LISTED.findall(section)) for section in text.split("\n## ")[1:]]
+        trees = [
+            (section.splitlines()[0], LISTED.findall(section))
+            for section in text.split("\n## ")[1:]
+        ]
         text += "".join(map(tree, trees))
     source[0] = OBJECT.sub(described, text)
 
@@ -109,7 +109,9 @@ def tree(section) -> str:
     caption, pages = section
     if not pages:
         return ""
-    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""])
+    return "\n".join(
+        ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]
+    )
 
 
 def described(match) -> str:
@@ -119,8 +121,14 @@ def described(match) -> str:
         found = getattr(import_module(module), name)
     except (AttributeError, ModuleNotFoundError):
         found = import_module(match[1])
-    kind = "module" if inspect.ismodule(found) else "class" if inspect.isclass(found) else "function"
-    members = "" if kind == "function" else "   :members:\n   :inherited-members:\n"
+    kind = (
+        "module"
+        if inspect.ismodule(found)
+        else "class"
+        if inspect.isclass(found)
+        else "function"
+    )
+    members = "   :members:\n   :inherited-members:\n" if kind == "class" else ""
     return f"```{{eval-rst}}\n.. auto{kind}:: {match[1]}\n{members}```\n"
 
 

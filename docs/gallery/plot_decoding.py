@@ -32,7 +32,9 @@ step = microseconds(lambda: linattn_np.gla_step(q, k, v, g, state))
 attention = []
 for T in lengths:
     keys, values = rng.standard_normal((2, 1, H, T, K), dtype=np.float32)
-    attention.append(microseconds(lambda: linattn_np.softmax_attention(q[:, :, None], keys, values)))  # noqa: B023
+    attention.append(
+        microseconds(lambda: linattn_np.softmax_attention(q[:, :, None], keys, values))
+    )  # noqa: B023
 
 # %%
 # The time of one token, and what is kept for the next ones.
@@ -42,11 +44,18 @@ for axis, growing, fixed, what in (
     (left, attention, step, "microseconds a token"),
     (right, kept, state.nbytes / 2**20, "MiB kept"),
 ):
-    lines = (("GLA's state", [fixed] * len(lengths), 9), ("cache of keys and values", growing, 28))
+    lines = (
+        ("GLA's state", [fixed] * len(lengths), 9),
+        ("cache of keys and values", growing, 28),
+    )
     for name, values, above in lines:
         (line,) = axis.loglog(lengths, values, marker="o", base=2)
         axis.annotate(
-            name, (lengths[0], values[0]), xytext=(0, above), textcoords="offset points", color=line.get_color()
+            name,
+            (lengths[0], values[0]),
+            xytext=(0, above),
+            textcoords="offset points",
+            color=line.get_color(),
         )
     axis.set_yscale("log", base=10)
     axis.set_xticks(lengths, map(str, lengths))

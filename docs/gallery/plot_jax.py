@@ -27,7 +27,9 @@ wanted = outputs(true)
 @jax.jit
 def step(x):
     """One step down the gradient; a decay is sigmoid(x)."""
-    loss, slope = jax.value_and_grad(lambda x: ((outputs(jax.nn.sigmoid(x)) - wanted) ** 2).mean())(x)
+    loss, slope = jax.value_and_grad(
+        lambda x: ((outputs(jax.nn.sigmoid(x)) - wanted) ** 2).mean()
+    )(x)
     return x - 0.1 * jnp.sign(slope) * jnp.minimum(1, jnp.abs(slope) * 50), loss
 
 
@@ -45,4 +47,6 @@ for decay in true:
 axis.set_xlabel("step")
 axis.set_ylabel("decay of a channel")
 plt.show()
-print(f"the loss is {loss:.1e}, the largest error {jnp.abs(found[-1] - true).max():.3f}")
+print(
+    f"the loss is {loss:.1e}, the largest error {jnp.abs(found[-1] - true).max():.3f}"
+)

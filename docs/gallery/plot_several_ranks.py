@@ -28,7 +28,13 @@ def on_rank(comm):
 
 o = np.concatenate(distributed.run_threads(on_rank, RANKS), axis=2)
 whole = linattn_np.gla(q, k, v, g)
-alone = np.concatenate([linattn_np.gla(*part) for part in zip(*(np.split(x, RANKS, 2) for x in (q, k, v, g)))], axis=2)
+alone = np.concatenate(
+    [
+        linattn_np.gla(*part)
+        for part in zip(*(np.split(x, RANKS, 2) for x in (q, k, v, g)))
+    ],
+    axis=2,
+)
 
 # %%
 # The difference from the whole sequence on one rank is rounding. Parts that know nothing of each other are wrong until

@@ -36,7 +36,9 @@ def seconds(operator, *arrays):
 
 found = {"softmax attention": [], "GLA": []}
 for T in lengths:
-    q, k, v, g = (rng.standard_normal((1, 4, T, 64), dtype=xp.float32) for _ in range(4))
+    q, k, v, g = (
+        rng.standard_normal((1, 4, T, 64), dtype=xp.float32) for _ in range(4)
+    )
     found["softmax attention"].append(seconds(linattn_np.softmax_attention, q, k, v))
     found["GLA"].append(seconds(linattn_np.gla, q, k, v, -xp.exp(2 * g - 3)))
 
@@ -46,7 +48,9 @@ figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
 for name, times in found.items():
     (line,) = axis.loglog(lengths, np.array(times) * 1e3, marker="o")
     end = lengths[-1], times[-1] * 1e3
-    axis.annotate(name, end, xytext=(8, 0), textcoords="offset points", color=line.get_color())
+    axis.annotate(
+        name, end, xytext=(8, 0), textcoords="offset points", color=line.get_color()
+    )
 axis.set_xticks(lengths, map(str, lengths))
 axis.minorticks_off()
 axis.set_xlabel("tokens, log scale")

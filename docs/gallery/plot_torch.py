@@ -45,12 +45,16 @@ for _ in range(250):
     adam.zero_grad()
     loss.backward()
     adam.step()
-print(f"the loss is {loss:.4f}, and {wanted.square().mean():.2f} for a layer that says nothing")
+print(
+    f"the loss is {loss:.4f}, and {wanted.square().mean():.2f} for a layer that says nothing"
+)
 
 # %%
 # The sums of one sequence, and the decay that the layer has learnt: near 1, and small at the resets, which are the
 # dotted lines.
-figure, (above, below) = plt.subplots(2, 1, figsize=(7, 4.4), sharex=True, layout="constrained")
+figure, (above, below) = plt.subplots(
+    2, 1, figsize=(7, 4.4), sharex=True, layout="constrained"
+)
 with torch.no_grad():
     answer = layer(x)[0]
     above.plot(wanted[0], linewidth=4, alpha=0.4)

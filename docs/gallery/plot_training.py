@@ -27,7 +27,11 @@ def draw():
     return np.concatenate([x, np.ones((B, T, D), np.float32)], -1), wanted
 
 
-layer = GatedLinearAttention(random_weights(rng, hidden_size=2 * D, num_heads=4), num_heads=4, gate_logit_normalizer=1)
+layer = GatedLinearAttention(
+    random_weights(rng, hidden_size=2 * D, num_heads=4),
+    num_heads=4,
+    gate_logit_normalizer=1,
+)
 mean = {name: np.zeros_like(w) for name, w in layer.weights.items()}
 square = {name: np.zeros_like(w) for name, w in layer.weights.items()}
 

@@ -43,7 +43,15 @@ def chunk():
         x0, y0 = left + n * C * CELL, top + n * C * CELL
         for i in range(C):
             for j in range(C):
-                parts.append(box(x0 + j * CELL, y0 + i * CELL, CELL, CELL, BLUE if j <= i else PALE))
+                parts.append(
+                    box(
+                        x0 + j * CELL,
+                        y0 + i * CELL,
+                        CELL,
+                        CELL,
+                        BLUE if j <= i else PALE,
+                    )
+                )
         if n:
             parts.append(box(left, y0, C * CELL, C * CELL, ORANGE, 0.55))
     parts += [
@@ -59,7 +67,10 @@ def chunk():
             (PALE, "the future: never read"),
         )
     ):
-        parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
+        parts += [
+            box(x, y + 28 * n, 16, 16, color),
+            words(x + 24, y + 13 + 28 * n, text),
+        ]
     svg("chunk.svg", 780, 290, parts)
 
 
@@ -86,7 +97,10 @@ def subchunks():
             (PALE, "the future"),
         )
     ):
-        parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
+        parts += [
+            box(x, y + 28 * n, 16, 16, color),
+            words(x + 24, y + 13 + 28 * n, text),
+        ]
     svg("subchunks.svg", 780, 310, parts)
 
 

@@ -31,7 +31,9 @@ def roles():
         words(10, 308, "v in memory"),
         words(10, 332, "o in memory"),
     ]
-    parts += labelled(200, 40, 220, 52, PALE, "inputs[0], inputs[1]", "a chunk's q, k, g as they came")
+    parts += labelled(
+        200, 40, 220, 52, PALE, "inputs[0], inputs[1]", "a chunk's q, k, g as they came"
+    )
     parts += labelled(
         200,
         130,
@@ -46,7 +48,9 @@ def roles():
         words(210, 204, "score pairs (mma.sync)"),
         words(210, 222, "a warp for every 8 tokens"),
     ]
-    parts += labelled(500, 112, 170, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start")
+    parts += labelled(
+        500, 112, 170, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start"
+    )
     parts += [
         words(510, 168, "k to the chunk's end"),
         words(510, 186, "scores A"),
@@ -191,7 +195,9 @@ def splitting():
             arrow((x + 110, 254), (x + 250, 288)),
             arrow((x + 250, 254), (x + 110, 288)),
         ]
-    parts.append(words(10, 362, "Crossing arrows: copies to the other block's shared memory."))
+    parts.append(
+        words(10, 362, "Crossing arrows: copies to the other block's shared memory.")
+    )
     svg("splitting.svg", 790, 376, parts)
 
 
