@@ -12,6 +12,7 @@ others, the picture says why.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -91,7 +92,7 @@ def check_plots():
 def measured(device, options) -> dict:
     longest = options.longest or device.longest
     lengths = [SHORTEST << n for n in range((longest // SHORTEST).bit_length())]
-    calls = {op: partial(our_call, op) for op in LINES}
+    calls: dict[str, Callable] = {op: partial(our_call, op) for op in LINES}
     if isinstance(device, Cpu) and find_spec("torch"):
         calls[PEER] = call_of_torch
     curves = {op: Curve() for op in calls}
