@@ -331,7 +331,7 @@ def train(training, trained, options):
 
 
 def steps(training, trained, options, ended):
-    """Those of the rank that reports."""
+    """The training steps of the rank that reports progress."""
     folder = Path(options.out)
     if training.done >= 1:
         say(f"{folder} holds a training that is done, of {training.step_number} steps; --steps or --minutes extends it")

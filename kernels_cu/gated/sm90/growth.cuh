@@ -1,5 +1,5 @@
-// what      Chunks in which gates let the state grow by much, for the Hopper backward of GLA and RWKV-6: token by token in
-//           float32, as the recurrence.
+// what      Chunks in which gates let the state grow by much, for the Hopper backward of GLA and RWKV-6: token by token
+//           in float32, as the recurrence.
 // math      S_t = e^g_t S_{t-1} + k_t v_t^T; C_{t-1} = e^g_t C_t + scale q_t do_t^T its gradient (GLA: C_{t-1} = e^g_t
 //           (C_t + scale q_t do_t^T)); pairs of tokens each by itself, from the sum of the gates between them
 // numerics  Tensor cores need decays as two factors, which growth takes out of range: within a sub-chunk, where no gate
@@ -48,8 +48,8 @@ __device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, in
   return {gates.x[n][2 * h] / LOG2E, gates.x[n][2 * h + 1] / LOG2E};
 }
 
-// Whether gates of a channel of the warp add up to more; true for NaN too. Out of line, from shared memory: there are no
-// registers where this is asked for.
+// Whether gates of a channel of the warp add up to more; true for NaN too. Out of line, from shared memory: there are
+// no registers where this is asked for.
 template <typename T, typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panels)[CHUNK][PANELS]) {
   Gates<G> gates;
   gates.load(panels, lane_offset());

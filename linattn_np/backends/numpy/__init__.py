@@ -144,7 +144,7 @@ def vjp(problem):
 
 
 def pullback(problem):
-    """That of `vjp`, which needs its forward pass."""
+    """The pullback of `vjp`, which runs the forward pass, too."""
     return vjp(problem)[1]
 
 
