@@ -439,7 +439,7 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
     @property
     def shared_bytes(self):
-        """By the members of the kernel's struct `Shared`, in its order."""
+        """The size of the kernel's struct `Shared`, summed over its members in their order."""
         C, BK, BV, warps, half_gate = self.CHUNK, self.BK, self.BV, self.BK // 16, self.gate.itemsize == 2
         stages, value_stages = 2, 3 if half_gate else 2
         channels = stages * C * BK * (2 * 2 + 2 * self.gate.itemsize)  # q, k; g, weight
