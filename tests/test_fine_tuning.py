@@ -217,6 +217,16 @@ def test_all_weights_are_trained_from_a_model(command, base, tmp_path):
     assert found.keys() == base.weights.keys() and 0 < moved < 1e-3
 
 
+def test_evaluate_tells_the_loss(command, base, tmp_path):
+    (tmp_path / "short").write_bytes(TEXT[:600])
+    code, told, _ = command("evaluate", tmp_path / "model.safetensors", tmp_path / "short", "--device", "cpu")
+    logits = base.kind(base.weights).forward([list(TEXT[:599])])[0][0].astype(np.float64)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -logits[np.arange(599), list(TEXT[1:600])].mean()
+    wanted = f"loss {nats:.4f} nats a token, perplexity {np.exp(nats):.4f}, {nats / np.log(2):.4f} bits a byte"
+    assert code == 0 and told == f"{wanted}, on 600 tokens\n"
+
+
 @pytest.mark.parametrize(
     "words, complaint",
     [

@@ -130,7 +130,8 @@ def declare(parser):
         "--output",
         metavar="OUT.jsonl",
         help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
-        '"end", with --logprobs "logprobs"}, each written when its text is done, and in the end put in the order of --batch-file. A text that '
+        '"end", with --logprobs "logprobs"}, each written when its text is done, and in the end put in the order of '
+        "--batch-file. A text that "
         'could not go on has "finish": "error" and an "error"',
     )
     add(
