@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 
 from . import by_token
+from .casts import assign, cast
 from .chunking import Chunking
 from .cores import in_parallel, workers
 from .loop_choice import loops
@@ -50,21 +51,23 @@ def compiled(schedule, o, final, states):
     left = np.ones((B, H), bool)
 
     def rowwise(x):
-        return np.require(x, np.float32, "CW").reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+        return np.require(cast(x, schedule.dtype), None, "CW").reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def task(rows):
         arrays = [rowwise(x[rows]) for x in (member.q, member.k, member.v, member.g)]
         u = np.zeros((H, 0)) if member.u is None else member.u
         u = np.array(np.broadcast_to(u[rows[1]], (*o[rows].shape[:2], u.shape[1])), np.float32)
         of_block = np.moveaxis(schedule.of_rows(final, rows), 1, 2)
-        initial, found = rowwise(of_block), rowwise(o[rows])
+        to = o[rows]
+        found = rowwise(to if to.dtype == schedule.dtype else np.empty(to.shape, schedule.dtype))
+        initial = rowwise(of_block)
         kept = np.empty((len(found), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
         last, undone = initial.copy(), np.empty(left[rows].shape, bool)
         schedule.loops.chunks(*arrays, rowwise(u), *how, initial, found, last, kept, undone.reshape(-1))
         left[rows] = undone
         of_block[~undone] = last[~undone.reshape(-1)]
         if not np.may_share_memory(found, o):
-            o[rows] = found.reshape(o[rows].shape)
+            assign(to, found.reshape(to.shape))
 
     in_parallel(task, row_blocks(B, H, max(1, B * H // (TASKS * workers()))), caller=True)
     return schedule.blocks if left.all() else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(left).tolist()]
@@ -109,7 +112,7 @@ def redo(schedule, blocks, o, final, states):
 class Schedule:
     """A family member cut into segments of chunks and blocks of rows."""
 
-    def __init__(self, member):
+    def __init__(self, member, compiled=True):
         self.member, self.dtype = member, member.problem.compute_dtype
         self.chunking = chunking = Chunking(member.problem)
         B, H, _, self.K = member.k.shape
@@ -127,7 +130,7 @@ class Schedule:
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
         self.least = None if member.constant_gate else LEAST
         suited = self.dtype == np.float32 and B * H >= LEAST_ROWS and chunking.count * chunking.size >= LEAST_TOKENS
-        self.loops = loops(member.k.size) if suited else None
+        self.loops = loops(member.k.size) if suited and compiled else None
         self.scores = None  # those that a pullback finds again, by their place
 
     def keep_scores(self):

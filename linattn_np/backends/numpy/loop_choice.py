@@ -10,6 +10,11 @@ def loops(elements):
     return module() if elements >= LEAST_ELEMENTS else None
 
 
+def loops_at_hand(elements):
+    """The same for what takes no time but Numba's import, which an earlier call may have paid."""
+    return module() if module.cache_info().currsize else loops(elements)
+
+
 @cache
 def module():
     try:

@@ -6,6 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+from .casts import assign
+
 
 class Segment:
     """A run of the chunk table's rows; chunks do not cross sequences."""
@@ -40,7 +42,8 @@ class Segment:
         if packed is None:
             packed = np.empty((*x.shape[:2], self.count, self.chunk, x.shape[-1]), dtype)
             for chunks, rows, tokens in self.slices:
-                packed[:, :, chunks, rows] = x[:, :, tokens].reshape(packed[:, :, chunks, rows].shape)
+                to = packed[:, :, chunks, rows]
+                assign(to, x[:, :, tokens].reshape(to.shape))
             for chunk, filled in self.short:
                 packed[:, :, chunk, filled:] = 0
         return packed
@@ -48,7 +51,7 @@ class Segment:
     def unpack_into(self, out, packed):
         """Writes the real tokens of [B, H, n, C, D] to their places in out [B, H, T, D]."""
         for chunks, rows, tokens in self.slices:
-            out[:, :, tokens] = packed[:, :, chunks, rows].reshape(out[:, :, tokens].shape)
+            assign(out[:, :, tokens], packed[:, :, chunks, rows].reshape(out[:, :, tokens].shape))
 
     @cached_property
     def slices(self):
@@ -83,7 +86,7 @@ class Scratch:
     """Arrays that a task uses again for every segment: fresh pages cost as much as the arithmetic on them."""
 
     def __init__(self, dtype, most=math.inf):
-        self.dtype, self.most, self.buffers = dtype, most, {}
+        self.dtype, self.most, self.buffers, self.parts = dtype, most, {}, {}
 
     def __call__(self, name, shape):
         size = math.prod(shape)
@@ -92,6 +95,10 @@ class Scratch:
         if name not in self.buffers or self.buffers[name].size < size:
             self.buffers[name] = np.empty(size, self.dtype)
         return self.buffers[name][:size].reshape(shape)
+
+    def part(self, name):
+        """Memory of its own."""
+        return self.parts.setdefault(name, Scratch(self.dtype, self.most))
 
     def product(self, name, x, y):
         """x @ y."""
