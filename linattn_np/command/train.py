@@ -5,7 +5,7 @@
     linattn-np generate --model novel/model.safetensors --prompt "Emma was"
     linattn-np train --from model.pth --lora 16 --text texts.jsonl --out mine
     linattn-np train --from model.pth --state --text texts.jsonl --out mine
-    mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes, with a card each where there are any
+    mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes
 
 The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte, or a token with --from.
 Ctrl-C, SIGTERM and SIGHUP finish the step, write both files and tell the command that goes on; a second one ends at
@@ -331,7 +331,7 @@ def train(training, trained, options):
 
 
 def steps(training, trained, options, ended):
-    """Those of the rank that reports."""
+    """The training steps of the rank that reports progress."""
     folder = Path(options.out)
     if training.done >= 1:
         say(f"{folder} holds a training that is done, of {training.step_number} steps; --steps or --minutes extends it")

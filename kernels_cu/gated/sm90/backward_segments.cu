@@ -71,6 +71,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   // The n-th vote, by consumers: whether any of them wants more. They have read the chunks before the n-th.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
     const int slot = (votes + n) % STAGES;
+    fence_async();  // the next copies to their stages come after these reads
     const bool any = barrier_any(WALK, CONSUMERS<BK>, wanted);
     if (threadIdx.x == 0) s.wanted[slot] = any;
     barrier_arrive(s.voted[slot]);

@@ -22,8 +22,8 @@ template <> constexpr u32 ONE<bf16> = 0x3f803f80;
 template <> constexpr u32 ONE<f16> = 0x3c003c00;
 
 // The largest gate of a chunk that is computed as a whole, whatever its others are. With 32 such gates ordinary
-// operands stay in T's range. Behind a reset and 7 such gates e^-13 of a token passes the reset, since its decay is clamped to
-// e^-20.
+// operands stay in T's range. Behind a reset and 7 such gates e^-13 of a token passes the reset, since its decay is
+// clamped to e^-20.
 template <typename T, typename G> constexpr u32 LARGEST_GATE = COARSE<T> ? ONE<G> : EIGHTH<G>;
 
 // The same of gates above 0 together, in nats: what those of a sub-chunk, and of the chunk, add up to.

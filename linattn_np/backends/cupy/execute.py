@@ -59,7 +59,7 @@ def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
 
 
 def drawn(draw, problem, device, **trees):
-    """What `draw` makes of the descriptions of a problem and of trees of arrays: a plan, or None."""
+    """The plan that `draw` makes of the descriptions of a problem and of trees of arrays, or None."""
     described, memory = describe(problem, device)
     given = list(memory)
     trees = {name: describe_tree(name, tree, device, given) for name, tree in trees.items()}
@@ -93,7 +93,7 @@ def summarise_vjp(planner, problem, device, do, saved=()):
 
 
 def call(plan, problem, device, *trees, kept_as="plans"):
-    """By the compiled plan of the first call alike on the same queue, where calls can be told to be alike.
+    """Run a call by the compiled plan of the first call like it on the same queue; calls are compared by description.
 
     None where there is no such plan. `kept_as` names the plans of one kind.
     """
@@ -160,7 +160,7 @@ class CompiledPlan:
         return self.fill([*arrays, *self.tables])
 
     def fill(self, arrays) -> list:
-        """What an execution on memory at these addresses does, in order: functions of its arrays."""
+        """The commands of an execution on memory at these addresses, in order; each is a function of the arrays."""
         addresses = np.array([self.device.pointer(x) for x in arrays], np.int64)
         return [command for step in self.plan.steps if (command := self.command(step, arrays, addresses))]
 
