@@ -513,7 +513,7 @@ def least_times(cupy, calls):
 @pytest.mark.parametrize("kernels, dtypes", [("auto", (BFLOAT16, np.float16)), ("portable", (BFLOAT16, np.float32))])
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
-    """Trained gates take as long as weak ones."""
+    """Trained gates take as long as weak ones; where a gate of 10,000 grows, a chunk takes up to four times as long."""
     if card.name != "cupy":
         pytest.skip("Numba has no gradients")
     cupy, sizes = card.cupy, {"B": 2, "H": 16, "T": 16384, "K": 128, "V": 128, "N": 2}
@@ -528,6 +528,7 @@ def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
             "weak": -cupy.log1p(cupy.exp(-normal)) / 16,
             "trained": -cupy.exp(cupy.linspace(-4.2, -2.5, 128, dtype=np.float32) + 2 * normal),
         }
+        gates["some grow"] = cupy.where(cupy.random.random(normal.shape) < 1e-4, 1.5, gates["weak"])
         q, k, v, _, *rest = (x.astype(dtype) for x in arrays)
         calls = {}
         with choose_kernels(kernels):
@@ -536,7 +537,7 @@ def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
                 _, pull = vjp(function, *given)
                 calls[name] = partial(pull, v) if gradient else partial(function, *given)
             taken = least_times(cupy, calls)
-        assert taken["trained"] <= 1.25 * taken["weak"], f"{dtype}: {taken}"
+        assert taken["trained"] <= 1.25 * taken["weak"] and taken["some grow"] <= 4 * taken["weak"], f"{dtype}: {taken}"
 
 
 def test_no_size_takes_much_longer(op, card):

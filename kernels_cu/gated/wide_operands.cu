@@ -1,13 +1,14 @@
-// what      GLA and RWKV-6 forward with more than 128 channels: what a chunk's queries and keys are to the state, what
-//           they are to each other, and the chunk's decay, once for all columns of V.
+// what      GLA and RWKV-6 forward with more than 128 channels: the operands of a chunk for wide_forward.cu, once for
+//           all columns of V: decayed queries and keys, scores, and the chunk's decay.
 // math      A_ij = q_i decay_ij k_j over all channels, j <= i (RWKV-6: A_ii = q_i . u k_i);
 //           q decayed from the chunk's start, k decayed to its end
 // shapes    q k g [B, H, T, K], u [H, K]; operands, scores, decays: see wide_storage.cuh
 // grid      a block for every (batch, head, chunk)
-// smem      Shared: two tiles of 128 channels of the inputs, operands of the present one's scores, the scores
-// barriers  two for every 128 channels: a tile has arrived, its decays stand | its operands stand; then: scores and
-//           the vote on growth stand, all of it stands
-// numerics  as gated/forward.cu; scores of tiles add up in float32, and may cancel there: in sub-chunks they are tf32
+// smem      Shared: inputs of two tiles of 128 channels, operands of the current tile's scores, the scores
+// barriers  two for every 128 channels: a tile has been copied and its decays computed | its operands are in shared
+//           memory; then: all tiles have been read | scores without gates are in shared memory | all scores are
+// numerics  as gated/forward.cu. Scores of tiles add up in float32 and may cancel: those in sub-chunks are products in
+//           tf32
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    bfloat16
 #include "read_order.cuh"
@@ -25,7 +26,7 @@ template <typename T, typename G> struct Args {
   T *operands, *scores;
   float* decays;
   Shape shape;
-  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
 template <class ReadOrder, typename T, typename G>
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
   for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   const ScoreTask<T> task(warp, warp < C / BC);
-  float scores[4] = {}, itself = 0.f;  // of this warp's task; of token threadIdx.x with itself
+  float scores[4] = {}, itself = 0.f;  // this warp's task; the score of token threadIdx.x with itself
   bool grows = false;
   fetch(0, 0);
   fetch_gates_of(0);
@@ -88,13 +89,13 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
       const i64 channel = tile * WIDE + threadIdx.x;
       s.u[threadIdx.x] = channel < shape.K ? args.u[h * shape.K + channel] : 0.f;
     }
-    __syncthreads();  // the tile has arrived and its spans' decays stand; the last one's operands are read
+    __syncthreads();  // the tile and its spans' decays are in shared memory; the previous operands have been read
     if (tile + 1 < tiles) fetch(tile + 1, stage ^ 1);
     SpanDecays<Mine> decays;
     make_operands<ReadOrder, PRODUCTS>(s, stage, Mine(0), decays, grows);
     if (tile + 1 < tiles) fetch_gates_of(tile + 1);
     cp_async_commit();
-    __syncthreads();  // the operands stand
+    __syncthreads();  // the operands are in shared memory
     float more[4];
     score_task<ReadOrder, PRODUCTS>(more, s, task);
 #pragma unroll
@@ -108,15 +109,15 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     for (int at = threadIdx.x; at < PIECES; at += THREADS) to[at] = queries[at], to[PIECES + at] = keys[at];
     if (threadIdx.x < WIDE) args.decays[place * WIDE + threadIdx.x] = s.decay[threadIdx.x];
   }
-  const bool any = __syncthreads_or(grows);  // all tiles are read
+  const bool any = __syncthreads_or(grows);  // all tiles have been read
   if (threadIdx.x < C) s.direct[0][0][threadIdx.x] = itself;
-  __syncthreads();  // scores of tokens with themselves stand
+  __syncthreads();  // scores of tokens with themselves are in shared memory
   if (any && warp < C / BC)
     score_one_by_one<ReadOrder, PRODUCTS>(s, warp, q + BC * warp * args.q.t, k + BC * warp * args.k.t,
                                           g + BC * warp * args.g.t, args.q.t, args.k.t, args.g.t, rows - BC * warp,
                                           int(shape.K));
   else put_scores<PRODUCTS>(s, task, scores);
-  __syncthreads();  // the scores stand
+  __syncthreads();  // the scores are in shared memory
   for (int at = threadIdx.x; at < SCORES / 8; at += THREADS)
     reinterpret_cast<uint4*>(args.scores + i64(chunk) * SCORES)[at] = reinterpret_cast<const uint4*>(s.A)[at];
 }

@@ -1,26 +1,24 @@
-"""Writes an RWKV-6 checkpoint with its matrices in fewer bits, and what that costs on a text. No torch.
+"""Writes an RWKV checkpoint with its matrices in fewer bits, and what that costs on a text. No torch.
 
     linattn-np quantise --dtype int4 --out small.safetensors --text novel.txt
     linattn-np generate --model small.safetensors --prompt "Emma was"
 
 The loss is in nats a token, before and after, over the first --tokens of the text; linattn-np generate and
-RWKV6.from_file read the file on the CPU as it is, on CUDA widened, or int8 as it is where that is asked for.
+models.load read the file on the CPU as it is, on CUDA widened, or int8 as it is where that is asked for.
 """
 
 import os
 from pathlib import Path
 
-import numpy as np
-
-from ..models import RWKV6, austen, checkpoint
+from ..models import austen, checkpoint, load
 from ..models.files import check_writable, same_file, write_arrays
 from ..models.matrices import loops
+from ..models.versions import kind_of
 from .blas_threads import blas_for
+from .evaluate import loss
 from .first_loops import compiling
 from .generate import tokenizer_of
-from .terminal import add_tokenizer, bar, say, status, whole
-
-PIECE = 512  # tokens that are read at a time
+from .terminal import add_tokenizer, say, status, whole
 
 
 def declare(parser):
@@ -56,7 +54,7 @@ def run(options):
         loops()  # what reads the file again, before anything is written
     with status("loading ...") as show, compiling(show):
         weights, config = checkpoint.read(options.model), checkpoint.config(options.model)
-        model = RWKV6(weights, config=config)
+        model = kind_of(weights)(weights, config=config)
         model.warm_up((), 2)
     tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[: options.tokens]
     if len(tokens) < 2:
@@ -64,22 +62,8 @@ def run(options):
     with blas_for(model.device, model.sizes):
         before = loss(model, tokens, "before")
         with status("rounding ..."):
-            write_arrays(options.out, RWKV6.quantise(weights, options.dtype, config))
-        after = loss(RWKV6.from_file(options.out), tokens, "after")
+            write_arrays(options.out, model.quantise(weights, options.dtype, config))
+        after = loss(load(options.out), tokens, "after")
     size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
     say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
     say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}")
-
-
-def loss(model, tokens, when) -> float:
-    """Nats a token, the first not counted."""
-    state, total = None, 0.0
-    with status(f"reading {when} ...") as show:
-        for start in range(0, len(tokens) - 1, PIECE):
-            show(f"reading {when} {bar(start / len(tokens))}")
-            part = tokens[start : start + PIECE + 1]
-            logits, state = model.forward([part[:-1]], state)
-            logits = logits[0].astype(np.float64)
-            logits -= logits.max(-1, keepdims=True)
-            total += (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), part[1:]]).sum()
-    return total / (len(tokens) - 1)

@@ -223,7 +223,7 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
   StateOperand<T> written;
   Chunk far;
   if (!HELD) tokens.gates.load(g, at);
-  growth = __any_sync(0xffffffffu, any_grows<T>(tokens.gates));
+  growth = outgrows<T>(tokens.gates, g);
   decays_of(decays, tokens.gates);
   if (!HELD) load_operand(keys, k, at);
   decays_to_end(far, tokens.gates, counts);

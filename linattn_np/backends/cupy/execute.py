@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from ...array_kinds import signature
+from .aligned_copies import with_fast_copies
 from .arguments import Packed
 from .kernel import padded
 from .plan import Buffer, Copy, Fill, Launch, Plan, Product, Upload, arrays_in, arrays_of, describe, describe_tree
@@ -45,12 +46,12 @@ def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
 
 
 def drawn(draw, problem, device, **trees):
-    """What `draw` makes of the descriptions of a problem and of trees of arrays: a plan, or None."""
+    """The plan that `draw` makes of the descriptions of a problem and of trees of arrays, or None."""
     described, memory = describe(problem, device)
     given = list(memory)
     trees = {name: describe_tree(name, tree, device, given) for name, tree in trees.items()}
     plan = draw(described, device, *trees.values())
-    return plan and replace(plan, given=tuple(given))
+    return plan and replace(with_fast_copies(plan), given=tuple(given))
 
 
 def run(planner, problem, device, kept=()):
@@ -79,7 +80,7 @@ def summarise_vjp(planner, problem, device, do, saved=()):
 
 
 def call(plan, problem, device, *trees, kept_as="plans"):
-    """By the compiled plan of the first call alike on the same queue, where calls can be told to be alike.
+    """Run a call by the compiled plan of the first call like it on the same queue; calls are compared by description.
 
     None where there is no such plan. `kept_as` names the plans of one kind.
     """
@@ -146,7 +147,7 @@ class CompiledPlan:
         return self.fill([*arrays, *self.tables])
 
     def fill(self, arrays) -> list:
-        """What an execution on memory at these addresses does, in order: functions of its arrays."""
+        """The commands of an execution on memory at these addresses, in order; each is a function of the arrays."""
         addresses = np.array([self.device.pointer(x) for x in arrays], np.int64)
         return [command for step in self.plan.steps if (command := self.command(step, arrays, addresses))]
 

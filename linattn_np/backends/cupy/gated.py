@@ -46,7 +46,7 @@ def plan(problem, device, kept=()):
 
 
 def plan_wider(problem, device):
-    """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernel may take too."""
+    """Plan the call on copies of its arrays whose rows are whole 16-byte pieces, as Hopper's own kernel needs them."""
     draft, found = aligned_copies.widened(problem, lambda wide: plan(wide, device))
     found_o, final = draft.include(found)
     o = draft.output(problem, fits=lambda out: True)

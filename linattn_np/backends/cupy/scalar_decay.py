@@ -259,7 +259,7 @@ def plan_gla(draft, gla, device, reason, kept=()):
 
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
-    """By the Hopper kernel of the cut."""
+    """The forward pass by the Hopper kernel that the cut has chosen."""
     by_sums = isinstance(cut.kernel, WeightedSums)
     if not by_sums:
         gla = in_float32(draft, gla)
@@ -268,7 +268,7 @@ def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
 
 
 class ScalarHopperForward(HopperForward):
-    """By the kernel for gates of every channel, which here reads one float32 gate a token."""
+    """The forward pass by the kernel for gates of every channel, which here reads one float32 gate a token."""
 
     def inputs_of(self, kernel):
         return super().inputs_of(kernel) | {
@@ -278,7 +278,7 @@ class ScalarHopperForward(HopperForward):
 
 
 class SumsForward(ForwardPass):
-    """By sums of values weighted by decayed products of queries with keys."""
+    """The forward pass as sums of values weighted by decayed products of queries with keys."""
 
     def launch_outputs(self, shape, initial, final):
         self.launch(self.cut.kernel, shape, initial, final)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...errors import NotSupported
 from ..devices import NotCopied
 from ..locks import Turns
 from ..rwkv.version import tuned
@@ -45,12 +46,15 @@ class CudaLayers(NotCopied):
                 slots = None  # all rows in their order need not be gathered, by a kernel of CuPy's
             return self.prompts_of(rows, last)(tokens, state, slots)
 
+    def hidden(self, tokens, state, rows, last):
+        raise NotSupported("RWKV6: hidden=True is for device 'cpu'; on 'cuda' a model gives logits")
+
     def steps_of(self, batch) -> Steps:
-        """Those of `batch` sequences."""
+        """The steps for `batch` sequences."""
         return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
     def prompts_of(self, rows, last) -> Prompts:
-        """Those of such lengths."""
+        """The plans for prompts of these lengths."""
         key = rows.bounds.tobytes(), last
         return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last), self.turn.wait)
 
