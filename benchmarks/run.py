@@ -68,10 +68,11 @@ def draw(case, xp, seed):
     for name, axes in DECLARED[case.op].arrays.items():
         shape = tuple(sizes[axis] for axis in axes.split())
         gate = name in ("g", "gv", "w") and rng
-        if case.step and gate:  # of one token: [B, H, K]
-            x = gates.draw(case.gate, rng, xp, (*shape[:2], 1, shape[2]))[:, :, 0]
+        if case.step and gate:  # of one token: [B, H, K] or [B, H]
+            arrays[name] = gates.draw(case.gate, rng, xp, (*shape[:2], 1, *shape[2:]))[:, :, 0]
         else:
-            x = gates.draw(case.gate, rng, xp, shape) if gate else normal(*shape)
+            arrays[name] = gates.draw(case.gate, rng, xp, shape) if gate else normal(*shape)
+    for name, x in contracting(arrays, xp).items():
         arrays[name] = laid(x.astype(np.float32 if name == "u" else dtype), case.memory, xp)
     keywords = dict(case.options)
     if case.step:
@@ -86,6 +87,20 @@ def draw(case, xp, seed):
     if case.sequences:
         keywords["cu_seqlens"] = [0, *np.cumsum(lengths(case.sequences, case.T)).tolist()]
     return arrays, keywords
+
+
+def contracting(arrays, xp):
+    """Those of a delta rule so that a state does not grow, as models have them: keys of length 1, strengths below 1."""
+    if "beta" in arrays:
+        return arrays | {"k": unit(arrays["k"], xp), "beta": 1 / (1 + xp.exp(-arrays["beta"]))}
+    if "a" in arrays:
+        removed = unit(arrays["a"], xp)
+        return arrays | {"a": -removed, "b": removed / (1 + xp.exp(-arrays["b"]))}
+    return arrays
+
+
+def unit(x, xp):
+    return x / xp.sqrt((x * x).sum(-1, keepdims=True))
 
 
 def laid(x, memory, xp):
@@ -119,9 +134,7 @@ def bytes_moved(case, arrays, keywords):
 
 # -- the exact answer -------------------------------------------------------------------------------------------------
 def two_heads(x, host):
-    """[1, 2, ..] in float64: the first head of the first sequence and the last of the last; of u [H, K], [2, K]."""
-    if x.ndim == 2:
-        return np.stack([host(x[0]), host(x[-1])]).astype(np.float64)
+    """[1, 2, ..] in float64: the first head of the first sequence and the last of the last."""
     return np.stack([host(x[0, 0]), host(x[-1, -1])]).astype(np.float64)[None]
 
 
@@ -137,7 +150,10 @@ def exact(case, arrays, keywords, device):
         "do": lambda x: two_heads(x, device.host),
     }
     keywords = {name: of_two[name](x) for name, x in keywords.items() if name in of_two}
-    arrays = {name: two_heads(x, device.host) for name, x in arrays.items()}
+    arrays = {
+        name: two_heads(x[None], device.host)[0] if name == "u" else two_heads(x, device.host)
+        for name, x in arrays.items()
+    }
     if not case.step and doubles(device, case.op, case.backward):
         return by_recurrence(case, arrays, keywords, device.xp)
     return by_recurrence(case, arrays, keywords, np)
