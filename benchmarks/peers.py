@@ -1,6 +1,6 @@
-"""Who else computes it, on the arrays of a benchmark: flash-linear-attention (fla-core), or torch softmax attention.
+"""Who else computes it, on the arrays of a benchmark: flash-linear-attention (fla-core).
 
-Their arrays lie in memory as [B, T, H, ..], which both read without a copy. fla's first call for a shape tunes its
+Its arrays lie in memory as [B, T, H, ..], which it reads without a copy. fla's first call for a shape tunes its
 kernels, for up to a minute for a new dtype or head size. Gradients of heads over 128 would take many: there each kernel
 is tuned over a few of the configurations that fla offers for it.
 """
@@ -17,15 +17,18 @@ FUNCTIONS = {
     "simple_gla": ("simple_gla", "chunk_simple_gla"),
     "retention": ("retention", "chunk_retention"),
     "linear_attention": ("linear_attn", "chunk_linear_attn"),
+    "delta_rule": ("delta_rule", "chunk_delta_rule"),
+    "gated_delta_rule": ("gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("kda", "chunk_kda"),
+    "rwkv7": ("rwkv7", "chunk_rwkv7"),
 }
-MEANING = {"linear_attention": {"normalize": False}}  # what else makes its operator ours
-ATTENTION = "softmax_attention"
+MEANING = {"linear_attention": {"normalize": False}, "rwkv7": {"scale": None}}  # what else makes its operator ours
 TUNED_HEAD, MOST = 128, 6  # the widest head whose gradients are tuned over all configurations; of others so many
 
 
 def name(op) -> str | None:
     """Who computes an operator too."""
-    return "torch" if op == ATTENTION else "fla" if op in FUNCTIONS else None
+    return "fla" if op in FUNCTIONS else None
 
 
 def absent(peer) -> str | None:
@@ -47,20 +50,10 @@ def has(case) -> bool:
 
 
 def function(op):
-    if op == ATTENTION:
-        return attention
     import fla.ops
 
     module, called = FUNCTIONS[op]
     return getattr(getattr(fla.ops, module), called)
-
-
-def attention(q, k, v, scale):
-    """torch's, taking and giving what fla's functions do."""
-    from torch.nn.functional import scaled_dot_product_attention
-
-    o = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale)
-    return o.transpose(1, 2), None
 
 
 def few_configurations(case) -> bool:
@@ -105,7 +98,8 @@ class Call:
         self.step, self.keywords = case.step, {"scale": case.D**-0.5, **MEANING.get(case.op, {})}
         self.arrays = [self.in_its_layout(torch.from_dlpack(x)) for x in arrays.values()]
         if case.gate == "reset":
-            self.arrays[3] = self.arrays[3].clamp(min=-1e30)  # it takes no -inf
+            gate = next(n for n, name in enumerate(arrays) if name in ("g", "w"))
+            self.arrays[gate] = self.arrays[gate].clamp(min=-1e30)  # it takes no -inf
         if case.step:
             self.keywords |= {"initial_state": torch.from_dlpack(keywords["state"]).clone(), "output_final_state": True}
         if case.sequences:

@@ -15,7 +15,20 @@ from ...array_kinds import signature
 from .aligned_copies import with_fast_copies
 from .arguments import Packed
 from .kernel import padded
-from .plan import Buffer, Copy, Fill, Launch, Plan, Product, Upload, arrays_in, arrays_of, describe, describe_tree
+from .plan import (
+    Buffer,
+    Copy,
+    Fill,
+    Launch,
+    Plan,
+    Product,
+    Upload,
+    arrays_in,
+    arrays_of,
+    describe,
+    describe_tree,
+    forwards,
+)
 
 COMPILED = 16  # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
 # of gradients that a pullback is given
@@ -158,7 +171,7 @@ class CompiledPlan:
             args = self.packed[step].filled(
                 addresses,
                 lambda box: self.device.tensor_map(
-                    self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled, box.heads
+                    self.reader(forwards(box.array))(arrays), box.columns, box.tokens, box.swizzled, box.heads
                 ),
             )
             smem = step.kernel.shared_bytes + step.more_shared

@@ -214,6 +214,7 @@ class HopperForward(ForwardPass):
         which |= {"marks": marks, "mark_every": self.cut.marks if self.marks is not None else 0}
         which |= {"marks_per_sequence": each, "parts": parts}
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
+        which |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}
         blocks = B * H * shape.count * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
             self.draft.launch(kernel, blocks, **arrays, **which, shape=shape, scale=self.problem.scale, channel=channel)
@@ -222,7 +223,8 @@ class HopperForward(ForwardPass):
         """What the kernel reads by tensor maps."""
         channels, columns = {"q": self.q, "k": self.k, "g": self.g}, {"v": self.v, "o_boxes": self.o}
         maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in channels.items()}
-        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}
+        maps |= {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}
+        return maps | {f"{name}_rows": x for name, x in zip("qkgv", (self.q, self.k, self.g, self.v))}
 
 
 PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward, PORTABLE: PortableForward}

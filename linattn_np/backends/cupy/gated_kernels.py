@@ -277,9 +277,9 @@ SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which
 class GatedForwardSm90(TiledKernel):
     file = "gated/sm90/forward"
     arguments = members(
-        "maps q k g v o_boxes, rows o, rows? scalar_gate, pointers? u initial final, shape, reals scale, "
+        "maps+rows q k g v, maps o_boxes, rows o, rows? scalar_gate, pointers? u initial final, shape, reals scale, "
         "pointers? decays, integers channel segments computed, pointers? marks, "
-        "integers mark_every marks_per_sequence parts, pointers? segment_states"
+        "integers mark_every marks_per_sequence parts, pointers? segment_states, integers backwards"
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90

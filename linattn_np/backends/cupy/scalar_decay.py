@@ -28,7 +28,7 @@ from .elementwise_kernels import (
 from .gated_forward import ForwardPass, HopperForward
 from .gated_kernels import PANEL
 from .kernel import DOUBLE
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_either_way
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
 from .segments import HOPPER, PORTABLE, SHARED_GATE, TILED, UNWANTED_GATE
 
@@ -253,7 +253,7 @@ def plan_gla(draft, gla, device, reason, kept=()):
     if cut is None:
         return gated.plan(spread(draft, gla, reason), device)
     own = Draft()
-    o, final = own.output(gla, mappable), own.final(gla)
+    o, final = own.output(gla, mappable_either_way), own.final(gla)
     scalar_forward_pass(own, gla, cut, o).run(final, kept)
     return own.plan(own.results(gla, o, final), mode="chunk", tiles=cut.tiles)
 
@@ -273,6 +273,7 @@ class ScalarHopperForward(HopperForward):
     def inputs_of(self, kernel):
         return super().inputs_of(kernel) | {
             "g": TensorMap(self.k, kernel.BK, kernel.CHUNK, False),
+            "g_rows": self.k,
             "scalar_gate": self.g,
         }
 
