@@ -28,7 +28,7 @@ FUNCTIONS = {
     "kda_step": ("kda", "fused_recurrent_kda"),
     "rwkv7_step": ("rwkv7", "fused_recurrent_rwkv7"),
 }
-MEANING = {"linear_attention": {"normalize": False}}  # what else makes its operator ours
+MEANING = {"linear_attention": {"normalize": False}, "rwkv7": {"scale": None}}  # what else makes its operator ours
 TUNED_HEAD, MOST = 128, 6  # the widest head whose gradients are tuned over all configurations; of others so many
 
 
@@ -108,7 +108,8 @@ class Call:
         given = {name: torch.from_dlpack(x) for name, x in arrays.items()}
         self.arrays = [x if name == "u" else self.in_its_layout(x) for name, x in given.items()]
         if case.gate == "reset":
-            self.arrays[3] = self.arrays[3].clamp(min=-1e30)  # it takes no -inf
+            gate = next(n for n, name in enumerate(arrays) if name in ("g", "w"))
+            self.arrays[gate] = self.arrays[gate].clamp(min=-1e30)  # it takes no -inf
         if case.step:
             self.keywords |= {"initial_state": torch.from_dlpack(keywords["state"]).clone(), "output_final_state": True}
         if case.sequences:

@@ -45,6 +45,7 @@ from cases import DECLARED, DTYPES, Case, cases_of_cpu, cases_of_gpu, cases_of_p
 from devices import wall_ms
 
 import linattn_np
+from linattn_np.command.measuring import contracting
 from linattn_np.kernel_choice import KERNELS, choose_kernels
 
 ROOT = Path(__file__).parents[1]
@@ -68,11 +69,14 @@ def draw(case, xp, seed):
     for name, axes in DECLARED[case.op].arrays.items():
         shape = tuple(sizes[axis] for axis in axes.split())
         gate = name in ("g", "gv", "w") and rng
-        if case.step and gate:  # of one token: [B, H, K] or [B, H]
-            arrays[name] = gates.draw(case.gate, rng, xp, (*shape[:2], 1, *shape[2:]))[:, :, 0]
+        if case.step and gate:  # of one token: [B, H, K], or [B, H]
+            x = gates.draw(case.gate, rng, xp, (*shape[:2], 1, *shape[2:]))[:, :, 0]
         else:
-            arrays[name] = gates.draw(case.gate, rng, xp, shape) if gate else normal(*shape)
-    for name, x in contracting(arrays, xp).items():
+            x = gates.draw(case.gate, rng, xp, shape) if gate else normal(*shape)
+        arrays[name] = x
+    if rng:
+        arrays = contracting(arrays, xp)
+    for name, x in arrays.items():
         arrays[name] = laid(x.astype(np.float32 if name == "u" else dtype), case.memory, xp)
     keywords = dict(case.options)
     if case.step:
@@ -87,20 +91,6 @@ def draw(case, xp, seed):
     if case.sequences:
         keywords["cu_seqlens"] = [0, *np.cumsum(lengths(case.sequences, case.T)).tolist()]
     return arrays, keywords
-
-
-def contracting(arrays, xp):
-    """Those of a delta rule so that a state does not grow, as models have them: keys of length 1, strengths below 1."""
-    if "beta" in arrays:
-        return arrays | {"k": unit(arrays["k"], xp), "beta": 1 / (1 + xp.exp(-arrays["beta"]))}
-    if "a" in arrays:
-        removed = unit(arrays["a"], xp)
-        return arrays | {"a": -removed, "b": removed / (1 + xp.exp(-arrays["b"]))}
-    return arrays
-
-
-def unit(x, xp):
-    return x / xp.sqrt((x * x).sum(-1, keepdims=True))
 
 
 def laid(x, memory, xp):
@@ -151,7 +141,7 @@ def exact(case, arrays, keywords, device):
     }
     keywords = {name: of_two[name](x) for name, x in keywords.items() if name in of_two}
     arrays = {
-        name: two_heads(x[None], device.host)[0] if name == "u" else two_heads(x, device.host)
+        name: device.host(x[[0, -1]]).astype(np.float64) if name == "u" else two_heads(x, device.host)
         for name, x in arrays.items()
     }
     if not case.step and doubles(device, case.op, case.backward):

@@ -294,7 +294,7 @@ def dplr(r, w, k, v, a, b, *, scale, initial_state=None, output_final_state=Fals
     for t in range(r.shape[1]):
         erased = a[:, t, :, None] @ state
         state = w[:, t].exp()[..., None] * state + b[:, t, :, :, None] * erased + k[:, t, :, :, None] * v[:, t, :, None]
-        outputs.append(scale * (r[:, t, :, None] @ state)[:, :, 0])
+        outputs.append((r.shape[-1] ** -0.5 if scale is None else scale) * (r[:, t, :, None] @ state)[:, :, 0])
     return torch.stack(outputs, 1), state
 
 
