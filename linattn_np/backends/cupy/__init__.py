@@ -17,6 +17,8 @@ import sys
 from functools import cache
 
 from ...declarations import (
+    DELTA_RULE_STEPS,
+    DELTA_RULES,
     GATED,
     GATED_STEPS,
     GLA_VALUE_GATE,
@@ -28,7 +30,7 @@ from ...declarations import (
     STAGES,
 )
 from ...kernel_choice import portable
-from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
+from . import delta, delta_step, execute, gated, scalar_decay, softmax, stages, step, value_gate
 from .device import LEAST_CAPABILITY, CupyDevice
 from .plan import Plan, contiguous
 
@@ -38,6 +40,8 @@ PLANNERS = (
     | dict.fromkeys((SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, NORMALIZED), scalar_decay)
     | dict.fromkeys(GATED_STEPS, step)
     | dict.fromkeys(STAGES, stages)
+    | dict.fromkeys(DELTA_RULES, delta)
+    | dict.fromkeys(DELTA_RULE_STEPS, delta_step)
     | {GLA_VALUE_GATE: value_gate}
 )
 DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)
@@ -45,7 +49,7 @@ KEEPS = True  # what `summarise` has computed, for `run` and `vjp`
 
 
 def chosen_device() -> CupyDevice:
-    """Where the kernels that were asked for are planned and launched."""
+    """The device that plans and launches: the portable kernels' where they were asked for, else CuPy's."""
     return PORTABLE if portable() else DEVICE
 
 
@@ -153,7 +157,7 @@ def plan_of(problem, device) -> Plan:
 
 
 def kernels_of(problem, device) -> tuple:
-    """What a call launches, and its pullback where a gradient is asked for."""
+    """The kernels that a call launches, and those of its pullback where a gradient is asked for."""
     calls = [problem.replace(gradient=False), problem] if problem.gradient else [problem]
     return tuple(kernel for call in calls for kernel in plan_of(call, device).kernels)
 

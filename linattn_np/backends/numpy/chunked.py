@@ -81,7 +81,7 @@ def final_state(member):
 
 
 def states_alone(schedule, rows, final):
-    """As `streamed`, without o; whether all decays are in range."""
+    """Compute the states as `streamed` does, without o; tells whether all decays are in range."""
     member, carried, scratch, well = schedule.member, None, thread_scratch(schedule.dtype), True
     block = member.k[rows].shape[:2]
     for first, segment in schedule.segments:
@@ -211,7 +211,7 @@ def materialized(schedule, o, final, states):
 
 
 def carefully(schedule, rows, o, initial, final, states):
-    """As `streamed`, but chunk by chunk, and token by token those that products cannot do."""
+    """Compute what `streamed` does, one chunk at a time; chunks whose decays leave the range go token by token."""
     member, carried = schedule.member, None
     for c, segment in schedule.single_chunks:
         inputs = [segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g)]
@@ -243,12 +243,12 @@ def rows_of_bonus(member, rows, at):
 
 
 def place(rows, first):
-    """What tells a segment's scores from others of a call: the first row and chunk."""
+    """The key under which a call keeps the scores of a segment: its first batch row, head and chunk."""
     return rows[0].start, rows[1].start, first
 
 
 def within_chunks(schedule, rows, first, segment, h, decay, scratch):
-    """What chunks need nobody else for: their scores, and what they add to the state, in h; fills the decays."""
+    """Compute what depends on a chunk alone: its scores, its addition to the state into h, its decay into `decay`."""
     scores = Scores(schedule, rows, segment, decay, scratch if schedule.scores is None else Scratch(schedule.dtype))
     if scores.lasting:
         scores.decay = decay.copy()
@@ -322,7 +322,7 @@ def vjp(member, o):
 
 
 class Gradients:
-    """Where the backward pass writes."""
+    """The arrays that the backward pass writes."""
 
     def __init__(self, schedule):
         member = schedule.member
@@ -400,14 +400,14 @@ class ChunkProducts:
         return None if u is None else (own.swapaxes(-1, -2) @ np.multiply(q, k, out=scratch("dqg", q.shape)))[..., 0, :]
 
     def flow(self, h, after):
-        """What flows across whole chunks: of the states before them to those behind them, [B, H, n, K or 1]."""
+        """The gates' gradient by the products of the states before chunks and those behind them, [B, H, n, K or 1]."""
         decay = self.scores.decay
         flow = decay * np.vecdot(h, after)
         return flow.sum(-1, keepdims=True) if decay.shape[-1] == 1 else flow
 
 
 def backward_carefully(schedule, rows, do, states, of_final, of_initial, gradients):
-    """As `backward`, but chunk by chunk, and token by token those that products cannot do."""
+    """Compute what `backward` does, one chunk at a time; chunks whose decays leave the range go token by token."""
     member, chunking, carried = schedule.member, schedule.chunking, None
     for c, segment in reversed(schedule.single_chunks):
         scratch = thread_scratch(schedule.dtype)

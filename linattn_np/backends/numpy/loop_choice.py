@@ -11,7 +11,7 @@ def loops(elements):
 
 
 def loops_at_hand(elements):
-    """The same for what takes no time but Numba's import, which an earlier call may have paid."""
+    """`module()` where an earlier call has imported Numba already, else what `loops` decides for so many elements."""
     return module() if module.cache_info().currsize else loops(elements)
 
 

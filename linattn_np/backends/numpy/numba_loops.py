@@ -172,7 +172,7 @@ def gather(x, first, count, to):
 
 @njit(**LOOP)
 def gather_numbers(x, first, count, to):
-    """The same of x [G, T]."""
+    """Copy a chunk's tokens of x [G, T]."""
     for row in range(x.shape[0] * count):
         to[row] = x[row // count, first + row % count]
 
