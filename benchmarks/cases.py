@@ -64,14 +64,14 @@ class Case:
             "K": self.D,
             "V": self.columns,
             "dtype": self.dtype,
-            "gate": self.gate if DECLARED[self.op].gates else None,
+            "gate": self.gate if DECLARED[self.op].decays else None,
             "sequences": self.sequences,
             "peer": peers.name(self.op),
         }
 
     def __str__(self):
         packed = f" in {self.sequences} sequences" * bool(self.sequences)
-        gate = f" {self.gate}" * bool(DECLARED[self.op].gates)
+        gate = f" {self.gate}" * bool(DECLARED[self.op].decays)
         wide = f"x{self.V}" if self.V else ""
         lies = "" if self.memory == "aligned" else f" {self.memory}"
         return (
@@ -125,6 +125,11 @@ def cases_of_gpu(quick):
     yield from (Case(op, *WIDE, backward=True) for op in gated)
     yield from (Case(op, *SHAPES[-2], backward=True) for op in reversed(others))
     yield from (Case(op, *SHAPES[0], backward=True) for op in family)
+    delta = ("gated_delta_rule", "kda", "rwkv7")
+    shapes = (SHAPES[0], SHAPES[1], SHAPES[-2])
+    for backward in (False, True):
+        yield from (Case(op, *shape, gate="trained", backward=backward) for shape in shapes for op in delta)
+    yield from (Case(f"{op}_step", B, 1, 64, 128, gate="trained") for B in (1, 32, 512) for op in delta)
 
 
 def cases_of_portable(quick):
@@ -141,7 +146,7 @@ def cases_of_cpu(quick):
     T = 512 if quick else 2048
     yield from (Case(op.name, 1, T, 8, 64, dtype="float32") for op in (*OPS, GLA_VALUE_GATE))
     for B in (1, 32):
-        yield from (Case(op, B, 1, 8, 64, dtype="float32") for op in ("gla_step", "rwkv6_step"))
+        yield from (Case(op.name, B, 1, 8, 64, dtype="float32") for op in STEPS)
 
 
 def lengths(count, tokens, shortest=24, longest=2048):

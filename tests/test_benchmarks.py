@@ -286,6 +286,25 @@ def recurrence(q, k, v, g=None, u=None, *, scale, normalize=False, initial_state
     return torch.stack(outputs, 1), state
 
 
+def dplr(r, w, k, v, a, b, *, scale, initial_state=None, output_final_state=False):
+    """RWKV-7's recurrence likewise."""
+    torch = sys.modules["torch"]
+    state = torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
+    outputs = []
+    for t in range(r.shape[1]):
+        erased = a[:, t, :, None] @ state
+        state = w[:, t].exp()[..., None] * state + b[:, t, :, :, None] * erased + k[:, t, :, :, None] * v[:, t, :, None]
+        outputs.append((r.shape[-1] ** -0.5 if scale is None else scale) * (r[:, t, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1), state
+
+
+def delta_rule(q, k, v, g=None, *, beta, **keywords):
+    """The delta rule as RWKV-7's, which erases before a state decays."""
+    torch = sys.modules["torch"]
+    w = torch.zeros(k.shape) if g is None else g.expand(k.shape) if g.ndim == 4 else g[..., None].expand(k.shape)
+    return dplr(q, w, k, beta[..., None] * v, -w.exp() * k, beta[..., None] * k, **keywords)
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """torch, and fla's functions by what they mean."""
@@ -295,8 +314,9 @@ def installed(monkeypatch):
         return recurrence(q, k, v, torch.log(1 - 2.0 ** (-5 - torch.arange(q.shape[2]))), **keywords)
 
     ops = ModuleType("fla.ops")
+    others = dict.fromkeys(run.peers.WITH_STRENGTH, delta_rule) | {"retention": retention, "rwkv7": dplr}
     for module, name in run.peers.FUNCTIONS.values():
-        function = retention if module == "retention" else recurrence
+        function = others.get(module, recurrence)
         setattr(ops, module, SimpleNamespace(**vars(getattr(ops, module, SimpleNamespace())), **{name: function}))
     package = ModuleType("fla")
     package.ops = ops
