@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...array_kinds import BFLOAT16
+from .delta_hopper import ScalarOnHopper
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -125,7 +126,7 @@ class InChunks:
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
 
 
-FORWARD_WAYS = (InChunks, TokenByToken)
+FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
 
 
 def recurrent_kernel(inputs, pairs, device):
