@@ -113,7 +113,7 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
 
 
 def copies(problem: Problem) -> list[str]:
-    """Those made before a backend sees the arrays."""
+    """Why arrays are copied before a backend gets them."""
     found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.copied_arrays]
     found += [f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else []
     return found + (["k: computed from the gate"] if problem.op.derived else [])

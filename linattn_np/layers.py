@@ -279,7 +279,7 @@ class GatedLinearAttention:
 
 
 def weight_shapes(D, HK, HV, R, heads, kv_heads) -> dict:
-    """Of all weights that there can be; HK and HV are the channels of all heads together."""
+    """The shapes of all possible weights by name; HK and HV are the channels of all heads together."""
     GK, GV = HK // heads * kv_heads, HV // heads * kv_heads
     return {
         "q_proj.weight": (HK, D),

@@ -72,7 +72,7 @@ class RecurrentOptions(TypedDict, total=False):
 
 
 class Options(RecurrentOptions, total=False):
-    """Those of an operator whose chunks the caller may choose."""
+    """The keywords of an operator whose chunks the caller may choose."""
 
     chunk_size: int | None
     materialize: bool | None

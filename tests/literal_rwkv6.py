@@ -10,20 +10,23 @@ def logits_of(weights, tokens):
     return logits_and_state(weights, tokens)[0]
 
 
-def moved_by_rounding(weights, tokens, rng, draws=8):
+def moved_by_rounding(weights, tokens, rng, draws=8, literal=None):
     """How far logits, and each array of the state, move at most when every weight moves by half of float32's last bit.
 
     A model whose arithmetic is float32's may be off by some times as much, and by no more: a norm makes the rounding
     of a few tokens larger, those whose values nearly cancel.
+
+    literal : another version's `logits_and_state`
     """
-    exact = logits_and_state(weights, tokens)
+    literal = literal or logits_and_state
+    exact = literal(weights, tokens)
     most = np.zeros(len(exact))
     for _ in range(draws):
         moved = {
             name: np.asarray(x, np.float64) * (1 + 2.0**-24 * rng.choice([-1, 1], x.shape))
             for name, x in weights.items()
         }
-        found = logits_and_state(moved, tokens)
+        found = literal(moved, tokens)
         most = np.maximum(most, [np.abs(x - y).max() for x, y in zip(found, exact)])
     return most
 

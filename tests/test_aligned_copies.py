@@ -65,6 +65,26 @@ def test_forward(kernels, rng, op, layout, given):
     assert_close("final", kernels.tohost(final), end, BFLOAT16)
 
 
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_time_backwards(kernels, rng, layout):
+    """The same bits as of arrays that were turned round before; where arrays are copied, by the kernel."""
+    arrays = draw(GLA, rng, SIZES | {"K": 16, "V": 8}, BFLOAT16)
+    do = rng.standard_normal((1, 2, 75, 8)).astype(BFLOAT16)
+    if layout == "bthd":
+        *arrays, do = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (*arrays, do))
+    time = (slice(None),) * (1 + (layout == "bhtd"))
+
+    def results(turned, **options):
+        o, pull = kernels.run(vjp, gla, *(kernels.asarray(turned(x)) for x in arrays), layout=layout, **options)
+        return [turned(kernels.tohost(x)) for x in (o, *pull(kernels.asarray(turned(do))))]
+
+    found, wanted = (
+        results(lambda x: x, reverse=True),
+        results(lambda x: np.ascontiguousarray(x[(*time, slice(None, None, -1))])),
+    )
+    assert all(map(same_bits, found, wanted))
+
+
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("K, V, T, copied", [(64, 64, 4096, False), (64, 65, 4096, True), (64, 65, 64, False)])
 def test_which_calls_are_copied(device, K, V, T, copied, gradient, monkeypatch):

@@ -19,7 +19,7 @@ from linattn_np.models import RWKV6, Batch, Sampling, checkpoint, helper_threads
 from linattn_np.models.files import write_arrays
 from linattn_np.models.helper_threads import Board
 from linattn_np.models.rwkv6.names import VERSION
-from linattn_np.models.rwkv6.parameters import Layout, sizes_of
+from linattn_np.models.rwkv6.parameters import Layout
 
 pytest.importorskip("numba", reason="matrices of few bits are multiplied by Numba's loops")
 from linattn_np.models import matrix_loops  # they import Numba
@@ -51,7 +51,7 @@ def austen():
 
 @pytest.fixture
 def weights(rng):
-    layout = Layout(sizes_of(layers=2, width=48, head_size=16, vocabulary=70))
+    layout = Layout(Layout.sizes_of(layers=2, width=48, head_size=16, vocabulary=70))
     return layout.named((layout.initial(0) + 0.2 * rng.standard_normal(layout.size)).astype(np.float32))
 
 

@@ -296,6 +296,14 @@ def test_the_gates_gradient_is_as_exact_as_the_others(op, backend, gate, rng):
     assert errors(found[3], wanted[3])[0] < 2e-5
 
 
+def test_hopper_adds_all_digits_to_states(op, hopper, backend, rng):
+    """Rounding dg takes 1.66e-3 and float16, in which the first pass hands its share on, about 0.8e-3: 1.84e-3. Where
+    queries and keys were rounded on their way to states, that added 0.9e-3 and 0.7e-3: 2.2e-3.
+    """
+    call = Call(op, Case(T=512, K=64, V=64, H=1, dtype="bfloat16", gate="trained", initial=None, dht=False), rng)
+    assert errors(call.on(backend)[1][3], call.exact[1][3])[0] < 2e-3
+
+
 def test_transpose_where_the_operator_is_linear(op, backend, rng):
     """<do, o> + <dht, h_T> is <dq, q>, <dk, k>, and <dv, v> of what each alone carries."""
     call = Call(op, Case(T=130, K=32, V=16, initial=None), rng)
@@ -505,7 +513,7 @@ def least_times(cupy, calls):
 @pytest.mark.parametrize("kernels, dtypes", [("auto", (BFLOAT16, np.float16)), ("portable", (BFLOAT16, np.float32))])
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
-    """Trained gates take as long as weak ones."""
+    """Trained gates take as long as weak ones; where a gate of 10,000 grows, a chunk takes up to four times as long."""
     if card.name != "cupy":
         pytest.skip("Numba has no gradients")
     cupy, sizes = card.cupy, {"B": 2, "H": 16, "T": 16384, "K": 128, "V": 128, "N": 2}
@@ -520,6 +528,7 @@ def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
             "weak": -cupy.log1p(cupy.exp(-normal)) / 16,
             "trained": -cupy.exp(cupy.linspace(-4.2, -2.5, 128, dtype=np.float32) + 2 * normal),
         }
+        gates["some grow"] = cupy.where(cupy.random.random(normal.shape) < 1e-4, 1.5, gates["weak"])
         q, k, v, _, *rest = (x.astype(dtype) for x in arrays)
         calls = {}
         with choose_kernels(kernels):
@@ -528,7 +537,7 @@ def test_no_gate_takes_longer(op, card, gradient, kernels, dtypes):
                 _, pull = vjp(function, *given)
                 calls[name] = partial(pull, v) if gradient else partial(function, *given)
             taken = least_times(cupy, calls)
-        assert taken["trained"] <= 1.25 * taken["weak"], f"{dtype}: {taken}"
+        assert taken["trained"] <= 1.25 * taken["weak"] and taken["some grow"] <= 4 * taken["weak"], f"{dtype}: {taken}"
 
 
 def test_no_size_takes_much_longer(op, card):

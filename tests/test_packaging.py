@@ -136,6 +136,7 @@ AROUND = (
     "number_checks",
     "devices",
     "dropout",
+    "corpus",
     "example",
     "protocols",
     "files",
@@ -325,6 +326,10 @@ ROOMS = {
     "models/training_products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv": ([f"models.{name}" for name in (*AROUND, "rwkv")] + [*CHECKED, "array_kinds", "varlen"], ["numpy"]),
     "models/rwkv6": (["models", *CHECKED, "array_kinds", "autodiff", "ops", "varlen"], ["numpy"]),
+    "models/rwkv7": (["models", *CHECKED, "array_kinds", "autodiff", "ops", "varlen"], ["numpy"]),
+    "models/rwkv7/numba_loops": (["numba_cache", "models.rwkv", "models.rwkv7"], ["numpy", "numba"]),
+    "models/versions": (["models"], ["numpy"]),
+    "models/fine_tuning": (["models", "errors"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
     "models/rwkv6/cuda_grad": (["models", "ops", "backends.cupy"], []),
@@ -426,6 +431,7 @@ def test_array_libraries_are_imported_where_they_are_used():
         "models/matrix_loops",
         "models/rwkv/numba_loops",
         "models/rwkv6/numba_loops",
+        "models/rwkv7/numba_loops",
     }
     assert not any(
         name.startswith("linattn_np.interop")

@@ -101,6 +101,8 @@ def test_text_of_another_model():
 class Frequencies:
     """Another kind of model to train: logits that are the parameters, whatever was read."""
 
+    trains_on = ("cpu", "cuda")
+
     @staticmethod
     def trainable(layers, width, head_size):
         return Table()
@@ -118,7 +120,7 @@ class Frequencies:
 
 
 class Table:
-    size, matrices = 256, 0
+    size, matrices, sizes = 256, 0, {"V": 256}
 
     def initial(self, seed):
         return np.zeros(256, np.float32)

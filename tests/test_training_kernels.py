@@ -14,7 +14,7 @@ from linattn_np.distributed import SequenceParallel, run_threads
 from linattn_np.models import training, training_steps
 from linattn_np.models.dropout import Dropout, keep
 from linattn_np.models.rwkv6 import cuda_grad, grad
-from linattn_np.models.rwkv6.parameters import Layout, sizes_of
+from linattn_np.models.rwkv6.parameters import Layout
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import CudaProducts, HostProducts
 
@@ -43,7 +43,7 @@ def products_on(device, dtype):
 
 def model(rng, tokens=(3, 20), **sizes):
     """A layout, float64 weights not far from the first ones, and tokens [B, T + 1]."""
-    layout = Layout(sizes_of(**{"layers": 2, "width": 32, "head_size": 16, "vocabulary": V, **sizes}))
+    layout = Layout(Layout.sizes_of(**{"layers": 2, "width": 32, "head_size": 16, "vocabulary": V, **sizes}))
     return layout, layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, tokens)
 
 

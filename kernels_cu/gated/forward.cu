@@ -1,12 +1,14 @@
-// what      GLA and RWKV-6 forward: q, k, v, g are read once, o is written once, nothing else moves.
+// what      GLA and RWKV-6 forward on every card, in chunks: q, k, v, g are read once, o is written once.
 // math      per chunk:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], sums [B, H, T, V] float32, initial and final state
 //           [N, H, K, V] float32
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
-// smem      Shared: two chunks of inputs, operands of the present one's scores, the scores
-// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
-// numerics  forward_operands.cuh says where tokens meet; S stays in float32 accumulators. bfloat16 data: products in
-//           bfloat16, scores as two numbers. Others: tf32, PRODUCTS of them for float32 (fragments.cuh)
+// smem      Shared: inputs of two chunks, operands of the current chunk's scores, its scores
+// barriers  three a chunk: its inputs have been copied and its decays computed | its operands are in shared memory |
+//           its scores are
+// numerics  S in float32 accumulators; decays as forward_operands.cuh says. bfloat16 data: products in bfloat16, a
+//           score as the sum of two numbers. Other data: products in tf32, for float32 data PRODUCTS of them
+//           (fragments.cuh)
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    BK and BV of 64, 128, BV also of 256; more channels by SplitChannels, a launch for every BK, each adding to
 //           `sums`
@@ -22,13 +24,14 @@
 #include "tensor.cuh"
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
-  float* sums;  // o of the channels before these, for those after these; null where these are all
-  i64 channel;  // the first one
-  i64 bytes;    // all rows of q, k, v, g and o are whole pieces of so many: 16, 8, 4 or 2
+  float* sums;  // SplitChannels: the sum of o over the channels of the launches so far; else null
+  i64 channel;  // the first of this launch
+  i64 bytes;    // the largest of 16, 8, 4 and 2 of which all rows of q, k, v, g and o are multiples
 };
 
-// A lane's outputs one by one, out of the way of pairs. sums: null, or where those of the channels before are unless
-// these are the `first`, and where these go unless they are the `last`.
+// Stores a lane's outputs one by one, for rows where pairs of them are not aligned. SplitChannels adds `sums` unless
+// this launch is the `first`, and writes to `sums` instead of o unless it is the `last`. Not inline: the common case is
+// pairs.
 template <typename T>
 __device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride, float* sums, i64 sums_stride,
                                           float scale, int rows, int columns, bool first, bool last) {
@@ -57,7 +60,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
 
-  // Whether outputs, and what they are the sum of, go to memory in pairs.
+  // Whether outputs and their sums are stored in pairs.
   const bool in_pairs = bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
 
   State<BK> S;
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     }
     cp_async_commit();
   };
-  const auto fetch_next_gates = [&](int token) {  // as fetch_chunk_gates, which here spills registers
+  const auto fetch_next_gates = [&](int token) {  // the same as fetch_chunk_gates, which would spill registers here
 #pragma unroll
     for (int x = 0; x < Mine::PER; ++x) {
       const Mine me(x);
@@ -111,7 +114,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     SpanDecays<Mine> decays;
     cp_async_wait<0>();
-    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    // the chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read
     const bool grows = __syncthreads_or(put_spans<Mine, BK>(s, decays));
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
@@ -121,20 +124,21 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       if (me.any()) make_operands<ReadOrder, PRODUCTS>(s, stage, me, decays, grows);
     }
     if (more) fetch_next_gates(token + C);
-    __syncthreads();  // the operands stand
+    __syncthreads();  // the operands are in shared memory
 
     Output<T> o = {};
     score_chunk<ReadOrder, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
     read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
-    __syncthreads();  // the scores stand
+    __syncthreads();  // the scores are in shared memory
     read_scores<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
     T* to = args.o.row(b, h, span.start + token + g) + v_tile + column;
     const int rows = tokens - token - g;
     const bool first = Schedule::all_channels || args.channel == 0;
     const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
-    const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
+    const float scale =
+        __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else computed again for every output
     float* sums = nullptr;
     if (!Schedule::all_channels)
       sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;

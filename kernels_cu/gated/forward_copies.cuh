@@ -1,9 +1,9 @@
-// what      Rows of inputs to tiles in shared memory, in the background where they are aligned.
+// what      Copies of rows of inputs to tiles in shared memory; of aligned rows in the background (cp.async).
 // limits    a tile's rows are whole pieces of 16 bytes
 #include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
 
-// Starts to copy [ROWS, COLS] from rows of `width` values; zeros behind `rows` and `width`.
+// Starts copying a tile [ROWS, COLS] from rows of `width` values; zeros from row `rows` and column `width` on.
 template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, in
     from += AT_ONCE * stride;
   }
 }
-// Rows that are not whole pieces of 16 bytes, out of the way of those that are.
+// The same for rows that are no multiples of 16 bytes. Not inline: most rows are.
 template <int ROWS, int COLS, int THREADS, typename T>
 __device__ __noinline__ void copy_slowly(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);

@@ -1,20 +1,23 @@
-// what      Queries and keys of a chunk decayed to where they meet each other and the state.
-// math      q_i, i in a sub-chunk: from its middle, from its start, from the chunk's middle, from the chunk's start;
-//           k_j: to its middle, to its end, to the chunk's middle, to the chunk's end
-// numerics  Decays are products of e^g of single tokens, all at most 1 where gates decay: resets are exact, and no
-//           decay is a difference of cumulated gates. About a sub-chunk's middle three tokens at most are inverted, of
-//           decays of at least e^-20 each: e^60 is the largest factor. So e^-20 of a token passes a reset in its
-//           sub-chunk. Where gates grow, nobody looks at these (growth.cuh). Scores of a token with itself, which no
-//           gate touches, are float32; in RWKV-6, within a span, also those with the last one.
+// what      The operands of a chunk in the forward kernel of every card: queries and keys times decays.
+// math      A query is decayed from the middle of its sub-chunk, from the sub-chunk's start, from the chunk's middle
+//           and from its start; a key to the middle of its sub-chunk, to the sub-chunk's end, to the chunk's middle and
+//           to its end.
+// numerics  Decays are products of e^g of single tokens, never differences of cumulated gates: so resets are exact.
+//           About a sub-chunk's middle at most three decays are inverted, after they are clamped to at least e^-20:
+//           e^60 is the largest factor, and e^-20 of a token passes a reset in its own sub-chunk. If gates are
+//           positive, scores in sub-chunks are computed from single tokens instead (growth.cuh). Scores without gates
+//           are sums in float32: of a token with itself; in RWKV-6, within a span, also of a query with the key before
+//           it.
 //
-// A warp has SPAN tokens, half of a sub-chunk, and a lane W channels of them: no decay needs a shuffle.
+// A warp has SPAN tokens, half of a sub-chunk, and a lane W channels of them: so decays need no shuffles.
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
 
-// Which tokens and channels of a chunk a warp decays; PER times one after the other. Where a lane would have 2 channels
-// and the warp two spans, its halves have a span each, both of them upper or lower halves of their sub-chunks.
+// A warp's share of a chunk: a span, or a part of its channels; a warp has PER shares in turn. If BK is 64 and a warp
+// has two spans (AT_ONCE), each half of its lanes has one of them, both of which are upper, or lower, halves of
+// sub-chunks.
 template <typename T, int BK, int WARPS> struct Share {
   static constexpr int SPANS = CHUNK<T> / SPAN;
   static constexpr int AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / AT_ONCE;
@@ -33,7 +36,7 @@ template <typename T, int BK, int WARPS> struct Share {
 // Gates of SPAN tokens and W channels, 0 behind the sequence's end and beyond K.
 template <int W, typename G> using Gates = Piece<W, G>[SPAN];
 
-// Starts to copy a span's to where no other lane reads them: they are there once the lane has waited for its copies.
+// Starts copying this lane's gates of a span. No other lane reads them: so this lane waits for its own copies only.
 template <int BK, class Share, typename G>
 __device__ __forceinline__ void fetch_gates(G* gates, const Share& me, const G* from, i64 stride, int rows,
                                             int channels) {
@@ -43,7 +46,7 @@ __device__ __forceinline__ void fetch_gates(G* gates, const Share& me, const G* 
     from += stride;
   }
 }
-// One by one, out of the way of those that are aligned.
+// The same value by value, for rows that are not aligned. Not inline: most rows are aligned.
 template <int BK, int W, typename G>
 __device__ __noinline__ void fetch_gates_slowly(G* gates, const G* from, i64 stride, int rows, int channels) {
 #pragma unroll 1
@@ -69,7 +72,8 @@ __device__ __forceinline__ void decay_of_span(float (&decay)[W], const Gates<W, 
   }
 }
 
-// Whether factors about a middle do not serve; nor do they serve a NaN, which would stay in its half of a sub-chunk.
+// Whether a gate is too large for factors about a middle, or NaN, which such factors would keep to its half of the
+// sub-chunk.
 template <int W, typename G> __device__ __forceinline__ bool any_grows(const Gates<W, G>& gates) {
   float most = gates[0].get(0);
   if constexpr (sizeof(G) == 4) {
@@ -84,7 +88,8 @@ template <int W, typename G> __device__ __forceinline__ bool any_grows(const Gat
   return !(most <= GROWTH);
 }
 
-// Decays of a lane's tokens of a span. Where registers allow it, they are made once, with those of whole spans.
+// The decays of a lane's tokens. `held`: computed once, together with the span's decay, if there are registers for
+// them.
 template <class Share> struct SpanDecays {
   static constexpr bool held = Share::AT_ONCE == 2;
   float a[SPAN][Share::W];
@@ -104,8 +109,9 @@ __device__ __forceinline__ void put_decay(float (&row)[BK], const Share& me, con
   piece.store(&row[me.channel]);
 }
 
-// Of a chunk of 32 the half that a span is not in: its decay, where lanes of a warp are in either, who would take turns
-// at it on their ways to the chunk's ends. Not where gates grow, and the order of a product counts.
+// The decay of the half of a chunk of 32 tokens in which the span is not. Computed only if a warp's lanes have spans of
+// both halves: otherwise their branches would be executed in turn. Not used if gates are positive, when the order of
+// multiplications matters.
 template <class Share> struct OtherHalf {
   static constexpr bool known = Share::SPANS == 8 && Share::AT_ONCE == 2;
   float decay[Share::W];
@@ -123,7 +129,8 @@ template <class Share> struct OtherHalf {
   }
 };
 
-// Decays of the spans between this one and the borders that its tokens meet others at, before or behind it.
+// The decays between this span and the borders before it (BEFORE), or after it: of its sub-chunk, of its half of the
+// chunk, and of the chunk.
 template <int W, bool BEFORE> struct Between {
   float sub[W], half[W], chunk[W];
 
@@ -134,13 +141,13 @@ template <int W, bool BEFORE> struct Between {
     const auto times_spans = [&](float (&x)[W], int first, int count) {
 #pragma unroll 2
       for (int n = 0; n < count; ++n) {
-        Piece<W, float> decay;  // the next one to those so far: other products may leave the range
+        Piece<W, float> decay;  // from the span outwards: another order may leave float32's range
         decay.load(&spans[BEFORE ? first + count - 1 - n : first + n][channel]);
 #pragma unroll
         for (int c = 0; c < W; ++c) x[c] *= decay.get(c);
       }
     };
-    const auto outside = [&](int bit) { return BEFORE == bool(span & bit); };  // there are so many beyond those so far
+    const auto outside = [&](int bit) { return BEFORE == bool(span & bit); };  // whether `bit` more spans lie between
 #pragma unroll
     for (int c = 0; c < W; ++c) sub[c] = 1.f;
     if (outside(1)) times_spans(sub, span ^ 1, 1);
@@ -186,7 +193,7 @@ template <typename T, int PRODUCTS, int W> __device__ __forceinline__ void round
   for (int c = 0; c < W; ++c) x[c] = operand_value<T, PRODUCTS>(x[c]);
 }
 
-// SPAN rows of a tile, this lane's channels.
+// Loads SPAN rows of a tile, this lane's channels.
 template <int BK, class Share, typename T>
 __device__ __forceinline__ void load_span(Piece<Share::W, T> (&rows)[SPAN], const T* tile, const Share& me) {
   const Spot<BK, Share::W, T> spot(me.row(0), me.channel);
@@ -194,7 +201,7 @@ __device__ __forceinline__ void load_span(Piece<Share::W, T> (&rows)[SPAN], cons
   for (int i = 0; i < SPAN; ++i) spot.get(rows[i], tile, me.span / 2, i);
 }
 
-// Puts a span's rows times `by` where `spot` says, of an eight of rows.
+// Stores a span's rows times `by` at `spot` of a group of 8 rows.
 template <typename T, int PRODUCTS, class Where, typename X, int W>
 __device__ __forceinline__ void put_span(const Where& spot, X* tile, int eight, const float (&x)[SPAN][W],
                                          const float (&by)[W]) {
@@ -207,7 +214,7 @@ __device__ __forceinline__ void put_span(const Where& spot, X* tile, int eight, 
   }
 }
 
-// About the middle of a sub-chunk, whose UPPER or lower half the span is.
+// Stores queries and keys decayed from and to the middle of their sub-chunk. UPPER: the span is its second half.
 template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class Share>
 __device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV>& s, const Share& me,
@@ -247,7 +254,7 @@ __device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV>& s
   }
 }
 
-// Scores that no gate touches: of tokens with themselves, in RWKV-6 also of those with the last one.
+// Scores without gates: of a token with itself; in RWKV-6 also of a query with the key before it.
 template <class ReadOrder, class Shared, typename T, class Share>
 __device__ __forceinline__ void score_directly(Shared& s, const Share& me, const Piece<Share::W, T> (&q)[SPAN],
                                                const Piece<Share::W, T> (&k)[SPAN]) {
@@ -278,7 +285,7 @@ __device__ __forceinline__ void score_directly(Shared& s, const Share& me, const
   }
 }
 
-// Queries decayed from where they meet keys of other sub-chunks and the state.
+// Stores queries decayed from the borders where they meet keys of other sub-chunks, and from the chunk's start.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
 __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
                                               const float (&a)[SPAN][Share::W], const OtherHalf<Share>& other,
@@ -290,7 +297,7 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   const PairedSpot<BK, W, typename OperandOf<T>::Type> paired(me.row(0), me.channel);
   Piece<W, T> q[SPAN];
   load_span<BK>(q, s.q[stage], me);
-  __syncwarp();  // they are read, and may be overwritten
+  __syncwarp();  // they have been read, and may be overwritten
   const Between<W, true> before(s.spans, me, other, grows);
   float decay[W], x[SPAN][W];
 #pragma unroll
@@ -307,7 +314,8 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   put_span<T, PRODUCTS>(paired, state_q(s, stage), sub, x, before.chunk);
 }
 
-// Keys decayed to where they meet queries of other sub-chunks and the state; the chunk's decay.
+// Stores keys decayed to the borders where they meet queries of other sub-chunks, and to the chunk's end; and the decay
+// of the chunk.
 template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
 __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
                                            const float (&a)[SPAN][Share::W], const OtherHalf<Share>& other,
@@ -317,7 +325,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   const Spot<BK, W, typename OperandOf<T>::Type> spot(me.row(0), me.channel);
   Piece<W, T> k[SPAN];
   load_span<BK>(k, s.k[stage], me);
-  __syncwarp();  // they are read, and may be overwritten
+  __syncwarp();  // they have been read, and may be overwritten
   const Between<W, false> after(s.spans, me, other, grows);
   float decay[W], x[SPAN][W];
 #pragma unroll
@@ -333,13 +341,13 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
     if (Share::SPANS == 8 && sub < 2) put_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + 2 + sub, x, after.half);
   }
   put_span<T, PRODUCTS>(spot, state_k(s, stage), sub, x, after.chunk);
-  if (me.span == 0) {  // its own tokens, and all behind them
+  if (me.span == 0) {  // the decay of its own tokens, and of all after them
     times(decay, decay, after.chunk);
     put_decay(s.decay, me, decay);
   }
 }
 
-// The operands of one warp's share, from queries, keys and gates that have arrived. grows: whether any gate does.
+// Makes the operands of one share. grows: whether a gate of the chunk is too large for factors about a middle.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
 __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
                                               SpanDecays<Share>& decays, bool grows) {
@@ -356,7 +364,7 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
     load_span<BK>(q, s.q[stage], me);
     load_span<BK>(k, s.k[stage], me);
     score_directly<ReadOrder>(s, me, q, k);
-    __syncwarp();  // one after the other, since registers are scarce
+    __syncwarp();  // keeps the compiler from mixing these steps, which would take more registers
     make_decays();
     if (me.span & 1) meet_in_middle<ReadOrder, true, PRODUCTS>(s, me, q, k, a);
     else meet_in_middle<ReadOrder, false, PRODUCTS>(s, me, q, k, a);
@@ -368,7 +376,8 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
   decay_keys<PRODUCTS>(s, stage, me, a, other, grows);
 }
 
-// Decays of spans whose gates this thread has fetched, and of their tokens where those are held; whether any grows.
+// Stores the decays of the spans whose gates this thread has copied, and computes those of their tokens if they are
+// held. Returns whether a gate is too large for factors about a middle.
 template <class Share, int BK, class Shared>
 __device__ __forceinline__ bool put_spans(Shared& s, SpanDecays<Share>& decays) {
   bool grows = false;
@@ -384,7 +393,7 @@ __device__ __forceinline__ bool put_spans(Shared& s, SpanDecays<Share>& decays) 
       decays.make(gates);
 #pragma unroll
       for (int c = 0; c < Share::W; ++c) decay[c] = decays.a[0][c] * decays.a[1][c] * decays.a[2][c] * decays.a[3][c];
-      if (mine) decay_of_span<Share::W>(decay, gates);  // a product of such may leave the range
+      if (mine) decay_of_span<Share::W>(decay, gates);  // the product above may be infinite
     } else {
       decay_of_span<Share::W>(decay, gates);
     }
@@ -394,7 +403,7 @@ __device__ __forceinline__ bool put_spans(Shared& s, SpanDecays<Share>& decays) 
   return grows;
 }
 
-// Starts to copy this thread's gates of a chunk of so many rows.
+// Starts copying this thread's gates of a chunk with `rows` tokens.
 template <class Share, int BK, typename G>
 __device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>& g, i64 b, i64 h, i64 token, int rows,
                                                   i64 channel, int channels, int bytes) {

@@ -1,17 +1,18 @@
-// what      Products of the forward kernel of every card: scores, what they and the state read, what the state takes.
+// what      The products of the forward kernel of every card: scores of pairs of tokens; o from scores and values, and
+//           from queries and the state; the new state.
 // shapes    a warp has 16 columns of V and BK channels of the state, transposed: S[n] is [16 columns, 8 channels]
-// numerics  sums in float32; S is rounded where it is read
+// numerics  sums in float32; products with S read it rounded
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
 
-// d[16 queries, 8 keys] of rows `query` and `key` on.
+// d = scores [16 queries, 8 keys] of the rows from `query` and `key` on.
 template <typename T, int PRODUCTS, int BK, typename X>
 __device__ __forceinline__ void score_tile(float (&d)[4], const X* q, const X* k, int query, int key) {
   constexpr int N = sizeof(X) == 2 ? 2 : 1;
   const RowsReader<BK, X> keys;
   const LeftReader<BK, X> queries;
-  float sums[2][4] = {};  // two at a time, as they wait for one another
+  float sums[2][4] = {};  // two, added to in turn: a product waits for the previous one of its sum
 #pragma unroll
   for (int c = 0; c < BK; c += 16 * N) {
     Right<Math<T, PRODUCTS>> b[N];
@@ -41,24 +42,26 @@ __device__ __forceinline__ void put_score(bf16* to, float x, int rest) {
 }
 __device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
 
-// Tasks of scores, 16 queries with 8 keys each, two of a kind: in the sub-chunks of the first 16 tokens, and of the
-// second; between such sub-chunks; between the first and the second 16 tokens. A chunk of 16 has the first three. So
-// the first tasks are a sub-chunk each.
+// The scores of a chunk are computed in tasks of 16 queries and 8 keys. Of a chunk of 32 tokens tasks 0 to 3 are the
+// scores within one sub-chunk each; 4 and 5 those of sub-chunk 1 with 0, and of 3 with 2; 6 and 7 those of the second
+// 16 tokens with sub-chunk 0, and with 1. Of a chunk of 16 tokens tasks 0 and 1 are those within a sub-chunk, 2 those
+// of sub-chunk 1 with 0.
 template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
-// Which queries and keys a task is about: of a lane, a query of either half and a pair of keys.
+// The queries and keys of a task. Of a lane these are a query in each half of the 16, and a pair of keys.
 template <typename T> struct ScoreTask {
   int kind, n, first;
   bool within, across;
 
-  // Callers that know where a task is say so, which spares branches.
+  // `within` is given by callers that know it at compile time, which saves branches.
   __device__ __forceinline__ ScoreTask(int task, bool within)
       : kind(CHUNK<T> == 16 && task == 2 ? 2 : task / 2),
         n(task & 1),
         first(16 * (kind & 1)),
         within(within),
         across(kind == 3) {}
-  __device__ __forceinline__ bool has(int half) const { return half == n || across; }  // or the other sub-chunk's
+  // Whether the scores of this half of the queries are the task's; otherwise they are another sub-chunk's.
+  __device__ __forceinline__ bool has(int half) const { return half == n || across; }
   __device__ __forceinline__ int row(int half) const {
     const int g = (threadIdx.x & 31) >> 2;
     return within ? 16 * kind + 8 * n + g : across ? 16 + 8 * half + g : 16 * n + 8 + g;
@@ -68,7 +71,7 @@ template <typename T> struct ScoreTask {
   }
 };
 
-// A lane's pairs of scores of a task, of either half of its queries.
+// d = a lane's scores of a task: a pair for the query of each half.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Schedule, T, BK>& s,
                                            const ScoreTask<T>& task) {
@@ -92,7 +95,7 @@ __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Sch
     const int i = task.row(x), j = task.column();
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // as it is
+      const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // a score without gates
       if (j + p >= i || before) {
         const auto& direct = s.direct[j + p != i];
         d[2 * x + p] = j + p > i ? 0.f : direct[0][i] + direct[1][i];
@@ -117,7 +120,7 @@ __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, co
   put_scores<PRODUCTS>(s, task, d);
 }
 
-// The scores of a sub-chunk where gates grow, from its rows in memory, of which there are `rows`.
+// Computes the scores within a sub-chunk from its `rows` rows in memory, pair by pair: for positive gates.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK>
 __device__ __noinline__ void score_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q, const T* k,
                                               const G* g, i64 q_stride, i64 k_stride, i64 g_stride, int rows,
@@ -134,8 +137,8 @@ __device__ __noinline__ void score_one_by_one(ScoreStorage<Schedule, T, BK>& s, 
   if (lane < BC) put(lane, lane, s.direct[0][0][row] + s.direct[0][1][row]);
 }
 
-// All scores of the chunk that begins with `token` of a span's so many, WARPS tasks at once: from operands, or where
-// gates grow, within sub-chunks, from rows in memory.
+// Computes all scores of the chunk that begins with token `token` of the sequence's `tokens`, WARPS tasks at a time.
+// grows: those within sub-chunks pair by pair.
 template <class ReadOrder, int PRODUCTS, int WARPS, class Schedule, typename T, int BK, class Args>
 __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, const Args& args, u32 b, u32 h,
                                             const Span& span, int token, int tokens, int channels, bool grows) {
@@ -157,7 +160,7 @@ __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, co
   }
 }
 
-// Rows row...row + 15 and keys key...key + 15 of the scores, and what is left of them.
+// a = scores of queries row...row + 15 and keys key...key + 15.
 template <int LDA> __device__ __forceinline__ void load_scores(LeftBf16& a, const bf16* A, int row, int key) {
   const int lane = own_lane();
   ldmatrix_x4(a.both, A + (row + (lane & 15)) * LDA + key + (lane >> 4) * 8);
@@ -178,8 +181,9 @@ __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, 
 template <int BK> using State = float[BK / 8][4];                 // of a warp, [16 columns, BK], transposed
 template <typename T> using Output = float[CHUNK<T> / 16][2][4];  // of a warp, [CHUNK, 16 columns]
 
-// f(value, its place in the array of states, whether it is in there), of a state whose channels begin at `row` of all
-// states' rows of V numbers. A block has so many channels, and so many columns from v_tile on.
+// Calls f(value, its index in the array of states, whether it is inside that array) for this lane's values of a state
+// whose channels are the rows from `row` on of all states' rows of V values. The block has `channels` channels, and
+// `columns` columns from v_tile on.
 template <int BK, class F>
 __device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
   const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
@@ -190,7 +194,7 @@ __device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_
     for (int x = 0; x < 4; ++x)
       f(S[c][x], at + (x & 1) * V + 8 * (x >> 1),
         8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
-    at += 8 * opaque(int(V));  // else all addresses are made at once, and there are no registers for that
+    at += 8 * opaque(int(V));  // keeps the compiler from computing all addresses at once, which takes many registers
   }
 }
 
@@ -213,7 +217,7 @@ __device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, con
   }
 }
 
-// S <- diag(decay) S + (k decayed)^T v, of the columns from `column` on.
+// S <- diag(decay) S + (k decayed)^T v, for 16 columns from `column` on.
 template <int PRODUCTS, typename T, int BK, int BV>
 __device__ __forceinline__ void write_state(State<BK>& S, const typename OperandOf<T>::Type* k, const T* v,
                                             const float* decay, int column) {
@@ -241,7 +245,7 @@ __device__ __forceinline__ void write_state(State<BK>& S, const typename Operand
   }
 }
 
-// o += A v, of the columns from `column` on; A as `Storage` has it.
+// o += A v, for 16 columns from `column` on.
 template <class Storage, int PRODUCTS, int BV, typename T>
 __device__ __forceinline__ void read_scores(Output<T>& o, const typename Storage::X* A, const T* v, int column) {
   const RightReader<BV, T, true> values(column);

@@ -1,32 +1,31 @@
-// what      Shared memory of the forward kernel of every card, and what tells its schedules apart.
+// what      Shared memory and schedules of the forward kernel of every card.
 // limits    BK and BV of 64, 128, BV also of 256
 #include "gated/forward_tiles.cuh"
 #include "tensor.cuh"
 
-// Everything of a sequence.
+// One launch computes whole sequences.
 struct SinglePass {
   static constexpr bool reads = true;         // whether there are queries and outputs
-  static constexpr bool all_channels = true;  // or what other launches make of other channels is added
+  static constexpr bool all_channels = true;  // whether one launch has all channels
 };
-// The same of some of the channels. Scores may cancel between the launches, so in sub-chunks they are tf32 at least.
+// A launch for every BK channels, whose outputs add up. Scores of different launches may cancel: so those in sub-chunks
+// are computed in tf32, also of bfloat16 data.
 struct SplitChannels : SinglePass {
   static constexpr bool all_channels = false;
 };
-// Only the state that tokens leave behind, and their decay: with gates of columns, else segment_states.cu makes it.
+// Only a segment's final state and its decay, if columns have gates too; otherwise segment_states.cu computes these.
 struct SegmentState : SinglePass {
   static constexpr bool reads = false;
 };
 
-constexpr int STAGES = 2;        // chunks in shared memory: the one at hand, the next one on its way
-constexpr int BC = 8, SPAN = 4;  // tokens of a sub-chunk, and of what a warp decays at a time: half of one
-template <typename T>
-constexpr int CHUNK =  // tokens of a chunk: twice as many where operands are half as large
-    64 / sizeof(typename OperandOf<T>::Type);
+constexpr int STAGES = 2;        // chunks of inputs in shared memory: the current one, and the next one, being copied
+constexpr int BC = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, half a sub-chunk, a warp's share of a chunk
+template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::Type);  // tokens: 32, or 16 of floats
 
-// Blocks that share a multiprocessor, as far as registers go.
+// Blocks for which a multiprocessor has registers.
 template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::reads && BK > BV ? 2 : 256 / BV;
 
-// What scores in sub-chunks are made of, and the number of products.
+// The type of operands about a sub-chunk's middle, and the number of their products.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {
   using Product = T;
   template <int TF32> static constexpr int PRODUCTS = TF32;
@@ -36,24 +35,26 @@ template <> struct MiddleOf<SplitChannels, bf16> : OperandOf<float> {
   template <int TF32> static constexpr int PRODUCTS = 1;
 };
 
-// Queries, and operands of scores. `border` has BORDER rows of queries, those of sub-chunks 1 and 3 from their start
-// and of 2 and 3 from the chunk's middle; then of keys, those of sub-chunks 0 and 2 to their end and of 0 and 1 to the
-// chunk's middle. A chunk of 16 has sub-chunks 1 and 0 alone: 8 more queries that its product takes are not looked at.
+// Queries, and operands of scores. `border` has BORDER rows of queries: of sub-chunks 1 and 3, decayed from their
+// start, and of 2 and 3, decayed from the chunk's middle. Then come BORDER rows of keys: of sub-chunks 0 and 2, decayed
+// to their end, and of 0 and 1, decayed to the chunk's middle. A chunk of 16 tokens has only queries of sub-chunk 1 and
+// keys of sub-chunk 0; a product takes 8 more queries, whose scores are not used.
 template <class Schedule, typename T, int BK, bool READS = Schedule::reads> struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;
   using Middle = typename MiddleOf<Schedule, T>::Type;
   static constexpr int BORDER = CHUNK<T> == 32 ? 32 : BC, LDA = CHUNK<T> + 8;
-  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;  // that a score is the sum of
+  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;  // whose sum is a score
   T q[STAGES][CHUNK<T> * BK];
   Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed to the middle of their sub-chunk
   X border[2 * BORDER * BK];
   X A[NUMBERS * CHUNK<T> * LDA];  // scores, 0 above the diagonal
-  float direct[2][2][CHUNK<T>];   // of a query with its own key, with the key before it; a part of the channels each
+  float direct[2][2][CHUNK<T>];   // scores without gates: [0] with a query's own key, [1] with the key before; [part of
+                                  // the channels][query]
   float u[BK];                    // RWKV-6's bonus
 };
 template <class Schedule, typename T, int BK> struct ScoreStorage<Schedule, T, BK, false> {};
 
-// What meets the state, decayed to the chunk's ends: it takes the place of queries and keys where it is of their type.
+// Queries decayed from the chunk's start and keys decayed to its end. If their type is T, they replace q and k instead.
 template <bool SAME, typename T, int BK> struct StateStorage {};
 template <typename T, int BK> struct alignas(16) StateStorage<false, T, BK> {
   using X = typename OperandOf<T>::Type;
@@ -67,12 +68,12 @@ struct alignas(16) Shared : ScoreStorage<Schedule, T, BK>, StateStorage<IN_PLACE
   using Gate = G;
   T k[STAGES][CHUNK<T> * BK];
   T v[STAGES][CHUNK<T> * BV];
-  G gates[CHUNK<T> * BK];            // of the present chunk until its operands are made, then of the next one
+  G gates[CHUNK<T> * BK];            // of the current chunk until its operands are made, then of the next one
   float spans[CHUNK<T> / SPAN][BK];  // the decay of every SPAN tokens
   float decay[BK];                   // of the whole chunk
 };
 
-// Where the operands of the state stand.
+// The queries, or keys, that are multiplied with the state.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ auto* state_q(Shared<Schedule, T, G, BK, BV>& s, int stage) {
   if constexpr (IN_PLACE<T>) return s.q[stage];

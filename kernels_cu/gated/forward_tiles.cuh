@@ -1,24 +1,26 @@
-// what      Tiles of the forward kernel of every card in shared memory, and what a warp's tensor cores take of them.
-// numerics  bfloat16: one product. float32 and float16 data: tf32, PRODUCTS of them for float32 (fragments.cuh)
+// what      The layout of tiles in shared memory of the forward kernel of every card, and how a warp loads operands of
+//           its tensor cores from them.
+// numerics  bfloat16 data: products in bfloat16. Other data: in tf32, for float32 data PRODUCTS of them (fragments.cuh)
 //
-// A contraction goes over 16 values at a time. In tf32 it takes those two by two: 2t comes where the instruction has t,
-// and 2t + 1 where it has t + 4. So accumulators are operands as they are, and float tiles are read without bank
-// conflicts; both operands of a product must agree.
+// A product contracts 16 values at a time. The tf32 instruction contracts 8 in some order: here value 2t is its number
+// t and value 2t + 1 its number t + 4, in both operands. With this order accumulators are operands without any move,
+// and float tiles are read without bank conflicts.
 #include "fragments.cuh"
 #include "ptx.cuh"
 
-// Rows of COLS values; 16-byte piece p of row r lies where p ^ r % 8 would: eight rows of a piece are in all banks.
+// The address in a tile of rows of COLS values. Piece p (16 bytes) of row r is stored in the place of piece p ^ r % 8:
+// so the same piece of eight rows is in different banks.
 template <int COLS, typename X> __device__ __forceinline__ X* place(X* tile, int row, int col) {
   constexpr int PIECE = 16 / sizeof(X);
   return tile + row * COLS + ((col / PIECE ^ row & 7) * PIECE | col % PIECE);
 }
 
-// What products read of data of type T: itself, or float.
+// The type in shared memory of operands of data T: bfloat16, or float.
 template <typename T> struct OperandOf {
   using Type = typename Math<T, 1>::Stored;
 };
 
-// What a tile of operands holds of x: rounded where it is not once more when it is read.
+// x as it is stored in a tile of operands: rounded to tf32 if a single tf32 product will read it.
 template <typename T, int PRODUCTS> __device__ __forceinline__ float operand_value(float x) {
   if constexpr (sizeof(typename OperandOf<T>::Type) == 2 || PRODUCTS == 3) return x;
   else return __uint_as_float(to_tf32(x));
@@ -31,9 +33,9 @@ template <bool SPLIT> using RightTf32 = Pairs<SPLIT, float, 2>;
 
 // ---- operands from tiles --------------------------------------------------------------------------------------------
 
-// Where a lane reads of tiles with rows of COLS: the row and the piece it begins with, from which constant rows, of
-// whole eights, and columns are a sum and an XOR away. Made where it is used: to hold all addresses takes too many
-// registers.
+// A lane's first address in tiles with rows of COLS values. Addresses that are a constant multiple of 8 rows and a
+// constant number of columns away are computed by one addition and one XOR. Readers are made right before their use,
+// since holding addresses takes too many registers.
 template <int COLS, typename X> struct Reader {
   static constexpr int PIECE = 16, ROUND = 8 * PIECE, SIZE = sizeof(X);
   int first;  // in bytes
@@ -48,8 +50,8 @@ template <int COLS, typename X> struct Reader {
 };
 __device__ __forceinline__ int own_lane() { return opaque(threadIdx.x & 31); }
 
-// Rows row + 0...15, columns col + 0...15, for products over columns. Of a float tile the columns must lie as
-// `put_paired` puts them, or the right operand as `RowsReader` takes it.
+// Loads rows row + 0...15, columns col + 0...15 as a left operand, contracted over columns. The columns of a float tile
+// are in the order of `PairedSpot`, or the right operand comes from `RowsReader`, which has the same order.
 template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
   __device__ __forceinline__ LeftReader(int lane = own_lane()) : Reader<COLS, X>(lane & 15, lane >> 4) {}
 
@@ -68,7 +70,7 @@ template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
   }
 };
 
-// The transpose of rows row + 0...7, for products over columns: 32 of bfloat16, 16 of floats.
+// Loads the transpose of rows row + 0...7 as right operands, contracted over 32 columns of bfloat16, or 16 of floats.
 template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
   __device__ __forceinline__ RowsReader(int lane = own_lane()) : Reader<COLS, X>(lane & 7, lane >> 3) {}
 
@@ -87,8 +89,8 @@ template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
   }
 };
 
-// Rows row + 0...15 and 16 columns from `column` on, for products over rows: the transpose as the left operand.
-template <int COLS, typename X> struct TransposedReader : Reader<COLS, X> {  // 2 bytes
+// Loads the transpose of rows row + 0...15 and 16 columns from `column` on as a left operand, contracted over rows.
+template <int COLS, typename X> struct TransposedReader : Reader<COLS, X> {  // of types of 2 bytes
   __device__ __forceinline__ TransposedReader(int column, int lane = own_lane())
       : Reader<COLS, X>((lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)) {}
 
@@ -110,13 +112,13 @@ template <int COLS> struct TransposedReader<COLS, float> : Reader<COLS, float> {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)  // one row down, and with it the piece
+      for (int i = 0; i < 4; ++i)  // one row down the place of the piece changes, too
         a.set(left_register(half, i), *this->at(tile, row + 8 * half + (i >> 1), 8 * (i & 1) ^ 4 * (i >> 1)));
   }
 };
 
-// Rows row + 0...15, columns col + 0...7 and col + 8...15 from `column` on, for products over rows. Of operands, or of
-// INPUTS as they came.
+// Loads rows row + 0...15, columns col + 0...7 and col + 8...15 from `column` on as two right operands, contracted over
+// rows. INPUTS: the tile holds data that are not rounded to tf32 yet.
 template <int COLS, typename X, bool INPUTS = false> struct RightReader : Reader<COLS, X> {
   __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())
       : Reader<COLS, X>(lane & 15, column * int(sizeof(X)) / 16 + (lane >> 4)) {}
@@ -151,7 +153,7 @@ template <int COLS, bool INPUTS> struct RightReader<COLS, float, INPUTS> : Reade
   }
 };
 
-// Accumulators [16, 8] of two tiles side by side, rows 8n + 0...7 of them transposed, as the right operand.
+// b = the transpose of rows 8n + 0...7 of two accumulators [16, 8] side by side, as a right operand.
 template <class R> __device__ __forceinline__ void pack_right(R& b, const float (&x)[4], const float (&y)[4], int n) {
   b.set(0, float2{x[2 * n], x[2 * n + 1]});
   b.set(1, float2{y[2 * n], y[2 * n + 1]});
@@ -159,7 +161,7 @@ template <class R> __device__ __forceinline__ void pack_right(R& b, const float 
 
 // ---- values of a row ------------------------------------------------------------------------------------------------
 
-// W neighbours of a row, as 32-bit words.
+// W neighbouring values of a row, in 32-bit words.
 template <int W, typename X> struct Piece {
   static constexpr int WORDS = W * sizeof(X) / 4;
   u32 words[WORDS];
@@ -193,15 +195,15 @@ template <int W, typename X> struct Piece {
   }
 };
 
-// Where a lane has W neighbours in some rows of tiles with rows of COLS: those from `row` on, fewer than 8 down, column
-// `col`. Eights of rows and constant rows from there are a sum and an XOR away.
+// The address of a lane's W neighbouring values in tiles with rows of COLS values: row `row` modulo 8, column `col`.
+// Other groups of 8 rows, and constant numbers of rows in a group, are reached by one addition and one XOR.
 template <int COLS, int W, typename X> struct Spot {
   static constexpr int PIECE = 16, SIZE = sizeof(X);
   int first;  // in bytes
 
   __device__ __forceinline__ Spot(int row, int col)
       : first((row & 7) * COLS * SIZE + ((col * SIZE / PIECE ^ row & 7) * PIECE | col * SIZE % PIECE)) {}
-  // `row` down from the spot's own row in the eight, with which it shares no bit.
+  // In group `eight` of 8 rows, `row` rows below the spot's own row, with which `row` shares no bit.
   __device__ __forceinline__ X* at(const X* tile, int eight, int row) const {
     return reinterpret_cast<X*>(const_cast<char*>(reinterpret_cast<const char*>(tile + eight * 8 * COLS)) +
                                 (first ^ row * PIECE) + row * COLS * SIZE);
@@ -216,7 +218,7 @@ template <int COLS, int W, typename X> struct Spot {
   }
 };
 
-// The same for `LeftReader` beside accumulators as right operands: of 8 floats in the order 0 2 4 6 1 3 5 7.
+// The same for tiles that LeftReader multiplies with accumulators: 8 floats are in the order 0 2 4 6 1 3 5 7.
 template <int COLS, int W, typename X> struct PairedSpot : Spot<COLS, W, X> {
   __device__ __forceinline__ PairedSpot(int row, int col) : Spot<COLS, W, X>(row, col) {}
 };

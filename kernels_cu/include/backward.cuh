@@ -1,6 +1,6 @@
-// what      What the backward kernels for every card share: chunks of tokens in shared memory, and states as they are
+// what      Shared by the backward kernels of every card: copies of chunks of tokens, and the layout of states that are
 //           kept between chunks.
-// shapes    a warp has channels, and all tokens of them: a lane has pairs of tokens as in decays.cuh.
+// shapes    A warp has some channels of all tokens; a lane has pairs of tokens as in decays.cuh.
 //           states [direction, B, heads, NC, tiles of K, tiles of V, 8, 8, 8, 8]: 64 x 64 in matrices of 8 x 8
 #include "decays.cuh"
 #include "fragments.cuh"
@@ -12,12 +12,12 @@ constexpr int CHUNK = 64, SUB = 8, SUBS = CHUNK / SUB;  // tokens; sub-chunks a 
 constexpr int TILE = 64;                                // channels and columns of a tile of a state
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
-// Rows of so many values lie so far apart that those of ldmatrix, and of pairs, touch every bank once.
+// The distance of rows of COLS values: loads by ldmatrix, and of pairs, then touch every bank once.
 template <typename T> constexpr int PAD = sizeof(T) == 2 ? 8 : 4;
 template <typename T, int COLS> constexpr int LD = COLS + PAD<T>;
 
-// [ROWS, COLS] of (batch, head): rows first..., columns column...; zeros where the row is past `stop` or the column
-// past `width`. With `vectors` (rows start on 16 bytes, and `width` columns end on them) it comes in the background.
+// Copies a tile [ROWS, COLS] of (batch, head) from row `first` and column `column` on; zeros from row `stop` and column
+// `width` on. vectors: rows start on 16 bytes and are multiples of them, and are copied in the background.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
                                            i64 column, i64 width, bool vectors) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
     const bool there = rows > 0 && col < columns;
     const T* from = x.row(batch, head, there ? first + row : 0) + (there ? column + col : 0);
 #pragma unroll
-    for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.t)  // nothing is read where it is not valid
+    for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.t)  // reads nothing if not valid
       cp_async<16>(s + (row + n * DOWN) * LD + col, from, there && row + n * DOWN < rows);
   } else {
 #pragma unroll 1
@@ -41,14 +41,14 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
   }
 }
 
-// What scores of one sub-chunk are multiplied by between kernels, where both sides have gates: e^-20 of either, and
-// e^-70 about the middle, would leave float32's range.
+// The factor of scores within a sub-chunk that one kernel stores for another, if channels and columns have gates: e^-20
+// of both, times e^-70 about the middle, would leave float32's range.
 constexpr float NEAR = 4194304.f;
 
-// Of rows that kernels leave for one another: all pieces whole, zeros where the arrays end.
+// The width of rows that one kernel stores for another: a multiple of 8, with zeros behind `width`.
 __device__ __forceinline__ i64 padded_width(i64 width) { return (width + 7) / 8 * 8; }
 
-// The other way: a tile's rows and columns that there are go to memory.
+// Stores the rows and columns of a tile that are inside the array.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 batch, i64 head, i64 first, i64 stop,
                                            i64 column, i64 width, bool vectors) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 bat
 
 // ---- states that are kept ---------------------------------------------------------------------------------------
 
-// A tile of 64 x 64: matrices of 8 x 8, side by side, then one below the other.
+// The index of a tile of 64 x 64 numbers, which consists of 8 x 8 matrices, eight side by side, then the next eight.
 __device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backwards, i64 batch, i64 head, i64 chunk,
                                        int k_tile, int v_tile) {
   const i64 k_tiles = (shape.K + TILE - 1) / TILE, v_tiles = (shape.V + TILE - 1) / TILE;
@@ -82,12 +82,13 @@ __device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backw
 }
 __device__ __forceinline__ int matrix_at(int row, int column) { return (row * (TILE / 8) + column) * 64; }
 
-// Where such a matrix has a row in shared memory: of four bytes a number every second row lies in other banks.
+// The place of a row in such a matrix in shared memory. Of numbers of four bytes, the order of rows is such that reads
+// have no bank conflicts.
 template <typename E> __device__ __forceinline__ int row_place(int row) {
   return sizeof(E) == 4 ? row ^ row >> 2 : row;
 }
 
-// Two right operands side by side from such a tile there, of matrices that are 8 rows deep.
+// Loads two right operands side by side from such a tile in shared memory.
 template <class R, typename E> __device__ __forceinline__ void load_matrices(R (&b)[2], const E* tile) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {

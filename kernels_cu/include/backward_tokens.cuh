@@ -1,16 +1,17 @@
-// what      What every Hopper backward shares beside warpgroup.cuh: products of tokens, sums over the lanes that share
-//           a channel, and segments of sequences. CHUNK, the tokens of a chunk, is the including kernel's.
+// what      Shared by Hopper's backward kernels, beside warpgroup.cuh: products of tokens, sums over the lanes of a
+//           channel, and segments of sequences. The including kernel defines CHUNK, the tokens of a chunk.
 // limits    sm_90a
 #include "half_products.cuh"
 #include "warpgroup.cuh"
 
 // ---- products of tokens with tokens: a warp ------------------------------------------------------------------
 
-// The three 16 x 16 blocks of 32 x 32 pairs with no key behind its query.
+// The first query and the first key of each of the three 16 x 16 blocks, of 32 x 32 pairs, that have keys up to their
+// queries.
 __device__ __forceinline__ int queries_of(int block) { return block ? 16 : 0; }
 __device__ __forceinline__ int keys_of(int block) { return block == 2 ? 16 : 0; }
 
-// D[queries, keys] = a b^T, a block.
+// d = one block of a b^T [queries, keys].
 template <typename T, int PANELS>
 __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][CHUNK][64], T (&b)[PANELS][CHUNK][64],
                                               int block, int lane) {
@@ -38,8 +39,9 @@ __device__ __forceinline__ float channel_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Sums of x over the eight lanes of a t = lane % 4: lane g = lane / 4 ends with COUNT / 8 of them, from g COUNT / 8 on.
-// Of lanes LANES apart each keeps a half. By recursion, since the compiler does not unroll such loops in time.
+// Adds COUNT values over the eight lanes with the same lane % 4. Lane g = lane / 4 gets COUNT / 8 of the sums, from
+// number g COUNT / 8 on. In each step two lanes that are LANES apart keep one half each. Recursive, since the compiler
+// unrolls such a loop too late.
 template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
   const bool upper = opaque(threadIdx.x) & LANES;
 #pragma unroll
@@ -59,12 +61,13 @@ __device__ __forceinline__ bool is_last(const WorkTile& at, i64 P, bool backward
   return is_first(at, P, !backwards);
 }
 
-// Where among the states that segments of both directions start from this one's is; a block has one of `tiles` of it.
+// The index of this segment's state among the states from which the segments of both directions start. A block has one
+// of `tiles` tiles of a state.
 __device__ __forceinline__ i64 slot_of(const WorkTile& at, bool backwards, u32 tiles = 1) {
   return (backwards ? gridDim.x / tiles / 2 : 0) + at.pair;
 }
 
-// The first segment starts from the given state, or from zeros, and puts it among the others.
+// Loads the given state, or zeros, if this is a sequence's first segment, and stores it among the segments' states.
 template <int BV>
 __device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, float* states, const Shape& shape,
                                       const WorkTile& at, i64 P, bool backwards, int channel, u32 tiles = 1) {

@@ -1,11 +1,12 @@
-// what      Decays of a lane's pairs of tokens within sub-chunks.
-// math      a_t = exp g_t. In a sub-chunk of 8 tokens: from its start to where token i reads, prod_{m<=i} a_m (RWKV-6:
-//           m < i); from after token j to its end, prod_{m>j} a_m; and both about its middle, one of them an inverse.
+// what      The decays of a lane's pair of tokens in a sub-chunk of 8 tokens.
+// math      a_t = exp g_t. From the sub-chunk's start to the state that token i reads: prod_{m<=i} a_m (RWKV-6: m < i).
+//           From after token j to the sub-chunk's end: prod_{m>j} a_m. From and to the sub-chunk's middle likewise, as
+//           inverses for tokens on the wrong side of it.
 // shapes    a lane has channel (or column) g = lane / 4, and of every sub-chunk the pair of tokens 2t, 2t + 1,
 //           t = lane % 4, as in fragments.cuh
-// numerics  Decays are multiplied, not subtracted, so that gates of any size leave the others as they are. About the
-//           middle a gate counts as at least -20, so that inverses stay in range: e^-20 of a token passes a reset
-//           there. Where four gates are inverted, and not three about the centre, it is -16.
+// numerics  Decays are products; gates are not subtracted, so that a large gate does not swallow small ones. About the
+//           middle a gate counts as at least -20, so that inverses are finite: e^-20 of a token passes a reset in its
+//           sub-chunk. If four gates are inverted instead of three, it counts as at least -16.
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -17,7 +18,8 @@ __device__ __forceinline__ float2 operator*(float2 a, float2 x) { return {a.x * 
 __device__ __forceinline__ float2 operator+(float2 a, float2 x) { return {a.x + x.x, a.y + x.y}; }
 __device__ __forceinline__ float2 decays_of(float2 gates) { return {decay_of(gates.x), decay_of(gates.y)}; }
 
-// Of a lane's four values, what those before it, behind it and all of them make.
+// Four neighbouring lanes have a value each: the sum or product of those of lanes before this one, of those after it,
+// and of all four.
 struct Around {
   float before, behind, all;
 };
@@ -35,11 +37,11 @@ __device__ __forceinline__ Around sums(float x) {
   return around(x, 0.f, [](float a, float b) { return a + b; });
 }
 
-// Of a lane's channel over a whole sub-chunk: the sum of gates, in float32, goes into one exp.
+// The decay of this lane's channel over the whole sub-chunk: exp of the sum of gates.
 __device__ __forceinline__ float whole_decay(float2 gates) { return decay_of(sums(gates.x + gates.y).all); }
 
-// A lane's pair of a sub-chunk: from its start to where the tokens read, from after them to its end, and over all of
-// it.
+// The decays of a lane's pair of tokens: from the sub-chunk's start to the states that they read, from after them to
+// its end; and of the whole sub-chunk.
 template <class ReadOrder> struct Decays {
   float2 start, end;
   float all;
@@ -53,22 +55,24 @@ template <class ReadOrder> struct Decays {
   }
 };
 
-// About the middle of the sub-chunk: what queries and keys are multiplied by. OWN: GLA's tokens meet themselves, too.
+// The factors of a lane's pair of queries and of keys, from and to the sub-chunk's middle. OWN: GLA's scores of tokens
+// with themselves are computed by these factors, too.
 template <class ReadOrder, bool OWN = false> struct Middle {
   static constexpr float LEAST = OWN || ReadOrder::reads_before_write ? 1.1253517e-7f : ::LEAST;  // e^-16
-  // About e^10, for GLA, whose factors would lie between e^-80 and e^60: between e^-70 and e^70 what tf32 leaves of
-  // them is in range too (e^50 where tokens meet others), as it is of RWKV-6's, of e^-48 to e^64 (e^48). OWN: about
-  // e^8, from e^-56 to e^56.
+  // GLA's factors would be e^-80 to e^60. With this factor, about e^10, they are e^-70 to e^70, so that their rounding
+  // errors in tf32 are normal numbers, too; those that are used in scores are at most e^50. RWKV-6's are e^-48 to e^64
+  // (used: e^48). OWN: about e^8, for factors from e^-56 to e^56.
   static constexpr float CENTRE = ReadOrder::reads_before_write ? 1.f : OWN ? 4096.f : 16384.f;
   float2 queries, keys;
 
   __device__ __forceinline__ explicit Middle(float2 a) {
     const int t = threadIdx.x & 3;
-    const bool behind = t & 2, beside = behind == bool(t & 1);  // the middle; it, with no pair between
+    const bool behind = t & 2;                  // whether the pair is after the middle
+    const bool beside = behind == bool(t & 1);  // whether another pair lies between it and the middle
     const float x = at_least(a.x, LEAST), y = at_least(a.y, LEAST), xy = x * y;
     const float other = __shfl_xor_sync(0xffffffffu, xy, 1);
     const float base = (behind ? CENTRE : 1.f / CENTRE) * (beside ? other : 1.f);
-    // one side as it is, the other inverted: queries behind the middle, keys before it
+    // products of decays for queries after the middle and keys before it; inverses for the others
     const float2 queries_behind = {base * x, base * xy}, keys_before = {base * y, base};
     if (ReadOrder::reads_before_write) {
       const float2 near = {behind ? base : keys_before.x, behind ? queries_behind.x : base};

@@ -1,22 +1,22 @@
-// what      The pairs of tokens of a sub-chunk where gates grow: each by the decay between them, with no inverse and no
-//           bound. For chunks in which a gate is above GROWTH, which are few.
+// what      Scores and gradients of a sub-chunk's pairs of tokens from the decay between each pair, without inverses
+//           and clamps: for the few chunks that have a gate above GROWTH.
 // math      with D_ij = prod_{j<m<=i} a_m (RWKV-6: j < m < i), a = exp g, j < i:
 //           A_ij = sum_c q_i D_ij k_j;   dq_i = sum_j dA_ij D_ij k_j,   dk_j = sum_i dA_ij D_ij q_i,
 //           dg_t = sum of q_i D_ij k_j dA_ij over j < t <= i  (RWKV-6: j < t < i)
-// numerics  float32. Decays meet only with those beside them: they overflow where the growth from one token to another
-//           does, over 88 nats, and what grew before a reset is forgotten.
+// numerics  float32. The decay between two tokens is a product from one to the other: it overflows only if the growth
+//           between them exceeds 88 nats, and a reset between them makes it 0.
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-// Factors about the middle of a sub-chunk serve all gates up to this, in nats: three of those stay far from the end of
-// float32, and let e^-10 of a token pass a reset at most.
+// The largest gate, in nats, for which factors about a sub-chunk's middle are used: three such gates are far from the
+// end of float32's range, and at most e^-10 of a token passes a reset.
 constexpr float GROWTH = 1.f;
 
 constexpr int PAIRED = 8;                         // tokens of a sub-chunk
 constexpr int PAIRS = PAIRED * (PAIRED - 1) / 2;  // of a query and a key before it
 
-// The n-th pair.
+// The n-th pair of a query and an earlier key.
 struct TokenPair {
   int query, key;
 };
@@ -26,8 +26,8 @@ __device__ __forceinline__ TokenPair pair_of(int n) {
   return {query, n};
 }
 
-// By a warp: its lane n gets the score of pair n. Pointers are to a sub-chunk's first token, in any memory; of its 8
-// tokens there are `rows`. A lane by itself, with few registers: callers have none to spare.
+// Returns to lane n of a warp the score of pair n. The pointers are to the first of a sub-chunk's `rows` tokens, in any
+// memory. A lane computes its score alone, with few registers, since callers have no free ones.
 template <class ReadOrder, typename T, typename G>
 __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, i64 q_stride, i64 k_stride,
                                             i64 g_stride, int rows, int channels) {
@@ -48,8 +48,8 @@ __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, 
   return sum;
 }
 
-// What token t of a sub-chunk has of its pairs in the gradients, of one channel. q(i), k(j) and a(m) are that
-// channel's queries, keys and decays; dA(i, j) is asked for with j < i alone.
+// The shares of the sub-chunk's pairs in the gradients of token t, for one channel. q(i), k(j) and a(m) return the
+// channel's queries, keys and decays; dA(i, j) is called for j < i only.
 struct PairGradients {
   float dq, dk, dg;
 };
@@ -64,7 +64,7 @@ __device__ __forceinline__ PairGradients gradients_of_pairs(int t, Query q, Key 
     sums.dk = fmaf(dA(i, t), decay * q(i), sums.dk);
     if (!INCLUSIVE) decay *= a(i);
   }
-  decay = 1.f;  // from the key to token t, which decays in `later` where it does
+  decay = 1.f;  // from the key to token t; the decay of t itself is in `later`
 #pragma unroll 1
   for (int j = t - 1; j >= 0; --j) {
     const float key = decay * k(j);

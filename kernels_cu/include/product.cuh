@@ -2,18 +2,18 @@
 // numerics  EXACT (float32 data): each operand is split into two tf32 numbers and three products keep 22 bits.
 //           Otherwise (half data): one tf32 product; tf32 has float16's fraction and float32's range, so nothing
 //           overflows on the way that the result does not. Where both kinds meet, two products.
-// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split.
-#include "ptx.cuh"
+#include "tf32.cuh"
 
-// An operand's registers: N values, and what tf32 leaves of them.
+// An operand's registers: N values as tf32 numbers, and if they are split, second ones.
 template <bool SPLIT, int N> struct Operand {
   static constexpr bool EXACT = SPLIT;
   u32 high[N];
   u32 low[EXACT ? N : 1];
 
   __device__ __forceinline__ void set(int i, float x) {
-    high[i] = to_tf32(x);
-    if constexpr (EXACT) low[i] = to_tf32(x - __uint_as_float(high[i]));
+    const TwoTf32 two = two_tf32<true>(x);
+    high[i] = two.high;
+    if constexpr (EXACT) low[i] = two.low;
   }
 };
 

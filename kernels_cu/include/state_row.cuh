@@ -1,4 +1,4 @@
-// what      In float64, a row of a recurrence's state in the registers of a warp, its columns shared out to the lanes.
+// what      A row of a recurrence's state in float64, in the registers of a warp; a lane has every 32nd column.
 // math      X_t = a_t (b_t * X_{t-1}) + x_t y_t, for one row's numbers x and a and vectors y and b over the columns
 // shapes    x a of the rows and y z b of the columns, [B, H, T, R] and [B, H, T, C]: the state is [K, V] with k as x, v
 //           as y, and do as z, or turned over, [V, K] with v as x, k as y, and q as z
@@ -8,7 +8,7 @@
 
 constexpr int WARPS = 4;  // of a block: so many rows
 
-// The row of the state that a warp has.
+// The row of the state of this warp.
 struct StateRow {
   i64 n, b, h, r;  // sequence, its row of the batch, head, row of the state
   Span span;
@@ -25,8 +25,8 @@ template <int COLUMNS> struct Row {
   static constexpr int EACH = COLUMNS / 32;
   double x[EACH];
 
-  // f(number, column) for every column there is. Four of a lane's are under way at a time: loads of more would take the
-  // registers of the state.
+  // Calls f(number, column) for every column. At most four of a lane's columns are loaded at a time: more loads would
+  // take the registers of the state.
   template <class F> __device__ __forceinline__ void each(int columns, F f) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -42,5 +42,5 @@ __device__ __forceinline__ double over_the_warp(double sum) {
   return sum;
 }
 
-// x, or with `adds` what is there and x.
+// Stores x, or, if it `adds`, adds x to the stored value.
 __device__ __forceinline__ void put(double& sum, double x, i64 adds) { sum = adds ? sum + x : x; }

@@ -1,4 +1,5 @@
-// what      What happens inside a sub-chunk of 16 tokens: scores of its own pairs, and decays to its two ends.
+// what      A sub-chunk of 16 tokens in the stages' kernels: the scores of its pairs of tokens, and its queries and
+//           keys decayed from its start and to its end.
 // math      A_ij = sum_k q_ik k_jk prod_{j<m<=i} a_mk  (GLA)       prod_{j<m<i}, A_ii = sum_k q_ik u_k k_ik  (RWKV-6)
 //           q_i prod_{m<=i} a_m  (RWKV-6: m < i),   k_j prod_{m>j} a_m,   a = exp g
 // numerics  Decays are multiplied one after the other, as the recurrence does: one exp a gate, exact for any gate
@@ -9,11 +10,11 @@
 
 constexpr int SUB = 16;  // tokens a sub-chunk
 
-// Rows of BK channels lie BK + 8 floats apart: the tensor-core loads then touch every bank once.
+// The distance of rows of BK channels in floats: loads of tensor cores then touch every bank once.
 template <int BK> constexpr int LD = BK + 8;
 
-// s_A[i, j] for the 16 x 16 pairs; zero above the diagonal. s_a holds the decays, s_u the bonus (RWKV-6 only).
-// A sixteenth of the block's threads takes a key, each of them 4 channels at a time. Ends without a barrier.
+// s_A[i, j] = the scores of the 16 x 16 pairs, zero above the diagonal. s_a: decays; s_u: RWKV-6's bonus. A sixteenth
+// of the block's threads computes the scores of a key, each thread 4 channels at a time. The caller does the barrier.
 template <class ReadOrder, int BK, int THREADS, int LDA>
 __device__ void diagonal_scores(const float* s_q,  // [16, BK]
                                 const float* s_k,  // [16, BK]
@@ -52,7 +53,8 @@ __device__ void diagonal_scores(const float* s_q,  // [16, BK]
   }
 }
 
-// q_i <- q_i times the decays from the sub-chunk's start up to where token i reads. In place, a channel a thread.
+// Multiplies query i by the decay from the sub-chunk's start to the state that token i reads. In place; a thread has a
+// channel.
 template <class ReadOrder, int BK, int THREADS> __device__ void decay_queries(float* s_q, const float* s_a) {
   for (int c = threadIdx.x; c < BK; c += THREADS) {
     float carried = 1.f;
@@ -65,8 +67,8 @@ template <class ReadOrder, int BK, int THREADS> __device__ void decay_queries(fl
   }
 }
 
-// k_j <- k_j times the decays after token j and then `s_carry`, the decay from the sub-chunk's end to where the keys
-// are read; s_carry <- s_carry times the whole sub-chunk's decay. In place, a channel a thread.
+// Multiplies key j by the decay after token j and by `s_carry`, the decay from the sub-chunk's end to the state that
+// reads the keys; multiplies s_carry by the decay of the whole sub-chunk. In place; a thread has a channel.
 template <int BK, int THREADS> __device__ void decay_keys(float* s_k, const float* s_a, float* s_carry) {
   for (int c = threadIdx.x; c < BK; c += THREADS) {
     float carried = s_carry[c];
@@ -79,7 +81,7 @@ template <int BK, int THREADS> __device__ void decay_keys(float* s_k, const floa
   }
 }
 
-// Gates to decays, in place.
+// Replaces gates by decays.
 template <int BK, int THREADS> __device__ void exponentiate(float* s_g) {
   for (int at = threadIdx.x; at < SUB * BK; at += THREADS) {
     float& gate = s_g[at / BK * LD<BK> + at % BK];

@@ -1,9 +1,9 @@
-// what      Where a tile's values lie in the tensor cores' 128-byte swizzle: panels of 128 bytes a row.
+// what      Addresses in the tensor cores' 128-byte swizzle: tiles are panels whose rows have 128 bytes.
 // limits    panels start on 1024 bytes
 #include "ptx.cuh"
 
-// Where a piece of a row of a panel lies, in bytes. What is 1, 2 or 4 pieces further, as bits of their numbers, is 16,
-// 32 or 64 XOR that: addresses of a loop that the compiler need not make.
+// The offset of a 16-byte piece of a row of a panel, in bytes. To change bit 0, 1 or 2 of the piece's number, XOR the
+// offset with 16, 32 or 64: so loops over pieces need no other address.
 __device__ __forceinline__ int swizzled_offset(int row, int piece) { return row * 128 + ((piece ^ row) & 7) * 16; }
 template <typename X> __device__ __forceinline__ char* at_offset(X& tile, int offset) {
   return reinterpret_cast<char*>(&tile) + offset;

@@ -1,4 +1,4 @@
-// what      Products of four warps, the first a multiple of four, behind typed functions (wgmma).
+// what      Matrix products of a warpgroup (wgmma) behind typed functions: four warps, the first a multiple of four.
 // limits    sm_90a alone
 // twin      tests/emulator/wgmma.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
@@ -13,13 +13,13 @@ __device__ __forceinline__ u64 wgmma_tile(const void* p, u32 leading, u32 stride
   return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
 }
 
-// Before the first product, and wherever registers of one were written since.
+// To be called before the first product, and before a product whose registers have been written since the last call.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Close the group of the products started since the last commit.
+// Closes the group of the products started since the last commit.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Wait until at most N of the latest groups are under way. Before, nobody may touch their d, a or tiles.
+// Waits until at most N of the latest groups are unfinished. Their d, a and tiles must not be used before.
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
@@ -30,13 +30,13 @@ template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// After the wait likewise: nothing else has been put into an operand's registers while products were under way.
+// The same for an operand, after the wait: keeps the compiler from using its registers while products read them.
 template <int N> __device__ __forceinline__ void wgmma_keep(u32 (&x)[N][4]) {
 #pragma unroll
   for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
 }
 
-// Start D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D where it accumulates; B is the tile described by `b`.
+// Starts D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D if it accumulates; `b` describes the tile B.
 // DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is never transposed.
 // Warp w holds rows 16 w to 16 w + 15: a is as in mma_tf32 and mma_bf16, and with their g and t
 //   d[4n], d[4n+1] = D[g][8n+2t,+1]      d[4n+2], d[4n+3] = D[g+8][8n+2t,+1]
@@ -114,8 +114,8 @@ WGMMA_TILES(144, SIXTY TEN(6) "%70,%71", "%72", "%73", "%74", D32(0), D32(32), D
 #undef D4
 #undef D32
 
-// Every warp of the warpgroup may use N registers a thread (24 to 256, a multiple of 8) from here on: more
-// than before, once others have given them back, or fewer. Needs a kernel with a bound of its registers.
+// Changes the registers of a thread to N (24 to 256, a multiple of 8), for every warp of the warpgroup. To get more
+// waits until other warpgroups have given registers back. Needs a kernel with a bound of its registers.
 template <int N> __device__ __forceinline__ void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }

@@ -6,8 +6,9 @@ refuses it raises as ValueError, ImportError or OSError, of which the user sees 
 
 # Every subcommand is a module of this package with the same name.
 COMMANDS = {
-    "generate": "write text with an RWKV-6 model, alone, as a chat or many texts side by side",
-    "train": "train a byte-level RWKV-6 on a text",
+    "generate": "write text with an RWKV model, alone, as a chat or many texts side by side",
+    "train": "train an RWKV model on a text, new or from a published one",
+    "merge": "write a model with a low-rank adapter merged into it",
     "quantise": "write a model with its matrices in fewer bits, and tell what that costs",
     "compare": "draw time and memory of attention and its linear kin against the length of the sequence",
     "bench": "time every operator on this machine beside the floor of its memory",

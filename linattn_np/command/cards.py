@@ -202,7 +202,7 @@ def work(card, ahead, taken, pipe, parent):
 
 
 def numbers(taken, texts):
-    """Those that no other process has taken."""
+    """The numbers of texts that no other process has taken."""
     while True:
         with taken.get_lock():
             number = taken.value

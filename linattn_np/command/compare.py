@@ -110,7 +110,7 @@ def go_on(curve, device, op, T, options):
 
 
 def expected_ms(curve) -> float:
-    """Of twice the tokens: as much longer as the last doubling was, but at least twice."""
+    """The expected time of twice the tokens: the last one times the growth of the last doubling, or at least 2."""
     if not curve.T:
         return 0
     growth = curve.ms[-1] / curve.ms[-2] if len(curve.T) > 1 else 2
@@ -122,7 +122,7 @@ def add_point(curve, device, op, T, options):
     sizes = dict(B=1, H=options.heads, T=T, K=options.width, V=options.width)
     call = partial(function, *drawn(device, declared, **sizes))
     call()  # compiles, and warms up
-    taken, ms = device.taken(call), median_ms(device, call)
+    (_, taken), ms = device.with_peak(call), median_ms(device, call)
     curve.bytes.append(taken)
     curve.ms.append(ms)
     curve.T.append(T)

@@ -1,4 +1,4 @@
-"""Writes text with an RWKV-6 model: reads the prompt, then goes on token by token. No torch.
+"""Writes text with an RWKV model, version 6 or 7: reads the prompt, then goes on token by token. No torch.
 
     linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
     linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
@@ -19,14 +19,15 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from .. import NotSupported
+from .. import NotSupported, models
 from ..cupy_folder import folder_for_cupy
-from ..models import RWKV6, Batch, Bytes, Sampling, State, World, austen
+from ..models import Batch, Bytes, Sampling, State, World, austen
 from ..models.checkpoint import located
 from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
 from ..models.number_checks import shown
 from ..models.prompt_reading import read
+from ..models.rwkv.model import Model
 from ..models.text import LONGEST, Request, Text, complete
 from ..models.tokenizers import VOCABULARY
 from .blas_threads import blas_for, where
@@ -86,6 +87,11 @@ def declare(parser):
         metavar="PATH",
         help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
         "(default: a small model of Jane Austen's novels that comes with the package)",
+    )
+    add(
+        "--adapter",
+        metavar="FILE",
+        help="a low-rank adapter of linattn-np train --lora, which is merged into the model while it is loaded",
     )
     add_tokenizer(add)
 
@@ -211,7 +217,7 @@ def check_combination(options):
 
 def inputs(options):
     """The files that are read, by the name of their option."""
-    for name in ("model", "vocab", "batch_file", "load_state"):
+    for name in ("model", "adapter", "vocab", "batch_file", "load_state"):
         if path := getattr(options, name):
             yield name, located(path) if name == "model" else path
 
@@ -236,22 +242,22 @@ def load(options, say=say, status=status, begun=with_loops) -> tuple:
 
         if device != "cpu":
             try:
-                model = RWKV6.from_file(path, "cuda", dtype, progress)
+                model = models.load(path, "cuda", dtype, progress, adapter=options.adapter)
                 say(where(model.device, ""))
                 return model, None
             except NotSupported as why:
                 if device != "auto":
                     raise
                 details(str(why))
-        model, loops = begun(partial(on_the_cpu, path, dtype), progress, show)
+        model, loops = begun(partial(on_the_cpu, path, dtype, options.adapter), progress, show)
     library = "NumPy until Numba's loops are compiled" if loops else type(model.layers).__name__.removesuffix("Layers")
     say(where("cpu", library))
     return model, loops
 
 
-def on_the_cpu(path, dtype, progress=None) -> RWKV6:
+def on_the_cpu(path, dtype, adapter, progress=None) -> Model:
     """Warm: what is compiled is no part of the rates that are told."""
-    model = RWKV6.from_file(path, "cpu", dtype, progress)
+    model = models.load(path, "cpu", dtype, progress, adapter=adapter)
     model.warm_up((1,), 2)
     return model
 
@@ -407,7 +413,7 @@ def about(options, model) -> str:
         kind = "which has read Jane Austen's novels alone. It carries on like one of them, and answers nothing"
     else:
         kind = f'which answers if it was taught to: "{TURN.format("...")}"'.replace("\n", "\\n")
-    return f"{options.model.name}: RWKV-6, {size}, {kind}. Ctrl-D or Ctrl-C ends the chat"
+    return f"{options.model.name}: {model.version.title}, {size}, {kind}. Ctrl-D or Ctrl-C ends the chat"
 
 
 def ask() -> str:

@@ -1,10 +1,10 @@
-"""Writes an RWKV-6 checkpoint with its matrices in fewer bits, and what that costs on a text. No torch.
+"""Writes an RWKV checkpoint with its matrices in fewer bits, and what that costs on a text. No torch.
 
     linattn-np quantise --dtype int4 --out small.safetensors --text novel.txt
     linattn-np generate --model small.safetensors --prompt "Emma was"
 
 The loss is in nats a token, before and after, over the first --tokens of the text; linattn-np generate and
-RWKV6.from_file read the file on the CPU as it is, on CUDA widened, or int8 as it is where that is asked for.
+models.load read the file on the CPU as it is, on CUDA widened, or int8 as it is where that is asked for.
 """
 
 import os
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..models import RWKV6, austen, checkpoint
+from ..models import austen, checkpoint, load
 from ..models.files import check_writable, same_file, write_arrays
 from ..models.matrices import loops
+from ..models.versions import kind_of
 from .blas_threads import blas_for
 from .first_loops import compiling
 from .generate import tokenizer_of
@@ -56,7 +57,7 @@ def run(options):
         loops()  # what reads the file again, before anything is written
     with status("loading ...") as show, compiling(show):
         weights, config = checkpoint.read(options.model), checkpoint.config(options.model)
-        model = RWKV6(weights, config=config)
+        model = kind_of(weights)(weights, config=config)
         model.warm_up((), 2)
     tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[: options.tokens]
     if len(tokens) < 2:
@@ -64,8 +65,8 @@ def run(options):
     with blas_for(model.device, model.sizes):
         before = loss(model, tokens, "before")
         with status("rounding ..."):
-            write_arrays(options.out, RWKV6.quantise(weights, options.dtype, config))
-        after = loss(RWKV6.from_file(options.out), tokens, "after")
+            write_arrays(options.out, model.quantise(weights, options.dtype, config))
+        after = loss(load(options.out), tokens, "after")
     size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
     say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
     say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}")

@@ -1,56 +1,128 @@
-"""Trains a byte-level RWKV-6 on a text, with NumPy or CuPy and the package's own gradients. No torch, no JAX.
+"""Trains an RWKV model on a text, new or from a published one, with the package's own gradients. No torch, no JAX.
 
     linattn-np train --text novel.txt --out novel
     linattn-np train --text novel.txt --out novel --resume
     linattn-np generate --model novel/model.safetensors --prompt "Emma was"
+    linattn-np train --from model.pth --lora 16 --text texts.jsonl --out mine
+    linattn-np train --from model.pth --state --text texts.jsonl --out mine
     mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes, with a card each where there are any
 
-The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte. Ctrl-C, SIGTERM and SIGHUP
-finish the step, write both files and tell the command that goes on; a second one ends at once.
+The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte, or a token with --from.
+Ctrl-C, SIGTERM and SIGHUP finish the step, write both files and tell the command that goes on; a second one ends at
+once.
 """
 
 import math
 import shlex
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from .. import ContractError, NotSupported
 from ..distributed import DataParallel, RankLost, SequenceParallel, connect
-from ..models import RWKV6
-from ..models.checkpoint import read
+from ..models import Bytes, corpus
+from ..models.checkpoint import located, read
 from ..models.devices import check_device, on_host
 from ..models.files import check_writable, same_file
+from ..models.fine_tuning import Base, LowRank, States, Whole
+from ..models.rwkv.model import Model
 from ..models.single_process import OneProcess
+from ..models.tokenizers import Tokenizer
 from ..models.training import Settings, Training
+from ..models.versions import VERSIONS
 from .blas_threads import blas_for, where
+from .generate import tokenizer_of
 from .signals import Ended, deferred
-from .terminal import add_device, bar, details, say, status, told, whole
+from .terminal import add_device, add_tokenizer, bar, details, say, status, told, whole
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
 DEFAULTS = {
     "cpu": dict(layers=2, width=128, head_size=32, batch=8, context=128, minutes=2, lr=3e-3, dropout=0.0),
     "cuda": dict(layers=4, width=256, head_size=64, batch=64, context=512, minutes=2, lr=2e-3, dropout=0.2),
 }
+# And where a model is given: a learning rate for what of it is trained, which may be all of it.
+FROM = dict(batch=2, dropout=0.0)
+FROM_LR = {"model": 1e-4, "adapter": 1e-3, "state": 1e-2}
 SHARES = {"batch": DataParallel, "context": SequenceParallel}
-CHECKPOINT, MODEL = "training.safetensors", "model.safetensors"
+CHECKPOINT = "training.safetensors"
 CHANGES = ("steps", "minutes", "lr")  # settings that --resume may change
-HOW = {"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60}  # the default of what no file holds
-SAMPLE, SAMPLED = 72, 1.0  # bytes of text with a report, and the seconds after which there are fewer
+# The defaults of what no file holds.
+HOW = {
+    **{"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60, "version": None},
+    **{"from": None, "lora": None, "alpha": None, "tokenizer": "auto", "vocab": None},
+}
+SAMPLE, SAMPLED = 72, 1.0  # tokens of text with a report, and the seconds after which there are fewer
 SHOWN = 0.2  # seconds between two states of the progress bar
 
 
+@dataclass
+class Trained:
+    """What is trained, and what comes of it.
+
+    kind : as `Training` takes it, with `model_weights`
+    model : the class of the model
+    tokenizer : of the text
+    name : "model", "adapter" or "state", of the file in --out
+    """
+
+    kind: Any
+    model: type[Model]
+    tokenizer: Tokenizer
+    name: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.safetensors"
+
+    def weights(self, training) -> dict:
+        """Of the whole model by now."""
+        return self.kind.model_weights(training.layout, on_host(training.steps.weights))
+
+    def next_command(self, options, file) -> str:
+        """What writes with it, to be typed."""
+        words = {
+            "model": ["--model", str(file), "The "],
+            "adapter": ["--model", str(options.base), "--adapter", str(file), "The "],
+            "state": ["--model", str(options.base), "--load-state", str(file), "The "],
+        }
+        return shlex.join(["linattn-np", "generate", *words[self.name]])
+
+
+def trained_of(options) -> Trained:
+    if not options.base:
+        for name in ("lora", "state", "vocab"):
+            if getattr(options, name):
+                raise ValueError(f"argument --{name}: wants --from, the model that it is for")
+        model = VERSIONS[options.version or 6]
+        return Trained(model, model, Bytes(), "model")
+    for name in ("version", "layers", "width", "head_size"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"argument --{name.replace('_', '-')}: does not go with --from, whose model says it")
+    if options.alpha is not None and not options.lora:
+        raise ValueError("argument --alpha: goes with --lora only")
+    options.model = Path(options.base)
+    base = Base.from_file(options.model)
+    tokenizer = tokenizer_of(options, base)
+    if options.lora:
+        return Trained(LowRank(base, options.lora, options.alpha), base.kind, tokenizer, "adapter")
+    if options.state:
+        return Trained(States(base), base.kind, tokenizer, "state")
+    return Trained(Whole(base), base.kind, tokenizer, "model")
+
+
 def run(options):
-    device = device_of(options.device)
+    trained = trained_of(options)
+    device = device_of(options.device, trained.kind)
     comm = connect(device)
     ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
         say(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
     try:
-        training = start(options, device, ranks)
+        training = start(options, trained, device, ranks)
         with blas_for(training.device, training.layout.sizes):
-            train(training, Path(options.out), options.every, command(options))
+            train(training, trained, options)
     except RankLost as lost:
         comm.abandon()
         raise OSError(f"rank {ranks.rank}: {lost}; --resume goes on with what {options.out} holds") from lost
@@ -61,14 +133,20 @@ def run(options):
 
 def declare(parser):
     add = parser.add_argument
-    add("--text", required=True, metavar="FILE", help="what to learn, any bytes")
+    add(
+        "--text",
+        required=True,
+        metavar="FILE",
+        help='what to learn: any bytes; a .jsonl with a line {"text": ...} for each text; or a .bin of token ids with '
+        "its .idx (RWKV's binidx)",
+    )
     add(
         "--out",
         required=True,
         metavar="FOLDER",
-        help=f"gets {MODEL}, which linattn-np generate and RWKV6.from_file "
-        f"read, and {CHECKPOINT}, from which --resume goes on, before the first step and with every report; both are "
-        "whole whenever the program ends, and however",
+        help="gets model.safetensors, which linattn-np generate and models.load read, or with --lora "
+        f"adapter.safetensors, with --state state.safetensors; and {CHECKPOINT}, from which --resume goes on, before "
+        "the first step and with every report; both are whole whenever the program ends, and however",
     )
     add(
         "--resume",
@@ -76,6 +154,30 @@ def declare(parser):
         help="go on with the training in --out; on the CPU it ends with the same bits "
         "as one that was never interrupted. --steps, --minutes and --lr may differ from what it had, the others not",
     )
+    add(
+        "--version",
+        type=int,
+        choices=VERSIONS,
+        metavar="6,7",
+        help="of RWKV, of a new model (default: 6); 7 trains on the cpu",
+    )
+    add(
+        "--from",
+        dest="base",
+        metavar="MODEL",
+        help="go on from this model, what --model of linattn-np generate takes: with all of its weights, or with",
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument(
+        "--lora",
+        type=whole(1),
+        metavar="RANK",
+        help="a low-rank adapter of every large matrix, which generate --adapter reads and linattn-np merge puts into "
+        "the model; on the cpu",
+    )
+    only.add_argument("--state", action="store_true", help="the state before the first token alone; on the cpu")
+    add("--alpha", type=float, help="of --lora: the adapter counts alpha / RANK (default: RANK)")
+    add_tokenizer(add)
     add_device(add)
     add(
         "--dtype",
@@ -113,7 +215,7 @@ def declare(parser):
     setting("width", whole(1), "channels of the model")
     setting("head_size", whole(1), "channels of a head")
     setting("batch", whole(1), "sequences in a step")
-    setting("context", whole(1), "bytes of each that are predicted in a step")
+    setting("context", whole(1), "bytes, or tokens, of each that are predicted in a step")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=whole(1), help="how many, instead of --minutes")
     length.add_argument(
@@ -125,39 +227,50 @@ def declare(parser):
     setting("seed", whole(0), "equal seeds train alike")
 
 
-def start(options, device, ranks) -> Training:
+def start(options, trained, device, ranks) -> Training:
     """A new training, which is in the folder already, or the one in the folder."""
     if not options.every >= 0:
         raise ValueError(f"argument --every: is {options.every}, expected a number from 0 up")
-    text, folder = Path(options.text).read_bytes(), Path(options.out)
-    for name in (CHECKPOINT, MODEL):
-        if same_file(options.text, folder / name):
-            raise ValueError(f"argument --text: is {name} in --out, which the training would replace")
+    folder = Path(options.out)
+    for name in (CHECKPOINT, trained.file):
+        for flag, path in (("text", options.text), ("from", options.base and located(options.base))):
+            if path and same_file(path, folder / name):
+                raise ValueError(f"argument --{flag}: is {name} in --out, which the training would replace")
+    text = corpus.read(options.text, trained.tokenizer)
     given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
-    how = device, options.dtype
+    how = dict(device=device, dtype=options.dtype, kind=trained.kind, recompute=options.recompute, ranks=ranks)
     if options.resume:
-        training = Training.restore(folder / CHECKPOINT, text, *how, recompute=options.recompute, ranks=ranks)
+        training = Training.restore(folder / CHECKPOINT, text, **how)
         resume(training, given, options.out)
         check_writable(folder / CHECKPOINT)
-        check_writable(folder / MODEL)
+        check_writable(folder / trained.file)
         return training
     if ranks.rank == 0:
-        check_free(folder)
-    defaults = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in given}
-    training = Training(text, Settings(**defaults | given), *how, recompute=options.recompute, ranks=ranks)
+        check_free(folder, trained.file)
+    settings = defaults(options, trained, device, given) | given
+    training = Training(text, Settings(**settings), **how)
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        save(training, folder)
+        save(training, folder, trained.file)
     return training
 
 
-def check_free(folder):
+def defaults(options, trained, device, given) -> dict:
+    """The settings of what nobody has given."""
+    found = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in given}
+    if options.base:
+        sizes = trained.kind.base.sizes
+        found |= FROM | dict(layers=sizes["L"], width=sizes["D"], head_size=sizes["N"], lr=FROM_LR[trained.name])
+    return found
+
+
+def check_free(folder, file):
     """Nothing in the folder is lost; a training without a step is nothing."""
     if (folder / CHECKPOINT).exists():
         if read(folder / CHECKPOINT).get("step", [1])[0]:
             raise ValueError(f"argument --out: {folder} holds a training; --resume goes on with it")
-    elif (folder / MODEL).exists():
-        raise ValueError(f"argument --out: {folder} holds a {MODEL}, which the training would replace")
+    elif (folder / file).exists():
+        raise ValueError(f"argument --out: {folder} holds {file}, which the training would replace")
 
 
 def resume(training, given, folder):
@@ -173,13 +286,14 @@ def command(options) -> str:
     """What goes on with this training, to be typed."""
     words = ["linattn-np", "train", "--text", options.text, "--out", options.out]
     for name, usual in HOW.items():
-        if (value := getattr(options, name)) != usual:
+        if (value := getattr(options, {"from": "base"}.get(name, name))) != usual:
             words += [f"--{name}", str(value)]
-    return shlex.join([*words, *["--recompute"] * options.recompute, "--resume"])
+    flags = [f"--{name}" for name in ("state", "recompute") if getattr(options, name)]
+    return shlex.join([*words, *flags, "--resume"])
 
 
-def device_of(wanted) -> str:
-    if wanted == "cpu":
+def device_of(wanted, kind) -> str:
+    if wanted == "cpu" or wanted == "auto" and "cuda" not in kind.trains_on:
         return "cpu"
     try:
         check_device("Training", "cuda")
@@ -191,8 +305,8 @@ def device_of(wanted) -> str:
         return "cpu"
 
 
-def train(training, folder, every, again):
-    """Until it is done, or a signal comes: `again` is the command that goes on then.
+def train(training, trained, options):
+    """Until it is done, or a signal comes: then it says the command that goes on.
 
     Of several ranks the first one reports, and the others wait for it at their next step. A rank that is lost costs
     the step that it was in: on the CPU the first saves what all had before it. A card may have begun to use numbers
@@ -204,40 +318,39 @@ def train(training, folder, every, again):
                 while training.done < 1:
                     training.step()
             else:
-                steps(training, folder, every, ended)
+                steps(training, trained, options, ended)
         except RankLost:
             if training.ranks.rank == 0 and training.device == "cpu":
-                training.save(folder / CHECKPOINT)
+                training.save(Path(options.out) / CHECKPOINT)
             if training.ranks.rank and ended():
                 raise Ended(ended()) from None
             raise
     if training.ranks.rank == 0 and (number := ended()):
-        say(f"stopped at step {training.step_number}. To go on: {again}")
+        say(f"stopped at step {training.step_number}. To go on: {command(options)}")
         raise Ended(number)
 
 
-def steps(training, folder, every, ended):
-    """Those of the rank that reports."""
+def steps(training, trained, options, ended):
+    """The training steps of the rank that reports progress."""
+    folder = Path(options.out)
     if training.done >= 1:
         say(f"{folder} holds a training that is done, of {training.step_number} steps; --steps or --minutes extends it")
         return
-    say(
-        f"{training.layout.size:,} parameters; {len(training.text.learned):,} bytes to learn, "
-        f"{len(training.text.held):,} held out"
-    )
+    text = training.text
+    say(f"{training.layout.size:,} parameters; {len(text.learned):,} {text.unit} to learn, {len(text.held):,} held out")
     begun = training.done, time.perf_counter()
     with status("training ...") as show:
-        interval = Interval(training)
+        interval = Interval(training, trained)
         while training.done < 1 and not ended():
             interval.step()
             if interval.since_shown > SHOWN:
                 show(f"training {bar(training.done)} {left(training, begun)} left, {interval.latest()}")
-            if interval.seconds > every and training.done < 1:
-                interval.report(folder, show, last=False)
-                interval = Interval(training)
-        interval.report(folder, show, last=True)
-    model = folder / MODEL
-    say(f"wrote {model}. To write with it: linattn-np generate --model {shlex.quote(str(model))} 'The '")
+            if interval.seconds > options.every and training.done < 1:
+                interval.report(folder, show, left(training, begun), last=False)
+                interval = Interval(training, trained)
+        interval.report(folder, show, left(training, begun), last=True)
+    file = folder / trained.file
+    say(f"wrote {file}. To write with it: {trained.next_command(options, file)}")
 
 
 def left(training, begun) -> str:
@@ -247,36 +360,31 @@ def left(training, begun) -> str:
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-class Reader(RWKV6):
-    """A model by NumPy alone, as Numba's loops would first be compiled."""
-
-    def __init__(self, weights):
-        weights, self.sizes = self.parameters(weights, None)
-        self.device, self.layers = "cpu", self.numpy_layers(weights, self.sizes, "float32", lambda array: None)
-
-
-def sample(training) -> str:
-    """What the model writes by now, on a line: as much of SAMPLE bytes as takes no longer than a report may."""
-    until, written = time.perf_counter() + SAMPLED, []
-    model = Reader(training.layout.named(on_host(training.steps.weights)))
-    for token in islice(model.generate(b"\n", temperature=0.8, top_p=0.9, seed=0), SAMPLE):
+def sample(training, trained) -> str:
+    """What the model writes by now, on a line: as much of SAMPLE tokens as takes no longer than a report may."""
+    until, written, tokenizer = time.perf_counter() + SAMPLED, [], trained.tokenizer
+    model = trained.model.by_numpy(trained.weights(training))
+    how = dict(temperature=0.8, top_p=0.9, seed=0, vocabulary=tokenizer.size)
+    for token in islice(model.generate(tokenizer.encode("\n"), **how), SAMPLE):
+        if token == tokenizer.end:
+            break
         written.append(token)
         if time.perf_counter() > until:
             break
-    words = bytes(written).decode("utf-8", "replace").split()
+    words = tokenizer.decode(written).split()
     return "".join(character for character in " ".join(words) if character.isprintable())
 
 
-def save(training, folder):
+def save(training, folder, file):
     training.save(folder / CHECKPOINT)
-    training.save_model(folder / MODEL)
+    training.save_model(folder / file)
 
 
 class Interval:
     """The steps from one report to the next."""
 
-    def __init__(self, training):
-        self.training, self.losses, self.first = training, [], training.bytes
+    def __init__(self, training, trained):
+        self.training, self.trained, self.losses, self.first = training, trained, [], training.tokens_read
         self.start = self.shown = time.perf_counter()
 
     def step(self):
@@ -293,12 +401,13 @@ class Interval:
     def latest(self) -> str:
         loss = float(self.losses[-1])  # waits for the device, so it comes before the speed
         self.shown = time.perf_counter()
-        return f"loss {loss:.3f}, {self.speed():,.0f} bytes/s"
+        return f"loss {loss:.3f}, {self.speed()}"
 
     def speed(self):
-        return (self.training.bytes - self.first) / self.seconds
+        rate = (self.training.tokens_read - self.first) / self.seconds
+        return f"{rate:,.0f} {self.training.text.unit}/s"
 
-    def report(self, folder, show, last):
+    def report(self, folder, show, left, last):
         """The mean loss, the held-out loss and the files; nothing is written once the weights are lost.
 
         Where there is no room for the files the training goes on with the older ones, unless it is the `last` report.
@@ -306,19 +415,19 @@ class Interval:
         training, line = self.training, f"step {self.training.step_number}"
         if self.losses:
             mean = finite(math.fsum(map(float, self.losses)) / len(self.losses), "the loss", training, folder)
-            line += f", loss {mean:.3f}, {self.speed():,.0f} bytes/s"
+            line += f", loss {mean:.3f}, {self.speed()}"
         show(f"{line} ...")
         held_out = finite(training.held_out_loss(), "the loss on what is held out", training, folder)
         try:
-            save(training, folder)
+            save(training, folder, self.trained.file)
         except OSError as error:
             if last:
                 raise
             say(f"step {training.step_number} is not saved, and the training goes on: {told(error)}")
         show("")
-        say(f"{line}, held out {held_out:.4f}")
+        say(f"{line}, held out {held_out:.4f}" + ("" if last else f", {left} left"))
         if last or self.seconds > SAMPLED:
-            say(f"  it writes: {sample(training)}")
+            say(f"  it writes: {sample(training, self.trained)}")
 
 
 def finite(loss, what, training, folder):

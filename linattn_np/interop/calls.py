@@ -64,7 +64,7 @@ class Operator:
         return flat(call(self.declared, arrays, **arguments, **initial(state)))
 
     def gradients(self, arrays, state, arguments, do, dht) -> list:
-        """Those of the arrays, then those of the initial state's parts."""
+        """The gradients of the arrays, then those of the initial state's parts."""
         pull = pullback_of(self.declared, arrays, **arguments, **initial(state))
         return flat(pull(do, tuple(dht) or None))
 

@@ -83,7 +83,7 @@ def axes_of(problem):
 
 
 def free_axes(problem) -> frozenset[str]:
-    """Those along which devices may have parts: sequences of a batch, and heads whose decays are not told apart."""
+    """The axes that may be shared out to devices: b unless sequences are packed, h unless heads' decays differ."""
     log_decay = problem.options.get("log_decay")
     alike = log_decay is None or (log_decay == log_decay[0]).all()
     return frozenset("h" * bool(alike) + "b" * (not problem.varlen))

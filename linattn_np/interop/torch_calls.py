@@ -64,7 +64,8 @@ class Call:
             return tuple(map(tensor, self.operator.run(arrays, state, arguments)))
 
     def gradients(self, given) -> tuple:
-        """Those of the arrays and of the initial state's parts, from the tensors and the results' gradients."""
+        """The gradients of the arrays and of the initial state's parts. `given`: the tensors, then the results'
+        gradients."""
         with as_torch(given[0]):
             arrays, state, arguments, (do, *dht) = self.taken_apart(natively(given))
             return tuple(map(tensor, self.operator.gradients(arrays, state, arguments, do, dht)))

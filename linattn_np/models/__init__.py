@@ -3,7 +3,9 @@
 from .batch import Batch
 from .example import austen
 from .rwkv6 import RWKV6, State
+from .rwkv7 import RWKV7
 from .sampling import Sampling
 from .tokenizers import Bytes, World
+from .versions import load
 
-__all__ = ["RWKV6", "State", "Batch", "Sampling", "Bytes", "World", "austen"]
+__all__ = ["RWKV6", "RWKV7", "load", "State", "Batch", "Sampling", "Bytes", "World", "austen"]

@@ -43,8 +43,8 @@ def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 
 
 class Turns:
-    """Who enqueues work on a device's buffers. A call of it is a context: it holds a lock of the host, and work that is
-    enqueued inside comes behind all that was enqueued inside before, on whatever stream."""
+    """Orders the work that threads enqueue on a device's buffers. A call of it is a context: it holds a lock of the
+    host, and what is enqueued inside runs after all that was enqueued inside before, on any stream."""
 
     def __init__(self, device):
         self.device, self.lock, self.event = device, RLock(), device.record()

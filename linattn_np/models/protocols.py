@@ -51,6 +51,7 @@ class Layout(Protocol):
     """A model's parameters in one vector, matrices first."""
 
     size: int
+    sizes: dict[str, int]  # "V" is the vocabulary's
     matrices: int  # where the matrices end
     parts: list  # (start, stop) of each layer's matrices, one after the other; the whole model's are in the first's
 
@@ -65,13 +66,15 @@ class Layout(Protocol):
 
 
 class Trainable(Protocol):
-    """A kind of model that can be trained."""
+    """A kind of model that can be trained: a class, or an object of `fine_tuning`."""
 
-    @staticmethod
-    def trainable(layers: int, width: int, head_size: int) -> Layout: ...
+    @property
+    def trains_on(self) -> tuple[str, ...]:
+        """The devices on which `loss` can be computed."""
 
-    @staticmethod
-    def loss(weights, tokens, products, drop) -> tuple[Any, Callable]:
+    def trainable(self, layers: int, width: int, head_size: int) -> Layout: ...
+
+    def loss(self, weights, tokens, products, drop) -> tuple[Any, Callable]:
         """``(mean cross entropy in nats, its pullback)`` of a `Layout.tree`, as `rwkv6.grad.loss` has them.
 
         On CUDA `products` is a `CudaProducts`, and `drop` a `dropout.Dropout` or None. The keywords `recompute` and

@@ -206,7 +206,7 @@ def in_threads(work, parts) -> list:
 
 
 def probabilities(logits, temperature):
-    """Of float32 logits [N, V], each row by itself."""
+    """The probabilities of tokens [N, V] from float32 logits, a row for each text."""
     with np.errstate(over="ignore"):  # a quotient of -inf is what a small temperature means
         p = np.exp(
             np.divide(logits - logits.max(axis=-1, keepdims=True), temperature, dtype=np.float64).astype(np.float32)

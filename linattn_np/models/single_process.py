@@ -1,13 +1,13 @@
-"""Who takes part in a training: this process alone; `linattn_np.distributed.DataParallel` has the same face for more.
+"""A training by this process alone. `linattn_np.distributed.DataParallel` has the same methods for several ranks.
 
 rank, size
-agree(meaning)              raises where the ranks do not mean the same training, {what: value}
+agree(meaning)              raises if the ranks' settings of the training, {what: value}, differ
 share(batch, context)       (sequences, context) of a step that this rank learns from; raises where they do not fit
 part(tokens)                the tokens [sequences, context + 1] of these, of all [batch, context + 1]
 cut                         what a model's loss asks where those are parts of sequences, as `distributed.CutSequences`
                             has it; else None
-begin(numbers)              begins to put the mean over all ranks in the place of these; they are left alone until then
-finish()                    waits for all that was begun
+begin(numbers)              starts to replace numbers by their mean over all ranks; until `finish` nobody may use them
+finish()                    waits for all means that were started
 launched()                  says that a CUDA graph with such messages has been launched
 clock(step, seconds)        the first rank's seconds, once all ranks are at this step
 from_first(read)            what read() returns on the first rank, arrays by name, on all

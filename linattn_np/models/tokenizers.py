@@ -39,6 +39,10 @@ class Tokenizer:
         self.tokens = tokens
         self.size = max(tokens) + 1
 
+    def encode(self, text: str | bytes) -> list[int]:
+        """The ids of `text`, a str in UTF-8."""
+        raise NotImplementedError
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; U+FFFD stands where their bytes are not UTF-8."""
         return self.decode_bytes(ids).decode("utf-8", "replace")

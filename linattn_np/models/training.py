@@ -1,4 +1,4 @@
-"""Training of a byte-level RWKV-6 on NumPy or CuPy, with our own gradients: AdamW, and checkpoints that outlive a kill.
+"""Training of an RWKV model on NumPy or CuPy, with our own gradients: AdamW, and checkpoints that outlive a kill.
 
 All that is random comes from the seed and the number of the step, so a training that goes on from a checkpoint does
 what it would have done; on the CPU to the last bit.
@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
+from typing import NoReturn
 
 import numpy as np
 
-from ..errors import ContractError
+from ..errors import ContractError, NotSupported
 from . import checkpoint
 from .devices import check_device
 from .files import FileError, json_object, write_arrays
@@ -31,7 +32,6 @@ HELD_OUT = 0.05  # of the text, its end
 MAX_BYTES = 1 << 24  # of a step, far more than any machine has the memory for
 WARM_UP = 0.02  # of the training
 VECTORS = ("weights", "first", "second")  # of the steps: the model, and AdamW's two moments
-Corpus = bytes  # `Training.bytes` is a number
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Settings:
     """What a training does; two with the same settings, text and device do the same.
 
     layers, width, head_size : of the model
-    batch, context : sequences in a step, and bytes that each of them predicts
+    batch, context : sequences in a step, and tokens that each of them predicts
     steps, minutes : how long, one of the two; learning rate and warm-up follow the part that is done
     lr : the greatest learning rate, at the end of the warm-up; half a cosine leads from it to 0
     weight_decay : of the matrices, a step, times the learning rate
@@ -84,7 +84,7 @@ class Training:
 
     Parameters
     ----------
-    text : bytes
+    text : bytes, or token ids [T]
         The last 5 % are held out: `held_out_loss` reads them, and nothing learns from them.
     settings : Settings
     device : "cpu" or "cuda"
@@ -114,22 +114,27 @@ class Training:
 
     def __init__(
         self,
-        text: bytes,
+        text: bytes | np.ndarray,
         settings: Settings,
         device: str = "cpu",
         dtype="bfloat16",
-        kind: type[Trainable] = RWKV6,
+        kind: Trainable = RWKV6,
         recompute: bool = False,
         ranks=None,
     ):
         check_device("Training", device)
+        if device not in kind.trains_on:
+            refuse(
+                f"device is {device!r}, expected {kind.trains_on[0]!r} for what is trained",
+                NotSupported,
+            )
         if recompute and device == "cpu":
             refuse("recompute is for device 'cuda'")
         self.ranks = ranks or OneProcess()
         self.ranks.agree(
             {
                 "the settings": settings,
-                "the text": fingerprint(text).tobytes().hex()[:16],
+                "the text": fingerprint(as_tokens(text)).tobytes().hex()[:16],
                 "the device": device,
                 "dtype": dtype,
             }
@@ -138,6 +143,8 @@ class Training:
         self.settings, self.device = settings, device
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
+        if (most := int(self.text.tokens.max())) >= self.layout.sizes["V"]:
+            refuse(f"the text has token {most}, but the vocabulary has {self.layout.sizes['V']} tokens")
         loss: Callable = kind.loss
         if recompute:
             loss = partial(loss, recompute=True)
@@ -167,8 +174,8 @@ class Training:
         return min(1.0, part)
 
     @property
-    def bytes(self) -> int:
-        """Read so far."""
+    def tokens_read(self) -> int:
+        """By all steps so far."""
         return self.step_number * self.settings.batch * self.settings.context
 
     @one_at_a_time
@@ -195,7 +202,7 @@ class Training:
     @one_at_a_time
     @np.errstate(all="ignore")
     def held_out_loss(self) -> float:
-        """Nats a byte of the held-out end, read in rows of `context` bytes, each from an empty state."""
+        """Nats a token of the held-out end, read in rows of `context` tokens, each from an empty state."""
         nats, count = 0.0, 0
         for tokens in self.text.held_out():
             predicted = tokens[:, 1:].size
@@ -239,10 +246,10 @@ class Training:
     def restore(
         cls,
         path,
-        text: Corpus,
+        text: bytes | np.ndarray,
         device: str = "cpu",
         dtype="bfloat16",
-        kind: type[Trainable] = RWKV6,
+        kind: Trainable = RWKV6,
         recompute: bool = False,
         ranks=None,
     ) -> Training:
@@ -269,20 +276,24 @@ def first_not_finite(arrays) -> str | None:
 
 
 class Text:
-    """The bytes to learn, in rows of a context and the byte behind it; each epoch has them in another order."""
+    """The tokens to learn, in rows of a context and the token behind it; each epoch has them in another order.
+
+    unit : what errors and reports call the tokens
+    """
 
     def __init__(self, text, settings):
-        bytes_, self.settings = np.frombuffer(text, np.uint8), settings
-        held = int(len(bytes_) * HELD_OUT)
-        self.learned, self.held = bytes_[: len(bytes_) - held], bytes_[len(bytes_) - held :]
+        self.tokens, self.settings = as_tokens(text), settings
+        self.unit = "bytes" if self.tokens.dtype == np.uint8 else "tokens"
+        held = int(len(self.tokens) * HELD_OUT)
+        self.learned, self.held = self.tokens[: len(self.tokens) - held], self.tokens[len(self.tokens) - held :]
         least = 2 * settings.context + 1  # a row from any of an epoch's starts
         if len(self.learned) < least or len(self.held) < 2:
             refuse(
-                f"the text has {len(bytes_)} bytes, {len(self.learned)} of them to learn, "
+                f"the text has {len(self.tokens)} {self.unit}, {len(self.learned)} of them to learn, "
                 f"expected at least {least} for a context of {settings.context}"
             )
         self.rows = (len(self.learned) - settings.context) // settings.context
-        self.fingerprint = fingerprint(bytes_)
+        self.fingerprint = fingerprint(self.tokens)
 
     def batch(self, step) -> np.ndarray:
         """int64 [batch, context + 1], the rows of a step."""
@@ -298,7 +309,7 @@ class Text:
         return np.stack([text[start : start + self.settings.context + 1] for start in starts]).astype(np.int64)
 
     def held_out(self):
-        """Batches that hold every byte of the held-out end but the first once; a rest comes as a short row."""
+        """Batches that hold every token of the held-out end but the first once; a rest comes as a short row."""
         context, batch = self.settings.context, self.settings.batch
         whole = (len(self.held) - 1) // context
         for first in range(0, whole, batch):
@@ -307,8 +318,15 @@ class Text:
             yield rest[None].astype(np.int64)
 
 
-def fingerprint(text) -> np.ndarray:
-    return np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+def as_tokens(text) -> np.ndarray:
+    tokens = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size and tokens.min() < 0:
+        refuse(f"text is {tokens.dtype} {tokens.shape}, expected bytes, or token ids [T] from 0 up")
+    return tokens
+
+
+def fingerprint(tokens) -> np.ndarray:
+    return np.frombuffer(hashlib.sha256(np.ascontiguousarray(tokens).data).digest(), np.uint8)
 
 
 @lru_cache(2)
@@ -355,5 +373,5 @@ def checked(stored, kind) -> Settings:
     return settings
 
 
-def refuse(complaint: str):
-    raise ContractError(f"Training: {complaint}")
+def refuse(complaint: str, error=ContractError) -> NoReturn:
+    raise error(f"Training: {complaint}")

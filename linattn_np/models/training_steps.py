@@ -100,7 +100,7 @@ def adam(weights, gradient, first, second, clip, rate, correction, correction_of
 
 
 def corrections(number):
-    """Of the two moments, which start from zero."""
+    """The factors that correct the two moments for their start from zero."""
     return [1 - beta ** (number + 1) for beta in BETAS]
 
 

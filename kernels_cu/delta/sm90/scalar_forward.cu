@@ -26,6 +26,12 @@ template <typename T> __device__ __forceinline__ u32 rest_of(u32 rounded, float 
   return pack<T>(x - two.x, y - two.y);
 }
 
+// A warp's arrival: of one lane for all, since arrivals at a barrier are counted one after the other.
+__device__ __forceinline__ void warp_arrive(Barrier& barrier) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
+
 __device__ __forceinline__ float2 two_of(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
@@ -83,11 +89,6 @@ struct Numbers {
   }
 };
 
-// A number of a matrix of 32 floats a row, in the swizzle of 16-byte pieces.
-__device__ __forceinline__ float* float_of(float (&rows)[CHUNK][32], int row, int column) {
-  return swizzled(rows[0], row, column / 4) + column % 4;
-}
-
 template <class S>
 __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args, const WorkTile& at) {
   using T = typename S::T;
@@ -107,19 +108,22 @@ __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args,
       __syncwarp();
     }
     if (chunk >= S::STAGES) barrier_wait(s.done[turn.stage], turn.parity ^ 1);
-    auto& decay = s.stages[turn.stage].decay;
+    char* to_decay = reinterpret_cast<char*>(s.stages[turn.stage].decay);
     const float* const gates = s.next.g[chunk % AHEAD];
     float sum = __uint_as_float(0xff800000u);  // of the gates behind this lane's token: nothing before it
-#pragma unroll 2
-    for (int i = 0; i < CHUNK; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(gates + i);
-      const float its[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll 1
+    for (int i = 0, left = lane; i < CHUNK; i += 8, left -= 8, to_decay += 8 * 128)
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        sum = i + m == lane ? 0.f : sum + its[m];
-        *float_of(decay, i + m, lane) = exp2_approx(sum);
+      for (int m = 0; m < 8; m += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(gates + i + m);
+        const float its[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          sum = left == m + n ? 0.f : sum + its[n];
+          *reinterpret_cast<float*>(to_decay + (m + n) * 128 + (4 * lane ^ 16 * (m + n))) =
+              exp2_approx(sum);  // swizzled
+        }
       }
-    }
     float until = gates[lane];  // of those up to it
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -130,16 +134,24 @@ __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args,
     const float start = exp2_approx(until);
     to.start[lane] = start, to.read[lane] = scale * start;
     to.end[lane] = exp2_approx(sum), to.beta[lane] = s.next.beta[chunk % AHEAD][lane];
-    barrier_arrive(s.gated[turn.stage]);
+    warp_arrive(s.gated[turn.stage]);
   }
 }
 
 // ---- matrices of a chunk as the sum of two numbers -----------------------------------------------------------------
 
-// A warp's values [16, 16 N] from (row, column) on, as `mma_bf16` gives them.
+// Where the rows of a lane lie that it gives of a matrix [16, 16] at (0, 0) of a panel: as `ldmatrix_x4` reads a left
+// operand and `stmatrix_x4` puts a product, or `ldmatrix_x4_trans` reads a right operand; as that is read by columns.
+__device__ __forceinline__ int place_of_left(int lane) { return swizzled_offset(lane & 15, lane >> 4); }
+__device__ __forceinline__ int place_of_right(int lane) {
+  return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
+}
+// The same of a matrix at (row, column), multiples of 16; what rounding left over has column + 32.
+__device__ __forceinline__ int moved(int place, int row, int column) { return (place ^ 2 * column) + 128 * row; }
+
+// Puts a warp's values [16, 16 N] as `mma_bf16` gives them.
 template <typename T, int N>
-__device__ __forceinline__ void put_two(Panel<T>& to, int row, int column, const float (&x)[2 * N][4]) {
-  const int lane = opaque(threadIdx.x) & 31;
+__device__ __forceinline__ void put_two(Panel<T>& to, int place, const float (&x)[2 * N][4]) {
 #pragma unroll
   for (int c = 0; c < N; ++c) {
     u32 rounded[4], rest[4];
@@ -148,9 +160,8 @@ __device__ __forceinline__ void put_two(Panel<T>& to, int row, int column, const
       const float* two = &x[2 * c + m / 2][m % 2 * 2];
       rounded[m] = pack<T>(two[0], two[1]), rest[m] = rest_of<T>(rounded[m], two[0], two[1]);
     }
-    const int piece = column / 8 + 2 * c + (lane >> 4);
-    stmatrix_x4(swizzled(to[0], row + (lane & 15), piece), rounded);
-    stmatrix_x4(swizzled(to[0], row + (lane & 15), piece + 4), rest);
+    stmatrix_x4(at_offset(to, moved(place, 0, 16 * c)), rounded);
+    stmatrix_x4(at_offset(to, moved(place, 0, 16 * c + 32)), rest);
   }
 }
 
@@ -192,46 +203,47 @@ __device__ __forceinline__ void substitute(float (&x)[ROWS], const float (&M)[CH
 
 template <class S> __device__ __forceinline__ void solve(S& s, int tokens, int first) {
   using T = typename S::T;
+  const int lane = threadIdx.x & 31, last = lane >> 4;
+  const int left_place = place_of_left(lane);
+  const int own = swizzled_offset(lane, 2 * last);  // of the lane's key, where its column begins
   Turn<S::STAGES> turn;
   if (first) turn.next();
 #pragma unroll 1
   for (int chunk = first; chunk * CHUNK < tokens; chunk += 2) {
-    const int lane = opaque(threadIdx.x) & 31, last = lane >> 4;
     auto& in = s.stages[turn.stage];
     const Gates& gates = s.gates[turn.stage];
     barrier_wait(s.scored[turn.stage], turn.parity);
     float x[16];
     substitute(x, in.M, lane);
-    const float beta = gates.beta[lane];
-    const auto put_rows = [&](Panel<T>& to, const float (&x)[8], int piece) {
+    const auto put_rows = [&](Panel<T>& to, const float (&x)[8], int place) {
       u32 rounded[4], rest[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m)
         rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rest_of<T>(rounded[m], x[2 * m], x[2 * m + 1]);
-      *reinterpret_cast<uint4*>(swizzled(to[0], lane, piece)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
-      *reinterpret_cast<uint4*>(swizzled(to[0], lane, piece + 4)) = {rest[0], rest[1], rest[2], rest[3]};
+      *reinterpret_cast<uint4*>(at_offset(to, place)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
+      *reinterpret_cast<uint4*>(at_offset(to, place ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
       __syncwarp();  // else all are made before one is put, and there are no registers for that
     };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // of the block's rows
-      float own[8];
+      float some[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) own[i] = beta * x[8 * half + i];
-      put_rows(in.N, own, 2 * last + half);
+      for (int i = 0; i < 8; ++i) some[i] = gates.beta[lane] * x[8 * half + i];
+      put_rows(in.N, some, own ^ 16 * half);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) own[i] *= gates.end[16 * last + 8 * half + i];
-      put_rows(in.B, own, 2 * last + half);
+      for (int i = 0; i < 8; ++i) some[i] *= gates.end[16 * last + 8 * half + i];
+      put_rows(in.B, some, own ^ 16 * half);
       if (last)  // late keys are nothing to early queries
-        for (int part = 0; part < 2; ++part)
-          *reinterpret_cast<uint4*>(swizzled(in.B[0], lane, half + 4 * part)) = {0, 0, 0, 0};
+        for (int rest = 0; rest < 2; ++rest)
+          *reinterpret_cast<uint4*>(at_offset(in.B, own ^ 32 ^ 16 * half ^ 64 * rest)) = {0, 0, 0, 0};
     }
     __syncwarp();
     u32 left[2][4], right[2][4];  // the other block is N (-M) N of the three
     float y[2][4] = {};
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      ldmatrix_x4(left[part], swizzled(in.N[0], lane & 15, (lane >> 4) + 4 * part));
-      ldmatrix_x4(right[part], swizzled(in.M[0], (lane >> 4) * 8 + (lane & 7), 4 + (lane >> 3 & 1) + 2 * part));
+    for (int rest = 0; rest < 2; ++rest) {
+      ldmatrix_x4(left[rest], at_offset(in.N, moved(left_place, 0, 32 * rest)));
+      ldmatrix_x4(right[rest], at_offset(in.M, moved(place_of_right(opaque(lane)), 0, 32 + 16 * rest)));
     }
     multiply_two<T>(y, left, right);
 #pragma unroll
@@ -240,109 +252,124 @@ template <class S> __device__ __forceinline__ void solve(S& s, int tokens, int f
       left[0][m] = pack<T>(two[0], two[1]), left[1][m] = rest_of<T>(left[0][m], two[0], two[1]);
     }
 #pragma unroll
-    for (int part = 0; part < 2; ++part)
-      ldmatrix_x4_trans(right[part],
-                        swizzled(in.N[0], 16 + (lane >> 3 & 1) * 8 + (lane & 7), 2 + (lane >> 4) + 4 * part));
+    for (int rest = 0; rest < 2; ++rest)
+      ldmatrix_x4_trans(right[rest], at_offset(in.N, moved(left_place, 16, 16 + 32 * rest)));
 #pragma unroll
     for (int m = 0; m < 4; ++m) y[0][m] = y[1][m] = 0.f;
     multiply_two<T>(y, left, right);
-    put_two<T, 1>(in.N, 0, 16, y);
+    put_two<T, 1>(in.N, moved(left_place, 0, 16), y);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const float2 end = two_of(gates.end + 16 + 8 * m + 2 * (lane & 3));
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[m][i] *= i % 2 ? end.y : end.x;
     }
-    put_two<T, 1>(in.B, 0, 16, y);
+    put_two<T, 1>(in.B, moved(left_place, 0, 16), y);
     fence_async();
-    barrier_arrive(s.solved[turn.stage]);
+    warp_arrive(s.solved[turn.stage]);
     turn.next(), turn.next();
   }
 }
 
 // ---- a warpgroup that makes scores, then B, W and Z -----------------------------------------------------------------
 
-// Puts 64 channels of a chunk, of which a warp has 16, to [token][channel].
-template <typename T> __device__ __forceinline__ void put_channels(T (*to)[64], const Values& x) {
+// Where a lane's row lies of the first 16 tokens of a panel of 64 channels, of which a warp has 16.
+__device__ __forceinline__ int place_of_channels(int lane, int warp) {
+  return swizzled_offset((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1));
+}
+template <typename T> __device__ __forceinline__ void put_channels(T (*to)[64], int place, const Values& x) {
   Operand two;
   each_two([&](int at, int s, int m) { two[s][m] = pack<T>(x[at], x[at + 1]); });
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(matrix_row(to[0], 16 * s), two[s]);
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(at_offset(*to, place + 16 * 128 * s), two[s]);
+}
+template <typename T> __device__ __forceinline__ void get_channels(Operand& x, T (*from)[64], int place) {
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, place + 16 * 128 * s));
 }
 
-template <typename T> __device__ __forceinline__ void get_channels(Operand& x, T (*from)[64]) {
-#pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], matrix_row(from[0], 16 * s));
+// A stage as products take its tiles: what lies in it is a sum away, which costs one instruction.
+template <class Stage> __device__ __forceinline__ u64 tiles_of(Stage& stage) {
+  u64 tiles = wgmma_tile(&stage, 16, 1024);
+  forget(tiles);
+  return tiles;
+}
+template <class Stage> __device__ __forceinline__ int tile_at(Stage& stage, const void* tile) {
+  return int(static_cast<const char*>(tile) - reinterpret_cast<const char*>(&stage)) / 16;
 }
 
 // Starts [q; k] k^T.
-template <typename T, int PANELS>
-__device__ __forceinline__ void start_scores(Values& d, T (&rows)[PANELS][2 * CHUNK][64]) {
+template <class Stage> __device__ __forceinline__ void start_scores(Values& d, Stage& in) {
+  const u64 tiles = tiles_of(in);
 #pragma unroll
-  for (int c = 0; c < 4 * PANELS; ++c) {
-    const u64 all = wgmma_tile(rows[c / 4], 16, 1024), keys = wgmma_tile(rows[c / 4] + CHUNK, 16, 1024);
-    wgmma<T, CHUNK, false>(d, all + c % 4 * 2, keys + c % 4 * 2, c > 0);
+  for (int c = 0; c < 4 * int(sizeof in.rows / sizeof in.rows[0]); ++c) {
+    const u64 rows = tiles + (tile_at(in, in.rows[c / 4]) + c % 4 * 2);
+    wgmma<typename Stage::Number, CHUNK, false>(d, rows, rows + tile_at(in, in.rows[0] + CHUNK), c > 0);
   }
   wgmma_commit();
 }
 
 // Puts A, of which the first two warps have the rows, and -beta M, of which the others have them.
 template <class S>
-__device__ __forceinline__ void put_scores(S& s, const Turn<S::STAGES>& turn, Values& d, float scale) {
+__device__ __forceinline__ void put_scores(S& s, const Turn<S::STAGES>& turn, Values& d, float scale, int lane,
+                                           int warp, int left) {
   using T = typename S::T;
-  const int thread = opaque(threadIdx.x), lane = thread & 31, warp = thread / 32 % 4, g = lane / 4, t = lane % 4;
-  const int row = 16 * (warp & 1) + g;
+  const int row = 16 * (warp & 1) + lane / 4,
+            place = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
   const bool queries = warp < 2, late = warp == 3;  // late: the last 16 keys
   auto& in = s.stages[turn.stage];
   barrier_wait(s.gated[turn.stage], turn.parity);
   const float* const beta = &s.gates[turn.stage].beta[row];
   const float by[2] = {queries ? scale : -beta[0], queries ? scale : -beta[8]};
   float x[4][4];
+  // The two numbers from column 8 n + 2 (lane % 4) on, in row `row` + 8 h.
+  const auto two_at = [&](float (&rows)[CHUNK][32], int n, int h) {
+    return reinterpret_cast<float2*>(at_offset(rows, (place ^ 32 * n) + 8 * 128 * h));
+  };
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float2 decay = two_of(float_of(in.decay, row + 8 * h, 8 * n + 2 * t));
+      const float2 decay = *two_at(in.decay, n, h);
       const float its = late && n < 2 ? -1.f : by[h];
       x[n][2 * h] = d[4 * n + 2 * h] * (decay.x * its), x[n][2 * h + 1] = d[4 * n + 2 * h + 1] * (decay.y * its);
     }
-  if (queries) put_two<T, 2>(in.A, 16 * warp, 0, x);
-  else {
+  if (queries) put_two<T, 2>(in.A, moved(left, 16 * warp, 0), x);
+  else if (!late) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float own[2] = {late ? x[n + 2][2 * h] : x[n][2 * h], late ? x[n + 2][2 * h + 1] : x[n][2 * h + 1]};
-        *reinterpret_cast<float2*>(float_of(in.M, row + 8 * h, 16 * late + 8 * n + 2 * t)) = {own[0], own[1]};
-      }
-    if (late) {
-      u32 rounded[4], rest[4];
+      for (int h = 0; h < 2; ++h) *two_at(in.M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
+  } else {
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float* two = &x[m / 2][m % 2 * 2];
-        rounded[m] = pack<T>(two[0], two[1]), rest[m] = rest_of<T>(rounded[m], two[0], two[1]);
-      }
-      stmatrix_x4(swizzled(in.M[0], lane & 15, 4 + (lane >> 4)), rounded);
-      stmatrix_x4(swizzled(in.M[0], lane & 15, 6 + (lane >> 4)), rest);
+    for (int n = 2; n < 4; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) *two_at(in.M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
+    u32 rounded[4], rest[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float* two = &x[m / 2][m % 2 * 2];
+      rounded[m] = pack<T>(two[0], two[1]), rest[m] = rest_of<T>(rounded[m], two[0], two[1]);
     }
+    stmatrix_x4(at_offset(in.M, moved(left, 0, 32)), rounded);
+    stmatrix_x4(at_offset(in.M, moved(left, 0, 48)), rest);
   }
-  barrier_arrive(s.scored[turn.stage]);
+  warp_arrive(s.scored[turn.stage]);
 }
 
 // A warp's block [16, 16] of B from (row, column) on, and -B decayed from the chunk's start to `erased`.
 template <typename T, class Stage>
 __device__ __forceinline__ void pair_up(float (&B)[2][4], Panel<T>& erased, Stage& in, const Gates& gates, int row,
-                                        int column) {
-  const int lane = opaque(threadIdx.x) & 31;
+                                        int column, int lane, int left) {
+  const int right = place_of_right(lane);
 #pragma unroll
   for (int c = 0; c < 2; ++c)
     if (16 * c <= row && 16 * c >= column) {  // both are lower triangles
       u32 A[2][4], N[2][4];
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        ldmatrix_x4(A[part], swizzled(in.A[0], row + (lane & 15), 2 * c + (lane >> 4) + 4 * part));
-        ldmatrix_x4(N[part],
-                    swizzled(in.N[0], column + (lane >> 4) * 8 + (lane & 7), 2 * c + (lane >> 3 & 1) + 4 * part));
+      for (int rest = 0; rest < 2; ++rest) {
+        ldmatrix_x4(A[rest], at_offset(in.A, moved(left, row, 16 * c + 32 * rest)));
+        ldmatrix_x4(N[rest], at_offset(in.N, moved(right, column, 16 * c + 32 * rest)));
       }
       multiply_two<T>(B, A, N);
     }
@@ -353,54 +380,56 @@ __device__ __forceinline__ void pair_up(float (&B)[2][4], Panel<T>& erased, Stag
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[m][i] = -B[m][i] * (i % 2 ? start.y : start.x);
   }
-  put_two<T, 1>(erased, row, column, x);
+  put_two<T, 1>(erased, moved(left, row, column), x);
 }
 
 // Starts y[channel, i] (+)= sum_j x[channel, j] pairs[i, j], of both numbers of the pairs.
 template <typename T>
-__device__ __forceinline__ void multiply_sums(Values& y, const Operand& x, Panel<T>& pairs, bool accumulate) {
-  const u64 b = wgmma_tile(pairs, 16, 1024);
+__device__ __forceinline__ void multiply_sums(Values& y, const Operand& x, u64 pairs, bool accumulate) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], b + 2 * c, accumulate || c);
+  for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], pairs + 2 * c, accumulate || c);
 }
 
 template <class S> __device__ __forceinline__ void make(S& s, int tokens, float scale) {
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64;
   constexpr bool BESIDE = PANELS == 2;  // else there are no registers for scores beside W
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  const int row = 16 * (warp & 1), column = 16 * (warp >> 1);  // of the warp's block of B
+  const int lane = threadIdx.x & 31, place = place_of_channels(lane, warp), left = place_of_left(lane);
   Turn<S::STAGES> turn, scoring;
 #pragma unroll 1
   for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scoring.next()) {
     Values d;
     barrier_wait(s.full[chunk], 0);
     wgmma_fence();
-    start_scores(d, s.stages[chunk].rows);
+    start_scores(d, s.stages[chunk]);
     wgmma_wait<0>();
     wgmma_keep(d);
-    put_scores(s, scoring, d, scale);
+    put_scores(s, scoring, d, scale, lane, warp, left);
   }
 #pragma unroll 1
   for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, turn.next(), scoring.next()) {
-    const int thread = opaque(threadIdx.x), lane = thread & 31, warp = thread / 32 % 4;
-    const int row = 16 * (warp & 1), column = 16 * (warp >> 1);  // of the warp's block of B
     auto& in = s.stages[turn.stage];
     const Gates& gates = s.gates[turn.stage];
     Operand keys[PANELS];
     Values z[PANELS], w[PANELS], d;
     float B[2][4] = {};
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) get_channels(keys[p], in.rows[p] + CHUNK);
+    for (int p = 0; p < PANELS; ++p) get_channels(keys[p], in.rows[p] + CHUNK, place);
     barrier_wait(s.solved[turn.stage], turn.parity);
+    u64 ends = wgmma_tile(in.B, 16, 1024), erased = wgmma_tile(s.erased[chunk & 1], 16, 1024);
+    forget(ends), forget(erased);  // tiles further on are a sum away
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) multiply_sums(z[p], keys[p], in.B, false);
+    for (int p = 0; p < PANELS; ++p) multiply_sums<T>(z[p], keys[p], ends, false);
     wgmma_commit();
-    pair_up(B, s.erased[chunk & 1], in, gates, row, column);
+    pair_up(B, s.erased[chunk & 1], in, gates, row, column, lane, left);
     fence_async();
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]);
-    put_channels(in.Z[0], z[0]);  // where M was
+    put_channels(in.Z[0], place, z[0]);  // where M was
 #pragma unroll
     for (int c = 0; c < CHUNK / 16; ++c) {
       const float2 read[2] = {two_of(gates.read + 16 * c + 2 * (lane % 4)),
@@ -408,7 +437,7 @@ template <class S> __device__ __forceinline__ void make(S& s, int tokens, float 
 #pragma unroll
       for (int p = 0; p < PANELS; ++p) {
         u32 q[4];
-        ldmatrix_x4_trans(q, matrix_row(in.rows[p][0], 16 * c));
+        ldmatrix_x4_trans(q, at_offset(in.rows[p], place + 16 * 128 * c));
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const int i = 4 * (2 * c + m / 2) + m % 2 * 2;
@@ -421,30 +450,30 @@ template <class S> __device__ __forceinline__ void make(S& s, int tokens, float 
     const bool more = (chunk + 2) * CHUNK < tokens;
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) multiply_sums(w[p], keys[p], s.erased[chunk & 1], true);
+    for (int p = 0; p < PANELS; ++p) multiply_sums<T>(w[p], keys[p], erased, true);
     wgmma_commit();
+    if constexpr (PANELS == 2) put_channels(in.Z[1], place, z[1]);  // where A was
+    put_two<T, 1>(in.B, moved(left, row, column), B);
     if (BESIDE) {
       if (more) barrier_wait(s.full[scoring.stage], scoring.parity);
       wgmma_fence();
-      start_scores(d, s.stages[more ? scoring.stage : turn.stage].rows);  // or those of nobody
+      start_scores(d, s.stages[more ? scoring.stage : turn.stage]);  // or those of nobody
     }
-    if constexpr (PANELS == 2) put_channels(in.Z[1], z[1]);  // where A was
-    put_two<T, 1>(in.B, row, column, B);
     wgmma_wait<BESIDE ? 1 : 0>();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), put_channels(in.rows[p], w[p]);
+    for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), put_channels(in.rows[p], place, w[p]);
     fence_async();
-    barrier_arrive(s.made[turn.stage]);
+    warp_arrive(s.made[turn.stage]);
     if (BESIDE) wgmma_wait<0>(), wgmma_keep(d);
     if (!more) continue;
     if (!BESIDE) {
       barrier_wait(s.full[scoring.stage], scoring.parity);
       wgmma_fence();
-      start_scores(d, s.stages[scoring.stage].rows);
+      start_scores(d, s.stages[scoring.stage]);
       wgmma_wait<0>();
       wgmma_keep(d);
     }
-    put_scores(s, scoring, d, scale);
+    put_scores(s, scoring, d, scale, lane, warp, left);
   }
 }
 
@@ -472,10 +501,11 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   constexpr int BK = S::BK;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
   const int column = first + threadIdx.x / 32 * 16 + lane / 4;
-  const i64 place = at.pair * args.shape.K * args.shape.V;
+  const int place = place_of_channels(lane, threadIdx.x / 32 % 4);
+  const i64 states = at.pair * args.shape.K * args.shape.V;
   float state[BK / 2] = {};
   if (args.initial)
-    each_transposed<BK>(state, args.initial + place, args, column, [](float& x, const float* from) { x = *from; });
+    each_transposed<BK>(state, args.initial + states, args, column, [](float& x, const float* from) { x = *from; });
   Turn<S::STAGES> turn;
 #pragma unroll 1
   for (int token = 0; token < at.tokens; token += CHUNK, turn.next()) {
@@ -491,12 +521,13 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_keep(read);
     barrier_wait(s.full[turn.stage], turn.parity);
     barrier_wait(s.valued[turn.stage], turn.parity);
-    get_channels(v, in.v[warpgroup]);
+    get_channels(v, in.v[warpgroup], place);
     barrier_wait(s.made[turn.stage], turn.parity);
-    const auto multiply = [&](Values& y, int rows) {
+    const u64 tiles = tiles_of(in);
+    const auto multiply = [&](Values& y, int row) {
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c)
-        wgmma<T, CHUNK, false>(y, read[c], wgmma_tile(in.rows[c / 4] + rows, 16, 1024) + c % 4 * 2, c > 0);
+        wgmma<T, CHUNK, false>(y, read[c], tiles + (tile_at(in, in.rows[c / 4] + row) + c % 4 * 2), c > 0);
       wgmma_commit();
     };
     wgmma_fence();
@@ -512,7 +543,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
       written[c][m] = pack<T>(fmaf(-start.x, x[i], own.x), fmaf(-start.y, x[i + 1], own.y));
     });
     wgmma_fence();
-    multiply_sums(o, v, in.B, true);
+    multiply_sums<T>(o, v, tiles + tile_at(in, in.B), true);
     wgmma_commit();
     const u64 z = wgmma_tile(in.Z, sizeof in.Z[0], 1024);
 #pragma unroll
@@ -520,12 +551,12 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(o);
-    put_channels(in.v[warpgroup], o);
+    put_channels(in.v[warpgroup], place, o);
     wgmma_wait<0>();
     wgmma_keep(state);
-    barrier_arrive(s.done[turn.stage]);
+    warp_arrive(s.done[turn.stage]);
   }
-  if (args.final) each_transposed<BK>(state, args.final + place, args, column, [](float& x, float* to) { *to = x; });
+  if (args.final) each_transposed<BK>(state, args.final + states, args, column, [](float& x, float* to) { *to = x; });
 }
 
 template <typename T, int BK, int BV>
@@ -538,9 +569,9 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
   const WorkTile at = work_tile(args.shape, blockIdx.x / tiles);
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 32), barrier_init(s.valued[stage], 32), barrier_init(s.gated[stage], 32);
-      barrier_init(s.scored[stage], MAKERS), barrier_init(s.solved[stage], 32), barrier_init(s.made[stage], MAKERS);
-      barrier_init(s.done[stage], CONSUMERS<BV>);
+      barrier_init(s.full[stage], 32), barrier_init(s.valued[stage], 32);  // lanes of the warp that moves chunks
+      barrier_init(s.gated[stage], 1), barrier_init(s.scored[stage], 4), barrier_init(s.solved[stage], 1);  // warps
+      barrier_init(s.made[stage], 4), barrier_init(s.done[stage], CONSUMERS<BV> / 32);
     }
   fence_async();
   __syncthreads();

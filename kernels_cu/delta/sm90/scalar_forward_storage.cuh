@@ -27,6 +27,7 @@ template <typename T> struct Args {
 template <typename T> using Panel = T[CHUNK][64];
 
 template <typename T, int BK, int BV> struct alignas(1024) Stage {
+  using Number = T;
   T rows[BK / 64][2 * CHUNK][64];  // queries, then W; behind them keys
   union {
     struct {
@@ -83,6 +84,6 @@ template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + MAKERS + OTHERS;
 template <int BK, int BV> struct Registers {
   static constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
   static constexpr int CONSUMER = BLOCKS == 2 ? 120 : BV == 64 ? 208 : 168;
-  static constexpr int MAKER = BLOCKS == 2 ? 72 : 120, OTHER = BLOCKS == 2 ? 48 : 56;
+  static constexpr int MAKER = BLOCKS == 2 ? 72 : BV == 64 ? 168 : 120, OTHER = BLOCKS == 2 ? 48 : BV == 64 ? 128 : 56;
   static_assert(BV / 64 * CONSUMER + MAKER + OTHER <= ALL_THREADS<BV> / 128 * AT_FIRST);
 };

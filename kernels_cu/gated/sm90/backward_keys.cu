@@ -345,7 +345,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(C);
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
     Gates<G, true> gates;
-    Operand q, k, queries, keys;
+    Operand q, k, keys;
+    StateOperand<T> queries;
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
@@ -425,8 +426,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       scale_state<BV>(C, reach.up[0], reach.up[1]);
       for (int h = 0; h < 2; ++h) to_state[h] *= reach.up[h];
     }
-    decay_queries<false, T>(read, queries, q, start, decays, to_state);
-    decay_keys<false, T>(met, keys, k, far, decays);
+    decay_queries<false, T>(read, q, start, decays, to_state, [&](auto... x) { queries.put(x...); });
+    decay_keys<false, T>(met, k, far, decays, [&](int n, int h, float x, float y) {
+      const float2 two = state_values<T>(x, y);
+      pair_of(keys, n, h) = pack<T>(x, y);
+      dg[n][2 * h] = two.x * from_state[4 * n + 2 * h], dg[n][2 * h + 1] = two.y * from_state[4 * n + 2 * h + 1];
+    });
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
     barrier_arrive(s.operands);  // and v for C has been read
@@ -460,10 +465,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll
     for (int panel = 0; panel < OWN; ++panel) start_values(dv[panel], s, in, panel);
 
-    each_pair([&](int n, int h) {
-      const float2 key = unpack<T>(pair_of(keys, n, h));
-      dg[n][2 * h] = key.x * from_state[4 * n + 2 * h], dg[n][2 * h + 1] = key.y * from_state[4 * n + 2 * h + 1];
-    });
     const auto add_across = [&] {  // to dk: what comes from other sub-chunks and the state
       each_pair([&](int n, int h) {
 #pragma unroll

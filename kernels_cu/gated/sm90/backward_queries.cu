@@ -212,8 +212,7 @@ __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T,
   __syncwarp();  // else all is made at once: there are no registers for that
 }
 
-// from_state: S do. Makes of tokens.keys what the state has of them, and calls write() when these and their decays
-// stand.
+// from_state: S do. Calls write(what the state has of the keys) when that and its decays stand.
 template <bool HELD, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                             SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
@@ -221,24 +220,31 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
                                             float scale, bool& growth, int at, F write) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
   Across read, met, over = {};
+  StateOperand<T> written;
   Chunk far;
   if (!HELD) tokens.gates.load(g, at);
-  growth = __any_sync(0xffffffffu, any_grows<T>(tokens.gates));
+  growth = outgrows<T>(tokens.gates, g);
   decays_of(decays, tokens.gates);
   if (!HELD) load_operand(keys, k, at);
   decays_to_end(far, tokens.gates, counts);
-  decay_keys<true, T>(met, keys, keys, far, decays);
+  decay_keys<true, T>(met, keys, far, decays, [&](auto... x) { written.put(x...); });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     dA.add_keys(over.by8[x], met.by8[x], 2 * x + 1, 2 * x);
     dA.add_keys(over.by16[x], met.by16[0], 2 + x, 0);
     dA.add_keys(over.by16[x], met.by16[1], 2 + x, 1);
   }
-  write();
+  write(written);
   if (!HELD) load_operand(queries, q, at);
   decays_from_start(far, tokens.gates, counts);
   const QueryScale range = scale_of_queries<ReadOrder, T>(far);
-  decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
+  decay_queries<true, T>(
+      read, queries, far, decays, {scale * range.up[0], scale * range.up[1]}, [&](int n, int h, float x, float y) {
+        const float2 two = state_values<T>(x, y);
+        const int i = 2 * h;
+        d.weight[n][i] = fmaf(range.down[h] * two.x, from_state[4 * n + i], d.weight[n][i]);
+        d.weight[n][i + 1] = fmaf(range.down[h] * two.y, from_state[4 * n + i + 1], d.weight[n][i + 1]);
+      });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
 #pragma unroll
@@ -248,7 +254,6 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
     }
   }
   each_pair([&](int n, int h) {
-    const float2 query = unpack<T>(pair_of(queries, n, h));
     const float by = scale * decays.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -259,7 +264,6 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
       if (n == 2) at_start += over.by16[0][i];
       if (n == 3) at_start += decays.own[2][h] * over.by16[1][i];
       d.dq[n][i] = fmaf(far[n][i], at_start, d.dq[n][i]);
-      d.weight[n][i] = fmaf(range.down[h] * (p ? query.y : query.x), x, d.weight[n][i]);
     }
   });
   const auto take = [&](int n, int i, float key, float over_queries) {
@@ -350,15 +354,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_wait<0>();  // for from_state, under way since the chunk before
     wgmma_keep(from_state);
     meet_within<!HELD<G, BV>, ReadOrder>(found, operands, counts, dA, in.dA, u, du);
-    const auto write = [&] {  // amid the chunk, so that nobody waits for the product at its end
-      if (growth) {           // what has been computed, and will be, may be anything
+    const auto write = [&](StateOperand<T>& keys) {  // amid the chunk, so that nobody waits for the product at its end
+      if (growth) {                                  // what has been computed, and will be, may be anything
         grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
-        each_pair([&](int n, int h) { pair_of(operands.keys, n, h) = 0, decays.own[n][h] = 1.f; });
+        each_pair([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.own[n][h] = 1.f; });
       }
       if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = growth;
       decay_state<BV>(S, decays);
       wgmma_fence();
-      start_write<T, BV>(S, operands.keys, in.v);
+      start_write<T, BV>(S, keys, in.v);
       wgmma_commit();
     };
     meet_across<HELD<G, BV>, ReadOrder>(found, operands, from_state, decays, g_panels, q_panel, k_panel, counts, dA,

@@ -71,6 +71,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   // The n-th vote, by consumers: whether any of them wants more. They have read the chunks before the n-th.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
     const int slot = (votes + n) % STAGES;
+    fence_async();  // the next copies to their stages come after these reads
     const bool any = barrier_any(WALK, CONSUMERS<BK>, wanted);
     if (threadIdx.x == 0) s.wanted[slot] = any;
     barrier_arrive(s.voted[slot]);
@@ -168,7 +169,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     Chunk far;
     SubChunkDecays own;
     gates.load(own_panels(in.g, warpgroup), offset);
-    grown |= any_grows<T>(gates);
+    grown |= outgrows<T>(gates, own_panels(in.g, warpgroup));
     decays_of(own, gates);
     load_operand(loaded, in.x[warpgroup], offset);
     if (BACKWARDS) decays_from_start(far, gates, counts);
@@ -238,16 +239,17 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
     for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     Across nowhere;
     QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
-    const bool growth = __any_sync(0xffffffffu, any_grows<T>(gates));
+    const bool growth = outgrows<T>(gates, own_panels(in.g, warpgroup));
     load_operand(x, in.x[warpgroup], offset);
+    const auto put = [&](int n, int h, float first, float second) { pair_of(x, n, h) = pack<T>(first, second); };
     if (BACKWARDS) {
       decays_from_start(far, gates, counts);
       range = scale_of_queries<ReadOrder, T>(far);
       const float scale = float(args.scale);
-      decay_queries<false, T>(nowhere, x, x, far, decays, {scale * range.up[0], scale * range.up[1]});
+      decay_queries<false, T>(nowhere, x, far, decays, {scale * range.up[0], scale * range.up[1]}, put);
     } else {
       decays_to_end(far, gates, counts);
-      decay_keys<false, T>(nowhere, x, x, far, decays);
+      decay_keys<false, T>(nowhere, x, far, decays, put);
     }
     if (growth) {  // what has been computed may be anything, and nothing is left to do
       if (BACKWARDS)

@@ -302,10 +302,10 @@ struct Across {
   SubChunk by8[2], by16[2];
 };
 
-// And `state`, in T: what meets the state before the chunk. far: decays from the start of a sub-chunk.
-template <bool EXACT, typename T>
-__device__ __forceinline__ void decay_queries(Across& to, Operand& state, const Operand& q, const Chunk& far,
-                                              const SubChunkDecays& d, const float (&scale)[2]) {
+// Calls put(n, h, x, y) with what meets the state before the chunk. far: decays from the start of a sub-chunk.
+template <bool EXACT, typename T, class F>
+__device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& far, const SubChunkDecays& d,
+                                              const float (&scale)[2], F put) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(q, n, h));
     const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = scale[h] * d.before(n, h);
@@ -315,14 +315,14 @@ __device__ __forceinline__ void decay_queries(Across& to, Operand& state, const 
       if (n == 2) to.by16[0][2 * h + p] = operand_value<EXACT>(x[p]);
       if (n == 3) to.by16[1][2 * h + p] = operand_value<EXACT>(d.own[2][h] * x[p]);
     }
-    pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
+    put(n, h, by * x[0], by * x[1]);
   });
 }
 
-// The same of keys; far: decays to the end, and `state` is what the state behind the chunk has of them.
-template <bool EXACT, typename T>
-__device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Operand& k, const Chunk& far,
-                                           const SubChunkDecays& d) {
+// The same of keys; far: decays to the end, and put is given what the state behind the chunk has of them.
+template <bool EXACT, typename T, class F>
+__device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& far, const SubChunkDecays& d,
+                                           F put) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(k, n, h));
     const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = d.behind(n, h);
@@ -332,7 +332,7 @@ __device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Ope
       if (n == 0) to.by16[0][2 * h + p] = operand_value<EXACT>(d.own[1][h] * x[p]);
       if (n == 1) to.by16[1][2 * h + p] = operand_value<EXACT>(x[p]);
     }
-    pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
+    put(n, h, by * x[0], by * x[1]);
   });
 }
 

@@ -210,8 +210,14 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     wgmma_commit();
   }
 
+  // Behind plain reads of what the other block copies here: its next copy comes after them.
+  __device__ __forceinline__ void before_peers_copy() const {
+    if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
+  }
+
   // Tells the blocks that made a chunk's operands that this warp has read them; by one thread of a warp.
   __device__ __forceinline__ void release(u32 chunk, u32 stage) {
+    before_peers_copy();
     const bool made_here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();
     if (made_here) barrier_arrive(s.empty[stage]);
     if (Schedule::K_RANKS > 1 || !made_here) arrive_at_peer(s.empty[stage]);
@@ -236,7 +242,10 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     barrier_wait(s.full[stage], chunk / STAGES & 1);
     multiply(stage);
 
-    if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
+    if constexpr (!Schedule::reads) {
+      fence_async();                          // the next copy of v comes after these reads
+      barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
+    }
     if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
       fetch(chunk + SLOTS - 1);
@@ -253,6 +262,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
         stmatrix_x4_trans(matrix_row(values, 16 * half), rows);
       }
     }
+    before_peers_copy();
     // Read by the lane that releases the stage.
     const bool one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.numbers[stage].row[0] != ALL_ROWS);
     wgmma_wait<0>();
@@ -283,6 +293,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
                    [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % SLOTS][0],
                 o, row % AGAIN, lane);
       }
+      before_peers_copy();
       __syncwarp();  // all lanes have read decays
       if (thread % 32 == 0) release(chunk, stage);
     }

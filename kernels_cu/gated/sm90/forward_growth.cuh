@@ -1,5 +1,5 @@
-// what      A chunk with gates above LARGEST_GATE in Hopper's forward kernel: its tokens one by one, by the same
-//           products as whole chunks.
+// what      A chunk whose gates grow by more than its factors hold, in Hopper's forward kernel: its tokens one by one,
+//           by the same products as whole chunks.
 // math      a token in two steps:  S <- diag(a_t) S;  o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T;
 //           RWKV-6, in one:        o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
 // barriers  of a group, one a step: the step's operands are in shared memory
@@ -21,9 +21,14 @@ template <typename G> constexpr u32 ONE = 0x3f800000;
 template <> constexpr u32 ONE<bf16> = 0x3f803f80;
 template <> constexpr u32 ONE<f16> = 0x3c003c00;
 
-// The largest gate of a chunk that is computed as a whole. With 32 such gates ordinary operands stay in T's range.
-// Behind a reset and 7 such gates e^-13 of a token passes the reset, since its decay is clamped to e^-20.
+// The largest gate of a chunk that is computed as a whole, whatever its others are. With 32 such gates ordinary
+// operands stay in T's range. Behind a reset and 7 such gates e^-13 of a token passes the reset, since its decay is
+// clamped to e^-20.
 template <typename T, typename G> constexpr u32 LARGEST_GATE = COARSE<T> ? ONE<G> : EIGHTH<G>;
+
+// The same of gates above 0 together, in nats: what those of a sub-chunk, and of the chunk, add up to.
+constexpr float SUBCHUNK_GROWTH = 7.f;
+template <typename T> constexpr float CHUNK_GROWTH = COARSE<T> ? 32.f : 4.f;
 
 // Whether `most` is larger than another gate; of two side by side, whether one is.
 template <typename G> __device__ __forceinline__ bool exceeds(u32 most, u32 other) {
@@ -48,6 +53,31 @@ __device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T
                                             const ProducerCoord<BK>& me, float, int i) {
   const uint2 four = *reinterpret_cast<const uint2*>(in.g[me.first + i] + me.channel);
   most = larger_signed(larger_signed(most, four.x), four.y);
+}
+
+// Whether this lane's channels grow by more than that; true for NaN too.
+template <typename T, bool READS, typename G, int BK>
+__device__ __noinline__ bool outgrows(const InputStage<READS, T, G, BK>& in, int channel) {
+  float in_subchunk[4] = {}, in_chunk[4] = {};
+  bool found = false;
+#pragma unroll 1
+  for (int row = 0; row < CHUNK; ++row) {
+    float g[4];
+    unpack(g, in.g[row] + channel);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float x = at_least(g[c], 0.f);
+      in_subchunk[c] = row % BC ? in_subchunk[c] + x : x, in_chunk[c] += x;
+      found |= !(in_subchunk[c] <= SUBCHUNK_GROWTH && in_chunk[c] <= CHUNK_GROWTH<T>);
+    }
+  }
+  return found;
+}
+// Of a gate for all channels a lane has one token's, and a warp those of its sub-chunks alone.
+template <typename T> __device__ __forceinline__ bool outgrows(float scalar_gate) {
+  float x = at_least(scalar_gate, 0.f);
+  for (int distance = 1; distance < BC; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return !(x <= SUBCHUNK_GROWTH && x <= CHUNK_GROWTH<T> / NUM_SUBCHUNKS);
 }
 
 // Two blocks with half of the channels each must both make a chunk as a whole or both token by token. tell_both: one
@@ -127,7 +157,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     }
     if (me.thread == 0) numbers.row[0] = max(token, 0) + (step < STEPS * CHUNK ? AGAIN : 0);
     fence_async();
-    barrier_sync(PRODUCERS + me.group, THREADS);  // the row stands
+    barrier_sync(PRODUCERS + me.group, THREADS);  // the row is in shared memory
     if constexpr (READS && Schedule::CLUSTER_SIZE > 1)
       if (me.thread == 0) send_operands(s, stage, rank, s.full[stage]), send_scores(s, stage, rank, s.full[stage]);
     if (step < STEPS * CHUNK) barrier_arrive(s.full[stage]);

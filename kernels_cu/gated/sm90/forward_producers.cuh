@@ -271,10 +271,16 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     for (int c = 0; c < W; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[me.group], me, decay);
+  if constexpr (W == 4) fence_async();  // the next copy of gates comes after these reads
   // The sub-chunks' decays are in shared memory; gates, and the previous chunk's operands of scores, have been read.
   bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST || scaled);
   const bool grown = grows;
-  if (SCALE && grown) grows = barrier_any(PRODUCERS + me.group, P::THREADS, exceeds<G>(most, LARGEST_GATE<T, G>));
+  if ((SCALE || !NARROWS<Schedule, T>) && grown) {
+    bool mine = exceeds<G>(most, LARGEST_GATE<T, G>);
+    if constexpr (W == 1) mine &= outgrows<T>(gate);
+    else mine = mine && outgrows<T>(in, me.channel);
+    grows = barrier_any(PRODUCERS + me.group, P::THREADS, mine);
+  }
   const auto fetch_next_gates = [&] {
     if (me.thread == 0) fetch_gates(s, args, turn.group, turn.next, turn.tokens);
     next_gate = gate_of(s, args, me, turn.next);
@@ -339,7 +345,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     put_queries<Order>(s.operands.q[turn.stage][turn.rank], scores, in.q, in.k, a, me, past_near, q_scales, across, u,
                        itself, direct);
     if (LOOK && direct.out_of_range(lane)) scores.beyond = true;
-    if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
+    fence_async();                                   // the next copies of q and k come after these reads
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands are in shared memory; q and k have been read
     const bool beyond = LOOK && scores.beyond;
     fetch_next_rows();
@@ -353,6 +359,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
       if (me.thread == 0) send_scores(s, turn.stage, turn.rank, full);
     }
   } else {
+    fence_async();                                   // likewise
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // keys and the sub-chunks' decays have been read
     fetch_next_rows();
   }

@@ -1,5 +1,5 @@
-// what      Chunks in which a gate lets the state grow, for the Hopper backward of GLA and RWKV-6: token by token in
-//           float32, as the recurrence.
+// what      Chunks in which gates let the state grow by much, for the Hopper backward of GLA and RWKV-6: token by token
+//           in float32, as the recurrence.
 // math      S_t = e^g_t S_{t-1} + k_t v_t^T; C_{t-1} = e^g_t C_t + scale q_t do_t^T its gradient (GLA: C_{t-1} = e^g_t
 //           (C_t + scale q_t do_t^T)); pairs of tokens each by itself, from the sum of the gates between them
 // numerics  Tensor cores need decays as two factors, which growth takes out of range: within a sub-chunk, where no gate
@@ -8,8 +8,10 @@
 #include "gated/sm90/backward_weights.cuh"
 #include "backward_tokens.cuh"
 
-// The least gate, in nats, that is growth. Of less, 8 tokens let e^-10 pass a reset (float16: e^-14), and float16's 32
-// stay below e^8.
+// What a chunk's gates above 0 may add up to, in nats, for its factors to hold: e^-10 passes a reset (float16: e^-12),
+// and float16's tokens stay below e^8. So it is, too, where every gate is less than GROWTH: then nobody adds up.
+template <typename T> constexpr float GROWN = 6.f;
+template <> constexpr float GROWN<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
@@ -34,10 +36,33 @@ template <typename T, typename G> __device__ __forceinline__ bool any_grows(cons
   const float2 two = unpack<G>(largest);
   return grows<T>(at_least(two.x, two.y));
 }
+template <typename G> __device__ __forceinline__ float2 two_gates(const Gates<G>& gates, int n, int h) {
+  return unpack<G>(pair_of(gates.x, n, h));
+}
 template <typename T> __device__ __forceinline__ bool any_grows(const Gates<float>& gates) {
   float largest = gates.x[0][0];
   each_pair([&](int n, int h) { largest = at_least(at_least(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
   return grows<T>(largest / LOG2E);
+}
+__device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, int h) {
+  return {gates.x[n][2 * h] / LOG2E, gates.x[n][2 * h + 1] / LOG2E};
+}
+
+// Whether gates of a channel of the warp add up to more; true for NaN too. Out of line, from shared memory: there are
+// no registers where this is asked for.
+template <typename T, typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panels)[CHUNK][PANELS]) {
+  Gates<G> gates;
+  gates.load(panels, lane_offset());
+  float grown[2] = {};
+  each_pair([&](int n, int h) {
+    const float2 two = two_gates(gates, n, h);
+    grown[h] = (grown[h] + at_least(two.x, 0.f)) + at_least(two.y, 0.f);
+  });
+  return __any_sync(0xffffffffu, !(channel_sum(grown[0]) <= GROWN<T>) | !(channel_sum(grown[1]) <= GROWN<T>));
+}
+template <typename T, typename G, int PANELS>
+__device__ __forceinline__ bool outgrows(const Gates<G>& gates, G (*panels)[CHUNK][PANELS]) {
+  return __any_sync(0xffffffffu, any_grows<T>(gates)) && adds_up<T>(panels);
 }
 
 // ---- a token --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 //           sums over a chunk's tokens.
 // numerics  A state is read in tf32, which has float32's range, or in two bfloat16 numbers, or in one float16 number.
 //           What is cut off adds up in the gate's gradient from chunk to chunk, so the first pass keeps a state every
-//           CHECKPOINT_EVERY tokens, from which the second begins anew. What a chunk adds to a state is a product in T.
+//           CHECKPOINT_EVERY tokens, from which the second begins anew. What a chunk adds to a state is a product in T,
+//           whose queries or keys are two numbers in bfloat16, since what they lose does not cancel in the gate's
+//           gradient.
 //           float16 has nothing below 6e-8: there queries that meet a state go into products times a power of 2, by the
 //           chunk's first gate, and so does C, by its largest value.
 #include "gated/sm90/decays.cuh"
@@ -289,6 +291,27 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x
   const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
+}
+
+// Queries or keys on their way to a state: rounded to T, and for bfloat16 what that leaves over, rounded likewise.
+template <typename T> struct StateOperand {
+  Operand first, rest;
+
+  __device__ __forceinline__ void put(int n, int h, float x, float y) {
+    pair_of(first, n, h) = pack<T>(x, y);
+    if (!NARROW<T>) pair_of(rest, n, h) = remainder_of(pair_of(first, n, h), x, y);
+  }
+};
+template <typename T, int BV>
+__device__ __forceinline__ void start_write(float (&S)[BV / 2], const StateOperand<T>& x,
+                                            T (&tokens)[BV / 64][CHUNK][64]) {
+  start_write<T, BV>(S, x.first, tokens);
+  if (!NARROW<T>) start_write<T, BV>(S, x.rest, tokens);
+}
+// Two values of it, for the other pass, which multiplies them by what the state has of their gradients: those products
+// and the state's cancel in the gate's gradient.
+template <typename T> __device__ __forceinline__ float2 state_values(float x, float y) {
+  return NARROW<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
 }
 
 // S <- diag(up) D S.

@@ -109,7 +109,7 @@ def compile_pullback(problem, device):
 
 
 def pullback(problem):
-    """That of `vjp`; without a forward pass where the backward needs nothing of it."""
+    """The pullback of `vjp`, without the forward pass if the backward pass needs nothing of it."""
     return vjp(problem)[1] if hasattr(PLANNERS[problem.op], "saved") else Pull(problem, ())
 
 

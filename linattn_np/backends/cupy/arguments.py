@@ -83,7 +83,8 @@ def words_of(declared, args) -> list:
 
 
 def row_words(x, _):
-    """Of an axis of one the stride is 0, so that a kernel may take it for a longer one along which nothing changes."""
+    """A pointer and three strides. The stride of an axis of size 1 is 0: kernels may read the array as if it were
+    repeated along that axis."""
     if x is None:
         return [None, 0, 0, 0]
     strides = [stride // x.dtype.itemsize if size > 1 else 0 for stride, size in zip(x.strides[:-1], x.shape)]

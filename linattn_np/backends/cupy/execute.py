@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from ...array_kinds import signature
+from .aligned_copies import with_fast_copies
 from .arguments import Packed
 from .kernel import padded
 from .plan import Buffer, Copy, Fill, Launch, Plan, Product, Upload, arrays_in, arrays_of, describe, describe_tree
@@ -50,7 +51,7 @@ def drawn(draw, problem, device, **trees):
     given = list(memory)
     trees = {name: describe_tree(name, tree, device, given) for name, tree in trees.items()}
     plan = draw(described, device, *trees.values())
-    return plan and replace(plan, given=tuple(given))
+    return plan and replace(with_fast_copies(plan), given=tuple(given))
 
 
 def run(planner, problem, device, kept=()):

@@ -154,7 +154,8 @@ def on_every_card(draft, backward, cut):
 
 
 def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
-    """Of how many heads the states are kept at the same time: no more bytes than the `inputs` have, in equal turns."""
+    """For how many heads at a time states are kept: equal shares of the heads, whose states take no more bytes than
+    `inputs`."""
     most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
     return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
 

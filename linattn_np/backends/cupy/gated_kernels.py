@@ -192,7 +192,7 @@ class GatedBackwardStates(GatedBackward):
         return TILES if V > cls.TILE and (products == 1 or dtype.itemsize == 4) else TILES[:1]
 
     def blocks(self, K, V) -> int:
-        """Of a sequence and head: a block for every tile of the state and direction in time."""
+        """Blocks of a sequence and head: one for every tile of the state and direction in time."""
         return 2 * ceil_div(K, self.TILE) * ceil_div(V, self.BV)
 
     @property
@@ -298,7 +298,7 @@ class GatedForwardSm90(TiledKernel):
 
     @property
     def channels(self):
-        """Of a launch."""
+        """Channels of a launch."""
         return self.BK * (2 if self.schedule == CLUSTER_SPLIT_K else 1)
 
     @property
@@ -329,7 +329,7 @@ class GatedForwardSm90(TiledKernel):
 
     @property
     def shared_bytes(self):
-        """Of the struct `Shared` in forward_storage.cuh, whose members these are, in its order."""
+        """The size of the struct `Shared` in forward_storage.cuh, from its members in their order."""
         C, BK, reads, groups, coarse = self.CHUNK, self.BK, self.reads, self.producer_groups, self.dtype == BFLOAT16
         K_ranks, chunk_ranks = 1 + (self.schedule == CLUSTER_SPLIT_K), 1 + (self.schedule == CLUSTER_SPLIT_V)
         stages = max(2, groups * chunk_ranks)

@@ -98,7 +98,7 @@ class Kernel:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         raise NotImplementedError
 
     @property
@@ -145,7 +145,7 @@ class TiledKernel(Kernel):
 
     @property
     def channels(self):
-        """Of a launch."""
+        """Channels of a launch."""
         return self.BK
 
     def grid(self, V):

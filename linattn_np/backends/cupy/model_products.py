@@ -145,12 +145,12 @@ class BatchProduct(ModelKernel):
 
     @property
     def depth(self) -> int:
-        """Of K a step."""
+        """Columns of K that a block multiplies in a step."""
         return SWIZZLED // self.dtype.itemsize * self.shares
 
     @property
     def shares(self) -> int:
-        """Of K among the warpgroups that have the same rows."""
+        """How many warpgroups have the same rows and share K."""
         return 128 // self.ROWS
 
     @property
@@ -257,7 +257,7 @@ class WideProduct(ModelKernel):
 
     @property
     def vectors(self) -> int:
-        """Of a block."""
+        """Vectors of a block."""
         return 64 * self.GROUPS
 
     @property

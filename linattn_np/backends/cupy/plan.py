@@ -250,7 +250,7 @@ SHAPE = tuple(member.name for member in fields(Shape))
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """So many blocks of a kernel, on arguments by the names of the kernel's declaration."""
+    """A launch of a kernel with `blocks` blocks; `args` by the names of the kernel's declaration."""
 
     kernel: Any
     blocks: int
@@ -321,7 +321,7 @@ class Plan:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Of which of the caller's arrays copies are made, and why."""
+        """Which of the caller's arrays are copied, and why."""
         return tuple(step.reason for step in self.steps if isinstance(step, (Copy, Launch)) and step.reason)
 
     @property

@@ -126,7 +126,7 @@ class TimeMixMany(ModelKernel):
         return (kernel, more) if terms == 1 and pays and kernel.shared_bytes + more <= room else None
 
     def turns(self, B, H, device) -> int:
-        """Of sequences that a warp takes: so many that all blocks run at once, two a multiprocessor."""
+        """How many sequences a warp takes in turn: so many that all blocks run at once, two a multiprocessor."""
         most = max(2 * device.multiprocessors, H)
         return next(turns for turns in range(1, B + 1) if self.blocks(B, H, turns) <= most)
 
@@ -180,17 +180,17 @@ class DecodeFew(ModelKernel):
 
     @property
     def bytes_of_operand(self) -> int:
-        """Of a float in the stage: three bfloat16 numbers, four digits, or itself."""
+        """Bytes of a float as an operand in the stage: of three bfloat16 numbers, of four digits, or its own."""
         return 6 if self.dtype == BFLOAT16 else 4
 
     @property
     def bytes_of_float(self) -> int:
-        """Of one on the way to a norm's operands, where these do not take its place."""
+        """Bytes of a norm's float beside its operands; 0 if the operands replace it."""
         return {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
 
     @property
     def shared_bytes(self):
-        """Of the struct `Shared` in decode_weights.cuh; the stage lies behind it."""
+        """The size of the struct `Shared` in decode_weights.cuh, without the stage behind it."""
         ring = CType(2 * (8 * 1024 + 64), 1).array(self.stages)
         stages, tiles, units = BARRIER.array(2 * self.stages), INTEGER.array(4 * 8), REAL.array(2 * 8)
         turns, norms, parts = BARRIER.array(2 * 2), REAL.array(2 * 8), REAL.array(2 * 4 * 16 * (8 + 4))
@@ -256,7 +256,7 @@ class DataMix(ModelKernel):
 
     @property
     def most_parts(self) -> int:
-        """Of `low`."""
+        """The most parts whose sum is `low`."""
         return 8 if self.TILES == self.INPUTS == 1 and self.X != FLOAT32 else 1
 
     @property

@@ -29,7 +29,7 @@ def launch(device, kernel, blocks: int, /, **fields):
 
 
 def address(device, value):
-    """Of an array; everything else as it is."""
+    """The address of an array; any other value unchanged."""
     return device.pointer(value) if hasattr(value, "strides") else value
 
 

@@ -102,8 +102,8 @@ def segments_that_fill(blocks, longest, most, spared=0) -> int:
 
 
 def widest_that_fills(kernels, blocks, device):
-    """Of kernels that differ in their blocks' columns the widest whose `blocks(kernel)` fill the card, or else the
-    narrowest: columns of one block share its decays and loads of keys."""
+    """The kernel with the widest blocks whose `blocks(kernel)` still fill the card, else that with the narrowest. Wide
+    blocks need fewer loads: their columns share decays and keys."""
     return next((each for each in reversed(kernels) if blocks(each) >= resident_blocks(each, device)), kernels[0])
 
 
@@ -123,7 +123,7 @@ def longest_of(problem) -> int:
 
 
 def gate_dtype(problem):
-    """Of a problem whose arrays are q, k, v, g and perhaps u, by any names."""
+    """The dtype of the gate: of the fourth array, since arrays are q, k, v, g and perhaps u under any names."""
     return list(problem.arrays.values())[3].dtype
 
 
@@ -154,7 +154,7 @@ def fits_hoppers_forward(problem, device, arrays) -> bool:
 # -- forward -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class BackwardSegments:
-    """Into what Hopper's own backward kernels cut every sequence."""
+    """The segments of every sequence in Hopper's own backward kernels."""
 
     count: int = 0  # 0 if these kernels cannot compute the problem
     short: int = 0  # tokens of the segment that each of the two passes begins with, if the rest is one longer segment
@@ -303,7 +303,7 @@ def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
 
 
 def forward_cost(P, heads, blocks, longest, widest, multiprocessors) -> float:
-    """Of Hopper's forward pass in P equal segments."""
+    """The cost of Hopper's forward pass in P equal segments."""
     if P == 1:
         return longest
     chunks = ceil_div(longest, P * GatedForwardSm90.CHUNK)
@@ -334,8 +334,8 @@ def cut_in_two(blocks, T, most, aligned, start, summary) -> tuple[float, int]:
 
 
 def parts(summary, heads, V, P, longest, last, device) -> int:
-    """Into how many parts each of P segments is cut for the pass that summarises them: the least cost in waves of
-    blocks, of all segments or all but the `last`."""
+    """How many parts each of P segments is cut into for the pass that summarises them: the number with the least cost
+    in waves of blocks. last: whether a sequence's last segment is summarised, too."""
     blocks, at_once = heads * ceil_div(V, summary.BV) * (P if last else P - 1), resident_blocks(summary, device)
 
     def cost(R):
@@ -484,20 +484,20 @@ def backward_segments(blocks, longest, most, K, V) -> int:
 
 
 def backward_cost(P, *sizes) -> float:
-    """Of all kernels of Hopper's backward pass in P equal segments."""
+    """The cost of Hopper's backward pass in P equal segments."""
     return main_cost(P, *sizes) + (joining_cost(P, *sizes) if P > 1 else 0)
 
 
 def main_cost(P, blocks, longest, most, K, V) -> float:
-    """Of the main kernels, in waves, and the pass that summarises all segments but a sequence's last, which memory
-    bounds."""
+    """The cost of the main kernels, in waves of blocks, and of the pass that summarises all segments but a sequence's
+    last, which memory bounds."""
     waves, length = ceil_div(blocks * P, most), longest if P == 1 else length_of_segments(P, longest)
     of_wave = SHARED if waves > 1 and max(K, V) <= TILES[0] else 1
     return waves * of_wave * (length + BLOCK_START) + SUMMARY * longest * blocks / most * (P - 1) / P
 
 
 def joining_cost(P, blocks, longest, most, K, V) -> float:
-    """Of what P segments take besides."""
+    """The cost of joining P segments."""
     chunks = length_of_segments(P, longest) // GatedBackwardSm90.CHUNK
     unsaved = UNSAVED if chunks & chunks - 1 else 0
     return JOIN_START + unsaved + P * (JOINED + STATE * blocks * K * V / TILES[-1] ** 2)

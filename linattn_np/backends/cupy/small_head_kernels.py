@@ -37,7 +37,7 @@ class GatedSmall(GatedKernel):
 
     @property
     def heads(self) -> int:
-        """Of a block."""
+        """Heads of a block."""
         return 64 // self.D * self.WARPS
 
     def blocks(self, heads) -> int:
@@ -49,7 +49,7 @@ class GatedSmall(GatedKernel):
 
     @property
     def channels(self):
-        """Of a launch."""
+        """Channels of a launch."""
         return self.D
 
     @property

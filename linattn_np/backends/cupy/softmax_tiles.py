@@ -71,8 +71,8 @@ def tile_table(problem, tokens: int, other: int, by_keys: bool = False) -> np.nd
 
 
 def parts(problem, tiles: np.ndarray, multiprocessors: int) -> int:
-    """Into how many parts the keys of every tile are split: one, or, if no sequence has more than a tile of queries, so
-    many that all multiprocessors have work."""
+    """How many parts the keys of every tile are split into: one, or, if no sequence has more than a tile of queries, as
+    many as give all multiprocessors work."""
     if not tiles.size or tiles.shape[1] > problem.spans.count:
         return 1
     return max(1, min(multiprocessors // tiles[..., 0].size, int(blocks_of(tiles).max()) // LEAST_PART))

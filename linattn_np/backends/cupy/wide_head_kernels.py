@@ -49,7 +49,7 @@ class GatedWideForward(TiledKernel):
 
     @property
     def channels(self):
-        """Of a launch."""
+        """Channels of a launch."""
         return self.channel_tiles * self.TILE
 
     @property

@@ -56,7 +56,7 @@ class Queries:
 
     @property
     def keys(self):
-        """Those of all tiles."""
+        """The keys of all tiles."""
         return slice(self.tiles[0].start, self.tiles[-1].stop) if self.tiles else slice(0, 0)
 
 

@@ -7,6 +7,8 @@ where the gradients of the piece's weights go, that returns the gradient of the 
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..array_math import affine, beside, fused, lerp, library_of, relu_squared
 from ..single_process import WHOLE
 from .version import LAYER_NORM_EPS
@@ -64,6 +66,22 @@ class Recorded:
     def product(self, layer, name, x):
         y, self.pulls[name] = linear(x, getattr(layer, name), self.products)
         return y
+
+    def recurrence_of(self, layer, operator, *arrays):
+        """`operator` from zeros, or from the layer's `start` [H, N, N] where it has one; see `pull_recurrence`."""
+        how = {"scale": 1.0, "layout": "bthd"}
+        if hasattr(layer, "start"):
+            how["initial_state"] = np.tile(layer.start, (len(arrays[0]), 1, 1, 1)).astype(arrays[0].dtype, copy=False)
+        o, self.pull_operator = self.cut.vjp_of(operator, *arrays, **how)
+        return o
+
+    def pull_recurrence(self, do, to):
+        """The gradients of the operator's arrays; that of a `start` goes to `to`."""
+        gradients = self.pull_operator(do)
+        if hasattr(to, "start"):
+            *gradients, dstart = gradients
+            to.start[...] = dstart.sum(axis=0)
+        return gradients
 
     def relu_squared(self, x):
         self.hidden = x

@@ -16,7 +16,7 @@ from ...array_kinds import BFLOAT16
 from ...errors import ContractError, ContractTypeError, NotSupported
 from ...typing import Integers, Result
 from .. import checkpoint
-from ..devices import check_device, on_host
+from ..devices import DEVICES, check_device, on_host
 from ..prompt_reading import read
 from ..quantised import collected, of_bits
 from ..sampling import Sampling
@@ -24,6 +24,7 @@ from . import names
 from .config import completed
 from .cpu_layers import cpu_layers
 from .numpy_layers import NumpyLayers
+from .parameters import Layout
 from .state import STATE, Rows, State, check_state
 from .version import EPS, Version
 
@@ -35,12 +36,16 @@ class Model:
 
     version : its tables
     numpy_layers : its layers by NumPy alone
+    layout : of its parameters in a training
+    trains_on : the devices on which its gradients are computed
     numba_layers : imports its layers by Numba's loops
     cuda_layers : imports its layers on the GPU
     """
 
     version: ClassVar[Version]
     numpy_layers: ClassVar[type[NumpyLayers]]
+    layout: ClassVar[type[Layout]]
+    trains_on: ClassVar[tuple[str, ...]] = DEVICES
 
     def __init__(
         self,
@@ -62,6 +67,21 @@ class Model:
 
     @staticmethod
     def cuda_layers() -> Callable:
+        raise NotImplementedError
+
+    @classmethod
+    def trainable(cls, layers: int, width: int, head_size: int) -> Layout:
+        """The parameters of a byte-level model of this size, to be trained."""
+        return cls.layout(cls.layout.sizes_of(layers, width, head_size))
+
+    @staticmethod
+    def model_weights(layout: Layout, vector) -> dict:
+        """Of the vector of a training the weights, by official name."""
+        return layout.named(vector)
+
+    @staticmethod
+    def loss(weights, tokens, products, drop, **how) -> tuple[Any, Callable]:
+        """The loss of a trainable model and its pullback, as `rwkv.grad.loss` has them."""
         raise NotImplementedError
 
     @classmethod
@@ -99,13 +119,27 @@ class Model:
             `model.safetensors.index.json` of a sharded one, or a folder of Hugging Face with one of these; with the
             official, Hugging Face's or fla's names. Of the latter two a `config.json` beside it is read.
         """
-        weights, config = checkpoint.read(path), checkpoint.config(path)
+        return cls.of_file(
+            path, checkpoint.read(path), device=device, dtype=dtype, progress=progress, state_dtype=state_dtype
+        )
+
+    @classmethod
+    def of_file(cls, path, weights, **how) -> Self:
+        """The model of `weights`, which `path` holds."""
         try:
-            return cls(weights, device, dtype, progress, state_dtype, config)
+            return cls(weights, **how, config=checkpoint.config(path))
         except NotSupported:
             raise
         except ContractError as error:
             raise type(error)(f"{path}: {error}") from None
+
+    @classmethod
+    def by_numpy(cls, weights: Mapping) -> Self:
+        """A model of `weights` by NumPy alone, for which Numba's loops need not be compiled."""
+        self = cls.__new__(cls)
+        weights, self.sizes = cls.parameters(weights, None)
+        self.device, self.layers = "cpu", cls.numpy_layers(weights, self.sizes, "float32", lambda array: None)
+        return self
 
     @classmethod
     def quantise(cls, weights: Mapping, dtype: str, config: Mapping | None = None) -> dict:

@@ -77,8 +77,9 @@ def official(version: Version, weights: Mapping) -> dict:
     origins = {name: origin(name) for name in version.declared(layers, tuned)}
     origins |= {EPS: (EPS, same)} if EPS in weights else {}
     wanted = dict(origins.values())
+    unread = {origin(f"blocks.0.{name}")[0] for name in version.first_layer_lacks}
     missing = [name for name in wanted if name not in weights]
-    left_over = [name for name in weights if name not in wanted]
+    left_over = [name for name in weights if name not in wanted and name not in unread]
     if missing or left_over:
         refuse_file(
             " and ".join(
@@ -134,5 +135,5 @@ def refuse_adapters(weights):
         if any(part in ADAPTERS for part in name.split(".")):
             refuse_file(
                 f"{shown(name)} belongs to a LoRA adapter that is not merged",
-                "merged weights: the program that trained it merges it into its model",
+                "merged weights: linattn-np merge writes them, and generate --adapter reads it beside its model",
             )

@@ -19,8 +19,29 @@ class Layout:
 
     version: Version
 
-    def __init__(self, sizes):
-        version = self.version
+    @classmethod
+    def sizes_of(cls, layers: int, width: int, head_size: int, vocabulary: int = 256) -> dict[str, int]:
+        """The size of every axis that `Version.declared` has; ContractError where they do not go together.
+
+        The ranks of a version and its channel mix's width follow the width.
+        """
+        refuse = cls.version.refuse
+        for name, size in (("layers", layers), ("width", width), ("head_size", head_size)):
+            if size < 1:
+                refuse(f"{name} is {size}, expected at least 1")
+        if width % head_size:
+            refuse(f"width {width} is no multiple of the head size {head_size}")
+        sizes = {"1": 1, "5": 5, "L": layers, "D": width, "H": width // head_size, "N": head_size, "V": vocabulary}
+        return sizes | cls.more_sizes(width)
+
+    @staticmethod
+    def more_sizes(width: int) -> dict[str, int]:
+        """Of the axes that a version adds."""
+        raise NotImplementedError
+
+    def __init__(self, sizes, weights=None):
+        """`weights`, by official name, are what a training starts from; without them, first values."""
+        version, self.weights = self.version, weights
         self.sizes, self.axes = sizes, version.declared(sizes["L"])
         is_matrix, place = version.is_matrix, self.place
         self.shapes = {
@@ -62,9 +83,18 @@ class Layout:
 
     def initial(self, seed) -> np.ndarray:
         """A float32 vector to start from."""
+        if self.weights is not None:
+            return self.vector(self.weights)
         rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
         for name, array in self.named(vector).items():
             array[...] = self.first(name, array.shape, rng)
+        return vector
+
+    def vector(self, weights) -> np.ndarray:
+        """The float32 vector of `weights`, by official name."""
+        vector = np.empty(self.size, np.float32)
+        for name, array in self.named(vector).items():
+            array[...] = weights[name]
         return vector
 
     def first(self, name, shape, rng):

@@ -294,7 +294,7 @@ class Step:
         self.tokens, self.slots = seen.call.tokens, seen.call.slots
 
     def steps(self, greedy, layers) -> tuple:
-        """Those of a plan, in order."""
+        """The steps of the plan, in order."""
         my, buffers, (weight, bias) = self.my, self.buffers, self.model.ln0
         self.draft.launch(
             kernels.ChosenNorm(my.dtype, FLOAT32),

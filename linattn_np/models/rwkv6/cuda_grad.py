@@ -424,7 +424,7 @@ class Step:
 
     # -- where sequences are cut --
     def tokens_at(self, place, x):
-        """Those of every sequence, a view [..., batch, D] of [..., tokens, D]."""
+        """The rows of x [..., tokens, D] at one place of every sequence, as a view [..., batch, D]."""
         return x.reshape(*x.shape[:-2], -1, self.context, x.shape[-1])[..., place, :]
 
     def first(self, x):

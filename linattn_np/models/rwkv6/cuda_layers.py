@@ -46,11 +46,11 @@ class CudaLayers(NotCopied):
             return self.prompts_of(rows, last)(tokens, state, slots)
 
     def steps_of(self, batch) -> Steps:
-        """Those of `batch` sequences."""
+        """The steps for `batch` sequences."""
         return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
     def prompts_of(self, rows, last) -> Prompts:
-        """Those of such lengths."""
+        """The plans for prompts of these lengths."""
         key = rows.bounds.tobytes(), last
         return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last), self.turn.wait)
 

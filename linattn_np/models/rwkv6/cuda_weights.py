@@ -82,7 +82,7 @@ def hosts(array, dtype, transposed) -> tuple:
 
 
 def first_of(stack):
-    """Of a stack of one layer, or of a pair of such, that layer."""
+    """The only layer of a stack, or of both stacks of a pair."""
     return tuple(part[0] for part in stack) if isinstance(stack, tuple) else stack[0]
 
 

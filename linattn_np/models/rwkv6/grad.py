@@ -50,8 +50,7 @@ class Recorded(grad.Recorded):
         heads, cast = (*w.shape[:2], *layer.bonus.shape), self.products.cast
         k, v, r = cast(kvr).reshape(3, *heads)
         arrays = r, k, v, w.reshape(heads), cast(layer.bonus)
-        o, self.pull_recurrence = self.cut.vjp_of(rwkv6, *arrays, scale=1.0, layout="bthd")
-        return o
+        return self.recurrence_of(layer, rwkv6, *arrays)
 
     def gated_norm(self, layer, o, gate):
         self.o, self.gate = o, gate
@@ -70,7 +69,7 @@ def time_mix_vjp(do, layer, dy, to):
     daffine, dgate = gated_vjp(pulls["output"](do.pull_drop(dy), to.output), normed, *layer.ln_x, gate)
     to.ln_x[0], to.ln_x[1] = total(daffine * normed), total(daffine)
     doutput = do.pull_group((daffine * layer.ln_x[0]).reshape(do.o.shape))
-    dr, dk, dv, dw, du = do.pull_recurrence(doutput.astype(do.o.dtype, copy=False))
+    dr, dk, dv, dw, du = do.pull_recurrence(doutput.astype(do.o.dtype, copy=False), to)
     to.bonus[...] = du
     dlow = dw.reshape(dy.shape) * do.w  # w is its own derivative
     to.decay[...] = total(dlow)

@@ -8,7 +8,7 @@ from ..rwkv.model import Model
 from ..training_products import HostProducts
 from .names import VERSION
 from .numpy_layers import NumpyLayers
-from .parameters import Layout, sizes_of
+from .parameters import Layout
 
 
 class RWKV6(Model):
@@ -70,12 +70,7 @@ class RWKV6(Model):
     ' '
     """
 
-    version, numpy_layers = VERSION, NumpyLayers
-
-    @staticmethod
-    def trainable(layers: int, width: int, head_size: int) -> Layout:
-        """The parameters of a byte-level model of this size, to be trained."""
-        return Layout(sizes_of(layers, width, head_size))
+    version, numpy_layers, layout = VERSION, NumpyLayers, Layout
 
     @staticmethod
     def loss(weights, tokens, products, drop, **how):

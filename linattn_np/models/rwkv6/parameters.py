@@ -6,7 +6,7 @@ import numpy as np
 
 from ..rwkv import parameters
 from ..rwkv.version import in_block
-from .names import VERSION, refuse
+from .names import VERSION
 
 # What the first outputs of a layer are scaled by: at first the residual passes everything by.
 SCALES = {
@@ -21,44 +21,23 @@ SCALES = {
 }
 
 
-def sizes_of(layers: int, width: int, head_size: int, vocabulary: int = 256) -> dict[str, int]:
-    """The size of every axis that `names.declared` has; ContractError where they do not go together.
-
-    The ranks and the channel mix's width follow the width: 32, 64 and 896 at 256.
-    """
-    for name, size in (("layers", layers), ("width", width), ("head_size", head_size)):
-        if size < 1:
-            refuse(f"{name} is {size}, expected at least 1")
-    if width % head_size:
-        refuse(f"width {width} is no multiple of the head size {head_size}")
-    A, W = max(8, width // 8), max(8, width // 4)
-    return {
-        "1": 1,
-        "5": 5,
-        "L": layers,
-        "D": width,
-        "H": width // head_size,
-        "N": head_size,
-        "V": vocabulary,
-        "F": width * 7 // 2,
-        "A": A,
-        "5A": 5 * A,
-        "W": W,
-    }
-
-
 class Layout(parameters.Layout):
     """Where each parameter lies in the vector.
 
     Example
     -------
-    >>> layout = Layout(sizes_of(layers=2, width=64, head_size=16))
+    >>> layout = Layout(Layout.sizes_of(layers=2, width=64, head_size=16))
     >>> weights = layout.named(layout.initial(seed=0))
     >>> weights["blocks.1.att.time_faaaa"].shape, layout.size == sum(array.size for array in weights.values())
     ((4, 16), True)
     """
 
     version = VERSION
+
+    @staticmethod
+    def more_sizes(width) -> dict[str, int]:
+        A, W = max(8, width // 8), max(8, width // 4)
+        return {"F": width * 7 // 2, "A": A, "5A": 5 * A, "W": W}
 
     def first(self, name, shape, rng):
         return initial(name, shape, self.sizes, rng)

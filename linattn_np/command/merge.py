@@ -1,0 +1,37 @@
+"""Writes a checkpoint of a model with a low-rank adapter merged into it. No torch.
+
+    linattn-np train --from model.pth --lora 16 --text texts.jsonl --out mine
+    linattn-np merge --model model.pth --adapter mine/adapter.safetensors --out merged.safetensors
+
+Every matrix W becomes W + (alpha / rank) B A, in its own dtype, under the official names.
+"""
+
+from pathlib import Path
+
+from ..models import checkpoint
+from ..models.files import check_writable, same_file, write_arrays
+from ..models.rwkv.adapters import merged
+from ..models.versions import kind_of
+from .terminal import say, status
+
+
+def declare(parser):
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH", help="the model that the adapter was trained on")
+    add("--adapter", required=True, metavar="FILE", help="of linattn-np train --lora, or of RWKV-PEFT")
+    add("--alpha", type=float, help="where the adapter does not say it (default: its rank)")
+    add("--out", required=True, metavar="FILE", help="a .safetensors file")
+
+
+def run(options):
+    if not options.out.endswith(".safetensors"):
+        raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
+    for name in ("model", "adapter"):
+        if same_file(options.out, checkpoint.located(getattr(options, name))):
+            raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
+    check_writable(options.out)
+    with status("merging ..."):
+        weights, adapter = checkpoint.read(options.model), checkpoint.read(options.adapter)
+        config = checkpoint.config(options.model)
+        write_arrays(options.out, merged(kind_of(weights), weights, adapter, options.alpha, config))
+    say(f"wrote {options.out}. To write with it: linattn-np generate --model {Path(options.out)} 'The '")

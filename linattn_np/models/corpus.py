@@ -1,0 +1,75 @@
+"""What a training learns from, as token ids: plain text, JSON lines, or tokens that RWKV's tools have written.
+
+novel.txt       any bytes, which the tokenizer encodes
+texts.jsonl     a line {"text": "..."} for each text; the id that ends a text follows each, or a line end
+data.bin        token ids, with data.idx beside it: the "binidx" of Megatron and RWKV-LM
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from ..errors import ContractError
+from .files import json_object, lines, mapped, opened
+from .number_checks import shown
+from .tokenizers import Tokenizer
+
+LONGEST_LINE = 1 << 26  # bytes of a line of JSON
+MAGIC = b"MMIDIDX\x00\x00"
+HEAD = len(MAGIC) + 8 + 1 + 8 + 8  # the magic bytes, the version, the dtype, and the numbers of texts and of documents
+VERSION = 1
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+def read(path, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids [T] in a file, whose ending tells of which kind it is; ContractError names a file that is damaged."""
+    path = Path(path)
+    try:
+        if path.suffix == ".jsonl":
+            return of_lines(path, tokenizer)
+        if path.suffix in (".bin", ".idx"):
+            return of_binidx(path)
+        text = path.read_bytes()
+        return np.frombuffer(text, np.uint8) if tokenizer.size == 256 else ids(tokenizer.encode(text), tokenizer)
+    except ContractError as error:
+        raise ContractError(f"{path}: {error}") from None
+
+
+def ids(tokens, tokenizer) -> np.ndarray:
+    return np.array(tokens, np.uint8 if tokenizer.size <= 256 else np.uint16 if tokenizer.size <= 65536 else np.uint32)
+
+
+def of_lines(path, tokenizer):
+    found: list[int] = []
+    end = [tokenizer.end] if tokenizer.end is not None else tokenizer.encode("\n")
+    with opened(path) as file:
+        for number, line in lines(file, LONGEST_LINE):
+            if line.strip():
+                try:
+                    text = json_object(line).get("text")
+                except ContractError as error:
+                    refuse(f"line {number}: {error}")
+                if not isinstance(text, str):
+                    refuse(f'line {number} has the text {shown(text)}, expected {{"text": "..."}}')
+                found += tokenizer.encode(text) + end
+    return ids(found, tokenizer)
+
+
+def of_binidx(path):
+    head = bytes(mapped(path.with_suffix(".idx"), "an index of token ids")[:HEAD])
+    if len(head) < HEAD or not head.startswith(MAGIC) or int.from_bytes(head[9:17], "little") != VERSION:
+        refuse(f"its .idx starts with {head[:9]!r}, expected {MAGIC!r} and version {VERSION}")
+    if head[17] not in DTYPES:
+        refuse(f"its .idx has the dtype {head[17]}, expected one of {', '.join(map(str, DTYPES))}")
+    data = mapped(path.with_suffix(".bin"), "token ids")
+    dtype = np.dtype(DTYPES[head[17]])
+    if len(data) % dtype.itemsize:
+        refuse(f"its .bin has {len(data)} bytes, expected a multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype)
+
+
+def refuse(complaint: str) -> NoReturn:
+    raise ContractError(complaint)

@@ -1,0 +1,227 @@
+"""Training that goes on from a model: of all its weights, of a low-rank adapter, or of the state that it starts from.
+
+Each class is a kind of model to train, as `protocols.Trainable` describes it, made of a `Base`.
+
+    Training(tokens, settings, kind=LowRank(Base.from_file("model.pth"), rank=16))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import ContractError
+from . import checkpoint
+from .number_checks import real, whole
+from .quantised import Stored
+from .rwkv.adapters import ALPHA, A, B, adapter
+from .rwkv.model import Model
+from .rwkv.version import EPS, GROUP_NORM_EPS, LAYER_NORM_EPS
+from .training_products import HostProducts
+from .versions import kind_of
+
+STATE = "att.time_state"
+
+
+@dataclass
+class Base:
+    """The model that a training goes on from.
+
+    kind : its class
+    weights : float32 arrays by official name
+    sizes : of the axes that `Version.declared` has
+    """
+
+    kind: type[Model]
+    weights: dict[str, np.ndarray]
+    sizes: dict[str, int]
+
+    @classmethod
+    def from_file(cls, path) -> Base:
+        """What `models.load` reads, but for quantised files; CheckpointError and OSError as there."""
+        weights = checkpoint.read(path)
+        try:
+            return cls.of(weights, checkpoint.config(path))
+        except ContractError as error:
+            raise type(error)(f"{path}: {error}") from None
+
+    @classmethod
+    def of(cls, weights: Mapping, config: Mapping | None = None) -> Base:
+        """Of weights under any of the names that files have; ContractError for what cannot be trained."""
+        kind = kind_of(weights)
+        official, sizes = kind.parameters(weights, config)
+        if any(isinstance(array, Stored) for array in official.values()):
+            refuse("the model has matrices in 8 or 4 bits, expected the file that they were made from")
+        eps = official.pop(EPS, (LAYER_NORM_EPS, GROUP_NORM_EPS))
+        if not np.allclose(eps, (LAYER_NORM_EPS, GROUP_NORM_EPS), rtol=1e-6):
+            refuse(f"the model's norms have eps {eps[0]:g} and {eps[1]:g}, expected {LAYER_NORM_EPS:g} and 64e-5")
+        if any(name.endswith(STATE) for name in official):
+            refuse("the model has a tuned time_state, expected one without: gradients start from zeros")
+        return cls(kind, {name: np.asarray(array, np.float32) for name, array in official.items()}, sizes)
+
+
+class Whole:
+    """All weights are trained."""
+
+    def __init__(self, base: Base):
+        self.base, self.loss, self.trains_on = base, base.kind.loss, base.kind.trains_on
+
+    def trainable(self, layers, width, head_size):
+        return self.base.kind.layout(self.base.sizes, self.base.weights)
+
+    def model_weights(self, layout, vector) -> dict:
+        """Of the model as it is trained by now, under official names."""
+        return layout.named(vector)
+
+
+class OfBase:
+    """A kind that trains a few parameters of its own, and leaves the base's as they are."""
+
+    trains_on = ("cpu",)
+
+    def __init__(self, base: Base):
+        self.base = base
+        self.layout = base.kind.layout(base.sizes)
+        self.vector = self.layout.vector(base.weights)
+
+    def trainable(self, layers, width, head_size):
+        return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, self.constants())
+
+
+class LowRank(OfBase):
+    """Of every large matrix W of the layers W + (alpha / rank) B A is used (Hu et al., 2021, arXiv:2106.09685).
+
+    A [rank, in] starts from random numbers and B [out, rank] from zeros. Their names are those of the matrix with
+    `lora_A` and `lora_B` for `weight`, as RWKV-PEFT's.
+
+    rank : from 1 up
+    alpha : by default `rank`, which makes the factor 1
+    """
+
+    decays = True
+
+    def __init__(self, base: Base, rank: int, alpha: float | None = None):
+        super().__init__(base)
+        self.rank = whole("LowRank", "rank", rank, 1)
+        self.alpha = real("LowRank", "alpha", rank if alpha is None else alpha, "a number above 0", lambda x: x > 0)
+        names = self.base.kind.version.linears(base.sizes["L"])
+        self.matrices = sorted((name for name in names if name.startswith("blocks.")), key=block_of)
+
+    def shapes(self):
+        found = {}
+        for name in self.matrices:
+            out, inputs = self.base.weights[name].shape
+            found |= {adapter(name, A): (self.rank, inputs), adapter(name, B): (out, self.rank)}
+        return found
+
+    def constants(self):
+        return {ALPHA: np.full(1, self.alpha, np.float32)}
+
+    def first(self, name, shape, rng):
+        return rng.normal(0, shape[1] ** -0.5, shape) if name.endswith(A) else 0
+
+    def merged(self, own):
+        """The whole model's vector with the adapter in it."""
+        vector = self.vector.astype(own[adapter(self.matrices[0], A)].dtype)
+        views = self.layout.named(vector)
+        for name in self.matrices:
+            views[name] += self.alpha / self.rank * (own[adapter(name, B)] @ own[adapter(name, A)])
+        return vector
+
+    def loss(self, weights, tokens, products: HostProducts, drop, **how):
+        own, vector = weights, self.merged(weights)
+        value, pull = self.base.kind.loss(self.layout.tree(vector), tokens, products, drop, **how)
+
+        def pull_own(gradients, done=lambda part: None):
+            whole = np.zeros_like(vector)
+            pull(self.layout.tree(whole))
+            views = self.layout.named(whole)
+            for name in self.matrices:
+                dW = self.alpha / self.rank * views[name]
+                gradients[adapter(name, A)][...] = own[adapter(name, B)].T @ dW
+                gradients[adapter(name, B)][...] = dW @ own[adapter(name, A)].T
+            for i in range(self.base.sizes["L"]):
+                done(i)
+
+        return value, pull_own
+
+    def model_weights(self, layout, vector) -> dict:
+        return self.layout.named(self.merged(layout.tree(vector)))
+
+
+class States(OfBase):
+    """The state before the first token is trained, one [H, N, N] a layer, and nothing else.
+
+    Files have `blocks.N.att.time_state`, value by key.
+    """
+
+    decays = False
+
+    def shapes(self):
+        H, N = self.base.sizes["H"], self.base.sizes["N"]
+        return {f"blocks.{i}.{STATE}": (H, N, N) for i in range(self.base.sizes["L"])}
+
+    def constants(self):
+        return {}
+
+    def first(self, name, shape, rng):
+        return 0
+
+    def loss(self, weights, tokens, products: HostProducts, drop, **how):
+        tree = self.layout.tree(self.vector)
+        for layer, start in zip(tree.layers, weights.values()):
+            layer.start = start.swapaxes(1, 2)
+        value, pull = self.base.kind.loss(tree, tokens, products, drop, **how)
+
+        def pull_own(gradients, done=lambda part: None):
+            whole = self.layout.tree(np.zeros(self.layout.size, self.vector.dtype))
+            for layer, start in zip(whole.layers, gradients.values()):
+                layer.start = start.swapaxes(1, 2)
+            pull(whole)
+            for i in range(self.base.sizes["L"]):
+                done(i)
+
+        return value, pull_own
+
+    def model_weights(self, layout, vector) -> dict:
+        return self.base.weights | layout.named(vector)
+
+
+class Parameters:
+    """Named parameters one after the other in a vector, a layer's together, as `protocols.Layout` describes it.
+
+    decays : whether weight decay is theirs
+    first : of a name, a shape and random numbers the first value
+    constants : arrays that go into files with them
+    """
+
+    def __init__(self, sizes, shapes, decays, first, constants):
+        self.sizes, self.shapes, self.first, self.constants = sizes, shapes, first, constants
+        ends = np.cumsum([np.prod(shape) for shape in shapes.values()]).tolist()
+        self.spans = dict(zip(shapes, zip([0, *ends], ends)))
+        self.size = ends[-1]
+        self.matrices = self.size if decays else 0
+        spans = [[span for name, span in self.spans.items() if block_of(name) == i] for i in range(sizes["L"])]
+        self.parts = [(its[0][0], its[-1][1]) if decays else (0, 0) for its in spans]
+
+    def tree(self, vector, matrices=None) -> dict:
+        return {name: vector[slice(*self.spans[name])].reshape(shape) for name, shape in self.shapes.items()}
+
+    def named(self, vector) -> dict:
+        return self.tree(vector) | self.constants
+
+    def initial(self, seed) -> np.ndarray:
+        rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
+        for name, array in self.tree(vector).items():
+            array[...] = self.first(name, array.shape, rng)
+        return vector
+
+
+def block_of(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def refuse(complaint: str):
+    raise ContractError(f"fine-tuning: {complaint}")

@@ -1,0 +1,161 @@
+"""RWKV-7's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV7`'s."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from ...ops.functions import rwkv7
+from ..array_math import affine, sigmoid, tanh
+from ..rwkv import grad
+from ..rwkv.grad import normalize, relu_squared_vjp, tanh_vjp, total
+from ..rwkv.version import GROUP_NORM_EPS
+from . import math
+
+
+class Mixes:
+    """The two mixes and their pullbacks, as `rwkv.grad.loss` takes them.
+
+    first : the first layer's values, once it has computed them
+    dfirst : of the layers that have been pulled back, the sum of the gradients of `first`
+    """
+
+    def __init__(self, *how):
+        self.how, self.first, self.dfirst = how, None, 0
+
+    def time_mix(self, layer, x):
+        do = Recorded(self, *self.how)
+        return math.time_mix(do, layer, x, None, None), partial(time_mix_vjp, do, layer)
+
+    def channel_mix(self, layer, x):
+        do = Recorded(self, *self.how)
+        return math.channel_mix(do, layer, x, None), partial(channel_mix_vjp, do, layer)
+
+
+loss = partial(grad.loss, Mixes)
+
+
+class Recorded(grad.Recorded):
+    """`math.Pieces` that keep their pullbacks."""
+
+    def __init__(self, mixes, *how):
+        super().__init__(*how)
+        self.mixes = mixes
+
+    def log_decay(self, layer, low):
+        self.decay_low = tanh(low)
+        self.decay_opening = sigmoid(layer.decay + self.product(layer, "decay_up", self.decay_low))
+        return -math.DECAY * self.decay_opening
+
+    def learning_rate(self, layer, low):
+        self.icl = sigmoid(layer.icl + self.product(layer, "icl_up", low))
+        return self.icl
+
+    def output_gate(self, layer, low):
+        self.gate_opening = sigmoid(low)
+        return self.product(layer, "gate_up", self.gate_opening)
+
+    def first_value(self, v):
+        self.mixes.first = v
+        return v
+
+    def residual_value(self, layer, v, low):
+        self.change = self.mixes.first - v
+        self.value_opening = sigmoid(layer.value + self.product(layer, "value_up", low))
+        return v + self.change * self.value_opening
+
+    def keys(self, layer, k, icl):
+        self.k = k
+        self.kappa, self.pull_kappa = unit_heads((k * layer.removal).reshape(*k.shape[:-1], *layer.bonus.shape))
+        return self.kappa.reshape(k.shape), k * (1 + (icl - 1) * layer.replacement)
+
+    def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
+        heads = *w.shape[:-1], *layer.bonus.shape
+        arrays = (x.reshape(heads) for x in (r, w, k, v, -kappa, kappa * icl))
+        return self.recurrence_of(layer, rwkv7, *arrays)
+
+    def bonus_norm(self, layer, o, r, k, v, gate):
+        self.r, self.key, self.v = (x.reshape(o.shape) for x in (r, k, v))
+        normed, self.pull_group = normalize(o, GROUP_NORM_EPS)
+        self.share = (self.r * self.key * layer.bonus).sum(axis=-1, keepdims=True)
+        self.normed, self.gate = normed.reshape(gate.shape), gate
+        self.ungated = affine(self.normed, *layer.ln_x) + (self.share * self.v).reshape(gate.shape)
+        return self.ungated * gate
+
+
+def time_mix_vjp(do, layer, dy, to):
+    """The gradient of x; those of the layer's weights go to `to`."""
+    pulls = do.pulls
+    dgated = pulls["output"](do.pull_drop(dy), to.output)
+    dungated = dgated * do.gate
+    dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(do, layer, dungated, to)
+    dk, dicl = keys_vjp(do, layer, dkey, dkappa, dicl, to)
+    if hasattr(layer, "value"):
+        dopening = dv * do.change * do.value_opening * (1 - do.value_opening)
+        to.value[...] = total(dopening)
+        dmixed_v = pulls["value_down"](pulls["value_up"](dopening, to.value_up), to.value_down)
+        do.mixes.dfirst += dv * do.value_opening
+        dv = dv * (1 - do.value_opening)
+    else:
+        dmixed_v, dv = 0, dv + do.mixes.dfirst
+    dopening = dw * -math.DECAY * do.decay_opening * (1 - do.decay_opening)
+    to.decay[...] = total(dopening)
+    dlow = tanh_vjp(pulls["decay_up"](dopening, to.decay_up), do.decay_low)
+    dmixed_w = pulls["decay_down"](dlow, to.decay_down)
+    dopening = dicl * do.icl * (1 - do.icl)
+    to.icl[...] = total(dopening)
+    dmixed_a = pulls["icl_down"](pulls["icl_up"](dopening, to.icl_up), to.icl_down)
+    dlow = pulls["gate_up"](dgated * do.ungated, to.gate_up) * do.gate_opening * (1 - do.gate_opening)
+    dmixed_g = pulls["gate_down"](dlow, to.gate_down)
+    dmixed_k, dmixed_v2, dmixed_r = pulls["kvr"](np.stack([dk, dv, dr]), to.kvr)
+    dmixed = np.stack([dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v2, dmixed_r])
+    return dy + mix_vjp(do, dmixed, layer.mix, to.mix, to.ln1)
+
+
+def recurrence_vjp(do, layer, dungated, to):
+    """Those of r, w, the key, v, kappa and the learning rate, [B, T, D]."""
+    to.ln_x[0], to.ln_x[1] = total(dungated * do.normed), total(dungated)
+    dbonus = dungated.reshape(do.r.shape)
+    dshare = (dbonus * do.v).sum(axis=-1, keepdims=True)
+    to.bonus[...] = (dshare * do.r * do.key).sum(axis=1).sum(axis=0)
+    doutput = do.pull_group((dungated * layer.ln_x[0]).reshape(do.r.shape))
+    dr, dw, dkey, dv, da, db = do.pull_recurrence(doutput, to)
+    dr, dkey, dv = dr + dshare * do.key * layer.bonus, dkey + dshare * do.r * layer.bonus, dv + dbonus * do.share
+    icl = do.icl.reshape(da.shape)
+    return (x.reshape(dungated.shape) for x in (dr, dw, dkey, dv, icl * db - da, do.kappa * db))
+
+
+def keys_vjp(do, layer, dkey, dkappa, dicl, to):
+    """Those of k and of the learning rate."""
+    to.replacement[...] = total(dkey * do.k * (do.icl - 1))
+    dremoved = do.pull_kappa(dkappa.reshape(do.kappa.shape)).reshape(do.k.shape)
+    to.removal[...] = total(dremoved * do.k)
+    dk = dkey * (1 + (do.icl - 1) * layer.replacement) + dremoved * layer.removal
+    return dk, dicl + dkey * do.k * layer.replacement
+
+
+def channel_mix_vjp(do, layer, dy, to):
+    dhidden = relu_squared_vjp(do.pulls["ffn_value"](do.pull_drop(dy), to.ffn_value), do.hidden)
+    dmixed = do.pulls["ffn_key"](dhidden, to.ffn_key)[None]
+    return dy + mix_vjp(do, dmixed, layer.ffn_mix[None], to.ffn_mix[None], to.ln2)
+
+
+def mix_vjp(do, dmixed, mix, to_mix, to_norm):
+    """The gradient of x, of the gradients [n, B, T, D] of xx + d mix with mix [n, D]."""
+    to_mix[...] = total(dmixed * do.d)
+    dd = (dmixed * mix[:, None, None]).sum(axis=0)
+    return do.pull_norm(dmixed.sum(axis=0) + do.pull_shift(dd), to_norm)
+
+
+def unit_heads(x):
+    """x over its norm along the last axis, which counts for `math.LEAST_NORM` at least, and the pullback."""
+    norm = np.sqrt((x * x).sum(axis=-1, keepdims=True))
+    least = norm <= math.LEAST_NORM
+    scale = 1 / np.where(least, math.LEAST_NORM, norm)
+    y = x * scale
+
+    def pull(dy):
+        return scale * (dy - np.where(least, 0, y * (y * dy).sum(axis=-1, keepdims=True)))
+
+    return y, pull

@@ -1,0 +1,57 @@
+"""RWKV-7's layers in NumPy and float32, on rows of tokens [T, D]."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from ...ops.functions import rwkv7
+from ...ops.steps import rwkv7_step
+from .. import array_math
+from ..rwkv import numpy_layers
+from . import math
+from .names import VERSION
+
+
+class Pieces(numpy_layers.Pieces):
+    """`math.Pieces` on NumPy arrays."""
+
+    def log_decay(self, layer, low):
+        return -np.float32(math.DECAY) * array_math.sigmoid(layer.decay + self.product(layer, "decay_up", np.tanh(low)))
+
+    def learning_rate(self, layer, low):
+        return array_math.sigmoid(layer.icl + self.product(layer, "icl_up", low))
+
+    def output_gate(self, layer, low):
+        return self.product(layer, "gate_up", array_math.sigmoid(low))
+
+    def first_value(self, v):
+        self.first = v
+        return v
+
+    def residual_value(self, layer, v, low):
+        return v + (self.first - v) * array_math.sigmoid(layer.value + self.product(layer, "value_up", low))
+
+    def keys(self, layer, k, icl):
+        kappa = (k * layer.removal).reshape(len(k), *layer.bonus.shape)
+        norms = np.sqrt((kappa * kappa).sum(axis=-1, keepdims=True))
+        kappa /= np.maximum(norms, np.float32(math.LEAST_NORM))
+        return kappa.reshape(k.shape), k * (1 + (icl - 1) * layer.replacement)
+
+    def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
+        heads = (array.reshape(len(array), *layer.bonus.shape) for array in (r, w, k, v, -kappa, kappa * icl))
+        return self.recurrence_of(rwkv7, rwkv7_step, tuple(heads), (), wkv)
+
+    def bonus_norm(self, layer, o, r, k, v, gate):
+        normed = array_math.normalize(o, self.layers.group_eps).reshape(gate.shape)
+        heads = len(o), *layer.bonus.shape
+        share = (r.reshape(heads) * k.reshape(heads) * layer.bonus).sum(axis=-1, keepdims=True)
+        bonus = (share * v.reshape(heads)).reshape(gate.shape)
+        return (array_math.affine(normed, *layer.ln_x) + bonus) * gate
+
+
+class NumpyLayers(numpy_layers.NumpyLayers):
+    version = VERSION
+    mixes: ClassVar = math
+    pieces = Pieces

@@ -1,0 +1,38 @@
+"""Which arrays RWKV-7's layers take, and the parameters that each of them holds."""
+
+from __future__ import annotations
+
+from ..rwkv.version import Weight, linear, low_rank, norm, vector
+
+# The matrices come in the order in which a training's files have them. The first layer has no `value*`.
+LAYER = {
+    "kvr": linear("att", "key", "value", "receptance"),
+    "output": linear("att", "output"),
+    "ffn_key": linear("ffn", "key"),
+    "ffn_value": linear("ffn", "value"),
+    "decay_down": low_rank("att.w1"),
+    "decay_up": low_rank("att.w2"),
+    "icl_down": low_rank("att.a1"),
+    "icl_up": low_rank("att.a2"),
+    "gate_down": low_rank("att.g1"),
+    "gate_up": low_rank("att.g2"),
+    "value_down": low_rank("att.v1"),
+    "value_up": low_rank("att.v2"),
+    "ln1": norm("ln1"),
+    "ln2": norm("ln2"),
+    "ln_x": norm("att.ln_x"),
+    "mix": vector(*(f"att.x_{x}" for x in "wagkvr")),
+    "decay": vector("att.w0"),
+    "icl": vector("att.a0"),
+    "value": vector("att.v0"),
+    "removal": vector("att.k_k"),
+    "replacement": vector("att.k_a"),
+    "bonus": vector("att.r_k"),
+    "ffn_mix": vector("ffn.x_k"),
+}
+MODEL = {
+    "embedding": Weight(("emb.weight",), matrix=True),
+    "head": Weight(("head.weight",), matrix=True),
+    "ln0": norm("blocks.0.ln0"),
+    "ln_out": norm("ln_out"),
+}

@@ -1,0 +1,50 @@
+"""Which version of RWKV a checkpoint is, and the model in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from . import checkpoint
+from .rwkv import adapters
+from .rwkv.model import Device, Model
+from .rwkv6 import RWKV6
+from .rwkv7 import RWKV7
+
+VERSIONS: dict[int, type[Model]] = {6: RWKV6, 7: RWKV7}
+
+
+def kind_of(weights: Mapping) -> type[Model]:
+    """The class for weights under these names; what neither reads is for `RWKV6` to refuse by its name."""
+    return RWKV7 if any(name.endswith(".r_k") for name in weights) else RWKV6
+
+
+def load(
+    path: str | PathLike,
+    device: Device = "cpu",
+    dtype: DTypeLike | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    state_dtype: DTypeLike = np.float32,
+    adapter: str | PathLike | None = None,
+) -> Model:
+    """The model in a checkpoint, an `RWKV6` or an `RWKV7` as its parameters' names tell.
+
+    Parameters and errors are those of the classes' ``from_file``, besides
+
+    adapter : a file of a low-rank adapter, which is merged into the weights: `rwkv.adapters.merged`
+
+    Example
+    -------
+    >>> from linattn_np import models
+    >>> models.load(models.austen())
+    RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, bfloat16 on cpu)
+    """
+    weights = checkpoint.read(path)
+    kind = kind_of(weights)
+    if adapter is not None:
+        weights = adapters.merged(kind, weights, checkpoint.read(adapter), config=checkpoint.config(path))
+    how = dict(device=device, dtype=dtype, progress=progress, state_dtype=state_dtype)
+    return kind.of_file(path, weights, **how)

@@ -1,0 +1,276 @@
+"""What models of every version of RWKV do alike, from one body: logits, states, text, files, fewer bits, gradients."""
+
+from itertools import islice
+
+import literal_rwkv6
+import literal_rwkv7
+import numpy as np
+import pytest
+from checkpoint_files import zipped_pth
+from safetensors.numpy import save_file
+
+from linattn_np import ContractError, NotSupported
+from linattn_np.models import RWKV6, RWKV7, Batch, Bytes, Sampling, State, load, matrices
+from linattn_np.models.checkpoint import CheckpointError
+from linattn_np.models.dropout import dropout, keep
+from linattn_np.models.rwkv import cpu_layers
+from linattn_np.models.rwkv.version import in_block
+from linattn_np.models.text import Request, complete
+from linattn_np.models.training import Settings, Training
+from linattn_np.models.training_products import HostProducts
+
+V = 23
+LITERAL = {RWKV6: literal_rwkv6, RWKV7: literal_rwkv7}
+TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
+
+
+def layout_of(kind, vocabulary=V, **sizes):
+    return kind.layout(
+        kind.layout.sizes_of(**{"layers": 3, "width": 32, "head_size": 8, **sizes}, vocabulary=vocabulary)
+    )
+
+
+@pytest.fixture(params=[RWKV6, RWKV7], ids=lambda kind: kind.__name__)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def weights(kind, rng):
+    """Random parameters, away from the many zeros of first ones."""
+    layout = layout_of(kind)
+    return layout.named((layout.initial(0) + 0.2 * rng.standard_normal(layout.size)).astype(np.float32))
+
+
+# -- logits ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("loops", [True, False], ids=["Numba", "NumPy"])
+@pytest.mark.parametrize("lengths", [[40], [1] * 12, [17, 1, 1, 9]], ids=str)
+def test_logits_and_states_are_the_literal_ones(kind, weights, lengths, loops, rng, monkeypatch):
+    """Within 6 times what rounding the weights to float32 does: at most 3.5 times were seen in 360 draws."""
+    monkeypatch.setattr(cpu_layers, "has_loops", lambda: loops and bool(matrices.loops()))
+    model, tokens, state, found = kind(weights), rng.integers(0, V, sum(lengths)), None, []
+    for part in np.split(tokens, np.cumsum(lengths)[:-1]):
+        logits, state = model.forward(part[None], state)
+        found.append(logits[0])
+    literal = LITERAL[kind].logits_and_state
+    wanted = literal(weights, tokens)
+    most = literal_rwkv6.moved_by_rounding(weights, tokens, rng, draws=4, literal=literal)
+    for x, y, moved in zip((np.concatenate(found), *(part[:, 0] for part in state.arrays)), wanted, most, strict=True):
+        assert np.abs(x - y).max() <= 6 * moved
+
+
+def test_packed_prompts_and_slots_are_each_alone(kind, weights, rng):
+    model, lengths = kind(weights), [5, 1, 12]
+    tokens, pool = rng.integers(0, V, sum(lengths)), model.initial_state(5)
+    bounds, slots = np.cumsum([0, *lengths]), [4, 0, 2]
+    together, _ = model.forward(tokens[None], pool, cu_seqlens=bounds, slots=slots, last=True)
+    step, _ = model.forward([[1], [2], [3]], pool, slots=slots)
+    for n, (first, end) in enumerate(zip(bounds, bounds[1:])):
+        alone, state = model.forward(tokens[None, first:end], last=True)
+        np.testing.assert_allclose(together[n], alone[0], rtol=0, atol=2e-5)
+        alone, _ = model.forward([[n + 1]], state)
+        np.testing.assert_allclose(step[n], alone[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype, times", [("bfloat16", 5), ("int8", 5), ("int4", 50)])
+def test_fewer_bits_are_float32_arithmetic_on_the_rounded_weights(kind, weights, dtype, times, rng, tmp_path):
+    """Products may be off by so many times what float32's are: see `LIMIT` of test_few_bits."""
+    save_file(kind.quantise(weights, dtype), tmp_path / "small.safetensors")
+    model = load(tmp_path / "small.safetensors")
+    assert type(model) is kind and str(model.layers.dtype) == dtype
+    tokens, state, found = rng.integers(0, V, 14), None, []
+    for part in np.split(tokens, [9, 10, 11, 12, 13]):
+        logits, state = model.forward(part[None], state)
+        found.append(logits[0])
+    wide, literal = widened(model, weights, dtype), LITERAL[kind].logits_and_state
+    most = literal_rwkv6.moved_by_rounding(wide, tokens, rng, draws=4, literal=literal)[0]
+    assert np.abs(np.concatenate(found) - literal(wide, tokens)[0]).max() <= 6 * times * most
+
+
+def widened(model, weights, dtype):
+    """The numbers that a model computes with, by official name."""
+    stored, _ = model.parameters(model.quantise(weights, dtype), None)
+    found = {name: np.array(array, np.float32) for name, array in stored.items()}
+    for i, layer in enumerate(model.layers.layers):
+        for field, weight in model.version.layer.items():
+            if weight.inputs_first and hasattr(layer, field):  # a matrix of low rank, which has more bits in int4
+                found[f"blocks.{i}.{weight.names[0]}"] = getattr(layer, field).widened().swapaxes(-1, -2)
+    return found
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+def test_text_batches_and_states_are_the_same_text(kind, tmp_path):
+    layout = layout_of(kind, vocabulary=256)
+    model = kind(layout.named(layout.initial(3) + np.float32(0.05)))
+    prompt = b"Captain Went"
+    alone = bytes(islice(model.generate(prompt, temperature=0), 12))
+    requests = [Request(prompt, Sampling(temperature=0), length=12), Request(b"Anne", Sampling(seed=1), length=5)]
+    texts = {number: (text, how) for number, text, how in complete(model, Bytes(), requests, slots=2)}
+    assert texts[0][0] == alone.decode("utf-8", "replace")
+    batch = Batch(model, 2)
+    (slot,) = batch.join([prompt], Sampling(temperature=0))
+    assert bytes(batch.step()[slot] for _ in range(5)) == alone[:5]
+    batch.state(slot).save(tmp_path / "state.npz")
+    again, _ = model.forward([[0]], model.on_device(State.load(tmp_path / "state.npz")))
+    whole, _ = model.forward([list(prompt + alone[:5]) + [0]])
+    np.testing.assert_allclose(again[0, 0], whole[0, -1], rtol=0, atol=2e-5)
+
+
+def test_a_tuned_state_is_where_sequences_start(kind, weights, rng, tmp_path):
+    tuned = {f"blocks.{i}.att.time_state": rng.standard_normal((4, 8, 8), np.float32) for i in range(3)}
+    wanted = LITERAL[kind].logits_of(weights | tuned, [1, 2, 3]) if kind is RWKV7 else None
+    found, _ = kind(weights | tuned).forward([[1, 2, 3]])
+    (tmp_path / "state.pth").write_bytes(zipped_pth(tuned))
+    model = kind(weights)
+    again, _ = model.forward([[1, 2, 3]], model.on_device(State.load(tmp_path / "state.pth")))
+    np.testing.assert_array_equal(again, found)
+    if wanted is not None:
+        np.testing.assert_allclose(found[0], wanted, rtol=0, atol=1e-4)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+def to_web_rwkv(weights):
+    turned = ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2")
+    return {name: array.T if name.endswith(turned) else array for name, array in weights.items()}
+
+
+def to_fla(weights, packed=False):
+    """What fla's converter makes of an RWKV-7, step by step."""
+    made = {}
+    parts = {"att": "attn", "ffn": "ffn", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
+    modules = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
+    whole = {"emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head"}
+    for name, array in weights.items():
+        first, *rest = name.split(".")
+        if first != "blocks":
+            made[f"{whole[first]}.{rest[0]}"] = array
+            continue
+        i, part, *rest = rest
+        to = f"model.layers.{i}.{parts[part]}"
+        if part == "att" and len(rest) == 1 and rest[0][0] in "wavg" and rest[0][1:] in "012":
+            leaf, array = {"0": ("2.bias", array.ravel()), "1": ("0.weight", array.T), "2": ("2.weight", array.T)}[
+                rest[0][1]
+            ]
+            made[f"{to}.{rest[0][0]}_lora.lora.{leaf}"] = array
+        elif part == "att" and rest[0] in modules:
+            made[f"{to}.{modules[rest[0]]}.{rest[1]}"] = array
+        elif packed and part == "att" and rest[0].startswith("x_"):
+            made.setdefault(f"{to}.x_x", np.zeros((6, array.size), np.float32))["rwkvag".index(rest[0][-1])] = array
+        else:
+            made[".".join([to, *rest])] = array.ravel() if array.shape[:2] == (1, 1) else array
+    return made
+
+
+NAMINGS = {
+    "official": dict,
+    "trainers": lambda weights: {f"module.{name}": array for name, array in weights.items()},
+    "without axes of 1": lambda weights: {
+        name: x.reshape(-1) if x.shape[:2] == (1, 1) else x for name, x in weights.items()
+    },
+    "with what nothing reads": lambda weights: (
+        weights | {f"blocks.0.att.{name}": np.zeros(3, np.float32) for name in ("v0", "v1", "v2")}
+    ),
+    "web-rwkv": to_web_rwkv,
+    "fla": to_fla,
+    "fla, packed": lambda weights: to_fla(weights, packed=True),
+}
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_every_naming_of_rwkv7_gives_the_same_arrays(naming, rng):
+    weights = layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32))
+    found, sizes = RWKV7.parameters(NAMINGS[naming](weights), None)
+    assert list(found) == list(weights) and sizes["N"] == 8
+    for name, array in weights.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_the_file_tells_which_version_it_is(kind, weights, tmp_path):
+    (tmp_path / "model.pth").write_bytes(zipped_pth(weights))
+    save_file(weights, tmp_path / "model.st")
+    for file in ("model.pth", "model.st"):
+        assert type(load(tmp_path / file)) is kind
+
+
+def test_flas_config_says_the_eps(tmp_path, rng):
+    weights = layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32) * 0.3)
+    wanted = literal_rwkv7.logits_of(weights | {"norm_eps": np.array([1e-3, 8e-3])}, [1, 2, 3])
+    found, _ = RWKV7(to_fla(weights), config={"norm_eps": 1e-3}).forward([[1, 2, 3]])
+    np.testing.assert_allclose(found[0], wanted, rtol=0, atol=1e-4)
+    with pytest.raises(ContractError, match="RWKV7: config.json has attn"):
+        RWKV7(to_fla(weights), config={"attn": {"layers": [1]}})
+
+
+@pytest.mark.parametrize(
+    "added, version",
+    [
+        ("blocks.0.ffn.s_emb.weight", "RWKV-7a"),
+        ("blocks.1.qkv.qq.weight", "RWKV-7b"),
+        ("blocks.0.ffn.enn.weight", "RWKV-8"),
+    ],
+)
+def test_other_versions_are_refused_by_name(added, version, rng, tmp_path):
+    weights = layout_of(RWKV7).named(np.zeros(layout_of(RWKV7).size, np.float32))
+    save_file(weights | {added: np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=f"'{added}' belongs to {version}.*, expected the parameters of RWKV-7 x070"
+    ):
+        load(tmp_path / "model.safetensors")
+
+
+def test_each_version_refuses_the_other(kind, weights):
+    other = {RWKV6: RWKV7, RWKV7: RWKV6}[kind]
+    with pytest.raises(
+        CheckpointError, match=f"belongs to {kind.version.title.split()[0]}, expected the parameters of"
+    ):
+        other(weights)
+
+
+def test_rwkv7_on_a_gpu_is_refused(rng):
+    weights = layout_of(RWKV7).named(np.zeros(layout_of(RWKV7).size, np.float32))
+    with pytest.raises(NotSupported, match="RWKV7: device 'cuda' cannot be used: "):
+        RWKV7(weights, "cuda")
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------
+def test_gradients_are_finite_differences(kind, rng):
+    layout = layout_of(kind, vocabulary=11, width=16, head_size=4, layers=2)
+    vector, tokens = layout.initial(0) + 0.1 * rng.standard_normal(layout.size), rng.integers(0, 11, (3, 12))
+    gradient = np.full(layout.size, np.nan)
+
+    def loss(vector, drop=keep):
+        return kind.loss(layout.tree(vector), tokens, HostProducts(), drop)
+
+    loss(vector)[1](layout.tree(gradient))
+    for part in dict.fromkeys(map(in_block, layout.spans)):
+        direction = np.zeros(layout.size)
+        for name, (first, end) in layout.spans.items():
+            if in_block(name) == part:
+                direction[first:end] = rng.standard_normal(end - first)
+        ends = [loss(vector + h * direction)[0] for h in (1e-6, -1e-6)]
+        assert gradient @ direction == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=2e-5, abs=1e-7), part
+
+
+def test_gradients_through_dropout(kind, rng):
+    layout = layout_of(kind, vocabulary=11, width=16, head_size=4, layers=2)
+    vector, tokens = layout.initial(0) + 0.1 * rng.standard_normal(layout.size), rng.integers(0, 11, (3, 12))
+    direction, gradient = rng.standard_normal(layout.size), np.empty(layout.size)
+
+    def loss(vector):
+        drawn = np.random.default_rng(1)
+        return kind.loss(layout.tree(vector), tokens, HostProducts(), lambda x: dropout(drawn, 0.3, x))
+
+    loss(vector)[1](layout.tree(gradient))
+    ends = [loss(vector + h * direction)[0] for h in (1e-6, -1e-6)]
+    assert gradient @ direction == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-7)
+
+
+def test_it_learns_and_the_file_writes_the_text(kind, tmp_path):
+    settings = Settings(layers=1, width=24, head_size=8, batch=4, context=20, steps=90, lr=3e-2)
+    training = Training(TEXT, settings, kind=kind)
+    losses = [float(training.step()) for _ in range(90)]
+    assert losses[0] > 5.4 and losses[-1] < 0.7
+    training.save_model(tmp_path / "model.safetensors")
+    model = load(tmp_path / "model.safetensors")
+    assert type(model) is kind
+    assert bytes(islice(model.generate(b"It is a truth univ", temperature=0), 8)) == b"ersally "
