@@ -2,8 +2,8 @@
 //           by itself.
 // math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + left_i for part i;  starts_p = S_{R p};  final = S_{P R}
 // shapes    left [N, P, R, H, K, V]; decays [N, P, R, H, 2, K], whose product is decay_i, times column_decays
-//           [N, P, R, H, V] where columns have gates too: then both are logarithms; starts [N, P, H, K, V]; initial, final
-//           [N, H, K, V]
+//           [N, P, R, H, V] where columns have gates too: then both are logarithms; starts [N, P, H, K, V]; initial,
+//           final [N, H, K, V]
 // grid      a block for every (sequence, head, 256 WIDTH values of K x V), sequence slowest; 256 threads, WIDTH each
 // smem      none
 // barriers  none

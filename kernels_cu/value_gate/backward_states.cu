@@ -43,9 +43,11 @@ template <typename T, int PRODUCTS> struct Shared {
   Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
 };
 
-// A chunk's tokens one by one, S forwards in time or C backwards. S in memory, so that the caller has no registers for it
-// here; of a lane's two rows of 8 and columns the first is said.
+// A lane's part of a state: two rows that lie 8 apart, in columns by two of 8.
 using Part = float[TILE / 16][2][4];
+
+// Takes a chunk's tokens one by one, S forwards in time or C backwards. S is in memory, so that the caller has no
+// registers for it here. `channel` and `column`: of the part's first number.
 template <class Args>
 __device__ __noinline__ void go_by_token(Part& S, const Args& args, i64 b, i64 h, i64 chunk, int channel, int column,
                                          bool backwards) {
