@@ -14,6 +14,8 @@ from textwrap import fill
 
 from rwkv6_table import README, ROOT, WIDTH, between, count, table
 
+from linattn_np.command.palette import INK, OURS, STYLE
+
 PAGE, RESULTS = ROOT / "docs" / "cards.md", ROOT / "benchmarks" / "results" / "cards"
 PICTURE = ROOT / "docs" / "pictures" / "cards.png"
 BEGIN, END = "<!-- written by benchmarks/cards_table.py -->\n", "<!-- end of what it writes -->\n"
@@ -150,26 +152,22 @@ def draw(result, picture=PICTURE):
     for row in of_kind(result, "training"):
         cases.setdefault(f"training, {row['training']}", {})[row["ranks"]] = row
     counts = sorted({ranks for rows in cases.values() for ranks in rows})
-    colours = dict(zip(counts, ("#4c93c2", "#1f4e79", "#443983", "#35b779")))
-    image, axis = plt.subplots(figsize=(8, 1.2 + 0.28 * len(counts) * len(cases)), layout="constrained")
-    for n, ranks in enumerate(counts):
-        rows = {place: rows[ranks] for place, rows in enumerate(cases.values()) if ranks in rows}
-        shown = axis.barh(
-            [place + 0.8 * (n + 0.5) / len(counts) - 0.4 for place in rows],
-            [100 * row["efficiency"] for row in rows.values()],
-            0.76 / len(counts),
-            color=colours[ranks],
-            label=f"{ranks} cards",
-        )
-        axis.bar_label(shown, fmt="%.0f %%", label_type="center", color="white")
-    axis.axvline(100, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(cases)), cases)
-    axis.set_ylim(len(cases) - 0.4, -0.6)
-    axis.set_xlim(0, 105)
-    axis.set_xlabel(f"efficiency against one {result['meta']['card']}, %")
-    image.legend(loc="outside upper right", ncols=len(counts))
-    image.savefig(picture, dpi=120)
-    plt.close(image)
+    with plt.rc_context(STYLE):
+        size = 8, 1.2 + 0.28 * len(counts) * len(cases)
+        image, axis = plt.subplots(figsize=size, layout="constrained")
+        for n, ranks in enumerate(counts):
+            rows = {place: rows[ranks] for place, rows in enumerate(cases.values()) if ranks in rows}
+            places = [place + 0.8 * (n + 0.5) / len(counts) - 0.4 for place in rows]
+            found = [100 * row["efficiency"] for row in rows.values()]
+            shown = axis.barh(places, found, 0.76 / len(counts), color=OURS, alpha=1 - 0.35 * (n % 2))
+            labels = [f"{ranks} cards: {x:.0f} %" for x in found]
+            axis.bar_label(shown, labels, label_type="center", color="white", fontsize=8)
+        axis.axvline(100, color=INK, linewidth=1)
+        axis.set_yticks(range(len(cases)), cases)
+        axis.set_ylim(len(cases) - 0.4, -0.6)
+        axis.set_xlabel(f"efficiency against one {result['meta']['card']}, %")
+        image.savefig(picture, dpi=120)
+        plt.close(image)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def cases_of_gpu(quick):
     yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
     yield from (Case(op, 64, 512, 32, 128) for op in gated)  # as many tokens, without packing
     family = ("simple_gla", "retention", "linear_attention")
-    others = (*family, GLA_VALUE_GATE.name, "softmax_attention")
+    others = (*family, GLA_VALUE_GATE.name)
     yield from (Case(op, *SHAPES[0]) for op in family)
     yield from (Case(op, *SHAPES[-2]) for op in others)
     yield from (replace(case, dtype=dtype, backward=True) for dtype in ("bfloat16", "float16") for case in headline)

@@ -1,6 +1,6 @@
-"""Who else computes it, on the arrays of a benchmark: flash-linear-attention (fla-core), or torch softmax attention.
+"""Who else computes it, on the arrays of a benchmark: flash-linear-attention (fla-core).
 
-Their arrays lie in memory as [B, T, H, ..], which both read without a copy. fla's first call for a shape tunes its
+Its arrays lie in memory as [B, T, H, ..], which it reads without a copy. fla's first call for a shape tunes its
 kernels, for up to a minute for a new dtype or head size. Gradients of heads over 128 would take many: there each kernel
 is tuned over a few of the configurations that fla offers for it.
 """
@@ -19,13 +19,12 @@ FUNCTIONS = {
     "linear_attention": ("linear_attn", "chunk_linear_attn"),
 }
 MEANING = {"linear_attention": {"normalize": False}}  # what else makes its operator ours
-ATTENTION = "softmax_attention"
 TUNED_HEAD, MOST = 128, 6  # the widest head whose gradients are tuned over all configurations; of others so many
 
 
 def name(op) -> str | None:
     """Who computes an operator too."""
-    return "torch" if op == ATTENTION else "fla" if op in FUNCTIONS else None
+    return "fla" if op in FUNCTIONS else None
 
 
 def absent(peer) -> str | None:
@@ -47,20 +46,10 @@ def has(case) -> bool:
 
 
 def function(op):
-    if op == ATTENTION:
-        return attention
     import fla.ops
 
     module, called = FUNCTIONS[op]
     return getattr(getattr(fla.ops, module), called)
-
-
-def attention(q, k, v, scale):
-    """torch's, taking and giving what fla's functions do."""
-    from torch.nn.functional import scaled_dot_product_attention
-
-    o = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale)
-    return o.transpose(1, 2), None
 
 
 def few_configurations(case) -> bool:

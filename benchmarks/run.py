@@ -359,7 +359,7 @@ def main():
     args = arguments()
     device = devices.current()
     samples = 5 if args.quick else SAMPLES
-    absent = {name: peers.absent(name) if args.peers else "not asked for" for name in ("fla", "torch")}
+    absent = {name: peers.absent(name) if args.peers else "not asked for" for name in ("fla",)}
     bandwidth = copy_bandwidth(device)
     meta = described(device, bandwidth, args.kernels, args.commit)
     say(
@@ -447,9 +447,7 @@ def arguments():
     parser.add_argument("--ops", nargs="+", choices=DECLARED, help="these operators alone")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="portable: not a card's own")
     parser.add_argument("--out", type=Path, help="a JSON file, as benchmarks/results has them")
-    parser.add_argument(
-        "--peers", action=argparse.BooleanOptionalAction, default=True, help="measure fla and torch too"
-    )
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure fla too")
     parser.add_argument(
         "--keep-peers",
         type=Path,

@@ -11,6 +11,9 @@ from textwrap import fill
 import numpy as np
 from rwkv6_table import ROOT, WIDTH, between, count, table
 
+from linattn_np.command.palette import FLA, INK, STYLE
+from linattn_np.command.palette import OURS as OURS_COLOR
+
 PAGE, RESULTS = ROOT / "docs" / "training.md", ROOT / "benchmarks" / "results" / "training"
 PICTURE = ROOT / "docs" / "pictures" / "training.png"
 BEGIN, END = "<!-- written by benchmarks/rwkv6_training_table.py -->\n", "<!-- end of what it writes -->\n"
@@ -75,18 +78,23 @@ def draw(curve, image: Path):
     from matplotlib import pyplot as plt
 
     batch, context = map(int, curve["size"].split("@")[1].split("x"))
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
     ours, theirs = np.array(curve[OURS]), np.array(curve[PEER])
     read = np.arange(len(ours)) * batch * context / 1e6
-    above.plot(read, theirs, label=PEER, linewidth=2.5)
-    above.plot(read, ours, label=OURS, linewidth=1)
-    above.set_ylabel("loss, nats a byte")
-    above.legend()
-    below.plot(read, ours - theirs, color="0.3", linewidth=1)
-    below.set_ylabel("difference")
-    below.set_xlabel("bytes read, millions")
-    figure.suptitle(f"RWKV-6, {shown(curve['size'])}, bfloat16: the same weights, batches and learning rates")
-    figure.savefig(image, dpi=120)
+    with plt.rc_context(STYLE):
+        how = dict(figsize=(7.5, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
+        figure, (above, below) = plt.subplots(2, 1, **how)
+        for name, losses, color, width, place in ((PEER, theirs, FLA, 3.5, 16), (OURS, ours, OURS_COLOR, 1.2, -38)):
+            above.plot(read, losses, color=color, linewidth=width)
+            where = dict(xytext=(20, place), textcoords="offset points", fontweight="bold")
+            above.annotate(name, (read[len(read) // 6], losses[len(read) // 6]), color=color, **where)
+        above.set_ylabel("loss, nats a byte")
+        below.plot(read, ours - theirs, color=INK, linewidth=1)
+        below.set_ylabel("difference")
+        below.set_xlabel("bytes read, millions")
+        for axis in (above, below):
+            axis.grid()
+        figure.suptitle(f"RWKV-6, {shown(curve['size'])}, bfloat16: the same weights, batches and learning rates")
+        figure.savefig(image, dpi=120)
 
 
 if __name__ == "__main__":

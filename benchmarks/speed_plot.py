@@ -3,10 +3,11 @@
 import matplotlib
 from speed_table import LEAD, by_label, figure, led
 
+from linattn_np.command.palette import FLA, GRID, INK, OURS, STYLE
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of its backend)
 
-OURS, FLA, INK = "#0b6e8a", "#d9822b", "#333333"
 PASSES = (
     ("forward", ("gla", "rwkv6"), "B, T, H, D"),
     ("backward", ("gla", "rwkv6"), "B, T, H, D"),
@@ -14,11 +15,13 @@ PASSES = (
 PANELS = (*PASSES, ("step", ("gla_step", "rwkv6_step"), "sequences"))
 
 
+@plt.rc_context(STYLE)
 def draw(result, path):
     """All of it."""
     draw_panels(result, path, PANELS, headline, "bfloat16 and gates of trained models, or what a row says")
 
 
+@plt.rc_context(STYLE)
 def draw_lead(result, path):
     """The README's: how many times as fast as fla, a bar for each operator and pass at each shape of LEAD."""
     found = led(result["rows"])
@@ -38,7 +41,7 @@ def draw_lead(result, path):
     axes[0].invert_yaxis()
     axes[0].set_ylabel("B, T, H, D", rotation=0, ha="right", va="center", color=INK)
     image.suptitle(f"Times as fast as flash-linear-attention, {result['meta']['card']}", x=0.01, ha="left", color=INK)
-    image.savefig(path, dpi=130, transparent=True)
+    image.savefig(path, dpi=130)
     plt.close(image)
 
 
@@ -70,14 +73,21 @@ def draw_panels(result, path, panels, chosen, words):
         across[0].set_ylim(len(names) - 0.1, -0.6)
         limit_x(across[0], [pair[op] for pair in group.values() for op in ops if op in pair])
     for axis in axes.flat:
-        axis.set_xlabel("times the memory floor", fontsize=9)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    image.legend(handles, names, loc="outside upper right", ncols=3, frameon=False)
+        axis.set_xlabel("times the memory floor, log scale", fontsize=9)
+    label_points(axes[0, 0], next(iter(shown[0][3].values()))[shown[0][1][0]])
     meta = result["meta"]
     title = f"Times on {meta['card']}, {meta['date']}\n{words}"
     image.suptitle(title, x=0.01, ha="left", fontsize=12)
     image.savefig(path, dpi=130)
     plt.close(image)
+
+
+def label_points(axis, row):
+    """Names the points of a panel above its first row."""
+    for field, name, color in (("ours_ms", "linattn_np", OURS), ("peer_ms", "flash-linear-attention", FLA)):
+        where = {"xytext": (0, 42), "textcoords": "offset points", "ha": "center"}
+        place = row[field] / row["floor_ms"], 0
+        axis.annotate(name, place, color=color, fontsize=9, fontweight="bold", annotation_clip=False, **where)
 
 
 def headline(group):
@@ -94,20 +104,16 @@ def panel(axis, title, rows):
     """`rows` by their place from the top."""
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axis.set_xscale("log")
-    axis.axvline(1, color=INK, linewidth=1.2, label="floor")
-    axis.grid(axis="x", which="major", color="#e4e4e4")
-    axis.set_axisbelow(True)
+    axis.axvline(1, color=INK, linewidth=1.2)
+    axis.grid(axis="x", which="major")
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
     for y, row in rows.items():
         found = [row[field] / row["floor_ms"] for field in ("ours_ms", "peer_ms") if row[field]]
-        axis.hlines(y, 1, max(found, default=1), color="#c8c8c8", linewidth=1.5, zorder=1)
-    for field, color, name, beside in (
-        ("ours_ms", OURS, "linattn_np", {"xytext": (-4, 5)}),
-        ("peer_ms", FLA, "flash-linear-attention", {"xytext": (-4, -12)}),
-    ):
+        axis.hlines(y, 1, max(found, default=1), color=GRID, linewidth=1.5, zorder=1)
+    for field, color, beside in (("ours_ms", OURS, {"xytext": (-4, 5)}), ("peer_ms", FLA, {"xytext": (-4, -12)})):
         points = [(row[field] / row["floor_ms"], y, row[field]) for y, row in rows.items() if row[field]]
-        axis.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=42, color=color, label=name, zorder=3)
+        axis.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=42, color=color, zorder=3)
         for x, y, ms in points:
             axis.annotate(time(ms), (x, y), textcoords="offset points", fontsize=7.5, color=color, **beside)
 
@@ -118,7 +124,7 @@ def limit_x(axis, rows):
     )
     axis.set_xlim(0.8, longest * 1.6)
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < longest * 1.6]
-    axis.set_xticks(ticks, [f"{tick}x" for tick in ticks])
+    axis.set_xticks(ticks, ["floor", *(f"{tick}x" for tick in ticks[1:])])
     axis.minorticks_off()
 
 

@@ -11,6 +11,7 @@ matplotlib; without matplotlib the old plots stay.
 import json
 from textwrap import fill
 
+import attention_table
 import other_cards
 from peers import MOST, TUNED_HEAD
 from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
@@ -150,7 +151,7 @@ def summary() -> str:
             "",
             *table(["B, T, H, D", *(cell for name in head for cell in (name, "fla"))], lines),
             "",
-            fill(f"{worst(rows)} {losses(faster(rows))} {worst_of_sweep(path)}".rstrip(), WIDTH),
+            fill(f"{worst(rows)} {losses(faster(rows))} {worst_of_sweep(path)} {beside_torch(path)}".rstrip(), WIDTH),
             "",
         ]
     )
@@ -185,9 +186,7 @@ def of_card(path) -> str:
                 ],
             ),
             *titled(
-                "The others, forward and backward. Peers are named beside their times, torch for its "
-                "scaled_dot_product_attention; empty cells were not measured. What bounds softmax attention is "
-                "arithmetic, not the floor.",
+                "The others, forward and backward. Peers are named beside their times; empty cells were not measured.",
                 ["B, T, H, D", "", *("floor", "forward", "peer"), *("floor", "backward", "peer")],
                 others(rows),
             ),
@@ -315,6 +314,12 @@ def worst_of_sweep(path) -> str:
     beside = [row["of_peer"] for row in rows if row["of_peer"]]
     its = f", and {max(beside):.2f} times as long as fla" if beside else ""
     return f"Of {len(rows)} calls of benchmarks/sweep.py the worst take {' and '.join(said)}{its}."
+
+
+def beside_torch(path) -> str:
+    """What softmax attention takes on the same card."""
+    file = path.parent / "attention" / path.name
+    return attention_table.claim(json.loads(file.read_text())["rows"]) if file.exists() else ""
 
 
 def slowest_of_sweep(path):

@@ -1,8 +1,13 @@
 """The documentation's settings: `sphinx-build -W docs docs/_build` (pip install -e '.[docs]')."""
 
+import inspect
+import os.path
 import re
+from importlib import import_module
+from pathlib import Path
 
 import linattn_np
+from linattn_np.command.palette import STYLE
 
 project, author, release = "linattn_np", "linattn_np developers", linattn_np.__version__
 project_copyright = author
@@ -13,7 +18,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "gallery/*.md"]
+exclude_patterns = ["_build", "gallery"]
 html_theme = "furo"
 html_title = "linattn_np"
 myst_enable_extensions = ["colon_fence"]
@@ -23,6 +28,15 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_param = False
 napoleon_use_rtype = False
+
+
+def in_our_colours(config, script):
+    """matplotlib as the pictures of other pages have it."""
+    import matplotlib
+
+    matplotlib.rcParams.update(STYLE)
+
+
 sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "pages",
@@ -30,9 +44,26 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "show_memory": False,
     "min_reported_time": 1e6,
+    "reset_modules": ("matplotlib", in_our_colours),
 }
 
-SECTION = re.compile(r"^(Parameters|Returns|Raises|Example|Attributes|Yields)\n-+$", re.MULTILINE)
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = {  # pages that stand elsewhere in the repository
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
+    "kernels": "kernels_cu/README.md",
+    "kernels_measured": "kernels_cu/MEASURED.md",
+    "kernels_waiting": "kernels_cu/WAITING.md",
+}
+GALLERY = "gallery/README.txt", "pages/index"
+LINK = re.compile(r"(\]\(|^\[\w+\]: )(?!http|#)([^)#\s]+)", re.MULTILINE)
+LISTED = re.compile(r"\]\(([\w/.]+)\)")
+OBJECT = re.compile(
+    r"^- \[`(linattn_np\.[\w.]+)`\]\([^)]+\).*\n(?:  .*\n)*", re.MULTILINE
+)
+SECTION = re.compile(
+    r"^(Parameters|Returns|Raises|Example|Attributes|Yields)\n-+$", re.MULTILINE
+)
 
 
 def as_literal(app, what, name, obj, options, lines):
@@ -45,5 +76,62 @@ def as_literal(app, what, name, obj, options, lines):
     lines[:] = (re.sub(r"(?<=\n)\n(?=    \S)", "\n::\n\n", head) + rest).splitlines()
 
 
+def as_pages(app, name, source):
+    """Pages are Markdown that reads on any host. Here a link to an object of the package becomes its documentation, and
+    the links of the first page become the tree of pages.
+    """
+    text = (
+        moved(ELSEWHERE[name])
+        if name in ELSEWHERE
+        else source[0].replace(f"]({GALLERY[0]})", f"]({GALLERY[1]}.rst)")
+    )
+    if name == "index":
+        trees = [
+            (section.splitlines()[0], LISTED.findall(section))
+            for section in text.split("\n## ")[1:]
+        ]
+        text += "".join(map(tree, trees))
+    source[0] = OBJECT.sub(described, text)
+
+
+def moved(path) -> str:
+    """A file of the repository as a page of this folder."""
+    pages = {file: f"{page}.md" for page, file in ELSEWHERE.items()}
+
+    def here(link):
+        target = os.path.normpath(Path(path).parent / link[2])
+        return link[1] + (pages.get(target) or os.path.relpath(target, "docs"))
+
+    return LINK.sub(here, (ROOT / path).read_text())
+
+
+def tree(section) -> str:
+    caption, pages = section
+    if not pages:
+        return ""
+    return "\n".join(
+        ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]
+    )
+
+
+def described(match) -> str:
+    """What autodoc makes of an object of the package."""
+    module, _, name = match[1].rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (AttributeError, ModuleNotFoundError):
+        found = import_module(match[1])
+    kind = (
+        "module"
+        if inspect.ismodule(found)
+        else "class"
+        if inspect.isclass(found)
+        else "function"
+    )
+    members = "   :members:\n   :inherited-members:\n" if kind == "class" else ""
+    return f"```{{eval-rst}}\n.. auto{kind}:: {match[1]}\n{members}```\n"
+
+
 def setup(app):
+    app.connect("source-read", as_pages)
     app.connect("autodoc-process-docstring", as_literal, priority=100)

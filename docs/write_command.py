@@ -32,9 +32,16 @@ def section(name) -> str:
         actions = [action for action in group._group_actions if action.dest != "help"]
         if not actions:
             continue
-        title = group.title if group.title not in ("options", "positional arguments") else "option"
+        title = (
+            group.title
+            if group.title not in ("options", "positional arguments")
+            else "option"
+        )
         lines += [f"| {title} | |", "| --- | --- |"]
-        lines += [f"| `{words(action)}` | {escaped(formatter._expand_help(action))} |" for action in actions]
+        lines += [
+            f"| `{words(action)}` | {escaped(formatter._expand_help(action))} |"
+            for action in actions
+        ]
         lines += [""]
     return "\n".join(lines)
 
@@ -59,12 +66,23 @@ def in_markdown(text):
 def words(action) -> str:
     if action.nargs == 0:
         return ", ".join(action.option_strings)
-    value = action.metavar or (",".join(action.choices) if action.choices else action.dest.upper())
-    return ", ".join(action.option_strings) + f" {value}" if action.option_strings else value
+    value = action.metavar or (
+        ",".join(action.choices) if action.choices else action.dest.upper()
+    )
+    return (
+        ", ".join(action.option_strings) + f" {value}"
+        if action.option_strings
+        else value
+    )
 
 
 def escaped(text) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
+    return (
+        " ".join(text.split())
+        .replace("|", "\\|")
+        .replace("<", "\\<")
+        .replace("*", "\\*")
+    )
 
 
 if __name__ == "__main__":

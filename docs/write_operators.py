@@ -7,8 +7,10 @@ operators in docs/operators.md.
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import linattn_np
 from linattn_np.declarations import OPERATORS, STAGES, STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,9 +27,15 @@ from ..typing import {types}
 
 def positional(op) -> list[str]:
     """The arrays of a call; the first one's type is the result's."""
-    required = [name for name, x in op.signature.parameters.items() if x.default is x.empty]
+    required = [
+        name for name, x in op.signature.parameters.items() if x.default is x.empty
+    ]
     optional = [f"{name}: Array | None = None" for name in op.optional_arrays]
-    return [f"{required[0]}: A", *(f"{name}: Array" for name in required[1:]), *optional]
+    return [
+        f"{required[0]}: A",
+        *(f"{name}: Array" for name in required[1:]),
+        *optional,
+    ]
 
 
 def defined(op, parameters, result) -> str:
@@ -38,10 +46,14 @@ def signatures(op, result="A"):
     """The function's signatures: o alone, or by the argument that asks for a second result also a pair, or either."""
     if not op.second_result:
         return [defined(op, positional(op), result)]
-    results = {"Literal[False] = False": result, "Literal[True]": f"tuple[{result}, Any]"}
+    results = {
+        "Literal[False] = False": result,
+        "Literal[True]": f"tuple[{result}, Any]",
+    }
     results["bool"] = " | ".join(results.values())
     return [
-        "@overload\n" + defined(op, [*positional(op), "*", f"{op.second_result}: {asked}"], found)
+        "@overload\n"
+        + defined(op, [*positional(op), "*", f"{op.second_result}: {asked}"], found)
         for asked, found in results.items()
     ]
 
@@ -53,15 +65,25 @@ def types(ops) -> str:
 def formatted(text) -> str:
     command = [sys.executable, "-m", "ruff"]
     for arguments in (["check", "--fix", "--quiet", "--exit-zero"], ["format"]):
-        done = [*command, *arguments, "--stdin-filename", "linattn_np/ops/stub.pyi", "-"]
-        text = subprocess.run(done, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        done = [
+            *command,
+            *arguments,
+            "--stdin-filename",
+            "linattn_np/ops/stub.pyi",
+            "-",
+        ]
+        text = subprocess.run(
+            done, input=text, capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout
     return text
 
 
 def operators() -> str:
     head = HEAD.format(what="the operators", types=types(OPERATORS))
     names = f"__all__ = {[op.name for op in OPERATORS]}\n"
-    return "\n".join([head, names, *(text for op in OPERATORS for text in signatures(op))])
+    return "\n".join(
+        [head, names, *(text for op in OPERATORS for text in signatures(op))]
+    )
 
 
 def steps() -> str:
@@ -74,13 +96,19 @@ def stages() -> str:
     with_more = [op.with_more for op in STAGES]
     ops = [op for op in STAGES if op not in with_more]
     head = HEAD.format(what="the stages", types=types(ops)).replace("from ..", "from .")
-    texts = (text for op in ops for text in signatures(op, "tuple[Any, Any]" if op.pair else "Any"))
+    texts = (
+        text
+        for op in ops
+        for text in signatures(op, "tuple[Any, Any]" if op.pair else "Any")
+    )
     return "\n".join([head, *texts])
 
 
 def on_ranks() -> str:
     ops = [op for op in OPERATORS if op.state]
-    head = HEAD.format(what="the operators on ranks", types=types(ops)).replace("Unpack", "Required, TypedDict, Unpack")
+    head = HEAD.format(what="the operators on ranks", types=types(ops)).replace(
+        "Unpack", "Required, TypedDict, Unpack"
+    )
     classes = sorted({op.keywords.__name__ for op in ops})
     lines = [
         head + "from .engine import Engine\n",
@@ -88,7 +116,10 @@ def on_ranks() -> str:
         "class OnRanks(TypedDict, total=False):",
         "    comm: Required[Engine]\n    segment_size: int | None\n    output_final_state: bool\n",
         *(f"class {name}OnRanks({name}, OnRanks): ...\n" for name in classes),
-        *(defined(op, positional(op), "Any").replace("]) ->", "OnRanks]) ->") for op in ops),
+        *(
+            defined(op, positional(op), "Any").replace("]) ->", "OnRanks]) ->")
+            for op in ops
+        ),
         "def vjp(op: Callable[..., Any], *arrays: Array | None, **options: Any) -> tuple[Any, Callable[..., Any]]: ...",
     ]
     return "\n".join(lines)
@@ -97,11 +128,28 @@ def on_ranks() -> str:
 def page() -> str:
     """docs/operators.md with all operators and steps in its lists."""
     text = (ROOT / "docs/operators.md").read_text()
-    for prefix, ops in (("", OPERATORS), ("linattn_np.", STEPS)):
-        listed = "".join(f".. autofunction:: {prefix}{op.name}\n" for op in ops)
-        first = f".. autofunction:: {prefix}{ops[0].name}\n"
-        text = re.sub(rf"^{re.escape(first)}(\.\. autofunction:: .*\n)*", listed, text, flags=re.MULTILINE)
+    for ops, file in ((OPERATORS, "{}"), (STEPS, "steps")):
+        listed = "".join(listed_link(op.name, file.format(op.name)) for op in ops)
+        first = f"- [`linattn_np.{ops[0].name}`]"
+        text = re.sub(
+            rf"^{re.escape(first)}.*\n(- \[.*\n|  .*\n)*",
+            lambda _: listed,
+            text,
+            flags=re.MULTILINE,
+        )
     return text
+
+
+def listed_link(name, file) -> str:
+    """A line, and where it is long another one, with the first sentence of a function's docstring."""
+    what = getattr(linattn_np, name).__doc__.strip().split("\n\n")[0]
+    line = f"- [`linattn_np.{name}`](../linattn_np/ops/{file}.py): {' '.join(what.split())}"
+    return (
+        "\n".join(
+            textwrap.wrap(line, 120, subsequent_indent="  ", break_long_words=False)
+        )
+        + "\n"
+    )
 
 
 def written() -> dict[Path, str]:

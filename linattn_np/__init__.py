@@ -4,6 +4,7 @@ from . import layers, ops, stages
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain, warm_up
+from .gates import gdn_gate, kda_gate, rwkv7_gate
 from .ops import OPS
 from .ops.functions import *  # noqa: F403
 from .ops.steps import *  # noqa: F403
@@ -16,6 +17,9 @@ __all__ = [
     "explain",
     "warm_up",
     "precision",
+    "gdn_gate",
+    "kda_gate",
+    "rwkv7_gate",
     "layers",
     "stages",
     "OPS",

@@ -20,8 +20,8 @@ mask : bool [B, T], optional
     and o and all gradients are 0 there, whatever the arrays hold. It costs a copy of every array. Refused beside
     `cu_seqlens`, and where CuPy captures a CUDA graph, which does not keep such copies.
 qk_l2norm : bool
-    Divide queries and keys by their lengths, q / sqrt(|q|^2 + 1e-6), in float32 at least. Gradients are those of the
-    arrays that are given.
+    Divide queries and keys by their lengths, ``q / sqrt(|q|^2 + 1e-6)``, in float32 at least. Gradients are those of
+    the arrays that are given.
 reverse : bool
     Every sequence runs from its last token to its first: S_t comes from S_{t+1}, and the final state is that at the
     first token. No copy.

@@ -16,7 +16,9 @@ from reference import LIMITS
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import cases  # noqa: E402  (from benchmarks)
+import attention  # noqa: E402  (from benchmarks)
+import attention_table  # noqa: E402
+import cases  # noqa: E402
 import complete  # noqa: E402
 import devices  # noqa: E402
 import fit_segments  # noqa: E402
@@ -258,9 +260,9 @@ def test_a_peer_that_fails_leaves_our_row(reason, monkeypatch, capsys):
 
 def test_a_peer_that_is_absent_leaves_the_others(monkeypatch):
     monkeypatch.setattr(run.Peers, "measure", lambda *_: {"peer_ms": 5.0})
-    peer = run.Peers(Cpu(), {"fla": "No module named 'fla'", "torch": None}, {}, math.inf, 1)
-    rows = [row_beside(peer, case_of(op)) for op in ("gla", "softmax_attention", "gla with gv")]
-    assert [(row["peer"], row["peer_ms"]) for row in rows] == [("fla", None), ("torch", 5.0), (None, None)]
+    peer = run.Peers(Cpu(), {"fla": "No module named 'fla'"}, {}, math.inf, 1)
+    rows = [row_beside(peer, case_of(op)) for op in ("gla", "gla with gv")]
+    assert [(row["peer"], row["peer_ms"]) for row in rows] == [("fla", None), (None, None)]
 
 
 def test_a_peer_without_time_left_is_said(capsys):
@@ -303,7 +305,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(run.peers, "captured", Cpu().captured)
 
 
-PEERS = [case_of(op) for op in (*run.peers.FUNCTIONS, "softmax_attention")]
+PEERS = [case_of(op) for op in run.peers.FUNCTIONS]
 PEERS += [replace(case, backward=True) for case in PEERS if not case.step]
 
 
@@ -418,11 +420,39 @@ def test_a_second_card_stands_on_the_page_alone(tmp_path, monkeypatch):
     assert other.count("| 4, 4096, 64, 128 |") == own.count("| 4, 4096, 64, 128 |") > 0
 
 
-def test_the_peer_of_softmax_attention_is_named():
-    row = of_small_case("softmax_attention", "bfloat16") | {"floor_ms": 0.5, "ours_ms": 1.0, "peer_ms": 2.0}
-    assert speed_table.others([row]) == [
-        ["2, 70, 3, 16", "`softmax_attention`", "0.500", "1.00 (2.00x)", "torch 2.00 (2.0x)", "", "", ""]
-    ]
+# -- softmax attention ------------------------------------------------------------------------------------------------
+ATTENTION = (
+    attention.Case(2, 70, 4, 16, HK=2, V=8),
+    attention.Case(3, 1, 4, 16, causal=False, HK=2, S=33),
+    attention.Case(1, 2400, 2, 16, sequences=3),
+    attention.Case(1, 70, 2, 16, backward=True),
+)
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_a_row_of_attention(case):
+    row = attention.measure(case, Cpu())
+    assert row["error"] < attention.LIMIT and row["ours_ms"] > 0 and row["cudnn_ms"] is row["flash_ms"] is None
+
+
+def test_wrong_attention_is_not_timed(monkeypatch):
+    monkeypatch.setattr(attention, "ours", lambda case, arrays, do: lambda: 1.01 * arrays[2])
+    assert attention.measure(attention.Case(1, 70, 2, 16), Cpu())["ours_ms"] is None
+
+
+def test_the_table_of_attention_is_beside_the_faster_backend():
+    case = attention.asdict(attention.Case(4, 2048, 32, 128, HK=8))
+    forward = case | {"cudnn_ms": 0.2, "flash_ms": 0.4, "ours_ms": 0.15}
+    backward = forward | {"backward": True, "ours_ms": 0.5, "flash_ms": None}
+    meta = {"card": "C", "date": "D", "commit": "c", "torch": "2"}
+    text = attention_table.of_card({"meta": meta, "rows": [forward, backward]})
+    assert "| 4, 2048, 32/8, 128 | 0.150 (0.75x) | 0.200 | 0.400 | 0.500 (2.50x) | 0.200 |  |" in text
+    assert "0.75 to 0.75 times torch's time forward" in text
+
+
+def test_the_page_has_the_table_of_attention():
+    page = attention_table.PAGE.read_text()
+    assert attention_table.between(page, *attention_table.MARKS, attention_table.tables()) == page
 
 
 def test_errors_stand_beside_the_peers():

@@ -3,13 +3,14 @@
 import itertools
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from test_examples import ENVIRONMENT
 
 from linattn_np.command import measuring
-from linattn_np.command.compare import LINES, Curve, ends, go_on
+from linattn_np.command.compare import LINES, Curve, call_of_torch, ends, go_on, our_call
 
 
 def compare(*arguments):
@@ -44,10 +45,10 @@ class OutOfMemory(measuring.Cpu):
 )
 def test_a_line_that_ends_says_why(machine, seconds, end):
     """On the picture, and it is not tried again."""
-    options = SimpleNamespace(heads=1, width=8, seconds=seconds)
+    options = SimpleNamespace(seconds=seconds)
     curve = Curve(T=[512], ms=[0.1], bytes=[1])
     for T in (1024, 2048):
-        go_on(curve, machine(), "gla", T, options)
+        go_on(curve, machine(), lambda: int, T, options)
     assert curve.T == [512] and ends({"gla": curve}) == [f"× GLA ends: {end}"]
 
 
@@ -58,6 +59,13 @@ def test_the_memory_of_a_call():
 
     result, peak = measuring.Cpu().with_peak(call)
     assert len(result) == 1 << 20 and 3 << 20 <= peak < 4 << 20
+
+
+def test_torch_computes_the_same():
+    torch = pytest.importorskip("torch")
+    sizes = dict(B=1, H=2, T=40, K=8, V=8)
+    ours, theirs = (make(measuring.Cpu(), sizes)() for make in (partial(our_call, "softmax_attention"), call_of_torch))
+    torch.testing.assert_close(torch.from_numpy(ours), theirs)
 
 
 def test_lines_that_coincide_stay_visible():

@@ -39,7 +39,7 @@ def recurrence(q, k, v, g, beta, scale, state, bounds):
     return o, S
 
 
-def call(device, kernel, tokens, scale, state=None, bounds=None, turned=False):
+def call(device, kernel, tokens, scale, state=None, bounds=None, **how):
     """[o, the final states]."""
     q, v = tokens[0], tokens[2]
     B, H, T, K, V = (*v.shape[:3], q.shape[-1], v.shape[-1])
@@ -48,18 +48,20 @@ def call(device, kernel, tokens, scale, state=None, bounds=None, turned=False):
     parts, given, memory = describe_parts(device, call=arrays)
     x, draft, spans = parts.call, Draft(), Spans(np.array(bounds or [0, T]))
     problem = SimpleNamespace(shape=lambda _: (B, H, T), varlen=bool(bounds), spans=spans, sizes={"K": K, "V": V})
-    o, final = draft.like(x.v), draft.empty((spans.count * B, H, *((V, K) if turned else (K, V))), SINGLE)
+    o, final = draft.like(x.v), draft.empty((spans.count * B, H, *((V, K) if how.get("turned") else (K, V))), SINGLE)
     shape = draft.shape(problem, chunk=32)
-    launch_forward(draft, kernel, (x.q, x.k, x.v, x.g, x.beta), o, shape, scale, x.state, final, turned)
+    launch_forward(draft, kernel, (x.q, x.k, x.v, x.g, x.beta), o, shape, scale, x.state, final, **how)
     return [host(y) for y in CompiledPlan(replace(draft.plan((o, final)), given=given), device)(memory)[0]]
 
 
-def drawn(rng, B, H, HV, T, K, V, dtype, gates, keys, beta):
-    """q, k, v, g and beta: k of length one, or near one direction; gates in float32 but for "logsigmoid"."""
+def drawn(rng, B, H, HV, T, K, V, dtype, gates, keys, beta, length=1.0):
+    """q, k, v, g and beta: q and k of one length; keys at random or near one direction; gates in float32 but for
+    "logsigmoid".
+    """
     q, k, v = (rng.standard_normal((B, *size)) for size in ((H, T, K), (H, T, K), (HV, T, V)))
     if keys == "alike":  # cosines of .9 on average
         k = 0.1**0.5 * k + 0.9**0.5 * rng.standard_normal((B, H, 1, K))
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    q, k = (length * x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     trained = -np.exp(-3.3 + 2 * rng.standard_normal((B, HV, T)))
     some = rng.random((B, HV, T)) < 0.05
     g = {
@@ -78,6 +80,11 @@ def drawn(rng, B, H, HV, T, K, V, dtype, gates, keys, beta):
         None if g is None else g.astype(own),
         np.full((B, HV, T), strength).astype(own),
     )
+
+
+def of_length_one(x):
+    x = x.astype(float)
+    return x / np.sqrt(np.sum(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
 def errors(found, wanted):
@@ -103,12 +110,15 @@ CASES = (  # B, H, heads of v, T, K, V; gates; keys; beta; the ends of packed se
 WIDTHS = [(64, 64), (64, 128), (128, 64), (128, 128)]
 
 
-def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, turned=False):
+def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, turned=False, normalized=False):
     B, _, HV, _, K, V = sizes
-    tokens, limit = drawn(rng, *sizes, kernel.dtype, gates, keys, beta), LIMIT[kernel.dtype]
+    tokens = drawn(rng, *sizes, kernel.dtype, gates, keys, beta, 5.0 if normalized else 1.0)
+    limit = LIMIT[kernel.dtype]
     state = rng.standard_normal((len(bounds) - 1 if bounds else B, HV, K, V)).astype(SINGLE)
     given = state.swapaxes(-1, -2).copy() if turned else state
-    o, final = call(device, kernel, tokens, K**-0.5, given, bounds, turned)
+    o, final = call(device, kernel, tokens, K**-0.5, given, bounds, turned=turned, normalized=normalized)
+    if normalized:
+        tokens = [*map(of_length_one, tokens[:2]), *tokens[2:]]
     wanted = recurrence(*tokens, K**-0.5, state, bounds)
     whole, row, end = errors((o, final.swapaxes(-1, -2) if turned else final), wanted)
     assert whole < limit and end < limit and row < 5 * limit, (whole, row, end)
@@ -117,7 +127,18 @@ def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, turned=Fal
 @pytest.mark.parametrize(("sizes", "gates", "keys", "beta", "bounds"), CASES)
 def test_forward_is_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds):  # noqa: F811
     kernel = DeltaScalarForwardSm90(BFLOAT16, 128, 128)
-    check(hopper, rng, kernel, sizes, gates, keys, beta, bounds, turned=gates == "trained")
+    check(
+        hopper,
+        rng,
+        kernel,
+        sizes,
+        gates,
+        keys,
+        beta,
+        bounds,
+        turned=gates == "trained",
+        normalized=gates == "logsigmoid",
+    )
 
 
 @pytest.mark.exhaustive
@@ -126,4 +147,13 @@ def test_forward_is_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds
 @pytest.mark.parametrize("dtype", LIMIT)
 def test_forward_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # noqa: F811
     """With more columns than a block has."""
-    check(hopper, rng, DeltaScalarForwardSm90(dtype, K, V), (1, 1, 2, 230, K - 8, V + 64), gates, keys, "sigmoid")
+    check(
+        hopper,
+        rng,
+        DeltaScalarForwardSm90(dtype, K, V),
+        (1, 1, 2, 230, K - 8, V + 64),
+        gates,
+        keys,
+        "sigmoid",
+        normalized=keys == "alike",
+    )

@@ -398,7 +398,7 @@ def test_penalties_follow_their_equation():
     logits = np.array([1.0, 0.6, 0.0])
     assert sampler(logits) == 0  # counts {0: 1}
     assert sampler(logits) == 1  # 1 - 0.5 - 0.25 = 0.25 < 0.6; counts {0: 0.5, 1: 1}
-    np.testing.assert_allclose(sampler.penalized(logits), [1 - 0.5 - 0.125, 0.6 - 0.5 - 0.25, 0.0])
+    np.testing.assert_allclose(sampler.adjusted(logits), [1 - 0.5 - 0.125, 0.6 - 0.5 - 0.25, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -479,6 +479,9 @@ def test_many_draw_what_each_draws_alone(vocabulary, rng):
         {"top_p": 0.9},
         {"temperature": 0.7, "top_k": 3, "top_p": 0.8},
         {"presence": 3.0, "fading": 0.5},
+        {"repetition": 1.3, "min_p": 0.1},
+        {"temperature": 2.0, "top_p": 0.7, "temperature_last": True},
+        {"bias": {0: 1.5}, "temperature": 0},
         {"presence": 1.0, "top_p": 0.9},
         {"vocabulary": max(1, vocabulary - 2)},
         {"fading": 0.5},
@@ -500,20 +503,82 @@ def test_many_draw_what_each_draws_alone(vocabulary, rng):
 
 def drawn_literally(how, random, logits):
     """One token, by sorting all of a sequence's probabilities."""
-    scaled = ((logits - logits.max()).astype(np.float64) / how.temperature).astype(np.float32)
-    p = np.exp(scaled)
+    first, last = (1, how.temperature) if how.temperature_last else (how.temperature, 1)
+    p = np.exp(((logits - logits.max()).astype(np.float64) / first).astype(np.float32))
     p /= p.sum()
-    some = how.top_k or how.top_p < 1
+    some = how.top_k or how.top_p < 1 or how.min_p
     order = np.argsort(-p, kind="stable")[: how.top_k or None] if some else np.arange(len(p))
     cumulated = np.cumsum(p[order], dtype=np.float64)
     bound = how.top_p * (cumulated[-1] if how.top_k else 1)
-    cumulated = cumulated[: cumulated.searchsorted(bound) + 1]
+    order = order[: cumulated.searchsorted(bound) + 1]
+    order = order[p[order] >= np.float32(how.min_p) * p.max()]
+    cumulated = np.cumsum(
+        (p[order] / p.max()).astype(np.float64) ** (1 / last) if last != 1 else p[order], dtype=np.float64
+    )
     return order[cumulated.searchsorted(random.random() * cumulated[-1], side="right")]
+
+
+@pytest.mark.parametrize("order, drawn", [(False, {0, 1}), (True, {0})], ids=["before top_p", "after top_p"])
+def test_the_temperature_is_before_or_after_top_p(order, drawn):
+    """0.64 is more than 0.6 at temperature 1, and less once temperature 2 has flattened it."""
+    logits = np.log([0.64, 0.24, 0.09, 0.03])
+    draw = Sampling(temperature=2, top_p=0.6, temperature_last=order, seed=0).sampler()
+    assert {draw(logits) for _ in range(300)} == drawn
+
+
+def test_min_p_and_a_late_temperature_follow_the_distribution():
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    draw = Sampling(temperature=0.5, min_p=0.25, temperature_last=True, seed=0).sampler()
+    counts = np.bincount([draw(np.log(p)) for _ in range(20_000)], minlength=4) / 20_000
+    wanted = np.where(p >= 0.125, p, 0) ** 2
+    np.testing.assert_allclose(counts, wanted / wanted.sum(), atol=0.02)
+
+
+def test_repetition_bias_and_bans_follow_their_equations():
+    sampler = Sampling(temperature=0, repetition=2.0, bias={3: -np.inf, 1: 0.5}, logprobs=True).sampler()
+    logits = np.float32([-1.0, 2.0, 1.6, 9.0])
+    assert [sampler(logits) for _ in range(3)] == [1, 2, 1]  # 2.5; 1.5 for 1.6; 1.5 for 0.8
+    shares = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum()
+    np.testing.assert_allclose(sampler.logprobs, np.log(shares[[1, 2, 1]]), rtol=1e-12)
+    assert sampler.adjusted(np.float32([-1.0, -2.0, -2.0, 0.0])).tolist() == [-1.0, -3.5, -4.0, -np.inf]
+
+
+@pytest.mark.parametrize(
+    "how, complaint",
+    [
+        ({"min_p": 2}, "min_p is 2, expected a number from 0 to 1"),
+        ({"repetition": 0}, "repetition is 0, expected a number from 0.001 to 1000"),
+        ({"bias": [1]}, "bias is a list, expected a mapping"),
+        ({"bias": {-1: 0.0}}, "an id of bias is -1"),
+        ({"bias": {1: np.inf}}, r"bias\[1\] is inf, expected -inf, or a finite number"),
+    ],
+    ids=range(5),
+)
+def test_sampling_that_is_refused(how, complaint):
+    with pytest.raises(ContractError, match=f"Sampling: {complaint}"):
+        Sampling(**how)
+
+
+def test_a_bias_beyond_the_vocabulary_and_a_ban_of_all_are_refused():
+    with pytest.raises(ContractError, match="bias has the id 7, expected one below 4"):
+        Sampling(bias={7: 1.0}).sampler()(np.zeros(4))
+    banned = Sampling(bias=dict.fromkeys(range(4), -np.inf)).sampler()
+    assert complaints([banned], np.zeros((1, 4)))[0].startswith("logits are -inf for all 4 tokens")
 
 
 @pytest.mark.parametrize("vocabulary", [5, 256, 40_000])
 @pytest.mark.parametrize(
-    "how", [{}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 40, "top_p": 0.5}, {"top_p": 1e-9}], ids=str
+    "how",
+    [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"top_k": 40, "top_p": 0.5},
+        {"top_p": 1e-9},
+        {"min_p": 0.1},
+        {"top_p": 0.8, "temperature_last": True},
+    ],
+    ids=str,
 )
 def test_tokens_are_drawn_from_the_likeliest(how, vocabulary, rng):
     hows = [Sampling(temperature=0.8, seed=seed, **how) for seed in range(6)]

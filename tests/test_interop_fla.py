@@ -7,10 +7,11 @@ import peer_suite
 import pytest
 
 import linattn_np
-from linattn_np import ContractError
+from linattn_np import ContractError, NotSupported
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 fla = pytest.importorskip("linattn_np.interop.fla")
+there = pytest.importorskip("linattn_np.interop.torch")
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def ours(function, *tensors, **options):
 
 def test_names():
     assert peer_suite.ours("fused_chunk_linear_attn") is fla.fused_chunk_linear_attn
-    assert peer_suite.ours("naive_recurrent_gla") is peer_suite.ours("chunk_gated_delta_rule") is None
+    assert peer_suite.ours("naive_recurrent_gla") is peer_suite.ours("chunk_comba") is None
     assert str(inspect.signature(fla.chunk_rwkv6)).startswith(
         "(r, k, v, w, u, scale=None, initial_state=None, output_f"
     )
@@ -105,3 +106,68 @@ def test_bounds_on_the_host_spare_a_wait(qkv):
         q, k, v, -k.abs(), k[0, 0], cu_seqlens=torch.empty(3, device="meta"), cu_seqlens_cpu=torch.tensor([0, 2, 9])
     )
     assert torch.equal(o, fla.chunk_rwkv6(q, k, v, -k.abs(), k[0, 0], cu_seqlens=[0, 2, 9])[0])
+
+
+# -- the delta rules ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def delta():
+    """q, k, v, a gate a channel, and strengths; twice as many heads of values."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 20, 2, 8).unbind()
+    v, g = torch.randn(2, 2, 20, 4, 8).unbind()
+    return q, k, v, torch.nn.functional.logsigmoid(g), torch.rand(2, 20, 4)
+
+
+def test_delta_rules(delta):
+    q, k, v, g, beta = delta
+    normed = {"use_qk_l2norm_in_kernel": True}
+    o, state = fla.chunk_kda(q, k, v, g, beta, None, None, True, True)
+    assert state.shape == (2, 4, 8, 8)
+    wanted = there.kda(q, k, v, g, beta, qk_l2norm=True, layout="bthd")
+    assert torch.equal(o, wanted)
+    assert torch.equal(fla.fused_recurrent_kda(q, k, v, g, beta, **normed)[0], wanted)
+    assert torch.equal(fla.fused_recurrent_gated_delta_rule(q, k, v, gk=g, beta=beta, **normed)[0], wanted)
+    o, none = fla.chunk_gated_delta_rule(q, k, v, g[..., 0], beta, **normed)
+    assert none is None
+    assert torch.equal(o, there.gated_delta_rule(q, k, v, g[..., 0], beta, qk_l2norm=True, layout="bthd"))
+    ones = torch.ones_like(beta)
+    for o in (
+        fla.fused_recurrent_delta_rule(q, k, v, **normed)[0],
+        fla.fused_recurrent_gated_delta_rule(q, k, v, **normed)[0],
+        fla.chunk_delta_rule(q, k, v, ones, **normed)[0],
+    ):
+        assert torch.equal(o, there.delta_rule(q, k, v, ones, qk_l2norm=True, layout="bthd"))
+    with pytest.raises(NotSupported, match="gv is given"):
+        fla.fused_recurrent_gated_delta_rule(q, k, v, g[..., 0], gv=v, beta=beta)
+
+
+def test_gates_and_strengths_in_the_kernel(delta):
+    """With the gradients of what they are made of."""
+    q, k, v, x, beta = delta
+    rates, bias = torch.randn(4, requires_grad=True), torch.randn(32, requires_grad=True)
+    how = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+    for bound in (None, -5.0):
+        o, _ = fla.chunk_kda(
+            q, k, v, x, beta, A_log=rates, dt_bias=bias, lower_bound=bound, safe_gate=True, allow_neg_eigval=True, **how
+        )
+        g = there.kda_gate(x, rates, bias, bound)
+        wanted = there.kda(q, k, v, g, 2 * beta.sigmoid(), qk_l2norm=True, layout="bthd")
+        found = torch.autograd.grad(o.square().sum(), (rates, bias))
+        torch.testing.assert_close(o, wanted)
+        torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum(), (rates, bias)))
+    o, _ = fla.chunk_gated_delta_rule(q, k, v, x[..., 0], beta, A_log=rates, dt_bias=bias[:4], **how)
+    g = there.gdn_gate(x[..., 0], rates, bias[:4])
+    torch.testing.assert_close(o, there.gated_delta_rule(q, k, v, g, beta.sigmoid(), qk_l2norm=True, layout="bthd"))
+
+
+def test_rwkv7(delta):
+    _, _, v, w, _ = delta
+    r, k = torch.randn(2, *w.shape).unbind()
+    kk, icl = torch.nn.functional.normalize(torch.randn_like(w), dim=-1), torch.rand_like(w)
+    wanted, state = there.rwkv7(r, w, k, v, -kk, kk * icl, scale=1.0, layout="bthd", output_final_state=True)
+    assert torch.equal(fla.chunk_rwkv7(r, w, k, v, -kk, kk * icl)[0], wanted)
+    assert torch.equal(fla.fused_mul_recurrent_rwkv7(r, w, k, v, kk, icl)[0], wanted)
+    o, final = fla.chunk_dplr_delta_rule(r, k, v, -kk, kk * icl, w, 1.0, None, True, chunk_size=16, safe_gate=True)
+    assert torch.equal(o, wanted) and torch.equal(final, state)
+    o, final = fla.fused_recurrent_rwkv7(r, w, k, v, -kk, kk * icl, scale=1.0)
+    assert torch.equal(o, wanted) and torch.equal(final, state)

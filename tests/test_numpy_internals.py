@@ -11,7 +11,7 @@ from reference import assert_close, exact, exact_vjp, same_bits
 
 import linattn_np
 from linattn_np import varlen
-from linattn_np.backends.numpy import chunked, cores, loop_choice, scores
+from linattn_np.backends.numpy import casts, chunked, cores, loop_choice, scores
 from linattn_np.backends.numpy.packing import KEPT_BYTES, Scratch, Segment, row_blocks, thread_scratch
 
 rng = np.random.default_rng(7)
@@ -328,3 +328,25 @@ def test_kept_scores_give_the_bits_of_those_made_again(op, layout, strong, monke
     for other in found[1:]:
         for x, y in zip(found[0], other, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+def same_numbers(found, wanted):
+    """To the bit, but for those of NaN."""
+    nan = np.isnan(wanted)
+    return (np.isnan(found) == nan).all() and same_bits(found[~nan], wanted[~nan])
+
+
+def test_casts_of_half_precision_are_numpys():
+    """With every float16, and every border between two of them."""
+    pytest.importorskip("numba", reason="NumPy casts without Numba")
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    with np.errstate(all="ignore"):
+        wide = halves.astype(np.float32)
+        turned = halves.reshape(2, -1, 64)[:, ::-1]
+        assert same_numbers(casts.cast(turned, np.dtype(np.float32)), turned.astype(np.float32))
+        near = wide.view(np.uint32)[:, None] + np.arange(0, 1 << 13, 1 << 10, dtype=np.uint32)
+        for bits in (near - np.uint32(1), near, near + np.uint32(1)):
+            x = bits.view(np.float32)
+            found = np.empty(x.shape[::-1], np.float16).T
+            casts.assign(found, x)
+            assert same_numbers(found, x.astype(np.float16))

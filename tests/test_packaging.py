@@ -352,7 +352,7 @@ ROOMS = {
             "NotSupported",
             "__version__",
         ],
-        ["numpy", "cupy", "matplotlib", "threadpoolctl"],
+        ["numpy", "cupy", "matplotlib", "threadpoolctl", "torch"],
     ),
     "__main__": (["command", "__version__"], []),
     "backends/__init__": ([], []),

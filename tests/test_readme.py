@@ -95,6 +95,17 @@ def test_the_readme_is_short():
     assert len([word for word in README.split() if re.search(r"\w", word)]) <= 1200
 
 
+def test_code_is_not_cut_at_the_right():
+    """A page of GitHub's or of the documentation shows 88 columns of code."""
+    for page in PAGES:
+        for block in re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            assert not [line for line in block.splitlines() if len(line) > 88], page.name
+
+
+def test_no_page_has_directives_that_only_sphinx_knows():
+    assert not [page.name for page in PAGES if re.search(r"^(```|:::+)\{", page.read_text(), re.MULTILINE)]
+
+
 def test_links_lead_somewhere():
     for page in (*PAGES, *NOTES):
         for link in LINK.findall(page.read_text()):

@@ -98,6 +98,18 @@ def widened(model, weights, dtype):
     return found
 
 
+@pytest.mark.parametrize("loops", [True, False], ids=["Numba", "NumPy"])
+def test_hidden_states_are_what_the_head_reads(kind, weights, loops, rng, monkeypatch):
+    monkeypatch.setattr(cpu_layers, "has_loops", lambda: loops and bool(matrices.loops()))
+    model, tokens = kind(weights), rng.integers(0, V, (2, 7))
+    logits, after = model.forward(tokens)
+    hidden, state = model.forward(tokens, hidden=True)
+    assert hidden.shape == (2, 7, 32) and all((x == y).all() for x, y in zip(state.arrays, after.arrays))
+    np.testing.assert_allclose(hidden @ weights["head.weight"].T, logits, rtol=0, atol=1e-5)
+    step, _ = model.forward([[1], [2]], state, hidden=True, last=True)
+    np.testing.assert_allclose(step @ weights["head.weight"].T, model.forward([[1], [2]], after)[0][:, 0], atol=1e-5)
+
+
 # -- text -----------------------------------------------------------------------------------------------------------
 def test_text_batches_and_states_are_the_same_text(kind, tmp_path):
     layout = layout_of(kind, vocabulary=256)

@@ -27,7 +27,11 @@ def draw():
     return np.concatenate([x, np.ones((B, T, D), np.float32)], -1), wanted
 
 
-layer = GatedLinearAttention(random_weights(rng, hidden_size=2 * D, num_heads=4), num_heads=4, gate_logit_normalizer=1)
+layer = GatedLinearAttention(
+    random_weights(rng, hidden_size=2 * D, num_heads=4),
+    num_heads=4,
+    gate_logit_normalizer=1,
+)
 mean = {name: np.zeros_like(w) for name, w in layer.weights.items()}
 square = {name: np.zeros_like(w) for name, w in layer.weights.items()}
 
@@ -48,9 +52,9 @@ for step in range(1, STEPS + 1):
 # %%
 # The loss falls far below that of a layer that says nothing, which is 1 but for the first tokens.
 figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
-axis.semilogy(losses, color="#0b6e8a")
+axis.semilogy(losses)
 axis.set_xlabel("step")
-axis.set_ylabel("mean squared error")
-axis.grid(color="#e4e4e4")
+axis.set_ylabel("mean squared error, log scale")
+axis.grid()
 plt.show()
 print(f"from {losses[0]:.2f} to {np.mean(losses[-20:]):.2f}")

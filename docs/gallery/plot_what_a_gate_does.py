@@ -13,7 +13,9 @@ import linattn_np
 
 T, K = 96, 32
 rng = np.random.default_rng(0)
-q = k = np.full((1, 1, T, K), K**-0.5, np.float32)  # every token asks the same, so that only gates differ
+q = k = np.full(
+    (1, 1, T, K), K**-0.5, np.float32
+)  # every token asks the same, so that only gates differ
 v = np.eye(T, dtype=np.float32)[None, None]
 
 trained = -np.exp(np.linspace(-4.2, -2.5, K) + 2 * rng.standard_normal((1, 1, T, K)))
@@ -31,7 +33,9 @@ gates = {
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), sharey=True, layout="constrained")
 for axis, (name, g) in zip(axes, gates.items(), strict=True):
     weights = linattn_np.gla(q, k, v, g.astype(np.float32), scale=1.0)[0, 0]
-    image = axis.imshow(np.log10(np.maximum(weights, 1e-4)), vmin=-4, vmax=0, cmap="viridis")
+    image = axis.imshow(
+        np.log10(np.maximum(weights, 1e-4)), vmin=-4, vmax=0, cmap="viridis"
+    )
     axis.set_title(name, fontsize=10)
     axis.set_xlabel("token that wrote")
 axes[0].set_ylabel("token that reads")

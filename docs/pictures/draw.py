@@ -2,24 +2,33 @@
 
 from pathlib import Path
 
+from linattn_np.command.palette import FLA as ORANGE
+from linattn_np.command.palette import OTHER as GREEN
+from linattn_np.command.palette import OURS as BLUE
+
 HERE = Path(__file__).parent
-INK, PALE, BLUE, ORANGE, GREEN = "#333333", "#e4e4e4", "#0b6e8a", "#d9822b", "#7aa874"
+PALE = "#8c959f"  # drawn at a third of its strength
 CELL = 14
+LIGHT, DARK = (
+    f"text, .tip {{ fill: {ink} }} .line {{ stroke: {ink} }} .box {{ stroke: {paper} }}"
+    for ink, paper in (("#333333", "#ffffff"), ("#d0d7de", "#0d1117"))
+)
+STYLE = f"<style>{LIGHT} @media (prefers-color-scheme: dark) {{ {DARK} }}</style>"
 
 
 def svg(name, width, height, parts):
     text = "\n".join(parts)
     (HERE / name).write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="13" fill="{INK}">\n<rect width="100%" height="100%" fill="white"/>\n'
-        f"{text}\n</svg>\n"
+        f'font-family="sans-serif" font-size="13">\n{STYLE}\n{text}\n</svg>\n'
     )
 
 
 def box(x, y, width, height, color, opacity=1.0):
+    shown = opacity / 3 if color == PALE else opacity
     return (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" fill-opacity="{opacity}" '
-        'stroke="white"/>'
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" fill-opacity="{shown:.3g}" '
+        'class="box"/>'
     )
 
 
@@ -34,7 +43,15 @@ def chunk():
         x0, y0 = left + n * C * CELL, top + n * C * CELL
         for i in range(C):
             for j in range(C):
-                parts.append(box(x0 + j * CELL, y0 + i * CELL, CELL, CELL, BLUE if j <= i else PALE))
+                parts.append(
+                    box(
+                        x0 + j * CELL,
+                        y0 + i * CELL,
+                        CELL,
+                        CELL,
+                        BLUE if j <= i else PALE,
+                    )
+                )
         if n:
             parts.append(box(left, y0, C * CELL, C * CELL, ORANGE, 0.55))
     parts += [
@@ -50,7 +67,10 @@ def chunk():
             (PALE, "the future: never read"),
         )
     ):
-        parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
+        parts += [
+            box(x, y + 28 * n, 16, 16, color),
+            words(x + 24, y + 13 + 28 * n, text),
+        ]
     svg("chunk.svg", 780, 290, parts)
 
 
@@ -77,7 +97,10 @@ def subchunks():
             (PALE, "the future"),
         )
     ):
-        parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
+        parts += [
+            box(x, y + 28 * n, 16, 16, color),
+            words(x + 24, y + 13 + 28 * n, text),
+        ]
     svg("subchunks.svg", 780, 310, parts)
 
 

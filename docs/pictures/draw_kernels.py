@@ -1,17 +1,17 @@
 """Draws the pictures of kernels_cu/README.md beside those of `draw.py`: python docs/pictures/draw_kernels.py"""
 
-from draw import BLUE, GREEN, INK, ORANGE, PALE, box, svg, words
+from draw import BLUE, GREEN, ORANGE, PALE, box, svg, words
 
 ARROW = (
-    f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>'
+    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    '<path d="M0,0 L8,4 L0,8 z" class="tip"/></marker></defs>'
 )
 
 
 def arrow(*points, dashed=False):
     path = " ".join(f"{x},{y}" for x, y in points)
     dashes = ' stroke-dasharray="5,4"' if dashed else ""
-    return f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.5" marker-end="url(#tip)"{dashes}/>'
+    return f'<polyline points="{path}" fill="none" class="line" stroke-width="1.5" marker-end="url(#tip)"{dashes}/>'
 
 
 def labelled(x, y, width, height, color, *lines):
@@ -31,7 +31,9 @@ def roles():
         words(10, 308, "v in memory"),
         words(10, 332, "o in memory"),
     ]
-    parts += labelled(200, 40, 220, 52, PALE, "inputs[0], inputs[1]", "a chunk's q, k, g as they came")
+    parts += labelled(
+        200, 40, 220, 52, PALE, "inputs[0], inputs[1]", "a chunk's q, k, g as they came"
+    )
     parts += labelled(
         200,
         130,
@@ -43,10 +45,12 @@ def roles():
         "decay q and k,",
     )
     parts += [
-        words(210, 204, "score pairs of tokens (mma.sync)"),
+        words(210, 204, "score pairs (mma.sync)"),
         words(210, 222, "a warp for every 8 tokens"),
     ]
-    parts += labelled(500, 112, 170, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start")
+    parts += labelled(
+        500, 112, 170, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start"
+    )
     parts += [
         words(510, 168, "k to the chunk's end"),
         words(510, 186, "scores A"),
@@ -191,7 +195,9 @@ def splitting():
             arrow((x + 110, 254), (x + 250, 288)),
             arrow((x + 250, 254), (x + 110, 288)),
         ]
-    parts.append(words(10, 362, "Crossing arrows: copies to the other block's shared memory."))
+    parts.append(
+        words(10, 362, "Crossing arrows: copies to the other block's shared memory.")
+    )
     svg("splitting.svg", 790, 376, parts)
 
 

@@ -1,13 +1,13 @@
-// what      Scores of a chunk of 64 tokens for the backward kernels of every card: the blocks of the lower triangle
-//           that one of four warps computes, from decayed queries and keys of CHANNELS channels at a time.
+// what      The scores of a chunk of 64 tokens in the backward kernels of every card: each of four warps computes some
+//           16 x 16 blocks of the lower triangle, from decayed queries and keys of CHANNELS channels at a time.
 // shapes    operands are [32, 64]: channel, token; scores are blocks of 16 x 16 tokens in accumulators of mma.sync
 #include "backward.cuh"
 
-constexpr int CHANNELS = 32;  // that are in shared memory together; a warp decays 8 of them
+constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp decays 8 of them
 
 template <typename Stored> using Across = Stored[CHANNELS * LD<Stored, CHUNK>];  // [32, 64]: channel, token
 
-// D += queries^T keys of 16 x 16 tokens over the 16 channels from c on.
+// d += queries^T keys of 16 x 16 tokens over 16 channels from c on.
 template <class M, typename Stored>
 __device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
   constexpr int LDT = LD<Stored, CHUNK>;
@@ -34,7 +34,7 @@ struct ChunkScores {
         quarters{},
         halves{} {}
 
-  // Adds the products over the 16 channels from c on.
+  // Adds the products over 16 channels from c on.
   template <class M, class Operands> __device__ __forceinline__ void add(const Operands& from, int c) {
     constexpr int LDT = LD<typename M::Stored, CHUNK>;
     score<M>(diagonal, from.queries + 16 * warp, from.keys + 16 * warp, c);

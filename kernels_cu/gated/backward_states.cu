@@ -1,36 +1,38 @@
-// what      GLA and RWKV-6 backward: the state at every chunk's start, and its gradient at every chunk's end. Of a
-//           segment instead, what it leaves behind in both: the same walk, and nothing kept.
+// what      GLA and RWKV-6 backward on every card: the state at every chunk's start, and its gradient at every chunk's
+//           end. Or the summaries of segments for both: the same walk, without keeping states.
 // math      per 32 tokens, D their decay:  S <- D S + (k decayed to their end)^T v;   backwards
 //           C <- D C + scale (q decayed from their start)^T do
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; kept: as backward.cuh has it, in T, or float32 where T is not
-//           bfloat16; initial, dht, dh0 [N, H, K, V] float32
-//           of segments: states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C, that a segment starts from:
-//           of a sequence's P segments the first in either direction from the given one, the second from what that
-//           leaves, and the others from what the one before leaves by itself: scan_both_ways.cu joins them
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; kept: the layout is in backward.cuh, the type bfloat16 or float32;
+//           initial, dht, dh0 [N, H, K, V] float32.
+//           Segments: states [2, N, H, K, V] and decays [2, N, H, K] float32. states: S (then C) for the segments of
+//           each sequence: in either direction the first has the given state, the second the state from which it
+//           starts, and every other one the final state of the segment before it from zero; scan_both_ways.cu joins
+//           these
 // grid      a block for every (direction, sequence or segment, head, tile of 64 channels, BV columns of V),
 //           directions slowest; a warp for every 16 channels
 // smem      STAGES times 32 tokens
-// barriers  one every 32 tokens: they have arrived, and those before the last are read; of a segment also one every 32
-//           tokens that are looked at, another every 256, and one behind them
-// numerics  S and C in float32 accumulators; products as fragments.cuh has it. Of a segment, tokens are left out that
-//           every channel has forgotten where the walk ends: gates there add up to FORGOTTEN_NATS, and none grows
+// barriers  one every 32 tokens: they have been copied, and the previous ones have been read. Segments also have one
+//           for every 32 tokens whose gates are read beforehand, another every 256, and one at the end of that
+// numerics  S and C in float32 accumulators; products as in fragments.cuh. A segment's tokens are left out if every
+//           channel has forgotten them at the end of the walk: later gates add up to FORGOTTEN_NATS, and none is
+//           positive
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    BV of 64, 128
 #include "backward.cuh"
 
-constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens that are there at once
-constexpr int WORTH_A_LOOK = 16;                  // steps of a segment, of which most models' heads may forget some
+constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens of a stage
+constexpr int WORTH_A_LOOK = 16;                  // steps of a segment from which on gates are read beforehand
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, do_;
   Rows<const G> g;
-  const float *initial, *dht;  // null where there is none
+  const float *initial, *dht;  // or null
   void* kept;                  // null: segments
   float *dh0, *states, *decays;
   Shape shape;
-  i64 first, heads;  // the heads at hand
+  i64 first, heads;  // the heads of this launch
   double scale;
-  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+  i64 vectors;  // whether all rows are multiples of 16 bytes
   i64 P;        // segments a sequence
 };
 
@@ -40,7 +42,8 @@ template <typename T, typename G, int BV> struct alignas(16) Stage {
   G g[STEP * LD<G, TILE>];  // [32, 64]
 };
 
-// As many as three blocks of a multiprocessor have room for, and as many blocks as have registers.
+// STAGES: as many as fit the shared memory of three blocks a multiprocessor. blocks: as many as there are registers
+// for.
 template <typename T, int BV> constexpr int STAGES = sizeof(T) == 4 && BV > TILE ? 2 : 3;
 template <class M, typename T, int BV> constexpr int blocks() {
   if (M::SPLIT || sizeof(typename M::Stored) > sizeof(T)) return 2;
@@ -50,15 +53,15 @@ template <typename T, typename G, int BV> struct Shared {
   Stage<T, G, BV> stages[STAGES<T, BV>];
 };
 
-// The tokens that a block walks through, and its tile of the state.
+// A block's tokens and its tile of the state.
 struct StateTile {
   int n, b, h;  // sequence or segment, batch, head
   int k_tile, v_tile;
   Span span;
 };
 
-// The first of so many steps that the end of a walk remembers: a look at gates, from the end on, before it. 0 where
-// nothing is forgotten, or less than a quarter to judge by the gates so far. fetch(step, stage) asks for gates.
+// Reads gates from the end of the walk backwards. Returns the first step that the end of the walk still remembers; 0 if
+// nothing is forgotten, or if by the gates so far less than a quarter would be. fetch(step, stage) copies gates.
 template <typename T, typename G, int BV, class Fetch>
 __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int steps, int channel, int K, Fetch fetch) {
   constexpr int STAGES = ::STAGES<T, BV>, OFTEN = 8;  // steps between judgements
@@ -66,13 +69,13 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
   float total[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
 #pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(steps - 1 - step, step);
-  float most = 0.f;  // of the gates: where one grows, more may have grown before it than was forgotten since
+  float most = 0.f;  // the largest gate: before a positive one nothing may be left out
   int looked = 0, first = 0;
 #pragma unroll 1
   for (; looked < steps; ++looked) {
     cp_async_wait<STAGES - 2>();
     const bool kept = most > 0.f || !(total[0] <= FORGOTTEN_NATS && total[1] <= FORGOTTEN_NATS);
-    if (!__syncthreads_or(kept)) {  // these gates have arrived; those before are read
+    if (!__syncthreads_or(kept)) {  // these gates have been copied; the previous ones have been read
       first = steps - looked;
       break;
     }
@@ -94,7 +97,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
     }
   }
   cp_async_wait<0>();
-  __syncthreads();  // all gates are read
+  __syncthreads();  // all gates have been read
   return first;
 }
 
@@ -109,7 +112,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const int channel = at.k_tile * TILE + 16 * warp + g, column = at.v_tile * BV + 2 * t;
   const bool segments = !args.kept;
 
-  // f(value, offset in a state) for the lane's part of it
+  // Calls f(value, offset in a state) for this lane's values.
   float S[BV / 16][2][4] = {};
   const auto each = [&](auto f) {
 #pragma unroll
@@ -166,7 +169,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
 #pragma unroll 1
   for (int step = first; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tokens have arrived; those of the last one are read
+    __syncthreads();  // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
     if (!segments && step % 2 == 0) {
       const int chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
@@ -176,7 +179,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
       for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
-          if (n < TILE / 8 || at.v_tile * BV + TILE < V)  // the second tile may not be there
+          if (n < TILE / 8 || at.v_tile * BV + TILE < V)  // the second tile may be outside of the state
             put_pair(to + n / 8 * (TILE * TILE) + matrix_at(2 * warp + x, n % 8) + 2 * lane,
                      float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
     }
@@ -230,7 +233,8 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     for (int row = 0; row < 2; ++row)
       if (t == 0 && at.v_tile == 0 && channel + 8 * row < K) args.decays[slot * K + channel + 8 * row] = whole[row];
   } else if (backwards && args.dh0 && segment == P - 1) {
-    const int n = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : at.n;  // for want of registers
+    const int n =
+        sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : at.n;  // so that at.n needs no register
     to = args.dh0 + (n / P * shape.H + at.h) * state;
   }
   if (to) each([&](float& x, i64 offset) { to[offset] = x; });
@@ -248,6 +252,6 @@ __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
   at.v_tile = block % v_tiles, at.k_tile = block / v_tiles % k_tiles;
   at.h = int(args.first) + block / tiles % heads, at.n = block / tiles / heads, at.b = at.n / int(shape.count);
   at.span = tokens_of(shape, at.n % shape.count);
-  if (!args.kept && at.n % args.P == (backwards ? 0 : args.P - 1)) return;  // nobody needs what the last one leaves
+  if (!args.kept && at.n % args.P == (backwards ? 0 : args.P - 1)) return;  // the last segment's summary is not used
   walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, at, backwards);
 }

@@ -1,12 +1,12 @@
-// what      GLA and RWKV-6 backward: dv of a chunk.
+// what      GLA and RWKV-6 backward on every card: dv of a chunk.
 // math      C the gradient of the state after the chunk of 64, A_ij = scale sum_k q_ik decay_ijk k_jk for j < i,
 //           A_ii = scale q_i . k_i  (RWKV-6: q_i . u k_i):   dv = (k decayed to the chunk's end) C + A^T do
-// shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; kept: as backward_states leaves it
+// shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; kept: see backward_states.cu
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
-// smem      32 channels at a time: q, k, g, and what products take of them; C; then do and A
-// barriers  two for every 32 channels: they have arrived | operands and C are there; then: A is there
-// numerics  products as fragments.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32; where
-//           gates grow, pairs of a sub-chunk are scored one by one (growth.cuh)
+// smem      q, k, g of 32 channels at a time, and their operands; C; then do and A
+// barriers  two for every 32 channels: they have been copied | operands and C are in shared memory; then: A is
+// numerics  products as in fragments.cuh; scores as in backward_channels.cu, q_i . k_i in float32; if a gate exceeds
+//           GROWTH, scores within sub-chunks are computed pair by pair (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
 #include "gated/backward_scores.cuh"
@@ -20,9 +20,9 @@ template <typename T, typename G> struct Args {
   const float* u;  // null for GLA
   const void* kept;
   Shape shape;
-  i64 first, heads;  // the heads at hand
+  i64 first, heads;  // the heads of this launch
   double scale;
-  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+  i64 vectors;  // whether all rows are multiples of 16 bytes
 };
 
 template <typename T, typename G> struct Tokens {
@@ -32,8 +32,8 @@ template <typename T, typename G> struct Tokens {
 };
 
 template <typename Stored> struct Operands {
-  Across<Stored> queries, keys;             // about the middle of their sub-chunks
-  Across<Stored> eights, quarters, halves;  // as they meet at borders of 8, 16 and 32 tokens
+  Across<Stored> queries, keys;             // decayed from and to the middle of their sub-chunks
+  Across<Stored> eights, quarters, halves;  // decayed from or to a border between 8, 16 and 32 tokens
   Across<Stored> ends;                      // keys decayed to the chunk's end
 };
 
@@ -48,11 +48,11 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
     Stored A[CHUNK * LD<Stored, CHUNK>];  // [64, 64]
   };
   Stored C[CHANNELS * BV];  // [32, BV] in matrices of 8 x 8
-  float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
-  u32 grows;                // whether any gate does
+  float own[WARPS][CHUNK];  // scores of tokens with themselves, over each warp's channels
+  u32 grows;                // whether a gate exceeds GROWTH
 };
 
-// sums[tokens] += x summed over the warp's channels, of four sub-chunks from `first` on.
+// Adds x, summed over the warp's channels, to the sums of the tokens of four sub-chunks from `first` on.
 __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4], int first) {
   const int g = threadIdx.x >> 2 & 7;
   const auto from = [](float2 x, int lanes) {
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(
   ChunkScores scores(warp);
   float dv[BV / 16][2][4] = {};
   *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
-  __syncwarp();  // the diagonal is zero
+  __syncwarp();  // own is zero
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
   if (threadIdx.x == 0) s.grows = false;
   fetch(0);
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(
 #pragma unroll 1
   for (int n = 0; n < parts; ++n) {
     cp_async_wait<0>();
-    __syncthreads();  // these channels have arrived; the operands of the last ones, and their C, are read
+    __syncthreads();  // these channels have been copied; the previous operands, and their C, have been read
     fetch_state(n);
     cp_async_commit();
     {
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(
       }
     }
     cp_async_wait<0>();
-    __syncthreads();  // the operands are in shared memory, and C; the tokens are read
+    __syncthreads();  // the operands and C are in shared memory; q, k and g have been read
     if (n + 1 < parts) {
       fetch(n + 1);
     } else {
@@ -183,8 +183,8 @@ __global__ void __launch_bounds__(
     }
   }
   cp_async_wait<0>();
-  __syncthreads();  // the operands are read; do and the diagonal are in shared memory
-  // of A, which is multiplied by do; but for tokens with themselves it is a product, too
+  __syncthreads();  // the operands have been read; do and own are in shared memory
+  // The factor of A, which is multiplied by do. Scores that are products are multiplied by CUT_BOTH, too.
   const float scale = CUT<M> * CUT<M, T> * float(args.scale);
   const auto put = [&](const float (&d)[2][4], int row, int column, float by) {
 #pragma unroll
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(
   put(scores.halves, scores.half_row, scores.half_column, CUT_BOTH<M>);
   if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter, CUT_BOTH<M>);
   if (s.grows) {
-    __syncwarp();  // the diagonal's scores are in shared memory, which others replace
+    __syncwarp();  // the scores that are replaced have been stored
 #pragma unroll 1
     for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
       const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(
   __syncthreads();  // A is in shared memory
 #pragma unroll
   for (int row = 0; row < CHUNK / 16; ++row) {
-    if (row < warp) continue;  // the same for the whole warp
+    if (row < warp) continue;  // uniform in the warp
     Left<M> a;
     load_left<true>(a, s.A + 16 * row * LDT + 16 * warp, LDT);
 #pragma unroll
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(
       multiply(dv[x / 2], a, b);
     }
   }
-  __syncthreads();  // do is read, where dv comes
+  __syncthreads();  // do has been read, and is overwritten by dv
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)
 #pragma unroll

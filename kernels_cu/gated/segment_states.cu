@@ -1,17 +1,17 @@
-// what      The state that the tokens of a segment leave behind by themselves, and their decay: the forward pass on
-//           every card takes them where it cuts sequences.
+// what      The summary of a segment for the forward pass on every card, if sequences are cut: the final state of its
+//           tokens from zero, and their decay.
 // math      S = sum_j (k_j decayed to the segment's end)^T v_j, the last tokens first, so that S itself never decays
 // shapes    k g [B, H, T, K], v [B, H, T, V]; left [N, parts, H, K, V] and decays [N, parts, H, 2, K] float32, of N
-//           segments: what a part's tokens leave, and the segment's decay by the first part, ones elsewhere
-// grid      a block for every (segment that is needed, part, head, BV columns of V), segment slowest, of BK channels; a
-//           warp for every 16. Of `parts` STEPs in turn each part has one, and only looks at the gates of the others
+//           segments: the final state of each part's tokens; the segment's decay in the first part, ones in the others
+// grid      a block for every (computed segment, part, head, BV columns of V), segment slowest, of BK channels; a warp
+//           for every 16. Parts have the STEPs of a segment in turn; of other parts' STEPs a block reads the gates only
 // smem      STAGES times STEP tokens
-// barriers  one every STEP tokens: they have arrived, those before the last are read, and whether anything before them
-//           is remembered: a block stops where the gates of all its channels add up to FORGOTTEN_NATS and none grew
-// numerics  S in float32 accumulators, products as fragments.cuh has it. A token's decay is exp of the sum of the gates
-//           behind it, from which nothing is subtracted. Where they grow, it may leave float32's range though a small
-//           key times it does not: then it is two factors (`take_half`). What is forgotten is e^-48 of a state
-//           (1.4e-21), which float32 adds to nothing of a size near to it
+// barriers  one every STEP tokens: they have been copied, and the STEP before the previous one has been read. It also
+//           votes whether the walk ends here: the gates of all channels add up to FORGOTTEN_NATS and none was positive
+// numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
+//           after it; gates are never subtracted. If positive gates take that sum beyond float32's range, a small key
+//           times the decay may still be in it: then the decay is two factors (`take_half`). What is left out is e^-48
+//           of a state (1.4e-21), which changes no float32 of about that state's size
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    BK and BV of 64, 128; more channels are more launches
 #include "decays.cuh"
@@ -20,26 +20,26 @@
 #include "tensor.cuh"
 
 constexpr int STAGES = 3;
-template <typename T> constexpr int STEP = 64 / sizeof(T);  // tokens that are there at once
-template <typename T> constexpr int OWN = STEP<T> / 4;      // neighbours of them that a lane decays
+template <typename T> constexpr int STEP = 64 / sizeof(T);  // tokens of a stage
+template <typename T> constexpr int OWN = STEP<T> / 4;      // neighbouring tokens of a stage that a lane decays
 
 template <typename T, typename G> struct Args {
   Rows<const T> k, v;
   Rows<const G> g;
   float *left, *decays;
   Shape shape;
-  i64 channel;     // the first one
-  i64 of, needed;  // of so many segments in turn so many are computed
+  i64 channel;     // the first of this launch
+  i64 of, needed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 parts;       // blocks that share a segment's tokens
-  i64 bytes;       // all rows of k, v and g are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;       // the largest of 16, 8, 4 and 2 of which all rows of k, v and g are multiples
 };
 
-// [STEP, COLS] of tokens of type T. Whatever lanes read at once, the n-th tokens of each, touches every bank once.
+// A tile [STEP, COLS] of tokens. When all lanes read their n-th tokens, they touch every bank once.
 template <typename T, typename E, int COLS> struct alignas(16) Tile {
   static constexpr int PIECE = 16 / sizeof(E), LD = COLS + PIECE, BETWEEN = 2 * PIECE;
   E x[STEP<T> * LD + 3 * BETWEEN];
 
-  // The n-th of the tokens that lanes of a t = lane % 4 have.
+  // The place of the n-th token of lanes with lane % 4 = t.
   __device__ __forceinline__ static int place(int t, int n, int col) {
     return t * (OWN<T> * LD + BETWEEN) + n * LD + col;
   }
@@ -52,14 +52,15 @@ template <typename T, typename G, int BK, int BV> struct Stage {
 };
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  u32 grows[BK / 16];  // by warp: a gate does, so that more may have grown before it than was forgotten since
+  u32 grows[BK / 16];  // of each warp: whether a gate was positive, before which nothing may be left out
 };
 
-// Starts to copy rows that are not whole pieces of 16 bytes, out of the way of those that are.
+// Starts copying rows that are no multiples of 16 bytes. Not inline: most rows are.
 template <int BYTES, int THREADS, typename T, typename E, int COLS>
 __device__ __forceinline__ void copy_rows(Tile<T, E, COLS>& to, const E* from, i64 stride, int rows, int columns) {
   constexpr int PIECE = BYTES / sizeof(E), ACROSS = COLS / PIECE;
-  constexpr int UNROLLED = BYTES >= 4 ? 2 : 4;  // copies wait for nothing; loads do, and are on their way together
+  constexpr int UNROLLED =
+      BYTES >= 4 ? 2 : 4;  // several loads at a time, since a thread waits for loads, not for copies
 #pragma unroll UNROLLED
   for (int at = threadIdx.x; at < STEP<T> * ACROSS; at += THREADS) {
     const int row = at / ACROSS, col = at % ACROSS * PIECE;
@@ -77,8 +78,8 @@ __device__ __noinline__ void copy_slowly(Tile<T, E, COLS>& to, const E* from, i6
   else copy_rows<sizeof(E), THREADS>(to, from, stride, rows, columns);
 }
 
-// The rows of an array, some STEPs before the others, from a late one on; zeros where there are none. Where rows are
-// whole pieces of 16 bytes, a thread has every so many of those.
+// Copies the STEPs of an array backwards, each `every` STEPs before the last copied one; zeros behind the segment's
+// end. If rows are multiples of 16 bytes, a thread copies the same pieces of every AT_ONCE-th row.
 template <int THREADS, typename T, typename E, int COLS> struct Walk {
   using Columns = Tile<T, E, COLS>;
   static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
@@ -104,7 +105,7 @@ template <int THREADS, typename T, typename E, int COLS> struct Walk {
   }
 };
 
-// This lane's tokens of channel `col` + lane / 4.
+// x = this lane's tokens of channel `col` + lane / 4.
 template <typename T, typename E, int COLS>
 __device__ __forceinline__ void load_own(float (&x)[OWN<T>], const Tile<T, E, COLS>& tile, int col) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -123,10 +124,10 @@ __device__ __forceinline__ void load_own(float (&x)[OWN<T>], const Tile<T, E, CO
   }
 }
 
-constexpr float GROWN = 60.f;  // nats, which with those of a STEP stay in range
+constexpr float GROWN = 60.f;  // nats: the largest sum of gates to which those of a STEP are added in one factor
 
-// Gives values half of their nats, and leaves the other half: a factor that float32 does not hold is two, and nothing
-// stays nothing.
+// Multiplies x by exp of half of (nats + more), and leaves the other half in `nats`: for factors beyond float32's
+// range. 0 stays 0.
 template <int N> __device__ __forceinline__ void take_half(float (&x)[N], float (&nats)[N], float more) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -135,7 +136,7 @@ template <int N> __device__ __forceinline__ void take_half(float (&x)[N], float 
   }
 }
 
-// Two right operands side by side: columns col + 0...15 of every lane's tokens 4m + 0...3.
+// Loads two right operands side by side: columns col + 0...15 of every lane's tokens 4m + 0...3.
 template <class R, typename T, int COLS>
 __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& tile, int m, int col) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
   }
 }
 
-// A block's columns of head h and its part of segment n; it writes the `pair`-th result.
+// The segment n, part and head h of a block, and its first column; its results have index `pair`.
 template <int BV> struct SegmentTile {
   u32 n, part, h, pair;
   int v_tile;
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   const auto fetch = [&](int step) {
     if (step < steps) {
       auto& to = s.stages[step % STAGES];
-      const int rows = tokens - STEP<T> * (steps - 1 - step);  // from this step's on
+      const int rows = tokens - STEP<T> * (steps - 1 - step);  // tokens from this step on
       const bool own = is_mine(step);
       if (bytes == 16) {
         gates.copy(to.g, args.g.t, 1, rows, channels);
@@ -205,10 +206,10 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
 
   float S[BV / 16][2][4] = {};  // channels own + g and own + g + 8, pairs of columns
-  float behind[2];              // sums of their gates behind this step; of those beyond K nothing is remembered
+  float behind[2];              // sums of their gates after this step; channels beyond K count as forgotten
 #pragma unroll
   for (int row = 0; row < 2; ++row) behind[row] = own + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
-  const bool looks = (threadIdx.x & 31) == 0;  // the lane that looks after `grows`
+  const bool looks = (threadIdx.x & 31) == 0;  // the lane that writes and reads `grows`
   u32& grows = s.grows[threadIdx.x >> 5];
   if (looks) grows = 0;
   int step = 0;
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   for (; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
     const bool kept = looks && grows || !(behind[0] <= FORGOTTEN_NATS && behind[1] <= FORGOTTEN_NATS);
-    if (!__syncthreads_or(kept)) break;  // this step's tokens have arrived; those of the last one are read
+    if (!__syncthreads_or(kept)) break;  // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
     const bool grown = __any_sync(0xffffffffu, behind[0] > GROWN || behind[1] > GROWN);
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   }
   cp_async_wait<0>();
 
-  const SegmentTile<BV> done(args, opaque(blockIdx.x));  // found anew: the loop needs the registers
+  const SegmentTile<BV> done(args, opaque(blockIdx.x));  // computed again, since the loop needs the registers
   float* left = args.left + i64(done.pair) * shape.K * shape.V;
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)

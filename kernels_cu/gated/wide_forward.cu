@@ -1,15 +1,16 @@
-// what      GLA and RWKV-6 forward with more than 128 channels, from what wide_operands.cu has made: nothing but
-//           products.
+// what      GLA and RWKV-6 forward with more than 128 channels (the 256 of released GLA models) on every card: the
+//           products of the operands that wide_operands.cu has made.
 // math      per chunk:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    v o [B, H, T, V], initial and final state [N, H, K, V] float32; operands, scores, decays: see
 //           wide_storage.cuh
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; a warp for every 16 of the columns
 //           and 128 of the channels
-// smem      WideShared: two chunks of operands, and each tile's part of the outputs
-// barriers  two a chunk: a chunk has arrived, the last one's outputs are read | parts of the outputs are there
-// numerics  S stays in float32 accumulators; products in bfloat16, scores as two numbers; parts add up in float32
+// smem      WideShared: operands of two chunks, and the outputs over each tile of channels
+// barriers  two a chunk: its operands have been copied and the previous outputs read | its outputs over each tile are
+//           in shared memory
+// numerics  S in float32 accumulators; products in bfloat16, scores as two numbers; outputs of tiles add up in float32
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    bfloat16; K of at most TILES times 128
+// limits    bfloat16; K up to 128 TILES
 #include "gated/forward_copies.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/wide_storage.cuh"
@@ -27,7 +28,7 @@ template <typename T> struct Args {
   float* final;          // [N, H, K, V] or null
   Shape shape;
   double scale;
-  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
 template <typename T, int TILES> struct alignas(16) WideStage {
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   const int channels = int(shape.K) - tile * WIDE, tokens = int(span.stop - span.start);
 
   State<WIDE> S;
-  const auto each = [&](auto f) {  // f(value, its place in the array of states, whether it is in there)
+  const auto each = [&](auto f) {  // f(value, its index in the array of states, whether it is inside that array)
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3, column = 16 * strip + g;
     i64 at = (i64(pair) * shape.K + tile * WIDE + 2 * t) * shape.V + v_tile + column;
 #pragma unroll
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
       for (int x = 0; x < 4; ++x)
         f(S[c][x], at + (x & 1) * shape.V + 8 * (x >> 1),
           8 * c + 2 * t + (x & 1) < channels && column + 8 * (x >> 1) < columns);
-      at += 8 * opaque(int(shape.V));  // else all addresses are made at once, and there are no registers for that
+      at += 8 * opaque(int(shape.V));  // keeps the compiler from computing all addresses at once
     }
   };
   each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
 #pragma unroll 1
   for (int chunk = 0; chunk < count; ++chunk) {
     cp_async_wait<0>();
-    __syncthreads();  // the chunk has arrived; the last one and its outputs are read
+    __syncthreads();  // the chunk has been copied; the previous one and its outputs have been read
     if (chunk + 1 < count) fetch(chunk + 1);
     cp_async_commit();
     const auto& here = s.stages[chunk % STAGES];
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
               o[n / 2][side][n % 2 * 2], o[n / 2][side][n % 2 * 2 + 1]};
     }
     write_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, here.v, here.decays + tile * WIDE, 16 * strip);
-    __syncthreads();  // parts of the outputs are in shared memory
+    __syncthreads();  // the outputs over each tile are in shared memory
     const i64 token = span.start + C * chunk;
     const int rows = tokens - C * chunk;
 #pragma unroll 1

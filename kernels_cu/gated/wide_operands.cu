@@ -1,13 +1,14 @@
-// what      GLA and RWKV-6 forward with more than 128 channels: what a chunk's queries and keys are to the state, what
-//           they are to each other, and the chunk's decay, once for all columns of V.
+// what      GLA and RWKV-6 forward with more than 128 channels: the operands of a chunk for wide_forward.cu, once for
+//           all columns of V: decayed queries and keys, scores, and the chunk's decay.
 // math      A_ij = q_i decay_ij k_j over all channels, j <= i (RWKV-6: A_ii = q_i . u k_i);
 //           q decayed from the chunk's start, k decayed to its end
 // shapes    q k g [B, H, T, K], u [H, K]; operands, scores, decays: see wide_storage.cuh
 // grid      a block for every (batch, head, chunk)
-// smem      Shared: two tiles of 128 channels of the inputs, operands of the present one's scores, the scores
-// barriers  two for every 128 channels: a tile has arrived, its decays are there | its operands are there; then: scores
-//           and the vote on growth are there, all of it is there
-// numerics  as gated/forward.cu; scores of tiles add up in float32, and may cancel there: in sub-chunks they are tf32
+// smem      Shared: inputs of two tiles of 128 channels, operands of the current tile's scores, the scores
+// barriers  two for every 128 channels: a tile has been copied and its decays computed | its operands are in shared
+//           memory; then: all tiles have been read | scores without gates are in shared memory | all scores are
+// numerics  as gated/forward.cu. Scores of tiles add up in float32 and may cancel: those in sub-chunks are products in
+//           tf32
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    bfloat16
 #include "read_order.cuh"
@@ -25,7 +26,7 @@ template <typename T, typename G> struct Args {
   T *operands, *scores;
   float* decays;
   Shape shape;
-  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
 template <class ReadOrder, typename T, typename G>
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
   for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   const ScoreTask<T> task(warp, warp < C / BC);
-  float scores[4] = {}, itself = 0.f;  // of this warp's task; of token threadIdx.x with itself
+  float scores[4] = {}, itself = 0.f;  // this warp's task; the score of token threadIdx.x with itself
   bool grows = false;
   fetch(0, 0);
   fetch_gates_of(0);
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     for (int at = threadIdx.x; at < PIECES; at += THREADS) to[at] = queries[at], to[PIECES + at] = keys[at];
     if (threadIdx.x < WIDE) args.decays[place * WIDE + threadIdx.x] = s.decay[threadIdx.x];
   }
-  const bool any = __syncthreads_or(grows);  // all tiles are read
+  const bool any = __syncthreads_or(grows);  // all tiles have been read
   if (threadIdx.x < C) s.direct[0][0][threadIdx.x] = itself;
   __syncthreads();  // scores of tokens with themselves are in shared memory
   if (any && warp < C / BC)

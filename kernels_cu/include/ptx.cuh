@@ -563,6 +563,12 @@ __device__ __forceinline__ void commit_adds() { asm volatile("cp.async.bulk.comm
 // Waits until this thread's tensor stores have read their boxes.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// Has this thread arrive at `b` when all copies that it has started by cp_async have come.
+__device__ __forceinline__ void copies_arrive(Barrier& b) {
+  const u32 address = u32(__cvta_generic_to_shared(&b));
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
+}
+
 // Values 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: 128 + the lower seven bits is a bfloat16 number, from
 // which 128 is subtracted, or 256 if the sign bit is set.
 template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {

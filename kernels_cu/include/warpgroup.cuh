@@ -57,12 +57,19 @@ __device__ __forceinline__ bool fills_boxes(const WorkTile& at, int token) {
   return at.tokens - token >= CHUNK || at.start + at.tokens == at.T;
 }
 
+// Whether some array has its tokens backwards in memory, which tensor maps cannot have.
+template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays each_array) {
+  bool found = false;
+  each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, bool = false) { found |= rows.t < 0; });
+  return found;
+}
+
 // Starts to copy a chunk to shared memory; `full`, at which all lanes arrive, ends its phase when all of it is there.
 // each_input calls f(tile, its map, its rows, its width, its first column). What lies behind the sequence's end becomes
 // zero.
 template <class Inputs>
 __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, int token, Inputs each_input) {
-  if (fills_boxes(at, token)) {
+  if (fills_boxes(at, token) && !runs_backwards(each_input)) {
     if (threadIdx.x & 31) return barrier_arrive(full);
     u32 bytes = 0;
     each_input([&](auto& tile, const TensorMap&, auto, i64, i32 = 0) { bytes += sizeof tile; });
@@ -89,7 +96,7 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
 // above, and may say last whether results add to what the array holds.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outputs each_output) {
-  if (fills_boxes(at, token)) {
+  if (fills_boxes(at, token) && !runs_backwards(each_output)) {
     if ((threadIdx.x & 31) == 0) {
       each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0, bool adds = false) {
         for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel) {

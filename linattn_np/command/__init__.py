@@ -9,6 +9,7 @@ COMMANDS = {
     "generate": "write text with an RWKV model, alone, as a chat or many texts side by side",
     "train": "train an RWKV model on a text, new or from a published one",
     "merge": "write a model with a low-rank adapter merged into it",
+    "evaluate": "tell a model's loss and perplexity on a text",
     "quantise": "write a model with its matrices in fewer bits, and tell what that costs",
     "compare": "draw time and memory of attention and its linear kin against the length of the sequence",
     "bench": "time every operator on this machine beside the floor of its memory",

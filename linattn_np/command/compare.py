@@ -1,18 +1,21 @@
 """Draws time and memory of softmax attention, GLA, RWKV-6 and retention against the length of the sequence.
 
-    linattn-np compare                                            compare.png, on the GPU where there is one
+    linattn-np compare                                      on the GPU where there is one
     linattn-np compare --device cpu --longest 8192 --out cpu.png
 
 One sequence, the same heads and widths for all; bfloat16 on a GPU, float32 on the CPU. Time is a call's, the median of
 a few; memory is what a call takes beside its arrays. The floor is q, k, v, a gate and o once, at the bandwidth of a
-copy. Where a line ends before the others, the picture says why.
+copy. On the CPU torch's softmax attention is measured, too, where torch is installed. Where a line ends before the
+others, the picture says why.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +25,18 @@ from ..ops import OPS
 from .blas_threads import blas_threads
 from .first_loops import compiling
 from .measuring import Cpu, chosen, declare_device, drawn, median_ms, ms_of_a_byte
+from .palette import GLA, INK, RETENTION, RWKV6, SOFTMAX, STYLE, TORCH, label_ends
 from .terminal import bar, put, status, whole
 
-# Colour, width and size of the markers: a line that another covers is wider, and shows on both sides of it.
+# Name, colour, width and size of the markers: a line that another covers is wider, and shows on both sides of it.
 LINES = {
-    "softmax_attention": ("softmax attention", "#b5442e", 6.5, 11),
-    "gla": ("GLA", "#0b6e8a", 4.8, 9),
-    "rwkv6": ("RWKV-6", "#b39ddb", 3, 7),
-    "retention": ("retention", "#2f6b1e", 1.2, 4),
+    "softmax_attention": ("softmax attention", SOFTMAX, 6.5, 11),
+    "gla": ("GLA", GLA, 4.8, 9),
+    "rwkv6": ("RWKV-6", RWKV6, 3, 7),
+    "retention": ("retention", RETENTION, 1.2, 4),
 }
+PEER = "torch"
+PEERS_LINE = ("torch's softmax attention", TORCH, 1.2, 5)
 COMPARED = {op.name: (op, function) for op, function in OPS.items() if op.name in LINES}
 SHORTEST = 512
 
@@ -86,17 +92,38 @@ def check_plots():
 def measured(device, options) -> dict:
     longest = options.longest or device.longest
     lengths = [SHORTEST << n for n in range((longest // SHORTEST).bit_length())]
-    curves = {op: Curve() for op in LINES}
-    steps = [(T, op) for T in lengths for op in LINES]
+    calls: dict[str, Callable] = {op: partial(our_call, op) for op in LINES}
+    if isinstance(device, Cpu) and find_spec("torch"):
+        calls[PEER] = call_of_torch
+    curves = {op: Curve() for op in calls}
+    steps = [(T, op) for T in lengths for op in calls]
     with status(bar(0)) as show, compiling(show):
         for done, (T, op) in enumerate(steps):
-            show(f"{bar(done / len(steps))} {LINES[op][0]}, {T:,} tokens")
-            go_on(curves[op], device, op, T, options)
+            show(f"{bar(done / len(steps))} {line(op)[0]}, {T:,} tokens")
+            sizes = dict(B=1, H=options.heads, T=T, K=options.width, V=options.width)
+            go_on(curves[op], device, partial(calls[op], device, sizes), T, options)
     return curves
 
 
-def go_on(curve, device, op, T, options):
-    """One more point of a line that has not ended."""
+def line(op):
+    return PEERS_LINE if op == PEER else LINES[op]
+
+
+def our_call(op, device, sizes):
+    declared, function = COMPARED[op]
+    return partial(function, *drawn(device, declared, **sizes))
+
+
+def call_of_torch(device, sizes):
+    import torch
+
+    arrays = drawn(device, COMPARED["softmax_attention"][0], **sizes)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return partial(attention, *map(torch.from_numpy, arrays), is_causal=True)
+
+
+def go_on(curve, device, make, T, options):
+    """One more point of a line that has not ended, by the call that `make()` returns."""
     if curve.end:
         return
     expected = expected_ms(curve) / 1e3
@@ -104,7 +131,7 @@ def go_on(curve, device, op, T, options):
         curve.end = f"{T:,} tokens would take {expected:.2g} s, more than --seconds {options.seconds:g}"
         return
     try:
-        add_point(curve, device, op, T, options)
+        add_point(curve, device, make(), T)
     except MemoryError:
         curve.end = f"{T:,} tokens take more memory than there is"
 
@@ -117,10 +144,7 @@ def expected_ms(curve) -> float:
     return curve.ms[-1] * max(2, growth)
 
 
-def add_point(curve, device, op, T, options):
-    declared, function = COMPARED[op]
-    sizes = dict(B=1, H=options.heads, T=T, K=options.width, V=options.width)
-    call = partial(function, *drawn(device, declared, **sizes))
+def add_point(curve, device, call, T):
     call()  # compiles, and warms up
     (_, taken), ms = device.with_peak(call), median_ms(device, call)
     curve.bytes.append(taken)
@@ -135,36 +159,43 @@ def draw(curves, floor, device, options):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    image, (above, below) = plt.subplots(2, 1, figsize=(8, 8.5), sharex=True, layout="constrained")
-    for op, curve in curves.items():
-        name, colour, width, size = LINES[op]
-        how = dict(
-            color=colour, linewidth=width, marker="o", markersize=size, markeredgecolor="white", markeredgewidth=0.6
-        )
-        above.plot(curve.T, curve.ms, label=name, **how)
-        below.plot(curve.T, np.divide(curve.bytes, 2**20), **how)
-        if curve.end and curve.T:
-            for axis, values in ((above, curve.ms), (below, np.divide(curve.bytes, 2**20))):
-                axis.plot(curve.T[-1], values[-1], color="black", marker="x", markersize=10, markeredgewidth=2)
     T = np.array(max((curve.T for curve in curves.values()), key=len), np.int64)
     nbytes = 5 * T * options.heads * options.width * device.dtype.itemsize
-    above.plot(T, nbytes * floor, color="#333333", linewidth=1.2, linestyle="--", label="floor of GLA")
-    below.plot(T, nbytes / 5 / 2**20, color="#333333", linewidth=1.2, linestyle="--", label="the result alone")
-    for axis, what in ((above, "milliseconds a call"), (below, "MiB beside the arrays")):
-        axis.set_ylabel(what)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.grid(color="#e4e4e4")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, fontsize="small")
-    below.set_xticks(T, [f"{t:,}" for t in T], rotation=30)
-    below.set_xlabel("tokens")
+    ours = {op: curve for op, curve in curves.items() if op != PEER}  # torch's memory is not NumPy's
     title = f"One sequence, {options.heads} heads of {options.width}, {device.dtype} on {device.name}"
     title += f"; load of the machine {os.getloadavg()[0]:.1f} on {workers()} cores"
-    image.suptitle("\n".join([title, *ends(curves)]), x=0.01, ha="left", fontsize="medium")
-    image.savefig(options.out, dpi=130)
+    with plt.rc_context(STYLE):
+        image, (above, below) = plt.subplots(2, 1, figsize=(9, 8.5), sharex=True, layout="constrained")
+        below.set_xscale("log", base=2)
+        panel(above, "milliseconds a call, log scale", curves, "ms", 1, (T, nbytes * floor, "floor of GLA"))
+        panel(
+            below, "MiB beside the arrays, log scale", ours, "bytes", 2**20, (T, nbytes / 5 / 2**20, "the result alone")
+        )
+        below.set_xticks(T, [f"{t:,}" for t in T], rotation=30)
+        below.set_xlabel("tokens, log scale")
+        image.suptitle("\n".join([title, *ends(curves)]), x=0.01, ha="left", fontsize="medium")
+        image.savefig(options.out, dpi=130)
+
+
+def panel(axis, what, curves, measured, unit, floor):
+    axis.set_ylabel(what)
+    axis.set_yscale("log")
+    axis.grid()
+    *points, name = floor
+    axis.plot(*points, color=INK, linewidth=1.2, linestyle="--")
+    names = [(name, INK, points[0][-1], points[1][-1])]
+    for op, curve in curves.items():
+        if not curve.T:
+            continue
+        name, colour, width, size = line(op)
+        values = np.divide(getattr(curve, measured), unit)
+        axis.plot(curve.T, values, color=colour, linewidth=width, marker="o", markersize=size)
+        if curve.end:
+            axis.plot(curve.T[-1], values[-1], color=INK, marker="x", markersize=12, markeredgewidth=2)
+        names.append((name, colour, curve.T[-1], values[-1]))
+    label_ends(axis, names)
 
 
 def ends(curves) -> list[str]:
     """Why lines end at their ×."""
-    return [f"× {LINES[op][0]} ends: {curve.end}" for op, curve in curves.items() if curve.end]
+    return [f"× {line(op)[0]} ends: {curve.end}" for op, curve in curves.items() if curve.end]

@@ -10,6 +10,7 @@ Ctrl-C, SIGTERM and SIGHUP keep what is finished: texts, lines and states.
 
 import json
 import os
+import re
 import select
 import stat
 import sys
@@ -38,16 +39,20 @@ from .terminal import add_device, add_tokenizer, bar, details, put, say, some_te
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
+ESCAPE = re.compile(r"\\(?:[\\abfnrtv'\"]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})")
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"  # how the World models were taught to converse
-LINE = {
-    "prompt": str,
-    "tokens": int,
+SAMPLING = {
     "temperature": (int, float),
     "top_p": (int, float),
     "top_k": int,
+    "min_p": (int, float),
+    "presence": (int, float),
+    "frequency": (int, float),
+    "fading": (int, float),
+    "repetition": (int, float),
     "seed": int,
-    "stop": (str, list),
 }
+LINE = {"prompt": str, "tokens": int, **SAMPLING, "stop": (str, list)}
 SLOTS = 8
 LONGEST_LINE = 1 << 24  # bytes, of --batch-file
 SMALL = 1 << 26  # bytes of a checkpoint
@@ -60,6 +65,9 @@ def run(options):
         if options.prompt:
             raise ValueError("argument PROMPT: does not go with --prompt, which is another one")
         options.prompt = some_text(" ".join(options.words))
+    if options.escapes:
+        options.prompt = options.prompt and unescaped(options.prompt)
+        options.stop = options.stop and [unescaped(stop) for stop in options.stop]
     check_combination(options)
     if options.batch_file:
         write_batch(options)
@@ -115,14 +123,15 @@ def declare(parser):
     add(
         "--batch-file",
         metavar="IN.jsonl",
-        help='a line {"prompt": ...} for each text, with "tokens", "temperature", '
-        '"top_p", "top_k", "seed", "stop" where it differs from the options; wants --output',
+        help=f'a line {{"prompt": ...}} for each text, with {", ".join(map(json.dumps, [*LINE][1:]))} where it differs '
+        "from the options; wants --output",
     )
     add(
         "--output",
         metavar="OUT.jsonl",
         help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
-        '"end"}, each written when its text is done, and in the end put in the order of --batch-file. A text that '
+        '"end", with --logprobs "logprobs"}, each written when its text is done, and in the end put in the order of '
+        "--batch-file. A text that "
         'could not go on has "finish": "error" and an "error"',
     )
     add(
@@ -158,12 +167,18 @@ def declare(parser):
         metavar="STRING",
         help="ends the text, and is not written; repeatable",
     )
+    add("-e", "--escapes", action="store_true", help=r"read \n, \t, \\ and the like in --prompt and --stop")
     add(
         "--temperature",
         type=float,
         default=0.8,
         help="0 takes the likeliest, a number near 0 draws among the likeliest; "
-        "it comes before --top-k and --top-p (default: %(default)s)",
+        "it comes before --top-k, --top-p and --min-p (default: %(default)s)",
+    )
+    add(
+        "--temperature-last",
+        action="store_true",
+        help="it comes after them, as in RWKV's own program and llama.cpp: a high one then draws from no more tokens",
     )
     add(
         "--top-p",
@@ -172,8 +187,23 @@ def declare(parser):
         help="draw from the likeliest that hold this probability together (default: %(default)s)",
     )
     add("--top-k", type=whole(0), default=0, help="draw from so many of the likeliest; 0 is all (default)")
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="draw from tokens with this part of the likeliest one's probability; 0 is all (default)",
+    )
     add("--presence", type=float, default=0.0, help="lowers the logit of a token written before, once (default: 0)")
     add("--frequency", type=float, default=0.0, help="lowers it as many times as it was written (default: 0)")
+    add("--fading", type=float, default=1.0, help="the factor by which both fade with every token (default: 1)")
+    add(
+        "--repetition",
+        type=float,
+        default=1.0,
+        help="divides the logit of a token written before, or multiplies one below 0 (default: 1)",
+    )
+    add("--bias", action="append", metavar="ID=NUMBER", help="added to a token's logit; -inf bans it; repeatable")
+    add("--logprobs", action="store_true", help="with --batch-file, the log of every written token's probability")
     add("--seed", type=whole(0), help="equal seeds write equal text")
 
 
@@ -189,7 +219,7 @@ def check_combination(options):
                 conflict("--batch-file", f"does not go with --{name.replace('_', '-')}")
         if not options.output:
             conflict("--batch-file", "wants --output")
-    for name in ("output", "slots", "cards"):
+    for name in ("output", "slots", "cards", "logprobs"):
         if getattr(options, name) and not options.batch_file:
             conflict(f"--{name}", "goes with --batch-file only")
     if options.chat and options.prompt == "-":
@@ -223,10 +253,22 @@ def inputs(options):
 
 
 def sampling(options, **line):
-    given = {
-        name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "presence", "frequency", "seed")
-    }
+    given = {name: getattr(options, name) for name in (*SAMPLING, "temperature_last", "logprobs")}
+    given["bias"] = dict(map(bias_of, options.bias or []))
     return Sampling(**{**given, **line})
+
+
+def bias_of(word) -> tuple[int, float]:
+    id, _, number = word.partition("=")
+    try:
+        return int(id), float(number)
+    except ValueError:
+        raise ValueError(f"argument --bias: is {shown(word)}, expected ID=NUMBER, as in 0=-inf") from None
+
+
+def unescaped(text: str) -> str:
+    r"""What `text` means with its \n, \t, \\, \xNN and \uNNNN read as Python reads them."""
+    return ESCAPE.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
 
 
 def load(options, say=say, status=status, begun=with_loops) -> tuple:
@@ -476,6 +518,7 @@ class Texts:
                         "text": text,
                         "tokens": how.count,
                         "finish": how.finish,
+                        **({"logprobs": how.logprobs} if self.options.logprobs else {}),
                         **({"error": how.error} if how.error else {}),
                     },
                 )
@@ -638,7 +681,7 @@ def request(options, line, number, state) -> Request:
         how = sampling(
             options,
             vocabulary=tokenizer.size,
-            **{name: line[name] for name in ("temperature", "top_p", "top_k", "seed") if name in line},
+            **{name: line[name] for name in SAMPLING if name in line},
         )
         return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
     except ValueError as error:

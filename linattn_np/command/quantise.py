@@ -10,18 +10,15 @@ models.load read the file on the CPU as it is, on CUDA widened, or int8 as it is
 import os
 from pathlib import Path
 
-import numpy as np
-
 from ..models import austen, checkpoint, load
 from ..models.files import check_writable, same_file, write_arrays
 from ..models.matrices import loops
 from ..models.versions import kind_of
 from .blas_threads import blas_for
+from .evaluate import loss
 from .first_loops import compiling
 from .generate import tokenizer_of
-from .terminal import add_tokenizer, bar, say, status, whole
-
-PIECE = 512  # tokens that are read at a time
+from .terminal import add_tokenizer, say, status, whole
 
 
 def declare(parser):
@@ -70,17 +67,3 @@ def run(options):
     size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
     say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
     say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}")
-
-
-def loss(model, tokens, when) -> float:
-    """Nats a token, the first not counted."""
-    state, total = None, 0.0
-    with status(f"reading {when} ...") as show:
-        for start in range(0, len(tokens) - 1, PIECE):
-            show(f"reading {when} {bar(start / len(tokens))}")
-            part = tokens[start : start + PIECE + 1]
-            logits, state = model.forward([part[:-1]], state)
-            logits = logits[0].astype(np.float64)
-            logits -= logits.max(-1, keepdims=True)
-            total += (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), part[1:]]).sum()
-    return total / (len(tokens) - 1)

@@ -5,7 +5,7 @@
     linattn-np generate --model novel/model.safetensors --prompt "Emma was"
     linattn-np train --from model.pth --lora 16 --text texts.jsonl --out mine
     linattn-np train --from model.pth --state --text texts.jsonl --out mine
-    mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes, with a card each where there are any
+    mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes
 
 The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte, or a token with --from.
 Ctrl-C, SIGTERM and SIGHUP finish the step, write both files and tell the command that goes on; a second one ends at

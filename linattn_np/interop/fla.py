@@ -28,24 +28,27 @@ from inspect import Parameter, Signature
 
 import torch
 
-from ..errors import ContractError
+from ..errors import ContractError, NotSupported
 from . import torch as operators
 from .calls import named_function
 
 STATES = "scale initial_state output_final_state"
 ANYWHERE = ("reverse", "state_v_first", "transpose_state_layout", "head_first", "chunk_size", "cu_seqlens_cpu")
-OPTIONAL = ("gk", "gv", "g_gamma")
+OPTIONAL = ("gk", "gv", "g_gamma", "A_log", "dt_bias")
+EMPTY = Parameter.empty
 DEFAULTS = dict.fromkeys(("output_final_state", "output_attentions", "reverse", "state_v_first", "head_first"), False)
 
 
-def fla_function(name: str, operator: str, arguments: str, **defaults):
-    """The function `name` of flash-linear-attention, computed by ours; `arguments` in the order of theirs."""
+def fla_function(name: str, operator: str, arguments: str, more: str = "", **defaults):
+    """The function `name` of flash-linear-attention, computed by ours; `arguments` in the order of theirs, `more` those
+    that it takes by name alone."""
     positional = arguments.split()
     required = positional[: positional.index("scale")]
-    defaults = DEFAULTS | {x: Parameter.empty for x in required if x not in OPTIONAL} | defaults
+    by_name = [x for x in (*ANYWHERE, *more.split()) if x not in positional]
+    defaults = DEFAULTS | {x: EMPTY for x in required if x not in OPTIONAL} | defaults
     signature = Signature(
         [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(x)) for x in positional]
-        + [Parameter(x, Parameter.KEYWORD_ONLY, default=defaults.get(x)) for x in ANYWHERE if x not in positional]
+        + [Parameter(x, Parameter.KEYWORD_ONLY, default=defaults.get(x)) for x in by_name]
     )
 
     def public(*positional, **named):
@@ -75,7 +78,8 @@ def compute_pair(name, operator, given):
     bounds = given.get("cu_seqlens") if given["cu_seqlens_cpu"] is None else given["cu_seqlens_cpu"]
     if bounds is not None:
         options["cu_seqlens"] = bounds.tolist() if isinstance(bounds, torch.Tensor) else bounds
-    ARRAYS.get(operator, dict)(options)
+    if operator in ARRAYS:
+        operator = ARRAYS[operator](options) or operator
     if isinstance(state := options.get("initial_state"), tuple):  # the sum of the keys is [N, 1, H, K]
         options["initial_state"] = state[0], state[1][:, 0]
     attentions, final = options.pop("output_attentions", False), options.pop("output_final_state", False)
@@ -109,7 +113,54 @@ def gates_of_simple_gla(options):
     )
 
 
-ARRAYS = {"gla": gates_of_gla, "simple_gla": gates_of_simple_gla}
+def of_delta_rule(options):
+    """Our arguments of the delta rules in the place of theirs. The operator's name, where other gates change it."""
+    for name in HOW:
+        options.pop(name, None)
+    if options.pop("use_qk_l2norm_in_kernel", False):
+        options["qk_l2norm"] = True
+    beta, most = options.get("beta"), 2 if options.pop("allow_neg_eigval", False) else 1
+    if beta is None:
+        options["beta"] = torch.ones_like(options["v"][..., 0])
+    if options.pop("use_beta_sigmoid_in_kernel", False):
+        options["beta"] = most * beta.float().sigmoid()
+    raw, rates, bias, bound = (options.pop(x, None) for x in ("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound"))
+    g = options.get("g")
+    if raw and g is not None:
+        rates = torch.zeros(g.shape[2], dtype=torch.float32, device=g.device) if rates is None else rates.reshape(-1)
+        options["g"] = operators.gdn_gate(g, rates, bias) if g.ndim == 3 else operators.kda_gate(g, rates, bias, bound)
+
+
+def of_gated_delta_rule(options):
+    if options.pop("gv", None) is not None:
+        raise NotSupported("fused_recurrent_gated_delta_rule: gv is given, but the delta rule has no gates of values")
+    of_delta_rule(options)
+    g, gk = options.get("g"), options.pop("gk", None)
+    if gk is not None:
+        options["g"] = gk if g is None else gk + g[..., None]
+        return "kda"
+    return None if g is not None else "delta_rule"
+
+
+def of_rwkv7(options):
+    for name in (*HOW, "lower_bound"):
+        options.pop(name, None)
+    for theirs, name in (("q", "r"), ("gk", "w")):
+        if theirs in options:
+            options[name] = options.pop(theirs)
+    if (kk := options.pop("kk", None)) is not None:
+        options["a"], options["b"] = -kk, kk * options["a"]
+
+
+HOW = ("chunk_size", "safe_gate", "disable_recompute")  # their kernels compute: results are alike
+ARRAYS = {
+    "gla": gates_of_gla,
+    "simple_gla": gates_of_simple_gla,
+    "delta_rule": of_delta_rule,
+    "gated_delta_rule": of_gated_delta_rule,
+    "kda": of_delta_rule,
+    "rwkv7": of_rwkv7,
+}
 
 
 # -- theirs -----------------------------------------------------------------------------------------------------------
@@ -148,4 +199,56 @@ fused_chunk_linear_attn = summed(
 )
 fused_recurrent_linear_attn = summed(
     "fused_recurrent_linear_attn", arguments=f"q k v {STATES} reverse normalize cu_seqlens", normalize=False
+)
+
+NORMED, RAW = "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel allow_neg_eigval"
+GATE = "use_gate_in_kernel A_log dt_bias"
+chunk_delta_rule = fla_function(
+    "chunk_delta_rule", "delta_rule", f"q k v beta {STATES} {NORMED} cu_seqlens cu_seqlens_cpu"
+)
+fused_recurrent_delta_rule = fla_function(
+    "fused_recurrent_delta_rule", "delta_rule", f"q k v beta {STATES} {NORMED} cu_seqlens", beta=None
+)
+
+chunk_gated_delta_rule = fla_function(
+    "chunk_gated_delta_rule",
+    "gated_delta_rule",
+    f"q k v g beta {STATES} {NORMED} {RAW} state_v_first cu_seqlens cu_seqlens_cpu",
+    GATE,
+)
+fused_recurrent_gated_delta_rule = fla_function(
+    "fused_recurrent_gated_delta_rule",
+    "gated_delta_rule",
+    f"q k v g gk gv beta {STATES} {NORMED} {GATE} {RAW} state_v_first cu_seqlens",
+    g=None,
+    beta=None,
+)
+
+chunk_kda = fla_function(
+    "chunk_kda",
+    "kda",
+    f"q k v g beta {STATES} {NORMED} use_gate_in_kernel {RAW} safe_gate lower_bound disable_recompute",
+    "cu_seqlens A_log dt_bias",
+)
+fused_recurrent_kda = fla_function(
+    "fused_recurrent_kda",
+    "kda",
+    f"q k v g beta A_log dt_bias {STATES} {NORMED} use_gate_in_kernel {RAW} lower_bound state_v_first cu_seqlens",
+)
+
+SAFE = "safe_gate chunk_size disable_recompute"
+chunk_rwkv7 = fla_function(
+    "chunk_rwkv7", "rwkv7", f"r w k v a b {STATES} cu_seqlens cu_seqlens_cpu {SAFE}", "lower_bound", scale=1.0
+)
+fused_recurrent_rwkv7 = fla_function(
+    "fused_recurrent_rwkv7", "rwkv7", f"r w k v a b {STATES} cu_seqlens", output_final_state=True
+)
+fused_mul_recurrent_rwkv7 = fla_function(
+    "fused_mul_recurrent_rwkv7", "rwkv7", f"r w k v kk a {STATES} reverse cu_seqlens", scale=1.0
+)
+chunk_dplr_delta_rule = fla_function(
+    "chunk_dplr_delta_rule", "rwkv7", f"q k v a b gk {STATES} cu_seqlens cu_seqlens_cpu {SAFE}", "lower_bound", gk=EMPTY
+)
+fused_recurrent_dplr_delta_rule = fla_function(
+    "fused_recurrent_dplr_delta_rule", "rwkv7", f"q k v a b gk {STATES} reverse cu_seqlens", gk=EMPTY
 )

@@ -47,6 +47,7 @@ from ..bounded_cache import Cache
 from ..checked_calls import exact_key
 from ..contract import Op
 from ..errors import ContractTypeError, NotSupported
+from ..gates import Gates, of_library
 from .calls import Operator, as_returned, blank, functions, is_pair, on_stream, outline
 from .jax_axis import along
 from .jax_partition import over_devices, sharding_of
@@ -201,6 +202,13 @@ def new_primitive(operator, results, arguments):
     return compute
 
 
+def single(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+GATES = Gates(("jax", "numpy"), jnp.exp, jax.nn.softplus, jax.nn.sigmoid, single)
+
+
 def native(buffer):
     """A buffer of XLA's as a NumPy or CuPy array over the same memory."""
     return np.asarray(buffer) if buffer.__dlpack_device__()[0] == HOST else to_native(buffer, "dlpack")
@@ -218,9 +226,17 @@ def fill(written, found):
 
 
 if TYPE_CHECKING:
+    from ..gates import gdn_gate as gdn_gate
+    from ..gates import kda_gate as kda_gate
+    from ..gates import rwkv7_gate as rwkv7_gate
     from ..ops.functions import *  # noqa: F403
 
     gla_step: Callable[..., tuple[Any, Any]]
     rwkv6_step: Callable[..., tuple[Any, Any]]
+    delta_rule_step: Callable[..., tuple[Any, Any]]
+    gated_delta_rule_step: Callable[..., tuple[Any, Any]]
+    kda_step: Callable[..., tuple[Any, Any]]
+    rwkv7_step: Callable[..., tuple[Any, Any]]
 else:
     globals().update(functions(differentiable, "JAX arrays"))
+    globals().update(of_library(GATES))

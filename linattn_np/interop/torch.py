@@ -35,6 +35,7 @@ from .. import distributed, warnings_of_misuse
 from ..contract import Op
 from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
+from ..gates import Gates, of_library
 from ..messages import kind_of
 from .calls import Operator, as_returned, flat, functions, initial, is_pair
 from .torch_calls import Call, Compute, ComputeNow, settled
@@ -76,6 +77,13 @@ def differentiable(op: Op):
         return as_returned(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
+
+
+def single(x):
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+GATES = Gates(("torch",), torch.exp, torch.nn.functional.softplus, torch.sigmoid, single)
 
 
 def under_autocast(declared, tensors) -> list:
@@ -135,9 +143,17 @@ class CallOnRanks:
 
 
 if TYPE_CHECKING:
+    from ..gates import gdn_gate as gdn_gate
+    from ..gates import kda_gate as kda_gate
+    from ..gates import rwkv7_gate as rwkv7_gate
     from ..ops.functions import *  # noqa: F403
 
     gla_step: Callable[..., tuple[Any, Any]]
     rwkv6_step: Callable[..., tuple[Any, Any]]
+    delta_rule_step: Callable[..., tuple[Any, Any]]
+    gated_delta_rule_step: Callable[..., tuple[Any, Any]]
+    kda_step: Callable[..., tuple[Any, Any]]
+    rwkv7_step: Callable[..., tuple[Any, Any]]
 else:
     globals().update(functions(differentiable, "torch tensors"))
+    globals().update(of_library(GATES))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ..argument_checks import is_real
 from ..errors import ContractError
 from .helper_threads import count
 from .number_checks import real, shown, whole
@@ -17,6 +18,18 @@ from .number_checks import real, shown, whole
 AT_ONCE = 1 << 16  # logits of several sequences that one call of NumPy looks at: more would leave a core's cache
 ORDERED_BITS = np.int64((1 << 30) - 1)  # at least the bits of any probability, as float32
 PENALTY = "a finite number from -1e30 to 1e30"  # so that a penalty, times its count, stays a float32
+
+
+def checked_bias(bias) -> dict[int, float]:
+    """`bias` by id in rising order; ContractError where it is no mapping of ids to numbers below inf."""
+    if not isinstance(bias, Mapping):
+        raise ContractError(f"Sampling: bias is a {type(bias).__name__}, expected a mapping from ids to numbers")
+    found = {}
+    for id, value in bias.items():
+        id = whole("Sampling", "an id of bias", id, 0)
+        banned = is_real(value) and value == -np.inf
+        found[id] = -np.inf if banned else real("Sampling", f"bias[{id}]", value, f"-inf, or {PENALTY}", moderate)
+    return dict(sorted(found.items()))
 
 
 def moderate(x):
@@ -31,17 +44,30 @@ class Sampling:
     ----------
     temperature : float
         0 takes the likeliest token, of several the first; 1 the model's distribution, more flattens it. The temperature
-        comes before `top_k` and `top_p`, which see the distribution that it has made. One so small that a
-        probability is below float32's range draws among the likeliest.
+        comes before `top_k`, `top_p` and `min_p`, which see the distribution that it has made, as in Hugging Face's
+        transformers. One so small that a probability is below float32's range draws among the likeliest.
+    temperature_last : bool
+        The temperature comes after them, and reshapes what they have kept, as in RWKV's PIPELINE and llama.cpp: a high
+        temperature then draws from no more tokens than a low one.
     top_k : int
         Draw from so many of the likeliest tokens; 0 is all.
     top_p : float
         Draw from the likeliest tokens that together hold this much probability, after the temperature and `top_k`.
+    min_p : float
+        Draw from tokens that have at least this part of the likeliest one's probability; 0 is all.
     presence, frequency : float
         Subtracted from the logit of a token that was drawn before: once, and times its count (OpenAI's presence and
         frequency penalties).
     fading : float
         The factor by which the counts fade with every token.
+    repetition : float
+        Divides the logit of a token that was drawn before if it is positive, else multiplies it (Keskar et al., "CTRL",
+        2019); 1 does nothing. Hugging Face counts the prompt's tokens as drawn, which nothing here does.
+    bias : mapping from ids to numbers
+        Added to the logits; -inf bans a token.
+    logprobs : bool
+        Whether `Sampler.logprobs` gets the natural log of each drawn token's probability, the model's own: before the
+        temperature and all that follows it.
     seed : int, or what else `numpy.random.default_rng` takes
         Equal seeds draw equal tokens; None is another draw every time.
     vocabulary : int, optional
@@ -58,9 +84,14 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    temperature_last: bool = False
     presence: float = 0.0
     frequency: float = 0.0
     fading: float = 1.0
+    repetition: float = 1.0
+    bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: bool = False
     seed: Any = None
     vocabulary: int | None = None
 
@@ -68,6 +99,8 @@ class Sampling:
         for name, fits, wanted in (
             ("temperature", lambda x: x >= 0, "a number from 0 up"),
             ("top_p", lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
+            ("min_p", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+            ("repetition", lambda x: 1e-3 <= x <= 1e3, "a number from 0.001 to 1000"),
             ("presence", moderate, PENALTY),
             ("frequency", moderate, PENALTY),
             ("fading", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
@@ -76,6 +109,7 @@ class Sampling:
         whole("Sampling", "top_k", self.top_k, 0)
         if self.vocabulary is not None:
             whole("Sampling", "vocabulary", self.vocabulary, 1)
+        object.__setattr__(self, "bias", checked_bias(self.bias))
         if self.seed is None or type(self.seed) is int and self.seed >= 0:
             return
         try:
@@ -89,7 +123,12 @@ class Sampling:
     @cached_property
     def kind(self) -> tuple:
         """Sequences of one kind share the calls that draw their tokens."""
-        return self.vocabulary, self.temperature, self.top_k, self.top_p, bool(self.presence or self.frequency)
+        kept = self.top_k, self.top_p, self.min_p, self.temperature_last
+        return self.vocabulary, self.temperature, kept, self.penalizes or bool(self.bias)
+
+    @cached_property
+    def penalizes(self) -> bool:
+        return bool(self.presence or self.frequency) or self.repetition != 1
 
     def sampler(self) -> Sampler:
         """One sequence's drawing: it has the random numbers and remembers what was drawn."""
@@ -102,10 +141,14 @@ class Sampler:
     def __init__(self, how: Sampling):
         self.how, self.rng = how, np.random.default_rng(how.seed)
         self.counts: dict[int, float] = {}
+        self.logprobs: list[float] = []
+        self.biased, self.biases = [*how.bias], np.array([*how.bias.values()], np.float32)
 
     def complaint(self, logits) -> str | None:
         """Why no token can be drawn from `logits`: one is NaN or inf, or all are -inf."""
         logits = np.asarray(logits[: self.how.vocabulary])
+        if self.biased:
+            logits = self.adjusted(logits)
         greatest = logits.max()  # NaN if one of them is
         if np.isfinite(greatest):
             return None
@@ -126,12 +169,19 @@ class Sampler:
             self.counts = {other: count * self.how.fading for other, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1
 
-    def penalized(self, logits):
-        how = self.how
-        if not self.counts:
-            return logits
-        logits = logits.copy()
-        logits[list(self.counts)] -= how.presence + how.frequency * np.array(list(self.counts.values()))
+    def adjusted(self, logits):
+        """`logits` with penalties and biases."""
+        how, logits = self.how, logits.copy()
+        if self.counts and how.penalizes:
+            ids, counts = list(self.counts), np.array(list(self.counts.values()))
+            if how.repetition != 1:
+                drawn = logits[ids]
+                logits[ids] = np.where(drawn > 0, drawn / how.repetition, drawn * how.repetition)
+            logits[ids] -= how.presence + how.frequency * counts
+        if self.biased:
+            if self.biased[-1] >= len(logits):
+                raise ContractError(f"Sampling: bias has the id {self.biased[-1]}, expected one below {len(logits)}")
+            logits[self.biased] += self.biases
         return logits
 
 
@@ -139,10 +189,11 @@ class Sampler:
 def complaints(samplers, logits) -> dict[int, str]:
     """{number: its `complaint`} of the samplers that cannot draw from their row of `logits`."""
     found = {}
-    for _, numbers, rows in alike(logits, [(sampler.how.vocabulary,) for sampler in samplers]):
-        finite = np.isfinite(rows.max(axis=1))
+    for (_, biased), numbers, rows in alike(logits, [(one.how.vocabulary, bool(one.biased)) for one in samplers]):
+        finite = np.zeros(len(rows), bool) if biased else np.isfinite(rows.max(axis=1))
         for place in () if finite.all() else np.flatnonzero(~finite):
-            found[numbers[place]] = samplers[numbers[place]].complaint(logits[numbers[place]])
+            if complaint := samplers[numbers[place]].complaint(logits[numbers[place]]):
+                found[numbers[place]] = complaint
     return found
 
 
@@ -155,22 +206,26 @@ def draw_each(samplers, logits) -> list[int]:
     chances = [sampler.rng.random() if sampler.how.temperature else 0.0 for sampler in samplers]
 
     def draw(part):
-        (_, temperature, top_k, top_p, penalizes), numbers, rows = part
-        rows = rows.astype(np.float32, copy=penalizes)
-        if penalizes:
+        (_, temperature, kept, adjusts), numbers, rows = part
+        rows = rows.astype(np.float32, copy=adjusts)
+        if adjusts:
             for place, number in enumerate(numbers):
-                rows[place] = samplers[number].penalized(rows[place])
+                rows[place] = samplers[number].adjusted(rows[place])
         if temperature == 0:
             return rows.argmax(axis=1)
-        return picked(probabilities(rows, temperature), top_k, top_p, [chances[number] for number in numbers])
+        *cut, last = kept
+        first, then = (1.0, temperature) if last else (temperature, 1.0)
+        return picked(probabilities(rows, first), *cut, [chances[number] for number in numbers], then)
 
     parts = list(alike(logits, kinds))
     tokens: dict[int, int] = {}
-    for ((*_, penalizes), numbers, _), found in zip(parts, in_threads(draw, parts)):
+    for (_, numbers, rows), found in zip(parts, in_threads(draw, parts)):
         tokens.update(zip(numbers, found.tolist()))
-        if penalizes:
-            for number in numbers:
+        for row, number in zip(rows, numbers):
+            if samplers[number].how.penalizes:
                 samplers[number].count(tokens[number])
+            if samplers[number].how.logprobs:
+                samplers[number].logprobs.append(logprob(row, tokens[number]))
     return [tokens[number] for number in range(len(samplers))]
 
 
@@ -215,29 +270,42 @@ def probabilities(logits, temperature):
     return p
 
 
-def picked(p, top_k, top_p, chances):
-    """An id for each row of probabilities [N, V]: where its chance, from 0 up and below 1, falls among those kept."""
-    ids, p, counts = likeliest(p, top_k, top_p)
+def logprob(logits, token) -> float:
+    logits = logits.astype(np.float64)
+    logits -= logits.max()
+    return float(logits[token] - np.log(np.exp(logits).sum()))
+
+
+def picked(p, top_k, top_p, min_p, chances, temperature=1.0):
+    """An id for each row of probabilities [N, V]: where its chance, from 0 up and below 1, falls among those that are
+    kept, once `temperature` has reshaped these."""
+    ids, p, counts = likeliest(p, top_k, top_p, min_p)
     rows, cumulated = np.arange(len(p)), np.cumsum(p, axis=1, dtype=np.float64)
     bound = top_p * (cumulated[:, -1:] if top_k else 1)
     last = np.minimum((cumulated < bound).sum(axis=1), counts - 1)  # the one that crosses the bound is still in
+    if temperature != 1:
+        shares = p / p.max(axis=1, keepdims=True)
+        cumulated = np.cumsum(shares.astype(np.float64) ** (1 / temperature), axis=1)
     place = (cumulated <= (np.array(chances) * cumulated[rows, last])[:, None]).sum(axis=1)
     return place if ids is None else ids[rows, place]
 
 
-def likeliest(p, top_k, top_p):
+def likeliest(p, top_k, top_p, min_p=0.0):
     """(ids, their probabilities, how many) of each row of float32 p [N, V], from the likeliest on, zeros behind them.
 
-    `top_k` of them, or at least as many as hold `top_p`: few are sorted, of many. None for ids is all in their order.
+    `top_k` of them, or at least as many as hold `top_p`, each with `min_p` of the first one's probability: few are
+    sorted, of many. None for ids is all in their order.
     """
     V = p.shape[1]
-    if top_k == 0 and top_p == 1:
+    if top_k == 0 and top_p == 1 and min_p == 0:
         return None, p, V  # any order will do
     top_k = min(top_k, V)  # however many are asked for
     if top_k:
         least = -np.partition(-p, top_k - 1, axis=1)[:, top_k - 1, None]
     else:
         least = (1 - top_p) / V  # all that are less hold less than 1 - top_p together
+    if min_p:
+        least = np.maximum(least, np.float32(min_p) * p.max(axis=1, keepdims=True))
     row, id = np.divmod(np.flatnonzero(p >= least), V)
     counts = np.bincount(row, minlength=len(p))
     place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)

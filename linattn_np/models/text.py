@@ -27,6 +27,7 @@ class Text:
     finish : None while the text goes on, then "stop", "end" or "length"; or what `close` was told.
     error : what was wrong, of a text whose `finish` is "error".
     count : the tokens so far, those of a stop string and the ending id among them.
+    logprobs : the log of each one's probability, where `Sampling` asks for them and `complete` wrote the text
 
     Example
     -------
@@ -41,6 +42,7 @@ class Text:
             whole("Text", "length", length, 1, LONGEST)
         self.length, self.stop, self.end, self.tokenizer = length, stops(stop), tokenizer.end, tokenizer
         self.error: str | None = None
+        self.logprobs: list[float] = []
         self.stream, self.held = tokenizer.stream(), ""
         self.finish: str | None = None
         self.count = 0
@@ -167,6 +169,7 @@ def complete(
             number, text = running[slot]
             text.take(token)
             if text.finish:
+                text.logprobs = batch.sequences[slot].sampler.logprobs
                 batch.leave(slot)
                 del running[slot]
                 yield number, text.whole(), text

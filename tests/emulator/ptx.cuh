@@ -530,6 +530,12 @@ inline void commit_adds() {}
 
 inline void tensor_store_wait() {}
 
+inline void copies_arrive(Barrier& b, emulator::Where where = emulator::here()) {
+  cp_async_commit();
+  cp_async_wait<0>();
+  barrier_arrive(b, where);
+}
+
 inline void fence_async() {}
 
 inline void stmatrix_x4(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {

@@ -65,6 +65,17 @@ __device__ __forceinline__ void move(S& s, const Args<typename S::T>& args, cons
   }
 }
 
+// ---- matrices [16, 16] in panels ------------------------------------------------------------------------------------
+
+// Where the rows of a lane lie that it gives of a matrix [16, 16] at (0, 0) of a panel: as `ldmatrix_x4` reads a left
+// operand and `stmatrix_x4` puts a product, or `ldmatrix_x4_trans` reads a right operand; as that is read by columns.
+__device__ __forceinline__ int place_of_left(int lane) { return swizzled_offset(lane & 15, lane >> 4); }
+__device__ __forceinline__ int place_of_right(int lane) {
+  return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
+}
+// The same of a matrix at (row, column), multiples of 16; what rounding left over has column + 32.
+__device__ __forceinline__ int moved(int place, int row, int column) { return (place ^ 2 * column) + 128 * row; }
+
 // ---- a warp that sums up gates ------------------------------------------------------------------------------------
 
 // Numbers of the tokens `lane`, 32 + lane, ... of AHEAD chunks, as they are in memory: nothing waits for them yet.
@@ -89,12 +100,35 @@ struct Numbers {
   }
 };
 
+// 1 / sqrt(|x|^2 + 1e-6) of 32 rows x, of each lane's row: from the diagonal of x x^T.
+template <typename T, int PANELS>
+__device__ __forceinline__ float inverse_length(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&lengths)[CHUNK],
+                                                int lane) {
+  lane = opaque(lane);  // what is made of it is made anew, since there are few registers
+  const int g = lane / 4, left = place_of_left(lane);
+#pragma unroll 1
+  for (int row = 0; row < CHUNK; row += 16) {
+    float d[2][4] = {};
+#pragma unroll 1
+    for (int c = 0; c < 4 * PANELS; ++c) {
+      u32 x[4];
+      ldmatrix_x4(x, at_offset(rows[c / 4], moved(left, first + row, c % 4 * 16)));
+      multiply_halves(d[0], x, {x[0], x[2]}, T{}), multiply_halves(d[1], x, {x[1], x[3]}, T{});
+    }
+    if (lane % 4 == g / 2) {
+      lengths[row + g] = inverse_root((g & 1 ? d[0][1] : d[0][0]) + 1e-6f);
+      lengths[row + 8 + g] = inverse_root((g & 1 ? d[1][3] : d[1][2]) + 1e-6f);
+    }
+  }
+  __syncwarp();
+  return lengths[lane];
+}
+
 template <class S>
 __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args, const WorkTile& at) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31;
   const bool wide[2] = {args.wide_gate != 0, args.wide_beta != 0};
-  const float scale = float(args.scale);
   Numbers g, beta;
   g.read(args.g, wide[0], at, lane, T{}), beta.read(args.beta, wide[1], at, lane, T{});
   Turn<S::STAGES> turn;
@@ -108,6 +142,15 @@ __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args,
       __syncwarp();
     }
     if (chunk >= S::STAGES) barrier_wait(s.done[turn.stage], turn.parity ^ 1);
+    Gates& to = s.gates[turn.stage];
+    float query = float(args.scale), key = 1.f;
+    if (args.normalized) {
+      auto& rows = s.stages[turn.stage].rows;
+      barrier_wait(s.full[turn.stage], turn.parity);
+      query *= inverse_length(rows, 0, to.query, lane), key = inverse_length(rows, CHUNK, to.key, lane);
+      fence_async();  // the rows have been read before others come in their place
+    }
+    to.query[lane] = query, to.key[lane] = key;
     char* to_decay = reinterpret_cast<char*>(s.stages[turn.stage].decay);
     const float* const gates = s.next.g[chunk % AHEAD];
     float sum = __uint_as_float(0xff800000u);  // of the gates behind this lane's token: nothing before it
@@ -121,7 +164,7 @@ __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args,
         for (int n = 0; n < 4; ++n) {
           sum = left == m + n ? 0.f : sum + its[n];
           *reinterpret_cast<float*>(to_decay + (m + n) * 128 + (4 * lane ^ 16 * (m + n))) =
-              exp2_approx(sum);  // swizzled
+              key * exp2_approx(sum);  // swizzled
         }
       }
     float until = gates[lane];  // of those up to it
@@ -130,24 +173,15 @@ __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args,
       const float other = __shfl_up_sync(0xffffffffu, until, distance);
       if (lane >= distance) until += other;
     }
-    Gates& to = s.gates[turn.stage];
     const float start = exp2_approx(until);
-    to.start[lane] = start, to.read[lane] = scale * start;
-    to.end[lane] = exp2_approx(sum), to.beta[lane] = s.next.beta[chunk % AHEAD][lane];
+    to.read[lane] = to.query[lane] * start, to.start[lane] = key * start;
+    to.end[lane] = key * exp2_approx(sum), to.beta[lane] = s.next.beta[chunk % AHEAD][lane];
+    if (lane == 31) to.all = start;
     warp_arrive(s.gated[turn.stage]);
   }
 }
 
 // ---- matrices of a chunk as the sum of two numbers -----------------------------------------------------------------
-
-// Where the rows of a lane lie that it gives of a matrix [16, 16] at (0, 0) of a panel: as `ldmatrix_x4` reads a left
-// operand and `stmatrix_x4` puts a product, or `ldmatrix_x4_trans` reads a right operand; as that is read by columns.
-__device__ __forceinline__ int place_of_left(int lane) { return swizzled_offset(lane & 15, lane >> 4); }
-__device__ __forceinline__ int place_of_right(int lane) {
-  return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
-}
-// The same of a matrix at (row, column), multiples of 16; what rounding left over has column + 32.
-__device__ __forceinline__ int moved(int place, int row, int column) { return (place ^ 2 * column) + 128 * row; }
 
 // Puts a warp's values [16, 16 N] as `mma_bf16` gives them.
 template <typename T, int N>
@@ -311,16 +345,18 @@ template <class Stage> __device__ __forceinline__ void start_scores(Values& d, S
 
 // Puts A, of which the first two warps have the rows, and -beta M, of which the others have them.
 template <class S>
-__device__ __forceinline__ void put_scores(S& s, const Turn<S::STAGES>& turn, Values& d, float scale, int lane,
-                                           int warp, int left) {
+__device__ __forceinline__ void put_scores(S& s, const Turn<S::STAGES>& turn, Values& d, int lane, int warp, int left) {
   using T = typename S::T;
   const int row = 16 * (warp & 1) + lane / 4,
             place = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
   const bool queries = warp < 2, late = warp == 3;  // late: the last 16 keys
   auto& in = s.stages[turn.stage];
   barrier_wait(s.gated[turn.stage], turn.parity);
-  const float* const beta = &s.gates[turn.stage].beta[row];
-  const float by[2] = {queries ? scale : -beta[0], queries ? scale : -beta[8]};
+  const Gates& gates = s.gates[turn.stage];
+  const float (&of_row)[CHUNK] = queries ? gates.query : gates.key;
+  const float rows[2] = {of_row[row], of_row[row + 8]};
+  const float by[2] = {queries ? rows[0] : -gates.beta[row] * rows[0],
+                       queries ? rows[1] : -gates.beta[row + 8] * rows[1]};
   float x[4][4];
   // The two numbers from column 8 n + 2 (lane % 4) on, in row `row` + 8 h.
   const auto two_at = [&](float (&rows)[CHUNK][32], int n, int h) {
@@ -331,7 +367,7 @@ __device__ __forceinline__ void put_scores(S& s, const Turn<S::STAGES>& turn, Va
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float2 decay = *two_at(in.decay, n, h);
-      const float its = late && n < 2 ? -1.f : by[h];
+      const float its = late && n < 2 ? -rows[h] : by[h];
       x[n][2 * h] = d[4 * n + 2 * h] * (decay.x * its), x[n][2 * h + 1] = d[4 * n + 2 * h + 1] * (decay.y * its);
     }
   if (queries) put_two<T, 2>(in.A, moved(left, 16 * warp, 0), x);
@@ -390,7 +426,7 @@ __device__ __forceinline__ void multiply_sums(Values& y, const Operand& x, u64 p
   for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], pairs + 2 * c, accumulate || c);
 }
 
-template <class S> __device__ __forceinline__ void make(S& s, int tokens, float scale) {
+template <class S> __device__ __forceinline__ void make(S& s, int tokens) {
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64;
   constexpr bool BESIDE = PANELS == 2;  // else there are no registers for scores beside W
@@ -406,7 +442,7 @@ template <class S> __device__ __forceinline__ void make(S& s, int tokens, float 
     start_scores(d, s.stages[chunk]);
     wgmma_wait<0>();
     wgmma_keep(d);
-    put_scores(s, scoring, d, scale, lane, warp, left);
+    put_scores(s, scoring, d, lane, warp, left);
   }
 #pragma unroll 1
   for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, turn.next(), scoring.next()) {
@@ -473,7 +509,7 @@ template <class S> __device__ __forceinline__ void make(S& s, int tokens, float 
       wgmma_wait<0>();
       wgmma_keep(d);
     }
-    put_scores(s, scoring, d, scale, lane, warp, left);
+    put_scores(s, scoring, d, lane, warp, left);
   }
 }
 
@@ -532,7 +568,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     };
     wgmma_fence();
     multiply(x, CHUNK), multiply(o, 0);
-    const float all = gates.start[CHUNK - 1];
+    const float all = gates.all;
     if (all != 1.f)  // a branch, so that it is done now, while products run
 #pragma unroll
       for (float& value : state) value *= all;
@@ -581,7 +617,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
     consume(s, args, at, column);
   } else if (threadIdx.x < CONSUMERS<BV> + MAKERS) {
     registers_down<Own::MAKER>();
-    make(s, at.tokens, float(args.scale));
+    make(s, at.tokens);
   } else {
     registers_down<Own::OTHER>();
     const int warp = threadIdx.x / 32 % 4;

@@ -19,6 +19,7 @@ template <typename T> struct Args {
   i64 group;                 // heads of values that share queries and keys
   i64 state_k, state_v;      // strides of the states
   i64 wide_gate, wide_beta;  // whether they are float32, not T
+  i64 normalized;            // whether queries and keys are to be divided by sqrt(|x|^2 + 1e-6)
   double scale;
 };
 
@@ -38,16 +39,18 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
   };
   Panel<T> B;  // by queries; before, N beta by keys, each query's row decayed to the chunk's end
   union {
-    float decay[CHUNK][32];  // [i][j] from behind token j to token i, 0 where j > i
+    float decay[CHUNK][32];  // [i][j] from behind token j to token i, of key j; 0 where j > i
     Panel<T> N;              // N beta by keys
   };
   Tile<T, BV> v;  // then o
 };
 
-// Factors of a chunk's tokens.
+// Factors of a chunk's tokens. NORMALIZED queries and keys come as they are, and are divided by their lengths here.
 struct alignas(16) Gates {
-  float start[CHUNK], read[CHUNK];  // decays from the chunk's start, and times `scale`
-  float end[CHUNK], beta[CHUNK];    // decays to the chunk's end
+  float query[CHUNK], key[CHUNK];   // scale / |q|, 1 / |k|; where they come divided, scale and 1
+  float read[CHUNK], start[CHUNK];  // of a query and of a key, decayed from the chunk's start
+  float end[CHUNK], beta[CHUNK];    // of a key decayed to the chunk's end
+  alignas(16) float all;            // decay of the chunk
 };
 
 // Gates as logarithms to the base 2, and beta, of the next chunks.

@@ -37,13 +37,15 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   if (!Schedule::reads && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
   if (threadIdx.x == 0) {
     s.work = work;
-    for (int group = 0; group < S::GROUPS; ++group) barrier_init(s.gates[group], 1), barrier_init(s.rows[group], 1);
+    const bool backwards = args.backwards;  // then all threads of a group arrive, or of a warpgroup
+    for (int group = 0; group < S::GROUPS; ++group)
+      barrier_init(s.gates[group], backwards ? MAKING : 1), barrier_init(s.rows[group], backwards ? MAKING : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) {
       const bool here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_of<Schedule>();
       barrier_init(s.full[stage], (here ? MAKING : 0) + (Schedule::K_RANKS > 1 || !here ? SENT : 0));
       barrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
-    for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot) barrier_init(s.values[0][slot], 1);
+    for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot) barrier_init(s.values[0][slot], backwards ? 128 : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) s.numbers[stage].row[0] = ALL_ROWS;
     if constexpr (Schedule::reads)
       for (int group = 0; group < S::GROUPS; ++group) s.scores[group].beyond = false;

@@ -138,6 +138,17 @@ template <typename T> __device__ __forceinline__ void put_row(T* tile, const flo
   }
 }
 
+// Starts copying a chunk of v without a tensor map, by all threads of a warpgroup: the pieces whose o they stored.
+template <typename T>
+__device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* from, i64 stride, int rows, int columns,
+                                            Barrier& loaded) {
+  const int thread = opaque(threadIdx.x) % 128, piece = thread % 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < CHUNK; row += 16)
+    cp_async<16>(swizzled(tile[0], row, piece), from + row * stride + 8 * piece, row < rows && 8 * piece < columns);
+  copies_arrive(loaded);
+}
+
 // A thread of a consumer warpgroup.
 template <class Schedule, typename T, typename G, int BK, int BV> struct Consumer {
   using Storage = Shared<Schedule, T, G, BK, BV>;
@@ -161,8 +172,9 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     bool starts = work.initial;
     if constexpr (!Schedule::reads) total = s.scan.before, starts &= total != 0;
     if (starts) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
-    if (thread == 0)
-      for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
+    for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk)
+      if (args.backwards) fetch_backwards(chunk);
+      else if (thread == 0) fetch(chunk);
   }
 
   __device__ __forceinline__ int first_column() const { return work.column + warpgroup * PANEL; }
@@ -191,6 +203,14 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     barrier_expect(loaded, sizeof s.v[0][0]);
     tensor_load(s.v[warpgroup][slot], args.v, loaded, first_column(), work.start + chunk * CHUNK, work.head,
                 work.batch);
+  }
+  // The same by all threads of the warpgroup, where tokens lie backwards; none behind the sequence's end.
+  __device__ __forceinline__ void fetch_backwards(u32 chunk) {
+    const u32 slot = chunk % SLOTS, token = chunk * CHUNK;
+    if (token >= tokens) return;
+    const T* const from = args.v_rows.row(work.batch, work.head, work.start + token) + first_column();
+    copy_values(s.v[warpgroup][slot], from, args.v_rows.t, int(tokens - token), int(args.shape.V) - first_column(),
+                s.values[warpgroup][slot]);
   }
 
   // Starts o = A v + (q decayed) S, and after it S <- diag(decay) S + (k decayed)^T v.
@@ -246,7 +266,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       fence_async();                          // the next copy of v comes after these reads
       barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
     }
-    if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens) {
+    if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !args.backwards) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
       fetch(chunk + SLOTS - 1);
     }
@@ -306,14 +326,15 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       barrier_sync(VALUES + warpgroup, 128);  // o is in shared memory
       const u32 token = chunk * CHUNK;
       T* const from = tile(chunk);
-      if (token + CHUNK > tokens) {
+      if (token + CHUNK > tokens || args.backwards) {
         T* const to = args.o.row(work.batch, work.head, work.start + token) + first_column();
         const i64 columns = args.shape.V - first_column();
-        each_piece([&](int row, int piece) {
+        const int own = opaque(threadIdx.x) % 128, piece = own % 8;
+#pragma unroll 1
+        for (int row = own / 8; row < CHUNK; row += 16)
           if (token + row < tokens && 8 * piece < columns)
             *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
                 *reinterpret_cast<const uint4*>(swizzled(from, row, piece));
-        });
       } else if (thread == 0) {
         tensor_store(args.o_boxes, from, first_column(), work.start + token, work.head, work.batch);
       }
@@ -360,9 +381,15 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
         if constexpr (Me::K_RANKS == 1) break;
         me.take_tokens(chunk);
       }
-      me.store(chunk++);
+      me.store(chunk);
+      if (__builtin_expect(args.backwards, false)) me.fetch_backwards(chunk + Me::SLOTS);
+      ++chunk;
     } while (chunk * CHUNK < tokens && (!Me::MARKS || (chunk & mask) != 0));
-    if (Me::K_RANKS == 1 && one_by_one) me.take_tokens(chunk), me.store(chunk++);
+    if (Me::K_RANKS == 1 && one_by_one) {
+      me.take_tokens(chunk), me.store(chunk);
+      if (args.backwards) me.fetch_backwards(chunk + Me::SLOTS);
+      ++chunk;
+    }
   }
   me.finish();
 }

@@ -163,6 +163,6 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     if (step < STEPS * CHUNK) barrier_arrive(s.full[stage]);
   }
   const int next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
-  if (me.thread == 0)
-    fetch_gates(s, args, me.group, next, s.work.tokens), fetch_rows(s, args, me.group, next, s.work.tokens);
+  fetch_gates(s, args, me.thread, me.group, next, s.work.tokens);
+  fetch_rows(s, args, me.thread, me.group, next, s.work.tokens);
 }

@@ -282,12 +282,10 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     grows = barrier_any(PRODUCERS + me.group, P::THREADS, mine);
   }
   const auto fetch_next_gates = [&] {
-    if (me.thread == 0) fetch_gates(s, args, turn.group, turn.next, turn.tokens);
+    fetch_gates(s, args, me.thread, turn.group, turn.next, turn.tokens);
     next_gate = gate_of(s, args, me, turn.next);
   };
-  const auto fetch_next_rows = [&] {
-    if (me.thread == 0) fetch_rows(s, args, turn.group, turn.next, turn.tokens);
-  };
+  const auto fetch_next_rows = [&] { fetch_rows(s, args, me.thread, turn.group, turn.next, turn.tokens); };
   if constexpr (Schedule::K_RANKS > 1) {
     if (me.thread == 0) tell_both(s.votes, turn.rank, turn.stage, grows);
   } else if (!grows) fetch_next_gates();  // not after the wait for the stage: how long gates are on their way shows
@@ -391,7 +389,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   int group = GROUPS > 1 ? u32(thread) / P::THREADS : 0;
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
   int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
-  if (thread % P::THREADS == 0) fetch_gates(s, args, group, maker, tokens), fetch_rows(s, args, group, maker, tokens);
+  fetch_gates(s, args, thread % P::THREADS, group, maker, tokens);
+  fetch_rows(s, args, thread % P::THREADS, group, maker, tokens);
   float next_gate = gate_of(s, args, P(thread), maker);
   u32 iteration = 0;
   bool scaled = false;  // whether a chunk was BEYOND: later ones are scaled at once, since making them twice is slow

@@ -126,13 +126,35 @@ __device__ __noinline__ void clear_keys(InputStage<READS, T, G, BK>& in, int fir
   fence_async();  // likewise
 }
 
-// Starts copying the gates, or queries and keys, of a group's chunk; by one thread.
+// Starts copying a chunk's rows without a tensor map, by all threads of a group; `to` is filled up with zeros. Out of
+// line, since it is rare. tokens: of the sequence, from the chunk's first on.
+template <int THREADS, typename X, int BK>
+__device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 stride, int tokens, int channels,
+                                       int thread) {
+  constexpr int PIECE = 16 / sizeof(X), PIECES = BK / PIECE;
+#pragma unroll 4
+  for (int at = thread; at < CHUNK * PIECES; at += THREADS) {
+    const int row = at / PIECES, channel = at % PIECES * PIECE;
+    cp_async<16>(&to[row][channel], from + row * stride + channel, row < tokens && channel < channels);
+  }
+}
+
+// Starts copying the gates, or queries and keys, of a group's chunk; for all threads of the group.
 template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int group,
-                                            int chunk, int tokens) {
+__device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
+                                            int group, int chunk, int tokens) {
   if constexpr (WIDTH<G> == 4) {
     if (chunk * CHUNK >= tokens) return;
     const WorkTile& at = s.work;
+    if (__builtin_expect(args.backwards, false)) {
+      const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+      const G* const from = args.g_rows.row(at.batch, at.head, at.start + chunk * CHUNK) + first;
+      copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.t, tokens - chunk * CHUNK,
+                                            int(args.shape.K - first), thread);
+      copies_arrive(s.gates[group]);
+      return;
+    }
+    if (thread) return;
     auto& g = s.inputs[group].g;
     const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
     barrier_expect(s.gates[group], sizeof g);
@@ -140,11 +162,24 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
   }
 }
 template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int group,
-                                           int chunk, int tokens) {
+__device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
+                                           int group, int chunk, int tokens) {
   if (chunk * CHUNK >= tokens) return;
   const WorkTile& at = s.work;
   auto& in = s.inputs[group];
+  if (__builtin_expect(args.backwards, false)) {
+    constexpr int THREADS = ProducerCoord<BK>::THREADS;
+    const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+    const int rest = tokens - chunk * CHUNK, channels = int(args.shape.K - first);
+    const auto start = [&](const Rows<const T>& x) {
+      return x.row(at.batch, at.head, at.start + chunk * CHUNK) + first;
+    };
+    copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.t, rest, channels, thread);
+    if constexpr (Schedule::reads) copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.t, rest, channels, thread);
+    copies_arrive(s.rows[group]);
+    return;
+  }
+  if (thread) return;
   const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
   const i32 row = at.start + chunk * CHUNK, h = at.head, b = at.batch;
   Barrier& rows = s.rows[group];

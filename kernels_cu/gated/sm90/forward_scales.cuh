@@ -82,7 +82,7 @@ __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, c
   };
   if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();
   barrier_sync(PRODUCERS + me.group, me.THREADS);  // all know that the next chunk is here, and that this one is beyond
-  if (me.thread == 0) fetch_gates(s, args, me.group, chunk, tokens), fetch_rows(s, args, me.group, chunk, tokens);
+  fetch_gates(s, args, me.thread, me.group, chunk, tokens), fetch_rows(s, args, me.thread, me.group, chunk, tokens);
   wait();
   if (rest < CHUNK) clear_gates(s.inputs[me.group], me.first, rest, me.channel);
 }

@@ -38,7 +38,7 @@ template <class Schedule> __device__ __forceinline__ int rank_of() {
 struct WorkTile {
   i32 sequence;  // or segment, or part
   i32 batch, head, column, start;
-  i32 tokens;            // whole chunks if they end with the array: copies read zeros and store nothing behind it
+  i32 tokens;            // whole chunks if they end with the array: boxes read zeros and store nothing behind it
   const float* initial;  // the state before the tokens; null: zero
   float* final;          // where the state behind them is stored; or null
 };
@@ -64,7 +64,7 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
           i32(h),
           i32(block % tiles * BV),
           i32(span.start),
-          span.stop == shape.T ? whole : tokens,
+          span.stop == shape.T && !args.backwards ? whole : tokens,
           before ? before + state(from) : nullptr,
           args.final && last ? args.final + state(Schedule::reads ? segment / segments : n) : nullptr};
 }

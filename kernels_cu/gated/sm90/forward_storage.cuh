@@ -54,8 +54,11 @@ constexpr bool NARROWS = Schedule::reads && COARSE<T> && !COARSE<typename Border
 template <class Schedule, typename T> constexpr bool TWO_NUMBERS = COARSE<T> || Schedule::K_RANKS > 1;
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, g;     // boxes of a chunk's tokens and BK channels
-  TensorMap v, o_boxes;  // boxes of a chunk's tokens and PANEL columns, swizzled
+  TensorMap q, k, g, v;  // boxes of a chunk's tokens and BK channels, of v and o PANEL columns, swizzled
+  Rows<const T> q_rows, k_rows;
+  Rows<const G> g_rows;
+  Rows<const T> v_rows;
+  TensorMap o_boxes;
   Rows<T> o;
   Rows<const float> scalar_gate;  // the gate if it is ScalarDecay
   const float *u, *initial;       // [H, K]; [N, H, K, V] of segments or, with `segment_states`, of sequences; or null
@@ -70,6 +73,7 @@ template <typename T, typename G> struct Args {
   i64 parts;                           // SegmentState: parts of a segment, each of which leaves a state
   const float* segment_states;         // [N, H, K, V]: the final states of segments, from which the next ones start;
                                        // null: segments start from `initial`
+  i64 backwards;  // whether tokens lie backwards in memory, which no tensor map describes: then threads copy rows
 };
 
 // ROWS tokens of BK channels: panels with rows of 128 bytes, in the tensor cores' 128-byte swizzle.

@@ -80,6 +80,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   const int warpgroup = uniform(threadIdx.x / 128), own = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of a tile
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
+  const float inner = __uint_as_float(opaque(__float_as_uint(float(args.scale) * inverse(float(args.softcap)))));
   Ring<2> kv;
   Ring<S::STAGES> r;
   float st[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];
@@ -160,7 +161,6 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   auto weigh = [&] {
     if (CAPPED) {
-      const float inner = float(args.scale) * inverse(float(args.softcap));
 #pragma unroll
       for (int n = 0; n < QUERIES / 2; ++n) st[n] = tanh_of(inner * st[n]);
     }
@@ -177,55 +177,73 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto finish = [&](int slot) {
     const Work& at = s.works[slot];
     const float by = float(args.scale);
-    if (length == 0)  // the statistics were another sequence's, and 0 times its NaN is NaN
+    if (at.length == 0)  // the statistics were another sequence's, and 0 times its NaN is NaN
 #pragma unroll
       for (int n = 0; n < D / 2; ++n) dk[n] = 0.f;
     store_rows(args.dk, args.dk_out, args.K, dk, by, by, s.k[slot], own, at);
     store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[slot], own, at);
     leaving = lane == 0;
   };
+  // p, and the product of dv, under which ds is made; `begun`: dv has something of this tile of keys.
+  auto end_step = [&](bool begun) {
+    round(p, st);
+    if (CAPPED) each_column([&](int n, float L, float) { st[n] *= slope_of_cap(st[n], L, scale); });
+    add(dv, p, s.g[r.at][0], begun);
+    differ();
+    round(ds, dp);
+    before_next_copy();  // this warp has read the statistics; the wait stays behind what is above
+    wgmma_wait<0>();
+    wgmma_keep(dv);
+    leave(s.g_empty[r.at]);
+  };
 
   barrier_wait(s.full[0], 0);
   if (!uniform(s.works[0].blocks)) return;
   begin(s.works[0]);
-  bool begun = false;  // dk and dv have something of this tile of keys
-  while (true) {       // products under way across a loop's end would be serialised: at its end nothing is
-    start();
-    hand_back();
-    wgmma_wait<1>();
-    wgmma_keep(st);
-    weigh();
-    round(p, st);
-    if (CAPPED) each_column([&](int n, float L, float) { st[n] *= slope_of_cap(st[n], L, scale); });
-    add(dv, p, s.g[r.at][0], begun);
-    wgmma_wait<1>();
-    wgmma_keep(dp);
-    differ();
-    round(ds, dp);
-    add(dk, ds, s.q[r.at][0], begun);
-    before_next_copy();  // this warp has read the statistics
-    wgmma_wait<1>();
-    wgmma_keep(dv);
-    leave(s.g_empty[r.at]);
-    wgmma_wait<0>();
-    wgmma_keep(dk);
-    leave(s.q_empty[r.at]);
-    begun = true;
+  start();
+  wgmma_wait<1>();
+  wgmma_keep(st);
+  weigh();
+  wgmma_wait<0>();
+  wgmma_keep(dp);
+  end_step(false);
+  int before = r.at;   // the stage whose queries are still to be multiplied
+  bool begun = false;  // dk has something of its tile of keys
+  while (true) {       // products under way across a loop's end would be serialised: what is to overlap are operands
     r.next();
+    bool fresh = false;  // the next tile of queries is for other keys
     if (--ahead == 0) {
-      if (--heads > 0) {
-        ahead = blocks;
-        skip();
-      } else {
-        finish(kv.at);
+      fresh = --heads == 0;
+      if (fresh) {
+        hand_back();
         kv.next();
         barrier_wait(s.full[kv.at], kv.parity);
         if (!uniform(s.works[kv.at].blocks)) break;
         begin(s.works[kv.at]);
-        begun = false;
+      } else {
+        ahead = blocks;
+        skip();
       }
     }
+    start();
+    add(dk, ds, s.q[before][0], begun);
+    if (!fresh) hand_back();
+    wgmma_wait<2>();
+    wgmma_keep(st);
+    weigh();
+    wgmma_wait<0>();
+    wgmma_keep(dp);
+    wgmma_keep(dk);
+    leave(s.q_empty[before]);
+    before = r.at;
+    if (fresh) finish(kv.at ^ 1);
+    end_step(!fresh);
+    begun = !fresh;
   }
+  add(dk, ds, s.q[before][0], begun);
+  wgmma_wait<0>();
+  wgmma_keep(dk);
+  finish(kv.at ^ 1);
   if (lane == 0) tensor_store_wait();
 }
 

@@ -84,6 +84,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   const int warpgroup = uniform(threadIdx.x / 128), own = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of a tile
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
+  const float inner = __uint_as_float(opaque(__float_as_uint(float(args.scale) * inverse(float(args.softcap)))));
   Ring<S::K_STAGES> k;
   Ring<S::V_STAGES> v;
   u32 q[D / 16][4], g[D / 16][4], ds[KEYS / 16][4];
@@ -170,7 +171,6 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   auto weigh = [&] {
     if (CAPPED) {
-      const float inner = float(args.scale) * inverse(float(args.softcap));
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) p[n] = tanh_of(inner * p[n]);
     }

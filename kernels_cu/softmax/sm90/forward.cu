@@ -4,7 +4,7 @@
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], L [B, H, Tq] float32 or null: lse
 // grid      as many blocks as multiprocessors; each takes the tiles of its column of `works`, in turn. Two warpgroups
 //           consume, 64 queries each, or three where K and V are small; of one more one thread produces
-// smem      Shared: two tiles of queries, through which o leaves; rings of keys and of values; the tiles' Work
+// smem      Shared: a ring of queries, through which o leaves; rings of keys and of values; the tiles' Work
 // barriers  q_full, k_full, v_full: a tile has arrived; q_empty, k_empty, v_empty: each consuming warp has left it.
 //           Named: 1 + warpgroup, zeros stand; 4 + warpgroup, its turn to issue products
 // numerics  scores, m, l, o in float32; e^(s - m) is rounded to T. m grows only where it would by more than SLACK in
@@ -28,12 +28,12 @@ template <typename T> struct Args {
 
 template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
   static constexpr int WARPGROUPS = K == 64 && !CAPPED ? 3 : 2, QUERIES = 64 * WARPGROUPS, STAGES = K == 64 ? 4 : 2;
-  static constexpr int KEYS = K > 128 ? 96 : 128;
-  Tile<T, K, QUERIES> q[2];
+  static constexpr int KEYS = K > 128 ? 96 : 128, SLOTS = K > 128 ? 2 : 3;
+  Tile<T, K, QUERIES> q[SLOTS];
   Tile<T, K, KEYS> k[STAGES];
   Tile<T, V, KEYS> v[STAGES];
-  Work works[2], coming;
-  Barrier q_full[2], q_empty[2], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  Work works[SLOTS], coming;
+  Barrier q_full[SLOTS], q_empty[SLOTS], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
 template <typename T, class S> __device__ __forceinline__ void produce(S& s, const Args<T>& args) {
@@ -41,22 +41,24 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
   fetch_work(s.coming, next);
   prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.o);
   Ring<S::STAGES> k, v;
-  Ring<2> q;
+  Ring<S::SLOTS> q;
   int token = -1, head = 0, batch = 0;  // of the tile whose values are still to come
   auto fetch_values = [&] {
+    if (token < 0) return;
     barrier_wait(s.v_empty[v.at], v.parity ^ 1);
     barrier_expect(s.v_full[v.at], sizeof s.v[0]);
     load_tile<S::KEYS>(s.v[v.at], args.v, s.v_full[v.at], token, head, batch);
     v.next();
+    token = -1;
   };
   while (true) {
     const Work at = take_work(s.coming, next);
+    fetch_values();  // before a wait that may be long
     barrier_wait(s.q_empty[q.at], q.parity ^ 1);
     fence_async();  // after what consumers read and wrote there, before the copy engine writes
     s.works[q.at] = at;
     if (!at.blocks) {
       barrier_arrive(s.q_full[q.at]);
-      if (token >= 0) fetch_values();
       return;
     }
     barrier_expect(s.q_full[q.at], sizeof s.q[0]);
@@ -69,7 +71,7 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
       barrier_expect(s.k_full[k.at], sizeof s.k[0]);
       load_tile<S::KEYS>(s.k[k.at], args.k, s.k_full[k.at], at.others + block * S::KEYS, shared_head, at.batch);
       k.next();
-      if (token >= 0) fetch_values();
+      fetch_values();
       token = at.others + block * S::KEYS, head = shared_head, batch = at.batch;
     }
   }
@@ -82,12 +84,16 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   const int warpgroup = uniform(threadIdx.x / 128), own = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of a tile
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
+  // What is made of float64 arguments is made here: float64 instructions in the loop took a quarter of its time.
+  const bool negative = opaque(u32(args.scale < 0));
+  const float inner = __uint_as_float(opaque(__float_as_uint(float(args.scale) * inverse(float(args.softcap)))));
   Ring<S::STAGES> k, v;
-  Ring<2> q;
+  Ring<S::SLOTS> q;
   float scores[KEYS / 2], o[V / 2], sum[2], kept[2];
   RowMaximum most[2];
   u32 weights[KEYS / 16][4];
   bool leaving = false;             // lane 0: this warp's o may still be read, in the slot of the queries before
+  int last = 0;                     // that slot
   int first, ahead, shift, length;  // of the tile at hand; it comes behind `ahead` others, from the last to the first
   int valid;                        // tokens of the tile whose values are read next
 
@@ -100,10 +106,10 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   auto leave = [&](Barrier& b) {
     if (lane == 0) barrier_arrive(b);
   };
-  auto hand_back = [&](int slot) {  // the slot from which o has left
+  auto hand_back = [&] {  // the slot from which o has left
     if (leaving) {
       tensor_store_wait();
-      barrier_arrive(s.q_empty[slot]);
+      barrier_arrive(s.q_empty[last]);
       leaving = false;
     }
   };
@@ -138,10 +144,9 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     const int key = (first + ahead) * KEYS, diagonal = shift + own;
     valid = min(KEYS, length - key);
     if (CAPPED) {
-      const float inner = float(args.scale) * inverse(float(args.softcap));
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) scores[n] = tanh_of(inner * scores[n]);
-    } else if (args.scale < 0)
+    } else if (negative)
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) scores[n] = -scores[n];
     if (partly_seen<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
@@ -167,6 +172,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
         }
       sum[half] = sums[0] + sums[1];
     }
+    wgmma_keep(sum);  // else they are added up behind the wait for o
   };
   auto round_weights = [&] {
 #pragma unroll
@@ -207,7 +213,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   while (true) {       // products under way across a loop's end would be serialised: what is to overlap are operands
     const bool fresh = ahead == 0;  // the next tile of keys is for other queries
     if (fresh) {
-      hand_back(q.at ^ 1);
+      hand_back();
+      last = q.at;
       q.next();
       barrier_wait(s.q_full[q.at], q.parity);
       if (!uniform(s.works[q.at].blocks)) break;
@@ -220,7 +227,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     read(begun);
     pass_turn();
     if (fresh) begin(s.works[q.at]);
-    else hand_back(q.at ^ 1);
+    else hand_back();
     wgmma_wait<1>();
     wgmma_keep(scores);
     leave(s.k_empty[k.at]);
@@ -230,7 +237,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     weigh();
     if (fresh) {
       end_reading();
-      finish(q.at ^ 1, last_shift, last_sum);
+      finish(last, last_shift, last_sum);
     } else if (__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f)) {
       end_reading();
 #pragma unroll
@@ -244,7 +251,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   barrier_wait(s.v_full[v.at], v.parity);
   read(begun);
   end_reading();
-  finish(q.at ^ 1, {most[0].shift, most[1].shift}, sum);
+  finish(last, {most[0].shift, most[1].shift}, sum);
   if (lane == 0) tensor_store_wait();
 }
 
@@ -255,7 +262,7 @@ __global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 12
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   constexpr int CONSUMERS = 128 * S::WARPGROUPS;
   if (threadIdx.x == 0) {
-    for (int n = 0; n < 2; ++n) barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], CONSUMERS / 32);
+    for (int n = 0; n < S::SLOTS; ++n) barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], CONSUMERS / 32);
     for (int n = 0; n < S::STAGES; ++n) {
       barrier_init(s.k_full[n], 1), barrier_init(s.k_empty[n], CONSUMERS / 32);
       barrier_init(s.v_full[n], 1), barrier_init(s.v_empty[n], CONSUMERS / 32);

@@ -45,7 +45,7 @@ KEEPS = True  # what `summarise` has computed, for `run` and `vjp`
 
 
 def chosen_device() -> CupyDevice:
-    """Where the kernels that were asked for are planned and launched."""
+    """The device that plans and launches: the portable kernels' where they were asked for, else CuPy's."""
     return PORTABLE if portable() else DEVICE
 
 
@@ -153,7 +153,7 @@ def plan_of(problem, device) -> Plan:
 
 
 def kernels_of(problem, device) -> tuple:
-    """What a call launches, and its pullback where a gradient is asked for."""
+    """The kernels that a call launches, and those of its pullback where a gradient is asked for."""
     calls = [problem.replace(gradient=False), problem] if problem.gradient else [problem]
     return tuple(kernel for call in calls for kernel in plan_of(call, device).kernels)
 

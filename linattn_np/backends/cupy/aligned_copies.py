@@ -31,7 +31,7 @@ def forward_gains(problem) -> bool:
 
 
 def backward_gains(problem, do) -> bool:
-    """The same of the backward kernels: wherever a row is not whole pieces, which takes ten times as long."""
+    """Whether the backward kernels gain by copies: wherever a row is no whole number of 16-byte pieces (10x slower)."""
     arrays = [*rows(problem), do]
     return many(arrays) and not aligned16(*arrays)
 

@@ -18,7 +18,7 @@ def heads_of(shape) -> int:
     return shape.B * shape.count * shape.H
 
 
-def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, turned=False):
+def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, turned=False, normalized=False):
     """o of `tokens` q, k, v, g or None, and beta; `shape` has the heads of v. States are [N, H, K, V] in float32, or
     `turned` [N, H, V, K]."""
     q, k, v, g, beta = tokens
@@ -35,4 +35,5 @@ def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, turne
         state_v=shape.K if turned else 1,
         wide_gate=g is None or g.dtype == FLOAT32,
         wide_beta=beta.dtype == FLOAT32,
+        normalized=normalized,
     )

@@ -17,7 +17,7 @@ class DeltaScalarForwardSm90(TiledKernel):
     file = "delta/sm90/scalar_forward"
     arguments = members(
         "maps+rows q k v o, rows? g, rows beta, shape, pointers? initial final, "
-        "integers group state_k state_v wide_gate wide_beta, reals scale"
+        "integers group state_k state_v wide_gate wide_beta normalized, reals scale"
     )
     shared = ("Shared<{dtype}, {BK}, {BV}>",)
     arch = SM90
@@ -38,5 +38,5 @@ class DeltaScalarForwardSm90(TiledKernel):
     def shared_bytes(self):
         stages, panel = 3 if self.resident == 2 else 5, 128 * self.CHUNK
         stage = panel * (2 * self.BK // 64 + 4 + self.BV // 64)  # tokens, what is made of them, values
-        gates, ahead, barriers = 4 * 4 * self.CHUNK, 2 * 4 * 4 * self.CHUNK, 8 * 7
+        gates, ahead, barriers = 6 * 4 * self.CHUNK + 16, 2 * 4 * 4 * self.CHUNK, 8 * 7
         return padded(stages * (stage + gates + barriers) + 2 * panel + ahead, 1024)

@@ -15,7 +15,20 @@ from ...array_kinds import signature
 from .aligned_copies import with_fast_copies
 from .arguments import Packed
 from .kernel import padded
-from .plan import Buffer, Copy, Fill, Launch, Plan, Product, Upload, arrays_in, arrays_of, describe, describe_tree
+from .plan import (
+    Buffer,
+    Copy,
+    Fill,
+    Launch,
+    Plan,
+    Product,
+    Upload,
+    arrays_in,
+    arrays_of,
+    describe,
+    describe_tree,
+    forwards,
+)
 
 COMPILED = 16  # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
 # of gradients that a pullback is given
@@ -46,7 +59,7 @@ def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
 
 
 def drawn(draw, problem, device, **trees):
-    """What `draw` makes of the descriptions of a problem and of trees of arrays: a plan, or None."""
+    """The plan that `draw` makes of the descriptions of a problem and of trees of arrays, or None."""
     described, memory = describe(problem, device)
     given = list(memory)
     trees = {name: describe_tree(name, tree, device, given) for name, tree in trees.items()}
@@ -80,7 +93,7 @@ def summarise_vjp(planner, problem, device, do, saved=()):
 
 
 def call(plan, problem, device, *trees, kept_as="plans"):
-    """By the compiled plan of the first call alike on the same queue, where calls can be told to be alike.
+    """Run a call by the compiled plan of the first call like it on the same queue; calls are compared by description.
 
     None where there is no such plan. `kept_as` names the plans of one kind.
     """
@@ -147,7 +160,7 @@ class CompiledPlan:
         return self.fill([*arrays, *self.tables])
 
     def fill(self, arrays) -> list:
-        """What an execution on memory at these addresses does, in order: functions of its arrays."""
+        """The commands of an execution on memory at these addresses, in order; each is a function of the arrays."""
         addresses = np.array([self.device.pointer(x) for x in arrays], np.int64)
         return [command for step in self.plan.steps if (command := self.command(step, arrays, addresses))]
 
@@ -158,7 +171,7 @@ class CompiledPlan:
             args = self.packed[step].filled(
                 addresses,
                 lambda box: self.device.tensor_map(
-                    self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled, box.heads
+                    self.reader(forwards(box.array))(arrays), box.columns, box.tokens, box.swizzled, box.heads
                 ),
             )
             smem = step.kernel.shared_bytes + step.more_shared

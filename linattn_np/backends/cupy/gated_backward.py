@@ -53,7 +53,7 @@ def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
 
 
 def plan_wider_vjp(problem, cut, do, dht):
-    """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
+    """Plan the call on copies of its arrays whose rows are whole 16-byte pieces, as Hopper's own kernels need them."""
 
     def plan_wide(wide, do, dht):
         return plan_vjp(wide, cut.device, do, dht, gate=cut.gate)
@@ -86,7 +86,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
 
 @dataclass(frozen=True)
 class GatedBackwardPass:
-    """What a backward pass reads and writes, for a whole problem or for one tile of the state."""
+    """The arrays that a backward pass reads and writes, for a whole problem or for one tile of the state."""
 
     problem: Problem
     inputs: tuple[Array, ...]  # q, k, v, g
@@ -293,7 +293,9 @@ class HopperBackward:
         return draft.plan(found.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
     def resumed(self, states, decays, dht, starts=None):
-        """As `between_segments`, from what `summary` has saved; `starts` leaves empty segments out."""
+        """Return what `between_segments` returns, from the arrays that `summary` has saved; `starts` leaves empty
+        segments out.
+        """
         draft, known = self.draft, starts is not None or self.P == 3
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])

@@ -32,16 +32,16 @@ class ForwardPass:
         raise NotImplementedError
 
     def launch_summaries(self, parts, left, of, needed):
-        """What the first `needed` of each `of` segments leave, each in so many `parts`, to `left`."""
+        """Write to `left` what the first `needed` of each `of` segments leave, each segment in so many `parts`."""
         raise NotImplementedError
 
     # -- the passes of a cut --
     def shape(self, spans=None):
-        """Where the tokens are, as the kernel of o reads it."""
+        """The places of sequences or segments among the tokens, in the form that the kernel of o reads."""
         return self.draft.shape(self.problem, spans)
 
     def run(self, final, kept=()):
-        """Everything from the caller's arrays to `o` and `final`. `kept` is what `summary` has saved."""
+        """Launch all kernels from the caller's arrays to `o` and `final`. `kept`: arrays that `summary` has saved."""
         initial, cut = self.draft.initial(self.problem), self.cut
         if cut.segments == 1:
             self.launch_outputs(self.shape(), initial, final)
@@ -60,9 +60,10 @@ class ForwardPass:
         return self.draft.plan(found.finish(left[1]), saved=left)
 
     def left_by_segments(self, last):
-        """What each of R parts of each of P segments leaves: states [N * P * R, H, K, V], decays [N * P * R, H, 2, K],
-        and if columns have gates, their decays [N * P * R, H, V]. Of the `last` segment of a sequence only if that is
-        asked for."""
+        """The arrays that each of R parts of each of P segments leaves: states [N * P * R, H, K, V],
+        decays [N * P * R, H, 2, K], and if columns have gates, their decays [N * P * R, H, V]. A sequence's last
+        segment is computed only if `last`.
+        """
         N, H, K, V = self.problem.shape("N H K V")
         P, R = self.cut.segments, self.cut.parts[last]
         count = N * P * R
@@ -87,13 +88,13 @@ class ForwardPass:
         return range(0, self.problem.sizes["K"], kernel.channels)
 
     def finer_shape(self, parts):
-        """Where the tokens of all parts of segments are, for kernels that take parts as segments."""
+        """The places of all parts of segments among the tokens, for kernels to which each part is a segment."""
         spans = self.cut.spans
         return self.draft.shape(self.problem, spans.segments(parts, self.cut.summary.CHUNK) if parts > 1 else spans)
 
 
 class PortableForward(ForwardPass):
-    """By the kernels of every card. More channels than a launch has are more launches, whose outputs add up."""
+    """The forward pass by the kernels of every card. A kernel's launches for further channels add to the outputs."""
 
     @cached_property
     def sums(self):
@@ -126,7 +127,7 @@ class PortableForward(ForwardPass):
 
 
 class WideForward(PortableForward):
-    """By two kernels: one makes operands and scores, of all chunks at the same time, and one multiplies."""
+    """The forward pass by two kernels: one makes operands and scores of all chunks at the same time, one multiplies."""
 
     def shape(self, spans=None):
         return self.draft.shape(self.problem, spans, GatedWideForward.CHUNK)
@@ -150,7 +151,7 @@ class WideForward(PortableForward):
 
 
 class SmallForward(ForwardPass):
-    """By kernels of which a warp has several heads."""
+    """The forward pass by kernels in which a warp computes several heads."""
 
     def launch_outputs(self, shape, initial, final):
         more = {"u": self.u, "initial": initial, "final": final}
@@ -168,7 +169,7 @@ class SmallForward(ForwardPass):
 
 
 class HopperForward(ForwardPass):
-    """By Hopper's own kernel, which may leave states on its way (`marks`) before every so many chunks."""
+    """The forward pass by Hopper's own kernel, which can also write states before every so many chunks (`marks`)."""
 
     last_leaves_final = True
     marks = None
@@ -213,6 +214,7 @@ class HopperForward(ForwardPass):
         which |= {"marks": marks, "mark_every": self.cut.marks if self.marks is not None else 0}
         which |= {"marks_per_sequence": each, "parts": parts}
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
+        which |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}
         blocks = B * H * shape.count * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
             self.draft.launch(kernel, blocks, **arrays, **which, shape=shape, scale=self.problem.scale, channel=channel)
@@ -221,7 +223,8 @@ class HopperForward(ForwardPass):
         """What the kernel reads by tensor maps."""
         channels, columns = {"q": self.q, "k": self.k, "g": self.g}, {"v": self.v, "o_boxes": self.o}
         maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in channels.items()}
-        return maps | {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}
+        maps |= {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}
+        return maps | {f"{name}_rows": x for name, x in zip("qkgv", (self.q, self.k, self.g, self.v))}
 
 
 PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward, PORTABLE: PortableForward}

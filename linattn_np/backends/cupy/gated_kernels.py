@@ -277,9 +277,9 @@ SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which
 class GatedForwardSm90(TiledKernel):
     file = "gated/sm90/forward"
     arguments = members(
-        "maps q k g v o_boxes, rows o, rows? scalar_gate, pointers? u initial final, shape, reals scale, "
+        "maps+rows q k g v, maps o_boxes, rows o, rows? scalar_gate, pointers? u initial final, shape, reals scale, "
         "pointers? decays, integers channel segments computed, pointers? marks, "
-        "integers mark_every marks_per_sequence parts, pointers? segment_states"
+        "integers mark_every marks_per_sequence parts, pointers? segment_states, integers backwards"
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
@@ -439,7 +439,7 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
     @property
     def shared_bytes(self):
-        """By the members of the kernel's struct `Shared`, in its order."""
+        """The size of the kernel's struct `Shared`, summed over its members in their order."""
         C, BK, BV, warps, half_gate = self.CHUNK, self.BK, self.BV, self.BK // 16, self.gate.itemsize == 2
         stages, value_stages = 2, 3 if half_gate else 2
         channels = stages * C * BK * (2 * 2 + 2 * self.gate.itemsize)  # q, k; g, weight

@@ -198,6 +198,16 @@ def mappable(*arrays) -> bool:
     return aligned16(*arrays) and no_axis_repeats(arrays)
 
 
+def mappable_either_way(x) -> bool:
+    """The same, or of the array with its tokens backwards: the kernels of recurrences then copy rows themselves."""
+    return mappable(x) or mappable(forwards(x))
+
+
+def forwards(x):
+    """[B, H, T, D] with tokens in the order of memory."""
+    return x[:, :, ::-1] if x.strides[2] < 0 else x
+
+
 def no_axis_repeats(arrays) -> bool:
     """Nor runs backwards, nor is empty."""
     return all(x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
@@ -417,9 +427,9 @@ class Draft:
         return x if has_rows(x) else self.contiguous(x, reason=f"{name}: its last axis is not contiguous")
 
     def mapped(self, x: Array, name: str) -> Array:
-        """`x`, or a copy of it where a tensor map cannot describe it."""
+        """`x`, or a copy of it where a tensor map cannot describe it, whichever way its tokens run."""
         x = self.in_rows(x, name)
-        return x if mappable(x) else self.contiguous(x, reason=f"{name}: a tensor map cannot describe it")
+        return x if mappable_either_way(x) else self.contiguous(x, reason=f"{name}: a tensor map cannot describe it")
 
     def aligned(self, x: Array | None, name: str) -> Array | None:
         """`x`, or a copy of it where it does not start on 16 bytes."""

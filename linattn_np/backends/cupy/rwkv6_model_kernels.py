@@ -61,7 +61,7 @@ class TimeMixStep(ModelKernel):
 
 
 class TimeMixBatch(ModelKernel):
-    """The same for many sequences and heads of 64: a warp a sequence."""
+    """The time mix of one token of many sequences with heads of 64 channels: a warp computes one sequence."""
 
     file = "rwkv6/time_mix_batch"
     arguments = (*TIME_MIX, *members("integers P"))
@@ -102,7 +102,7 @@ class TimeMixBatch(ModelKernel):
 
 
 class TimeMixMany(ModelKernel):
-    """The same on Hopper where a block has eight sequences at a time: warps take several in turn."""
+    """`TimeMixBatch` on Hopper where a block has eight sequences at a time, a warp several, one after the other."""
 
     file = "rwkv6/time_mix_many"
     arguments = (*TIME_MIX, *members("integers turns"))
@@ -115,7 +115,7 @@ class TimeMixMany(ModelKernel):
 
     @classmethod
     def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixMany, int] | None:
-        """As `TimeMixBatch.fitting`."""
+        """The kernels that fit a call, as `TimeMixBatch.fitting` lists them."""
         found = TimeMixBatch.fitting(dtype, state, terms, B, H, N, W, device)
         if not found or found[0].SEQUENCES < cls.SEQUENCES or device.capability != 90:
             return None

@@ -28,7 +28,7 @@ from .elementwise_kernels import (
 from .gated_forward import ForwardPass, HopperForward
 from .gated_kernels import PANEL
 from .kernel import DOUBLE
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_either_way
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
 from .segments import HOPPER, PORTABLE, SHARED_GATE, TILED, UNWANTED_GATE
 
@@ -253,13 +253,13 @@ def plan_gla(draft, gla, device, reason, kept=()):
     if cut is None:
         return gated.plan(spread(draft, gla, reason), device)
     own = Draft()
-    o, final = own.output(gla, mappable), own.final(gla)
+    o, final = own.output(gla, mappable_either_way), own.final(gla)
     scalar_forward_pass(own, gla, cut, o).run(final, kept)
     return own.plan(own.results(gla, o, final), mode="chunk", tiles=cut.tiles)
 
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
-    """By the Hopper kernel of the cut."""
+    """The forward pass by the Hopper kernel that the cut has chosen."""
     by_sums = isinstance(cut.kernel, WeightedSums)
     if not by_sums:
         gla = in_float32(draft, gla)
@@ -268,17 +268,18 @@ def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
 
 
 class ScalarHopperForward(HopperForward):
-    """By the kernel for gates of every channel, which here reads one float32 gate a token."""
+    """The forward pass by the kernel for gates of every channel, which here reads one float32 gate a token."""
 
     def inputs_of(self, kernel):
         return super().inputs_of(kernel) | {
             "g": TensorMap(self.k, kernel.BK, kernel.CHUNK, False),
+            "g_rows": self.k,
             "scalar_gate": self.g,
         }
 
 
 class SumsForward(ForwardPass):
-    """By sums of values weighted by decayed products of queries with keys."""
+    """The forward pass as sums of values weighted by decayed products of queries with keys."""
 
     def launch_outputs(self, shape, initial, final):
         self.launch(self.cut.kernel, shape, initial, final)

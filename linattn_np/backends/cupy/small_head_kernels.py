@@ -67,7 +67,7 @@ class GatedSmallForward(GatedSmall):
 
 
 class GatedSmallStates(GatedSmall):
-    """What each segment leaves by itself: the state, or the state and its gradient."""
+    """The state that each segment leaves from zero, and with it the state's gradient where asked for."""
 
     file = "gated/small_states"
     arguments = members(

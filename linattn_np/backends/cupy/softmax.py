@@ -113,9 +113,9 @@ class SoftmaxSm90(Softmax):
         """Tokens of a tensor copy of an array."""
         return self.STORED if name in self.RESULTS else self.BOX
 
-    def with_barriers(self, used, barriers) -> int:
-        """Shared memory that has `used` bytes, the descriptions of three tiles and so many barriers."""
-        return padded(used + 3 * WORK_BYTES + 8 * barriers, 1024)
+    def with_barriers(self, used, barriers, works=3) -> int:
+        """Shared memory that has `used` bytes, the descriptions of `works` tiles and so many barriers."""
+        return padded(used + works * WORK_BYTES + 8 * barriers, 1024)
 
     def given(self, arrays):
         maps = {
@@ -157,9 +157,10 @@ class SoftmaxForwardSm90(SoftmaxSm90):
 
     @property
     def shared_bytes(self):
+        slots = 2 if self.K > 128 else 3  # of queries
         stages = 4 if self.K == 64 else 2  # of keys and values
-        tiles = 2 * (2 * self.QUERIES * self.K + stages * self.KEYS * (self.K + self.V))
-        return self.with_barriers(tiles, 2 * 2 + 4 * stages)
+        tiles = 2 * (slots * self.QUERIES * self.K + stages * self.KEYS * (self.K + self.V))
+        return self.with_barriers(tiles, 2 * slots + 4 * stages, slots + 1)
 
 
 class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):

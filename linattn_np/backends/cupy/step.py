@@ -31,7 +31,7 @@ class RecurrentStep(GatedKernel):
 
 
 class Float64Step(GatedKernel):
-    """Where the inputs or the state are float64."""
+    """One token's step with float64 inputs or a float64 state."""
 
     file = "float64/step"
     arguments = members("rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale")

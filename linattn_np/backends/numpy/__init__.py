@@ -33,6 +33,7 @@ from . import (
     staged,
     value_gate,
 )
+from .casts import assign, cast
 
 EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
     GLA_VALUE_GATE: value_gate,
@@ -167,7 +168,7 @@ def gradients(problem, o):
     member.output(o, buffer)
 
     def pull(do, dht):
-        do, dht = member.output_vjp(do.astype(problem.compute_dtype)), member.state_vjp(dht)
+        do, dht = member.output_vjp(cast(do, problem.compute_dtype)), member.state_vjp(dht)
         if literal:
             found, (initial,) = pull_tokens(do, (dht,))
             found = *found, None
@@ -188,7 +189,7 @@ def as_inputs(problem, found):
     for gradient, x in zip(found, problem.arrays.values(), strict=True):
         if gradient.dtype != x.dtype or gradient.strides != x.strides:
             gradient, ready = np.empty_like(x, shape=x.shape), gradient
-            gradient[...] = ready
+            assign(gradient, ready)
         results.append(gradient)
     return results
 

@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 
 from . import by_token
+from .casts import assign, cast
 from .chunking import Chunking
 from .cores import in_parallel, workers
 from .loop_choice import loops
@@ -50,21 +51,23 @@ def compiled(schedule, o, final, states):
     left = np.ones((B, H), bool)
 
     def rowwise(x):
-        return np.require(x, np.float32, "CW").reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+        return np.require(cast(x, schedule.dtype), None, "CW").reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def task(rows):
         arrays = [rowwise(x[rows]) for x in (member.q, member.k, member.v, member.g)]
         u = np.zeros((H, 0)) if member.u is None else member.u
         u = np.array(np.broadcast_to(u[rows[1]], (*o[rows].shape[:2], u.shape[1])), np.float32)
         of_block = np.moveaxis(schedule.of_rows(final, rows), 1, 2)
-        initial, found = rowwise(of_block), rowwise(o[rows])
+        to = o[rows]
+        found = rowwise(to if to.dtype == schedule.dtype else np.empty(to.shape, schedule.dtype))
+        initial = rowwise(of_block)
         kept = np.empty((len(found), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
         last, undone = initial.copy(), np.empty(left[rows].shape, bool)
         schedule.loops.chunks(*arrays, rowwise(u), *how, initial, found, last, kept, undone.reshape(-1))
         left[rows] = undone
         of_block[~undone] = last[~undone.reshape(-1)]
         if not np.may_share_memory(found, o):
-            o[rows] = found.reshape(o[rows].shape)
+            assign(to, found.reshape(to.shape))
 
     in_parallel(task, row_blocks(B, H, max(1, B * H // (TASKS * workers()))), caller=True)
     return schedule.blocks if left.all() else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(left).tolist()]
@@ -78,7 +81,7 @@ def final_state(member):
 
 
 def states_alone(schedule, rows, final):
-    """As `streamed`, without o; whether all decays are in range."""
+    """Compute the states as `streamed` does, without o; tells whether all decays are in range."""
     member, carried, scratch, well = schedule.member, None, thread_scratch(schedule.dtype), True
     block = member.k[rows].shape[:2]
     for first, segment in schedule.segments:
@@ -208,7 +211,7 @@ def materialized(schedule, o, final, states):
 
 
 def carefully(schedule, rows, o, initial, final, states):
-    """As `streamed`, but chunk by chunk, and token by token those that products cannot do."""
+    """Compute what `streamed` does, one chunk at a time; chunks whose decays leave the range go token by token."""
     member, carried = schedule.member, None
     for c, segment in schedule.single_chunks:
         inputs = [segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g)]
@@ -240,12 +243,12 @@ def rows_of_bonus(member, rows, at):
 
 
 def place(rows, first):
-    """What tells a segment's scores from others of a call: the first row and chunk."""
+    """The key under which a call keeps the scores of a segment: its first batch row, head and chunk."""
     return rows[0].start, rows[1].start, first
 
 
 def within_chunks(schedule, rows, first, segment, h, decay, scratch):
-    """What chunks need nobody else for: their scores, and what they add to the state, in h; fills the decays."""
+    """Compute what depends on a chunk alone: its scores, its addition to the state into h, its decay into `decay`."""
     scores = Scores(schedule, rows, segment, decay, scratch if schedule.scores is None else Scratch(schedule.dtype))
     if scores.lasting:
         scores.decay = decay.copy()
@@ -319,7 +322,7 @@ def vjp(member, o):
 
 
 class Gradients:
-    """Where the backward pass writes."""
+    """The arrays that the backward pass writes."""
 
     def __init__(self, schedule):
         member = schedule.member
@@ -397,14 +400,14 @@ class ChunkProducts:
         return None if u is None else (own.swapaxes(-1, -2) @ np.multiply(q, k, out=scratch("dqg", q.shape)))[..., 0, :]
 
     def flow(self, h, after):
-        """What flows across whole chunks: of the states before them to those behind them, [B, H, n, K or 1]."""
+        """The gates' gradient by the products of the states before chunks and those behind them, [B, H, n, K or 1]."""
         decay = self.scores.decay
         flow = decay * np.vecdot(h, after)
         return flow.sum(-1, keepdims=True) if decay.shape[-1] == 1 else flow
 
 
 def backward_carefully(schedule, rows, do, states, of_final, of_initial, gradients):
-    """As `backward`, but chunk by chunk, and token by token those that products cannot do."""
+    """Compute what `backward` does, one chunk at a time; chunks whose decays leave the range go token by token."""
     member, chunking, carried = schedule.member, schedule.chunking, None
     for c, segment in reversed(schedule.single_chunks):
         scratch = thread_scratch(schedule.dtype)

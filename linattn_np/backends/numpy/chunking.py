@@ -48,7 +48,7 @@ class Chunking:
                 self.of_sequence(states, rows, s)[:] = after
 
     def scan_back(self, rows, first, decay, dh, dstates, read=None):
-        """The same for gradients, last chunk first; dh_c comes in holding what chunk c adds.
+        """Carry the state's gradient through the chunks, last chunk first; dh_c comes in holding what chunk c adds.
 
         dh_c += diag(decay_c) dh_{c+1} + read(c, dh_{c+1}). `dstates` holds the final states' gradients, receives the
         initial states'.

@@ -10,6 +10,11 @@ def loops(elements):
     return module() if elements >= LEAST_ELEMENTS else None
 
 
+def loops_at_hand(elements):
+    """`module()` where an earlier call has imported Numba already, else what `loops` decides for so many elements."""
+    return module() if module.cache_info().currsize else loops(elements)
+
+
 @cache
 def module():
     try:

@@ -53,6 +53,26 @@ def power_of(typing, shifted):
     return types.float32(types.float32), generate
 
 
+@intrinsic
+def float32_of_half(typing, bits):
+    """float32 of a float16's bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), SINGLE)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def half_of_float32(typing, x):
+    """The bits of the float16 that is nearest."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
 @njit(**IN_ORDER)
 def exp(x):
     """Within 2 units in the last place for x <= 88, and in vectors, as libm's is not: the polynomial of Cephes."""
@@ -152,7 +172,7 @@ def gather(x, first, count, to):
 
 @njit(**LOOP)
 def gather_numbers(x, first, count, to):
-    """The same of x [G, T]."""
+    """Copy a chunk's tokens of x [G, T]."""
     for row in range(x.shape[0] * count):
         to[row] = x[row // count, first + row % count]
 
@@ -318,6 +338,22 @@ def pull(q, do, m, l, own, keys, values, first_key, last_key, softcap, scale, dq
     return check == 0
 
 
+# -- casts ------------------------------------------------------------------------------------------------------------
+CASTS = bool(binding.get_host_cpu_features().get("f16c"))  # without, LLVM calls functions that may not be there
+
+
+@njit(nogil=True)
+def widen(bits, to):
+    for i in range(len(bits)):
+        to[i] = float32_of_half(bits[i])
+
+
+@njit(nogil=True)
+def narrow(x, bits):
+    for i in range(len(x)):
+        bits[i] = half_of_float32(x[i])
+
+
 # -- the gated family -------------------------------------------------------------------------------------------------
 @njit(**LOOP)
 def sums_from_middle(g, first, count, middle, c):
@@ -356,12 +392,9 @@ def spread(x, count, to):
 @njit(**LOOP)
 def chunks_of_row(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states):
     """`chunked.streamed` of one row, all of whose chunks are weak and finite; whether they are."""
-    K, V, chunk, bonus = (
-        q.shape[1],
-        v.shape[1],
-        -(-(table[:, 1] - table[:, 0]).max() // COLUMNS) * COLUMNS,
-        u.shape[0] > 0,
-    )
+    K, V, chunk, bonus = q.shape[1], v.shape[1], 0, u.shape[0] > 0
+    for n in range(table.shape[0]):
+        chunk = max(chunk, -(-(table[n, 1] - table[n, 0]) // COLUMNS) * COLUMNS)
     width = -(-K // COLUMNS) * COLUMNS
     c, E = np.zeros((chunk, g.shape[1]), single), np.zeros((chunk, K), single)
     queries, keys, turned = np.zeros((chunk, K), single), np.zeros((chunk, width), single), np.zeros((K, chunk), single)

@@ -6,6 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+from .casts import assign
+
 
 class Segment:
     """A run of the chunk table's rows; chunks do not cross sequences."""
@@ -40,7 +42,8 @@ class Segment:
         if packed is None:
             packed = np.empty((*x.shape[:2], self.count, self.chunk, x.shape[-1]), dtype)
             for chunks, rows, tokens in self.slices:
-                packed[:, :, chunks, rows] = x[:, :, tokens].reshape(packed[:, :, chunks, rows].shape)
+                to = packed[:, :, chunks, rows]
+                assign(to, x[:, :, tokens].reshape(to.shape))
             for chunk, filled in self.short:
                 packed[:, :, chunk, filled:] = 0
         return packed
@@ -48,7 +51,7 @@ class Segment:
     def unpack_into(self, out, packed):
         """Writes the real tokens of [B, H, n, C, D] to their places in out [B, H, T, D]."""
         for chunks, rows, tokens in self.slices:
-            out[:, :, tokens] = packed[:, :, chunks, rows].reshape(out[:, :, tokens].shape)
+            assign(out[:, :, tokens], packed[:, :, chunks, rows].reshape(out[:, :, tokens].shape))
 
     @cached_property
     def slices(self):

@@ -97,7 +97,7 @@ def triangle(size, dtype, k=0):
 
 @constant
 def from_middle(size, dtype):
-    """What makes of gates their sums from the middle token to each: of those after it, less those up to it."""
+    """The matrix whose product with a chunk's gates [T] is their cumulated sum less the sum up to the middle token."""
     sums = np.tri(size, dtype=dtype)
     return sums - sums[size // 2 - 1]
 
@@ -251,9 +251,11 @@ def gate_sums(of_query, of_key, read, stored, exclusive, scratch, dg):
 
 @constant
 def half_sums(size, dtype, exclusive):
-    """What makes a chunk's terms into its gates' gradients: those before a token, then those from it (or behind it) on.
+    """The matrices that sum a chunk's terms into its gates' gradients, one matrix for each half of the chunk's gates.
 
-    For the first half's gates [0] no term of the second half stands before, for the second's [1] the other way round.
+    Columns are the terms that count before a token, then those that count from the token on (`exclusive`: behind it).
+    Terms of the second half never count before the first half's tokens [0], nor those of the first half behind the
+    second's [1], so those columns are left out.
     """
     half, until, since = size // 2, np.tri(size, k=-1, dtype=dtype), np.tri(size, k=-int(exclusive), dtype=dtype).T
     return np.stack(

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from .by_token import is_finite, product_over
+from .casts import assign, cast
 from .cores import in_parallel, workers
 from .loop_choice import loops
 from .packing import row_blocks, thread_scratch
@@ -36,10 +37,10 @@ def vjp(problem, o):
     """((L,) or (), pull), o filled: the scores are computed again tile by tile."""
     attention, precise = Attention(problem), np.empty(o.shape, problem.compute_dtype)
     attention.forward(precise)
-    o[...] = precise
+    assign(o, precise)
 
     def pull(do, dht):
-        do = do.astype(precise.dtype)
+        do = cast(do, precise.dtype)
         own = np.vecdot(do, precise)
         return attention.backward(do, own - dht[0].astype(own.dtype) if dht else own), None
 
@@ -376,7 +377,7 @@ class Compiled:
         tasks = [(head, first) for first in reversed(firsts) for head in range(len(found))]
         done = in_parallel(task, *zip(*tasks), caller=True)
         if filled is not o:
-            o[...] = filled
+            assign(o, filled)
         return np.zeros(1, bool) if all(done) else ~np.isfinite(filled).all(-1)
 
     def count(self, group):
@@ -418,7 +419,7 @@ class Compiled:
 
 def multipliable(x, dtype):
     """x in `dtype`, its rows contiguous, which BLAS asks for."""
-    x = np.asarray(x, dtype)
+    x = cast(x, dtype)
     return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
 
 

@@ -178,6 +178,7 @@ class Model:
         cu_seqlens: Integers | None = None,
         slots: Integers | None = None,
         last: bool = False,
+        hidden: bool = False,
     ) -> tuple[Result, State]:
         """The logits of the next tokens, and the state after `tokens`.
 
@@ -198,10 +199,12 @@ class Model:
             The row of `state`, then a pool of any size, that each of the sequences has; all different.
         last : bool
             Logits after each sequence's last token alone.
+        hidden : bool
+            On the CPU, what the head makes logits of in their place: LN(x; ln_out).
 
         Returns
         -------
-        logits : float32 [B, T, V], or [N, V] with `last`
+        logits : float32 [B, T, V], or [N, V] with `last`; with `hidden` D for V
         state : State
 
         Raises
@@ -214,7 +217,8 @@ class Model:
         if state is None and slots is not None:
             self.version.refuse("slots needs a state to be rows of")
         state = self.initial_state(len(rows.first)) if state is None else self.updatable(state, rows)
-        logits = self.layers.logits(ids.ravel(), state, rows, last)
+        compute = self.layers.hidden if hidden else self.layers.logits
+        logits = compute(ids.ravel(), state, rows, last)
         return (logits if last else logits.reshape(*ids.shape, -1)), state
 
     def warm_up(self, batches: Integers = (1,), prompt: int = 64) -> None:

@@ -43,9 +43,9 @@ class NumbaLayers(NumpyLayers):
 
     def logits(self, tokens, state, rows, last):
         """[T, V], or [N, V] of each sequence's last token."""
-        board = Board()
         if not rows.single or self.dtype == "float32" and len(tokens) > FEW:
-            return self.run(self.pieces(self, rows, board), tokens, state, rows, last)
+            return super().logits(tokens, state, rows, last)
+        board = Board()
         x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
         own = [*map(np.ascontiguousarray, state.arrays)]  # for strided arrays Numba would compile the loop again
@@ -56,6 +56,9 @@ class NumbaLayers(NumpyLayers):
             if array is not new:
                 array[...] = new
         return logits
+
+    def pieces_for(self, rows):
+        return self.pieces(self, rows, Board())
 
     def __getstate__(self):
         """What copies and pickles take: all but the matrices' addresses."""

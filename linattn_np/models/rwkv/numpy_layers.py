@@ -51,7 +51,15 @@ class NumpyLayers:
 
     def logits(self, tokens, state, rows, last):
         """[T, V], or [N, V] of each sequence's last token."""
-        return self.run(self.pieces(self, rows), tokens, state, rows, last)
+        do = self.pieces_for(rows)
+        return do.multiply(self.whole.head, self.run(do, tokens, state, rows, last))
+
+    def hidden(self, tokens, state, rows, last):
+        """What the head reads, [T, D], or [N, D] of each sequence's last token."""
+        return self.run(self.pieces_for(rows), tokens, state, rows, last)
+
+    def pieces_for(self, rows):
+        return self.pieces(self, rows)
 
     def run(self, do, tokens, state, rows, last):
         whole = self.whole
@@ -59,7 +67,7 @@ class NumpyLayers:
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
             x = self.mixes.time_mix(do, layer, x, att_shift, wkv)
             x = self.mixes.channel_mix(do, layer, x, ffn_shift)
-        return do.multiply(whole.head, array_math.layer_norm(x[rows.last] if last else x, whole.ln_out, self.layer_eps))
+        return array_math.layer_norm(x[rows.last] if last else x, whole.ln_out, self.layer_eps)
 
 
 def loaded_array(version, weights, loaded, kept, field, weight, names):

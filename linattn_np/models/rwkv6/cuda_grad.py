@@ -76,8 +76,8 @@ def loss(weights, tokens, products, drop, recompute=False, cut=WHOLE):
 
 @dataclass(frozen=True)
 class Change:
-    """What joins the residual, before the next norm lets it: ``first``, "Gated" ``sigmoid(first) value``, or at the
-    beginning, "Embedded", the rows of a table. `site` tells one dropout from another.
+    """A change of the residual, added by the kernel of the next norm: ``first``, "Gated" ``sigmoid(first) value``, or
+    at the beginning, "Embedded", the rows of a table. `site` tells one dropout from another.
     """
 
     kind: str
@@ -455,7 +455,7 @@ class Step:
 
     # -- arrays and launches --
     def parts(self, n):
-        """What the blocks of a kernel have summed of n vectors."""
+        """The partial sums of n vectors, one of each block of a kernel."""
         return self.empty(self.blocks, n * self.D, dtype=FLOAT32)
 
     def sum(self, parts, first, rest=None):

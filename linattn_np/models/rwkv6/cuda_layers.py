@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...errors import NotSupported
 from ..devices import NotCopied
 from ..locks import Turns
 from ..rwkv.version import tuned
@@ -44,6 +45,9 @@ class CudaLayers(NotCopied):
             if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
                 slots = None  # all rows in their order need not be gathered, by a kernel of CuPy's
             return self.prompts_of(rows, last)(tokens, state, slots)
+
+    def hidden(self, tokens, state, rows, last):
+        raise NotSupported("RWKV6: hidden=True is for device 'cpu'; on 'cuda' a model gives logits")
 
     def steps_of(self, batch) -> Steps:
         """The steps for `batch` sequences."""

@@ -1,0 +1,58 @@
+"""Tells how well a model foresees a text: its loss and its perplexity. No torch.
+
+    linattn-np evaluate model.pth novel.txt
+    linattn-np evaluate model.pth novel.txt --adapter mine/adapter.safetensors --dtype int8
+
+The loss is in nats a token, the first not counted, and in bits a byte; the text is read from its beginning to its end.
+"""
+
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+
+from ..models import corpus
+from .blas_threads import blas_for
+from .generate import DTYPES, load, tokenizer_of
+from .terminal import add_device, add_tokenizer, bar, put, status, whole
+
+PIECE = 512  # tokens that are read at a time
+
+
+def declare(parser):
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face")
+    add("text", metavar="TEXT", help="any bytes, a .jsonl of texts, or a .bin of token ids with its .idx")
+    add("--adapter", metavar="FILE", help="a low-rank adapter, which is merged into the model while it is loaded")
+    add("--tokens", type=whole(2), help="of the text (default: all)")
+    add("--dtype", choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))), default="auto", help="of the matrices")
+    add_device(add)
+    add_tokenizer(add)
+
+
+def run(options):
+    options.model = Path(options.model)
+    model, _ = load(options)
+    tokenizer = tokenizer_of(options, model)
+    tokens = corpus.read(options.text, tokenizer)[: options.tokens].tolist()
+    if len(tokens) < 2:
+        raise ValueError(f"argument TEXT: has {len(tokens)} tokens, expected at least 2")
+    with blas_for(model.device, model.sizes):
+        nats = loss(model, tokens, options.text)
+    size = len(tokenizer.decode_bytes(tokens[1:]))
+    bits = f", {nats * (len(tokens) - 1) / log(2) / size:.4f} bits a byte" if size else ""
+    put(f"loss {nats:.4f} nats a token, perplexity {exp(nats):.4f}{bits}, on {len(tokens):,} tokens")
+
+
+def loss(model, tokens, what) -> float:
+    """Nats a token, the first not counted."""
+    state, total = None, 0.0
+    with status(f"reading {what} ...") as show:
+        for start in range(0, len(tokens) - 1, PIECE):
+            show(f"reading {what} {bar(start / len(tokens))}")
+            part = tokens[start : start + PIECE + 1]
+            logits, state = model.forward([part[:-1]], state)
+            logits = model.to_host(logits)[0].astype(np.float64)
+            logits -= logits.max(-1, keepdims=True)
+            total += (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), part[1:]]).sum()
+    return total / (len(tokens) - 1)

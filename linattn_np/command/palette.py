@@ -1,0 +1,41 @@
+"""The colours of all pictures, which are seen on white and on black: one for each library, and one for each operator
+where all lines are ours.
+"""
+
+INK, GRID = "#6e7781", "#6e778155"  # of words and axes, and of what lies behind
+OURS, FLA, TORCH, OTHER = "#0f86a5", "#d9822b", "#9a5fb4", "#5f9a4e"
+SOFTMAX, GLA, RWKV6, RETENTION = "#c2483d", OURS, "#74bfd3", "#3d6fb6"
+STYLE = {  # matplotlib's rcParams
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "axes.titlecolor": INK,
+    "axes.prop_cycle": f"cycler('color', {[OURS, FLA, TORCH, OTHER]})",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "savefig.transparent": True,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": GRID,
+    "legend.frameon": False,
+}
+
+
+def label_ends(axis, ends, gap=13):
+    """Names lines of a picture at their ends, of which no two names lie on each other.
+
+    ends : (name, colour, x, y) of each
+    gap : points between the middles of two names
+    """
+    axis.figure.draw_without_rendering()  # which says where the axes are
+    scale = axis.figure.dpi / 72
+    heights = [axis.transData.transform((x, y))[1] / scale for *_, x, y in ends]
+    place = -float("inf")
+    for height, (name, colour, x, y) in sorted(zip(heights, ends), key=lambda one: one[0]):
+        place = max(height, place + gap)
+        where = {"xytext": (9, place - height), "textcoords": "offset points", "va": "center"}
+        axis.annotate(name, (x, y), color=colour, fontsize=9, annotation_clip=False, **where)

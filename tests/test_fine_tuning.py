@@ -1,0 +1,250 @@
+"""Training that goes on from a model: gradients of adapters and states, files, and the commands."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from linattn_np import ContractError
+from linattn_np.__main__ import main
+from linattn_np.models import RWKV6, RWKV7, Bytes, State, corpus, load
+from linattn_np.models.checkpoint import CheckpointError
+from linattn_np.models.dropout import keep
+from linattn_np.models.fine_tuning import Base, LowRank, States, Whole
+from linattn_np.models.rwkv.adapters import merged
+from linattn_np.models.training import Settings, Training
+from linattn_np.models.training_products import HostProducts
+
+TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
+
+
+@pytest.fixture(params=[RWKV6, RWKV7], ids=lambda kind: kind.__name__)
+def base(request, rng):
+    layout = request.param.trainable(layers=2, width=16, head_size=8)
+    vector = layout.initial(0) + 0.1 * rng.standard_normal(layout.size).astype(np.float32)
+    return Base.of(layout.named(vector))
+
+
+def few(**changes):
+    return Settings(**{"layers": 2, "width": 16, "head_size": 8, "batch": 2, "context": 16, "steps": 3, **changes})
+
+
+@pytest.mark.parametrize("made", [lambda base: LowRank(base, 3, alpha=6), States], ids=["adapter", "state"])
+def test_gradients_are_finite_differences(made, base, rng):
+    kind, tokens = made(base), rng.integers(0, 256, (2, 10))
+    kind.vector = kind.vector.astype(np.float64)
+    layout = kind.trainable(2, 16, 8)
+    vector = layout.initial(0) + 0.1 * rng.standard_normal(layout.size)
+    direction, gradient = rng.standard_normal(layout.size), np.full(layout.size, np.nan)
+
+    def loss(vector):
+        return kind.loss(layout.tree(vector), tokens, HostProducts(), keep)
+
+    loss(vector)[1](layout.tree(gradient))
+    ends = [loss(vector + h * direction)[0] for h in (1e-6, -1e-6)]
+    assert gradient @ direction == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
+
+
+def test_a_new_adapter_and_a_new_state_are_the_model(base):
+    tokens = [list(b"It is a truth")]
+    wanted, _ = base.kind(base.weights).forward(tokens)
+    for kind in (Whole(base), LowRank(base, 2), States(base)):
+        layout = kind.trainable(2, 16, 8)
+        found, _ = base.kind(kind.model_weights(layout, layout.initial(1))).forward(tokens)
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_an_adapter_is_merged_as_it_was_trained(base, tmp_path):
+    kind = LowRank(base, 2, alpha=8)
+    training = Training(TEXT, few(lr=0.05), kind=kind)
+    for _ in range(3):
+        training.step()
+    training.save_model(tmp_path / "adapter.safetensors")
+    save_file(base.weights, tmp_path / "model.safetensors")
+    adapter, trained = (
+        load_file(tmp_path / "adapter.safetensors"),
+        kind.model_weights(training.layout, training.steps.weights),
+    )
+    assert adapter["blocks.1.att.key.lora_A"].shape == (2, 16) and adapter["lora_alpha"] == 8
+    peft = {f"base_model.model.{name}.weight": array for name, array in adapter.items() if name != "lora_alpha"}
+    for found in (
+        merged(base.kind, base.weights, adapter),
+        merged(base.kind, base.weights, peft, alpha=8),
+        load(tmp_path / "model.safetensors", dtype="float32", adapter=tmp_path / "adapter.safetensors"),
+    ):
+        if not isinstance(found, dict):
+            logits, _ = found.forward([[1, 2, 3]])
+            wanted, _ = base.kind(trained).forward([[1, 2, 3]])
+            np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5)
+            continue
+        for name, array in trained.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({}, "is empty"),
+        ({"blocks.0.att.key.lora_A": (2, 16)}, "has 'blocks.0.att.key.lora_A', expected lora_A and lora_B of matrices"),
+        ({"blocks.7.att.key.lora_A": (2, 16), "blocks.7.att.key.lora_B": (16, 2)}, "has 'blocks.7.att.key.lora_A'"),
+        ({"blocks.0.att.key.lora_A": (2, 8), "blocks.0.att.key.lora_B": (16, 2)}, r".*\(16, 16\) of two matrices"),
+        ({"blocks.0.att.key.lora_A": (3, 16), "blocks.0.att.key.lora_B": (16, 2)}, r".*\(16, 16\) of two matrices"),
+    ],
+    ids=range(5),
+)
+def test_adapters_that_fit_no_model_are_refused(change, complaint, base):
+    with pytest.raises(ContractError, match=f"the adapter {complaint}"):
+        merged(base.kind, base.weights, {name: np.zeros(shape, np.float32) for name, shape in change.items()})
+
+
+def test_a_base_that_cannot_be_trained_is_refused(base):
+    with pytest.raises(ContractError, match="matrices in 8 or 4 bits, expected the file that they were made from"):
+        Base.of(base.kind.quantise(base.weights, "int8"))
+    with pytest.raises(ContractError, match="norms have eps 0.001 and 0.064"):
+        Base.of(base.weights | {"norm_eps": np.array([1e-3, 64e-3])})
+    states = {f"blocks.{i}.att.time_state": np.zeros((2, 8, 8), np.float32) for i in range(2)}
+    with pytest.raises(ContractError, match="has a tuned time_state"):
+        Base.of(base.weights | states)
+
+
+# -- what is learnt ---------------------------------------------------------------------------------------------------
+def binidx(folder, tokens):
+    tokens = np.asarray(tokens, np.uint16)
+    (folder / "data.bin").write_bytes(tokens.tobytes())
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2)
+    sizes = struct.pack("<iqqq", len(tokens), 0, 0, 1)
+    (folder / "data.idx").write_bytes(head + sizes)
+    return folder / "data.bin"
+
+
+class Words(Bytes):
+    """Bytes, and an id that ends a text."""
+
+    end = 300
+
+    def __init__(self):
+        super().__init__()
+        self.tokens[self.end] = b""
+        self.size = 301
+
+
+def test_texts_json_lines_and_binidx(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "né"}) + "\n\n" + json.dumps({"text": "b", "more": 1}) + "\n")
+    assert corpus.read(tmp_path / "a.txt", Bytes()).tolist() == [97, 98, 255]
+    assert corpus.read(tmp_path / "a.jsonl", Bytes()).tolist() == [*"né".encode(), 10, 98, 10]
+    assert corpus.read(tmp_path / "a.jsonl", Words()).tolist() == [*"né".encode(), 300, 98, 300]
+    assert corpus.read(binidx(tmp_path, [5, 65535, 0]), Words()).tolist() == [5, 65535, 0]
+
+
+@pytest.mark.parametrize(
+    "name, content, complaint",
+    [
+        ("a.jsonl", b'{"text": 1}\n', "line 1 has the text 1, expected"),
+        ("a.jsonl", b"{", "line 1: "),
+        ("data.idx", b"MMIDIDX", "its .idx starts with"),
+        ("data.idx", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 7, 1, 2), "its .idx has the dtype 7"),
+        ("data.bin", b"123", "its .bin has 3 bytes, expected a multiple of 2"),
+    ],
+)
+def test_damaged_texts_are_refused(name, content, complaint, tmp_path):
+    binidx(tmp_path, [1])
+    (tmp_path / name).write_bytes(content)
+    path = tmp_path / name.replace(".idx", ".bin")
+    with pytest.raises(ContractError, match=f"{path}: {complaint}"):
+        corpus.read(path, Bytes())
+
+
+def test_tokens_beyond_the_vocabulary_are_refused():
+    with pytest.raises(ContractError, match="the text has token 300, but the vocabulary has 256 tokens"):
+        Training(np.full(999, 300), few())
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def command(base, tmp_path, capsys):
+    save_file(base.weights, tmp_path / "model.safetensors")
+    (tmp_path / "text").write_bytes(TEXT)
+
+    def run(name, *words):
+        try:
+            code = main([name, *map(str, words)])
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def train(tmp_path, *words):
+    where = ["--from", tmp_path / "model.safetensors", "--text", tmp_path / "text", "--out", tmp_path / "out"]
+    return ["train", *where, "--device", "cpu", "--context", 16, *words]
+
+
+def test_an_adapter_is_trained_extended_and_merged(command, base, tmp_path):
+    code, _, said = command(*train(tmp_path, "--lora", 2, "--steps", 2))
+    file = tmp_path / "out" / "adapter.safetensors"
+    generate = f"linattn-np generate --model {tmp_path / 'model.safetensors'} --adapter {file} 'The '"
+    assert code == 0 and said.splitlines()[-1] == f"wrote {file}. To write with it: {generate}"
+    code, _, said = command(*train(tmp_path, "--lora", 2, "--resume", "--steps", 4))
+    assert code == 0 and "step 4, " in said
+    model, whole = tmp_path / "model.safetensors", tmp_path / "whole.safetensors"
+    assert command("merge", "--model", model, "--adapter", file, "--out", whole)[0] == 0
+    how = ["--device", "cpu", "--dtype", "float32", "--temperature", 0, "--tokens", 5, "--prompt", "It"]
+    adapted = command("generate", "--model", model, "--adapter", file, *how)
+    assert adapted[:2] == command("generate", "--model", whole, *how)[:2] and adapted[0] == 0
+
+
+def test_a_state_is_trained_and_written_with(command, base, tmp_path):
+    code, _, said = command(*train(tmp_path, "--state", "--steps", 3, "--lr", 0.5))
+    file = tmp_path / "out" / "state.safetensors"
+    assert code == 0 and f"--load-state {file}" in said.splitlines()[-1]
+    tuned = load_file(file)
+    assert list(tuned) == [f"blocks.{i}.att.time_state" for i in range(2)]
+    wanted, _ = base.kind(base.weights | tuned).forward([[1, 2]])
+    model = base.kind(base.weights)
+    found, _ = model.forward([[1, 2]], model.on_device(State.load(file)))
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_all_weights_are_trained_from_a_model(command, base, tmp_path):
+    assert command(*train(tmp_path, "--steps", 2))[0] == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    moved = max(np.abs(found[name] - array).max() for name, array in base.weights.items())
+    assert found.keys() == base.weights.keys() and 0 < moved < 1e-3
+
+
+def test_evaluate_tells_the_loss(command, base, tmp_path):
+    (tmp_path / "short").write_bytes(TEXT[:600])
+    code, told, _ = command("evaluate", tmp_path / "model.safetensors", tmp_path / "short", "--device", "cpu")
+    logits = base.kind(base.weights).forward([list(TEXT[:599])])[0][0].astype(np.float64)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -logits[np.arange(599), list(TEXT[1:600])].mean()
+    wanted = f"loss {nats:.4f} nats a token, perplexity {np.exp(nats):.4f}, {nats / np.log(2):.4f} bits a byte"
+    assert code == 0 and told == f"{wanted}, on 600 tokens\n"
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["--layers", 2], "argument --layers: does not go with --from, whose model says it"),
+        (["--version", 7], "argument --version: does not go with --from"),
+        (["--lora", 2, "--state"], "not allowed with argument"),
+        (["--alpha", 2.0], "argument --alpha: goes with --lora only"),
+        (["--out", "."], None),
+    ],
+)
+def test_wrong_arguments_are_one_line(words, complaint, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, said = command(*train(tmp_path, "--steps", 1, *words))
+    complaint = complaint or "argument --from: is model.safetensors in --out, which the training would replace"
+    assert code == 2 and complaint in said.splitlines()[-1]
+
+
+def test_an_adapter_alone_is_no_model(base, tmp_path):
+    save_file({"blocks.0.att.key.lora_A": np.zeros((2, 16), np.float32)}, tmp_path / "adapter.safetensors")
+    with pytest.raises(CheckpointError, match="LoRA adapter that is not merged, expected .* linattn-np merge"):
+        load(tmp_path / "adapter.safetensors")
