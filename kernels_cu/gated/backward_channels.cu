@@ -649,6 +649,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             if (BEFORE) return {later.y + behind - keys.x, behind - keys.y};
             return {later.x + later.y + behind, later.y + behind};
           };
+          const float before = sums(from.x + from.y).before;
           float2& dg = passing[row].dg[at];
           if constexpr (M::SPLIT) {
             float2 pairs_pass = pass(near_queries[p], near);
@@ -664,7 +665,6 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           } else {
             dg = pass(from_queries[p], near);
           }
-          const float before = sums(from.x + from.y).before;
           dg = dg + float2{before, from.x + before};
         }
       }
