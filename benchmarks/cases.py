@@ -64,14 +64,14 @@ class Case:
             "K": self.D,
             "V": self.columns,
             "dtype": self.dtype,
-            "gate": self.gate if DECLARED[self.op].gates else None,
+            "gate": self.gate if DECLARED[self.op].decays else None,
             "sequences": self.sequences,
             "peer": peers.name(self.op),
         }
 
     def __str__(self):
         packed = f" in {self.sequences} sequences" * bool(self.sequences)
-        gate = f" {self.gate}" * bool(DECLARED[self.op].gates)
+        gate = f" {self.gate}" * bool(DECLARED[self.op].decays)
         wide = f"x{self.V}" if self.V else ""
         lies = "" if self.memory == "aligned" else f" {self.memory}"
         return (
@@ -141,7 +141,7 @@ def cases_of_cpu(quick):
     T = 512 if quick else 2048
     yield from (Case(op.name, 1, T, 8, 64, dtype="float32") for op in (*OPS, GLA_VALUE_GATE))
     for B in (1, 32):
-        yield from (Case(op, B, 1, 8, 64, dtype="float32") for op in ("gla_step", "rwkv6_step"))
+        yield from (Case(op.name, B, 1, 8, 64, dtype="float32") for op in STEPS)
 
 
 def lengths(count, tokens, shortest=24, longest=2048):

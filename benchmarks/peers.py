@@ -17,8 +17,12 @@ FUNCTIONS = {
     "simple_gla": ("simple_gla", "chunk_simple_gla"),
     "retention": ("retention", "chunk_retention"),
     "linear_attention": ("linear_attn", "chunk_linear_attn"),
+    "delta_rule": ("delta_rule", "chunk_delta_rule"),
+    "gated_delta_rule": ("gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("kda", "chunk_kda"),
+    "rwkv7": ("rwkv7", "chunk_rwkv7"),
 }
-MEANING = {"linear_attention": {"normalize": False}}  # what else makes its operator ours
+MEANING = {"linear_attention": {"normalize": False}, "rwkv7": {"scale": None}}  # what else makes its operator ours
 TUNED_HEAD, MOST = 128, 6  # the widest head whose gradients are tuned over all configurations; of others so many
 
 
@@ -94,7 +98,8 @@ class Call:
         self.step, self.keywords = case.step, {"scale": case.D**-0.5, **MEANING.get(case.op, {})}
         self.arrays = [self.in_its_layout(torch.from_dlpack(x)) for x in arrays.values()]
         if case.gate == "reset":
-            self.arrays[3] = self.arrays[3].clamp(min=-1e30)  # it takes no -inf
+            gate = next(n for n, name in enumerate(arrays) if name in ("g", "w"))
+            self.arrays[gate] = self.arrays[gate].clamp(min=-1e30)  # it takes no -inf
         if case.step:
             self.keywords |= {"initial_state": torch.from_dlpack(keywords["state"]).clone(), "output_final_state": True}
         if case.sequences:

@@ -45,6 +45,7 @@ from cases import DECLARED, DTYPES, Case, cases_of_cpu, cases_of_gpu, cases_of_p
 from devices import wall_ms
 
 import linattn_np
+from linattn_np.command.measuring import contracting
 from linattn_np.kernel_choice import KERNELS, choose_kernels
 
 ROOT = Path(__file__).parents[1]
@@ -68,10 +69,14 @@ def draw(case, xp, seed):
     for name, axes in DECLARED[case.op].arrays.items():
         shape = tuple(sizes[axis] for axis in axes.split())
         gate = name in ("g", "gv", "w") and rng
-        if case.step and gate:  # of one token: [B, H, K]
-            x = gates.draw(case.gate, rng, xp, (*shape[:2], 1, shape[2]))[:, :, 0]
+        if case.step and gate:  # of one token: [B, H, K], or [B, H]
+            x = gates.draw(case.gate, rng, xp, (*shape[:2], 1, *shape[2:]))[:, :, 0]
         else:
             x = gates.draw(case.gate, rng, xp, shape) if gate else normal(*shape)
+        arrays[name] = x
+    if rng:
+        arrays = contracting(arrays, xp)
+    for name, x in arrays.items():
         arrays[name] = laid(x.astype(np.float32 if name == "u" else dtype), case.memory, xp)
     keywords = dict(case.options)
     if case.step:
@@ -119,9 +124,7 @@ def bytes_moved(case, arrays, keywords):
 
 # -- the exact answer -------------------------------------------------------------------------------------------------
 def two_heads(x, host):
-    """[1, 2, ..] in float64: the first head of the first sequence and the last of the last; of u [H, K], [2, K]."""
-    if x.ndim == 2:
-        return np.stack([host(x[0]), host(x[-1])]).astype(np.float64)
+    """[1, 2, ..] in float64: the first head of the first sequence and the last of the last."""
     return np.stack([host(x[0, 0]), host(x[-1, -1])]).astype(np.float64)[None]
 
 
@@ -137,7 +140,10 @@ def exact(case, arrays, keywords, device):
         "do": lambda x: two_heads(x, device.host),
     }
     keywords = {name: of_two[name](x) for name, x in keywords.items() if name in of_two}
-    arrays = {name: two_heads(x, device.host) for name, x in arrays.items()}
+    arrays = {
+        name: device.host(x[[0, -1]]).astype(np.float64) if name == "u" else two_heads(x, device.host)
+        for name, x in arrays.items()
+    }
     if not case.step and doubles(device, case.op, case.backward):
         return by_recurrence(case, arrays, keywords, device.xp)
     return by_recurrence(case, arrays, keywords, np)

@@ -50,7 +50,7 @@ class Declaration:
     @property
     def decays(self) -> list[str]:
         """The names of the gates that are the log of a token's decay."""
-        return [name for name in self.gates if "T" in self.arrays[name].split() and name not in self.strengths]
+        return [name for name in self.gates if self.arrays[name].startswith("B") and name not in self.strengths]
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
         raise error(f"{self.name}: {argument} {complaint}")

@@ -41,7 +41,7 @@ def layout_warnings(problem) -> tuple[str, ...]:
 def gate_warnings(problem):
     """Warns of gates that look like decays: they are above 0 at every token that is read, and their sum overflows."""
     for name in problem.op.decays:
-        gate, T = problem.arrays[name], problem.sizes["T"]
+        gate, T = problem.arrays[name], problem.sizes.get("T", 1)
         if T > 1 and gate.size and float(gate[0, 0, T // 2, ...].flat[0]) > 0:
             some = gate[0, 0, :: -(-T // SAMPLES) | 1].astype(np.float64)  # odd: a pattern is seldom as long
             mean = some.mean()

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 
 from linattn_np.array_kinds import BFLOAT16
+from linattn_np.backends.cupy import delta_kernels as delta
 from linattn_np.backends.cupy import elementwise_kernels as passes
 from linattn_np.backends.cupy import (
     float64,
@@ -134,6 +135,17 @@ def scalar_decays():
 
 
 def delta_rules():
+    """On every card and on Hopper."""
+    for (T, G), rule in product([*GATES, (DOUBLE, DOUBLE)], (delta.GATED_DELTA, delta.KDA, delta.DPLR)):
+        for size in gated.CHANNELS:
+            for columns in delta.DeltaRecurrentForward.widths(T):
+                yield delta.DeltaRecurrentForward(rule, T, G, size, columns)
+            rooms = (LEAST_SHARED, MOST_SHARED)
+            yield from {delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms}
+            for S in FLOATS:
+                yield delta.DeltaStep(rule, T, G, S, size)
+    for T in FLOATS:
+        yield delta.DeltaSumParts(T)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
 

@@ -81,8 +81,7 @@ class Kernels(Backend):
     """What the CUDA kernels can do, wherever they run."""
 
     modes = {op.name: ("recurrent", "chunk", "staged") for op in OPS}
-    modes |= dict.fromkeys(["softmax_attention", *(op.name for op in DELTA_RULES)], ())
-    modes |= {GLA_VALUE_GATE.name: ("recurrent", "chunk")}
+    modes |= {op.name: ("recurrent", "chunk") for op in (GLA_VALUE_GATE, *DELTA_RULES)} | {"softmax_attention": ()}
     gradients = True
     rows = KERNEL_ROWS
     tokens_that_share_bits = {"chunk": 8}  # which meet in their middle

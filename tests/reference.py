@@ -34,13 +34,13 @@ def scattered(value, every):
 def spikes(rng, shape):
     """-40 at every 64th token."""
     g = logsigmoid(rng.standard_normal(shape))
-    g[:, :, 7::64] = -40
+    np.atleast_3d(g)[:, :, 7::64] = -40
     return g
 
 
 def by_channel(rng, shape):
     """Each channel its own strength, from none to a factor e**-30 a token."""
-    channels = rng.uniform(-6, 1.5, (*shape[:2], 1, *shape[3:]))
+    channels = rng.uniform(-6, 1.5, (*shape[:2], 1, *shape[3:])[: len(shape)])
     return -(10.0**channels) * rng.uniform(0.5, 1, shape)
 
 

@@ -9,7 +9,7 @@ judge. Prints how many calls there were; a kernel file that none of them launche
 
 import sys
 from functools import partial
-from itertools import chain, product
+from itertools import chain, cycle, product
 
 import numpy as np
 from reference import DECAYS, draw, draw_states
@@ -18,12 +18,31 @@ from test_delta_on_hopper import call as delta_call
 from test_delta_on_hopper import drawn as delta_tokens
 from test_training_kernels import SEEDS, adamw, model, on_device
 
-from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
+from linattn_np import (
+    delta_rule,
+    delta_rule_step,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    gla,
+    gla_step,
+    kda,
+    kda_step,
+    linear_attention,
+    rwkv6,
+    rwkv6_step,
+    rwkv7,
+    rwkv7_step,
+    simple_gla,
+    softmax_attention,
+    vjp,
+)
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import segments, source
 from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.declarations import (
+    DELTA_RULE_STEPS,
+    DELTA_RULES,
     GLA,
     GLA_STEP,
     GLA_VALUE_GATE,
@@ -41,6 +60,9 @@ from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 
 DOUBLE, HALF, SINGLE = (np.dtype(t) for t in (np.float64, np.float16, np.float32))
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
+RULES = delta_rule, gated_delta_rule, kda, rwkv7
+RULE_STEPS = delta_rule_step, gated_delta_rule_step, kda_step, rwkv7_step
+DELTA_DTYPES = SINGLE, BFLOAT16, DOUBLE, HALF
 PACKED = [0, 5, 5, 70, 133]
 GROWS = "grows"  # logsigmoid's gates, and growth that chunks compute another way
 TINY = "tiny"  # logsigmoid's gates; keys now and then of a size that float16 does not hold
@@ -226,7 +248,20 @@ def steps(rng, run):
             yield run(op, *draw(declared, rng, dict(zip("BHKV", sizes)), dtype), state, slots=slots)
 
 
-def delta_rules(rng, device):
+def delta_rules(rng, run, as_filled):
+    """Token by token, and steps."""
+    for op, declared, (K, V), dtype in zip(
+        RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
+    ):
+        arrays, _ = drawn(declared, rng, (1, 2, 37, K, V), dtype)
+        yield run(op, *arrays)
+        yield as_filled(run, backward, op, *arrays)
+    for op, declared, state_dtype in zip(RULE_STEPS, DELTA_RULE_STEPS, cycle((SINGLE, BFLOAT16)), strict=False):
+        state = rng.standard_normal((3, 2, 64, 70)).astype(state_dtype)
+        yield run(op, *draw(declared, rng, {"B": 2, "H": 2, "K": 64, "V": 70}, BFLOAT16), state, slots=[2, 0])
+
+
+def delta_rules_on_hopper(rng, device):
     for dtype, K, V in product((BFLOAT16, HALF), (64, 128), (64, 128)):
         kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), PACKED if V == 64 else None
         tokens = delta_tokens(rng, 1, 2, 4, 133, K, V, dtype, "some -inf", "alike", "sigmoid")
@@ -292,7 +327,8 @@ def calls(rng, run, as_older, as_filled, device):
         family(rng, run, as_filled),
         messages(rng, run, as_filled),
         steps(rng, run),
-        delta_rules(rng, device),
+        delta_rules(rng, run, as_filled),
+        delta_rules_on_hopper(rng, device),
         decoding(rng, device),
         prompts(rng, as_filled),
         trainings(rng, as_filled, device),

@@ -11,7 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from literal_operators import literal_delta_rule
 from reference import LIMITS
+
+from linattn_np.declarations import DELTA_RULES
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -286,6 +289,24 @@ def recurrence(q, k, v, g=None, u=None, *, scale, normalize=False, initial_state
     return torch.stack(outputs, 1), state
 
 
+def delta_rule(name):
+    """fla's function of this name, likewise."""
+    torch = sys.modules["torch"]
+
+    def scan(step, carry, tokens):
+        outputs = []
+        for token in zip(*tokens):
+            carry, o = step(carry, token)
+            outputs.append(o)
+        return carry, torch.stack(outputs)
+
+    def function(*arrays, scale):
+        o, state = literal_delta_rule(torch, scan, name, [x.transpose(1, 2) for x in arrays], ())
+        return o.transpose(1, 2), state
+
+    return function
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """torch, and fla's functions by what they mean."""
@@ -296,7 +317,8 @@ def installed(monkeypatch):
 
     ops = ModuleType("fla.ops")
     for module, name in run.peers.FUNCTIONS.values():
-        function = retention if module == "retention" else recurrence
+        of_delta_rule = module in (op.name for op in DELTA_RULES)
+        function = delta_rule(module) if of_delta_rule else retention if module == "retention" else recurrence
         setattr(ops, module, SimpleNamespace(**vars(getattr(ops, module, SimpleNamespace())), **{name: function}))
     package = ModuleType("fla")
     package.ops = ops

@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 from reference import GATES, LIMITS, assert_close, double, draw, exact, guarded, same_bits
 
-from linattn_np import gla, gla_step, rwkv6, rwkv6_step
+import linattn_np
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.declarations import GLA, GLA_STEP, RWKV6, RWKV6_STEP
+from linattn_np.declarations import DELTA_RULES, GLA, RWKV6
+from linattn_np.declarations import STEPS as STEP_OPS
 
-STEPS = {"gla": (GLA_STEP, gla_step, GLA, gla), "rwkv6": (RWKV6_STEP, rwkv6_step, RWKV6, rwkv6)}
+STEPS = {
+    op.name: (step, getattr(linattn_np, step.name), op, getattr(linattn_np, op.name))
+    for step, op in zip(STEP_OPS, (GLA, RWKV6, *DELTA_RULES), strict=True)
+}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": BFLOAT16}
 SHAPES = {
     "B1": (1, 2, 16, 16),
@@ -159,9 +163,9 @@ def test_a_decode_loop_equals_one_call(backend, op, rng):
     there = [backend.asarray(x) for x in arrays]
     o, final = backend.run(function, *there, output_final_state=True)
     start = T - 4
-    _, state = backend.run(function, *(x[:, :, :start] if x.ndim == 4 else x for x in there), output_final_state=True)
+    _, state = backend.run(function, *(x[:, :, :start] if x.ndim > 2 else x for x in there), output_final_state=True)
     for t in range(start, T):
-        token = [x[:, :, t] if x.ndim == 4 else x for x in there]
+        token = [x[:, :, t] if x.ndim > 2 else x for x in there]
         o_t = backend.run(step, *token, state)
         assert_close(f"token {t}", backend.tohost(o_t), backend.tohost(o)[:, :, t], np.float32)
     assert_close("state", backend.tohost(state), backend.tohost(final), np.float32)

@@ -18,3 +18,6 @@ template <> __device__ __forceinline__ double from_real<double>(double x) { retu
 
 // exp of a gate.
 __device__ __forceinline__ double decay_of(double gate) { return exp(gate); }
+
+// 1 / sqrt(x).
+__device__ __forceinline__ double inverse_root(double x) { return 1. / sqrt(x); }

@@ -92,15 +92,29 @@ def chosen(name):
 def drawn(device, op, **sizes) -> list:
     """Arrays for a call of a declared operator: gates as logsigmoid makes them, a bonus in float32."""
     rng = device.xp.random.default_rng(0)
-    normal = partial(rng.standard_normal, dtype=np.float32)
-    arrays = []
+    normal, arrays = partial(rng.standard_normal, dtype=np.float32), {}
     for name, axes in op.arrays.items():
-        shape = tuple(sizes[axis] for axis in axes.split())
-        x = normal(shape)
-        if name == "u":
-            arrays.append(x)
-        else:
-            arrays.append((-device.xp.log1p(device.xp.exp(-x)) if name in op.gates else x).astype(device.dtype))
+        x = normal(tuple(sizes[axis] for axis in axes.split()))
+        arrays[name] = -device.xp.log1p(device.xp.exp(-x)) if name in op.decays else x
+    found = contracting(arrays, device.xp)
+    return [x if name == "u" else x.astype(device.dtype) for name, x in found.items()]
+
+
+def contracting(arrays, xp):
+    """The arrays of a call by name: those of a delta rule so that no token enlarges its state, as models have them.
+    Keys have length 1, and strengths lie between 0 and 1."""
+
+    def unit(x):
+        return x / xp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def share(x):
+        return 1 / (1 + xp.exp(-x))
+
+    if "beta" in arrays:
+        return arrays | {"k": unit(arrays["k"]), "beta": share(arrays["beta"])}
+    if "b" in arrays:
+        removed = unit(arrays["a"])
+        return arrays | {"a": -removed, "b": removed * share(arrays["b"])}
     return arrays
 
 

@@ -8,14 +8,13 @@
 // grid      a block for every (sequence, head of v, BV columns of V), columns side by side, sequence slowest
 // roles     a warpgroup for every 64 columns, with their state transposed in its registers, multiplies by it; one makes
 //           B, W and Z, and beside W the scores A and M of the chunk after the next; of another one a warp moves
-//           chunks, one sums up gates, and two invert I + diag(beta) M, every other chunk each
+//           chunks, one multiplies decays, and two invert I + diag(beta) M, every other chunk each
 // smem      scalar_forward_storage.cuh, which names the barriers, too
 // barriers  named 1: the makers among each other
 // numerics  products of T in float32: tokens as they came; S as it is read, W, X and Z rounded once; A, B and N the sum
 //           of two numbers. |W_i| <= scale |q_i| and |Z_j| <= beta_j |k_j| while gates are <= 0 and beta |k|^2 <= 2,
 //           whatever the keys: no large numbers cancel. N by substitution in float32 within 16 tokens.
-//           Decays are powers of sums of the gates that lie between, never of differences of such sums: any gate is
-//           exact
+//           Decays are products of those of the tokens that lie between, never quotients: any gate is exact
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10; the chunk's form is the WY representation multiplied out
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_forward_storage.cuh"
@@ -76,7 +75,7 @@ __device__ __forceinline__ int place_of_right(int lane) {
 // The same of a matrix at (row, column), multiples of 16; what rounding left over has column + 32.
 __device__ __forceinline__ int moved(int place, int row, int column) { return (place ^ 2 * column) + 128 * row; }
 
-// ---- a warp that sums up gates ------------------------------------------------------------------------------------
+// ---- a warp that multiplies decays ----------------------------------------------------------------------------------
 
 // Numbers of the tokens `lane`, 32 + lane, ... of AHEAD chunks, as they are in memory: nothing waits for them yet.
 struct Numbers {
@@ -93,10 +92,8 @@ struct Numbers {
         bits[n] = wide ? static_cast<const u32*>(from.p)[place] : static_cast<const u16*>(from.p)[place];
     }
   }
-  template <typename T>
-  __device__ __forceinline__ void put(float (&to)[AHEAD][CHUNK], bool wide, int lane, float by, T) const {
-#pragma unroll
-    for (int n = 0; n < AHEAD; ++n) to[n][lane] = by * (wide ? __uint_as_float(bits[n]) : to_float(T{u16(bits[n])}));
+  template <typename T> __device__ __forceinline__ float number(int n, bool wide, T) const {
+    return wide ? __uint_as_float(bits[n]) : to_float(T{u16(bits[n])});
   }
 };
 
@@ -125,7 +122,7 @@ __device__ __forceinline__ float inverse_length(T (&rows)[PANELS][2 * CHUNK][64]
 }
 
 template <class S>
-__device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args, const WorkTile& at) {
+__device__ __forceinline__ void multiply_decays(S& s, const Args<typename S::T>& args, const WorkTile& at) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31;
   const bool wide[2] = {args.wide_gate != 0, args.wide_beta != 0};
@@ -137,7 +134,11 @@ __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args,
     if (chunk % AHEAD == 0) {
       const int next = (chunk + AHEAD) * CHUNK + lane;
       __syncwarp();  // the last ones have been read
-      g.put(s.next.g, wide[0], lane, LOG2E, T{}), beta.put(s.next.beta, wide[1], lane, 1.f, T{});
+#pragma unroll
+      for (int n = 0; n < AHEAD; ++n) {
+        s.next.decay[n][lane] = decay_of(g.number(n, wide[0], T{}));
+        s.next.beta[n][lane] = beta.number(n, wide[1], T{});
+      }
       g.read(args.g, wide[0], at, next, T{}), beta.read(args.beta, wide[1], at, next, T{});
       __syncwarp();
     }
@@ -151,32 +152,35 @@ __device__ __forceinline__ void sum_gates(S& s, const Args<typename S::T>& args,
       fence_async();  // the rows have been read before others come in their place
     }
     to.query[lane] = query, to.key[lane] = key;
-    char* to_decay = reinterpret_cast<char*>(s.stages[turn.stage].decay);
-    const float* const gates = s.next.g[chunk % AHEAD];
-    float sum = __uint_as_float(0xff800000u);  // of the gates behind this lane's token: nothing before it
-#pragma unroll 1
-    for (int i = 0, left = lane; i < CHUNK; i += 8, left -= 8, to_decay += 8 * 128)
+    auto& decay = s.stages[turn.stage].decay;
+    const float* const decays = s.next.decay[chunk % AHEAD];
+    const int place = swizzled_offset(lane, 0);  // of this lane's query
+    float product = 0.f, last = 1.f;             // of decays from behind a key on: nothing behind the query
+#pragma unroll 2
+    for (int piece = 7; piece >= 0; --piece) {
+      const float4 four = *reinterpret_cast<const float4*>(decays + 4 * piece);
+      const float its[4] = {four.x, four.y, four.z, four.w};
+      float by_key[4];
 #pragma unroll
-      for (int m = 0; m < 8; m += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(gates + i + m);
-        const float its[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          sum = left == m + n ? 0.f : sum + its[n];
-          *reinterpret_cast<float*>(to_decay + (m + n) * 128 + (4 * lane ^ 16 * (m + n))) =
-              key * exp2_approx(sum);  // swizzled
-        }
+      for (int m = 3; m >= 0; --m) {
+        product = lane == 4 * piece + m ? 1.f : product * last;
+        by_key[m] = product, last = its[m];
       }
-    float until = gates[lane];  // of those up to it
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, until, distance);
-      if (lane >= distance) until += other;
+      *reinterpret_cast<float4*>(at_offset(decay, place ^ 16 * piece)) = {by_key[0], by_key[1], by_key[2], by_key[3]};
     }
-    const float start = exp2_approx(until);
-    to.read[lane] = to.query[lane] * start, to.start[lane] = key * start;
-    to.end[lane] = key * exp2_approx(sum), to.beta[lane] = s.next.beta[chunk % AHEAD][lane];
+    if (args.normalized)
+#pragma unroll 1
+      for (int piece = 0; piece < 8; ++piece) {
+        const float4 keys = *reinterpret_cast<const float4*>(to.key + 4 * piece);
+        float4& its = *reinterpret_cast<float4*>(at_offset(decay, place ^ 16 * piece));
+        its = {its.x * keys.x, its.y * keys.y, its.z * keys.z, its.w * keys.w};
+      }
+    const float start = product * last;
+    to.read[lane] = to.query[lane] * start, to.start[lane] = to.key[lane] * start;
+    to.beta[lane] = s.next.beta[chunk % AHEAD][lane];
     if (lane == 31) to.all = start;
+    __syncwarp();
+    to.end[lane] = swizzled(decay[0], CHUNK - 1, lane / 4)[lane % 4];
     warp_arrive(s.gated[turn.stage]);
   }
 }
@@ -622,7 +626,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
     registers_down<Own::OTHER>();
     const int warp = threadIdx.x / 32 % 4;
     if (warp == 0) move(s, args, at, column);
-    else if (warp == 1) sum_gates(s, args, at);
+    else if (warp == 1) multiply_decays(s, args, at);
     else solve(s, at.tokens, warp - 2);
   }
 }

@@ -53,10 +53,10 @@ struct alignas(16) Gates {
   alignas(16) float all;            // decay of the chunk
 };
 
-// Gates as logarithms to the base 2, and beta, of the next chunks.
+// Of the next chunks.
 constexpr int AHEAD = 4;
 struct alignas(16) Next {
-  float g[AHEAD][CHUNK], beta[AHEAD][CHUNK];
+  float decay[AHEAD][CHUNK], beta[AHEAD][CHUNK];
 };
 
 template <typename Numbers, int CHANNELS, int COLUMNS> struct Shared {

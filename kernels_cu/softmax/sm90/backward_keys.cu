@@ -184,13 +184,19 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[slot], own, at);
     leaving = lane == 0;
   };
-  // p, and the product of dv, under which ds is made; `begun`: dv has something of this tile of keys.
-  auto end_step = [&](bool begun) {
+  // The product of dv, and ds under it. `begun`: dv has something of this tile of keys.
+  auto add_values = [&](bool begun) {
+    if (D == 128) wgmma_wait<0>();  // there are registers for p when those of ds are free
     round(p, st);
     if (CAPPED) each_column([&](int n, float L, float) { st[n] *= slope_of_cap(st[n], L, scale); });
     add(dv, p, s.g[r.at][0], begun);
+    wgmma_wait<1>();
+    wgmma_keep(dp);
+  };
+  auto end_step = [&] {
     differ();
     round(ds, dp);
+    wgmma_keep(ds);
     before_next_copy();  // this warp has read the statistics; the wait stays behind what is above
     wgmma_wait<0>();
     wgmma_keep(dv);
@@ -204,9 +210,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   wgmma_wait<1>();
   wgmma_keep(st);
   weigh();
-  wgmma_wait<0>();
-  wgmma_keep(dp);
-  end_step(false);
+  add_values(false);
+  end_step();
   int before = r.at;   // the stage whose queries are still to be multiplied
   bool begun = false;  // dk has something of its tile of keys
   while (true) {       // products under way across a loop's end would be serialised: what is to overlap are operands
@@ -231,13 +236,16 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     wgmma_wait<2>();
     wgmma_keep(st);
     weigh();
-    wgmma_wait<0>();
-    wgmma_keep(dp);
+    if (fresh) {
+      wgmma_wait<0>();
+      wgmma_keep(dk);
+      finish(kv.at ^ 1);
+    }
+    add_values(!fresh);
     wgmma_keep(dk);
     leave(s.q_empty[before]);
     before = r.at;
-    if (fresh) finish(kv.at ^ 1);
-    end_step(!fresh);
+    end_step();
     begun = !fresh;
   }
   add(dk, ds, s.q[before][0], begun);

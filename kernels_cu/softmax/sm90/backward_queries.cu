@@ -169,6 +169,12 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     for (int n = 0; n < KEYS / 16; ++n) wgmma<T, D, true>(dq, ds[n], kt + n * (16 * 128 / 16), n > 0 || begun);
     wgmma_commit();
   };
+  // Call it behind a branch on what is to be computed under the product: the assembler moves a wait to the beginning of
+  // its basic block.
+  auto end_adding = [&] {
+    wgmma_wait<0>();
+    wgmma_keep(dq);
+  };
   auto weigh = [&] {
     if (CAPPED) {
 #pragma unroll
@@ -236,18 +242,19 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     leave(s.v_empty[v.at]);
     v.next();
     differ();
-    wgmma_wait<0>();
-    wgmma_keep(dq);
+    wgmma_keep(p);  // else it is made behind the wait
+    if (fresh) {
+      end_adding();
+      finish(s.works[parity]);
+    } else end_adding();
     leave(s.k_empty[before]);
     before = k.at;
     k.next();
-    if (fresh) finish(s.works[parity]);
     begun = !fresh;
     round();
   }
   add(before, begun);
-  wgmma_wait<0>();
-  wgmma_keep(dq);
+  end_adding();
   finish(s.works[parity]);
   if (lane == 0) tensor_store_wait();
 }

@@ -17,6 +17,8 @@ import sys
 from functools import cache
 
 from ...declarations import (
+    DELTA_RULE_STEPS,
+    DELTA_RULES,
     GATED,
     GATED_STEPS,
     GLA_VALUE_GATE,
@@ -28,7 +30,7 @@ from ...declarations import (
     STAGES,
 )
 from ...kernel_choice import portable
-from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
+from . import delta, delta_step, execute, gated, scalar_decay, softmax, stages, step, value_gate
 from .device import LEAST_CAPABILITY, CupyDevice
 from .plan import Plan, contiguous
 
@@ -38,6 +40,8 @@ PLANNERS = (
     | dict.fromkeys((SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, NORMALIZED), scalar_decay)
     | dict.fromkeys(GATED_STEPS, step)
     | dict.fromkeys(STAGES, stages)
+    | dict.fromkeys(DELTA_RULES, delta)
+    | dict.fromkeys(DELTA_RULE_STEPS, delta_step)
     | {GLA_VALUE_GATE: value_gate}
 )
 DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)

@@ -16,16 +16,16 @@ from .kernel import HALF, INT8, ModelKernel
 from .plan import Draft, TensorMap, ceil_div
 
 FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
-WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`: `Matvec` leaves no parts, `BatchProduct` adds to
-# nothing
+# The products' `Finish`. `Matvec` has no PARTS, `BatchProduct` no ADD.
+WRITE, ADD, RELU_SQUARED, PARTS = range(4)
 PRODUCTS = 5  # in one launch
 PRODUCT = members("pointers w x y, integers M finish")
 
 
 class Matvec(ModelKernel):
     file = "rwkv6/matvec"
-    ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
-    COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
+    ROWS: ClassVar[int] = 16  # rows of a weight in a block: one side of a tensor-core tile
+    COLUMNS: ClassVar[int] = 8  # sequences at most: the tile's other side
     THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
     arguments = (*structs("products", PRODUCTS, PRODUCT), *members("integers B K"))
     shared = ("Shared<{THREADS_A_BLOCK}>",)
@@ -34,8 +34,8 @@ class Matvec(ModelKernel):
 
     @classmethod
     def fitting(cls, dtype, blocks, device):
-        """Few blocks take many threads, so that every multiprocessor has about 1024 at work; many blocks take few,
-        so that they end one by one."""
+        """The kernel with so many threads a block that a multiprocessor has about 1,024; with many blocks the fewest,
+        so that blocks end one after the other."""
         most = device.multiprocessors * 1024
         return cls(dtype, max((size for size in cls.THREADS if size * blocks <= most), default=cls.THREADS[0]))
 
@@ -54,7 +54,7 @@ SWIZZLED = 128  # bytes of K in a box of weights or of vectors
 
 
 def stacked(products, rows, vectors) -> list[dict]:
-    """Stacks of products (w, scales, x, y, finish), which come in boxes of so many rows of w or vectors of x."""
+    """The kernels' stacks of products (w, scales, x, y, finish), copied in boxes of `rows` of w and `vectors` of x."""
 
     def boxes(array, many, heads=1):
         return TensorMap(array, SWIZZLED // array.dtype.itemsize, many, True, heads)
@@ -75,14 +75,14 @@ def stacked(products, rows, vectors) -> list[dict]:
 
 
 class BatchProduct(ModelKernel):
-    """Weights in half precision or int8 by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of
-    K."""
+    """Products of half-precision or int8 weights and the vectors of a batch. `SPLIT` blocks compute a tile together,
+    each a part of K."""
 
     file = "rwkv6/batch_product"
-    # Of weights, and of vectors with 64 of K, by how many vectors a block has. Where warpgroups share rows, one of
-    # weights less and four of vectors more.
+    # Stages of weights, and of vectors with 64 of K, by the vectors of a block. If two warpgroups have the same rows, a
+    # block has one stage of weights less and four of vectors more.
     STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
-    EXACT: ClassVar[int] = 8  # vectors at most that come in `FLOAT_TERMS`, as floats
+    EXACT: ClassVar[int] = 8  # vectors at most that are given as `FLOAT_TERMS` terms
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     FEW_ROWS: ClassVar[int] = 256
     DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)
@@ -90,21 +90,21 @@ class BatchProduct(ModelKernel):
     arguments = (*structs("stacks", STACKS, STACK), *members("integers B K"))
     shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
     arch, threads = "sm_90a", 320
-    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # the same where a block has a multiprocessor almost for itself
-    DEEP_COLUMNS: ClassVar[int] = 16  # at most
-    DEEP_STEP: ClassVar[int] = 512  # of K at most, of a cluster's blocks together
-    SHARED: ClassVar[range] = range(6, 17)  # vectors where warpgroups share rows, and K is split less
+    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # stages if a block has a multiprocessor almost for itself
+    DEEP_COLUMNS: ClassVar[int] = 16  # vectors at most of a block with `DEEP_STAGES`
+    DEEP_STEP: ClassVar[int] = 512  # columns of K at most that its cluster multiplies in a step
+    SHARED: ClassVar[range] = range(6, 17)  # numbers of vectors for which ROWS = 64 is considered
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
     DEEP: bool = False
-    ROWS: int = 128  # of a weight: 64 for each of two warpgroups, or 64 for both, which share K then
+    ROWS: int = 128  # of a weight: 64 for each of two warpgroups; or 64 in all, and each warpgroup half of a step's K
 
     @classmethod
     def fitting(cls, dtype, B, K, rows, device, early=False) -> BatchProduct | None:
         """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster.
 
-        `early`: whether its weights can come while small kernels before it run.
+        `early`: whether small kernels run before it, while which it can copy weights already.
         """
         few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
         if device.capability != 90 or dtype not in cls.DTYPES or B > cls.MOST and not few_rows:
@@ -124,13 +124,13 @@ class BatchProduct(ModelKernel):
 
     @property
     def may_be_deep(self) -> bool:
-        """Whether its blocks can be few enough. What comes `early` has four times as many rows as it has of K, and more
-        of K than half of the cluster's step, or the split would be less."""
+        """Whether some `early` product has few enough blocks for `DEEP_STAGES`. Such a product has four times as many
+        rows as columns, and more columns than half of a cluster's step (else K would be split less)."""
         return self.COLUMNS <= self.DEEP_COLUMNS and self.depth * self.SPLIT <= self.DEEP_STEP
 
     def steps(self, B, K, rows, device) -> float:
-        """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
-        the memory's rate, so that it counts how many there are in all."""
+        """The cost: steps that a multiprocessor takes one after the other, with 4 for a block's beginning and end. Two
+        blocks of a multiprocessor share its part of the memory's rate, so only the total of blocks counts."""
         waves = max(1.0, self.blocks(B, rows) / device.multiprocessors)
         return waves * (ceil_div(K, self.depth * self.SPLIT) + 4)
 
@@ -150,7 +150,7 @@ class BatchProduct(ModelKernel):
 
     @property
     def shares(self) -> int:
-        """How many warpgroups have the same rows and share K."""
+        """The number of warpgroups that have the same rows, each with its share of K."""
         return 128 // self.ROWS
 
     @property
@@ -173,7 +173,8 @@ class BatchProduct(ModelKernel):
 
 
 class FewRowsProduct(ModelKernel):
-    """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
+    """A product of few rows with up to eight vectors in terms, left in parts. Its blocks are small,
+    so that the next kernel's fit beside them."""
 
     file = "rwkv6/few_rows_product"
     arguments = members("pointers w scales x y, integers B K M")
@@ -192,21 +193,22 @@ class FewRowsProduct(ModelKernel):
 
 
 class WideProduct(ModelKernel):
-    """The same without splits of K that blocks join, for more vectors: a block has `ROWS` rows, and `GROUPS`
-    warpgroups with 64 vectors each. Two blocks, `HALVES`, share weights."""
+    """Products of half-precision weights with at least `LEAST` vectors: a block has `ROWS` rows, and `GROUPS`
+    warpgroups with 64 vectors each. `HALVES` = 2 blocks of a cluster share the copies of weights. A split of K leaves
+    parts."""
 
     file = "rwkv6/wide_product"
-    # Stages of weights and of vectors, by vectors, then rows, halves and groups: with one of these numbers of rows a
-    # model's products fill one wave.
+    # By the most vectors, then (rows, halves, groups): stages of weights and of vectors. With one of these numbers of
+    # rows the blocks of a model's product fill one wave.
     SHAPES: ClassVar[dict[int, dict]] = {
         64: {(64, 1, 1): (8, 6), (72, 1, 1): (7, 6)},
         256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
     }
-    DEEP_STAGES: ClassVar[dict[int, tuple[int, int]]] = {64: (9, 6), 72: (8, 6)}  # the same by rows, where early
-    LEAST: ClassVar[int] = 56  # vectors; with fewer its tiles are too empty to pay
-    DEPTH: ClassVar[int] = 64  # of K a step
+    DEEP_STAGES: ClassVar[dict[int, tuple[int, int]]] = {64: (9, 6), 72: (8, 6)}  # by rows, if `early`
+    LEAST: ClassVar[int] = 56  # vectors; with fewer too much of its tiles is empty
+    DEPTH: ClassVar[int] = 64  # columns of K in a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
-    WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
+    WAVES: ClassVar[int] = 2  # at most; beyond, BatchProduct's and cuBLAS's tiles of more rows are faster
     arguments = (*structs("stacks", STACKS, STACK), *members("integers B K parts"))
     shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
     arch = "sm_90a"
@@ -238,8 +240,8 @@ class WideProduct(ModelKernel):
         return None if blocks > cls.WAVES * device.multiprocessors else (replace(kernel, DEEP=deep), parts)
 
     def steps(self, B, K, rows, parts, device) -> float:
-        """That a multiprocessor takes in turn, of 64 or 128 rows: a block's beginning and end and the reader of parts
-        among them."""
+        """The cost: steps of 64 or 128 rows that a multiprocessor takes one after the other, with 4 for a block's
+        beginning and end, and half of one for each part that the next kernel reads."""
         waves = self.blocks(B, rows, parts) / device.multiprocessors
         waves = max(1.0, waves) if self.HALVES == 1 else ceil(waves)  # two blocks may share a multiprocessor, or not
         return waves * (ceil_div(K, self.DEPTH * parts) * self.ROWS / (64 * self.HALVES) + 4) + parts / 2

@@ -9,7 +9,7 @@ import numpy as np
 from .arguments import members
 from .gated_kernels import read_order
 from .kernel import DOUBLE, FLOATS, GatedKernel, no_kernels
-from .plan import Draft, ceil_div, has_rows
+from .plan import Draft, aligned16, ceil_div, has_rows
 
 
 class RecurrentStep(GatedKernel):
@@ -65,8 +65,7 @@ def plan(problem, device):
         more = {"u": draft.plain(problem.arrays.get("u"), "u", DOUBLE)}
     else:
         kernel = RecurrentStep(*instance)
-        pieces = not any(x % 16 for x in (V * state.dtype.itemsize, state.start, *state.strides[:-1]))
-        more = {"u": draft.bonus(problem), "pieces": pieces}
+        more = {"u": draft.bonus(problem), "pieces": aligned16(state)}
     draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **both, **more, scale=problem.scale)
     return draft.plan(draft.give_back(problem, o), tiles={"BV": kernel.BV})
 

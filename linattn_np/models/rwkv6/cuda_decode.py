@@ -1,9 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
-Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards one launch has
-all layers of one sequence. Otherwise a layer is nine launches. cuBLAS multiplies
-beyond eight sequences on other cards, and on Hopper beyond 256 (int8: 128). All arrays of a step are allocated once,
-and a step neither allocates nor waits, so a CUDA graph can hold it.
+For up to eight sequences a step reads each weight once and multiplies it by vectors of float32's precision. On Hopper
+one launch computes all layers of a single sequence; otherwise a layer takes nine launches. cuBLAS computes the products
+of more than eight sequences on other cards, and of more than 256 on Hopper (int8: 128). All arrays of a step are
+allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ class CudaDecoder(NotCopied):
 
     A decoder has one caller at a time, on one stream; `RWKV6` has any number of them.
 
-    Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
-    are float32; one launch of all layers hands numbers on without their last bit, unless weights are float32. Only
-    beyond eight sequences the inputs of a product are rounded to `dtype`, and beside int8 to bfloat16. int8 has a scale
-    for every row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The embedding and the second
-    matrices of low rank are bfloat16 then.
+    Matrices are kept in `dtype`; norms, mixes, decay and bonus in float32. Sums, and numbers that one kernel writes for
+    the next, are float32; the single launch of all layers drops their last bit, unless weights are float32. With more
+    than eight sequences the vectors of a product are rounded to `dtype` (int8: to bfloat16). An int8 matrix has a scale
+    for every row; with more than 128 sequences the scaled rows are rounded to bfloat16. Beside int8 matrices the
+    embedding and the second matrices of low rank are bfloat16.
 
     Parameters
     ----------
     weights : mapping from official names to arrays, on the host or on the device
     dtype : float32, float16, bfloat16 or int8
-        Of the weights on the device.
+        The dtype of the matrices on the device.
     batch : int
-        B, the sequences that every step advances.
+        B, the number of sequences that every step advances.
     device
-        What allocates and launches; the current CUDA device by default.
+        The device that allocates and launches; the current CUDA device by default.
     loaded : function of an array of `weights`
-        Called with each that is on the device.
+        Called with each array once it has been copied to the device.
     state_dtype : float32, bfloat16 or float16
-        Of the recurrent state, which is rounded after every token.
+        The dtype to which the recurrent state is rounded after every token.
 
     Raises
     ------
@@ -120,7 +120,7 @@ class CudaDecoder(NotCopied):
         return other
 
     def make_room(self, batch):
-        """The arrays of a step of `batch` sequences."""
+        """Allocate the arrays of a step of `batch` sequences and choose how products are computed."""
 
         def buffer(*shape, dtype=FLOAT32):
             return self.device.empty(shape, dtype)
@@ -161,8 +161,8 @@ class CudaDecoder(NotCopied):
             vars(self.buffers).update(self.words())
 
     def words(self) -> dict:
-        """What the blocks of `DecodeFew` hand to each other: numbers, each a word of epoch 0; the blocks' epochs; and
-        where they find the likeliest token."""
+        """The arrays by which the blocks of `DecodeFew` exchange numbers: numbers as words, each with the epoch in
+        which it was written (0 before the first); the blocks' own epochs; and the likeliest token's place."""
         D, F, A, W = (self.sizes[axis] for axis in "DFAW")
         shapes = {"xx": (6, D), "low": (5 * A,), "mixed": (5, D), "kvrg": (4, D), "decay_low": (W,)}
         shapes |= {"y": (D,), "activated": (F,), "gate": (D,)}
@@ -241,7 +241,7 @@ class CudaDecoder(NotCopied):
         return self.launches
 
     def place(self, *arrays):
-        """All that launches know of arrays of known dtypes."""
+        """Address, shape and strides of each array: launches depend on nothing else."""
         return tuple([(self.device.pointer(array), array.shape, array.strides) for array in arrays])
 
     def launches_of(self, tokens, state, slots, greedy, layers) -> list:
@@ -250,7 +250,7 @@ class CudaDecoder(NotCopied):
         return [partial(command, None) for command in CompiledPlan(plan, self.device).commands(arrays)]
 
     def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
-        """A step's plan, and its arrays."""
+        """The plan of a step, and the arrays that its launches take."""
         seen, given, arrays = describe_parts(
             self.device,
             model=vars(self.whole),
@@ -262,7 +262,7 @@ class CudaDecoder(NotCopied):
         return Plan((), Step(self, seen).steps(greedy, layers), None, given=given), arrays
 
     def compile(self):
-        """Has what a step launches compiled, while the caller does something else."""
+        """Start to compile the kernels of a step, while the caller does something else."""
         D, H, N = (self.sizes[axis] for axis in "DHN")
         shapes = dict(zip(STATE, ((1, 1, D), (1, 1, H, N, N), (1, 1, D))))
         dtypes = {"wkv": self.state_dtype}
@@ -286,7 +286,7 @@ class CudaDecoder(NotCopied):
 
 
 class Step:
-    """Draws the plan of one token: what `describe_parts` has `seen`, of the decoder's arrays and the caller's."""
+    """Draws the plan of one token; `seen`: the descriptions of the decoder's and the caller's arrays."""
 
     def __init__(self, decoder, seen):
         self.my, self.draft, self.device = decoder, Draft(), decoder.device
@@ -316,7 +316,7 @@ class Step:
         return tuple(self.draft.steps)
 
     def every_phase(self, layers, greedy):
-        """All layers and the head: one launch where all blocks can be at work at once, otherwise one a phase."""
+        """All layers and the head, in one launch if all blocks can run at the same time, else in one a phase."""
         kernel, more_shared = self.my.kernel
         sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
         buffers = vars(self.buffers) | {"kvrg_out": self.buffers.kvrg} | vars(self.layers) | vars(self.state)
@@ -343,7 +343,7 @@ class Step:
             )
 
     def every_product(self, layers):
-        buffers, added = self.buffers, None  # what the channel mix below has for x, which the next norm adds
+        buffers, added = self.buffers, None  # the previous layer's product that the next norm adds to x
         for i in range(layers):
             layer = SimpleNamespace(**{name: array[i] for name, array in vars(self.layers).items()})
             added = self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], added)
@@ -414,7 +414,7 @@ class Step:
         self.draft.launch(mix, mix.blocks(B, D), **arrays, tokens=B, D=D, A=A, P=parts)
 
     def low_rank_down(self, layer) -> int:
-        """What the data mix takes as `low`; in how many parts."""
+        """Compute the first product of the data mix into `low`; returns in how many parts, which the data mix adds."""
         x, low, (w, scales) = self.buffers.mixed_x, self.buffers.low, matrix_of(layer, "maa_down")
         kernel, M, (terms, _, B, K) = model_products.FewRowsProduct(self.my.matrices), w.shape[1], x.shape
         if terms == 1 or kernel.parts(K) > low.shape[0]:
@@ -423,8 +423,10 @@ class Step:
         return kernel.parts(K)
 
     def in_parts(self, layer, most, *named, early=False) -> int:
-        """Products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) that are left in parts for who reads y,
-        where there is room for them; in how many. `early` as `BatchProduct.fitting` has it."""
+        """Compute products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) and return their number of parts.
+
+        The kernel that reads y adds the parts. `most`: the parts that it can add. `early`: see `BatchProduct.fitting`.
+        """
         matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
         kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
         if kernel and kernel.SPLIT <= most:
@@ -435,7 +437,7 @@ class Step:
         return 1
 
     def addend(self, layer, name, vectors, x=None) -> Array | None:
-        """A product that the next norm adds to x, [P, B, D] in parts; None where it is added to `x` at once."""
+        """Compute a product that the next norm adds to x, in parts [P, B, D]; None if it is added to `x` at once."""
         w, (_, _, B, K) = getattr(layer, name), vectors.shape
         found = None if self.my.by_rows else self.product_of_batch([w], B, K, in_parts=True)
         if found:
@@ -472,8 +474,10 @@ class Step:
         )
 
     def matmul(self, weights, *named, early=False):
-        """Products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) that have B and K in common; `early`
-        as `BatchProduct.fitting` has it."""
+        """Compute products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) with the same B and K.
+
+        `early`: see `BatchProduct.fitting`.
+        """
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
         if self.my.by_rows:
@@ -488,8 +492,8 @@ class Step:
             self.by_library(*products[0])
 
     def product_of_batch(self, matrices, B, K, in_parts=False, early=False):
-        """What launches products, and of how many parts those are that end in parts; None where the library is
-        faster."""
+        """The function that launches products on Hopper's kernels, and the number of parts of those with `PARTS`; None
+        if the library is faster."""
         my, rows = self.my, [w.shape[:2] for w in matrices]
         if wide := model_products.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device, early):
             kernel, parts = wide
@@ -533,7 +537,7 @@ def matrix_of(weights, name) -> tuple:
 
 
 def fitting(sizes, dtype):
-    """`sizes`, once the kernels can take them."""
+    """`sizes`; refuses those that the kernels cannot take."""
     each = 16 if dtype == INT8 else 8
     for axis in "DF":
         if sizes[axis] % each:

@@ -1,9 +1,9 @@
 """Prompts of RWKV-6 on the GPU, all tokens at once.
 
-Prompts that are packed alike share their plans: of the embeddings, of a layer, of the head. All that the layers read
-and write is one piece of memory, and a state is copied into it and back, so that one address decides all the others:
-where it comes back, the launches of all layers stand ready; the second time they become a CUDA graph, and the host
-needs next to nothing.
+Prompts with the same lengths share their plans: of the embeddings, of a layer, of the head. The layers read and write a
+single allocation, into which the state is copied and out of which it is copied back. Its address decides all others, so
+launches are kept by it: a call that gets the same address again reuses the launches of all layers, first one by one,
+from the second time on as a CUDA graph, which takes the host next to no time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..rwkv.state import STATE, State
 from . import math
 from .cuda_weights import FLOAT32, SCALES, widened
 
-PLACES = 4  # of that memory for which launches, then a graph, are kept
+PLACES = 4  # addresses for which launches, then a graph, are kept
 
 
 class Prompts:
@@ -70,7 +70,7 @@ class Prompts:
         return logits
 
     def run_layers(self, x, states, buffers):
-        """All layers on this memory; their launches are kept, and hold none of it."""
+        """Run all layers on this memory. The kept launches hold its address, but do not keep it allocated."""
         address = self.device.pointer(x)
         if address in self.launches:
             if len(self.launches[address]) > 1:  # not yet a graph, whose launch is one
@@ -88,7 +88,7 @@ class Prompts:
         self.launches[address] = made
 
     def compiled(self, draw, arrays: dict) -> CompiledPlan:
-        """The plan that `draw` makes of arrays that lie like these."""
+        """The compiled plan that `draw` makes for arrays of these shapes, strides and dtypes."""
         seen, given, _ = describe_parts(self.device, every=arrays)
         draft = Draft()
         draw(draft, seen.every)
@@ -149,8 +149,8 @@ class Change(NamedTuple):
 class Pieces:
     """`math.Pieces` that draw a layer's plan, x [T, D].
 
-    What meets a matrix is rounded to its dtype, and so are r, k, v, the gate and the channel mix's keys, which come
-    out of one; the decay, the state, the residual and the sums are float32.
+    Vectors that a matrix multiplies are rounded to its dtype, and so are the products r, k, v, gate and the channel
+    mix's keys; the decay, the state, the residual and the sums are float32.
     """
 
     def __init__(self, decoder, draft: Draft, bounds):
@@ -158,7 +158,7 @@ class Pieces:
         self.scale = math.output_scale(self.dtype)
         self.layer_eps, self.group_eps = decoder.layer_eps, decoder.group_eps
         self.spans, self.T, empty = Spans(bounds), int(bounds[-1]), draft.empty
-        self.wide = None  # where int8 matrices become ones of `dtype`
+        self.wide = None  # the buffer for int8 matrices converted to `dtype`
         lengths = np.diff(bounds)
         starts, ends = np.full((2, self.T), -1)
         starts[bounds[:-1]] = ends[bounds[1:] - 1] = np.arange(len(lengths))
@@ -171,7 +171,7 @@ class Pieces:
             empty((T, D), X),
         )
         self.mixed, self.normed = empty((5, T, D), X), empty((1, T, D), X)
-        self.results = {  # of products; the channel mix takes the memory that the time mix has left
+        self.results = {  # of products; the channel mix reuses memory of the time mix
             "maa_down": empty((1, T, 5 * A), FLOAT32),
             "decay_down": empty((1, T, W), FLOAT32),
             "kvrg": empty((4, T, D), X),
@@ -207,7 +207,7 @@ class Pieces:
         return mixed, xx, d
 
     def matrix(self, layer, name):
-        """The matrix as the library takes it."""
+        """The matrix, converted to the library's dtype if it is int8."""
         w = getattr(layer, name)
         if w.dtype != INT8:
             return w

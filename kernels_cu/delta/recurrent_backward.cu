@@ -1,0 +1,236 @@
+// what      The gradients of the delta rules token by token, from states that the forward kernel has kept.
+// math      dS, the gradient of the state behind a token: dS <- dS + scale q do^T, then with D = diag(exp g) S_{t-1}
+//           GatedDelta, Kda: u = dS^T k, e = v - D^T k, dv = beta u, dbeta = u . e, dk = dS beta e - D dv,
+//           dD = dS - k dv^T, dg = sums of dD D over columns, dS <- diag(exp g) dD
+//           Dplr: p = S_{t-1}^T a, dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
+//           dg = sums of dS D over columns, dS <- diag(exp g) dS + a dp^T
+//           both: dq = scale S_t do. Of GatedDelta dg is summed over channels, too
+// shapes    as recurrent_forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V], kept [B, HV, chunks, K, V];
+//           parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels; token_parts [2, tiles, B, HV, T]
+//           of beta and of GatedDelta's g
+// grid      a block for every (sequence, head of values, BV columns), sequence slowest; a warp has COLUMNS columns and
+//           all channels, EACH of them a lane
+// smem      Shared: a chunk of tokens, the states before them, and what warps add to sums over columns
+// barriers  three a chunk: it has arrived | decays and sums over channels stand | parts of sums over columns stand, and
+//           nobody reads the chunk
+// numerics  float32, of float64 data float64. A chunk's states are computed once more, forwards, from the kept one
+// source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
+// limits    K <= BK; BK of 64, 128, 256; TOKENS of 1, 2, 4, 8 a chunk
+#include "delta/tokens.cuh"
+#include "ptx.cuh"
+#include "real.cuh"
+#include "tensor.cuh"
+
+template <typename T, typename G> struct Args : DeltaArgs<T, G> {
+  Rows<const T> do_;
+  Rows<T> dv;
+  Rows<const Real<T>> dht;  // null where it is 0
+  Rows<Real<T>> dh0;        // or null
+  const Real<T>* kept;
+  Real<T>*parts, *token_parts;
+};
+
+template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared {
+  using R = Real<T>;
+  static constexpr int EACH = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
+  static constexpr int KINDS = Rule::own_erasure ? 5 : Rule::channel_gates ? 3 : 2;  // of sums over columns
+  static constexpr int SLOT = EACH * (COLUMNS > KINDS ? COLUMNS : KINDS);            // a thread's numbers of a token
+  Tokens<Rule, T, G, BK, BV, TOKENS> in;
+  T do_[TOKENS * BV];
+  R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];
+  Said<R> said[TOKENS];
+  R found[TOKENS * BV];              // e, or of Dplr p
+  R of_tokens[TOKENS][WARPS][2];     // parts of dbeta and of a token's dg
+  R slots[TOKENS * SLOT * THREADS];  // the state before a token, then its parts of sums over columns
+};
+
+template <class Rule, typename T, typename G, int BK, int TOKENS>
+__global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Args<T, G> args) {
+  using Storage = Shared<Rule, T, G, BK, TOKENS>;
+  using R = Real<T>;
+  constexpr int EACH = Storage::EACH, COLUMNS = Storage::COLUMNS, BV = Storage::BV, KINDS = Storage::KINDS;
+  constexpr int SLOT = Storage::SLOT, NEAR = EACH < 4 ? EACH : 4;  // neighbouring channels of a lane
+  auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const Place at(shape, BV);
+  const int K = int(shape.K), left = int(shape.V) - at.tile, tokens = int(at.span.stop - at.span.start);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
+  const auto channel = [&](int i) { return NEAR * (lane + 32 * (i / NEAR)) + i % NEAR; };
+  const R scale = R(args.scale);
+
+  R S[EACH][COLUMNS], dS[EACH][COLUMNS];
+  const auto each = [&](auto& patch, auto f) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) f(patch[i][c], channel(i), column + c, channel(i) < K && column + c < left);
+  };
+  const auto slot = [&](int token, int i) -> R& { return s.slots[(token * SLOT + i) * THREADS + threadIdx.x]; };
+  const auto sum = [&](R(&x)[COLUMNS]) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) x[c] = sum_over_lanes<32>(x[c]);
+  };
+  each(dS, [&](R& x, int of, int at_column, bool inside) {
+    x = args.dht.p && inside ? args.dht.row(at.n, at.h, of)[at.tile + at_column] : R(0);
+  });
+
+  TokenNumbers<Rule, R> next;
+  const int chunks = (tokens + TOKENS - 1) / TOKENS;
+  const i64 first_chunk = (i64(at.b) * shape.H + at.h) * shape.NC + chunks_of(shape, at.n % u32(shape.count)).start;
+  const auto fetch = [&](int chunk) {
+    const i64 first = at.span.start + chunk * TOKENS;
+    const int rows = min(tokens - chunk * TOKENS, TOKENS);
+    s.in.fetch(args, at, first, rows);
+    copy_tile<TOKENS, BV>(s.do_, args.do_.row(at.b, at.h, first) + at.tile, args.do_.t, rows, left, args.bytes);
+    next.ask(args, at, first, rows);
+    cp_async_commit();
+    const R* from = args.kept + (first_chunk + chunk) * shape.K * shape.V + at.tile;
+    each(S, [&](R& x, int of, int at_column, bool inside) { x = inside ? from[of * shape.V + at_column] : R(0); });
+  };
+  if (chunks) fetch(chunks - 1);
+#pragma unroll 1
+  for (int chunk = chunks - 1; chunk >= 0; --chunk) {
+    const i64 first = at.span.start + chunk * TOKENS;
+    const int rows = min(tokens - chunk * TOKENS, TOKENS);
+    cp_async_wait<0>();
+    next.put(s.said, rows);
+    __syncthreads();  // the chunk has arrived; the last one's parts are added up
+    look_at(s.said, s.decays, s.in, rows, args.normalized);
+    __syncthreads();  // all that is to know of its tokens stands
+
+    R q[EACH], k[EACH], a[EACH], b[EACH], decay[EACH];
+    const auto load = [&](int r) {
+      const Said<R>& of = s.said[r];
+#pragma unroll
+      for (int i = 0; i < EACH; i += NEAR) {
+        const int place = r * BK + channel(i);
+        load_near<NEAR>(q + i, s.in.q + place), load_near<NEAR>(k + i, s.in.k + place);
+        if constexpr (Rule::own_erasure) load_near<NEAR>(a + i, s.in.a + place), load_near<NEAR>(b + i, s.in.b + place);
+        if constexpr (Rule::channel_gates) load_near<NEAR>(decay + i, s.decays + place);
+      }
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) {
+        q[i] *= of.q, k[i] *= of.k;
+        if constexpr (!Rule::channel_gates) decay[i] = of.decay;
+      }
+    };
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {  // the states of the chunk, and what keys find in them
+      R found[COLUMNS] = {}, written[COLUMNS];
+      load(r);
+#pragma unroll
+      for (int i = 0; i < EACH; ++i)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          R& x = S[i][c];
+          slot(r, i * COLUMNS + c) = x;
+          if constexpr (Rule::own_erasure) found[c] = fma(a[i], x, found[c]);
+          x *= decay[i];
+          if constexpr (!Rule::own_erasure) found[c] = fma(k[i], x, found[c]);
+        }
+      sum(found);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        const R v = to_real(s.in.v[r * BV + column + c]);
+        if constexpr (!Rule::own_erasure) found[c] = v - found[c];
+        written[c] = Rule::own_erasure ? v : s.said[r].beta * found[c];
+        if (lane == 0) s.found[r * BV + column + c] = found[c];
+      }
+#pragma unroll
+      for (int i = 0; i < EACH; ++i)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          S[i][c] = fma(k[i], written[c], S[i][c]);
+          if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], found[c], S[i][c]);
+        }
+    }
+    __syncwarp();  // what keys find stands
+#pragma unroll 1
+    for (int r = rows - 1; r >= 0; --r) {
+      R parts[KINDS][EACH] = {}, found[COLUMNS], v[COLUMNS], do_[COLUMNS], dv[COLUMNS] = {}, dp[COLUMNS] = {};
+      load(r);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        found[c] = s.found[r * BV + column + c], v[c] = to_real(s.in.v[r * BV + column + c]);
+        do_[c] = scale * R(to_real(s.do_[r * BV + column + c]));
+      }
+#pragma unroll
+      for (int i = 0; i < EACH; ++i)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          parts[0][i] = fma(S[i][c], do_[c], parts[0][i]);
+          dS[i][c] = fma(q[i], do_[c], dS[i][c]);
+          dv[c] = fma(k[i], dS[i][c], dv[c]);
+          if constexpr (Rule::own_erasure) dp[c] = fma(b[i], dS[i][c], dp[c]);
+          S[i][c] = slot(r, i * COLUMNS + c);  // the state before the token
+        }
+      sum(dv);
+      if constexpr (Rule::own_erasure) sum(dp);
+      R dbeta = 0, of_gate = 0;
+      if constexpr (!Rule::own_erasure) {
+        const R beta = s.said[r].beta;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          dbeta = fma(dv[c], found[c], dbeta);
+          dv[c] *= beta, v[c] = beta * found[c];
+        }
+      }
+      R mine = 0;  // of one column, the lane's own to store
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) mine = lane == c ? dv[c] : mine;
+      if (lane < COLUMNS && column + lane < left)
+        args.dv.row(at.b, at.h, first + r)[at.tile + column + lane] = from_real<T>(mine);
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) {
+        R of_gates = 0;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          R& x = dS[i][c];
+          const R decayed = decay[i] * S[i][c];
+          parts[1][i] = fma(x, v[c], parts[1][i]);
+          if constexpr (Rule::own_erasure) {
+            parts[2][i] = fma(S[i][c], dp[c], parts[2][i]);
+            parts[3][i] = fma(x, found[c], parts[3][i]);
+            of_gates = fma(x, decayed, of_gates);
+            x = fma(decay[i], x, a[i] * dp[c]);
+          } else {
+            parts[1][i] = fma(-decayed, dv[c], parts[1][i]);
+            x = fma(-k[i], dv[c], x);
+            of_gates = fma(x, decayed, of_gates);
+            x *= decay[i];
+          }
+        }
+        if constexpr (Rule::channel_gates) parts[KINDS - 1][i] = of_gates;
+        else of_gate += of_gates;
+      }
+#pragma unroll
+      for (int kind = 0; kind < KINDS; ++kind)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) slot(r, kind * EACH + i) = parts[kind][i];
+      if constexpr (!Rule::channel_gates) of_gate = sum_over_lanes<32>(of_gate);
+      if (lane == 0) s.of_tokens[r][warp][0] = dbeta, s.of_tokens[r][warp][1] = of_gate;
+    }
+    __syncthreads();  // the parts of sums over columns stand, and nobody reads the chunk
+    if (chunk) fetch(chunk - 1);
+    const i64 tiles = (shape.V + BV - 1) / BV, tile = at.tile / BV, heads = shape.B * shape.H;
+    const i64 head = i64(at.b) * shape.H + at.h;
+    for (int n = threadIdx.x; n < rows * KINDS * BK; n += THREADS) {
+      const int c = n % BK, kind = n / BK % KINDS, r = n / BK / KINDS;
+      const int i = c / (32 * NEAR) * NEAR + c % NEAR, from = c / NEAR % 32;
+      const R* part = s.slots + (r * SLOT + kind * EACH + i) * THREADS + from;
+      if (c < K)
+        args.parts[(((kind * tiles + tile) * heads + head) * shape.T + first + r) * K + c] =
+            (part[0] + part[32]) + (part[64] + part[96]);
+    }
+    if (int(threadIdx.x) < 2 * rows) {
+      const int r = threadIdx.x / 2, which = threadIdx.x % 2;
+      const auto& of = s.of_tokens[r];
+      args.token_parts[((which * tiles + tile) * heads + head) * shape.T + first + r] =
+          (of[0][which] + of[1][which]) + (of[2][which] + of[3][which]);
+    }
+  }
+  if (args.dh0.p)
+    each(dS, [&](R& x, int of, int at_column, bool inside) {
+      if (inside) args.dh0.row(at.n, at.h, of)[at.tile + at_column] = x;
+    });
+}

@@ -1,0 +1,161 @@
+// what      One token of a delta rule for B sequences; each state is read and written once, in place.
+// math      GatedDelta, Kda: S' = D S, e = beta (v - S'^T k), S = S' + k e^T, o = scale (S'^T q + (q . k) e)
+//           Dplr: p = S^T a, S = D S + b p^T + k v^T, o = scale ((D S)^T q + (q . b) p + (q . k) v)
+// shapes    q k a b [B, H, K], v o [B, HV, V], g [B, HV] or [B, HV, K], beta [B, HV], state [P, HV, K, V], slots [B] or
+//           null
+// grid      a block for every (sequence, head of values, 64 columns of V), sequence slowest; a lane has 16 bytes of
+//           columns, of EACH channels
+// smem      Shared: the token, the warps' parts of what its key and query find
+// barriers  two: the token stands | so do the parts, and the products of its rows
+// numerics  float32, whatever the state is stored in; float64 where that or data are float64
+// source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
+// limits    K <= BK; BK of 64, 128, 256; the last axis of the state is contiguous
+//
+// A lane has asked for all its pieces of the state before it reads the token: that hides the memory's latency.
+#include "delta/tokens.cuh"
+#include "ptx.cuh"
+#include "real.cuh"
+#include "tensor.cuh"
+
+constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32, STEP_COLUMNS = 64;
+// On a multiprocessor, for the compiler: a lane has BK / 4 numbers of a state at most in registers.
+template <typename R, int BK> constexpr int STEP_BLOCKS = BK < 256 ? 3 : sizeof(R) == 8 ? 1 : 2;
+template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());
+
+template <typename T, typename G, typename S> struct Args {
+  Rows<const T> q, k, v, a, b;  // the time stride is not used; a and b of Dplr alone
+  Rows<const G> g, beta;        // beta of the others alone
+  Rows<T> o;
+  Rows<S> state;     // rows are channels
+  const i64* slots;  // or null: sequence b has state b
+  i64 H, K, V;       // H heads of values
+  i64 group;         // so many of them share a head of queries and keys
+  double scale;
+  i64 normalized;  // whether queries and keys are divided by their lengths
+  i64 pieces;      // whether every row of the state is whole pieces of 16 bytes
+};
+
+template <class Rule, typename R, int BK> struct Shared {
+  R q[BK], k[BK], a[Rule::own_erasure ? BK : 16 / sizeof(R)], b[Rule::own_erasure ? BK : 16 / sizeof(R)];
+  R decays[Rule::channel_gates ? BK : 16 / sizeof(R)];
+  R parts[STEP_WARPS][2][STEP_COLUMNS];  // of what the key finds, and the query
+  Said<R> said;
+};
+
+template <class Rule, typename T, typename G, typename S, int BK>
+__global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, BK>) delta_step(const Args<T, G, S> args) {
+  using R = Widest<T, S>;
+  constexpr int N = 16 / sizeof(S), LANES = STEP_COLUMNS / N, DOWN = STEP_THREADS / LANES, EACH = BK / DOWN;
+  struct alignas(16) Piece {
+    S x[N];
+  };
+  auto& s = *reinterpret_cast<Shared<Rule, R, BK>*>(dynamic_smem());
+  const u32 tiles = u32((args.V + STEP_COLUMNS - 1) / STEP_COLUMNS), pair = blockIdx.x / tiles, H = u32(args.H);
+  const u32 h = pair % H, b = pair / H, head = h / u32(args.group);
+  const int K = int(args.K), start = blockIdx.x % tiles * STEP_COLUMNS, left = int(args.V) - start;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * N;
+
+  S* const first = args.state.row(args.slots ? args.slots[b] : b, h, row) + start + column;
+  Piece state[EACH];
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const S* from = first + n * DOWN * args.state.t;
+    const bool exists = row + n * DOWN < K;
+    if (args.pieces) {
+      if (exists && column < left) state[n] = *reinterpret_cast<const Piece*>(from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        if (exists && column + i < left) state[n].x[i] = from[i];
+    }
+  }
+  for (int c = threadIdx.x; c < BK; c += STEP_THREADS) {
+    const auto of = [&](const Rows<const T>& x) { return c < K ? R(to_real(x.row(b, head, 0)[c])) : R(0); };
+    s.q[c] = of(args.q), s.k[c] = of(args.k);
+    if constexpr (Rule::own_erasure) s.a[c] = of(args.a), s.b[c] = of(args.b);
+    if constexpr (Rule::channel_gates) s.decays[c] = decay_of(c < K ? R(to_real(args.g.row(b, h, 0)[c])) : R(0));
+  }
+  __syncthreads();  // the token stands
+
+  if (warp == 0) {
+    R qq = 0, kk = 0, qk = 0, qb = 0;
+    for (int c = lane; c < BK; c += 32) {
+      qk = fma(s.q[c], s.k[c], qk), qq = fma(s.q[c], s.q[c], qq), kk = fma(s.k[c], s.k[c], kk);
+      if constexpr (Rule::own_erasure) qb = fma(s.q[c], s.b[c], qb);
+    }
+    qq = sum_over_lanes<32>(qq), kk = sum_over_lanes<32>(kk), qk = sum_over_lanes<32>(qk), qb = sum_over_lanes<32>(qb);
+    if (lane == 0) {
+      s.said.q = args.normalized ? inverse_root(qq + R(LEAST_SQUARE)) : R(1), s.said.qk = qk, s.said.qb = qb;
+      s.said.k = args.normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
+    }
+  }
+  R decay = 1, erased[N] = {}, read[N] = {};
+  if constexpr (!Rule::channel_gates) decay = decay_of(R(to_real(*args.g.row(b, h, 0))));
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const int c = row + n * DOWN;
+    if constexpr (Rule::channel_gates) decay = s.decays[c];
+    if (c >= K) break;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (column + i >= left) continue;
+      const R before = to_real(state[n].x[i]), after = decay * before;
+      erased[i] = fma(Rule::own_erasure ? s.a[c] : s.k[c], Rule::own_erasure ? before : after, erased[i]);
+      read[i] = fma(s.q[c], after, read[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    for (int distance = LANES; distance < 32; distance *= 2) {
+      erased[i] += __shfl_xor_sync(0xffffffffu, erased[i], distance);
+      read[i] += __shfl_xor_sync(0xffffffffu, read[i], distance);
+    }
+    if (lane < LANES) s.parts[warp][0][column + i] = erased[i], s.parts[warp][1][column + i] = read[i];
+  }
+  __syncthreads();  // the parts stand, and the products of the token's rows
+
+  const Said<R>& said = s.said;
+  const R beta = Rule::own_erasure ? R(1) : R(to_real(*args.beta.row(b, h, 0)));
+  const auto found = [&](int which, int at) {
+    R sum = 0;
+#pragma unroll
+    for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][at];
+    return sum;
+  };
+  // what the token writes to a column behind its key
+  const auto written = [&](R erased, int at) {
+    const R v = to_real(args.v.row(b, h, 0)[start + at]);
+    return Rule::own_erasure ? v : said.k * beta * (v - said.k * erased);
+  };
+  R write[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    erased[i] = found(0, column + i);
+    write[i] = column + i < left ? written(erased[i], column + i) : R(0);
+  }
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const int c = row + n * DOWN;
+    if (c >= K) break;
+    if constexpr (Rule::channel_gates) decay = s.decays[c];
+    S* to = first + n * DOWN * args.state.t;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (column + i >= left) continue;
+      R x = decay * R(to_real(state[n].x[i]));
+      x = fma(s.k[c], write[i], x);
+      if constexpr (Rule::own_erasure) x = fma(s.b[c], erased[i], x);
+      state[n].x[i] = from_real<S>(Real<S>(x));
+      if (!args.pieces) to[i] = state[n].x[i];
+    }
+    if (args.pieces && column < left) *reinterpret_cast<Piece*>(to) = state[n];
+  }
+  const int at = threadIdx.x;
+  if (at < STEP_COLUMNS && at < left) {
+    const R p = found(0, at);
+    R o = fma(said.qk, written(p, at), found(1, at));
+    if constexpr (Rule::own_erasure) o = fma(said.qb, p, o);
+    args.o.row(b, h, 0)[start + at] = from_real<T>(Real<T>(R(args.scale) * said.q * o));
+  }
+}

@@ -1,0 +1,157 @@
+"""Instances of the kernels of the delta rules."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from .arguments import members
+from .gated_kernels import channels
+from .kernel import DOUBLE, Kernel
+from .plan import ceil_div
+
+GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
+READ = members(
+    "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes"
+)
+
+
+class DeltaKernel(Kernel):
+    """A kernel for data of a dtype, whose gates, and what says how strongly tokens are written, have another."""
+
+    threads = 128
+    rule: str
+    dtype: np.dtype
+    gate: np.dtype
+
+    @property
+    def real(self) -> int:
+        """Bytes of a number that is computed."""
+        return 8 if self.dtype == DOUBLE else 4
+
+    def tokens_bytes(self, tokens, BK, BV, columns=1) -> int:
+        """Shared memory of so many tokens, with so many arrays that have a number for each column."""
+        own, gated = self.rule == DPLR, self.rule != GATED_DELTA
+        wide = (2 + 2 * own) * BK + columns * BV
+        return tokens * (wide * self.dtype.itemsize + gated * BK * self.gate.itemsize) + 16 * (
+            2 * (not own) + (not gated)
+        )
+
+    def looks_bytes(self, tokens, BK) -> int:
+        """That of what is known of them."""
+        return (tokens * BK * self.real if self.rule != GATED_DELTA else 16) + tokens * 6 * self.real
+
+
+class DeltaRecurrentForward(DeltaKernel):
+    file = "delta/recurrent_forward"
+    arguments = READ + members("rows? o final, pointers? kept, integers every")
+    shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {columns}>",)
+    constants: ClassVar[tuple] = (("CHANNELS", "CHANNELS"),)
+    CHANNELS: ClassVar[int] = 16  # of a lane
+    BK: int
+    columns: int  # of a lane
+
+    @classmethod
+    def fitting(cls, rule, dtype, gate, K, V, heads, multiprocessors):
+        """With as many columns a lane as leave blocks for half of the card, or else with one."""
+        kernels = [cls(rule, dtype, gate, channels(K), columns) for columns in cls.widths(dtype)]
+        return next((x for x in kernels if 2 * heads * ceil_div(V, x.BV) >= multiprocessors), kernels[-1])
+
+    @staticmethod
+    def widths(dtype):
+        """The possible `columns`: numbers of float64 leave registers for one."""
+        return (1,) if dtype == DOUBLE else (4, 1)
+
+    @property
+    def BV(self):
+        return self.threads * self.CHANNELS // self.BK * self.columns
+
+    @property
+    def shared_bytes(self):
+        tokens = (16 if self.BK > 128 else 32) // self.dtype.itemsize
+        return 2 * self.tokens_bytes(tokens, self.BK, self.BV) + self.looks_bytes(tokens, self.BK)
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV}
+
+
+class DeltaRecurrentBackward(DeltaKernel):
+    """Gradients token by token, from states that the forward kernel keeps every TOKENS tokens."""
+
+    file = "delta/recurrent_backward"
+    arguments = READ + members("rows do_ dv, rows? dht dh0, pointers kept parts token_parts")
+    shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
+    BK: int
+    TOKENS: int
+
+    @classmethod
+    def fitting(cls, rule, dtype, gate, K, shared):
+        """With as many tokens as a block's `shared` bytes of shared memory have room for."""
+        kernels = [cls(rule, dtype, gate, channels(K), tokens) for tokens in (8, 4, 2, 1)]
+        return next(x for x in kernels if x.shared_bytes <= shared)
+
+    @property
+    def columns(self):
+        """Of a warp, whose lanes have all channels."""
+        return 2048 // self.real // self.BK
+
+    @property
+    def BV(self):
+        return self.columns * self.threads // 32
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The gradients with a number for each channel, which are sums over columns."""
+        return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
+
+    def kept_bytes(self, problem, inputs) -> int:
+        """Of states before chunks, and of parts of gradients, for the heads that share a head of keys."""
+        T, K, V = problem.shape("T K V")
+        states = K * V / self.TOKENS
+        parts = ceil_div(V, self.BV) * len(self.kinds) * K
+        return int(problem.sizes["B"] * inputs.group * T * (states + parts) * self.real)
+
+    @property
+    def shared_bytes(self):
+        each = self.BK // 32
+        kept = max(each * self.columns, len(self.kinds) * each) * self.threads * self.real
+        numbers = self.BV + 2 * self.threads // 32
+        tokens = self.tokens_bytes(self.TOKENS, self.BK, self.BV, columns=2)
+        return tokens + self.TOKENS * (kept + numbers * self.real) + self.looks_bytes(self.TOKENS, self.BK)
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.TOKENS}
+
+
+class DeltaSumParts(Kernel):
+    """The gradient of rows of queries, keys or gates: the sum of what tiles of columns, and heads of values, have."""
+
+    file = "delta/sum_parts"
+    arguments = members("pointers parts, rows? x, rows dx, integers B H T_ K group tiles")
+    threads = 128
+    dtype: np.dtype
+
+
+class DeltaStep(Kernel):
+    file = "delta/step"
+    arguments = members(
+        "rows q k v, rows? a b, rows g, rows? beta, rows o state, pointers? slots, integers H K V group, reals scale, "
+        "integers normalized pieces"
+    )
+    shared = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}>",)
+    threads = 256
+    BV: ClassVar[int] = 64  # columns of V a block
+    rule: str
+    dtype: np.dtype
+    gate: np.dtype
+    state: np.dtype
+    BK: int
+
+    @property
+    def shared_bytes(self):
+        real, own, gated = 8 if DOUBLE in (self.dtype, self.state) else 4, self.rule == DPLR, self.rule != GATED_DELTA
+        rows = (2 + 2 * own + gated) * self.BK * real + 16 * (2 * (not own) + (not gated))
+        return rows + (2 * self.BV * self.threads // 32 + 6) * real

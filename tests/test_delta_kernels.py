@@ -1,0 +1,147 @@
+"""Gradients of the delta rules on every backend, held to the recurrence's in float64, and what is special to them."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import planned
+import pytest
+from conftest import DOUBLE, HALF, SINGLE
+from reference import LIMITS, assert_close, double, draw, exact_vjp, rms, same_bits
+
+import linattn_np
+from linattn_np import NotSupported, vjp
+from linattn_np.array_kinds import BFLOAT16
+from linattn_np.backends.cupy import gated_backward
+from linattn_np.declarations import DELTA_RULE, DELTA_RULES, GATED_DELTA_RULE, KDA, RWKV7
+
+
+@dataclass(frozen=True)
+class Case:
+    op: object = GATED_DELTA_RULE
+    B: int = 1
+    H: int = 2
+    groups: int = 1  # heads of values for each head of keys
+    T: int = 20
+    K: int = 20
+    V: int = 18
+    dtype: np.dtype = SINGLE
+    gate: str = "logsigmoid"
+    gate_dtype: np.dtype | None = None
+    options: dict = field(default_factory=dict)
+
+    @property
+    def function(self):
+        return getattr(linattn_np, self.op.name)
+
+    def drawn(self, rng):
+        """(arrays, the initial state, do, dht)."""
+        N = len(self.options["cu_seqlens"]) - 1 if "cu_seqlens" in self.options else self.B
+        sizes = {"B": self.B, "H": self.H * self.groups, "T": self.T, "K": self.K, "V": self.V}
+        arrays = draw(self.op, rng, sizes, self.dtype, self.gate, self.gate_dtype)
+        if self.groups > 1:
+            arrays[:2] = (x[:, :: self.groups] for x in arrays[:2])
+        start, dht = rng.standard_normal((2, N, sizes["H"], self.K, self.V))
+        kept = DOUBLE if self.dtype == DOUBLE else SINGLE
+        do = rng.standard_normal((self.B, sizes["H"], self.T, self.V)).astype(self.dtype)
+        return arrays, start.astype(kept), do, dht.astype(kept)
+
+
+PACKED = {"cu_seqlens": [0, 0, 7, 8, 20]}
+CASES = {
+    "delta_rule": Case(DELTA_RULE, B=2, dtype=BFLOAT16),
+    "delta_rule-normalized": Case(DELTA_RULE, groups=2, options={"qk_l2norm": True} | PACKED),
+    "gated": Case(gate="some-inf", B=2),
+    "gated-grouped": Case(groups=3, H=1, dtype=BFLOAT16, gate_dtype=SINGLE, options={"qk_l2norm": True}),
+    "gated-float64": Case(dtype=DOUBLE, groups=2, options={"reverse": True} | PACKED),
+    "gated-wide": Case(K=200, V=70, H=1, dtype=HALF, gate="all-20"),
+    "T0": Case(T=0),
+    "T1": Case(T=1, B=2),
+    "B0": Case(KDA, B=0),
+    "kda": Case(KDA, gate="some-1e30"),
+    "kda-grouped": Case(KDA, groups=2, K=64, dtype=BFLOAT16, options={"qk_l2norm": True} | PACKED),
+    "kda-wide": Case(KDA, K=100, V=40, H=1, gate="by_channel"),
+    "kda-float64": Case(KDA, dtype=DOUBLE, gate="spikes-40"),
+    "rwkv7": Case(RWKV7, B=2),
+    "rwkv7-wide": Case(RWKV7, K=130, V=66, H=1, dtype=BFLOAT16, gate_dtype=SINGLE, gate="some-inf"),
+    "rwkv7-packed": Case(RWKV7, K=64, dtype=HALF, options={"reverse": True} | PACKED),
+    "rwkv7-float64": Case(RWKV7, dtype=DOUBLE, gate="weak"),
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(backend, case, rng):
+    case = CASES[case]
+    arrays, start, do, dht = case.drawn(rng)
+    o, final, wanted = exact_vjp(case.function, arrays, do, dht, initial_state=start, **case.options)
+    there = [backend.asarray(x) for x in arrays]
+    (found, end), pull = backend.run(
+        vjp, case.function, *there, initial_state=backend.asarray(start), output_final_state=True, **case.options
+    )
+    assert_close("o", backend.tohost(found), o, case.dtype)
+    assert_close("state", backend.tohost(end), final, case.dtype)
+    gradients = pull(backend.asarray(do), backend.asarray(dht))
+    for name, given, x, exact in zip((*case.op.arrays, "h0"), (*arrays, start), gradients, wanted, strict=True):
+        x = backend.tohost(x)
+        assert x.dtype == given.dtype and x.shape == given.shape
+        if name in case.op.decays:  # all of it may be far below what its sums are made of
+            size = max(rms(exact), rms(double(arrays[0]) * wanted[0]))
+            assert rms(double(x) - exact) <= 10 * LIMITS[case.dtype.name][0] * size, name
+        else:
+            assert_close(f"d{name}", x, exact, case.dtype, factor=10)
+
+
+@pytest.mark.parametrize("op", [GATED_DELTA_RULE, RWKV7], ids=lambda op: op.name)
+def test_gradients_of_heads_in_turns(backend, op, rng, monkeypatch):
+    """Where what is kept for them is larger than the inputs: the same bits."""
+    if backend.device is None:
+        pytest.skip("NumPy keeps less")
+    case = Case(op, B=2, H=3, groups=1 if op is RWKV7 else 2)
+    arrays, start, do, dht = case.drawn(rng)
+
+    def gradients():
+        _, pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), initial_state=backend.asarray(start))
+        return [backend.tohost(x) for x in pull(backend.asarray(do), backend.asarray(dht))]
+
+    once = gradients()
+    monkeypatch.setattr(gated_backward, "STATES_AT_LEAST", 1)
+    assert all(same_bits(x, y) for x, y in zip(once, gradients(), strict=True))
+
+
+def test_strided_arrays(backend, rng):
+    """Heads, tokens and rows that lie apart, and rows that do not start on 16 bytes."""
+    case = Case(KDA, T=9)
+    arrays, start, do, _ = case.drawn(rng)
+    wanted, _, exact = exact_vjp(case.function, arrays, do, initial_state=start)
+    there = []
+    for x in arrays:
+        wide = np.full((x.shape[0], 2 * x.shape[1], *x.shape[2:-1], x.shape[-1] + 3), np.nan, x.dtype)
+        wide[:, ::2, ..., 3:] = x
+        there.append(backend.asarray(wide)[:, ::2, ..., 3:])
+    o, pull = backend.run(vjp, case.function, *there, initial_state=backend.asarray(start))
+    assert_close("o", backend.tohost(o), wanted, SINGLE)
+    for x, y in zip(pull(backend.asarray(do)), exact, strict=True):
+        assert_close("gradient", backend.tohost(x), y, SINGLE, factor=10)
+
+
+def test_wide_keys_are_refused(backend):
+    if backend.device is None:
+        pytest.skip("NumPy takes all")
+    x, beta = backend.asarray(np.zeros((1, 1, 3, 257), SINGLE)), backend.asarray(np.zeros((1, 1, 3), SINGLE))
+    with pytest.raises(NotSupported, match="delta_rule: .*K=257 is over 256"):
+        backend.run(linattn_np.delta_rule, x, x, x, beta)
+
+
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_explained(op, rng):
+    """A gate beside a write strength of another dtype is copied; gradients take what is stated."""
+    arrays, *_ = Case(op, dtype=BFLOAT16, gate_dtype=SINGLE).drawn(rng)
+    if op is KDA:
+        arrays[4] = arrays[4].astype(BFLOAT16)
+    on = planned.Noting()
+    plan = planned.plan_of(op.bind(arrays), on)
+    assert planned.names(plan) == ["delta_recurrent_forward"] and plan.mode == "recurrent"
+    assert plan.copies == (("beta: in float32, as other gates",) if op is KDA else ())
+    back = planned.plan_of(op.bind(arrays, gradient=True), on)
+    assert planned.names(back)[:2] == ["delta_recurrent_forward", "delta_recurrent_backward"]
+    assert back.tiles["chunk"] == 8
