@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from planned import host
+from emulator import EmulatedDevice
+from planned import host, names, plan_of
 from test_device_helpers import hopper  # noqa: F401, a fixture
 
 from linattn_np.array_kinds import BFLOAT16
@@ -13,6 +14,7 @@ from linattn_np.backends.cupy.delta_hopper import launch_forward
 from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.backends.cupy.execute import CompiledPlan
 from linattn_np.backends.cupy.plan import Draft, describe_parts
+from linattn_np.declarations import DELTA_RULE, GATED_DELTA_RULE
 from linattn_np.varlen import Spans
 
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
@@ -157,3 +159,28 @@ def test_forward_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # no
         "sigmoid",
         normalized=keys == "alike",
     )
+
+
+CHUNKS, TOKENS = ["delta_sm90_scalar_forward"], ["delta_recurrent_forward"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "capability", "how", "kernels"),
+    [
+        ((1, 2, 40, 128, 64), BFLOAT16, 90, {}, CHUNKS),
+        ((1, 2, 40, 64, 200), HALF, 90, {"qk_l2norm": True}, CHUNKS),
+        ((1, 2, 40, 64, 64), BFLOAT16, 90, {"mode": "recurrent"}, TOKENS),
+        ((1, 2, 40, 64, 64), BFLOAT16, 80, {}, TOKENS),
+        ((1, 2, 40, 64, 64), SINGLE, 90, {}, TOKENS),
+        ((1, 2, 40, 136, 64), BFLOAT16, 90, {}, TOKENS),
+        ((1, 2, 40, 60, 64), BFLOAT16, 90, {}, TOKENS),  # rows are no whole 16 bytes
+        ((1, 2, 0, 64, 64), BFLOAT16, 90, {}, TOKENS),
+    ],
+)
+def test_which_calls_go_by_it(sizes, dtype, capability, how, kernels):
+    B, H, T, K, V = sizes
+    q, v, g = (np.zeros(shape, dtype) for shape in ((B, H, T, K), (B, H, T, V), (B, H, T)))
+    device = EmulatedDevice(capability)
+    for problem in (GATED_DELTA_RULE.bind((q, q, v, g, g), **how), DELTA_RULE.bind((q, q, v, g), **how)):
+        plan = plan_of(problem, device)
+        assert names(plan) == kernels and plan.mode == ("chunk" if kernels == CHUNKS else "recurrent")

@@ -201,7 +201,7 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
         (["--model=nowhere.safetensors"], "nowhere.safetensors: No such file or directory"),
         (["--model=examples"], "is a folder without a checkpoint, expected a file, or a folder with model.safetensors"),
         (["--tokens", "9" * 5000], "argument -n/--tokens: is '99"),
-        (["--model", __file__], "expected a .pth that torch wrote, a .safetensors, or the ending .index.json"),
+        (["--model", __file__], "expected a .pth that torch wrote, a .safetensors, a .gguf, or the ending .index.json"),
         (["--top-k=-1"], "argument --top-k: is '-1', expected a whole number from 0 up"),
         (["--stop="], "argument --stop: is empty, expected some text"),
         (["--presence=nan"], "Sampling: presence is nan, expected a finite number"),

@@ -140,6 +140,7 @@ AROUND = (
     "example",
     "protocols",
     "files",
+    "gguf_files",
     "matrices",
     "matrix_loops",
     "training_products",
@@ -170,6 +171,7 @@ ROOMS = {
     "typing": ([], ["numpy"]),
     "value_heads": ([], []),
     "padding": ([], ["numpy"]),
+    "gates": (["argument_checks", "array_kinds", "errors", "messages", "typing"], ["numpy"]),
     "warnings_of_misuse": ([], ["numpy"]),
     "accepted_arrays": (["array_kinds", "messages"], ["numpy"]),
     "aliasing": ([], ["numpy"]),
@@ -272,6 +274,7 @@ ROOMS = {
     ),
     "interop/jax": (
         [
+            "gates",
             "interop.calls",
             "interop.jax_axis",
             "interop.jax_partition",
@@ -289,6 +292,7 @@ ROOMS = {
     "interop/jax_partition": ([], ["jax"]),
     "interop/torch": (
         [
+            "gates",
             "interop.calls",
             "interop.torch_calls",
             "interop.torch_memory",
@@ -309,6 +313,7 @@ ROOMS = {
     "interop/torch_memory": (["interop.calls"], ["torch", "cupy"]),
     "models": ([f"models.{name}" for name in AROUND] + CHECKED, ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/__init__": (["models"], []),
+    "models/gguf_files": (["models.files", "models.number_checks", "errors"], ["numpy", "ml_dtypes", "gguf"]),
     "models/matrices": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/matrix_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),

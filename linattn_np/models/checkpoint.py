@@ -20,6 +20,7 @@ from typing import NoReturn
 import ml_dtypes
 import numpy as np
 
+from . import gguf_files
 from .files import FileError, json_object, mapped
 from .number_checks import shown
 from .stored_zip import MAX_AXES, MAX_INDEX, directory
@@ -93,7 +94,8 @@ def read(path) -> dict[str, np.ndarray]:
     path : str or path
         `model.pth` (the zip that torch writes, or its older five pickles), `model.safetensors`, or
         `model.safetensors.index.json` with its shards beside it; or a folder of Hugging Face with one of
-        these, or with `pytorch_model.bin`. A file must not change while its arrays live.
+        these, or with `pytorch_model.bin`; or `model.gguf`, as llama.cpp has it. A file must not change while
+        its arrays live.
 
     Dtypes are the file's; bfloat16 is `ml_dtypes.bfloat16`. A zip's checksums are checked, which reads it once;
     the other forms have none.
@@ -126,11 +128,15 @@ def read(path) -> dict[str, np.ndarray]:
             return zipped(data)
         if data[8:9] == b"{":
             return safetensors(data, path)
+        if data[:4] == b"GGUF":
+            return gguf_files.read(path)
         if data[:1] == b"\x80" and data[1] in PROTOCOLS:
             return five_pickles(data)
         if data[: len(LFS)] == LFS:
             refuse("is a pointer of Git LFS, which stands for a file that was not fetched", "it: git lfs pull")
-        refuse(f"starts with {data[:8]!r}", "a .pth that torch wrote, a .safetensors, or the ending .index.json")
+        refuse(
+            f"starts with {data[:8]!r}", "a .pth that torch wrote, a .safetensors, a .gguf, or the ending .index.json"
+        )
     except FileError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .delta_hopper import ScalarOnHopper
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -102,7 +103,7 @@ class TokenByToken:
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
 
 
-FORWARD_WAYS = (TokenByToken,)
+FORWARD_WAYS = (ScalarOnHopper, TokenByToken)
 
 
 def recurrent_kernel(inputs, pairs, device):
