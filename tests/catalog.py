@@ -146,6 +146,8 @@ def delta_rules():
                 yield delta.DeltaStep(rule, T, G, S, size)
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
+    for G, (K, V) in product((BFLOAT16, SINGLE), WIDTHS):
+        yield delta.DeltaForward(G, K, V)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
 

@@ -353,7 +353,7 @@ def test_misfits_are_refused(rng):
         interop.gla(q, k, v, g, initial_state=[q])
     with pytest.raises(ContractError, match="gla: v has T=3, but T=21 elsewhere"):
         interop.gla(q, k, v[:, :, :3], g)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+    with pytest.raises(TypeError, match="^gla: got an unexpected keyword argument 'out'"):
         interop.gla(q, k, v, g, out=v)
 
 

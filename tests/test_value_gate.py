@@ -537,7 +537,7 @@ WRONG = {
     "staged": ({"mode": "staged"}, ContractError, "mode is 'staged', expected one of 'auto', 'recurrent', 'chunk'"),
     "parallel": ({"mode": "parallel"}, ContractError, "mode is 'parallel'"),
     "materialize": ({"materialize": True}, ContractError, "materialize has no meaning with gv"),
-    "numba": ({"backend": "numba"}, NotSupported, "numba: it has the gated family, its steps"),
+    "numba": ({"backend": "numba"}, NotSupported, "numba: it has the gated family, the delta rules"),
     "out": ({"out": None}, ContractError, "out shares memory with gv"),
 }
 
