@@ -9,6 +9,8 @@ import sys
 import warnings
 from functools import cache
 
+WITH_STRENGTH = ("delta_rule", "gated_delta_rule", "kda")  # of whose tokens the last array says how strongly they write
+
 FUNCTIONS = {
     "gla": ("gla", "chunk_gla"),
     "rwkv6": ("rwkv6", "chunk_rwkv6"),
@@ -21,6 +23,10 @@ FUNCTIONS = {
     "gated_delta_rule": ("gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("kda", "chunk_kda"),
     "rwkv7": ("rwkv7", "chunk_rwkv7"),
+    "delta_rule_step": ("delta_rule", "fused_recurrent_delta_rule"),
+    "gated_delta_rule_step": ("gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    "kda_step": ("kda", "fused_recurrent_kda"),
+    "rwkv7_step": ("rwkv7", "fused_recurrent_rwkv7"),
 }
 MEANING = {"linear_attention": {"normalize": False}, "rwkv7": {"scale": None}}  # what else makes its operator ours
 TUNED_HEAD, MOST = 128, 6  # the widest head whose gradients are tuned over all configurations; of others so many
@@ -53,7 +59,10 @@ def function(op):
     import fla.ops
 
     module, called = FUNCTIONS[op]
-    return getattr(getattr(fla.ops, module), called)
+    found = getattr(getattr(fla.ops, module), called)
+    if op.removesuffix("_step") in WITH_STRENGTH:
+        return lambda *arrays, **more: found(*arrays[:-1], beta=arrays[-1], **more)
+    return found
 
 
 def few_configurations(case) -> bool:
@@ -96,7 +105,8 @@ class Call:
 
         self.function = function(case.op)
         self.step, self.keywords = case.step, {"scale": case.D**-0.5, **MEANING.get(case.op, {})}
-        self.arrays = [self.in_its_layout(torch.from_dlpack(x)) for x in arrays.values()]
+        given = {name: torch.from_dlpack(x) for name, x in arrays.items()}
+        self.arrays = [x if name == "u" else self.in_its_layout(x) for name, x in given.items()]
         if case.gate == "reset":
             gate = next(n for n, name in enumerate(arrays) if name in ("g", "w"))
             self.arrays[gate] = self.arrays[gate].clamp(min=-1e30)  # it takes no -inf
@@ -106,8 +116,6 @@ class Call:
             self.keywords["cu_seqlens"] = torch.tensor(keywords["cu_seqlens"], device="cuda")
 
     def in_its_layout(self, x):
-        if x.ndim == 2:  # u
-            return x
         return x[:, None] if self.step else x.transpose(1, 2).contiguous()
 
     def __call__(self):

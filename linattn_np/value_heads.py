@@ -5,6 +5,8 @@ These recurrences compute each column of V by itself, so a state [K, G * V] is t
 
 from __future__ import annotations
 
+import numpy as np
+
 
 def grouped_axes(axes: str, groups: int) -> str:
     """The axes of a caller's array: "B H T V" -> "B HV T V" where heads are grouped."""
@@ -23,12 +25,23 @@ def folds_in_place(x) -> bool:
 def fold(x, groups: int):
     """[B, H * G, T, V] -> [B, H, T, G * V], a view where the memory allows it; states alike, with K for T."""
     B, heads, T, V = x.shape
-    parted = x.reshape(B, heads // groups, groups, T, V).swapaxes(2, 3)
-    return parted.reshape(B, heads // groups, T, groups * V)
+    return merged(x.reshape(B, heads // groups, groups, T, V).swapaxes(2, 3), (B, heads // groups, T, groups * V))
 
 
 def unfold(x, groups: int):
     """[B, H, T, G * V] -> [B, H * G, T, V], the inverse."""
     B, heads, T, columns = x.shape
-    parted = x.reshape(B, heads, T, groups, columns // groups).swapaxes(2, 3)
-    return parted.reshape(B, heads * groups, T, columns // groups)
+    V = columns // groups
+    return merged(x.reshape(B, heads, T, groups, V).swapaxes(2, 3), (B, heads * groups, T, V))
+
+
+def merged(x, shape):
+    """`x` in another shape. Where that is a copy, it moves 8 bytes at once if rows consist of such: CuPy's kernel finds
+    the place of each number by divisions."""
+    wide = np.dtype(np.uint64)
+    address = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr  # of NumPy or CuPy
+    row = x.shape[-1] * x.dtype.itemsize
+    if x.strides[-1] != x.dtype.itemsize or any(n % wide.itemsize for n in (address, row, *x.strides[:-1])):
+        return x.reshape(shape)
+    numbers = wide.itemsize // x.dtype.itemsize
+    return x.view(wide).reshape((*shape[:-1], shape[-1] // numbers)).view(x.dtype)

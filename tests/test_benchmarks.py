@@ -11,10 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from literal_operators import literal_delta_rule
 from reference import LIMITS
-
-from linattn_np.declarations import DELTA_RULES
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -289,22 +286,23 @@ def recurrence(q, k, v, g=None, u=None, *, scale, normalize=False, initial_state
     return torch.stack(outputs, 1), state
 
 
-def delta_rule(name):
-    """fla's function of this name, likewise."""
+def dplr(r, w, k, v, a, b, *, scale, initial_state=None, output_final_state=False):
+    """RWKV-7's recurrence likewise."""
     torch = sys.modules["torch"]
+    state = torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
+    outputs = []
+    for t in range(r.shape[1]):
+        erased = a[:, t, :, None] @ state
+        state = w[:, t].exp()[..., None] * state + b[:, t, :, :, None] * erased + k[:, t, :, :, None] * v[:, t, :, None]
+        outputs.append((r.shape[-1] ** -0.5 if scale is None else scale) * (r[:, t, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1), state
 
-    def scan(step, carry, tokens):
-        outputs = []
-        for token in zip(*tokens):
-            carry, o = step(carry, token)
-            outputs.append(o)
-        return carry, torch.stack(outputs)
 
-    def function(*arrays, scale):
-        o, state = literal_delta_rule(torch, scan, name, [x.transpose(1, 2) for x in arrays], ())
-        return o.transpose(1, 2), state
-
-    return function
+def delta_rule(q, k, v, g=None, *, beta, **keywords):
+    """The delta rule as RWKV-7's, which erases before a state decays."""
+    torch = sys.modules["torch"]
+    w = torch.zeros(k.shape) if g is None else g.expand(k.shape) if g.ndim == 4 else g[..., None].expand(k.shape)
+    return dplr(q, w, k, beta[..., None] * v, -w.exp() * k, beta[..., None] * k, **keywords)
 
 
 @pytest.fixture
@@ -316,9 +314,9 @@ def installed(monkeypatch):
         return recurrence(q, k, v, torch.log(1 - 2.0 ** (-5 - torch.arange(q.shape[2]))), **keywords)
 
     ops = ModuleType("fla.ops")
+    others = dict.fromkeys(run.peers.WITH_STRENGTH, delta_rule) | {"retention": retention, "rwkv7": dplr}
     for module, name in run.peers.FUNCTIONS.values():
-        of_delta_rule = module in (op.name for op in DELTA_RULES)
-        function = delta_rule(module) if of_delta_rule else retention if module == "retention" else recurrence
+        function = others.get(module, recurrence)
         setattr(ops, module, SimpleNamespace(**vars(getattr(ops, module, SimpleNamespace())), **{name: function}))
     package = ModuleType("fla")
     package.ops = ops

@@ -15,6 +15,7 @@ once.
 import math
 import shlex
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,7 @@ from ..models.tokenizers import Tokenizer
 from ..models.training import Settings, Training
 from ..models.versions import VERSIONS
 from .blas_threads import blas_for, where
+from .first_loops import compiling
 from .generate import tokenizer_of
 from .signals import Ended, deferred
 from .terminal import add_device, add_tokenizer, bar, details, say, status, told, whole
@@ -312,6 +314,9 @@ def train(training, trained, options):
     the step that it was in: on the CPU the first saves what all had before it. A card may have begun to use numbers
     that never came.
     """
+    if training.device == "cpu" and training.done < 1:
+        with status("training ...") as show, nullcontext() if training.ranks.rank else compiling(show):
+            training.warm_up()
     with deferred() as ended:
         try:
             if training.ranks.rank:

@@ -188,6 +188,12 @@ class Training:
         self.step_number += 1
         return value
 
+    @one_at_a_time
+    @np.errstate(all="ignore")
+    def warm_up(self):
+        """Computes the first batch's loss, so that what is compiled for it takes nothing of `minutes`. All ranks do."""
+        self.steps.value(self.ranks.part(self.text.batch(0)))
+
     def learning_rate(self):
         done = max(self.done, 1 / self.settings.steps) if self.settings.steps else self.done
         return self.settings.lr * min(1, done / WARM_UP) * (1 + math.cos(math.pi * self.done)) / 2

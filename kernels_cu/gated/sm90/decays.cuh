@@ -1,18 +1,21 @@
 // what      Queries and keys of a chunk times their decays, for the Hopper backward of GLA and RWKV-6.
-// math      g the gates, in sub-chunks of 8 tokens; a query i meets a key j < i by way of one of three factorisations:
-//           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: half of gate 4 lies before it):
+// math      g the gates, in sub-chunks of 8 tokens. The decay between query i and key j < i is a factor of the query
+//           times a factor of the key, in one of three ways:
+//           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: within gate 4, half of it before m):
 //                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g)
 //           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g behind j to the end
-//                                 of its sub-chunk): 1 with 0 and 3 with 2 (by 8), 2 and 3 with 0 and 1 (by 16, the
-//                                 decay of a whole sub-chunk between where there is one)
-//           across chunks         likewise from the chunk's start and to its end
+//                                 of its sub-chunk): queries of sub-chunk 1 with keys of 0, and 3 with 2 (`by8`);
+//                                 queries of 2 and 3 with keys of 0 and 1 (`by16`: times the decay of the sub-chunk
+//                                 between them, if there is one)
+//           across chunks         the same from the chunk's start, and to the chunk's end
 //           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
-// numerics  Exponents across sub-chunks are sums of the gates as they are, of what lies between and never a difference,
-//           so a reset lets nothing through. In a sub-chunk a gate counts as LEAST at least, which lets e^-16 (1e-7) of
-//           a token through, to its own sub-chunk. GLA's middle is in the midst of gate 4: so 3.5 gates, e^56 at most,
-//           are inverted, and float32 ends at e^88. RWKV-6 has 3 where tokens meet; the first query and the last key
-//           have 4, and meet nobody. Sums are products with 0, 1, -1 and halves times log2 e, which is two numbers of
-//           the gate's type; float32 gates are two bfloat16 numbers.
+// numerics  Exponents across sub-chunks are sums of the gates between two tokens and never differences of sums, so that
+//           a gate of -inf leaves nothing of what lies before it. In a sub-chunk a gate below LEAST counts as LEAST, so
+//           that e^-16 (1e-7) of a token is left within its own sub-chunk. GLA's middle is within gate 4, so that 3.5
+//           gates, e^56 at most, are inverted; float32 ends at e^88. In RWKV-6 three gates are inverted, and four for
+//           the first query and the last key, which are in no pair of the sub-chunk. Sums of gates are products with 0,
+//           1, -1 and their halves, times log2 e as two numbers of the gate's type; float32 gates are two bfloat16
+//           numbers.
 #include "read_order.cuh"
 #include "ptx.cuh"
 
@@ -20,8 +23,8 @@ constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;
 
 #include "warpgroup.cuh"
 
-// A sub-chunk's values: x[2h + p] is channel g + 8h of token 2t + p, with g = lane / 4, t = lane % 4. A chunk's are
-// four such.
+// A lane's values of a sub-chunk: x[2h + p] is channel g + 8h of token 2t + p, with g = lane / 4, t = lane % 4. A chunk
+// has four sub-chunks.
 using SubChunk = float[4];
 using Chunk = SubChunk[SUBCHUNKS];
 
@@ -31,11 +34,11 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
   return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// What a product in tf32 reads of x: cut off, since rounding takes four instructions.
+// x as a product in tf32 reads it: the last bits are cut off, since rounding takes four instructions.
 __device__ __forceinline__ float cut_off(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
-constexpr float CUT = 1.f + 0.7213f / 2048;  // makes up for what that takes away, on average over all fractions
+constexpr float CUT = 1.f + 0.7213f / 2048;  // the factor that undoes this cut on average over all fractions
 
-// Calls f(n, h) for all pairs of neighbouring tokens that this lane has: of sub-chunk n and channel g + 8h.
+// Calls f(n, h) for each pair of neighbouring tokens of this lane: in sub-chunk n, of channel g + 8h.
 template <class F> __device__ __forceinline__ void each_pair(F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n)
@@ -43,20 +46,22 @@ template <class F> __device__ __forceinline__ void each_pair(F f) {
     for (int h = 0; h < 2; ++h) f(n, h);
 }
 
-// An operand's register that holds them.
+// The register of an operand that holds such a pair.
 template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
 
-// x in a register of its own. `opaque` hides x from the compiler, but not from the assembler, which makes it anew.
+// Keeps x in a register of its own. `opaque` hides x from the compiler, but not from the assembler, which would compute
+// x again at each use.
 __device__ __forceinline__ int held(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
 
-// Where a lane's rows of a panel begin, in bytes, as ldmatrix and stmatrix take a warp's 16 of its 64 columns: 16 rows
-// every 2048.
+// The byte offset in a panel of the row that a lane addresses for ldmatrix and stmatrix, which move a warp's 16 of 64
+// columns, 16 rows at a time; the next 16 rows are 2048 bytes further on.
 __device__ __forceinline__ int lane_offset() {
   const int thread = threadIdx.x, row = (thread & 7) + (thread >> 4 & 1) * 8;
   return row * 128 + ((thread / 32 % 4 * 2 + (thread >> 3 & 1)) ^ (row & 7)) * 16;
 }
 
-// 16-bit values of a warp's 16 channels, from and to a tile's panel of its warpgroup's 64; `at` is lane_offset().
+// Load and store 16-bit values of a warp's 16 channels; panel: the tile's panel with the warpgroup's 64 channels; `at`:
+// lane_offset().
 template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int at) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + at + 2048 * s);
@@ -66,7 +71,7 @@ template <typename T> __device__ __forceinline__ void store_operand(T (&panel)[C
   for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(reinterpret_cast<char*>(panel) + at + 2048 * s, x[s]);
 }
 
-// The same as float32, of a tile of 16-bit values or of float32.
+// Load and store the same values as float32, in a tile of 16-bit values or of float32.
 template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int at) {
   Operand two;
   load_operand(two, *panels, at);
@@ -91,10 +96,11 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
 constexpr float LEAST = -16.f;     // nats
-constexpr float NOTHING = -256.f;  // nats: e^ of it is 0. 0 times what is infinite would be NaN
+constexpr float NOTHING = -256.f;  // nats: its exponential is 0. It replaces -inf, since 0 times -inf would be NaN
 
-// In which format gates are summed, and there: two of LEAST and of NOTHING, and what stands for 1 in the two halves of
-// a product: HALVES, a bit of both, is the last of their exponents, and halves them where it is cleared.
+// The format in which gates are summed. LEAST_TWO, NOTHING_TWO: two such numbers in a register. ONE: the factor that
+// counts a gate once, in each of the two halves of a product. HALVES: the last bit of ONE's exponent, which is set;
+// without it the factor is half as large.
 template <typename G> struct GateFormat;
 template <> struct GateFormat<bf16> {
   using Type = bf16;
@@ -111,9 +117,9 @@ template <> struct GateFormat<float> {
   static constexpr u32 HALVES = 0x80, ONE[2] = {0x3f80u, 0x3f80u};
 };
 
-// A chunk's gates of this lane's channels: no less than NOTHING, NEAR: than LEAST; float32 ones times log2 e. MINUS:
-// the second half of a product has both factors negated, since the same register twice in an operand would be copied
-// for each product: fewer instructions, and more registers.
+// A chunk's gates of this lane's channels, at least NOTHING, or LEAST if NEAR; float32 gates are multiplied by log2 e.
+// MINUS: both factors of a product's second half are negated. An operand with the same register twice would be copied
+// for each product; negated values take fewer instructions and more registers.
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
@@ -123,7 +129,7 @@ template <typename G, bool MINUS = false> struct Gates {
     load_operand(x, *panels, at);
     each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), BOUND); });
   }
-  // Sub-chunk n as an operand A; NEAR: no less than LEAST.
+  // Sub-chunk n as an operand A; NEAR: gates are at least LEAST.
   template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -152,17 +158,18 @@ template <bool MINUS> struct Gates<float, MINUS> {
   }
 };
 
-// What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, or half of that, as an operand B; made of
-// masks where it is used, since registers are scarce.
+// Operands B of the sums of gates: 0, 1, -1 or half of that for each gate of a sub-chunk in the sum of its token i.
+// They are made from masks at each use, since registers are scarce.
 template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   using Order = ReadOrder;
-  int written, read, early;  // whether two tokens are up to i; to where i reads; before the middle
+  // Masks of two tokens each: those up to i; those up to where i reads; those before the middle.
+  int written, read, early;
 
   __device__ __forceinline__ Counts() {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
     const auto up_to = [&](int i) { return (token <= i ? 0xffff : 0) | (token < i ? 0xffff0000 : 0); };
     written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
-    // Gates 1 to 7 lie between tokens of GLA: half of the fourth is before the middle, and its mask lacks one bit.
+    // GLA's gates 1 to 7 lie between tokens. Half of gate 4 is before the middle: its mask lacks the bit HALVES.
     if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
   template <class F> static __device__ __forceinline__ void make(u32 (&b)[2], F of) {
@@ -194,7 +201,7 @@ __device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], c
   mma_f16(d, a, b);
 }
 
-// f(n, sums) of every sub-chunk: log2 of the decays.
+// Calls f(n, sums) for each sub-chunk n; sums: log2 of the decays.
 template <bool NEAR, typename G, bool MINUS, class F>
 __device__ __forceinline__ void sum_gates(const Gates<G, MINUS>& g, const u32 (&b)[2], F f) {
 #pragma unroll
@@ -214,7 +221,7 @@ __device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G, MINUS>& g
   });
 }
 
-// Factors of queries from the start of a sub-chunk, and of keys to its end.
+// The decays of queries from the start of their sub-chunk, and those of keys to its end.
 template <class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G, MINUS>& g, const Counts& counts) {
   u32 b[2];
@@ -228,11 +235,11 @@ __device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, MINUS>& 
   exponentiate<false>(to, g, b, 1.f);
 }
 
-// Decays of whole sub-chunks, of this lane's two channels.
+// The decays over whole sub-chunks, for this lane's two channels.
 struct SubChunkDecays {
   float own[SUBCHUNKS][2];
 
-  __device__ __forceinline__ float before(int n, int h) const {  // of those before sub-chunk n
+  __device__ __forceinline__ float before(int n, int h) const {  // over all sub-chunks before n
     return n == 0 ? 1.f : n == 1 ? own[0][h] : n == 2 ? own[0][h] * own[1][h] : own[0][h] * own[1][h] * own[2][h];
   }
   __device__ __forceinline__ float behind(int n, int h) const {
@@ -246,7 +253,8 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
     for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
   });
 }
-// The same of decays from the start of a sub-chunk and to its end, which meet behind the first of a lane's two tokens.
+// The same from decays from the start of a sub-chunk and decays to its end: their product at a lane's first token (its
+// second one, if queries read before the write) covers every gate once.
 template <class ReadOrder>
 __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start, const Chunk& end) {
   each_pair([&](int n, int h) { d.own[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
@@ -254,10 +262,10 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start,
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// What a product in tf32 reads of x where it is used besides: EXACT; or x.
+// x as an operand in tf32. EXACT: with the bits cut off that the product ignores, since x is used elsewhere too.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
-// Factors of queries and of keys in sub-chunk n, from its middle.
+// The factors of queries and of keys in sub-chunk n, from its middle.
 template <bool LOADED_NEAR = false, class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G, MINUS>& gates,
                                                    const Counts& counts, int n) {
@@ -278,7 +286,7 @@ __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& 
   }
 }
 
-// What meets in sub-chunk n: times its decays from the middle. Calls f(i, query, key) for values as they come.
+// Queries and keys of sub-chunk n times their factors from its middle. Calls f(i, query, key) with the plain values.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, const SubChunk& near_queries,
                                              const SubChunk& near_keys, const Operand& q, const Operand& k, int n,
@@ -296,13 +304,14 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
   }
 }
 
-// What meets across sub-chunks, in tf32. by8: of queries sub-chunks 1 and 3, of keys 0 and 2; by16: of queries 2 and 3,
-// of keys 0 and 1. Or sums of products with such, of the other side.
+// Operands in tf32 of the pairs across sub-chunks. by8: queries of sub-chunks 1 and 3, or keys of 0 and 2; by16:
+// queries of 2 and 3, or keys of 0 and 1. Also the sums of products that belong to these queries or keys.
 struct Across {
   SubChunk by8[2], by16[2];
 };
 
-// Calls put(n, h, x, y) with what meets the state before the chunk. far: decays from the start of a sub-chunk.
+// Queries times their decays, into `to`; calls put(n, h, x, y) with two queries times their decays from the chunk's
+// start, by which they read the state before the chunk. far: decays from the start of a sub-chunk.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& far, const SubChunkDecays& d,
                                               const float (&scale)[2], F put) {
@@ -319,7 +328,7 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
   });
 }
 
-// The same of keys; far: decays to the end, and put is given what the state behind the chunk has of them.
+// The same for keys; far: decays to the end of a sub-chunk; put gets two keys times their decays to the chunk's end.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& far, const SubChunkDecays& d,
                                            F put) {
@@ -338,20 +347,20 @@ __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const C
 
 // ---- pairs of tokens ------------------------------------------------------------------------------------------------
 
-// Values of all pairs [query, key] in tf32, none with a key behind its query: where one lies so that eight rows of two
-// keys, and eight keys of every second query, lie in different banks.
+// Values of pairs [query, key] in tf32, for keys up to the query. A pair's place is such that two keys of each of eight
+// queries lie in different banks, and so do eight keys of every second query.
 using Pairs = float[CHUNK][CHUNK];
 __device__ __forceinline__ int pair_index(int query, int key) {
   return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
 }
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
-// A value of a pair, times CUT, for products with what was cut off.
+// A pair's value, rounded to tf32.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
-// A value of every token besides, in float32, where no pair is; those of a sub-chunk side by side.
+// The place of one more float32 value for each token, among places without a pair; a sub-chunk's are side by side.
 __device__ __forceinline__ float& own_at(Pairs& x, int token) {
   return x[token / BC][(CHUNK - BC ^ token / BC * BC) + token % BC];
 }
-// Those of a lane's two tokens in sub-chunk n.
+// The values of a lane's two tokens in sub-chunk n.
 __device__ __forceinline__ float2 own_pair(Pairs& x, int n) {
   return *reinterpret_cast<const float2*>(&own_at(x, n * BC) + 2 * (threadIdx.x & 3));
 }
@@ -362,7 +371,8 @@ __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, c
   mma_tf32(d, a, b);
 }
 
-// A lane's place in the pairs of a sub-chunk's queries and keys, from which those of others are an XOR and a sum away.
+// A lane's place in the pairs of the first sub-chunk's queries and keys; its places in other sub-chunks differ by an
+// XOR and a sum.
 struct PairReader {
   const float* pairs;
   int row, column;  // query g with key 2t; query 2t with key g
@@ -371,7 +381,7 @@ struct PairReader {
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
     row = opaque(pair_index(g, 2 * t)), column = opaque(pair_index(2 * t, g));
   }
-  // With a place that is held from chunk to chunk.
+  // From places that the caller keeps from chunk to chunk.
   __device__ __forceinline__ PairReader(Pairs& x, int row, int column) : pairs(&x[0][0]), row(row), column(column) {}
   // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
   __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {

@@ -1,42 +1,42 @@
 // what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
 //           sums over a chunk's tokens.
 // numerics  A state is read in tf32, which has float32's range, or in two bfloat16 numbers, or in one float16 number.
-//           What is cut off adds up in the gate's gradient from chunk to chunk, so the first pass keeps a state every
-//           CHECKPOINT_EVERY tokens, from which the second begins anew. What a chunk adds to a state is a product in T,
-//           whose queries or keys are two numbers in bfloat16, since what they lose does not cancel in the gate's
-//           gradient.
-//           float16 has nothing below 6e-8: there queries that meet a state go into products times a power of 2, by the
-//           chunk's first gate, and so does C, by its largest value.
+//           These roundings add up in the gate's gradient from chunk to chunk, so the first pass stores a state every
+//           CHECKPOINT_EVERY tokens, and the second pass starts again from each of them. A chunk's addition to a state
+//           is a product in T. In bfloat16 its queries or keys are two numbers, since the rounding error of one would
+//           not cancel in the gate's gradient.
+//           float16 has no numbers below 6e-8: products of queries with a state take the queries times a power of 2
+//           that the chunk's first gate decides, and C times a power of 2 that its largest value decides.
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 
-// Which of the states that are kept is that before a sequence's first token; that before a multiple of
-// CHECKPOINT_EVERY tokens behind it is as many further.
+// The index of the stored state before a sequence's first token. The state before token n CHECKPOINT_EVERY of the
+// sequence has an index greater by n.
 __device__ __forceinline__ int first_kept(const Shape& shape, const WorkTile& at) {
   return int((at.batch * shape.H + at.head) * (shape.T / CHECKPOINT_EVERY + 1)) + at.start / CHECKPOINT_EVERY;
 }
-// A lane's first values of one, the others THREADS apart.
+// This thread's first four values of stored state `which`; its next four are THREADS float4 further on.
 template <int BK, int BV> __device__ __forceinline__ float4* kept_at(float* kept, int which) {
   return reinterpret_cast<float4*>(kept + i64(which) * (BK * BV)) + threadIdx.x;
 }
 
-// The segment of a sequence that a block of a pass has. `joined`: of three that a sequence has, a pass takes the one
-// that it begins with by itself, and the others as one; so only what the two passes begin with is summarised. The long
-// ones are the first half of the blocks. `pair` is the first segment's, `last` the last one's.
+// The segment of a sequence that a block of a pass computes. `joined`: of a sequence's three segments one block
+// computes the first one of the pass, another block the other two, joined, so that only the first segment of each pass
+// needs a summary. The joined ones are the first half of the blocks. `last` is the pair index of the last segment.
 struct Segment : WorkTile {
   i64 last;
 };
 __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i64 P) {
   WorkTile at = work_tile(shape, block);
   const u32 segment = u32(at.sequence) % u32(shape.count);
-  at.chunk += i64(segment / u32(P)) - segment;  // wherever a pass is cut, a chunk's number is the same
+  at.chunk += i64(segment / u32(P)) - segment;  // a chunk's number does not depend on the cut into segments
   return at;
 }
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
   const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
   const bool both = joined && blockIdx.x < heads;
-  // Backwards first those that the other pass ended with: some of their last tokens are in L2.
+  // The backward pass starts with the segments that the forward pass computed last: some of their tokens are in L2.
   const u32 own = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : own;
   Segment at = {segment_at(shape, block, P), block};
@@ -44,8 +44,9 @@ template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Sh
   return at;
 }
 
-// How blocks share out segments: each has one; or, where they are whole sequences, as many blocks as the card holds
-// take them in turn, so that the next one's chunks come while the last ones of the one before are computed.
+// Two schedules. OneEach: a block computes one segment. InTurn, for whole sequences: as many blocks as the card holds
+// compute several sequences one after the other, and copy a sequence's first chunks while they compute the last chunks
+// of the one before.
 struct OneEach {
   static constexpr bool in_turn = false;
 };
@@ -55,7 +56,7 @@ struct InTurn {
 __device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
 __device__ __forceinline__ int chunks_of(const WorkTile& at) { return (at.tokens + CHUNK - 1) / CHUNK; }
 
-// Calls f(segment, how many chunks the block had before) for those that this block takes.
+// Calls f(segment, chunks that this block has computed before it) for each segment of this block.
 template <class Schedule, bool BACKWARDS, class Args, class F>
 __device__ __forceinline__ void each_segment(const Args& args, F f) {
   if constexpr (!Schedule::in_turn) return f(segment_of<BACKWARDS>(args.shape, args.P, args.joined), 0);
@@ -68,11 +69,11 @@ __device__ __forceinline__ void each_segment(const Args& args, F f) {
   }
 }
 
-// Goes over the chunks of all that this block takes in turn; in shared memory, since registers are scarce.
+// Iterates over the chunks of all sequences of this block; in shared memory, since registers are scarce.
 template <bool BACKWARDS> struct Cursor {
   WorkTile at;
-  u32 block;  // past the last one at the end
-  int token;  // the chunk's first
+  u32 block;  // the segment's index; at the end beyond the last one
+  int token;  // the chunk's first token, counted from the segment's
 
   __device__ __forceinline__ bool at_end(const Shape& shape) const { return block >= all_segments(shape); }
   __device__ __forceinline__ void begin(const Shape& shape, u32 first) {
@@ -82,7 +83,7 @@ template <bool BACKWARDS> struct Cursor {
       if (at.tokens) return;
     }
   }
-  // The chunk, and what follows it in time, as if the segment began with it.
+  // The segment from this chunk on.
   __device__ __forceinline__ WorkTile rest() const {
     WorkTile x = at;
     x.start += token, x.tokens -= token, x.chunk += token / CHUNK;
@@ -94,31 +95,32 @@ template <bool BACKWARDS> struct Cursor {
   }
 };
 
-// Where the chunks are that a warp moves, of so many on their way.
+// The places of the chunks that a warp copies, of which COUNT are being copied at the same time. OneEach needs none.
 template <class Schedule, bool BACKWARDS, int COUNT> struct ChunkPlaces {};
 template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT> {
-  WorkTile chunks[COUNT];  // nothing lies before them
+  WorkTile chunks[COUNT];  // the first member, at the struct's own address
   Cursor<BACKWARDS> cursor;
 
   __device__ __forceinline__ const WorkTile& at(int number) const { return chunks[number % COUNT]; }
   __device__ __forceinline__ void begin(const Shape& shape) {
     if ((threadIdx.x & 31) == 0) cursor.begin(shape, blockIdx.x);
-    __syncwarp();  // the first one stands
+    __syncwarp();  // all lanes see the cursor
   }
-  // Whether there is another chunk, the number-th.
+  // Takes the next chunk, which gets this number; false if there is none.
   __device__ __forceinline__ bool next(const Shape& shape, int number) {
     if (cursor.at_end(shape)) return false;
-    __syncwarp();  // all lanes know that
+    __syncwarp();  // all lanes have read the cursor
     if ((threadIdx.x & 31) == 0) chunks[number % COUNT] = cursor.rest(), cursor.next(shape);
-    __syncwarp();  // its place stands
+    __syncwarp();  // all lanes see the chunk's place
     return true;
   }
 };
 
+// Whether T's exponents have fewer bits than float32's.
 template <typename T> constexpr bool NARROW = false;
 template <> constexpr bool NARROW<f16> = true;
 
-// 2^x that takes `largest` to float16's upper end, and 2^-x; 1 where it is between 2^-8 and 2^15.
+// The power of 2 that takes `largest` to float16's upper end, and its inverse; 1 if it is between 2^-8 and 2^15.
 struct Scale {
   float up, down;
 };
@@ -128,9 +130,9 @@ __device__ __forceinline__ Scale to_range(float largest) {
   return {__uint_as_float(u32(267 - exponent) << 23), __uint_as_float(u32(exponent - 13) << 23)};
 }
 
-// Of two channels: what takes queries that a chunk's first gate has decayed, and what a state has of them, back into
-// the range of a NARROW type, and its inverse; 1 where the gate takes less than 2^-8. far: decays from the start of a
-// sub-chunk. RWKV-6's first query is not decayed.
+// For a lane's two channels: `up`, the power of 2 by which queries are multiplied so that those decayed by the chunk's
+// first gate stay in a NARROW type's range, and its inverse `down`, which the state is multiplied by; both 1 unless the
+// gate's decay is below 2^-8. far: decays from the start of a sub-chunk. RWKV-6's first query is not decayed.
 struct QueryScale {
   float up[2], down[2];
   bool is_one;  // for all channels of the warp
@@ -141,7 +143,7 @@ template <class ReadOrder, typename T> __device__ __forceinline__ QueryScale sca
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
-      // 2^90 at most: float32 still has what a state, below 2^30, is times that.
+      // 2^90 at most: a state's values are below 2^30, so that their product is in float32's range.
       const int own = max(int(__float_as_uint(first) >> 23), 127 - 90), exponent = own < 127 - 8 ? own : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
     }
@@ -149,7 +151,7 @@ template <class ReadOrder, typename T> __device__ __forceinline__ QueryScale sca
   }
   return s;
 }
-// Whether that is not 1 for some channel of the warp, which is rare.
+// Whether that power of 2 is not 1 for some channel of the warp, which is rare.
 template <class ReadOrder, typename T> __device__ __forceinline__ bool first_gate_is_strong(const Chunk& far) {
   if (!NARROW<T> || ReadOrder::reads_before_write) return false;
   return __any_sync(0xffffffffu, (threadIdx.x & 3) == 0 && fminf(far[0][0], far[0][2]) < 0x1p-8f);
@@ -165,31 +167,32 @@ __device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale&
   if (!s.is_one) scale_state<BV>(S, s.down[0], s.down[1]);
 }
 
-// The largest magnitude of a warp's channels, or up to twice that: of sums of two, since a maximum takes twice the time
-// of a sum. As bits, floats that are not negative have the order of integers.
+// The largest magnitude of a warp's channels, or up to twice that: the largest sum of two neighbours' magnitudes, since
+// a maximum takes twice the time of a sum. The bits of floats that are not negative have the order of integers.
 template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[BV / 2]) {
-  float parts[4] = {};  // since each waits for itself
+  float parts[4] = {};  // four independent chains of maxima, for their latency
 #pragma unroll
   for (int i = 0; i < BV / 4; ++i) parts[i % 4] = fmaxf(parts[i % 4], fabsf(S[2 * i]) + fabsf(S[2 * i + 1]));
   const float x = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
   return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
 }
 
-// A chunk's tokens as read_part takes them: of every 8 columns the even ones, then the odd ones, in float32.
+// A chunk's tokens in float32, in the order that read_part needs: of every 8 columns first the even ones, then the odd
+// ones.
 template <int BV> using ReadTile = Tile<float, BV>;
 
-// Writes such a tile from one as it came; warp `warp` of WARPS.
+// Writes such a tile from a copied one; warp `warp` of WARPS.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
-  constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;  // 8 columns each; of a warp at once; of 8 rows
-  // Of 8 lanes half have a row that is 5 XOR that of the others, so that banks differ both where pieces come from and
-  // where they go.
+  // Pieces of 8 columns in a row; rows that a warp writes at a time; steps for 8 rows.
+  constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;
+  // Of 8 lanes four have the row of the other four XOR 5, so that neither loads nor stores have bank conflicts.
   const int row = (lane >> 2 & 1) * 5 ^ lane / (2 * PIECES) * 2, piece = lane & 3 | lane >> 1 & PIECES - 4;
   const int source = piece / 8 * CHUNK * 128 + swizzled_offset(row, piece % 8),
             target = piece / 4 * CHUNK * 128 + swizzled_offset(row, piece % 4 * 2);
 #pragma unroll 1
   for (int step = warp; step < CHUNK / ROWS; step += WARPS) {
-    const int down = step / STEPS * 8 * 128, flip = step % STEPS * (128 + 16);  // what other rows add, and XOR
+    const int down = step / STEPS * 8 * 128, flip = step % STEPS * (128 + 16);  // of other rows, in bytes
     const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, (source ^ flip) + down));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
     *reinterpret_cast<float4*>(at_offset(to, (target ^ flip) + down)) = {a.x, b.x, c.x, d.x};
@@ -197,8 +200,8 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
   }
 }
 
-// Part `part` of SUBCHUNKS of x[channel, token] = S tokens^T in tf32, under way. Waits for the part before, whose
-// copies of S it takes the place of.
+// Starts part `part` of SUBCHUNKS of the product x[channel, token] = S tokens^T in tf32. Waits for the part before,
+// since both keep their copies of S in the same registers.
 template <int BV>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           ReadTile<BV>& tokens, int part) {
@@ -219,7 +222,8 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
-// The same in two bfloat16 numbers of S, of tokens as they came; `put` is given the first ones of 16 columns.
+// The same product with S as two bfloat16 numbers and tokens as copied; calls `put` with the first numbers of every 16
+// columns.
 template <int BV, class Put>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           bf16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
@@ -245,7 +249,8 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
-// The same in one float16 number of S, which is in its range. Waits for the part before that one.
+// The same product with S, which is in float16's range, as one float16 number. Waits for the part before the previous
+// one.
 template <int BV, class Put>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           f16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
@@ -269,7 +274,7 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
-// x[channel, token] = S tokens^T in tf32, under way, all at once: where there are registers for a copy of S.
+// Starts the whole product x[channel, token] = S tokens^T in tf32; needs registers for a copy of S.
 template <int BV>
 __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
   u32 columns[BV / 8][4];
@@ -285,7 +290,7 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
   wgmma_commit();
 }
 
-// S += x^T tokens, under way; x the warp's channels.
+// Starts S += x^T tokens; x the warp's channels.
 template <typename T, int BV>
 __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x, T (&tokens)[BV / 64][CHUNK][64]) {
   const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
@@ -293,7 +298,7 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
 }
 
-// Queries or keys on their way to a state: rounded to T, and for bfloat16 what that leaves over, rounded likewise.
+// Queries or keys that are added to a state: rounded to T, and for bfloat16 the remainder, rounded to T as well.
 template <typename T> struct StateOperand {
   Operand first, rest;
 
@@ -308,8 +313,8 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const StateOpera
   start_write<T, BV>(S, x.first, tokens);
   if (!NARROW<T>) start_write<T, BV>(S, x.rest, tokens);
 }
-// Two values of it, for the other pass, which multiplies them by what the state has of their gradients: those products
-// and the state's cancel in the gate's gradient.
+// Two values as the state's product reads them. The other pass multiplies them by their gradients; these products
+// cancel in the gate's gradient with those of the state only if the values are the same.
 template <typename T> __device__ __forceinline__ float2 state_values(float x, float y) {
   return NARROW<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
 }
@@ -321,8 +326,8 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
   scale_state<BV>(S, up0 * d.all(0), up1 * d.all(1));
 }
 
-// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: those behind
-// i or, otherwise, before it, INCLUSIVE or not of i itself: `some` says which. all: over all of them.
+// x[channel, i] <- the sum of x over the chunk's tokens behind token i (BEHIND) or before it. `some`, of tokens_in_sum,
+// decides whether i itself counts. all: the sum over all tokens. Products of ones with x as two tf32 numbers.
 template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2], const u32 (&some)[2]) {
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
   SubChunk sum = {};
@@ -339,24 +344,25 @@ template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, floa
   all[0] = sum[0], all[1] = sum[2];
 }
 
-// Which of a lane's two tokens of a sub-chunk count in such a sum.
+// Sets `some` to 1 for those of a lane's two tokens of a sub-chunk that count in such a sum, to 0 for others.
 template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void tokens_in_sum(u32 (&some)[2]) {
   const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
   const u32 one = __float_as_uint(1.f);
-  const int bound = i + (BEHIND != INCLUSIVE);  // the first token behind, or the first that is not before
+  const int bound = i + (BEHIND != INCLUSIVE);  // the first token that counts (BEHIND), or that does not
   some[0] = token >= bound == BEHIND ? one : 0, some[1] = token + 1 >= bound == BEHIND ? one : 0;
 }
-// The same without tensor cores, for where these are busy with a state, behind whose products such sums would wait.
+// The same sums without tensor cores, for places where those compute a state's products, which the sums would wait for.
 template <bool BEHIND, bool INCLUSIVE>
 __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
-  const bool next_counts = t % 2 == !BEHIND, far_counts = t / 2 == !BEHIND;  // the other lane of two; the other two
+  // Whether the sums of the other lane of a pair count, and those of the other pair.
+  const bool next_counts = t % 2 == !BEHIND, far_counts = t / 2 == !BEHIND;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int step = 0; step < SUBCHUNKS; ++step) {
       SubChunk& at = x[BEHIND ? SUBCHUNKS - 1 - step : step];
-      float &more = at[2 * h + !BEHIND], &less = at[2 * h + BEHIND];  // more: the token that all others count for
+      float &more = at[2 * h + !BEHIND], &less = at[2 * h + BEHIND];  // more: the token whose sum has one more term
       const float own = more + less, next = __shfl_xor_sync(0xffffffffu, own, 1), two = own + next;
       const float far = __shfl_xor_sync(0xffffffffu, two, 2);
       float others = next_counts ? next : 0.f;
@@ -368,7 +374,7 @@ __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]
   }
 }
 
-// The state that a block starts from: given, or zeros.
+// Loads the state that a block starts from; zeros if `given` is null.
 template <int BV>
 __device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* given, const Shape& shape, int channel) {
 #pragma unroll
