@@ -163,8 +163,7 @@ def value_gates():
             yield value_gate.ValueGateBackwardScores(T, G, products)
             for columns in ("Gated", "GatedTurned"):
                 yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
-            if T == G:
-                yield value_gate.ValueGateBackwardStates(T, products)
+            yield value_gate.ValueGateBackwardStates(T, G, products)
         for size in gated.CHANNELS:
             yield value_gate.ValueGateRecurrent(T, G, size)
 

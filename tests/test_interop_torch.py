@@ -414,6 +414,18 @@ def test_an_older_compiler_leaves_its_graph(rng):
         compare(gradients, torch.autograd.grad(loss(*inputs), inputs), torch.float64)
 
 
+def test_an_exported_program_holds_the_call(rng):
+    """Whatever torch's version: Dynamo has no part in it."""
+
+    class Doubled(torch.nn.Module):
+        def forward(self, *inputs):
+            return 2 * interop.gla(*inputs)
+
+    given, others = ([*map(torch.tensor, draw(GLA, rng, SIZES))] for _ in range(2))
+    program = torch.export.export(Doubled(), tuple(given), strict=False).module()
+    assert torch.equal(program(*others), 2 * interop.gla(*others))
+
+
 @compiles
 @pytest.mark.parametrize("name", ["gla", "rwkv6", "simple_gla", "softmax_attention"])
 def test_compiled_gradients(name, rng):

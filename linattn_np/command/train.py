@@ -76,7 +76,7 @@ class Trained:
 
     @property
     def file(self) -> str:
-        return f"{self.name}.safetensors"
+        return "state.pth" if self.name == "state" else f"{self.name}.safetensors"
 
     def weights(self, training) -> dict:
         """Of the whole model by now."""
@@ -147,7 +147,7 @@ def declare(parser):
         required=True,
         metavar="FOLDER",
         help="gets model.safetensors, which linattn-np generate and models.load read, or with --lora "
-        f"adapter.safetensors, with --state state.safetensors; and {CHECKPOINT}, from which --resume goes on, before "
+        f"adapter.safetensors, with --state state.pth; and {CHECKPOINT}, from which --resume goes on, before "
         "the first step and with every report; both are whole whenever the program ends, and however",
     )
     add(
