@@ -339,7 +339,8 @@ def steps(training, trained, options, ended):
     """The training steps of the rank that reports progress."""
     folder = Path(options.out)
     if training.done >= 1:
-        say(f"{folder} holds a training that is done, of {training.step_number} steps; --steps or --minutes extends it")
+        length = f"{training.step_number} steps in {training.seconds / 60:.2g} minutes"
+        say(f"{folder} holds a training that is done, of {length}; more --steps or --minutes extend it")
         return
     text = training.text
     say(f"{training.layout.size:,} parameters; {len(text.learned):,} {text.unit} to learn, {len(text.held):,} held out")
