@@ -145,6 +145,7 @@ AROUND = (
     "matrix_loops",
     "training_products",
     "prompt_reading",
+    "pth_files",
     "quantised",
     "single_process",
     "sampling",

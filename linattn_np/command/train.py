@@ -76,7 +76,7 @@ class Trained:
 
     @property
     def file(self) -> str:
-        return f"{self.name}.safetensors"
+        return "state.pth" if self.name == "state" else f"{self.name}.safetensors"
 
     def weights(self, training) -> dict:
         """Of the whole model by now."""
@@ -147,7 +147,7 @@ def declare(parser):
         required=True,
         metavar="FOLDER",
         help="gets model.safetensors, which linattn-np generate and models.load read, or with --lora "
-        f"adapter.safetensors, with --state state.safetensors; and {CHECKPOINT}, from which --resume goes on, before "
+        f"adapter.safetensors, with --state state.pth; and {CHECKPOINT}, from which --resume goes on, before "
         "the first step and with every report; both are whole whenever the program ends, and however",
     )
     add(
@@ -339,7 +339,8 @@ def steps(training, trained, options, ended):
     """The training steps of the rank that reports progress."""
     folder = Path(options.out)
     if training.done >= 1:
-        say(f"{folder} holds a training that is done, of {training.step_number} steps; --steps or --minutes extends it")
+        length = f"{training.step_number} steps in {training.seconds / 60:.2g} minutes"
+        say(f"{folder} holds a training that is done, of {length}; more --steps or --minutes extend it")
         return
     text = training.text
     say(f"{training.layout.size:,} parameters; {len(text.learned):,} {text.unit} to learn, {len(text.held):,} held out")
