@@ -147,7 +147,10 @@ class Op(Declaration):
 
         A missing or unknown argument is a TypeError, as it is in a call.
         """
-        given = (signature or self.signature).bind(*positional, **named).arguments
+        try:
+            given = (signature or self.signature).bind(*positional, **named).arguments
+        except TypeError as error:  # without the name that Python's own would have
+            raise TypeError(f"{self.name}: {error}") from None
         optional = [given.pop(name, None) for name in self.optional_arrays]
         op, arrays = self.fitting((*(given.pop(name) for name in self.arrays), *optional))
         return op, arrays, given

@@ -7,10 +7,10 @@ moved from host to device or back. A backend is a package under `backends/` with
     run(problem)                            native results: (o, final state parts or None); a step's o; a stage's result
     vjp(problem)                            ((o, final state parts or None), pullback), where why_not allows a gradient
     pullback(problem)                       the second of these, for callers that want no result
-    summarise(problem)                      where there is one: ((final state from zero, decays or None), kept) without
-                                            an o, or None; `kept`, not empty, is a second argument of `run` and `vjp`
-                                            that spares a call on the same tokens the same work
-    KEEPS                                   True where it ever keeps anything
+    summarise(problem)                      optional: ((final state from zero, decays or None), kept) without an o, or
+                                            None; `kept`, if not empty, is a second argument of `run` and `vjp`, which
+                                            then reuse these results for the same tokens
+    KEEPS                                   optional: whether `kept` is ever not empty
     describe(problem) -> dict               kernels, tiles and copies, for `explain`
 """
 
@@ -75,7 +75,7 @@ def call_step(op: Op, arrays, *, backend, out, **arguments):
 
 
 def call_stage(op, arrays, *, backend="auto", **arguments):
-    """The results of a stage of the chunked form, or the first one alone where no final state is asked for."""
+    """The results of a stage of the chunked form; an array, not a tuple, if there is only one."""
     op, arrays = op.fitting(arrays)
     problem = op.bind(arrays, **arguments)
     found = backend_module(choose(problem, backend)).run(problem)
@@ -93,8 +93,9 @@ def call_stage(op, arrays, *, backend="auto", **arguments):
 def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **arguments):
     """(the final state's parts from zero, decays as the backend has them or None, kept) of a call, without its o.
 
-    None where a backend has nothing cheaper than the call itself, and with `ahead`, where nobody asks for the state,
-    where it would keep nothing. `kept` is for `call`, or with `gradient` for `vjp`, on the same arrays.
+    None if the backend has no way that is cheaper than the call itself. `ahead`: only `kept` is wanted, so that the
+    result is None, too, if the backend keeps nothing. `kept` is an argument of `call` on the same arrays, or, with
+    `gradient`, of `vjp`.
     """
     problem = op.bind(arrays, gradient=gradient, **arguments)
     module = backend_module(choose(problem, backend))
@@ -107,7 +108,7 @@ def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **
 
 
 def handed_out(problem: Problem, o, out):
-    """`o` in the caller's kind of array, or in `out`, where a backend could not write it itself."""
+    """`o` in the caller's kind of array, or copied to `out` if the backend could not write there."""
     if out is None:
         return in_kind(problem, o)
     if problem.out is None:

@@ -146,6 +146,8 @@ def delta_rules():
                 yield delta.DeltaStep(rule, T, G, S, size)
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
+    for G, (K, V) in product((BFLOAT16, SINGLE), WIDTHS):
+        yield delta.DeltaForward(G, K, V)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
 
@@ -161,8 +163,7 @@ def value_gates():
             yield value_gate.ValueGateBackwardScores(T, G, products)
             for columns in ("Gated", "GatedTurned"):
                 yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
-            if T == G:
-                yield value_gate.ValueGateBackwardStates(T, products)
+            yield value_gate.ValueGateBackwardStates(T, G, products)
         for size in gated.CHANNELS:
             yield value_gate.ValueGateRecurrent(T, G, size)
 

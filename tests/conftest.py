@@ -196,7 +196,7 @@ class NumbaKernels(Backend):
     modes = {
         op.name: ("recurrent", "staged") if op.name in ("gla", "rwkv6", "hgrn2") else ()
         for op in (*OPS, GLA_VALUE_GATE)
-    }
+    } | {op.name: ("recurrent",) for op in DELTA_RULES}
     materialize = (True,)
 
 

@@ -3,10 +3,19 @@
     git clone https://github.com/fla-org/flash-linear-attention peer; cd peer/tests/ops
     PYTHONPATH=.../tests pytest -p peer_suite --noconftest test_{gla,rwkv6,simple_gla,retention,linear_attn}.py
 
-It wants a card, torch and flash-linear-attention (fla). A test of a recurrent kernel compares it with literal torch,
-and here compares ours with that; every other test compares a kernel with the recurrent one, which stays fla's. The end
-of the run names the tests that called nothing of ours.
+It wants torch and flash-linear-attention (fla). A test of a recurrent kernel compares it with literal torch, and here
+compares ours with that; every other test compares a kernel with the recurrent one. On a card that stays fla's. Without
+a card no kernel of fla's runs, nor is Triton imported: the recurrent one is ours, token by token (mode "recurrent").
+The end of the run names the tests that called nothing of ours.
 """
+
+import re
+import sys
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,6 +27,56 @@ def ours(name):
     from linattn_np.interop import fla
 
     return getattr(fla, name, None) if name.startswith(("fused_", "chunk_", "parallel_")) else None
+
+
+# -- without a card --------------------------------------------------------------------------------------------------
+OPS = {
+    "gla": "gla",
+    "rwkv6": "rwkv6",
+    "simple_gla": "simple_gla",
+    "retention": "retention",
+    "linear_attn": "linear_attention",
+}
+
+
+def literal(name, op, *arrays, **options):
+    """Ours by that name, token by token."""
+    from linattn_np.interop import fla
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fla.operators, OPS[op], partial(getattr(fla.operators, OPS[op]), mode="recurrent"))
+        return ours(name)(*arrays, **options)
+
+
+def put_in_the_place_of_kernels():
+    """Modules without kernels under the names from which fla's tests import them; its literal torch stays."""
+    fla = Path(find_spec("fla").submodule_search_locations[0])
+    (version,) = re.findall(r'__version__ = "(.*)"', (fla / "__init__.py").read_text())
+    root = fla / "ops"
+    module("fla", fla).__version__ = version
+    module("fla.ops", root)
+    import_module("fla.utils").device = "cpu"
+    for op in OPS:
+        names = {f"{way}_{op}" for way in ("chunk", "fused_chunk", "parallel") if ours(f"{way}_{op}")}
+        functions = {name: ours(name) for name in names} | {
+            f"fused_recurrent_{op}": partial(literal, f"fused_recurrent_{op}", op)
+        }
+        vars(module(f"fla.ops.{op}", root / op)).update(functions)
+        for way in ("chunk", "fused_chunk", "fused_recurrent", "parallel"):
+            vars(module(f"fla.ops.{op}.{way}", root / op / way)).update(functions)
+
+
+def module(name, folder):
+    made = sys.modules[name] = ModuleType(name)
+    made.__path__ = [str(folder)]
+    return made
+
+
+def pytest_configure():
+    import torch
+
+    if not torch.cuda.is_available():
+        put_in_the_place_of_kernels()
 
 
 # -- the plugin -------------------------------------------------------------------------------------------------------

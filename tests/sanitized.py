@@ -43,6 +43,7 @@ from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.declarations import (
     DELTA_RULE_STEPS,
     DELTA_RULES,
+    GATED_DELTA_RULE,
     GLA,
     GLA_STEP,
     GLA_VALUE_GATE,
@@ -248,8 +249,11 @@ def steps(rng, run):
             yield run(op, *draw(declared, rng, dict(zip("BHKV", sizes)), dtype), state, slots=slots)
 
 
-def delta_rules(rng, run, as_filled):
-    """Token by token, and steps."""
+def delta_rules(rng, run, as_older, as_filled):
+    """Token by token, in chunks on every card, and steps."""
+    for K, V, keywords in ((60, 72, {"cu_seqlens": PACKED}), (128, 136, {"qk_l2norm": True})):
+        arrays, _ = drawn(GATED_DELTA_RULE, rng, (1, 2, 133, K, V), BFLOAT16)
+        yield as_older(gated_delta_rule, *arrays, **keywords)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):
@@ -327,7 +331,7 @@ def calls(rng, run, as_older, as_filled, device):
         family(rng, run, as_filled),
         messages(rng, run, as_filled),
         steps(rng, run),
-        delta_rules(rng, run, as_filled),
+        delta_rules(rng, run, as_older, as_filled),
         delta_rules_on_hopper(rng, device),
         decoding(rng, device),
         prompts(rng, as_filled),

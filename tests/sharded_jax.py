@@ -9,6 +9,7 @@ import sys
 from functools import partial
 
 COUNT = int((*sys.argv, 4)[1])
+DELTA = ("kda", "rwkv7")
 NAMES = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")[: 2 if sys.argv[1:] else 5]
 if sys.argv[1:]:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -44,6 +45,13 @@ def draw(name, rng):
         "retention": [],
         "linear_attention": [],
     }
+    if name in DELTA:
+        k, beta = k / np.linalg.norm(k, axis=-1, keepdims=True), rng.random((B, H, T))
+        return (
+            [q, k, v, -np.exp(g), beta, state]
+            if name == "kda"
+            else [q, -np.exp(g), k, v, -k, beta[..., None] * k, state]
+        )
     return [q, k, v, *gates[name], state]
 
 
@@ -53,7 +61,7 @@ def loss(function, weights):
     def of(*inputs):
         return sum((x * w).sum() for x, w in zip(function(*inputs), weights, strict=True))
 
-    return jax.jit(jax.value_and_grad(of, argnums=tuple(range(6))[: function.count]))
+    return jax.jit(jax.value_and_grad(of, argnums=tuple(range(7))[: function.count]))
 
 
 def calls(name, **options):
@@ -63,7 +71,7 @@ def calls(name, **options):
 
     if name == "retention":  # its default decays differ by head, of which a device has its own alone
         options["gamma"] = 0.8
-    call.count = {"gla": 5, "rwkv6": 6, "simple_gla": 5}.get(name, 4)
+    call.count = {"gla": 5, "rwkv6": 6, "simple_gla": 5, "kda": 6, "rwkv7": 7}.get(name, 4)
     return call
 
 
@@ -201,6 +209,8 @@ def main():
     over_batch_and_heads("rwkv6", rng, "batch", P("devices"), False)
     for name in NAMES:
         over_the_sequence(name, rng)
+    for name in DELTA if COUNT == 4 else ():  # on cards they may have no kernels
+        over_the_sequence(name, rng, reverse=name == "kda")
     over_the_sequence("gla", rng, reverse=True)
     over_the_sequence("rwkv6", rng, check=False)
     with_all_options(rng)

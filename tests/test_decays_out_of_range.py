@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
-from reference import double
+from conftest import SINGLE
+from reference import assert_close, double, draw
 
 from linattn_np import gla, rwkv6, simple_gla, vjp
+from linattn_np.array_kinds import BFLOAT16
+from linattn_np.declarations import GLA_VALUE_GATE
 
 OPERATORS = {"gla": gla, "rwkv6": rwkv6, "simple_gla": simple_gla, "gla with gv": gla}
 LIMIT = 1e-5  # of float32's own recurrence: 63 products, each within 2^-23 and with an exponent within 3.4 * 2^-23
@@ -63,16 +66,45 @@ def test_a_state_out_of_range_that_no_output_needs():
 
 
 @pytest.mark.filterwarnings("ignore::linattn_np.LinattnWarning")
-@pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_growth_on_one_side_and_decay_on_the_other(tokens):
-    """gv of +60 beside g of -60, and turned over: the state only sees their sum."""
-    for up in (60.0, -60.0, 120.0, -120.0):
-        ones, gv = np.ones(tokens), np.full((1, 1, tokens, 1), up, np.float32)
-        o, pull = called("gla with gv", np.full(tokens, -up), ones, ones, gv)
-        np.testing.assert_allclose(o.ravel(), np.arange(1, tokens + 1), rtol=LIMIT)
-        dq, dk, dv, dg, dgv = (x.ravel() for x in pull(np.ones((1, 1, tokens, 1), np.float32)))
-        np.testing.assert_allclose(dq, np.arange(1, tokens + 1), rtol=LIMIT)
-        np.testing.assert_allclose(dk, np.arange(tokens, 0, -1), rtol=LIMIT)
-        np.testing.assert_allclose(dv, dk, rtol=LIMIT)
-        np.testing.assert_allclose(dg, np.arange(tokens) * np.arange(tokens, 0, -1), rtol=LIMIT)
-        np.testing.assert_allclose(dgv, dg, rtol=LIMIT)
+@pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
+def test_growth_on_one_side_and_decay_on_the_other(backend, dtype, rng):
+    """The state only sees their sum, which is 0: each side alone leaves float32's range within two tokens."""
+    sizes = {"B": 1, "H": 2, "T": 100, "K": 20, "V": 40, "N": 1}
+    q, k, v, g, gv = draw(GLA_VALUE_GATE, rng, sizes, dtype, "zero")
+    start, dht = rng.standard_normal((2, 1, 2, 20, 40)).astype(SINGLE)
+    do = rng.standard_normal(v.shape).astype(dtype)
+    flat = [x.copy() for x in (g, gv)]
+    g[:], gv[:] = np.reshape([60, -60], (1, 2, 1, 1)), np.reshape([-60, 60], (1, 2, 1, 1))
+    for mode in backend.modes[GLA_VALUE_GATE.name]:
+        (o, final), pull = backend.run(
+            vjp,
+            gla,
+            *map(backend.asarray, (q, k, v, g, gv)),
+            initial_state=backend.asarray(start),
+            output_final_state=True,
+            mode=mode,
+        )
+        found = [o, final, *pull(backend.asarray(do), backend.asarray(dht))]
+        (o, final), pull = vjp(
+            gla,
+            *map(double, (q, k, v, *flat)),
+            initial_state=double(start),
+            output_final_state=True,
+            mode="recurrent",
+        )
+        wanted = [o, final, *pull(double(do), double(dht))]
+        for name, x, y in zip(("o", "final", "dq", "dk", "dv", "dg", "dgv", "dh0"), found, wanted, strict=True):
+            assert_close(f"{name}, {mode}", backend.tohost(x), y, dtype)
+
+
+@pytest.mark.filterwarnings("ignore::linattn_np.LinattnWarning")
+def test_growth_on_one_side_of_segments(backend, rng):
+    """Where few heads have their sequences cut, the decays of a segment leave the range likewise."""
+    ones = np.ones((1, 2, 500, 1), SINGLE)
+    up = np.float32([60, -60]).reshape(1, 2, 1, 1) * ones
+    arrays = [backend.asarray(x) for x in (ones, ones, ones, -up, up)]
+    start = backend.asarray(np.full((1, 2, 1, 1), 3, SINGLE))
+    o, (final,) = backend.run(gla, *arrays, scale=1.0, initial_state=start, output_final_state=True)
+    wanted = np.broadcast_to(3.0 + np.arange(1, 501), (2, 500))
+    np.testing.assert_allclose(backend.tohost(o)[0, :, :, 0], wanted, rtol=LIMIT)
+    np.testing.assert_allclose(backend.tohost(final).ravel(), 503.0, rtol=LIMIT)

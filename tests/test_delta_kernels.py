@@ -132,6 +132,41 @@ def test_wide_keys_are_refused(backend):
         backend.run(linattn_np.delta_rule, x, x, x, beta)
 
 
+HARD = {  # gates, the cosine of keys, strengths
+    "alike": ("weak", 0.9, 1.0),
+    "resets": ("some-inf", 0.9, 1.0),
+    "reflections": ("spikes-40", 0.0, 1.99),
+    "nothing-written": ("weak", 0.5, 0.0),
+    "no-gates": ("zero", 0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("qk_l2norm", [False, True], ids=["", "normalized"])
+@pytest.mark.parametrize("hard", HARD)
+def test_chunks_with_hard_keys(backend, hard, qk_l2norm, rng):
+    """What a chunk's products round is no larger than what is read and written, whatever the keys: whole errors are
+    those of five bfloat16 numbers in a row, 5^.5 2^-9 / 3^.5, and the output's.
+    """
+    gate, cosine, strength = HARD[hard]
+    case = Case(groups=2, H=1, T=100, K=128, V=72, dtype=BFLOAT16, gate=gate, gate_dtype=SINGLE)
+    (q, k, v, g, _), start, *_ = case.drawn(rng)
+    shared = rng.standard_normal((1, 1, 1, 128))
+    k = (1 - cosine) ** 0.5 * double(k) + cosine**0.5 * shared / np.linalg.norm(shared)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    if qk_l2norm:
+        q, k = 3 * double(q), 0.2 * k
+    q, k, beta = q.astype(BFLOAT16), k.astype(BFLOAT16), np.full(g.shape, strength, SINGLE)
+    options = {"initial_state": start, "output_final_state": True, "qk_l2norm": qk_l2norm}
+    arrays = q, k, v, g, beta
+    wanted = linattn_np.gated_delta_rule(
+        *map(double, arrays), mode="recurrent", **options | {"initial_state": double(start)}
+    )
+    options["initial_state"] = backend.asarray(start)
+    found = backend.run(linattn_np.gated_delta_rule, *map(backend.asarray, arrays), mode="chunk", **options)
+    for what, x, y in zip(("o", "state"), found, wanted, strict=True):
+        assert rms(double(backend.tohost(x)) - y) < 4.5e-3 * rms(y), what
+
+
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_explained(op, rng):
     """A gate beside a write strength of another dtype is copied; gradients take what is stated."""
@@ -140,7 +175,10 @@ def test_explained(op, rng):
         arrays[4] = arrays[4].astype(BFLOAT16)
     on = planned.Noting()
     plan = planned.plan_of(op.bind(arrays), on)
-    assert planned.names(plan) == ["delta_recurrent_forward"] and plan.mode == "recurrent"
+    chunks = op in (DELTA_RULE, GATED_DELTA_RULE)
+    assert planned.names(plan) == [("delta_forward" if chunks else "delta_recurrent_forward")]
+    assert plan.mode == ("chunk" if chunks else "recurrent")
+    assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), on)) == ["delta_recurrent_forward"]
     assert plan.copies == (("beta: in float32, as other gates",) if op is KDA else ())
     back = planned.plan_of(op.bind(arrays, gradient=True), on)
     assert planned.names(back)[:2] == ["delta_recurrent_forward", "delta_recurrent_backward"]

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from planned import host
+from emulator import EmulatedDevice
+from planned import host, names, plan_of
 from test_device_helpers import hopper  # noqa: F401, a fixture
 
 from linattn_np.array_kinds import BFLOAT16
@@ -13,12 +14,13 @@ from linattn_np.backends.cupy.delta_hopper import launch_forward
 from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.backends.cupy.execute import CompiledPlan
 from linattn_np.backends.cupy.plan import Draft, describe_parts
+from linattn_np.declarations import DELTA_RULE, GATED_DELTA_RULE
 from linattn_np.varlen import Spans
 
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
-# Whole errors of o and of the state: X, W, Z and S as it is read are rounded once to so many bits, o as well, and none
-# of them is larger than the result, so that six errors of 2^-9 / sqrt 3 each add up as squares do; the state's own add
-# up over what it remembers.
+# Whole errors of o and of the state. X, W, Z, o, and S as it is read and as it was read before, are rounded once to so
+# many bits, and none is larger than the result: six errors of 2^-9 / sqrt 3 (float16: 2^-12) each, whose squares add up
+# to 2.8e-3 (3.5e-4). A state that forgets little gathers more of them: twice that.
 LIMIT = {BFLOAT16: 6e-3, HALF: 8e-4}
 
 
@@ -157,3 +159,32 @@ def test_forward_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # no
         "sigmoid",
         normalized=keys == "alike",
     )
+
+
+CHUNKS, ON_EVERY_CARD, TOKENS = (
+    ["delta_sm90_scalar_forward"],
+    ["delta_forward"],
+    ["delta_recurrent_forward"],
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "capability", "how", "kernels"),
+    [
+        ((1, 2, 40, 128, 64), BFLOAT16, 90, {}, CHUNKS),
+        ((1, 2, 40, 64, 200), HALF, 90, {"qk_l2norm": True}, CHUNKS),
+        ((1, 2, 40, 64, 64), BFLOAT16, 90, {"mode": "recurrent"}, TOKENS),
+        ((1, 2, 40, 64, 64), BFLOAT16, 80, {}, ON_EVERY_CARD),
+        ((1, 2, 40, 64, 64), SINGLE, 90, {}, TOKENS),
+        ((1, 2, 40, 136, 64), BFLOAT16, 90, {}, TOKENS),
+        ((1, 2, 40, 60, 64), BFLOAT16, 90, {}, ON_EVERY_CARD),  # rows are no whole 16 bytes
+        ((1, 2, 0, 64, 64), BFLOAT16, 90, {}, ON_EVERY_CARD),
+    ],
+)
+def test_which_calls_go_by_it(sizes, dtype, capability, how, kernels):
+    B, H, T, K, V = sizes
+    q, v, g = (np.zeros(shape, dtype) for shape in ((B, H, T, K), (B, H, T, V), (B, H, T)))
+    device = EmulatedDevice(capability)
+    for problem in (GATED_DELTA_RULE.bind((q, q, v, g, g), **how), DELTA_RULE.bind((q, q, v, g), **how)):
+        plan = plan_of(problem, device)
+        assert names(plan) == kernels and plan.mode == ("recurrent" if kernels == TOKENS else "chunk")

@@ -502,6 +502,7 @@ def check_shard_map(*cards, names=("gla", "rwkv6", "simple_gla", "retention", "l
     wanted += [
         "rwkv6 over batch unchecked",
         *(f"{name} over the sequence" for name in names),
+        *([] if cards else ["kda over the sequence in reverse", "rwkv7 over the sequence"]),
         "gla over the sequence in reverse",
         "rwkv6 over the sequence unchecked",
         "the normaliser over the sequence",

@@ -10,6 +10,7 @@ from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends import cupy
 from linattn_np.backends.cupy import gated_kernels
 from linattn_np.backends.cupy.wide_head_kernels import GatedWideForward, GatedWideOperands
+from linattn_np.declarations import DELTA_RULES
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.ops import OPS
 
@@ -90,9 +91,8 @@ SIXTEEN = {**SIZES, "K": 16, "V": 8}
 def test_the_kernels_of_a_mode_are_launched(capability, mode, dtype):
     """What was asked for runs, in the order that explain says."""
     for op in OPS:
-        if (
-            op in cupy.PLANNERS and mode in op.modes and "recurrent" in op.modes and not op.derived
-        ):  # which are GLA's calls
+        own = op.derived or op in DELTA_RULES  # GLA's calls, and those that choose between tokens and chunks themselves
+        if op in cupy.PLANNERS and mode in op.modes and "recurrent" in op.modes and not own:
             device = planned.Noting(capability)
             problem = op.bind(draw(op, np.random.default_rng(0), SIZES, dtype), mode=mode)
             plan, before = planned.plan_of(problem, device), len(LAUNCHES[mode])

@@ -210,7 +210,7 @@ def test_a_full_disk_is_waited_for_until_the_end(trained, tmp_path, monkeypatch)
 def test_a_training_that_is_done_says_so_and_can_be_extended(trained, tmp_path):
     trained(*SMALL)
     code, lines = trained("--resume")
-    assert code == 0 and "holds a training that is done, of 4 steps; --steps or --minutes extends it" in lines[-1]
+    assert code == 0 and re.search("a training that is done, of 4 steps in .+ minutes; more --steps or", lines[-1])
     assert trained("--resume", "--steps", 6, "--lr", 1e-4)[0] == 0 and kept(tmp_path / "out") == 6
 
 

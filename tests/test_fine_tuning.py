@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from linattn_np import ContractError
 from linattn_np.__main__ import main
-from linattn_np.models import RWKV6, RWKV7, Bytes, State, corpus, load
+from linattn_np.models import RWKV6, RWKV7, Bytes, State, checkpoint, corpus, load, pth_files
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import keep
 from linattn_np.models.fine_tuning import Base, LowRank, States, Whole
@@ -200,14 +200,27 @@ def test_an_adapter_is_trained_extended_and_merged(command, base, tmp_path):
 
 def test_a_state_is_trained_and_written_with(command, base, tmp_path):
     code, _, said = command(*train(tmp_path, "--state", "--steps", 3, "--lr", 0.5))
-    file = tmp_path / "out" / "state.safetensors"
+    file = tmp_path / "out" / "state.pth"
     assert code == 0 and f"--load-state {file}" in said.splitlines()[-1]
-    tuned = load_file(file)
+    tuned = dict(checkpoint.read(file))
     assert list(tuned) == [f"blocks.{i}.att.time_state" for i in range(2)]
     wanted, _ = base.kind(base.weights | tuned).forward([[1, 2]])
     model = base.kind(base.weights)
     found, _ = model.forward([[1, 2]], model.on_device(State.load(file)))
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_pth_is_what_was_written(rng, tmp_path):
+    arrays = {
+        "a": rng.standard_normal((3, 4), np.float32).T,
+        "b.c": np.float32(rng.random(5)),
+        "né": np.zeros((2, 0, 1)),
+    }
+    pth_files.write(tmp_path / "x.pth", arrays)
+    found = checkpoint.read(tmp_path / "x.pth")
+    assert list(found) == list(arrays) and {x.dtype for x in found.values()} == {np.dtype(np.float32)}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
 
 
 def test_all_weights_are_trained_from_a_model(command, base, tmp_path):

@@ -53,7 +53,10 @@ CALLS = {
         for op in (GLA, RWKV6)
         for mode in ("staged", "recurrent")
     },
-    **{op.name: lambda op=op, **kw: step(op, **kw) for op in (GLA_STEP, RWKV6_STEP)},
+    **{f"{op.name}-recurrent": lambda op=op, **kw: bound(op, **kw) for op in (declarations.KDA, declarations.RWKV7)},
+    **{
+        op.name: lambda op=op, **kw: step(op, **kw) for op in (GLA_STEP, RWKV6_STEP, declarations.GATED_DELTA_RULE_STEP)
+    },
     **{f"{op.name}-{'u' in op.arrays}": lambda op=op, **kw: bound(op, **kw) for op in declarations.STAGES},
 }
 
@@ -104,10 +107,10 @@ def test_what_is_launched_compiles(monkeypatch, compiled, call, dtype, capabilit
 
 @needs_numba
 @needs_compiler
-@pytest.mark.parametrize("channels", [16, 32, 64, 128, 256])
-def test_every_recurrence_fits(monkeypatch, compiled, channels):
+@pytest.mark.parametrize("channels, op", [*((n, RWKV6) for n in (16, 32, 64, 128, 256)), (256, declarations.RWKV7)])
+def test_every_recurrence_fits(monkeypatch, compiled, channels, op):
     monkeypatch.setitem(SIZES, "K", channels)
-    ((_, ptx),) = ptx_of_launches(monkeypatch, compiled, bound(RWKV6, np.float64, mode="recurrent"), (9, 0))
+    ((_, ptx),) = ptx_of_launches(monkeypatch, compiled, bound(op, np.float64, mode="recurrent"), (9, 0))
     assert sum(map(int, re.findall(r"\.shared [^;]*\[(\d+)\]", ptx))) <= SHARED
     assert "__local_depot" not in ptx
 
@@ -136,7 +139,7 @@ assert ("row_stack" in vars(np)) == before == {has_row_stack}
         (lambda: bound(GLA, mode="parallel"), "it has modes 'staged' and 'recurrent', not 'parallel'"),
         (lambda: bound(GLA, gradient=True), "it has no gradients"),
         (lambda: bound(GLA, materialize=False), "materialize=False asks for a fused kernel"),
-        (lambda: bound(SIMPLE_GLA), "it has the gated family, its steps and the five stages only"),
+        (lambda: bound(SIMPLE_GLA), "it has the gated family, the delta rules, their steps and the five stages only"),
     ],
 )
 def test_reasons(problem, reason):

@@ -145,6 +145,7 @@ AROUND = (
     "matrix_loops",
     "training_products",
     "prompt_reading",
+    "pth_files",
     "quantised",
     "single_process",
     "sampling",
@@ -171,6 +172,7 @@ ROOMS = {
     "typing": ([], ["numpy"]),
     "value_heads": ([], []),
     "padding": ([], ["numpy"]),
+    "gates": (["argument_checks", "array_kinds", "errors", "messages", "typing"], ["numpy"]),
     "warnings_of_misuse": ([], ["numpy"]),
     "accepted_arrays": (["array_kinds", "messages"], ["numpy"]),
     "aliasing": ([], ["numpy"]),
@@ -273,6 +275,7 @@ ROOMS = {
     ),
     "interop/jax": (
         [
+            "gates",
             "interop.calls",
             "interop.jax_axis",
             "interop.jax_partition",
@@ -290,6 +293,7 @@ ROOMS = {
     "interop/jax_partition": ([], ["jax"]),
     "interop/torch": (
         [
+            "gates",
             "interop.calls",
             "interop.torch_calls",
             "interop.torch_memory",

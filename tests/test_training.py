@@ -438,3 +438,11 @@ def test_a_step_is_fed_by_one_copy(monkeypatch):
         assert (feed.tokens == tokens).all() and feed.seeds.tolist() == [9, number]
         assert feed.schedule.tolist() == [0.5, 1, 2, number]
     assert waited == [0, 0, 1, 1] and fed[:2] == fed[2:] and fed[0] != fed[1]
+
+
+def test_warming_up_changes_nothing():
+    """What is compiled meanwhile takes nothing of `minutes`."""
+    one, other = (Training(TEXT, SMALL) for _ in range(2))
+    one.warm_up()
+    assert one.seconds == 0 and one.latest is None
+    assert [float(one.step()) for _ in range(2)] == [float(other.step()) for _ in range(2)]

@@ -247,6 +247,25 @@ def test_every_gate_on_either_side(backend, rng):
             assert_close(f"d{name}, {regimes}", backend.tohost(x), y, case.dtype, factor=10)
 
 
+@pytest.mark.parametrize("strong", (-10, -20))
+def test_gradients_of_strong_gates_among_weak_ones(backend, strong, rng):
+    """In float32, on either side or on both: what passes them, e^-40 of a pair at least, is summed by itself. Sums of
+    2 x 72 x 8 terms of eight factors each are right to (2 x 72 x 8 + 8) 2^-24, 7e-5, of what their terms come to.
+    """
+    for sides in (("g",), ("gv",), ("g", "gv")):
+        case = Case(B=1, H=1, T=72, K=8, V=8, regimes=("weak", "weak"))
+        arrays, _ = case.drawn(rng)
+        at = np.r_[16:72:16, 19:72:16]  # on a border of sub-chunks, and within one
+        for side in sides:
+            arrays[list(GLA_VALUE_GATE.arrays).index(side)][:, :, at] = strong
+        do = rng.standard_normal(arrays[2].shape).astype(SINGLE)
+        _, pull = backend.run(vjp, gla, *map(backend.asarray, arrays))
+        _, exact = vjp(gla, *map(double, arrays), mode="recurrent")
+        for x, y in zip(pull(backend.asarray(do))[3:], exact(double(do))[3:], strict=True):
+            x, y = backend.tohost(x)[:, :, at], y[:, :, at]
+            assert np.linalg.norm(x - y) <= 1e-4 * np.linalg.norm(y), (sides, strong)
+
+
 def cancelling(q, k, v, g, gv, do):
     """Of dg and dgv, the sum of the absolute terms that cancel in float32. Where no gate of a side grows, its pairs of
     tokens in a sub-chunk of 8 count as queries less keys from t on, so that all pairs behind t cancel. Growth on the
@@ -537,7 +556,7 @@ WRONG = {
     "staged": ({"mode": "staged"}, ContractError, "mode is 'staged', expected one of 'auto', 'recurrent', 'chunk'"),
     "parallel": ({"mode": "parallel"}, ContractError, "mode is 'parallel'"),
     "materialize": ({"materialize": True}, ContractError, "materialize has no meaning with gv"),
-    "numba": ({"backend": "numba"}, NotSupported, "numba: it has the gated family, its steps"),
+    "numba": ({"backend": "numba"}, NotSupported, "numba: it has the gated family, the delta rules"),
     "out": ({"out": None}, ContractError, "out shares memory with gv"),
 }
 

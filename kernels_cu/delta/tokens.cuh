@@ -3,6 +3,7 @@
 //           D is diag(exp g): of GatedDelta one number a token
 // numerics  float32, of float64 data float64
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
+#include "delta/lengths.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
 #include "tensor.cuh"
@@ -20,7 +21,6 @@ struct Dplr {
 };
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
-constexpr double LEAST_SQUARE = 1e-6;  // is added to the square of a length that keys and queries are divided by
 
 // What every kernel of the recurrences reads.
 template <typename T, typename G> struct DeltaArgs {

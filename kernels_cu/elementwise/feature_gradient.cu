@@ -1,10 +1,10 @@
-// what      Through a feature map backwards.
+// what      The gradient of a feature map's input.
 // math      dx = dy phi'(x)
 // shapes    x dx [B, H, T, C], dy [B, H, T, C]
 // grid      a thread for every number
 // smem      none
 // barriers  none
-// numerics  float32, of float64 float64
+// numerics  float32; float64 for float64 inputs
 // source    Katharopoulos et al., 2020, section 3.2.1
 // limits    none
 #include "feature.cuh"

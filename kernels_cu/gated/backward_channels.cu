@@ -19,6 +19,7 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
 #include "backward.cuh"
+#include "value_gate/by_token.cuh"
 #include "cards.cuh"
 #include "growth.cuh"
 
@@ -26,6 +27,7 @@ constexpr int COLUMNS = 32, STEPS = COLUMNS / 16;  // of V, that are there at on
 constexpr int BLOCKS = CHUNK / 16;                 // of 16 tokens
 constexpr int OWN = 3;                             // most 16 x 16 blocks of dA that a warp makes
 constexpr float MOST = 3.4028235e38f;              // of float32
+constexpr float CANCELLED = 1.f / 512;  // the share of its terms up to which a sum of float32 data is made anew
 
 // What gates columns have: none, which values and their gradients are read under as they came; or of their own.
 struct Ungated {
@@ -54,10 +56,13 @@ template <typename T, typename G, typename E> struct Args {
   i64 first, heads;  // the heads at hand
   double scale;
   i64 vectors;  // whether all rows are whole pieces of 16 bytes
-  // of gated columns, null for others: dA [B, heads, NC, 64, 64], the diagonal apart [B, heads, NC, 64], and what
-  // columns decay by over the chunk [B, heads, NC, V]
+  // of gated columns, null for others: dA [B, heads, NC, 64, 64], the diagonal apart [B, heads, NC, 64], what columns
+  // decay by over the chunk [B, heads, NC, V], what rows and columns grow by [B, heads, NC], and v, do and their gates
+  // as they came
   const void* pairs;
-  const float *own, *decays;
+  const float *own, *decays, *row_growth, *column_growth;
+  Rows<const T> given_v, given_do;
+  Rows<const G> gv;
 };
 
 template <typename T> struct alignas(16) Values {
@@ -83,6 +88,8 @@ template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16
     TokenPairs<Math<T, PRODUCTS>> pairs;
   };
 };
+
+__device__ __forceinline__ float2 size_of(float2 x) { return {fabsf(x.x), fabsf(x.y)}; }
 
 // Which 16 x 16 block of the lower triangle comes n-th.
 __device__ __forceinline__ int row_of(int n) { return n < 1 ? 0 : n < 3 ? 1 : n < 6 ? 2 : 3; }
@@ -158,6 +165,32 @@ __device__ __noinline__ void sum_one_by_one(OfPairs (&sums)[BLOCKS], const T* q,
   }
 }
 
+// Of a lane's channel, whose tokens of a sub-chunk are this lane's pair and those of the three beside it: what passes
+// the gates of its pair, a pair of tokens after the other.
+template <class ReadOrder, typename Stored>
+__device__ __noinline__ float2 passing_pairs(float2 q, float2 k, float2 gates, const Stored* dA) {
+  const int lane = threadIdx.x & 31, first = 2 * (lane & 3), base = lane & ~3;
+  const auto of_token = [&](float2 x, int token) {
+    return __shfl_sync(0xffffffffu, token % 2 ? x.y : x.x, base + token / 2);
+  };
+  const float2 a = decays_of(gates);
+  float2 sum = {0.f, 0.f};
+#pragma unroll 1
+  for (int i = 1; i < SUB; ++i) {
+    const float query = of_token(q, i);
+    const int last = ReadOrder::reads_before_write ? i - 1 : i;  // whose gate comes before it reads
+    float decay = ReadOrder::reads_before_write ? 1.f : of_token(a, i);
+#pragma unroll 1
+    for (int j = i - 1; j >= 0; --j) {
+      const float pair = to_float(dA[i * LDA + j]) * (decay * query * of_token(k, j));
+      if (j < first && first <= last) sum.x += pair;
+      if (j <= first && first < last) sum.y += pair;
+      decay *= of_token(a, j);
+    }
+  }
+  return sum;
+}
+
 // What a pair of columns decays by over the chunk.
 template <class Columns>
 __device__ __forceinline__ float2 decays_of_columns(const float* decays, int column, int width) {
@@ -187,9 +220,60 @@ __device__ __noinline__ float2 decayed_states(const typename M::Stored* S, const
   return sum;
 }
 
+// Where a chunk of gated columns grows: dq, dk and dg of a warp's channels, token by token, from the chunk's states.
+template <bool TURNED, typename Stored, typename T, typename G, typename E>
+__device__ __noinline__ void go_by_token(const Args<T, G, E>& args, const Stored* S_kept, const Stored* C_kept,
+                                         int next_tile, const ChannelTile& place) {
+  const int lane = threadIdx.x & 31, rows = int(place.span.stop - place.span.start);
+  const int first = place.tile * TILE, channels = int(args.shape.K), columns = int(args.shape.V);
+  const auto tokens_of = [&](const auto& x) { return tokens_at(x, place.b, place.h, place.span.start, 0); };
+  const auto q = tokens_of(args.q), k = tokens_of(args.k), v = tokens_of(args.given_v), do_ = tokens_of(args.given_do);
+  const auto g = tokens_of(args.g), gv = tokens_of(args.gv);
+  const float scale = float(args.scale);
+#pragma unroll 1
+  for (int row = threadIdx.x >> 5; row < TILE && first + row < channels; row += WARPS) {
+    const int channel = first + row;
+    float dq[2] = {}, dk[2] = {}, dg[2] = {};  // of tokens lane and 32 + lane
+    const auto sum = [&](float (&to)[2], int token, float x) {
+#pragma unroll 1
+      for (int distance = 1; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+      if (token % 32 == lane) (token < 32 ? to[0] : to[1]) += x;
+    };
+#pragma unroll 1
+    for (int start = 0; start < columns; start += 32) {
+      const int column = start + lane, across = column % TILE;
+      const int at = column / TILE * next_tile + (TURNED ? matrix_at(across / 8, row / 8) + across % 8 * 8 + row % 8
+                                                         : matrix_at(row / 8, across / 8) + row % 8 * 8 + across % 8);
+      float S = column < columns ? to_float(S_kept[at]) : 0.f, C = column < columns ? to_float(C_kept[at]) : 0.f;
+      float before[CHUNK];  // states that the tokens decay
+#pragma unroll 1
+      for (int i = 0; i < rows; ++i) {
+        before[i] = grown(S, g.at(i, channel, channels) + gv.at(i, column, columns));
+        S = fmaf(k.at(i, channel, channels), v.at(i, column, columns), before[i]);
+        sum(dq, i, scale * S * do_.at(i, column, columns));
+      }
+#pragma unroll 1
+      for (int i = rows - 1; i >= 0; --i) {
+        C = fmaf(scale * q.at(i, channel, channels), do_.at(i, column, columns), C);
+        sum(dk, i, v.at(i, column, columns) * C);
+        sum(dg, i, before[i] * C);
+        C = grown(C, g.at(i, channel, channels) + gv.at(i, column, columns));
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const i64 token = place.span.start + 32 * half + lane;
+      if (token >= place.span.stop) continue;
+      if (!TURNED) args.dq.row(place.b, place.h, token)[channel] = from_float<T>(dq[half]);
+      args.dk.row(place.b, place.h, token)[channel] = from_float<T>(dk[half]);
+      args.dg.row(place.b, place.h, token)[channel] = from_float<G>(dg[half]);
+    }
+  }
+}
+
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
 __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
-    const Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
+    const __grid_constant__ Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   using E = typename Columns::template Type<T, Stored>;
@@ -242,6 +326,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const int at = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
     states.load(slot, S_kept + at, C_kept + at, 2 * warp, column);
   };
+  if constexpr (Columns::gated)
+    if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
+      return go_by_token<Columns::turned>(args, S_kept, C_kept, next_tile, place);
   fetch(0);
   cp_async_commit();
 #pragma unroll
@@ -329,6 +416,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     load_channels(gates, s.g + 16 * m * LD<G, TILE> + strip, LD<G, TILE>);
 #pragma unroll
     for (int p = 0; p < 4; ++p) f(p, gates[p]);
+  };
+  const auto gates_of_pair = [&](int m, int p) {
+    const G* gate = s.g + (16 * m + 8 * (p >> 1) + 2 * t) * LD<G, TILE> + strip + g + 8 * (p & 1);
+    return float2{to_float(gate[0]), to_float(gate[LD<G, TILE>])};
   };
   float all[2][SUBS], most = 0.f;  // decays of whole sub-chunks; the largest gate
 #pragma unroll
@@ -460,6 +551,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       }
       const Stored* dA = s.pairs.dA + 16 * m * LDA;
       float2 from_queries[4];  // what passes the gates of this sub-chunk from the queries' side
+      float2 near_queries[4];  // of it, what meets in the middle
       {
         Block P = {}, P16 = {}, P32 = {};
         float P8[4] = {};
@@ -500,7 +592,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           }
           if (x) passes(product_of(decays_here[row], 2, at) * start[p], P16[lower], 2);
           if (lower) passes(start[p], P8, at);
-          from_queries[p] = from + near;
+          from_queries[p] = M::SPLIT ? from : from + near;
+          near_queries[p] = near;
           put_tokens(s.q, n, row, sum + u[row] * own_of(n) * k[p]);
         }
       }
@@ -549,11 +642,30 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           if (!x) passes(product_of(decays_here[row], at + 1, 2) * end[p], R16[lower], 2);
           if (!lower) passes(end[p], R8, at + 1);
           put_tokens(s.k, n, row, sum + u[row] * own_of(n) * q[p]);
-          const float2 later = from_queries[p] + -1.f * near;
-          const float behind = sums(later.x + later.y).behind, before = sums(from.x + from.y).before;
-          if (BEFORE) passing[row].dg[at] = {later.y + behind - near.x, behind - near.y};
-          else passing[row].dg[at] = {later.x + later.y + behind, later.y + behind};
-          passing[row].dg[at] = passing[row].dg[at] + float2{before, from.x + before};
+          // Of queries behind the gates, less what keys behind them have.
+          const auto pass = [](float2 queries, float2 keys) -> float2 {
+            const float2 later = queries + -1.f * keys;
+            const float behind = sums(later.x + later.y).behind;
+            if (BEFORE) return {later.y + behind - keys.x, behind - keys.y};
+            return {later.x + later.y + behind, later.y + behind};
+          };
+          const float before = sums(from.x + from.y).before;
+          float2& dg = passing[row].dg[at];
+          if constexpr (M::SPLIT) {
+            float2 pairs_pass = pass(near_queries[p], near);
+            const float2 size = pass(size_of(near_queries[p]), -1.f * size_of(near));
+            const bool x = fabsf(pairs_pass.x) < CANCELLED * size.x, y = fabsf(pairs_pass.y) < CANCELLED * size.y;
+            if (__any_sync(0xffffffffu, x || y)) {
+              const float2 one_by_one =
+                  one * passing_pairs<ReadOrder>(q[p], k[p], gates_of_pair(m, p), dA + 8 * lower * (LDA + 1) + 16 * m);
+              if (x) pairs_pass.x = one_by_one.x;
+              if (y) pairs_pass.y = one_by_one.y;
+            }
+            dg = pass(from_queries[p], {0.f, 0.f}) + pairs_pass;
+          } else {
+            dg = pass(from_queries[p], near);
+          }
+          dg = dg + float2{before, from.x + before};
         }
       }
     }

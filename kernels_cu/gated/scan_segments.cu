@@ -2,7 +2,8 @@
 //           by itself.
 // math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + left_i for part i;  starts_p = S_{R p};  final = S_{P R}
 // shapes    left [N, P, R, H, K, V]; decays [N, P, R, H, 2, K], whose product is decay_i, times column_decays
-//           [N, P, R, H, V] where columns have gates too; starts [N, P, H, K, V]; initial, final [N, H, K, V]
+//           [N, P, R, H, V] where columns have gates too: then both are logarithms; starts [N, P, H, K, V]; initial,
+//           final [N, H, K, V]
 // grid      a block for every (sequence, head, 256 WIDTH values of K x V), sequence slowest; 256 threads, WIDTH each
 // smem      none
 // barriers  none
@@ -10,6 +11,7 @@
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
 // limits    WIDTH of 1, or of 4 where V is a multiple of it
 #include "ptx.cuh"
+#include "tensor.cuh"
 
 constexpr int AHEAD = 8;  // parts that are read at once: each waits for memory, none for the one before
 
@@ -49,8 +51,9 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
         x[i] = *reinterpret_cast<const Values<WIDTH>*>(left);
-        const float decay = decays[0] * decays[args.K];
-        for (int n = 0; n < WIDTH; ++n) by[i].x[n] = column_decays ? decay * column_decays[n] : decay;
+        for (int n = 0; n < WIDTH; ++n)
+          by[i].x[n] =
+              column_decays ? decay_of(decays[0] + decays[args.K] + column_decays[n]) : decays[0] * decays[args.K];
         left += args.H * size, decays += args.H * 2 * args.K;
         if (column_decays) column_decays += args.H * args.V;
       }

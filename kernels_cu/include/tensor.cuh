@@ -6,6 +6,12 @@ constexpr float LOG2E = 1.4426950408889634f;
 // exp of a gate: 0 for -inf and for whatever float32 has no normal number for.
 __device__ __forceinline__ float decay_of(float gate) { return exp2_approx(gate * LOG2E); }
 
+// x e^sum, in two steps: a factor may leave the range where the result does not.
+__device__ __forceinline__ float grown(float x, float sum) {
+  const float half = exp2_approx(fminf(sum * (0.5f * LOG2E), 127.f));
+  return x * half * half;
+}
+
 // What gates add up to where a state is forgotten: e^-48 of it (1.4e-21) changes nothing of like size in float32.
 constexpr float FORGOTTEN_NATS = -48.f;
 

@@ -1,10 +1,10 @@
-// what      Stage 5: what the past chunks and the present one give.
+// what      Stage 5: the outputs, from the state before each chunk and from the chunk's own tokens.
 // math      o = scale (qg h_c + A v)
 // shapes    qg [B, H, T, K] and A [B, H, T, C] and h [B, H, NC, K, V] float32, v o [B, H, T, V]
 // grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; 128 threads
 // smem      Shared: 64 x 16 of the left factor, 16 x 64 of the right one
-// barriers  two every 16 of the inner axis: tiles loaded | tiles free
-// numerics  products as in product.cuh; for half data qg, h and A are rounded to tf32 here and nowhere before
+// barriers  two for every 16 of the inner axis: tiles are loaded, tiles may be overwritten
+// numerics  products: see product.cuh; for half data qg, h and A are rounded to tf32 here, for the first time
 // source    Yang et al., 2024, eq. 5
 // limits    none
 #include "product.cuh"

@@ -1,12 +1,13 @@
-// what      Stage 4: how much each token of a chunk weighs on each later one.
+// what      Stage 4: the scores of a chunk: the weight of each token in the output of each later one.
 // math      A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik), j <= i   (RWKV-6: to g_{i-1,k}; A_ii = sum_k q_ik u_k
 //           k_ik)
 // shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C] float32, zero above the diagonal
 // grid      a block for every (batch, head, chunk, 16 rows of it), batch slowest; 128 threads
 // smem      Shared<BK>
-// barriers  named where they are there: tiles loaded, decays taken, keys decayed, partial sums written, tiles free
-// numerics  on the diagonal decays are multiplied token by token; below it rows and keys meet at the end of the key's
-//           sub-chunk, so no exponent is positive for g <= 0; products as in product.cuh
+// barriers  tiles loaded, decays computed, keys decayed, partial sums written, tiles free
+// numerics  on the diagonal decays are multiplied token by token; below it a pair's decay is a factor of the query,
+//           from the end of the key's sub-chunk, times a factor of the key, to that end, so that no exponent is
+//           positive for g <= 0; products: see product.cuh
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
 #include "read_order.cuh"
@@ -27,14 +28,14 @@ template <typename T, typename G> struct Args {
 
 template <int BK> struct Shared {
   float q[SUB * LD<BK>];  // [16, BK], the rows' queries
-  float k[SUB * LD<BK>];  // [16, BK], the keys of the sub-chunk at hand
-  float a[SUB * LD<BK>];  // [16, BK], its gates, then decays
+  float k[SUB * LD<BK>];  // [16, BK], the keys of one sub-chunk
+  float a[SUB * LD<BK>];  // [16, BK], that sub-chunk's gates, then decays
   float carry[BK];        // decay from the end of that sub-chunk to the start of the rows'
   float u[BK];
   float partial[WARPS][SUB * SUB];  // [16, 16], scores over each warp's share of the channels
 };
 
-// The whole block: scores of the 16 rows with the 16 keys at hand, each warp over a quarter of the channels.
+// Computes the scores of the 16 rows with the 16 keys in shared memory; each warp sums over a quarter of the channels.
 template <bool EXACT, int BK> __device__ __forceinline__ void score_pairs(Shared<BK>& s) {
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   float d[2][4] = {};
@@ -55,7 +56,7 @@ template <bool EXACT, int BK> __device__ __forceinline__ void score_pairs(Shared
     for (int x = 0; x < 4; ++x) s.partial[warp][(g + 8 * (x >> 1)) * SUB + 8 * half + 2 * t + (x & 1)] = d[half][x];
 }
 
-// 4 blocks a multiprocessor: without a word the compiler takes few registers and spills.
+// 4 blocks a multiprocessor: without this bound the compiler takes too few registers, and spills.
 template <class ReadOrder, typename T, typename G, int BK>
 __global__ void __launch_bounds__(THREADS, 4) stages_intra_chunk(const Args<T, G> args) {
   constexpr bool EXACT = sizeof(T) == 4;

@@ -1,4 +1,4 @@
-// what      The gradient of an activation, from its value, in the place of that of the value.
+// what      The gradient of an activation's input, from the activation's value; it replaces the value's gradient.
 // math      dy <- dy F'(x), as a function of y = F(x)
 // shapes    dy y [count]
 // grid      a thread for 8 elements; 256 threads

@@ -4,16 +4,18 @@
 //           q decayed from the chunk's start, k decayed to its end, and the chunk's decay
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
 //           padded to eights; pairs [B, heads, NC, 64, 64], of which blocks above the diagonal are left alone, own
-//           [B, heads, NC, 64] float32; pairs, starts and ends are in T, or float32 where T is not bfloat16
+//           [B, heads, NC, 64], growth [B, heads, NC] float32; pairs, starts and ends are in T, or float32 where T is
+//           not bfloat16
 // grid      a block for every (batch, head, chunk)
 // smem      32 channels at a time: q, k, g, what products take of them, starts and ends
 // barriers  two for every 32 channels: they have arrived | operands stand; then: the diagonal stands
 // numerics  products as fragments.cuh has it; pairs of tokens meet as in gated/backward_channels.cu, q_i . k_i is
 //           float32; where gates grow, pairs of a sub-chunk are scored one by one (growth.cuh). Scores of one sub-chunk
-//           are times NEAR
+//           are times NEAR. `growth` is what the chunk grows by where a gate is above GROWTH, else 0 (by_token.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "gated/backward_scores.cuh"
+#include "value_gate/by_token.cuh"
 #include "growth.cuh"
 
 template <typename T, typename G, typename Stored> struct Args {
@@ -21,7 +23,7 @@ template <typename T, typename G, typename Stored> struct Args {
   Rows<const G> g;
   Rows<Stored> starts, ends;
   Stored* pairs;
-  float *own, *decays;
+  float *own, *decays, *growth;
   Shape shape;
   i64 first, heads;  // the heads at hand
   double scale;
@@ -163,6 +165,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
       if (lane < PAIRS) *to = from_float<Stored>(NEAR * CUT_BOTH<M> * scale * score);
     }
+  }
+  if (warp == 0) {
+    const Tokens<G> gates = tokens_at(args.g, b, h, span.start, 0);
+    args.growth[chunk] = grows ? growth_of(gates, int(span.stop - span.start), int(shape.K)) : 0.f;
   }
   if (threadIdx.x < CHUNK) {
     float sum = 0.f;

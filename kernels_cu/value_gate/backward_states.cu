@@ -3,22 +3,28 @@
 //           S <- D S D + (k decayed to their end)^T (v decayed to their end);   backwards
 //           C <- D C D + scale (q decayed from their start)^T (do decayed from their start)
 // shapes    q k [B, heads, T, K] and v do [B, heads, T, V] decayed, channel_decays [B, heads, NC, K] and column_decays
-//           [B, heads, NC, V] float32, as backward_scores leaves them; kept: as backward.cuh has it;
-//           initial, dht, dh0 [N, H, K, V] float32
+//           [B, heads, NC, V] float32, growths [B, heads, NC], as backward_scores leaves them; g [B, H, T, K], gv
+//           [B, H, T, V] and the `given` q k v do as they came; kept: as backward.cuh has it; initial, dht, dh0
+//           [N, H, K, V] float32
 // grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
 //           a warp for every 16 channels
 // smem      STAGES times 32 tokens
 // barriers  one every 32 tokens: they have arrived, and those before the last are read
-// numerics  S and C in float32 accumulators; products as fragments.cuh has it
+// numerics  S and C in float32 accumulators; products as fragments.cuh has it. Where a chunk grows by more than
+//           BY_CHUNK its tokens go one by one (by_token.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "backward.cuh"
+#include "value_gate/by_token.cuh"
 
 constexpr int STEP = 32, STEPS = CHUNK / STEP;  // tokens that are there at once
 
-template <typename Stored> struct Args {
+template <typename T, typename G, typename Stored> struct Args {
   Rows<const Stored> q, k, v, do_;
-  const float *channel_decays, *column_decays, *initial, *dht;  // the last two null where there is none
+  Rows<const T> given_q, given_k, given_v, given_do;
+  Rows<const G> g, gv;
+  const float *channel_decays, *column_decays, *channel_growth, *column_growth;
+  const float *initial, *dht;  // null where there is none
   void* kept;
   float* dh0;  // or null
   Shape shape;
@@ -37,9 +43,38 @@ template <typename T, int PRODUCTS> struct Shared {
   Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
 };
 
-template <typename T, int PRODUCTS>
+// A lane's part of a state: two rows that lie 8 apart, in columns by two of 8.
+using Part = float[TILE / 16][2][4];
+
+// Takes a chunk's tokens one by one, S forwards in time or C backwards. S is in memory, so that the caller has no
+// registers for it here. `channel` and `column`: of the part's first number.
+template <class Args>
+__device__ __noinline__ void go_by_token(Part& S, const Args& args, i64 b, i64 h, i64 chunk, int channel, int column,
+                                         bool backwards) {
+  const Span span = chunk_tokens(args.shape, chunk);
+  const auto tokens = [&](const auto& x, int first) { return tokens_at(x, b, h, span.start, first); };
+  const auto x = tokens(backwards ? args.given_q : args.given_k, channel), g = tokens(args.g, channel);
+  const auto y = tokens(backwards ? args.given_do : args.given_v, column), gv = tokens(args.gv, column);
+  const int rows = int(span.stop - span.start), channels = int(args.shape.K) - channel,
+            columns = int(args.shape.V) - column;
+  const float scale = backwards ? float(args.scale) : 1.f;
+#pragma unroll 1
+  for (int at = 0; at < rows; ++at) {
+    const int i = backwards ? rows - 1 - at : at;
+#pragma unroll 1
+    for (int n = 0; n < TILE / 2; ++n) {
+      const int row = n / 2 % 2 * 8, across = n / 4 * 8 + n % 2;
+      float& state = S[n / 8][n / 4 % 2][n % 4];
+      const float added = scale * x.at(i, row, channels) * y.at(i, across, columns);
+      const float nats = g.at(i, row, channels) + gv.at(i, across, columns);
+      state = backwards ? grown(state + added, nats) : grown(state, nats) + added;
+    }
+  }
+}
+
+template <typename T, typename G, int PRODUCTS>
 __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
-    value_gate_backward_states(const Args<typename Math<T, PRODUCTS>::Stored> args) {
+    value_gate_backward_states(const __grid_constant__ Args<T, G, typename Math<T, PRODUCTS>::Stored> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   auto& s = *reinterpret_cast<Shared<T, PRODUCTS>*>(dynamic_smem());
@@ -55,7 +90,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const int channel = k_tile * TILE + 16 * warp + g, column = v_tile * TILE + 2 * t;
 
   // f(value, offset in a state) for the lane's part of it
-  float S[TILE / 16][2][4] = {};
+  Part S = {};
   const i64 state = ((n * shape.H) + args.first + here) * i64(K) * V;
   const auto each = [&](auto f) {
 #pragma unroll
@@ -94,7 +129,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   };
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
-  float added[TILE / 16][2][4] = {};  // by the chunk at hand
+  Part added = {};        // by the chunk at hand
+  bool by_token = false;  // whether it went so
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
@@ -109,7 +145,18 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         for (int x = 0; x < 2; ++x)
           put_pair(to + matrix_at(2 * warp + x, n) + 2 * lane,
                    float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
+      const i64 chunk = (i64(b) * heads + here) * shape.NC + chunk_of(step);
+      by_token = args.channel_growth[chunk] + args.column_growth[chunk] > BY_CHUNK;
+      if (by_token) {
+        Part held;
+#pragma unroll
+        for (int n = 0; n < TILE / 2; ++n) held[n / 8][n / 4 % 2][n % 4] = S[n / 8][n / 4 % 2][n % 4];
+        go_by_token(held, args, b, args.first + here, chunk_of(step), channel, column, backwards);
+#pragma unroll
+        for (int n = 0; n < TILE / 2; ++n) S[n / 8][n / 4 % 2][n % 4] = held[n / 8][n / 4 % 2][n % 4];
+      }
     }
+    if (by_token) continue;
     const Stage<Stored>& in = s.stages[step % STAGES];
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {

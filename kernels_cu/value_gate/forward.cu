@@ -2,14 +2,15 @@
 // math      per chunk, with decays of channels on queries and keys, of columns on values and outputs:
 //           o = scale ((q decayed) S + A v),   S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed)
 // shapes    q k g [B, H, T, K], v gv o [B, H, T, V], sums [B, H, T, V] float32, initial and final state [N, H, K, V]
-//           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V]
+//           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], logarithms
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      ValueShared: as gated/forward.cu has it, and a chunk of gates of values
 // barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have
 //           arrived | its scores stand
 // numerics  Scores as gated/forward.cu makes them. Where two tokens meet, values are decayed to and outputs from there:
 //           at the border of two sub-chunks or of the chunk's halves, so that both decays are at most 1, or in the
-//           middle of their sub-chunk (columns.cuh). Products have o transposed, as decays of columns lie
+//           middle of their sub-chunk (columns.cuh). Products have o transposed, as decays of columns lie. Where a
+//           chunk grows by more than BY_CHUNK, its tokens go one by one
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "cards.cuh"
@@ -19,6 +20,7 @@
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
 #include "gated/forward_tiles.cuh"
+#include "value_gate/by_token.cuh"
 #include "value_gate/columns.cuh"
 #include "value_gate/forward_products.cuh"
 #include "ptx.cuh"
@@ -33,7 +35,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   float* sums;            // o of the channels before these, for those after these; null where these are all
-  float* channel_decays;  // SegmentState: of all tokens, then ones
+  float* channel_decays;  // SegmentState: of all tokens, then zeros
   float* column_decays;
   i64 channel;     // the first one
   i64 of, needed;  // of so many segments in turn so many are computed
@@ -58,10 +60,69 @@ __device__ __noinline__ void store_slowly(T* to, i64 stride, const T* tile, int 
   }
 }
 
+// The logarithm of a channel's decay over a chunk, from its gates where the decay has left the range.
+template <typename G> __device__ __noinline__ float log_of(float decay, Tokens<G> gates, int channel, int rows) {
+  if (decay > 0.f && decay < __uint_as_float(0x7f800000u)) return logf(decay);
+  float sum = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < rows; ++i) sum += gates.at(i, channel, channel + 1);
+  return sum;
+}
+
+// Where a warp's 16 columns of a chunk are.
+struct ChunkColumns {
+  i64 b, h, token;
+  int rows, channels, first, columns;  // so many tokens, channels and, from the first on, columns
+};
+
+// Adds to an output what other launches have of its channels, and leaves it to those after these.
+__device__ __forceinline__ void gather_channels(float& o, float& sum, bool first, bool last) {
+  if (!first) o += sum;
+  if (!last) sum = o;
+}
+
+template <typename T, typename G>
+__device__ __forceinline__ bool grows_beyond_products(const Args<T, G>& args, const ChunkColumns& at) {
+  return growth_of(tokens_at(args.g, at.b, at.h, at.token, args.channel), at.rows, at.channels) +
+             growth_of(tokens_at(args.gv, at.b, at.h, at.token, at.first), at.rows, at.columns) >
+         BY_CHUNK;
+}
+
+// A chunk's tokens one by one, with outputs. S in memory, so that the caller has no registers for it here.
+template <class Schedule, int BK, typename T, typename G>
+__device__ __noinline__ void go_by_token(State<BK>& S, const Args<T, G>& args, const ChunkColumns& at) {
+  const auto tokens_of = [&](const auto& x, i64 first) { return tokens_at(x, at.b, at.h, at.token, first); };
+  const auto g = tokens_of(args.g, args.channel), gv = tokens_of(args.gv, at.first);
+  const auto q = tokens_of(args.q, args.channel), k = tokens_of(args.k, args.channel), v = tokens_of(args.v, at.first);
+  const int lane = threadIdx.x & 31, t = lane & 3;
+#pragma unroll 1
+  for (int n = 0; n < 2 * at.rows; ++n) {
+    const int i = n / 2, side = n % 2, column = (lane >> 2) + 8 * side;
+    const float value = v.at(i, column, at.columns), gate = gv.at(i, column, at.columns);
+    float o = 0.f;
+#pragma unroll 1
+    for (int n = 0; n < BK / 4; ++n) {
+      const int c = n / 2 * 8 + 2 * t + n % 2;
+      float& state = S[n / 2][n % 2 + 2 * side];
+      state = fmaf(k.at(i, c, at.channels), value, grown(state, g.at(i, c, at.channels) + gate));
+      if (Schedule::reads) o = fmaf(q.at(i, c, at.channels), state, o);
+    }
+    if (!Schedule::reads) continue;
+    o += __shfl_xor_sync(0xffffffffu, o, 1);
+    o += __shfl_xor_sync(0xffffffffu, o, 2);
+    if (t || column >= at.columns) continue;
+    const i64 token = at.token + i, v_column = at.first + column;
+    float* sum = args.sums + ((at.b * args.shape.H + at.h) * args.shape.T + token) * args.shape.V + v_column;
+    const bool last = args.channel + BK >= args.shape.K;
+    if (!Schedule::all_channels) gather_channels(o, *sum, args.channel == 0, last);
+    if (Schedule::all_channels || last) args.o.row(at.b, at.h, token)[v_column] = from_float<T>(float(args.scale) * o);
+  }
+}
+
 template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
-    value_gate_forward(const Args<T, G> args) {
+    value_gate_forward(const __grid_constant__ Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
   using Mine = Share<T, BK, WARPS>;
   constexpr bool READS = Schedule::reads;
@@ -100,7 +161,8 @@ __global__ void __launch_bounds__(2 * BV,
                                 bytes);
   };
 
-  float total = 1.f, totals[2] = {1.f, 1.f};  // SegmentState: decays of channel threadIdx.x and of this lane's columns
+  float total = 0.f,
+        totals[2] = {};  // SegmentState: logarithms of decays of channel threadIdx.x, of this lane's columns
   if (tokens) {
     fetch(0, 0);
     fetch_next_gates(0);
@@ -112,8 +174,7 @@ __global__ void __launch_bounds__(2 * BV,
     cp_async_wait<0>();
     bool grows = put_spans<Mine, BK>(s, decays);
     // a chunk has arrived and its spans' decays stand; the last one's place is free
-    if constexpr (READS) grows = __syncthreads_or(grows);
-    else __syncthreads();
+    grows = __syncthreads_or(grows);
     const bool more = token + C < tokens;
     fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.t, tokens - token,
                                columns, bytes);
@@ -134,6 +195,33 @@ __global__ void __launch_bounds__(2 * BV,
     const int column = threadIdx.x >> 5 << 4;
     const ColumnsReader<BV, G> gates(column);
     const ColumnsReader<BV, T> values(column);
+    const int rows = tokens - token;
+    if constexpr (!READS) {
+      if (threadIdx.x < channels)
+        total += log_of(s.decay[threadIdx.x], tokens_at(args.g, b, h, span.start + token, args.channel), threadIdx.x,
+                        min(rows, C));
+    }
+    float most = 0.f;  // of the gates of columns
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m) {
+      float2 x[4];
+      gates.load(x, s.value_gates, 16 * m);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        most = at_least(x[p].x, at_least(x[p].y, most));
+        if constexpr (!READS) totals[p & 1] += sums(x[p].x + x[p].y).all;
+      }
+    }
+    const bool columns_grow = __any_sync(0xffffffffu, !(most <= GROWTH));
+    const ChunkColumns own = {
+        b, h, span.start + token, min(rows, C), channels, v_tile + column, min(columns - column, 16)};
+    State<BK> held;
+    bool by_token = false;  // then what products give counts for nothing
+    if (grows || columns_grow) {
+      by_token = grows_beyond_products(args, own);
+#pragma unroll
+      for (int n = 0; n < BK / 2; ++n) held[n / 4][n % 4] = S[n / 4][n % 4];
+    }
     float all[2][SUBS];  // decays of columns over whole sub-chunks
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
@@ -145,15 +233,18 @@ __global__ void __launch_bounds__(2 * BV,
     Output<T> o = {};
     if constexpr (READS) read_state_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state_by_columns<PRODUCTS, BV>(S, s, stage, gates, values, all);
-    if constexpr (!READS) {
-      if (threadIdx.x < BK) total *= s.decay[threadIdx.x];
-#pragma unroll
-      for (int x = 0; x < 2; ++x) totals[x] *= product_of(all[x], 0, SUBS);
-    } else {
+    if constexpr (READS) {
       __syncthreads();  // the scores stand
-      read_scores_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all);
-
-      const int rows = tokens - token, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+      read_scores_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all, columns_grow);
+    }
+    if (by_token) {
+      go_by_token<Schedule, BK>(held, args, own);
+#pragma unroll
+      for (int n = 0; n < BK / 2; ++n) S[n / 4][n % 4] = held[n / 4][n % 4];
+      continue;
+    }
+    if constexpr (READS) {
+      const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
       if (!Schedule::all_channels) {
         float* sums =
             args.sums + ((i64(b) * H + h) * shape.T + span.start + token + 2 * t) * shape.V + v_tile + column + g;
@@ -163,9 +254,7 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
             if (8 * n + 2 * t + (x & 1) >= rows || column + g + 8 * (x >> 1) >= columns) continue;
-            float& sum = sums[(x & 1) * shape.V + 8 * (x >> 1)];
-            if (!first) o[n / 2][n % 2][x] += sum;
-            if (!last) sum = o[n / 2][n % 2][x];
+            gather_channels(o[n / 2][n % 2][x], sums[(x & 1) * shape.V + 8 * (x >> 1)], first, last);
           }
           sums += 8 * shape.V;
         }
@@ -201,7 +290,7 @@ __global__ void __launch_bounds__(2 * BV,
     });
   if (!READS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
     float* decays = args.channel_decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;
-    decays[0] = total, decays[shape.K] = 1.f;
+    decays[0] = total, decays[shape.K] = 0.f;
   }
   if (!READS && args.channel == 0 && (threadIdx.x & 3) == 0) {
     const int column = (threadIdx.x >> 5 << 4) + (threadIdx.x >> 2 & 7);

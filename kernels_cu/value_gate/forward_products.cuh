@@ -129,12 +129,12 @@ __device__ __noinline__ Within sum_one_by_one(ValueShared<Schedule, T, G, BK, BV
 }
 
 // From what outputs read at the chunk's start, still to be decayed, to o: at every border on the way to a token, what
-// comes from before it decays and values decayed to it are added.
+// comes from before it decays and values decayed to it are added. Where gates grow tokens do not meet in the middle.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
                                                        const ColumnsReader<BV, G>& gates,
-                                                       const ColumnsReader<BV, T>& values,
-                                                       const float (&all)[2][SUBS]) {
+                                                       const ColumnsReader<BV, T>& values, const float (&all)[2][SUBS],
+                                                       bool grows) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, REST = CHUNK<T> * LDA;
   Right<Math<T, PRODUCTS>> weights[NUMBERS];
@@ -143,13 +143,8 @@ __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared
     float2 x[4], decays[4];
     values.load(x, s.v[stage], 16 * m);
     gates.load(decays, s.value_gates, 16 * m);
-    float most = decays[0].x;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      most = at_least(decays[p].x, at_least(decays[p].y, most));
-      decays[p] = decays_of(decays[p]);
-    }
-    const bool grows = __any_sync(0xffffffffu, !(most <= GROWTH));  // then tokens do not meet in the middle
+    for (int p = 0; p < 4; ++p) decays[p] = decays_of(decays[p]);
     {
       Left<Math<T, PRODUCTS>> border;
 #pragma unroll

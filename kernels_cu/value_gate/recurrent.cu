@@ -4,8 +4,9 @@
 // grid      a block for every (sequence, head, 32 columns of V), sequence slowest; 128 threads: a lane a column,
 //           a warp a quarter of the channels
 // smem      Shared<BK>: 16 tokens of q, k, v and the decays, and the warps' parts of o
-// barriers  three every 16 tokens: tiles loaded | exps taken | parts written; the first also frees those parts
-// numerics  float32 throughout
+// barriers  three every 16 tokens: tiles loaded | exps taken | parts written; the first also frees those parts. Where a
+//           gate is above 0 a fourth: gates loaded again
+// numerics  float32 throughout. Beside a gate above 0 decays are exp(g + gv), since either may leave the range alone
 // source    Yang et al., 2024, section 4.1
 // limits    K <= BK; BK of 64, 128, 256
 #include "ptx.cuh"
@@ -26,9 +27,9 @@ template <typename T, typename G> struct Args {
 template <int BK> struct Shared {
   float q[SLAB * BK];               // [16, BK]
   float k[SLAB * BK];               // [16, BK]
-  float a[SLAB * BK];               // [16, BK], gates, then decays
+  float a[SLAB * BK];               // [16, BK], gates, then decays, or gates where one is above 0
   float v[SLAB * BV];               // [16, BV]
-  float av[SLAB * BV];              // [16, BV], gates, then decays
+  float av[SLAB * BV];              // [16, BV], likewise
   float partial[WARPS][SLAB * BV];  // [16, BV], o over each warp's channels
 };
 
@@ -53,24 +54,36 @@ __global__ void __launch_bounds__(THREADS, 2) value_gate_recurrent(const Args<T,
     const i64 stop = span.stop;
     load_tile<SLAB, BK, BK, THREADS>(s.q, args.q, b, h, first, stop, 0, shape.K);
     load_tile<SLAB, BK, BK, THREADS>(s.k, args.k, b, h, first, stop, 0, shape.K);
-    load_tile<SLAB, BK, BK, THREADS>(s.a, args.g, b, h, first, stop, 0, shape.K);
     load_tile<SLAB, BV, BV, THREADS>(s.v, args.v, b, h, first, stop, v_tile, shape.V);
-    load_tile<SLAB, BV, BV, THREADS>(s.av, args.gv, b, h, first, stop, v_tile, shape.V);
-    __syncthreads();  // the tiles stand; all have read the parts
-    for (int at = threadIdx.x; at < SLAB * BK; at += THREADS) s.a[at] = decay_of(s.a[at]);
-    for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) s.av[at] = decay_of(s.av[at]);
-    __syncthreads();  // the decays stand
+    const auto load_gates = [&] {
+      load_tile<SLAB, BK, BK, THREADS>(s.a, args.g, b, h, first, stop, 0, shape.K);
+      load_tile<SLAB, BV, BV, THREADS>(s.av, args.gv, b, h, first, stop, v_tile, shape.V);
+      __syncthreads();  // the tiles stand; all have read the parts
+    };
+    const auto go = [&](auto decayed) {
 #pragma unroll 1
-    for (int r = 0; r < SLAB; ++r) {  // rows past the last token write nothing and keep all
-      const float v = s.v[r * BV + lane], av = s.av[r * BV + lane];
-      float o = 0.f;
+      for (int r = 0; r < SLAB; ++r) {  // rows past the last token write nothing and keep all
+        const float v = s.v[r * BV + lane], av = s.av[r * BV + lane];
+        float o = 0.f;
 #pragma unroll
-      for (int c = 0; c < EACH; ++c) {
-        const int at = r * BK + c0 + c;
-        S[c] = fmaf(s.k[at], v, s.a[at] * av * S[c]);
-        o = fmaf(s.q[at], S[c], o);
+        for (int c = 0; c < EACH; ++c) {
+          const int at = r * BK + c0 + c;
+          S[c] = fmaf(s.k[at], v, decayed(S[c], s.a[at], av));
+          o = fmaf(s.q[at], S[c], o);
+        }
+        s.partial[warp][r * BV + lane] = o;
       }
-      s.partial[warp][r * BV + lane] = o;
+    };
+    load_gates();
+    float most = 0.f;
+    const auto take_exp = [&](float& x) { most = fmaxf(most, x), x = decay_of(x); };
+    for (int at = threadIdx.x; at < SLAB * BK; at += THREADS) take_exp(s.a[at]);
+    for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) take_exp(s.av[at]);
+    if (__syncthreads_or(most > 0.f)) {  // the decays stand
+      load_gates();
+      go([](float x, float a, float av) { return grown(x, a + av); });
+    } else {
+      go([](float x, float a, float av) { return a * av * x; });
     }
     __syncthreads();  // the parts stand; the tiles may be overwritten
     for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) {

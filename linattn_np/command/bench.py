@@ -16,7 +16,7 @@ from .. import NotSupported, vjp
 from ..ops import OPS
 from .first_loops import compiling
 from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
-from .terminal import bar, put, say, status, whole
+from .terminal import bar, meant, put, say, status, whole
 
 TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}  # no single steps
 
@@ -34,7 +34,7 @@ def declare(parser):
 def run(options):
     for name in options.operators:
         if name not in TIMED:
-            raise ValueError(f"there is no operator {name!r}, expected one of {', '.join(TIMED)}")
+            raise ValueError(f"there is no operator {name!r}, expected one of {', '.join(TIMED)}{meant(name, TIMED)}")
     device = chosen(options.device)
     sizes = dict(B=options.batch, H=options.heads, T=options.tokens or device.tokens, K=options.width, V=options.width)
     shape = ", ".join(f"{axis} {size}" for axis, size in sizes.items())

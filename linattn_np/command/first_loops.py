@@ -62,7 +62,7 @@ def compiling(show):
         shown.done += 1
         if shown.done == 1:
             show("")
-            say("compiling loops for this CPU, once, which takes some 20 s")
+            say("compiling loops for this CPU, once, which takes 10 to 30 s")
             ticks.start()
 
     try:

@@ -41,21 +41,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """One line, where argparse would print its usage too, with what was probably meant."""
-        near = self.near(message)
-        self.exit(REFUSED, f"{self.prog}: {' '.join(message.split())}{f'; did you mean {near}?' if near else ''}\n")
+        self.exit(REFUSED, f"{self.prog}: {' '.join(message.split())}{self.near(message)}\n")
 
-    def near(self, message) -> str | None:
+    def near(self, message) -> str:
         if unknown := re.match(r"unrecognized arguments: (--[^ =]+)", message):
             word, known = unknown[1], list(self._option_string_actions)
         elif unknown := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             word, known = unknown[1], re.findall(r"[\w-]+", unknown[2])
         else:
-            return None
-        return next(iter(get_close_matches(word, known, 1)), None)
+            return ""
+        return meant(word, known)
 
     def _print_message(self, message, file=None):
         """argparse's own leaves what a full disk refuses to the interpreter's end, which complains."""
         (put if file is sys.stdout else say)(message, end="")
+
+
+def meant(word, known, before="") -> str:
+    """What may end an error about an unknown word, which stood behind `before`."""
+    near = get_close_matches(word, known, 1)
+    return f"; did you mean {before}{near[0]}?" if near else ""
 
 
 def run(command, name, arguments=None) -> int:
@@ -127,18 +132,17 @@ def told(error) -> str:
         file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
         words.insert(0, file)
         if error.errno == errno.ENOENT and (near := neighbour(file)):
-            return ": ".join(words) + f"; did you mean {near}?"
+            return ": ".join(words) + near
     way = WAYS_OUT.get(error.errno or 0)
     return ": ".join(words) + (f"; {way}" if way else "")
 
 
-def neighbour(file) -> str | None:
-    """What is there under a name like that of a file that is not."""
+def neighbour(file) -> str:
+    """Which file may have been meant by one that is not there."""
     folder, name = os.path.split(file)
     with suppress(OSError):
-        if near := get_close_matches(name, os.listdir(folder or "."), 1):
-            return os.path.join(folder, near[0])
-    return None
+        return meant(name, os.listdir(folder or "."), os.path.join(folder, ""))
+    return ""
 
 
 def fault(error) -> str:

@@ -15,6 +15,7 @@ once.
 import math
 import shlex
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,7 @@ from ..models.tokenizers import Tokenizer
 from ..models.training import Settings, Training
 from ..models.versions import VERSIONS
 from .blas_threads import blas_for, where
+from .first_loops import compiling
 from .generate import tokenizer_of
 from .signals import Ended, deferred
 from .terminal import add_device, add_tokenizer, bar, details, say, status, told, whole
@@ -74,7 +76,7 @@ class Trained:
 
     @property
     def file(self) -> str:
-        return f"{self.name}.safetensors"
+        return "state.pth" if self.name == "state" else f"{self.name}.safetensors"
 
     def weights(self, training) -> dict:
         """Of the whole model by now."""
@@ -145,7 +147,7 @@ def declare(parser):
         required=True,
         metavar="FOLDER",
         help="gets model.safetensors, which linattn-np generate and models.load read, or with --lora "
-        f"adapter.safetensors, with --state state.safetensors; and {CHECKPOINT}, from which --resume goes on, before "
+        f"adapter.safetensors, with --state state.pth; and {CHECKPOINT}, from which --resume goes on, before "
         "the first step and with every report; both are whole whenever the program ends, and however",
     )
     add(
@@ -312,6 +314,9 @@ def train(training, trained, options):
     the step that it was in: on the CPU the first saves what all had before it. A card may have begun to use numbers
     that never came.
     """
+    if training.device == "cpu" and training.done < 1:
+        with status("training ...") as show, nullcontext() if training.ranks.rank else compiling(show):
+            training.warm_up()
     with deferred() as ended:
         try:
             if training.ranks.rank:
@@ -334,7 +339,8 @@ def steps(training, trained, options, ended):
     """The training steps of the rank that reports progress."""
     folder = Path(options.out)
     if training.done >= 1:
-        say(f"{folder} holds a training that is done, of {training.step_number} steps; --steps or --minutes extends it")
+        length = f"{training.step_number} steps in {training.seconds / 60:.2g} minutes"
+        say(f"{folder} holds a training that is done, of {length}; more --steps or --minutes extend it")
         return
     text = training.text
     say(f"{training.layout.size:,} parameters; {len(text.learned):,} {text.unit} to learn, {len(text.held):,} held out")

@@ -1,4 +1,4 @@
-"""Engines carry messages between ranks: their protocol, and the base class of the engines for NumPy arrays."""
+"""Engines send messages between ranks: the protocol of an engine, and the base class of those for NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from ..errors import ContractError
 
 LIMIT_S = 600.0  # how long a rank waits for the others by default, as torch.distributed does with NCCL
-LIMITS_S = 1e-3, 1e9  # the shortest and the longest time limit: torch counts milliseconds, of which 0 has no limit
+LIMITS_S = 1e-3, 1e9  # the shortest and the longest time limit: torch takes milliseconds, and 0 as no limit
 
 HEAD = np.dtype([("nbytes", "<i8"), ("begins", "<i8"), ("number", "<i8"), ("operation", "S72")])
-FRAME = 256  # bytes of a message's first part: its head, then the message itself where it fits
+FRAME = 256  # bytes of a message's first part: its head, then the message itself if it fits
 ROOM = FRAME - HEAD.itemsize
-GATHERED, SENT, SENT_REST, GATHERED_REST = 0, 1, 2, 3  # tags; the last is that of the first of TAGS all-gathers
+GATHERED, SENT, SENT_REST, GATHERED_REST = 0, 1, 2, 3  # tags; all-gather n has the tag GATHERED_REST + n % TAGS
 TAGS = 4096
-BACKGROUND = 1 << 16  # bytes from which on an all-gather goes on in a thread while its rank computes
+BACKGROUND = 1 << 16  # bytes from which on a thread runs an all-gather while its rank computes
 
 
 class RankLost(RuntimeError):
@@ -28,7 +28,7 @@ class RankLost(RuntimeError):
 
 
 class Disagreement(ContractError):
-    """The ranks do not mean the same call; the message says which rank differs in what. Nothing is written."""
+    """The ranks make different calls; the message says which rank differs in what. Nothing is written."""
 
 
 @runtime_checkable
@@ -41,10 +41,10 @@ class Engine(Protocol):
 
     rank: int
     size: int
-    homes: tuple[str, ...]  # the arrays that it takes: "host", "cuda"
+    homes: tuple[str, ...]  # where arrays may be: "host", "cuda"
 
     def all_gather(self, x) -> Callable[[], Any]:
-        """Sends `x`, of one shape and dtype on all ranks. The function that comes back waits, and gives [size, ...]."""
+        """Sends `x`, of the same shape and dtype on all ranks. Returns a function that waits for [size, ...]."""
 
     def send(self, x, to: int) -> None:
         """Sends `x` to a rank that calls `recv`."""
@@ -69,21 +69,21 @@ class Alone:
         raise ValueError(f"Alone: there is no rank {source} to receive from")
 
     def abandon(self):
-        """There is nobody else."""
+        """Does nothing: there are no other ranks to tell."""
 
 
 class HostEngine:
-    """An `Engine` of NumPy arrays on a library that sends bytes from one rank to another. `Mpi` and others derive.
+    """Base of engines for NumPy arrays, as `Mpi`, on a library that sends bytes from one rank to another.
 
-    A message begins with a part of fixed size. Its head says how long the message is, and which operation its sender is
-    in. Ranks compare the heads before they send the rest: libraries hang, or end the process, where sizes differ.
+    A message begins with a part of fixed size. Its head has the message's length and its sender's current operation.
+    Ranks compare the heads before they send the rest: libraries hang, or end the process, if sizes differ.
 
     A derived class has
 
     post(message, to, tag)          begins to send bytes, returns a request
     fetch(into, source, tag)        begins to receive as many bytes, returns a request
     finish(request, peer)           waits for the request, RankLost after `limit_s` seconds
-    threaded                        whether threads of one rank may do so at the same time
+    threaded                        whether threads of one rank may call these at the same time
     """
 
     homes: tuple[str, ...] = ("host",)
@@ -97,7 +97,7 @@ class HostEngine:
         self.gathers, self.last = 0, None
 
     def begin(self, operation):
-        """Names the operation that the next messages belong to."""
+        """Sets the operation that the next messages belong to."""
         self.operation, self.number, self.begins = operation, self.number + 1, True
 
     def all_gather(self, x):
@@ -167,7 +167,7 @@ class HostEngine:
         return frame
 
     def compare(self, frames):
-        """Raises Disagreement, on all ranks alike, where they are in different operations.
+        """Raises Disagreement on every rank if the ranks are in different operations.
 
         Ranks that all begin an operation compare more of it in their messages: see `call_comparison`.
         """
@@ -184,7 +184,7 @@ class HostEngine:
 
 
 class Completion:
-    """The rest of an all-gather. The first thread that asks does it, after all all-gathers that were begun earlier."""
+    """The rest of an all-gather. The first thread that calls it runs it, after all all-gathers that began earlier."""
 
     def __init__(self, work, before):
         self.work, self.before = work, before
@@ -197,7 +197,7 @@ class Completion:
         return self.result
 
     def settle(self):
-        """Does the work of this all-gather, after that of the earlier ones."""
+        """Runs the earlier all-gathers, then this one."""
         chain, each = [], self
         while each is not None:
             chain.append(each)
@@ -217,7 +217,7 @@ class Completion:
 
 
 def begin(comm, operation):
-    """Names the operation that this rank begins, where its engine tells the other ranks."""
+    """Sets the operation that this rank begins, if its engine sends that to the other ranks."""
     if hasattr(comm, "begin"):
         comm.begin(operation)
 

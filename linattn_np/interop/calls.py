@@ -82,13 +82,21 @@ def named_function(public, name, doc, signature):
     return public
 
 
+def bound(name, signature, positional, named):
+    """The arguments by their names; a TypeError names the function, as Python's own do."""
+    try:
+        return signature.bind(*positional, **named)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+
+
 def step(operator, declared: Op, kind: str):
     """A declared step by the framework's function `operator`, on a sequence of one token."""
     accepted = [x for name, x in declared.signature.parameters.items() if name not in ("slots", "out")]
     signature = inspect.Signature(accepted, return_annotation=tuple)
 
     def public(*positional, **named):
-        arguments = signature.bind(*positional, **named).arguments
+        arguments = bound(declared.name, signature, positional, named).arguments
         *arrays, state = (arguments.pop(name) for name in (*declared.arrays, "state"))
         for name, x in zip((*declared.arrays, "state"), (*arrays, state)):
             if not hasattr(x, "ndim"):

@@ -30,7 +30,7 @@ import torch
 
 from ..errors import ContractError, NotSupported
 from . import torch as operators
-from .calls import named_function
+from .calls import bound, named_function
 
 STATES = "scale initial_state output_final_state"
 ANYWHERE = ("reverse", "state_v_first", "transpose_state_layout", "head_first", "chunk_size", "cu_seqlens_cpu")
@@ -52,7 +52,7 @@ def fla_function(name: str, operator: str, arguments: str, more: str = "", **def
     )
 
     def public(*positional, **named):
-        given = signature.bind(*positional, **named)
+        given = bound(name, signature, positional, named)
         given.apply_defaults()
         return compute_pair(name, operator, given.arguments)
 

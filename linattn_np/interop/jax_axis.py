@@ -3,7 +3,8 @@
     S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F       for a device's tokens a+1 ... b; F is their final state from zero
 
 Every device computes F, an all-gather brings K * V + K floats a head to all, each adds up those before its own and
-computes its outputs from there. All of it is differentiable as it stands: JAX turns the collectives round.
+computes its outputs from there. The delta rules have a matrix of K * K in the place of the K decays. All of it is
+differentiable as it stands: JAX turns the collectives round.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..summary import Summary
+from ..summary import Summary, Transition
 
 
 def along(axis_name, run, problem, arrays, state, arguments):
@@ -27,8 +28,7 @@ def along(axis_name, run, problem, arrays, state, arguments):
         )
     dtype, v_first = problem.compute_dtype, problem.state_v_first
     plain = {**arguments, "state_v_first": False, "state_dtype": dtype}
-    _, *own = run(arrays, None, {**plain, "output_final_state": True})
-    own, factors = jax.lax.all_gather((own, factors_of(problem, arrays)), axis_name)
+    own, factors = jax.lax.all_gather(summary(run, problem, arrays, plain), axis_name)
     place, count = jax.lax.axis_index(axis_name), own[0].shape[0]
     start = [jnp.zeros_like(part[0]) for part in own]
     if state is not None:
@@ -44,6 +44,26 @@ def along(axis_name, run, problem, arrays, state, arguments):
     return o, *(
         jax.lax.psum(jnp.where(last, turned(part, v_first), 0), axis_name).astype(problem.state_dtype) for part in final
     )
+
+
+def summary(run, problem, arrays, arguments):
+    """(the final state's parts of this device's tokens from zero, the factors of their transition).
+
+    The matrix of transitions of rank one is the final state of K more columns, which begin as the identity; their
+    values are zeros.
+    """
+    arguments = {**arguments, "output_final_state": True}
+    if problem.op.transition is not Transition.RANK_ONE:
+        _, *own = run(arrays, None, arguments)
+        return own, factors_of(problem, arrays)
+    named, K = dict(zip(problem.op.arrays, arrays)), problem.sizes["K"]
+    v = named[problem.op.value]
+    named[problem.op.value] = jnp.concatenate([v, jnp.zeros((*v.shape[:-1], K), v.dtype)], axis=-1)
+    heads, V = v.shape[2 if problem.layout == "bthd" else 1], v.shape[-1]
+    start = jnp.concatenate([jnp.zeros((K, V)), jnp.eye(K)], axis=1).astype(problem.compute_dtype)
+    start = jnp.broadcast_to(start, (v.shape[0], heads, K, V + K))
+    _, final = run(list(named.values()), [start], arguments)
+    return [final[..., :V]], [final[..., V:]]
 
 
 def turned(state, v_first):

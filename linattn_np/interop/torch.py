@@ -51,7 +51,7 @@ def differentiable(op: Op):
     operator = Operator.of(op, more=more)
 
     def public(*positional, **named):
-        if torch.compiler.is_compiling() and (not TRACED or named.get("comm") is not None):
+        if torch.compiler.is_dynamo_compiling() and (not TRACED or named.get("comm") is not None):
             return beside_the_graph(public, positional, named)
         on_ranks = {name: named.pop(name) for name in more if name in named}
         declared, arrays, state, arguments = operator.take_apart(positional, named)

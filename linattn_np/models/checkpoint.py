@@ -1,8 +1,8 @@
-"""Weights out of files, without torch: `.pth` in both of its forms, `.safetensors` in one file or in shards.
+"""Reads weights from files, without torch: `.pth` in both of its forms, `.safetensors` in one file or in shards.
 
-A pickle is a program, so a `.pth` is run by a machine of our own: its values are tuples, dicts, lists,
-strings, numbers and tensor records, its opcodes the few that a plain state dict needs, and none of them looks up
-an attribute, imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file.
+A pickle is a program, so this module has its own interpreter for `.pth`. Its values are tuples, dicts, lists, strings,
+numbers and tensor records; it knows only the opcodes of a plain state dict, none of which looks up an attribute,
+imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .stored_zip import MAX_AXES, MAX_INDEX, directory
 MAX_OPCODES = 1 << 18  # of one pickle; a tensor takes about 40
 MAX_NAME = 1024
 
-# What a folder of Hugging Face holds, the first of them that is there.
+# The files of a Hugging Face folder that hold weights; the first one that exists is read.
 IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SHARDS = (".safetensors", ".bin")
 
-LFS = b"version https://git-lfs.github.com/spec/v1"  # how a file begins that stands for one elsewhere
-WRAPPERS = ("state_dict", "module", "model")  # where trainers put the weights among what else they save
+LFS = b"version https://git-lfs.github.com/spec/v1"  # how a pointer of Git LFS begins
+WRAPPERS = ("state_dict", "module", "model")  # keys under which trainers save the weights
 PROTOCOLS = range(2, 6)  # of pickle
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the first two of its five pickles
@@ -298,7 +298,7 @@ CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()
 
 
 def unpickle(stream, storages=None):
-    """The value of the pickle at `stream`, which is left behind it; its storages by key are added to `storages`."""
+    """The value of the pickle at `stream`, which then stands behind it; adds the storages by key to `storages`."""
     try:
         return run(pickletools.genops(stream), {} if storages is None else storages)
     except CheckpointError:
@@ -318,7 +318,7 @@ def state_dict(value) -> dict[str, Tensor]:
 
 
 def run(program, storages):
-    frames, memo = [[]], {}  # a mark opens a frame; what is left of it is the mark's items
+    frames, memo = [[]], {}  # MARK opens a frame, a list of items; a later opcode takes all of them
     for step, (opcode, argument, _) in enumerate(program):
         if step == MAX_OPCODES:
             refuse(f"the pickle has more than {MAX_OPCODES} opcodes", "a state dict")
@@ -362,12 +362,12 @@ def run(program, storages):
                 top.append(storage_of(top.pop(), storages))
             case "REDUCE":
                 top.append(called(*taken(top, 2)))
-            case "BUILD":  # the versions of modules, which torch hangs on a state dict
+            case "BUILD":  # an attribute of a state dict with the versions of modules
                 if [type(item) for item in (*taken(top, 1), top[-1])] != [dict, dict]:
                     refuse("the pickle sets attributes", "at most those of a state dict")
             case "PROTO" if argument in PROTOCOLS:
                 pass
-            case "FRAME":  # how much to read at a time
+            case "FRAME":  # a hint for buffering
                 pass
             case "STOP":
                 return top.pop()
@@ -421,7 +421,7 @@ def called(function, arguments):
 
 
 def storage_of(reference, storages):
-    """What a persistent id means: ('storage', type, key, device, count), and in the older form None."""
+    """The storage of a persistent id ('storage', type, key, device, count); the older form adds None."""
     if type(reference) is not tuple or len(reference) not in (5, 6) or any(item is not None for item in reference[5:]):
         refuse(f"a persistent id is {shown(reference)}", "('storage', type, key, device, count)")
     tag, dtype, key, _, count = reference[:5]
@@ -444,7 +444,7 @@ def storage_of(reference, storages):
 
 # -- .safetensors --------------------------------------------------------------------------------------------
 def safetensors(data, path):
-    """Views where the header says, once the safetensors package has found it sound: no overlaps, no gaps."""
+    """Views at the offsets of the header, after the safetensors package has checked it: no overlaps, no gaps."""
     from safetensors import SafetensorError, safe_open
 
     size = int.from_bytes(data[:8], "little")

@@ -1,6 +1,6 @@
-"""Training that goes on from a model: of all its weights, of a low-rank adapter, or of the state that it starts from.
+"""Fine-tuning of a model: of all its weights, of a low-rank adapter, or of its initial state.
 
-Each class is a kind of model to train, as `protocols.Trainable` describes it, made of a `Base`.
+Each class implements `protocols.Trainable` for a `Base`.
 
     Training(tokens, settings, kind=LowRank(Base.from_file("model.pth"), rank=16))
 """
@@ -27,7 +27,7 @@ STATE = "att.time_state"
 
 @dataclass
 class Base:
-    """The model that a training goes on from.
+    """The model that training starts from.
 
     kind : its class
     weights : float32 arrays by official name
@@ -40,7 +40,7 @@ class Base:
 
     @classmethod
     def from_file(cls, path) -> Base:
-        """What `models.load` reads, but for quantised files; CheckpointError and OSError as there."""
+        """Read any file that `models.load` reads, except quantised ones; raises the same errors."""
         weights = checkpoint.read(path)
         try:
             return cls.of(weights, checkpoint.config(path))
@@ -49,7 +49,7 @@ class Base:
 
     @classmethod
     def of(cls, weights: Mapping, config: Mapping | None = None) -> Base:
-        """Of weights under any of the names that files have; ContractError for what cannot be trained."""
+        """The base with these weights, under any names that files have; ContractError if it cannot be trained."""
         kind = kind_of(weights)
         official, sizes = kind.parameters(weights, config)
         if any(isinstance(array, Stored) for array in official.values()):
@@ -72,12 +72,12 @@ class Whole:
         return self.base.kind.layout(self.base.sizes, self.base.weights)
 
     def model_weights(self, layout, vector) -> dict:
-        """Of the model as it is trained by now, under official names."""
+        """The weights of the model as trained so far, by official name."""
         return layout.named(vector)
 
 
 class OfBase:
-    """A kind that trains a few parameters of its own, and leaves the base's as they are."""
+    """Base of those that train a few parameters of their own and leave the model's as they are."""
 
     trains_on = ("cpu",)
 
@@ -91,13 +91,13 @@ class OfBase:
 
 
 class LowRank(OfBase):
-    """Of every large matrix W of the layers W + (alpha / rank) B A is used (Hu et al., 2021, arXiv:2106.09685).
+    """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685): W + (alpha / rank) B A replaces each large matrix W.
 
-    A [rank, in] starts from random numbers and B [out, rank] from zeros. Their names are those of the matrix with
-    `lora_A` and `lora_B` for `weight`, as RWKV-PEFT's.
+    A [rank, in] starts from random numbers and B [out, rank] from zeros. Their names are the matrix's, with `lora_A`
+    and `lora_B` in place of `weight`, as in RWKV-PEFT.
 
     rank : from 1 up
-    alpha : by default `rank`, which makes the factor 1
+    alpha : by default `rank`, so that the factor is 1
     """
 
     decays = True
@@ -123,7 +123,7 @@ class LowRank(OfBase):
         return rng.normal(0, shape[1] ** -0.5, shape) if name.endswith(A) else 0
 
     def merged(self, own):
-        """The whole model's vector with the adapter in it."""
+        """The vector of the whole model's parameters, with the adapter added."""
         vector = self.vector.astype(own[adapter(self.matrices[0], A)].dtype)
         views = self.layout.named(vector)
         for name in self.matrices:
@@ -190,11 +190,11 @@ class States(OfBase):
 
 
 class Parameters:
-    """Named parameters one after the other in a vector, a layer's together, as `protocols.Layout` describes it.
+    """`protocols.Layout` of named parameters, one after the other in a vector, those of a layer together.
 
-    decays : whether weight decay is theirs
-    first : of a name, a shape and random numbers the first value
-    constants : arrays that go into files with them
+    decays : whether weight decay applies to them
+    first : function of a name, a shape and a generator of random numbers that returns the initial value
+    constants : arrays that are written to files beside them
     """
 
     def __init__(self, sizes, shapes, decays, first, constants):

@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 
 from ..errors import ContractError, NotSupported
-from . import checkpoint
+from . import checkpoint, pth_files
 from .devices import check_device
 from .files import FileError, json_object, write_arrays
 from .locks import Lock, one_at_a_time
@@ -188,6 +188,12 @@ class Training:
         self.step_number += 1
         return value
 
+    @one_at_a_time
+    @np.errstate(all="ignore")
+    def warm_up(self):
+        """Computes the first batch's loss, so that what is compiled for it takes nothing of `minutes`. All ranks do."""
+        self.steps.value(self.ranks.part(self.text.batch(0)))
+
     def learning_rate(self):
         done = max(self.done, 1 / self.settings.steps) if self.settings.steps else self.done
         return self.settings.lr * min(1, done / WARM_UP) * (1 + math.cos(math.pi * self.done)) / 2
@@ -230,13 +236,16 @@ class Training:
 
     @one_at_a_time
     def save_model(self, path):
-        """The weights under the model's names for files, matrices in the dtype of products; ContractError as `save`."""
+        """The weights under the model's names for files, matrices in the dtype of products; ContractError as `save`.
+
+        path : of a `.safetensors`, or of a `.pth`, which is float32
+        """
         named = self.layout.named(self.steps.on_host("weights"))
         arrays = {
             name: array.astype(self.steps.dtype) if array.squeeze().ndim > 1 else array for name, array in named.items()
         }
         self.check_finite(arrays)
-        write_arrays(path, arrays)
+        (pth_files.write if str(path).endswith(".pth") else write_arrays)(path, arrays)
 
     def check_finite(self, arrays):
         if lost := first_not_finite(arrays):

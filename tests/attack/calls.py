@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from growth import bounded
 from hypothesis import strategies as st
-from reference import DECAYS, GATES, LIMITS, logsigmoid, scattered, stated
+from reference import DECAYS, GATES, LIMITS, contracting, logsigmoid, scattered, stated, with_value_heads
 
 from attack.harness import Fault, require
 from linattn_np.array_kinds import BFLOAT16
@@ -144,11 +144,20 @@ class Call:
     def shape(self, axes):
         return tuple(self.sizes_of(axes)[axis] for axis in axes.split())
 
+    def shape_of(self, name):
+        """The shape of the caller's array of this name."""
+        wide = self.groups > 1 and name in with_value_heads(self.declared)
+        sizes = self.sizes | ({"H": self.H * self.groups} if wide else {})
+        return tuple(sizes[axis] for axis in self.declared.arrays[name].split())
+
     def arrays(self) -> dict:
         """Host arrays [B, H, T, ...], contiguous."""
-        rng, found = np.random.default_rng(self.seed), {}
-        for name, axes in self.declared.arrays.items():
-            x = ALL_GATES[self.gate](rng, self.shape(axes)) if name in DECAYS else rng.standard_normal(self.shape(axes))
+        rng, drawn, found = np.random.default_rng(self.seed), {}, {}
+        for name in self.declared.arrays:
+            shape = self.shape_of(name)
+            drawn[name] = ALL_GATES[self.gate](rng, shape) if name in DECAYS else rng.standard_normal(shape)
+        for name, x in contracting(self.declared, drawn).items():
+            axes = self.declared.arrays[name]
             if name == "v":
                 x = x * self.loudness
             if self.normalize and self.feature_map is None and name in ("q", "k"):

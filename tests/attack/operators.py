@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from conftest import Kernels
 from hypothesis import strategies as st
-from reference import literal, literal_attention, same_bits, stated
+from reference import literal, literal_attention, same_bits, stated, with_value_heads
 
 from attack.calls import (
     DTYPES,
@@ -28,6 +28,7 @@ from attack.calls import (
 )
 from attack.harness import Refused, holds_for, require
 from linattn_np import NotSupported, vjp
+from linattn_np.declarations import DELTA_RULES
 from linattn_np.layouts import swap_heads
 
 MOST_GROWTH = 80.0  # nats that a chunk may grow by, and its gradients hold: docs/gates.md
@@ -88,6 +89,9 @@ def judge_call(law, call, found, wanted, bounds, must):
 
 
 def bounded(call):
+    if call.declared in DELTA_RULES:  # whose terms have signs: what is taken from a state was written to it
+        found = truth(call, call.arrays().values(), call.arguments())
+        return [np.full(x.shape, 10 * (1 + abs(x[np.isfinite(x)]).max(initial=0))) for x in found]
     arrays, arguments = magnitudes(call, call.arrays(), call.arguments())
     return truth(call, arrays.values(), arguments)
 
@@ -141,7 +145,7 @@ def spelled(call):
     if call.state_v_first and states:
         states[0] = states[0].swapaxes(2, 3)
     for name, axes in call.declared.arrays.items():
-        if axes.split()[-1] != "V" and call.groups > 1:
+        if name not in with_value_heads(call.declared) and call.groups > 1:
             arrays[name] = np.repeat(arrays[name], call.groups, axis=axes.split().index("H"))
     if states and len(states) > 1 and call.groups > 1:
         states[1] = np.repeat(states[1], call.groups, axis=1)
@@ -241,7 +245,7 @@ def spread(beyond, call, name):
     axes = call.declared.arrays.get(name, "")
     if "T" not in axes.split() or beyond.size == 1:
         return beyond.any()
-    if not axes.endswith("V"):
+    if name not in with_value_heads(call.declared):
         B, heads, T, _ = beyond.shape
         beyond = beyond.reshape(B, heads // call.groups, call.groups, T).any(2)[..., None]
     return beyond if axes.count(" ") == 3 else beyond[..., 0]
@@ -287,7 +291,8 @@ def gradient_bounds(call, wanted, do, dht):
 
     A gate's gradient is a difference of running sums, so its limit is what these sums come to.
     """
-    if call.op == "softmax_attention" or call.feature_map or call.normalize:
+    whole = call.op == "softmax_attention" or call.declared in DELTA_RULES
+    if whole or call.feature_map or call.normalize:
         return [
             np.full(x.shape, 10 * (1 + abs(x[np.isfinite(x)]).max(initial=0)) * (1 + call.loudness)) for x in wanted
         ]
@@ -431,8 +436,7 @@ def the_past_is_the_past(call, machine):
     sound = replace(call, plants=())
     before, after = results(machine, sound)[0], results(machine, call)[0]
     reached = reached_by_plants(call, 1) | excused(call, machine)
-    arrays, arguments = magnitudes(sound, sound.arrays(), sound.arguments())
-    bound = truth(sound, arrays.values(), arguments)[0]
+    bound = bounded(sound)[0]
     judge(
         f"past: {call.op}{where_planted(call)}",
         after,
@@ -449,8 +453,7 @@ def reached_by_plants(call, block):
     reached, keep = np.zeros((*call.shape("B H T V")[:3], 1), bool), call.arguments().get("mask")
     ends = np.cumsum([0, *(call.lengths or (call.T,))])
     for name, token, place, _ in call.plants:
-        axes = call.declared.arrays[name]
-        shape = call.shape(axes)
+        shape = call.shape_of(name)
         if not np.prod(shape):
             continue
         b, head, *_ = np.unravel_index(place % (int(np.prod(shape)) // call.T), shape[:2] + shape[3:])
@@ -462,7 +465,8 @@ def reached_by_plants(call, block):
             future = slice(start, stop - (stop - 1 - token) // block * block)
         else:
             future = slice(start + (token - start) // block * block, stop)
-        heads = [head] if axes.endswith("V") else range(head * call.groups, (head + 1) * call.groups)
+        own = name in with_value_heads(call.declared)
+        heads = [head] if own else range(head * call.groups, (head + 1) * call.groups)
         for h in heads:
             reached[b, h, future] = True
     return reached

@@ -17,7 +17,7 @@
 //           1, -1 and their halves, times log2 e as two numbers of the gate's type; float32 gates are two bfloat16
 //           numbers.
 #include "read_order.cuh"
-#include "ptx.cuh"
+#include "tf32.cuh"
 
 constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;
 
@@ -34,9 +34,9 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
   return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// x as a product in tf32 reads it: the last bits are cut off, since rounding takes four instructions.
-__device__ __forceinline__ float cut_off(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
-constexpr float CUT = 1.f + 0.7213f / 2048;  // the factor that undoes this cut on average over all fractions
+// Products in tf32 cut off the last bits of their operands, since rounding takes four instructions. This factor undoes
+// the cut on average over all fractions.
+constexpr float CUT = 1.f + 0.7213f / 2048;
 
 // Calls f(n, h) for each pair of neighbouring tokens of this lane: in sub-chunk n, of channel g + 8h.
 template <class F> __device__ __forceinline__ void each_pair(F f) {

@@ -159,12 +159,6 @@ __device__ __forceinline__ void grow_backwards(float (&C)[BV / 2], T (&q)[PANELS
 
 // ---- what a chunk's tokens and pairs give ---------------------------------------------------------------------------
 
-// x e^sum, in two steps: a factor may leave the range where the result does not.
-__device__ __forceinline__ float grown(float x, float sum) {
-  const float half = exp2_approx(fminf(sum * (0.5f * LOG2E), 127.f));
-  return x * half * half;
-}
-
 // A value of every token, of one channel: this lane has tokens 4m + t.
 using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {

@@ -11,17 +11,20 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...array_kinds import BFLOAT16
+from .delta_hopper import ScalarOnHopper
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     KDA,
+    DeltaForward,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
     DeltaSumParts,
 )
 from .elementwise_kernels import sum_of_parts
 from .gated_backward import heads_at_once
-from .gated_kernels import CHANNELS
+from .gated_kernels import CHANNELS, TILES
 from .kernel import FLOATS, no_kernels
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
@@ -102,7 +105,28 @@ class TokenByToken:
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
 
 
-FORWARD_WAYS = (TokenByToken,)
+class InChunks:
+    """bfloat16 data, a gate for all channels of a token or none, and heads of at most 128 channels: on tensor cores."""
+
+    @staticmethod
+    def takes(problem, device) -> bool:
+        gates = problem.op.arrays.get("g", "B H T")
+        fits = problem.op.strengths and gates == "B H T" and problem.dtype == BFLOAT16
+        return bool(fits) and problem.sizes["K"] <= TILES[-1] and problem.mode != "recurrent"
+
+    @staticmethod
+    def plan(problem, device):
+        draft = Draft()
+        inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
+        N, H, K, V = problem.shape("N H K V")
+        kernel = DeltaForward.fitting(inputs.gate, K, V, N * H, device)
+        how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized}
+        how |= {"bytes": inputs.common_bytes(o), "initial": draft.initial(problem), "final": final}
+        draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
+        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
+
+
+FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
 
 
 def recurrent_kernel(inputs, pairs, device):

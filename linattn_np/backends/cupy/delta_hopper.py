@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .delta_hopper_kernels import DeltaScalarForwardSm90
 from .gated_kernels import PANEL, TILES
-from .plan import FLOAT32, TensorMap, ceil_div
+from .kernel import HALF
+from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_copied
+
+
+class ScalarOnHopper:
+    """A call in half precision whose tensor maps Hopper's kernel can have."""
+
+    @staticmethod
+    def takes(problem, device) -> bool:
+        known = problem.op in (DELTA_RULE, GATED_DELTA_RULE) and problem.dtype in HALF and problem.mode == "chunk"
+        fits = known and device.capability == 90 and problem.sizes["K"] <= TILES[-1]
+        return fits and mappable_once_copied([problem[name] for name in "qkv"])
+
+    @staticmethod
+    def plan(problem, device):
+        draft = Draft()
+        tokens = [draft.mapped(problem[name], name) for name in "qkv"] + [problem.arrays.get("g"), problem["beta"]]
+        o, final, initial = draft.output(problem, mappable), draft.final(problem), draft.initial(problem)
+        shape = draft.shape(problem, chunk=DeltaScalarForwardSm90.CHUNK)
+        kernel = forward_kernel(problem.dtype, shape, device.multiprocessors)
+        normalized = problem.options.get("qk_l2norm", False)
+        launch_forward(draft, kernel, tokens, o, shape, problem.scale, initial, final, normalized=normalized)
+        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
 
 
 def forward_kernel(dtype, shape, multiprocessors) -> DeltaScalarForwardSm90:

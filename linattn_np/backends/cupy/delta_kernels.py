@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members
-from .gated_kernels import channels
-from .kernel import DOUBLE, Kernel
+from .gated_kernels import TILES, channels
+from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
@@ -41,6 +41,42 @@ class DeltaKernel(Kernel):
     def looks_bytes(self, tokens, BK) -> int:
         """That of what is known of them."""
         return (tokens * BK * self.real if self.rule != GATED_DELTA else 16) + tokens * 6 * self.real
+
+
+class DeltaForward(TiledKernel):
+    """Forward in chunks, of bfloat16 data with a gate for all channels of a token."""
+
+    file = "delta/forward"
+    arguments = members(
+        "rows q k v g beta o, pointers? initial final, shape, integers group, reals scale, integers normalized bytes"
+    )
+    shared = ("DeltaShared<{BK}, {BV}>",)
+    CHUNK: ClassVar[int] = 32
+    gate: np.dtype
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, gate, K, V, heads, device):
+        """With 128 columns where blocks of so many have room, and are enough for half of the card."""
+        wide, narrow = (cls(gate, TILES[K > TILES[0]], BV) for BV in reversed(TILES))
+        enough = 2 * heads * wide.grid(V) >= device.multiprocessors
+        fits = wide.shared_bytes <= device.shared_per_block
+        return wide if V > TILES[0] and enough and fits else narrow
+
+    @property
+    def threads(self):
+        return 2 * self.BV
+
+    @property
+    def resident(self):
+        return 1 if self.BK + self.BV == 256 else 2
+
+    @property
+    def shared_bytes(self):
+        C, BK, BV = self.CHUNK, self.BK, self.BV
+        tiles, matrices = 2 * C * (2 * (2 * BK + BV) + 2 * BK + BV), 3 * 2 * 2 * C * (C + 8)
+        return tiles + matrices + 4 * (4 * C * (C + 4) + 6 * C + BK)
 
 
 class DeltaRecurrentForward(DeltaKernel):

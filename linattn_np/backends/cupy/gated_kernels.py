@@ -215,7 +215,7 @@ class GatedBackwardChannels(GatedBackward):
     file = "gated/backward_channels"
     arguments = members(
         "rows q k v do_ g dq dk dg, pointers? u kept partial_du, shape, integers first heads, reals scale, "
-        "integers vectors, pointers? pairs own decays"
+        "integers vectors, pointers? pairs own decays row_growth column_growth, rows? given_v given_do gv"
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
     columns: str = "Ungated"

@@ -109,7 +109,8 @@ class ValueGateBackwardScores(Kernel):
 
     file = "value_gate/backward_scores"
     arguments = members(
-        "rows q k g starts ends, pointers pairs own decays, shape, integers first heads, reals scale, integers vectors"
+        "rows q k g starts ends, pointers pairs own decays growth, shape, integers first heads, reals scale, "
+        "integers vectors"
     )
     shared = ("Shared<{dtype}, {gate}, {products}>",)
     threads = 128
@@ -128,12 +129,14 @@ class ValueGateBackwardScores(Kernel):
 class ValueGateBackwardStates(Kernel):
     file = "value_gate/backward_states"
     arguments = members(
-        "rows q k v do_, pointers channel_decays column_decays initial dht kept dh0, shape, integers first heads, "
-        "reals scale"
+        "rows q k v do_ given_q given_k given_v given_do g gv, "
+        "pointers channel_decays column_decays channel_growth column_growth initial dht kept dh0, shape, "
+        "integers first heads, reals scale"
     )
     shared = ("Shared<{dtype}, {products}>",)
     threads = 128
     dtype: np.dtype
+    gate: np.dtype
     products: int
 
     @property
@@ -221,7 +224,7 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
     inputs = sum(x.nbytes for x in arrays)
     heads = gated_backward.heads_at_once(H, of_a_head * kernel.stored.itemsize, inputs)
     kept = draft.empty((max(1, heads * of_a_head),), kernel.stored)
-    between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.products)
+    between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.gate, kernel.products)
     keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
     values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
     for first in range(0, H, heads):
@@ -231,6 +234,8 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
         values.launch_scores(blocks, **here)
         read = {"q": keys.starts, "k": keys.ends, "v": values.ends, "do_": values.starts}
         read |= {"channel_decays": keys.scores["decays"], "column_decays": values.scores["decays"]}
+        read |= {"channel_growth": keys.growth, "column_growth": values.growth}
+        read |= {"given_q": q, "given_k": k, "given_v": v, "given_do": do, "g": g, "gv": gv}
         of_states, common = 2 * N * here["heads"] * tiles, {"shape": keys.shape, "scale": problem.scale} | here
         draft.launch(between_chunks, of_states, **read, **states, kept=kept, **common)
         keys.launch_channels(blocks, values, kept=kept, **here)
@@ -253,19 +258,22 @@ class ValueGateSide:
         self.starts, self.ends = (draft.empty((B, heads, T, width), stored) for _ in range(2))
         pairs, own = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
         self.scores = {"pairs": pairs, "own": own, "decays": draft.empty((*chunks, width), FLOAT32)}
+        self.growth = draft.empty(chunks, FLOAT32)
         self.kernel = replace(kernel, columns="GatedTurned" if turned else "Gated")
         rows = [x for x in (*read.values(), *self.written.values()) if x is not None]
         self.more = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*rows)}
 
     def launch_scores(self, blocks, **here):
         kernel = ValueGateBackwardScores(self.kernel.dtype, self.kernel.gate, self.kernel.products)
-        made = self.scores | {"starts": self.starts, "ends": self.ends}
+        made = self.scores | {"starts": self.starts, "ends": self.ends, "growth": self.growth}
         self.draft.launch(kernel, blocks, **self.read, **made, **self.more, **here)
 
     def launch_channels(self, blocks, other, **here):
         """Launches the kernel of dq, dk and dg of this side; it reads what the `other` side's scores kernel wrote."""
         blocks *= ceil_div(self.K, self.kernel.TILE)
         arrays = self.read | self.written | other.scores | {"v": other.ends, "do_": other.starts}
+        arrays |= {"given_do": other.read["q"], "given_v": other.read["k"], "gv": other.read["g"]}
+        arrays |= {"row_growth": self.growth, "column_growth": other.growth}
         self.draft.launch(self.kernel, blocks, **arrays, **self.more, **here)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from ...declarations import GATED, GATED_STEPS, STAGES
+from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, GATED, STAGES, STEPS
 
 MODES = ("auto", "staged", "recurrent")
 LONGEST_KEY = 256  # the recurrence keeps the state's columns in registers, up to this many channels
@@ -24,13 +24,14 @@ STAGED = tuple(kernel for stage in KERNELS.values() for kernel in stage)
 
 
 def mode(problem) -> str:
-    return "recurrent" if problem.mode == "recurrent" else "staged"
+    """The form that runs: the delta rules have one."""
+    return "recurrent" if problem.mode == "recurrent" or problem.op in DELTA_RULES else "staged"
 
 
 def why_not(problem) -> str | None:
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-    if problem.op not in (*GATED, *GATED_STEPS, *STAGES):
-        return "it has the gated family, its steps and the five stages only"
+    if problem.op not in (*GATED, *DELTA_RULES, *STEPS, *STAGES):
+        return "it has the gated family, the delta rules, their steps and the five stages only"
     if problem.gradient:
         return "it has no gradients"
     if problem.mode not in MODES:
@@ -58,10 +59,10 @@ def run(problem):
 def describe(problem, bytes_moved) -> dict:
     from . import plans
 
-    recurrent = mode(problem) == "recurrent"
+    walk = ("delta_rule" if problem.op in (*DELTA_RULES, *DELTA_RULE_STEPS) else "recurrent",)
     return {
         "mode": None if problem.op in STAGES else mode(problem),
-        "kernels": ("recurrent",) if recurrent else KERNELS.get(problem.op.name, STAGED),
+        "kernels": walk if mode(problem) == "recurrent" else KERNELS.get(problem.op.name, STAGED),
         "tiles": plans.tiles(problem),
         "copies": plans.copies(problem),
         "floor_ms": plans.floor_ms(problem, bytes_moved),

@@ -425,3 +425,98 @@ def recurrent(key_channels):
                 state[slot, head, x, v0 + col] = r_s[r]
 
     return recurrent
+
+
+@cache
+def delta_rule(key_channels):
+    """The kernel of the delta rules for K up to `key_channels`, a multiple of 4."""
+    each = key_channels // GROUPS
+    tokens = min(INNER // 2, 512 // key_channels)
+
+    @cuda.jit
+    def delta_rule(q, k, v, g, a, b, bounds, slots, state, o, scale, before):
+        """The recurrence, token by token. Real: a, b, scale.
+
+            S_t = diag(exp g_t) S_{t-1} + b_t (a_t^T S')^T + k_t v_t^T,       o_t = scale q_t^T S_t
+
+        S' is diag(exp g_t) S_{t-1}, or with `before` (RWKV-7) S_{t-1}. `state`, `slots` and `bounds` as in `recurrent`.
+
+        grid: one block a (sequence, head, tile of 16 value channels). A thread keeps every fourth channel of
+        one column of S in registers; the four of a column add their parts of a^T S' and q^T S through shared memory.
+        shared memory: `tokens` tokens (2 for K = 256, 16 up to K = 32) and their partial sums, up to 31 KiB.
+        """
+        real = b.dtype.type
+        s_q = cuda.shared.array((tokens, key_channels), b.dtype)
+        s_k = cuda.shared.array((tokens, key_channels), b.dtype)
+        s_a = cuda.shared.array((tokens, key_channels), b.dtype)
+        s_b = cuda.shared.array((tokens, key_channels), b.dtype)
+        s_decay = cuda.shared.array((tokens, key_channels), b.dtype)
+        s_v = cuda.shared.array((tokens, COLS), b.dtype)
+        s_part = cuda.shared.array((tokens, GROUPS, COLS), b.dtype)
+        s_read = cuda.shared.array((2, GROUPS, COLS), b.dtype)  # of a^T S', for tokens in turn
+        r_s = cuda.local.array(each, b.dtype)
+
+        _, H, _, K = q.shape
+        V = v.shape[3]
+        S = bounds.shape[0] - 1
+        v_tiles = (V + COLS - 1) // COLS
+        block = cuda.blockIdx.x
+        v0, head, n = block % v_tiles * COLS, block // v_tiles % H, block // (v_tiles * H)
+        row, s = n // S, n % S
+        slot = slots[n]
+        thread = cuda.threadIdx.x
+        col, group = thread % COLS, thread // COLS
+
+        for r in range(each):
+            x = group + r * GROUPS
+            r_s[r] = real(state[slot, head, x, v0 + col]) if x < K and v0 + col < V else real(0)
+
+        start, stop = bounds[s], bounds[s + 1]
+        for t0 in range(start, stop, tokens):
+            count = min(tokens, stop - t0)
+            for i in range(thread, count * key_channels, THREADS):
+                m, x = i // key_channels, i % key_channels
+                s_q[m, x] = real(q[row, head, t0 + m, x]) if x < K else real(0)
+                s_k[m, x] = real(k[row, head, t0 + m, x]) if x < K else real(0)
+                s_a[m, x] = real(a[row, head, t0 + m, x]) if x < K else real(0)
+                s_b[m, x] = real(b[row, head, t0 + m, x]) if x < K else real(0)
+                s_decay[m, x] = real(math.exp(real(g[row, head, t0 + m, x]))) if x < K else real(0)
+            for i in range(thread, count * COLS, THREADS):
+                m, y = i // COLS, i % COLS
+                s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if v0 + y < V else real(0)
+            cuda.syncthreads()  # the tokens are here, the parts before are summed
+            for m in range(count):
+                part = real(0)
+                for r in range(each):
+                    x = group + r * GROUPS
+                    if before:
+                        part += s_a[m, x] * r_s[r]
+                    r_s[r] *= s_decay[m, x]
+                    if not before:
+                        part += s_a[m, x] * r_s[r]
+                s_read[m % 2, group, col] = part
+                cuda.syncthreads()  # the four parts are there; those of the token before have been read
+                read = real(0)
+                for quarter in range(GROUPS):
+                    read += s_read[m % 2, quarter, col]
+                part = real(0)
+                for r in range(each):
+                    x = group + r * GROUPS
+                    r_s[r] += s_b[m, x] * read + s_k[m, x] * s_v[m, col]
+                    part += s_q[m, x] * r_s[r]
+                s_part[m, group, col] = part
+            cuda.syncthreads()  # every part is there, the tokens have been read
+            for i in range(thread, count * COLS, THREADS):
+                m, y = i // COLS, i % COLS
+                total = real(0)
+                for quarter in range(GROUPS):
+                    total += s_part[m, quarter, y]
+                if v0 + y < V:
+                    o[row, head, t0 + m, v0 + y] = scale * total
+
+        for r in range(each):
+            x = group + r * GROUPS
+            if x < K and v0 + col < V:
+                state[slot, head, x, v0 + col] = r_s[r]
+
+    return delta_rule

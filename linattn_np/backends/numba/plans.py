@@ -13,9 +13,9 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
-from ...declarations import GATED_STEPS, STAGES
+from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, RWKV7, RWKV7_STEP, STAGES, STEPS
 from ..cupy import peak_bandwidth
-from . import kernels
+from . import kernels, mode
 from .runtime import launch
 
 
@@ -24,9 +24,9 @@ def run(problem):
     with nullcontext() if problem.home == "host" else sys.modules["cupy"].cuda.Device(ordinal(problem)):
         if problem.op in STAGES:
             return getattr(call, problem.op.name)(*call.arrays)
-        if problem.op in GATED_STEPS:
+        if problem.op in STEPS:
             return call.step(*call.arrays)
-        return (call.recurrent if problem.mode == "recurrent" else call.staged)(*call.arrays)
+        return (call.recurrent if mode(problem) == "recurrent" else call.staged)(*call.arrays)
 
 
 def ordinal(problem) -> int:
@@ -68,17 +68,18 @@ class NumbaLaunches:
         h, final = self.inter_chunk(kg, v, b)
         return self.combine(qg, h, self.intra_chunk(q, k, g, *u), v), final
 
-    def recurrent(self, q, k, v, g, *u):
+    def recurrent(self, *arrays):
         state, bounds = self.initial_state(), self.xp.asarray(self.problem.spans.bounds)
         rows = self.xp.arange(self.problem.sizes["N"], dtype=np.int64)
-        return self.walk(q, k, v, g, *u, bounds=bounds, rows=rows, state=state), self.final(state)
+        return self.walk(*arrays, bounds=bounds, rows=rows, state=state), self.final(state)
 
-    def step(self, q, k, v, g, *u):
+    def step(self, *arrays):
         """One token is a sequence of length 1. Of a bfloat16 state, the rows in use go to float32 and back."""
         state, slots = self.problem.options["state"], self.problem.options["slots"]
         own = self.xp.arange(self.problem.sizes["B"], dtype=np.int64)
         rows, bounds = own if slots is None else self.xp.asarray(slots), self.xp.arange(2, dtype=np.int64)
-        arrays = *(x[:, :, None] for x in (q, k, v, g)), *u
+        axes = self.problem.op.arrays.values()
+        arrays = [x[:, :, None] if of.startswith("B") else x for of, x in zip(axes, arrays)]
         if state.dtype != BFLOAT16:
             return self.walk(*arrays, bounds=bounds, rows=rows, state=state)[:, :, 0]
         copy = state[rows].astype(np.float32)
@@ -86,15 +87,40 @@ class NumbaLaunches:
         state[rows] = copy.astype(BFLOAT16)
         return o[:, :, 0]
 
-    def walk(self, q, k, v, g, *u, bounds, rows, state):
+    def walk(self, *arrays, bounds, rows, state):
         """The recurrence over [B, H, T, ...]; `state` is updated in place."""
-        out = self.problem.out
+        out, op = self.problem.out, self.problem.op
         out = out if out is None or out.ndim == 4 else out[:, :, None]
+        if op in (*DELTA_RULES, *DELTA_RULE_STEPS):
+            made, how, arrays = kernels.delta_rule, op in (RWKV7, RWKV7_STEP), self.general_form(*arrays)
+        else:
+            q, k, v, g, *u = arrays
+            made, how, arrays = kernels.recurrent, self.exclusive, (q, k, v, g, self.bonus(*u))
+        q, _, v, *_ = arrays
         o, (N, H, V) = self.output(q, v.shape, out), self.problem.shape("N H V")
-        kernel, blocks = kernels.recurrent(key_channels(self.problem)), N * H * tiles_of(V, kernels.COLS)
-        u, scale = self.bonus(*u), self.real(self.problem.scale)
-        launch(kernel, blocks, kernels.THREADS, q, k, v, g, u, bounds, rows, state, o, scale, self.exclusive)
+        kernel, blocks = made(key_channels(self.problem)), N * H * tiles_of(V, kernels.COLS)
+        scale = self.real(self.problem.scale)
+        launch(kernel, blocks, kernels.THREADS, *arrays, bounds, rows, state, o, scale, how)
         return self.finished(o, out)
+
+    def general_form(self, *arrays):
+        """q, k, v, g, a, b of the delta rules' kernel: of the delta rule a = -k, and beta k is b and the key."""
+        if self.problem.op in (RWKV7, RWKV7_STEP):
+            r, w, k, v, a, b = arrays
+            return r, k, v, w, a.astype(self.real, copy=False), b.astype(self.real, copy=False)
+        q, k, v, *g, beta = arrays
+        q, k = self.of_every_head(q), self.of_every_head(k)
+        written = beta.astype(self.real)[..., None] * k
+        g = g[0] if g else self.xp.zeros((), self.real)
+        g = self.xp.broadcast_to(g if g.ndim in (0, 4) else g[..., None], k.shape)
+        return q, written, v, g, -k, written
+
+    def of_every_head(self, x):
+        """The query or key of every head, divided by its length where the call asks for it."""
+        x, (H, HK) = x.astype(self.real, copy=False), self.problem.shape("H HK")
+        if self.problem.options["qk_l2norm"]:
+            x = x / self.xp.sqrt((x * x).sum(-1, keepdims=True) + self.real(1e-6))
+        return x if H == HK else x.repeat(H // HK, axis=1)
 
     # -- stages --
     def chunk_cumsum(self, g):
@@ -179,7 +205,7 @@ def key_channels(problem) -> int:
 # -- explain -----------------------------------------------------------------------------------------------------------
 def tiles(problem) -> dict:
     threads = {"BV": kernels.COLS, "threads": kernels.THREADS}
-    if problem.mode == "recurrent":
+    if mode(problem) == "recurrent":
         return {"K": key_channels(problem)} | threads
     chunk_size = problem.chunk_size or CHUNK
     return {"chunk_size": chunk_size, "BC": kernels.SUB, "BT": kernels.ROWS, "BK": kernels.INNER} | threads
@@ -188,7 +214,8 @@ def tiles(problem) -> dict:
 def copies(problem) -> tuple[str, ...]:
     arrays = {**problem.arrays, "out": problem.out, "state": problem.options.get("state")}
     halves = [name for name, x in arrays.items() if x is not None and x.dtype == BFLOAT16]
-    return tuple(f"{name}: bfloat16, which Numba cannot take, through float32" for name in halves)
+    made = [] if "beta" not in problem.arrays else ["k: -k and beta k, of every head"]
+    return (*(f"{name}: bfloat16, which Numba cannot take, through float32" for name in halves), *made)
 
 
 def floor_ms(problem, bytes_moved):

@@ -1,7 +1,7 @@
-"""RWKV-6's loss and its gradients on the GPU: what `grad` has in many passes over memory, in few.
+"""RWKV-6's loss and its gradients on the GPU, with fewer passes over memory than `grad` takes.
 
-Activations are in the dtype of products, as are the gradients that meet a matrix; the residual and its gradient, norms,
-decays and all sums are float32. Nothing waits for the device, so that a CUDA graph can hold a step.
+Activations are in the dtype of products, and so are the gradients that a matrix multiplies; the residual and its
+gradient, norms, decays and all sums are float32. Nothing waits for the device, so that a CUDA graph can hold a step.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from ..single_process import WHOLE
 from .math import output_scale
 from .names import refuse
 
-THREADS_AT_WORK = 1024  # of a multiprocessor, in kernels that add up over tokens: a block has as many of these as
-# there are blocks to hide each other's waits, and each leaves a row of sums
+# Threads of a multiprocessor in kernels that sum over tokens: a multiprocessor has several blocks, which hide each
+# other's waits, and each block writes a row of sums.
+THREADS_AT_WORK = 1024
 
 
 def loss(weights, tokens, products, drop, recompute=False, cut=WHOLE):
-    """``(value, pull)``, as `grad.loss` has them, for arrays on a device.
+    """``(value, pull)``, as of `grad.loss`, for arrays on a device.
 
     products : `CudaProducts`
     drop : `dropout.Dropout`, or None to keep all
-    recompute : whether a layer's activations but its residuals are computed again when it is pulled back, and not kept
-    cut : of tokens that are a part of sequences, as `ranks` has it
+    recompute : whether a layer keeps only its residuals, and computes its other activations again when pulled back
+    cut : describes how ranks share the sequences' tokens; WHOLE if they do not
     """
     do = Step(weights, tokens, products, drop, cut)
     table, pull_table = layer_norm(weights.embedding[None].astype(FLOAT32, copy=False), weights.ln0)
@@ -63,10 +64,8 @@ def loss(weights, tokens, products, drop, recompute=False, cut=WHOLE):
             )
             if blocks and blocks[-1].layer < block.layer:
                 done(block.layer)
-        hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(do.V)).astype(
-            do.T
-            # A product with one-hot rows adds in a fixed order; atomics would not.
-        )
+        # A product with one-hot rows adds in a fixed order; atomics would not.
+        hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(do.V)).astype(do.T)
         dtable = products.matmul(hot.T, dchange[0])
         gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
         done(0)
@@ -88,18 +87,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The gradients of a mix's normed input: as they are, of its token shift, and of plain mixes with their shares."""
+    """The gradients of a mix's inputs."""
 
-    dxx: Any = None
-    dd: Any = None
-    dmixed: Any = None
+    dxx: Any = None  # of the normed input
+    dd: Any = None  # of its token shift
+    dmixed: Any = None  # of mixes of the two with shares `maa`
     maa: Any = None
-    to: Any = None  # where the gradient of maa goes
-    before: Any = None  # of the first tokens, where other ranks have it
+    to: Any = None  # the array for the gradient of maa
+    before: Any = None  # the token before each sequence's first one, if another rank has it
 
 
 class Block:
-    """A mix with its norm: what is kept of it until it is pulled back."""
+    """A mix and its norm, with the arrays that are kept until it is pulled back."""
 
     def __init__(self, do, mix, layer, site):
         self.do, self.mix, self.layer, self.site = do, mix, layer, site
@@ -115,7 +114,7 @@ class Block:
         return self.change
 
     def forget(self):
-        """Keeps the residual alone."""
+        """Drops all arrays but the residual."""
         self.xx = self.change = None
         self.mix = type(self.mix)(self.do, self.mix.layer)
 
