@@ -44,16 +44,15 @@ for axis, growing, fixed, what in (
     (left, attention, step, "microseconds a token"),
     (right, kept, state.nbytes / 2**20, "MiB kept"),
 ):
-    lines = (
-        ("GLA's state", [fixed] * len(lengths), 9),
-        ("cache of keys and values", growing, 28),
-    )
-    for name, values, above in lines:
+    for name, values, place, offset in (
+        ("GLA's state", [fixed] * len(lengths), 0, (0, 9)),
+        ("cache of keys and values", growing, 2, (4, -16)),
+    ):
         (line,) = axis.loglog(lengths, values, marker="o", base=2)
         axis.annotate(
             name,
-            (lengths[0], values[0]),
-            xytext=(0, above),
+            (lengths[place], values[place]),
+            xytext=offset,
             textcoords="offset points",
             color=line.get_color(),
         )

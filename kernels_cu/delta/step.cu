@@ -18,8 +18,12 @@
 #include "tensor.cuh"
 
 constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32, STEP_COLUMNS = 64;
-// On a multiprocessor, for the compiler: a lane has BK / 4 numbers of a state at most in registers.
-template <typename R, int BK> constexpr int STEP_BLOCKS = BK < 256 ? 3 : sizeof(R) == 8 ? 1 : 2;
+// On a multiprocessor, for the compiler: half-precision states are twice as many columns a lane, and float64's numbers
+// take two registers each.
+template <typename R, typename S, int BK>
+constexpr int STEP_BLOCKS = BK == 256 && sizeof(R) == 8                     ? 1
+                            : BK == 256 || sizeof(R) == 8 || sizeof(S) == 2 ? 2
+                                                                            : 3;
 template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());
 
 template <typename T, typename G, typename S> struct Args {
@@ -43,7 +47,7 @@ template <class Rule, typename R, int BK> struct Shared {
 };
 
 template <class Rule, typename T, typename G, typename S, int BK>
-__global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, BK>) delta_step(const Args<T, G, S> args) {
+__global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>) delta_step(const Args<T, G, S> args) {
   using R = Widest<T, S>;
   constexpr int N = 16 / sizeof(S), LANES = STEP_COLUMNS / N, DOWN = STEP_THREADS / LANES, EACH = BK / DOWN;
   struct alignas(16) Piece {

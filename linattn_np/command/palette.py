@@ -10,7 +10,7 @@ STYLE = {  # matplotlib's rcParams
     "axes.labelcolor": INK,
     "axes.edgecolor": INK,
     "axes.titlecolor": INK,
-    "axes.prop_cycle": f"cycler('color', {[OURS, FLA, TORCH, OTHER]})",
+    "axes.prop_cycle": f"cycler('color', {[OURS, SOFTMAX, OTHER, RWKV6]})",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,

@@ -37,7 +37,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   if (!Schedule::reads && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
   if (threadIdx.x == 0) {
     s.work = work;
-    const bool backwards = args.backwards;  // then all threads of a group arrive, or of a warpgroup
+    const bool backwards = runs_backwards<Schedule>(args);  // then all threads of a group arrive, or of a warpgroup
     for (int group = 0; group < S::GROUPS; ++group)
       barrier_init(s.gates[group], backwards ? MAKING : 1), barrier_init(s.rows[group], backwards ? MAKING : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) {

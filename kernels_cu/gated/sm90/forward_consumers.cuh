@@ -173,7 +173,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     if constexpr (!Schedule::reads) total = s.scan.before, starts &= total != 0;
     if (starts) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
     for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk)
-      if (args.backwards) fetch_backwards(chunk);
+      if (runs_backwards<Schedule>(args)) fetch_backwards(chunk);
       else if (thread == 0) fetch(chunk);
   }
 
@@ -266,7 +266,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       fence_async();                          // the next copy of v comes after these reads
       barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
     }
-    if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !args.backwards) {
+    if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !runs_backwards<Schedule>(args)) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
       fetch(chunk + SLOTS - 1);
     }
@@ -326,7 +326,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       barrier_sync(VALUES + warpgroup, 128);  // o is in shared memory
       const u32 token = chunk * CHUNK;
       T* const from = tile(chunk);
-      if (token + CHUNK > tokens || args.backwards) {
+      if (token + CHUNK > tokens || runs_backwards<Schedule>(args)) {
         T* const to = args.o.row(work.batch, work.head, work.start + token) + first_column();
         const i64 columns = args.shape.V - first_column();
         const int own = opaque(threadIdx.x) % 128, piece = own % 8;
@@ -382,12 +382,12 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
         me.take_tokens(chunk);
       }
       me.store(chunk);
-      if (__builtin_expect(args.backwards, false)) me.fetch_backwards(chunk + Me::SLOTS);
+      if (__builtin_expect(runs_backwards<Schedule>(args), false)) me.fetch_backwards(chunk + Me::SLOTS);
       ++chunk;
     } while (chunk * CHUNK < tokens && (!Me::MARKS || (chunk & mask) != 0));
     if (Me::K_RANKS == 1 && one_by_one) {
       me.take_tokens(chunk), me.store(chunk);
-      if (args.backwards) me.fetch_backwards(chunk + Me::SLOTS);
+      if (runs_backwards<Schedule>(args)) me.fetch_backwards(chunk + Me::SLOTS);
       ++chunk;
     }
   }

@@ -15,7 +15,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
                                                 const WorkTile& at) {
   if constexpr (WIDTH<G> == 1) return 0;
   else {
-    if (args.backwards) return 0;  // boxes are for tokens in order
+    if (runs_backwards<Schedule>(args)) return 0;  // boxes are for tokens in order
     using Box = G[CHUNK][BK];
     constexpr int BOXES = sizeof s.inputs / sizeof(Box), ACROSS = BK / 8;  // threads of 8 channels each
     constexpr int ROWS = THREADS >= CHUNK * ACROSS ? CHUNK : CHUNK / 2, WARPS = ROWS * ACROSS / 32;

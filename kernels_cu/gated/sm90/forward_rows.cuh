@@ -146,7 +146,7 @@ __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, c
   if constexpr (WIDTH<G> == 4) {
     if (chunk * CHUNK >= tokens) return;
     const WorkTile& at = s.work;
-    if (__builtin_expect(args.backwards, false)) {
+    if (__builtin_expect(runs_backwards<Schedule>(args), false)) {
       const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
       const G* const from = args.g_rows.row(at.batch, at.head, at.start + chunk * CHUNK) + first;
       copy_rows<ProducerCoord<BK>::THREADS>(s.inputs[group].g, from, args.g_rows.t, tokens - chunk * CHUNK,
@@ -167,7 +167,7 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   if (chunk * CHUNK >= tokens) return;
   const WorkTile& at = s.work;
   auto& in = s.inputs[group];
-  if (__builtin_expect(args.backwards, false)) {
+  if (__builtin_expect(runs_backwards<Schedule>(args), false)) {
     constexpr int THREADS = ProducerCoord<BK>::THREADS;
     const i64 first = args.channel + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
     const int rest = tokens - chunk * CHUNK, channels = int(args.shape.K - first);

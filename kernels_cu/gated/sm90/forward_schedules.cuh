@@ -64,7 +64,7 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
           i32(h),
           i32(block % tiles * BV),
           i32(span.start),
-          span.stop == shape.T && !args.backwards ? whole : tokens,
+          span.stop == shape.T && !(Schedule::K_RANKS == 1 && args.backwards) ? whole : tokens,
           before ? before + state(from) : nullptr,
           args.final && last ? args.final + state(Schedule::reads ? segment / segments : n) : nullptr};
 }

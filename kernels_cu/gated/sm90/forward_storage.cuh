@@ -76,6 +76,11 @@ template <typename T, typename G> struct Args {
   i64 backwards;  // whether tokens lie backwards in memory, which no tensor map describes: then threads copy rows
 };
 
+// Blocks that share channels have no registers for that: the host copies their arrays.
+template <class Schedule, class Args> __device__ __forceinline__ bool runs_backwards(const Args& args) {
+  return Schedule::K_RANKS == 1 && args.backwards;
+}
+
 // ROWS tokens of BK channels: panels with rows of 128 bytes, in the tensor cores' 128-byte swizzle.
 template <typename X, int ROWS, int BK> using Tile = X[BK * sizeof(X) / 128][ROWS][128 / sizeof(X)];
 

@@ -6,7 +6,7 @@ from . import aligned_copies, float64, gated_backward, segments, stages
 from .gated_forward import PASSES, HopperForward
 from .gated_kernels import CHANNELS, Recurrent, channels, read_order
 from .kernel import CTYPES, DOUBLE, no_kernels
-from .plan import Draft, ceil_div, has_rows, mappable_either_way, mode_of
+from .plan import Draft, ceil_div, mode_of
 from .segments import HOPPER
 
 MODES = ("auto", "recurrent", "chunk", "staged")
@@ -37,8 +37,8 @@ def plan(problem, device, kept=()):
     if aligned_copies.forward_gains(problem):
         return plan_wider(problem, device)
     draft, cut = Draft(), segments.forward_cut(problem, device)
-    o, final = draft.output(problem, mappable_either_way if cut.way == HOPPER else has_rows), draft.final(problem)
-    inputs = draft.mapped_inputs(problem) if cut.way == HOPPER else draft.inputs(problem)
+    o, final = draft.output(problem, cut.fits), draft.final(problem)
+    inputs = draft.mapped_inputs(problem, cut.fits) if cut.way == HOPPER else draft.inputs(problem)
     launches = PASSES[cut.way](draft, problem, cut, inputs, o)
     launches.run(final, kept)
     results = draft.results(problem, o, final)

@@ -426,10 +426,10 @@ class Draft:
     def in_rows(self, x: Array, name: str) -> Array:
         return x if has_rows(x) else self.contiguous(x, reason=f"{name}: its last axis is not contiguous")
 
-    def mapped(self, x: Array, name: str) -> Array:
+    def mapped(self, x: Array, name: str, fits=mappable_either_way) -> Array:
         """`x`, or a copy of it where a tensor map cannot describe it, whichever way its tokens run."""
         x = self.in_rows(x, name)
-        return x if mappable_either_way(x) else self.contiguous(x, reason=f"{name}: a tensor map cannot describe it")
+        return x if fits(x) else self.contiguous(x, reason=f"{name}: a tensor map cannot describe it")
 
     def aligned(self, x: Array | None, name: str) -> Array | None:
         """`x`, or a copy of it where it does not start on 16 bytes."""
@@ -440,9 +440,9 @@ class Draft:
         """The arrays of the call except the bonus, with rows, in the order of the declaration."""
         return tuple(self.in_rows(x, name) for name, x in problem.arrays.items() if name != "u")
 
-    def mapped_inputs(self, problem) -> tuple[Array, ...]:
+    def mapped_inputs(self, problem, fits=mappable_either_way) -> tuple[Array, ...]:
         """The same, as tensor maps can describe them."""
-        return tuple(self.mapped(x, name) for name, x in problem.arrays.items() if name != "u")
+        return tuple(self.mapped(x, name, fits) for name, x in problem.arrays.items() if name != "u")
 
     def bonus(self, problem) -> Array | None:
         """u as contiguous [H, K]."""

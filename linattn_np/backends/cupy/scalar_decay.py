@@ -28,7 +28,7 @@ from .elementwise_kernels import (
 from .gated_forward import ForwardPass, HopperForward
 from .gated_kernels import PANEL
 from .kernel import DOUBLE
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_either_way
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
 from .segments import HOPPER, PORTABLE, SHARED_GATE, TILED, UNWANTED_GATE
 
@@ -253,7 +253,7 @@ def plan_gla(draft, gla, device, reason, kept=()):
     if cut is None:
         return gated.plan(spread(draft, gla, reason), device)
     own = Draft()
-    o, final = own.output(gla, mappable_either_way), own.final(gla)
+    o, final = own.output(gla, cut.fits), own.final(gla)
     scalar_forward_pass(own, gla, cut, o).run(final, kept)
     return own.plan(own.results(gla, o, final), mode="chunk", tiles=cut.tiles)
 
@@ -263,7 +263,7 @@ def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
     by_sums = isinstance(cut.kernel, WeightedSums)
     if not by_sums:
         gla = in_float32(draft, gla)
-    arrays = *(draft.mapped(gla[name], name) for name in "qkv"), gla["g"]
+    arrays = *(draft.mapped(gla[name], name, cut.fits) for name in "qkv"), gla["g"]
     return (SumsForward if by_sums else ScalarHopperForward)(draft, gla, cut, arrays, o)
 
 

@@ -43,7 +43,7 @@ from .gated_kernels import (
     GatedSegmentStates,
     read_order,
 )
-from .plan import FLOAT32, ceil_div, mappable_once_copied
+from .plan import FLOAT32, ceil_div, has_rows, mappable, mappable_either_way, mappable_once_copied
 from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
 from .small_head_kernels import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
 from .wide_head_kernels import GatedWideForward, GatedWideOperands
@@ -178,6 +178,14 @@ class ForwardCut:
     marks: int  # chunks between the states that the kernel leaves on its way, at which the pullback's segments start: a
     # power of two; 0 for none
     backward_segments: int  # of the pullback that may take over states
+
+    @property
+    def fits(self):
+        """Says of an array whether the kernel of o reads or writes it where it lies: backwards too, but for
+        CLUSTER_SPLIT_K, which has no registers for that."""
+        if self.way != HOPPER:
+            return has_rows
+        return mappable if getattr(self.kernel, "schedule", None) == CLUSTER_SPLIT_K else mappable_either_way
 
     @property
     def gives_starts(self) -> bool:
