@@ -457,6 +457,12 @@ template <class S> __device__ __forceinline__ void make(S& s, int tokens) {
     float B[2][4] = {};
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) get_channels(keys[p], in.rows[p] + CHUNK, place);
+    const bool more = (chunk + 2) * CHUNK < tokens;
+    if (BESIDE) {
+      if (more) barrier_wait(s.full[scoring.stage], scoring.parity);
+      wgmma_fence();
+      start_scores(d, s.stages[more ? scoring.stage : turn.stage]);  // or those of nobody
+    }
     barrier_wait(s.solved[turn.stage], turn.parity);
     u64 ends = wgmma_tile(in.B, 16, 1024), erased = wgmma_tile(s.erased[chunk & 1], 16, 1024);
     forget(ends), forget(erased);  // tiles further on are a sum away
@@ -469,6 +475,7 @@ template <class S> __device__ __forceinline__ void make(S& s, int tokens) {
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]);
+    if (BESIDE) wgmma_keep(d);
     put_channels(in.Z[0], place, z[0]);  // where M was
 #pragma unroll
     for (int c = 0; c < CHUNK / 16; ++c) {
@@ -487,33 +494,29 @@ template <class S> __device__ __forceinline__ void make(S& s, int tokens) {
       }
     }
     barrier_sync(1, MAKERS);  // `erased` is there; A, the queries, and what lies where B comes have been read
-    const bool more = (chunk + 2) * CHUNK < tokens;
     wgmma_fence();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) multiply_sums<T>(w[p], keys[p], erased, true);
     wgmma_commit();
     if constexpr (PANELS == 2) put_channels(in.Z[1], place, z[1]);  // where A was
     put_two<T, 1>(in.B, moved(left, row, column), B);
-    if (BESIDE) {
-      if (more) barrier_wait(s.full[scoring.stage], scoring.parity);
-      wgmma_fence();
-      start_scores(d, s.stages[more ? scoring.stage : turn.stage]);  // or those of nobody
+    if (BESIDE && more) {                        // while W comes
+      const int own = opaque(threadIdx.x) & 31;  // what is made of it is made anew, since there are few registers
+      put_scores(s, scoring, d, own, warp, place_of_left(own));
     }
-    wgmma_wait<BESIDE ? 1 : 0>();
+    wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), put_channels(in.rows[p], place, w[p]);
     fence_async();
     warp_arrive(s.made[turn.stage]);
-    if (BESIDE) wgmma_wait<0>(), wgmma_keep(d);
-    if (!more) continue;
-    if (!BESIDE) {
+    if (!BESIDE && more) {
       barrier_wait(s.full[scoring.stage], scoring.parity);
       wgmma_fence();
       start_scores(d, s.stages[scoring.stage]);
       wgmma_wait<0>();
       wgmma_keep(d);
+      put_scores(s, scoring, d, lane, warp, left);
     }
-    put_scores(s, scoring, d, lane, warp, left);
   }
 }
 
