@@ -172,9 +172,10 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     bool starts = work.initial;
     if constexpr (!Schedule::reads) total = s.scan.before, starts &= total != 0;
     if (starts) each_of_state(work.initial, [](float& x, const float* from) { x = *from; });
-    for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk)
-      if (runs_backwards<Schedule>(args)) fetch_backwards(chunk);
-      else if (thread == 0) fetch(chunk);
+    if (runs_backwards<Schedule>(args))
+      for (u32 chunk = 0; chunk < SLOTS; ++chunk) fetch_backwards(chunk);
+    else if (thread == 0)
+      for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
   }
 
   __device__ __forceinline__ int first_column() const { return work.column + warpgroup * PANEL; }
@@ -329,12 +330,11 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       if (token + CHUNK > tokens || runs_backwards<Schedule>(args)) {
         T* const to = args.o.row(work.batch, work.head, work.start + token) + first_column();
         const i64 columns = args.shape.V - first_column();
-        const int own = opaque(threadIdx.x) % 128, piece = own % 8;
-#pragma unroll 1
-        for (int row = own / 8; row < CHUNK; row += 16)
+        each_piece([&](int row, int piece) {
           if (token + row < tokens && 8 * piece < columns)
             *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
                 *reinterpret_cast<const uint4*>(swizzled(from, row, piece));
+        });
       } else if (thread == 0) {
         tensor_store(args.o_boxes, from, first_column(), work.start + token, work.head, work.batch);
       }
