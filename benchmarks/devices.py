@@ -10,10 +10,11 @@ import statistics
 import subprocess
 import sys
 import time
-import tracemalloc
 from itertools import cycle, islice
 
 import numpy as np
+
+from linattn_np.command import measuring
 
 LONGEST_S = 0.01  # of a sample, if it is not a single call
 REST_S, RESTS = 0.01, 30  # before a sample, and so often at most
@@ -36,7 +37,7 @@ def store(path, row, case):
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-class Gpu:
+class Gpu(measuring.Cuda):
     HOLD = r"""extern "C" __global__ void hold(long long nanoseconds, double* mhz) {
         long long start, now, cycles = clock64();
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -46,10 +47,9 @@ class Gpu:
     COUNTED = 400_000  # nanoseconds in which cycles are counted: some cards' timer goes by microseconds
 
     def __init__(self):
-        import cupy
-
-        self.xp, self.host = cupy, cupy.asnumpy
-        self.kernel, self.mhz = cupy.RawKernel(self.HOLD, "hold"), cupy.empty(1)
+        super().__init__()
+        self.host = self.xp.asnumpy
+        self.kernel, self.mhz = self.xp.RawKernel(self.HOLD, "hold"), self.xp.empty(1)
         self.highest = self.last = 0.0
 
     def meta(self):
@@ -93,17 +93,16 @@ class Gpu:
         return medians(lambda: self.sample(turns), samples)
 
     def sample(self, turns):
-        self.rest()
-        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
-        self.hold(int(1.5e9 * turns.enqueued_s) + 100_000)
-        start.record()
-        turns.go()
-        stop.record()
-        ms, mhz = self.milliseconds(start, stop)
+        ms, mhz = self.ms_and_clock(turns.go, int(1.5e9 * turns.enqueued_s) + 100_000)
         return ms / turns.count, mhz
 
-    def milliseconds(self, start, stop):
-        """(between two events, of which the second was the last to be enqueued; the clock in MHz right after)."""
+    def ms_and_clock(self, call, held=0):
+        """(milliseconds of a call, the clock in MHz right after it). The device waits so many nanoseconds before, in
+        which the host enqueues the call."""
+        self.rest()
+        if held:
+            self.hold(held)
+        start, stop = self.enqueued(call)
         self.hold(self.COUNTED)
         stop.synchronize()
         return self.xp.cuda.get_elapsed_time(start, stop), self.clock()
@@ -120,12 +119,6 @@ class Gpu:
                 call()
             return stream.end_capture().launch
 
-    def with_peak(self, call):
-        """(what the call returns, bytes that it took from the device)."""
-        pool = self.xp.cuda.MemoryPool()
-        with self.xp.cuda.using_allocator(pool.malloc):
-            return call(), pool.total_bytes()
-
     def free(self):
         self.xp.get_default_memory_pool().free_all_blocks()
         if torch := sys.modules.get("torch"):
@@ -135,8 +128,8 @@ class Gpu:
         return bool(self.xp.isfinite(o.astype(np.float32)).all())
 
 
-class Cpu:
-    xp, host, highest = np, staticmethod(np.asarray), None
+class Cpu(measuring.Cpu):
+    host, highest = staticmethod(np.asarray), None
 
     def meta(self):
         from rwkv6_cpu import cpu
@@ -154,13 +147,6 @@ class Cpu:
 
     def captured(self, calls):
         return lambda: [call() for call in calls]
-
-    def with_peak(self, call):
-        tracemalloc.start()
-        result = call()
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return result, peak
 
     def free(self):
         pass

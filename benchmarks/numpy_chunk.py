@@ -16,7 +16,6 @@ environment has the path run up to half as fast again.
 import argparse
 import os
 import statistics
-import time
 from functools import partial
 
 
@@ -27,7 +26,9 @@ def main():
     import numpy as np
 
     import linattn_np
+    from linattn_np.command.measuring import Cpu
 
+    clock = Cpu()
     rng = np.random.default_rng(0)
     q, k, v, gate = rng.standard_normal((4, *args.shape), dtype=np.float32)
     g = -np.logaddexp(0, -gate)  # logsigmoid
@@ -52,7 +53,7 @@ def main():
     for _ in range(args.rounds):
         for name, call in paths.items():
             call()
-            times[name].append(milliseconds(call))
+            times[name].append(clock.ms(call))
 
     print(
         f"gla forward, B,H,T,D = {args.shape}, float32, {len(cpus)} threads, NumPy {np.__version__}, "
@@ -61,12 +62,6 @@ def main():
     for name, own in times.items():
         ratios = [t / chunk for t, chunk in zip(own, times["chunk"])]
         print(f"{name:24s} {spread(own)} ms    {spread(ratios)} times chunk's")
-
-
-def milliseconds(call):
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
 
 
 def spread(values):

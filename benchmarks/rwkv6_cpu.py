@@ -214,7 +214,9 @@ def decoding(step, tokens):
 
 def interleaved(calls, rounds, seconds):
     """Seconds of every call in every round, prompts in some, each after what warms it up."""
-    times, begun = {name: [] for name in calls}, time.perf_counter()
+    from linattn_np.command.measuring import Cpu
+
+    times, begun, clock = {name: [] for name in calls}, time.perf_counter(), Cpu()
     for n in range(rounds):
         if n and time.perf_counter() - begun > seconds:
             break
@@ -223,9 +225,7 @@ def interleaved(calls, rounds, seconds):
                 continue
             time.sleep(REST)
             warm()
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock.ms(call) / 1e3)
     return times
 
 

@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -38,7 +37,7 @@ from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE, TWIN = {"L": 24, "D": 2048}, {"L": 3, "D": 512, "V": 1024}
 STEPS = 10  # a sample of decoding
-ENQUEUED = 500_000  # nanoseconds in which the host has enqueued as many graphs, or a copy
+ENQUEUED = 500_000  # nanoseconds in which the host has enqueued as many graphs
 PREFILL = 2048
 PROMPTS = [512], [PREFILL], [8192], np.random.default_rng(2).integers(16, 96, 64).tolist()
 PROMPT = list(range(1000, 1040))  # whose last logits are compared
@@ -59,7 +58,7 @@ def synthetic(sizes):
 def main():
     args = arguments()
     card = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-    bandwidth = copy_bandwidth()
+    bandwidth = run.copy_bandwidth(gpu())
     print(f"{card}, CuPy {cupy.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
     twins = [check_twin(batch) for batch in args.batch]
     weights = synthetic(LARGE)
@@ -403,20 +402,10 @@ def version(package):
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def copy_bandwidth():
-    """Bytes read and written a second."""
-    source = cupy.ones(1 << 30, np.uint8)
-    target = cupy.empty_like(source)
-    ms, _ = devices.medians(sampling(lambda: cupy.copyto(target, source), ENQUEUED), 20)
-    return 2 * source.nbytes / ms * 1e3
-
-
 def free():
     """Gives the device what no array holds: the next figure of memory is its own."""
     gc.collect()
-    cupy.get_default_memory_pool().free_all_blocks()
-    if torch := sys.modules.get("torch"):
-        torch.cuda.empty_cache()
+    gpu().free()
 
 
 def median_ms(call, runs):
@@ -429,17 +418,7 @@ def sampling(call, held=0):
     for _ in range(3):
         call()
 
-    def sample():
-        gpu().rest()
-        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-        if held:
-            gpu().hold(held)
-        start.record()
-        call()
-        stop.record()
-        return gpu().milliseconds(start, stop)
-
-    return sample
+    return lambda: gpu().ms_and_clock(call, held)
 
 
 @cache

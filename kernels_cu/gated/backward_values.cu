@@ -4,7 +4,7 @@
 // shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; kept: as backward_states leaves it
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      32 channels at a time: q, k, g, and what products take of them; C; then do and A
-// barriers  two for every 32 channels: they have arrived | operands and C stand; then: A stands
+// barriers  two for every 32 channels: they have arrived | operands and C are there; then: A is there
 // numerics  products as fragments.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32; where
 //           gates grow, pairs of a sub-chunk are scored one by one (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(
       }
     }
     cp_async_wait<0>();
-    __syncthreads();  // the operands stand, and C; the tokens are read
+    __syncthreads();  // the operands are in shared memory, and C; the tokens are read
     if (n + 1 < parts) {
       fetch(n + 1);
     } else {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(
     }
   }
   cp_async_wait<0>();
-  __syncthreads();  // the operands are read; do and the diagonal stand
+  __syncthreads();  // the operands are read; do and the diagonal are in shared memory
   // of A, which is multiplied by do; but for tokens with themselves it is a product, too
   const float scale = CUT<M> * CUT<M, T> * float(args.scale);
   const auto put = [&](const float (&d)[2][4], int row, int column, float by) {
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(
   put(scores.halves, scores.half_row, scores.half_column, CUT_BOTH<M>);
   if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter, CUT_BOTH<M>);
   if (s.grows) {
-    __syncwarp();  // the diagonal's scores stand, which others replace
+    __syncwarp();  // the diagonal's scores are in shared memory, which others replace
 #pragma unroll 1
     for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
       const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(
       if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
     }
   }
-  __syncthreads();  // A stands
+  __syncthreads();  // A is in shared memory
 #pragma unroll
   for (int row = 0; row < CHUNK / 16; ++row) {
     if (row < warp) continue;  // the same for the whole warp
@@ -242,6 +242,6 @@ __global__ void __launch_bounds__(
     for (int lower = 0; lower < 2; ++lower)
       put_pair(s.do_ + (16 * warp + g + 8 * lower) * LD<T, BV> + 8 * x + 2 * t,
                float2{dv[x / 2][x % 2][2 * lower], dv[x / 2][x % 2][2 * lower + 1]});
-  __syncthreads();  // dv stands
+  __syncthreads();  // dv is in shared memory
   store_rows<CHUNK, BV, LD<T, BV>>(args.dv, s.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
 }

@@ -10,9 +10,9 @@
 // grid      a warp for every 512 / (D D) heads of all sequences or segments, sequence slowest; a lane has 16 / D rows
 //           of a head's state
 // smem      two steps of a warp's tokens and of what is kept, the decays of one
-// barriers  of warps. Forwards in time two a step: tokens have arrived and their decays stand | they are read.
-//           Backwards three: tokens, and what is kept, have arrived | the latter is read | gradients stand, and tokens
-//           are read
+// barriers  of warps. Forwards in time two a step: tokens have arrived and their decays are there | they are read.
+//           Backwards three: tokens, and what is kept, have arrived | the latter is read | gradients are there, and
+//           tokens are read
 // numerics  float32 throughout; of the gate's gradient nothing is subtracted
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       if (token == last) break;
       cp_async_wait<0>();
       put_decays(s.decays, in.g, me.head, me.lane);
-      __syncwarp();  // the tokens have arrived, and their decays stand
+      __syncwarp();  // the tokens have arrived, and their decays are in shared memory
       if (token + STEP < last) {
         fetch_keys(s.stages[stage ^ 1], token + STEP);
         cp_async_commit();
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       __syncwarp();  // they are read
     }
     cp_async_wait<0>();
-    __syncwarp();  // what is kept stands
+    __syncwarp();  // what is kept is in shared memory
     fetch_all(s.stages[last / STEP % 2], last);
   }
 
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     Stage<T, G, D>& in = s.stages[token / STEP % 2];
     cp_async_wait<0>();
     put_decays(s.decays, in.g, me.head, me.lane);
-    __syncwarp();  // the tokens have arrived, and their decays stand
+    __syncwarp();  // the tokens have arrived, and their decays are in shared memory
     if (token) fetch_all(s.stages[token / STEP % 2 ^ 1], token - STEP);
     State S[STEP];  // before each token
 #pragma unroll
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       in.q.put(dq, i, me.head, channel), in.k.put(dk, i, me.head, channel);
       in.g.put(dg, i, me.head, channel), in.dv.put(own, i, me.head, OWN * me.lane);
     }
-    __syncwarp();  // the gradients stand; the tokens are read
+    __syncwarp();  // the gradients are in shared memory; the tokens are read
     const auto put = [&](const auto& tile, const auto& rows, int width) {
       const LaneOf<LANES<D>> me(opaque(threadIdx.x));
       store(tile, pieces_of(tile, rows, at, me.lane), me.head, me.lane, token, at.tokens - token, width, bytes);

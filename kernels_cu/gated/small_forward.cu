@@ -5,7 +5,8 @@
 // grid      a warp for every 64 / D heads of all sequences or segments, sequence slowest; a lane has two columns of a
 //           head's state
 // smem      two steps of a warp's tokens, the decays of one
-// barriers  of warps, two a step: tokens have arrived and their decays stand | outputs stand, and tokens are read
+// barriers  of warps, two a step: tokens have arrived and their decays are there | outputs are there, and tokens are
+//           read
 // numerics  float32 throughout
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     Stage<T, G, D>& in = s.stages[stage];
     cp_async_wait<0>();
     put_decays(s.decays, in.g, me.head, me.lane);
-    __syncwarp();  // the tokens have arrived, and their decays stand
+    __syncwarp();  // the tokens have arrived, and their decays are in shared memory
     if (token + STEP < most) fetch_step(s.stages[stage ^ 1], token + STEP);
 #pragma unroll
     for (int i = 0; i < STEP; ++i) {
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
       o[0] *= scale, o[1] *= scale;
       in.o.put(o, i, me.head, column);
     }
-    __syncwarp();  // the outputs stand; the tokens are read
+    __syncwarp();  // the outputs are in shared memory; the tokens are read
     store(in.o, o, me.head, me.lane, token, at.tokens - token, V, bytes);
   }
   if (args.final) each([&](float& x, i64 place) { args.final[place] = x; });

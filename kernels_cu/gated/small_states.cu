@@ -8,7 +8,7 @@
 // grid      a warp for every 64 / D heads of all segments that are needed, directions slowest; a lane has two columns
 //           of a head's state
 // smem      two steps of a warp's tokens, the decays of one
-// barriers  of warps, two a step: tokens have arrived and their decays stand | they are read
+// barriers  of warps, two a step: tokens have arrived and their decays are there | they are read
 // numerics  float32 throughout
 // source    Yang et al., 2024, eq. 3; Blelloch, 1990, section 1.4.1
 // limits    K, V <= D; D of 8, 16
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     const auto& in = s.stages[n / STEP % 2];
     cp_async_wait<0>();
     put_decays(s.decays, in.g, me.head, me.lane);
-    __syncwarp();  // the tokens have arrived, and their decays stand
+    __syncwarp();  // the tokens have arrived, and their decays are in shared memory
     if (n + STEP < most) fetch_step(n + STEP);
     const auto take = [&](int i) {
       float x[D], a[D], own[2], y[2];

@@ -6,7 +6,7 @@
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; a warp for every 16 of the columns
 //           and 128 of the channels
 // smem      WideShared: two chunks of operands, and each tile's part of the outputs
-// barriers  two a chunk: a chunk has arrived, the last one's outputs are read | parts of the outputs stand
+// barriers  two a chunk: a chunk has arrived, the last one's outputs are read | parts of the outputs are there
 // numerics  S stays in float32 accumulators; products in bfloat16, scores as two numbers; parts add up in float32
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    bfloat16; K of at most TILES times 128
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
               o[n / 2][side][n % 2 * 2], o[n / 2][side][n % 2 * 2 + 1]};
     }
     write_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, here.v, here.decays + tile * WIDE, 16 * strip);
-    __syncthreads();  // parts of the outputs stand
+    __syncthreads();  // parts of the outputs are in shared memory
     const i64 token = span.start + C * chunk;
     const int rows = tokens - C * chunk;
 #pragma unroll 1

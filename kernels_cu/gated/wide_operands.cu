@@ -5,8 +5,8 @@
 // shapes    q k g [B, H, T, K], u [H, K]; operands, scores, decays: see wide_storage.cuh
 // grid      a block for every (batch, head, chunk)
 // smem      Shared: two tiles of 128 channels of the inputs, operands of the present one's scores, the scores
-// barriers  two for every 128 channels: a tile has arrived, its decays stand | its operands stand; then: scores and
-//           the vote on growth stand, all of it stands
+// barriers  two for every 128 channels: a tile has arrived, its decays are there | its operands are there; then: scores
+//           and the vote on growth are there, all of it is there
 // numerics  as gated/forward.cu; scores of tiles add up in float32, and may cancel there: in sub-chunks they are tf32
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    bfloat16
@@ -88,13 +88,13 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
       const i64 channel = tile * WIDE + threadIdx.x;
       s.u[threadIdx.x] = channel < shape.K ? args.u[h * shape.K + channel] : 0.f;
     }
-    __syncthreads();  // the tile has arrived and its spans' decays stand; the last one's operands are read
+    __syncthreads();  // the tile and its spans' decays are in shared memory; the previous operands have been read
     if (tile + 1 < tiles) fetch(tile + 1, stage ^ 1);
     SpanDecays<Mine> decays;
     make_operands<ReadOrder, PRODUCTS>(s, stage, Mine(0), decays, grows);
     if (tile + 1 < tiles) fetch_gates_of(tile + 1);
     cp_async_commit();
-    __syncthreads();  // the operands stand
+    __syncthreads();  // the operands are in shared memory
     float more[4];
     score_task<ReadOrder, PRODUCTS>(more, s, task);
 #pragma unroll
@@ -110,13 +110,13 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   }
   const bool any = __syncthreads_or(grows);  // all tiles are read
   if (threadIdx.x < C) s.direct[0][0][threadIdx.x] = itself;
-  __syncthreads();  // scores of tokens with themselves stand
+  __syncthreads();  // scores of tokens with themselves are in shared memory
   if (any && warp < C / BC)
     score_one_by_one<ReadOrder, PRODUCTS>(s, warp, q + BC * warp * args.q.t, k + BC * warp * args.k.t,
                                           g + BC * warp * args.g.t, args.q.t, args.k.t, args.g.t, rows - BC * warp,
                                           int(shape.K));
   else put_scores<PRODUCTS>(s, task, scores);
-  __syncthreads();  // the scores stand
+  __syncthreads();  // the scores are in shared memory
   for (int at = threadIdx.x; at < SCORES / 8; at += THREADS)
     reinterpret_cast<uint4*>(args.scores + i64(chunk) * SCORES)[at] = reinterpret_cast<const uint4*>(s.A)[at];
 }

@@ -7,7 +7,7 @@
 template <int WARPS> __device__ __forceinline__ float block_sum(float x, float* s_parts) {
   x = warp_sum(x);
   if ((threadIdx.x & 31) == 0) s_parts[threadIdx.x >> 5] = x;
-  __syncthreads();  // the warps' sums stand
+  __syncthreads();  // the warps' sums are in shared memory
   float sum = 0.f;
 #pragma unroll
   for (int warp = 0; warp < WARPS; ++warp) sum += s_parts[warp];
@@ -19,7 +19,7 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
   x = {warp_sum(x.x), warp_sum(x.y)};
   if constexpr (WARPS == 1) return x;
   if ((threadIdx.x & 31) == 0) s_parts[threadIdx.x >> 5] = x;
-  __syncthreads();  // the warps' sums stand
+  __syncthreads();  // the warps' sums are in shared memory
   float2 sum = {};
 #pragma unroll
   for (int warp = 0; warp < WARPS; ++warp) sum = {sum.x + s_parts[warp].x, sum.y + s_parts[warp].y};

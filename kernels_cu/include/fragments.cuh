@@ -1,15 +1,17 @@
-// what      Warp products 16 values deep, of operands as they are stored or as a lane has computed them.
-// math      with g = lane / 4, t = lane % 4, a pair is two neighbours in depth, at 2t and 2t + 1 of 8:
+// what      Products of a warp's tensor cores that contract 16 values, of operands loaded from shared memory or
+//           computed by the lanes.
+// math      with g = lane / 4, t = lane % 4; depth is the contracted axis; a pair is two neighbours along it, at 2t and
+//           2t + 1 of 8:
 //           left operand [16, depth 16]: pair p is row g + 8 (p % 2), depth 8 (p / 2) + 2t;
 //           right operand [depth 16, 8]: pair p is column g, depth 8 p + 2t
-//           A product [16, 8] has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8: its pairs are
-//           those of a left operand, so that two products side by side are one.
-// numerics  One product of bfloat16 data: in bfloat16. Otherwise in tf32, which has float32's range and float16's
-//           fraction: one product, or three of operands split in two, which keep 21 bits. Those of gradients are
-//           cut off, not rounded, for which CUT makes up.
+//           A result [16, 8] has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8. These are the
+//           pairs of a left operand: two results side by side are one without any move.
+// numerics  bfloat16 data: one product in bfloat16. Other data: in tf32, which has float32's range and float16's
+//           fraction: one product, or three of operands split in two tf32 numbers, which keep 21 bits. Operands of
+//           gradients are cut off to tf32, not rounded, for which CUT makes up.
 #include "tf32.cuh"
 
-// How data of a type are multiplied: by `PRODUCTS` products of operands that are stored as `Stored`.
+// How data of type T are multiplied: by PRODUCTS products, of operands that are stored in shared memory as `Stored`.
 template <typename T, int PRODUCTS> struct Math {
   using Stored = float;
   static constexpr bool SPLIT = PRODUCTS == 3;
@@ -19,7 +21,8 @@ template <> struct Math<bf16, 1> {
   static constexpr bool SPLIT = false;
 };
 
-// Makes up for what that takes away from an operand of type E, on average over all fractions; from both of a product.
+// CUT makes up for the average that cutting off takes from an operand of type E; CUT_BOTH for both operands of a
+// product.
 template <class M, typename E = typename M::Stored>
 constexpr float CUT = sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? 1.f + 0.7213f / 2048 : 1.f;
 template <class M, typename E = typename M::Stored> constexpr float CUT_BOTH = CUT<M, E> * CUT<M, E>;
@@ -31,7 +34,8 @@ __device__ __forceinline__ float2 unpack(u32 two, f16) {
   return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// N pairs of an operand in the registers of a lane.
+// A lane's N pairs of an operand. `set` rounds or splits floats. `take` has floats that are rounded already, or may be
+// cut off by the product.
 template <bool SPLIT, typename Stored, int N> struct Pairs;
 template <int N> struct Pairs<false, bf16, N> {
   u32 both[N];
@@ -56,7 +60,6 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
     set(2 * p, x.x);
     set(2 * p + 1, x.y);
   }
-  // x as it is: rounded already, or to be cut off.
   __device__ __forceinline__ void take(int i, float x) {
     if constexpr (SPLIT) set(i, x);
     else high[i] = __float_as_uint(x);
@@ -74,16 +77,16 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
 template <class M> using Left = Pairs<M::SPLIT, typename M::Stored, 4>;
 template <class M> using Right = Pairs<M::SPLIT, typename M::Stored, 2>;
 
-// The same of data as they came: half-precision ones need no split.
+// The same for data that are not computed: half-precision data are tf32 numbers and need no split.
 template <class M, typename T> using LeftData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 4>;
 template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 2>;
 
-// A left operand as few registers hold it until its product.
+// A left operand that is kept until its product in few registers: as floats, or as bfloat16 pairs.
 template <class M, typename Stored> struct HeldOperand {
   float2 x[4];
 
   __device__ __forceinline__ void set(int p, float2 from) { x[p] = from; }
-  // As the product has it.
+  // The values that the product reads.
   __device__ __forceinline__ float2 get(int p) const {
     return M::SPLIT ? x[p] : float2{cut_off(x[p].x), cut_off(x[p].y)};
   }
@@ -99,10 +102,11 @@ template <class M> struct HeldOperand<M, bf16> : Left<M> {
 };
 template <class M> using Held = HeldOperand<M, typename M::Stored>;
 
-// Which number of a left operand the tf32 instruction has as its i-th, over half of the depth.
+// The index among a left operand's numbers of the i-th number of a tf32 instruction for half of the depth.
 __device__ __forceinline__ constexpr int left_register(int half, int i) { return 4 * half + 2 * (i & 1) + (i >> 1); }
 
-// d += a part of a b, over half of the depth, `half` 0 or 1: 0 and 1 are the products of what is low, if anything.
+// d += one of the products of a b over half of the depth, `half` 0 or 1. Products 0 and 1 are those of the low numbers
+// of a, and of b, if these are split; 2 is that of the high numbers.
 template <bool A, bool B>
 __device__ __forceinline__ void multiply_part(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b,
                                               int half, int product) {
@@ -137,7 +141,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<false, bf16,
   mma_bf16(d, a.both, b.both);
 }
 
-// The same of two sums side by side, in turns: a product waits for the one before on its sum.
+// d[0] += a b[0], d[1] += a b[1], in turn: a product waits for the previous one of its sum.
 template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
   if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
     multiply(d[0], a, b[0]);
@@ -152,7 +156,7 @@ template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[
   }
 }
 
-// The same of two such pairs.
+// The same, and e[0] += x y[0], e[1] += x y[1].
 template <class L, class R>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2], float (&e)[2][4], const L& x,
                                          const R (&y)[2]) {
@@ -172,10 +176,10 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (
   }
 }
 
-// ---- operands from shared memory: `ld` apart, rows of a 16-bit type at odd multiples of 16 bytes ----------------
+// ---- operands from shared memory: rows are `ld` values apart, of a 16-bit type an odd multiple of 16 bytes --------
 
-// f(matrix, its pair) for the four 8 x 8 matrices of a 16 x 16 tile, the second one below the first (DOWN) or to its
-// right; a lane's pair stands side by side in row g, or, TRANSPOSED, one below the other in column g.
+// Calls f(matrix, this lane's pair of it) for the four 8 x 8 matrices of a 16 x 16 tile. The second matrix is below the
+// first (DOWN) or to its right. The pair is side by side in row g, or, TRANSPOSED, one below the other in column g.
 template <bool DOWN, bool TRANSPOSED, typename E, class F>
 __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
   const int lane = threadIdx.x & 31, first = lane >> 3 & 1, second = lane >> 4;
@@ -197,29 +201,30 @@ __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
   }
 }
 
-// A left operand from [16, depth], or, TRANSPOSED, from [depth, 16].
+// Loads a left operand from a tile [16, depth], or, TRANSPOSED, [depth, 16].
 template <bool TRANSPOSED, class L, typename E> __device__ __forceinline__ void load_left(L& a, const E* tile, int ld) {
   each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.take(m, x...); });
 }
 
-// Two right operands side by side from [depth, 16], or, TRANSPOSED, from [16, depth].
+// Loads two right operands side by side from a tile [depth, 16], or, TRANSPOSED, [16, depth].
 template <bool TRANSPOSED, class R, typename E>
 __device__ __forceinline__ void load_right(R (&b)[2], const E* tile, int ld) {
   each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].take(m & 1, x...); });
 }
 
-// A tile [16 tokens, 16 channels] by channels: x[p] is the pair of tokens 8 (p / 2) + 2t of channel g + 8 (p % 2).
+// Loads a tile [16 tokens, 16 channels] by channels: x[p] is the pair of tokens 8 (p / 2) + 2t of channel g + 8 (p %
+// 2).
 template <typename E> __device__ __forceinline__ void load_channels(float2 (&x)[4], const E* tile, int ld) {
   if constexpr (sizeof(E) == 2) each_matrix<false, true>(tile, ld, [&](int m, u32 two, E e) { x[m] = unpack(two, e); });
   else each_matrix<false, true>(tile, ld, [&](int m, float2 two) { x[m] = two; });
 }
 
-// A pair to such a tile, or another.
+// Stores a pair in a tile.
 __device__ __forceinline__ void put_pair(bf16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<bf16>(x.x, x.y); }
 __device__ __forceinline__ void put_pair(f16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<f16>(x.x, x.y); }
 __device__ __forceinline__ void put_pair(float* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }
 
-// A tile [32 tokens, 8 channels] by channels: x[p] is the pair of tokens 8 p + 2t of channel g.
+// Loads a tile [32 tokens, 8 channels] by channels: x[p] is the pair of tokens 8 p + 2t of channel g.
 template <typename E> __device__ __forceinline__ void load_column(float2 (&x)[4], const E* tile, int ld) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {

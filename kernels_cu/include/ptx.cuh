@@ -1,6 +1,6 @@
-// what      Every PTX instruction of the project behind a typed function, but for those in wgmma.cuh, words.cuh and
-//           clusters.cuh.
-// limits    sm_80 and later, but where a section says more; no toolkit header, so NVRTC needs no include path.
+// what      The PTX instructions of all kernels, each behind a typed function; wgmma.cuh, words.cuh and clusters.cuh
+//           have the others.
+// limits    sm_80 and later, unless a section names a later card; no toolkit header, so NVRTC needs no include path.
 // twin      tests/emulator/ptx.cuh has the same names for the CPU: a change here is a change there.
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -10,16 +10,16 @@ typedef long long i64;
 
 struct bf16 {
   u16 bits;
-};  // storage only: arithmetic is in float
+};  // for storage: arithmetic is in float
 struct f16 {
   u16 bits;
 };
 typedef signed char i8;
-struct tf32 {};  // a name: the bits are those of a float, of which products read the upper 19
+struct tf32 {};  // names the format: the upper 19 bits of a float, which products read
 
 // ---- conversions ------------------------------------------------------------------------------------------
 
-// The value itself, so that templates over the storage type read alike.
+// The value itself, for templates over the storage type.
 __device__ __forceinline__ float to_float(float x) { return x; }
 
 // bfloat16 is the upper half of a float: exact.
@@ -117,13 +117,14 @@ template <> __device__ __forceinline__ u32 at_least<f16>(u32 x, u32 least) {
   return y;
 }
 
-// Lets the compiler forget where x comes from, so that it holds no register with what it could make of it.
+// Hides the origin of x from the compiler, which would otherwise keep values computed from it in registers.
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
-// Of a tile's description: tiles further on are a sum away from it, where each would be made anew.
+// The same for a tile's descriptor: the descriptors of other tiles are then computed by an addition to it.
 __device__ __forceinline__ void forget(u64& x) { asm volatile("" : "+l"(x)); }
 
-// x in a register of its own, whatever becomes of x: for operands of products still under way. A sum, since CUDA 13.2's
-// assembler takes a move for x itself, and has products wait for one another where x is half of all registers.
+// A copy of x in a register of its own, for operands of products that still run while x changes. Computed by an
+// addition: CUDA 13.2's assembler drops a move, and then has products wait for each other if x is half of all
+// registers.
 __device__ __forceinline__ u32 copy_of(float x) {
   u32 y;
   asm volatile("add.f32 %0, %1, 0f00000000;" : "=r"(y) : "f"(x));
@@ -217,7 +218,8 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// The same of a row `offset` behind the address of `at` XOR `flip`: a loop's next rows without a sum for every flip.
+// The same with rows `offset` bytes behind (address `at` XOR `flip`), which saves an addition in loops over a swizzled
+// tile.
 __device__ __forceinline__ void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offset) {
   const u32 row = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -243,13 +245,13 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // ---- shared memory ----------------------------------------------------------------------------------------
 
-// The block's dynamic shared memory, at a multiple of 1024 bytes: there the swizzle of tiles begins anew.
+// The block's dynamic shared memory, at a multiple of 1024 bytes, where the pattern of the tiles' swizzle starts.
 __device__ __forceinline__ unsigned char* dynamic_smem() {
   extern __shared__ __align__(1024) unsigned char smem[];
   return smem;
 }
 
-// Stores 8 bytes to shared memory where `wanted`: one instruction, where a compiler would branch around it.
+// Stores 8 bytes to shared memory if `wanted`: one predicated instruction instead of a branch.
 __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
   asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %0, 0;\n@wanted st.shared.v2.u32 [%1], {%2, %3};\n}" ::"r"(
                    int(wanted)),
@@ -257,8 +259,8 @@ __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
                : "memory");
 }
 
-// Stores 8 or 4 bytes to shared memory, `offset` behind the address of `at` XOR `flip`: as swizzled tiles want it,
-// without a sum for every flip.
+// Stores 8 or 4 bytes to shared memory, `offset` bytes behind (address `at` XOR `flip`), which saves an addition in
+// loops over a swizzled tile.
 __device__ __forceinline__ void store_flipped(void* at, int flip, int offset, uint2 x) {
   const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(x.x), "r"(x.y) : "memory");
@@ -268,7 +270,7 @@ __device__ __forceinline__ void store_flipped(void* at, int flip, int offset, u3
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
-// Start copying BYTES (4, 8 or 16, both sides aligned to them) to shared memory; zeros where not valid.
+// Starts copying BYTES (4, 8 or 16, both addresses aligned to them) to shared memory; stores zeros if not valid.
 template <int BYTES> __device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   const u32 dst = u32(__cvta_generic_to_shared(smem_dst));
@@ -280,25 +282,25 @@ template <int BYTES> __device__ __forceinline__ void cp_async(void* smem_dst, co
                  : "memory");
 }
 
-// Close the group of this thread's copies started since the last commit.
+// Closes the group of the copies that this thread has started since the last commit.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait until at most N of this thread's latest groups are under way; others see the data after a barrier.
+// Waits until at most N of this thread's latest groups are unfinished; other threads see the data after a barrier.
 template <int N> __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Wait until `threads` threads (a multiple of 32, whole warps) have come to barrier `id`, 1 to 15.
+// Waits until `threads` threads (a multiple of 32, whole warps) have reached barrier `id`, 1 to 15.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Count this warp among those that barrier `id` waits for, and go on.
+// Counts this warp as one that has reached barrier `id`, without waiting.
 __device__ __forceinline__ void barrier_pass(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// barrier_sync; whether any of the threads has `some`.
+// barrier_sync; returns whether `some` is true for any of the threads.
 __device__ __forceinline__ bool barrier_any(int id, int threads, bool some) {
   u32 any;
   asm volatile(
@@ -310,7 +312,7 @@ __device__ __forceinline__ bool barrier_any(int id, int threads, bool some) {
   return any;
 }
 
-// Loads from global memory that neither compiler nor assembler takes before what stands above: registers decide when.
+// Loads from global memory that neither compiler nor assembler moves upwards, which would take registers for longer.
 __device__ __forceinline__ void load_in_turn(float4& x, const void* from) {
   asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
@@ -328,23 +330,23 @@ __device__ __forceinline__ void load_shared_in_turn(float4& x, const void* from)
                : "memory");
 }
 
-// ---- kernels that overlap: from sm_90 on, nothing before ----------------------------------------------------
+// ---- kernels that overlap: without effect before sm_90 ----------------------------------------------------
 
-// Ask for `bytes` (a multiple of 16, as is the address) to come to L2; nobody waits for them.
+// Starts copying `bytes` (a multiple of 16, as is the address) to L2.
 __device__ __forceinline__ void prefetch_l2(const void* gmem, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(gmem), "r"(bytes) : "memory");
 #endif
 }
 
-// The next kernel may take the room that this one leaves, once every block has come here.
+// Lets the next kernel begin, in the multiprocessors' free room, once every block of this one has called this.
 __device__ __forceinline__ void launch_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Wait until the kernel before this one has ended and what it wrote can be read.
+// Waits until the previous kernel has ended and its results can be read.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -354,24 +356,26 @@ __device__ __forceinline__ void wait_for_previous() {
 // ---- warps in different roles: sm_90 and later ------------------------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
-// In shared memory: counts arrivals, phase after phase. The first phase has parity 0, the next 1, then 0.
+// An mbarrier in shared memory: counts the arrivals of a phase, then those of the next. The first phase has parity 0,
+// the next 1, then 0.
 struct Barrier {
   u64 state;
 };
 
-// One thread, once, before a block barrier: a phase ends with so many arrivals.
+// Sets the number of arrivals that end a phase; by one thread, once, before a barrier of the block.
 __device__ __forceinline__ void barrier_init(Barrier& b, u32 arrivals) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
 }
 
-// What this thread wrote before can be read by those who wait for the end of the phase.
+// Arrives. Threads that wait for the end of the phase can read what this thread has written before.
 __device__ __forceinline__ void barrier_arrive(Barrier& b) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
 }
 
-// Wait while the current phase has this parity. Before the first has ended, that of parity 1 counts as over.
+// Waits for the end of the phase of this parity: returns once the current phase has the other one. So parity 1 returns
+// at once during the first phase.
 __device__ __forceinline__ void barrier_wait(Barrier& b, u32 parity) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile(
@@ -382,16 +386,16 @@ __device__ __forceinline__ void barrier_wait(Barrier& b, u32 parity) {
       : "memory");
 }
 
-// An arrival that also announces `bytes` of tensor_load: the phase ends when they are there too.
+// Arrives, and announces `bytes` of copies: the phase ends when these have been copied, too.
 __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                : "memory");
 }
 
-// ---- blocks of a cluster, whose shared memory is laid out alike; the peer is the other one of two -----------
+// ---- blocks of a cluster, with the same layout of shared memory; the peer is the other one of two -----------
 
-// Where a place of this block's shared memory is in the other block's.
+// The address in the other block's shared memory that corresponds to one in this block's.
 __device__ __forceinline__ u32 place_at_peer(const void* p) {
   u32 there;
   asm volatile(
@@ -402,14 +406,14 @@ __device__ __forceinline__ u32 place_at_peer(const void* p) {
   return there;
 }
 
-// barrier_arrive at the other block's barrier that lies where `b` does, after reads of what came from there: what this
-// thread wrote need not be seen, so that it does not wait for its stores, which takes longer than a chunk's products.
+// barrier_arrive at the other block's barrier that corresponds to `b`, to say that data have been read. It does not
+// order this thread's stores before the arrival, since waiting for stores takes longer than a chunk's products.
 __device__ __forceinline__ void arrive_at_peer(Barrier& b) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(place_at_peer(&b)) : "memory");
 }
 
-// Start copying `bytes` (a multiple of 16, as is the address), after fence_async by those who wrote them, to the same
-// place of the other block: an arrival at its `b`, whose phase does not end before they are there.
+// Starts copying `bytes` (a multiple of 16, as is the address) to the corresponding address of the other block, after
+// fence_async by the threads that wrote them. Arrives at the other block's `b`, whose phase ends after the copy.
 __device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, Barrier& b) {
   const u32 barrier = place_at_peer(&b);
   asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -420,7 +424,7 @@ __device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, Barrie
                : "memory");
 }
 
-// Four floats, on 16 bytes, that lie in block `rank` of the cluster where `p` is in this one.
+// Loads four floats, aligned to 16 bytes, from the address in block `rank` of the cluster that corresponds to `p`.
 __device__ __forceinline__ float4 load4_of_block(const float* p, u32 rank) {
   float4 x;
   asm volatile(
@@ -432,26 +436,26 @@ __device__ __forceinline__ float4 load4_of_block(const float* p, u32 rank) {
   return x;
 }
 
-// Wait until all threads of the cluster's blocks have come here.
+// Waits until all threads of the cluster's blocks have reached this barrier.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The same where what they wrote to shared memory is all that others need: one thread's fence, which comes after the
-// others' writes, is a quarter of the time of everyone's.
+// The same if other blocks need only what was written to shared memory: one thread's fence, after the block's writes,
+// takes a quarter of the time of a fence by every thread.
 __device__ __forceinline__ void cluster_sync_shared() {
   __syncthreads();  // the block's writes are done
   if (threadIdx.x == 0) asm volatile("fence.acq_rel.cluster;" ::: "memory");
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The same where they have read what they need of each other's shared memory: nobody's writes are waited for.
+// The same at the end, when the blocks have read each other's shared memory: waits for no writes.
 __device__ __forceinline__ void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// Start copying `bytes` (a multiple of 16, as are the addresses), which nobody reads again soon, to shared memory; `b`
-// counts them.
+// Starts copying `bytes` (a multiple of 16, as are the addresses) to shared memory, counted by `b`: of data that are
+// not read again soon.
 __device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes, Barrier& b) {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -462,7 +466,7 @@ __device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes,
       : "memory");
 }
 
-// The same of what others read too.
+// The same of data that are read again.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, Barrier& b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    u32(__cvta_generic_to_shared(to))),
@@ -477,13 +481,13 @@ struct alignas(64) TensorMap {
   char bytes[128];
 };
 
-// Ask for what the card has to know of the map before it copies a box; nobody waits for it.
+// Starts loading the map itself, which the card reads before it copies a box.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Start copying the box at (batch, head, token, column) to shared memory, zeros where it leaves the array; `b` counts
-// the bytes. One thread does it for all. It may leave the array at the far end alone.
+// Starts copying the box at (batch, head, token, column) to shared memory, counted by `b`; by one thread. Outside of
+// the array it has zeros: it may extend beyond the array's end, not before its beginning.
 __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
                                             i32 head, i32 batch) {
   asm volatile(
@@ -493,7 +497,7 @@ __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Bar
       : "memory");
 }
 
-// The same of what nobody reads again soon: it leaves the cache first.
+// The same of data that are not read again soon: they leave the cache first.
 __device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
                                                  i32 head, i32 batch) {
   u64 policy;
@@ -505,14 +509,15 @@ __device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map
       : "memory");
 }
 
-// Ask for a box to come to L2; nobody waits for it.
+// Starts copying a box to L2.
 __device__ __forceinline__ void tensor_prefetch(const TensorMap& map, i32 column, i32 token, i32 head, i32 batch) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column),
                "r"(token), "r"(head), "r"(batch)
                : "memory");
 }
 
-// Start copying a box to the array, after fence_async by those who filled it; what leaves the array is dropped.
+// Starts copying a box to the array, after fence_async by the threads that filled it. The part outside of the array is
+// not stored.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head,
                                              i32 batch) {
   asm volatile(
@@ -522,8 +527,8 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* b
       : "memory");
 }
 
-// The same, or, where it `adds`, the box is added to what the array holds, each sum rounded to its numbers. One or the
-// other without a branch, since who stores has few registers.
+// The same, or, if it `adds`, adds the box to the array, each sum rounded to the array's type. Predicated instead of a
+// branch, since the threads that store have few registers.
 template <typename T>
 __device__ __forceinline__ void tensor_store_or_add(const TensorMap& map, const T* box, i32 column, i32 token, i32 head,
                                                     i32 batch, bool adds) {
@@ -536,8 +541,8 @@ __device__ __forceinline__ void tensor_store_or_add(const TensorMap& map, const 
       : "memory");
 }
 
-// Start adding 16 bytes of numbers in shared memory to others in global memory; as `tensor_store`, but `commit_adds` is
-// to follow.
+// Starts adding 16 bytes of numbers in shared memory to numbers in global memory, as `tensor_store` does; `commit_adds`
+// must follow.
 __device__ __forceinline__ void add_piece(bf16* to, const bf16* piece) {
   const u32 from = u32(__cvta_generic_to_shared(piece));
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], 16;" ::"l"(to), "r"(from)
@@ -555,11 +560,11 @@ __device__ __forceinline__ void add_piece(float* to, const float* piece) {
 }
 __device__ __forceinline__ void commit_adds() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Wait until this thread's stores have read their boxes.
+// Waits until this thread's tensor stores have read their boxes.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Neighbours 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: behind 128 + the lower seven bits, which bfloat16
-// holds, stands the sign, so that 128 or 256 are taken away.
+// Values 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: 128 + the lower seven bits is a bfloat16 number, from
+// which 128 is subtracted, or 256 if the sign bit is set.
 template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {
   u32 y;
   asm("{\n.reg .b32 all, low, sign;\nprmt.b32 all, %1, 0x43, %2;\nand.b32 low, all, 0xff7fff7f;\n"
@@ -597,7 +602,8 @@ __device__ __forceinline__ u32 larger_signed(u32 a, u32 b) {
   return y;
 }
 
-// What this thread stored to shared memory can be read by wgmma, after a barrier also by others' wgmma.
+// Makes this thread's stores to shared memory visible to wgmma and bulk copies; after a barrier to those of other
+// threads.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The inverse of ldmatrix_x4: lane l gives the 16-byte row l % 8 of matrix l / 8.

@@ -1,4 +1,4 @@
-// what      GLA and RWKV-6 token by token, as the equations stand.
+// what      GLA and RWKV-6 token by token, as in the equations.
 // math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;   o_t = scale q_t^T S_t  (RWKV-6: scale q_t^T (S_{t-1} + diag(u)
 //           k_t v_t^T))
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const ForwardArg
     load_tile<SLAB, BK, BK, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
     load_tile<SLAB, BK, BK, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
     load_tile<SLAB, BV, BV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
-    __syncthreads();  // the tiles stand; all have read the parts of o
+    __syncthreads();  // the tiles are in shared memory; all have read the parts of o
     for (int at = threadIdx.x; at < SLAB * BK; at += THREADS) s.a[at] = decay_of(s.a[at]);
-    __syncthreads();  // the decays stand
+    __syncthreads();  // the decays are in shared memory
 #pragma unroll 1
     for (int r = 0; r < SLAB; ++r) {
       const float v = s.v[r * BV + lane];
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const ForwardArg
       }
       s.partial[warp][r * BV + lane] = o;
     }
-    __syncthreads();  // the parts of o stand; the tiles may be overwritten
+    __syncthreads();  // the parts of o are in shared memory; the tiles may be overwritten
     for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) {
       const i64 row = token + at / BV, column = v_tile + at % BV;
       const float o = (s.partial[0][at] + s.partial[1][at]) + (s.partial[2][at] + s.partial[3][at]);

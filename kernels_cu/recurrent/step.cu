@@ -5,7 +5,7 @@
 //           pieces of 16 bytes of them: 8 warps where the state is float32, else 4. Where its rows are not whole
 //           pieces, fewer channels at a time, number by number
 // smem      the warps' parts of o, [warps, 64]
-// barriers  one: the parts of o stand
+// barriers  one: the parts of o are there
 // numerics  float32, whatever the state is stored in
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    the last axis of the state is contiguous
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<S>) recurrent_step(const
   const int warp = threadIdx.x / 32;
   if (args.pieces) advance<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
   else advance<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
-  __syncthreads();  // the parts of o stand
+  __syncthreads();  // the parts of o are in shared memory
   if (threadIdx.x >= BV || start + threadIdx.x >= args.V) return;
   float sum = 0.f;
 #pragma unroll

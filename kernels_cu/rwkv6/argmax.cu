@@ -3,7 +3,7 @@
 // shapes    logits [B, V], tokens [B] int64
 // grid      a block a sequence; 1024 threads: every 1024th token each
 // smem      Shared: the warps' best
-// barriers  one: the warps' best stand
+// barriers  one: the warps' best are there
 // numerics  exact
 // source    none
 // limits    V up to 2^31
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_argmax(const Args args) {
   for (i64 v = threadIdx.x; v < args.V; v += THREADS) best.meet(logits[v], int(v));
   meet_in_warp(best);
   if ((threadIdx.x & 31) == 0) s.best[threadIdx.x >> 5] = best;
-  __syncthreads();  // the warps' best stand
+  __syncthreads();  // the warps' best are in shared memory
   if (threadIdx.x >= 32) return;
   best = s.best[threadIdx.x];
   meet_in_warp(best);

@@ -7,7 +7,7 @@
 //           part of K. Two warpgroups with 64 rows each, of 128, or the same 64 and half of a step of K each; a thread
 //           that copies weights, and one for vectors
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
-// barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
+// barriers  full: a stage is there; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
 // numerics  tensor cores: x, or the three terms that hold a float, and weights as they are, int8 ones as bfloat16
 //           numbers; float32 sums in a fixed order, times the row's scale. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products
@@ -38,7 +38,8 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   // Two blocks share a multiprocessor, or one has it almost for itself where DEEP.
   static constexpr int STAGES = (DEEP ? 11 : COLUMNS == 64 ? 5 : 6) - MORE;
   static constexpr int X_STAGES = ((DEEP ? 8 : 4) + 4 * MORE) * BOX / STEP;
-  // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
+  // Stages of weights that are being copied at a time until x is there. With more, the loads of the small kernels
+  // before this one would wait.
   static constexpr int FLIGHT = DEEP && TERMS > 1 ? 1 : 2;
   union {
     struct {
@@ -48,7 +49,7 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
     float parts[SHARES][COLUMNS][PITCH];
   };
   Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
-  volatile u64 started;  // whether x stands
+  volatile u64 started;  // whether the previous kernel has ended, so that x is there
 };
 
 // ROWS of a product, some vectors, and this block's part of K.
@@ -79,7 +80,7 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
   }
 }
 
-// Another copies vectors, once they stand.
+// Another one copies vectors, once the previous kernel has ended.
 template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stack& stack, const Tile& tile) {
   prefetch_map(stack.x);
   wait_for_previous();
@@ -103,7 +104,7 @@ template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][
   const u16* const upper = reinterpret_cast<const u16*>(w[(threadIdx.x >> 5) % 4 * 16 + g]);
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
-    const u16* const pairs = upper + (k ^ g) * 8 + t;  // 16 bytes of a row stand where the swizzle has them
+    const u16* const pairs = upper + (k ^ g) * 8 + t;  // the swizzled place of 16 bytes of a row
     a[k][0] = bf16_of_i8<0>(pairs[0]), a[k][1] = bf16_of_i8<0>(pairs[8 * DEPTH / 2]);
     a[k][2] = bf16_of_i8<0>(pairs[4]), a[k][3] = bf16_of_i8<0>(pairs[8 * DEPTH / 2 + 4]);
   }
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
     for (int stage = 0; stage < s.X_STAGES; ++stage) barrier_init(s.x_full[stage], 1);
     fence_async();  // bulk copies see the barriers
   }
-  __syncthreads();  // the barriers stand
+  __syncthreads();  // the barriers are initialised
   const Tile tile = tile_of_block<ROWS, COLUMNS, SPLIT, S::STEP>(args);
   const Stack& stack = args.stacks[tile.rows.stack];
   if (warp >= WARPS) {
@@ -221,10 +222,10 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
   }
   wait_for_previous();
   if (stack.finish == Finish::Parts) {
-    __syncthreads();  // the block's part stands
+    __syncthreads();  // the block's part is in shared memory
     return store_part<SPLIT>(s, args, stack, tile);
   }
-  // The blocks' parts stand.
+  // The blocks' parts are in shared memory.
   if constexpr (SPLIT > 1) cluster_sync_shared();
   else __syncthreads();
 

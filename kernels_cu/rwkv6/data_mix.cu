@@ -4,7 +4,7 @@
 //           sequences
 // grid      a block for every (16 TILES tokens, INPUTS of the five, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
-// barriers  two a pass over 32 of the rank: the tiles may change, and stand
+// barriers  two a pass over 32 of the rank: the tiles may change, and are there
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once, or in three terms exactly
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
 // limits    D a multiple of 8; P = 1, or up to 8 where TILES and INPUTS are 1 and X is half

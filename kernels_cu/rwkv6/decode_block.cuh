@@ -1,7 +1,7 @@
 // what      What a block of a decoding step has for each of its phases: norms, stages of weights, parts of the products
 //           of low rank.
 // smem      Shared, then the staging area
-// barriers  named barrier 1 of the threads that compute, where a comment says what stands
+// barriers  named barrier 1 of the threads that compute; a comment at each says what is complete
 #include "rwkv6/decode_split.cuh"
 
 template <typename T, typename S, int STAGES> struct DecodeBlock {
@@ -28,7 +28,8 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   __device__ __forceinline__ i64 row() const { return args.slots ? args.slots[0] : 0; }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
-  // The parameters of four channels' norm and mix; of a norm, where they and the old channels lie.
+  // Channels: the parameters of a norm and its mix for four channels. Norm: where these parameters, and the previous
+  // token's LN(x), are in memory.
   struct Channels {
     float4 weight, bias, part;
   };
@@ -69,7 +70,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     }
     sum = warp_sum(sum);
     if (lane == 0) s.sum[warp] = sum;
-    sync();  // the parts of the sums stand
+    sync();  // the warps' sums are in shared memory
     const float mean = together(s.sum) * (1.f / D);
 #pragma unroll 4
     for (int j = 4 * tid; j < D; j += 4 * THREADS) {
@@ -78,7 +79,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     }
     squares = warp_sum(squares);
     if (lane == 0) s.squares[warp] = squares;
-    sync();  // those of the squares too
+    sync();  // so are those of the squares
   }
 
   // Four channels of LN(x), and of their mix with the old ones.
@@ -92,7 +93,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   }
 
   // -- products ------------------------------------------------------------------------------------------------------
-  // What a product's tile takes: which of the phase's inputs.
+  // Which of the phase's vectors a tile multiplies by.
   __device__ __forceinline__ int input_of(int phase, int tile) const {
     if (phase == FFN_INPUTS) return tile >= tiles_of(args.F);
     const int tiles = tiles_of(D), first = tile - tiles_of(args.W);  // of key, value, receptance and gate
@@ -160,7 +161,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   }
 };
 
-// One thread each makes the stages' barriers, and says which tiles the block has.
+// Initialises the barriers of the stages, and stores the block's tiles of every phase.
 template <typename T, typename S, int STAGES>
 __device__ __forceinline__ void init_stages(const Args<T, S>& args, Shared<STAGES>& s) {
   if (threadIdx.x <= PHASES) s.tiles[threadIdx.x] = share_of(args, threadIdx.x);
@@ -173,5 +174,5 @@ __device__ __forceinline__ void init_stages(const Args<T, S>& args, Shared<STAGE
     barrier_init(s.taken[threadIdx.x], 32);
   }
   fence_async();
-  __syncthreads();  // the barriers stand, and bulk copies see them
+  __syncthreads();  // the barriers are initialised, and bulk copies see them
 }

@@ -17,7 +17,7 @@
 //           there. A word is overwritten a layer later, by a block that has seen the work of all who read it: each of
 //           them has written a word since, and every word goes into every number of the next layer. A warp multiplies
 //           by columns of its own and waits for their words alone. mbarriers: full, empty (weights), summed, taken
-//           (parts of products). The block's where a comment says what stands.
+//           (parts of products). The block's where a comment says what is there.
 // numerics  float32 sums in a fixed order. Tensor cores take x and float32 weights as sums of two tf32 numbers. Other
 //           weights are taken as they are, and words are float32 without the last bit. Beside bfloat16 weights x is a
 //           sum of three bfloat16 numbers; beside int8 ones it is rounded to 31 bits of the largest that its warp has,
@@ -102,7 +102,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     else
 #pragma unroll 1
       for (int j = 4 * tid; j < D; j += 4 * THREADS) *reinterpret_cast<float4*>(floats() + j) = load4(args.x + j);
-    sync();  // the staging area stands
+    sync();  // the staging area is filled
   }
 
   // Operands of xx + (shift - xx) maa with xx = LN(x), of each of the phase's mixes. The words of xx go to `xx` where
@@ -143,7 +143,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     for (int n = 0; n < HELD; ++n) put(n, 4 * (tid + n * THREADS));
 #pragma unroll 1
     for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) ask(0, j), put(0, j);
-    sync();  // the operands stand, or what has their digits
+    sync();  // the operands, or the numbers that become digits, are in shared memory
     if (DIGITS)
 #pragma unroll 1
       for (int vector = 0; vector <= twice; ++vector) Block::put_digits(vector);
@@ -397,9 +397,9 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll 1
       for (int n = tid; n < A; n += THREADS) staging[n] = take(args.low + c * A + n);
       settle_words(xx, from_xx, epoch);
-      sync();  // `low` stands, and the parts of the unit before are free
+      sync();  // `low` is in shared memory, and the parts of the unit before are free
       Block::mix_parts(weight, up, inside, split, channel, staging);
-      sync();  // the parts stand
+      sync();  // the parts are in shared memory
       if (!last) continue;
       float sum = maa;
 #pragma unroll
@@ -440,7 +440,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       if (tid < W) s.low[tid] = number(words[3]);
 #pragma unroll 1
       for (int w = tid + THREADS; w < W; w += THREADS) s.low[w] = take(args.decay_low + w);
-      sync();  // the inputs stand
+      sync();  // the inputs are in shared memory
 
       Block::decay_parts(s, weight, up, split, splits, channel, N);
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),

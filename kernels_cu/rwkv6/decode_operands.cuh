@@ -1,6 +1,6 @@
-// what      A vector as the warps of one sequence's decoding multiply by it: the words or floats that a warp needs
-//           become its operands in the staging area, from where its lanes load them.
-// smem      the staging area: operands of one vector or two, [., count]; on the way there floats [D], behind those
+// what      The vectors of products in decode_few.cu: each warp converts the words or floats that it multiplies by to
+//           operands in the staging area, from which its lanes load them.
+// smem      the staging area: operands of one vector or two, [., count]; behind them the floats [D] of a norm
 // barriers  the warp's
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
@@ -20,11 +20,11 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
   static constexpr int NEIGHBOURS = 16 / sizeof(Word);
   typedef u32 Operands[STEPS][WORDS];  // of a stage
 
-  // Two vectors' operands lie before them, where those do not take their place.
+  // A norm's floats: behind the operands of two vectors, or, if these are floats, in their place.
   __device__ __forceinline__ float* floats() const { return staging + (PACKED > 1 ? 2 * PARTS / PACKED * D : 0); }
 
-  // Operands of four neighbours of a vector, from number k on: a row for each of its bfloat16 numbers or digits, which
-  // have the warp's unit; otherwise the numbers.
+  // Stores the operands of four neighbouring numbers of a vector, from number k on: a row for each of their bfloat16
+  // numbers, or of their digits in the warp's unit; or the numbers themselves.
   __device__ __forceinline__ void put_operands(int pitch, int vector, int k, float4 x) {
     if constexpr (HALVES) {
       u32* to = reinterpret_cast<u32*>(staging) + (vector * PARTS * pitch + k) / 2;
@@ -41,27 +41,28 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
       *reinterpret_cast<float4*>(staging + vector * pitch + k) = x;
     }
   }
-  // Those of two numbers, whose rests are left.
+  // The first bfloat16 numbers of x and y, which become the rests.
   static __device__ __forceinline__ u32 upper_halves(float& x, float& y) {
     const u32 upper[2] = {__float_as_uint(x) & 0xffff0000u, __float_as_uint(y) & 0xffff0000u};
     x -= __uint_as_float(upper[0]), y -= __uint_as_float(upper[1]);
     return upper[0] >> 16 | upper[1];
   }
 
-  // The largest magnitude, in bits that are in its order.
+  // The largest magnitude so far, as bits, whose order is that of magnitudes.
   static __device__ __forceinline__ u32 most_of(u32 most, const float4& x) {
     const auto magnitude = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
     return max(max(most, max(magnitude(x.x), magnitude(x.y))), max(magnitude(x.z), magnitude(x.w)));
   }
-  // The unit of digits of the warp's numbers up to this magnitude: a power of two, or NaN where one is not finite.
+  // Stores the unit of the digits of the warp's numbers, whose largest magnitude is `most`: a power of two, or NaN if a
+  // number is not finite.
   __device__ __forceinline__ void put_unit(int vector, u32 most) {
     most = __reduce_max_sync(0xffffffffu, max(most, 0x10000000u));
     const float unit = __uint_as_float((most & 0x7f800000u) - (29u << 23));
     if ((tid & 31) == 0) s.units[vector][tid >> 5] = most < 0x7f800000u ? unit : __uint_as_float(0x7fffffffu);
-    __syncwarp();  // the unit stands
+    __syncwarp();  // the unit is in shared memory
   }
 
-  // The fours of `count` numbers, with gaps, that the warp multiplies by, and where each begins.
+  // A warp multiplies by some groups of four of `count` numbers: how many groups, and the first number of each.
   static constexpr int ACROSS = Lane<T>::STEP / 4, FOURS_OF_STAGE = STEPS * ACROSS;
   static __device__ __forceinline__ int fours_of(int count) {
     return (count + Lane<T>::STAGE - 1) / Lane<T>::STAGE * FOURS_OF_STAGE;
@@ -71,8 +72,8 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
            (tid >> 5) * Lane<T>::STEP + four % ACROSS * 4;
   }
 
-  // The warp's operands of `count` numbers: those that it multiplies by, so that it need not wait for others. They are
-  // the numbers themselves, or their product with a gate. FOURS are the neighbours that a lane takes at a time.
+  // Waits for the words of the numbers by which this warp multiplies, of `count` numbers, and stores their operands: of
+  // the numbers, or of their products with the gates. A lane waits for FOURS groups of four at a time.
   template <int FOURS, bool GATED>
   __device__ __forceinline__ void fetch(const Word* words, const Word* gates, int pitch, int count) {
     constexpr int LOADS = 4 / NEIGHBOURS;  // of four
@@ -107,10 +108,10 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
       for (int n = 0; n < FOURS; ++n)
         if (start + n * 32 < groups && column(n) < count) put_operands(pitch, 0, column(n), x[n]);
     }
-    __syncwarp();  // its part of the staging area stands
+    __syncwarp();  // the warp's operands are in the staging area
   }
 
-  // The warp's digits of floats [., D].
+  // Stores the digits of the warp's floats of a vector.
   __device__ __forceinline__ void put_digits(int vector) {
     const int fours = fours_of(D);
     const auto each = [&](const auto& visit) {
@@ -122,11 +123,11 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
     each([&](int, const float4& x) { most = most_of(most, x); });
     put_unit(vector, most);
     each([&](int k, const float4& x) { put_operands(D, vector, k, x); });
-    __syncwarp();  // its part of the staging area stands
+    __syncwarp();  // the warp's digits are in the staging area
   }
 
-  // Numbers k on of the lane's column, of the `count` of a vector that the staging area holds; behind them zeros, since
-  // what stands there is another warp's.
+  // Loads the operands of the lane's column from number k on, of the `count` numbers in the staging area; zeros behind
+  // these, where operands of another warp may be.
   __device__ __forceinline__ void load_x(u32 (&x)[WORDS], int vector, int pitch, int count, int k) const {
     const int g = (tid & 31) >> 2, row = PACKED > 1 ? vector * PARTS + g : vector;
     const float* from = staging + (row * pitch + k) / PACKED;
@@ -148,7 +149,7 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
     }
   }
 
-  // The lane's columns of N stages, from k on.
+  // Loads the operands for the lane's columns of N stages of weights, from number k on.
   template <int N>
   __device__ __forceinline__ void load_stages(Operands* x, int vector, int pitch, int count, int k) const {
 #pragma unroll

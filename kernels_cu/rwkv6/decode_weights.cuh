@@ -1,12 +1,12 @@
-// what      The phases of a decoding step, which weights each of them multiplies by, and the warps that have these
-//           copied.
+// what      The phases of a decoding step in decode_few.cu: which weights each of them multiplies by, how their rows
+//           are shared out to blocks, and the warps that copy them.
 // smem      Shared: stages for weights on their way, then what a phase needs
-// barriers  mbarriers: full, the copiers have put a stage's weights; empty, all lanes have read them; those of
-//           decode_few.cu for the parts of its products
+// barriers  mbarriers. full: a stage's weights have been copied; empty: all lanes have read them; summed, taken: see
+//           decode_few.cu
 //
-// The copying warps go through all phases to the last one's end, as far ahead as there are stages: while the others
-// wait for other blocks, their next weights arrive. Few copies at a time are under way, since whatever else crosses
-// the memory queues behind them.
+// The copying warps go through the weights of all phases, as far ahead as there are free stages: so weights are copied
+// while the other warps wait for other blocks. At most FLIGHT stages are being copied at a time, since other reads of
+// memory queue behind them.
 #include "rwkv6/time_mix.cuh"
 
 constexpr int ROWS = 16;
@@ -47,7 +47,7 @@ template <typename T, typename S> struct Args {
   u32* brought;
 };
 
-// This block's share of a phase's tiles of 16 rows: some, and others behind them that are wanted later.
+// This block's share of a phase's tiles of 16 rows: first to stop, then later to last, which are needed later.
 struct Tiles {
   int first, stop, later, last;
 
@@ -59,11 +59,11 @@ struct Tiles {
   __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
 };
 
-constexpr int COPIERS = 3;  // warps that have the weights copied
-constexpr int FLIGHT = 3;   // stages asked for and not yet come
+constexpr int COPIERS = 3;  // warps that copy weights
+constexpr int FLIGHT = 3;   // stages that are being copied at a time
 
 template <int STAGES> struct Shared {
-  // Even rows, then odd ones, so that the neighbours that are read together have no bank conflicts.
+  // Even rows first, then odd rows: so reads of neighbouring rows have no bank conflicts.
   unsigned char ring[STAGES][2][ROWS / 2 * PIECE + 64];
   Barrier full[STAGES], empty[STAGES];
   Tiles tiles[PHASES + 1];               // of each phase
@@ -80,7 +80,7 @@ template <int STAGES> struct Shared {
 
 __device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
 
-// As even as can be, where the first blocks have one more, or the last.
+// As equal shares as possible; the first blocks have one tile more, or the last ones.
 __device__ __forceinline__ Tiles share_to_first(int tiles, u32 block, u32 blocks) {
   const int each = tiles / int(blocks), more = tiles % int(blocks), first = int(block) * each + min(int(block), more);
   return {first, first + each + (int(block) < more), 0, 0};
@@ -90,8 +90,8 @@ __device__ __forceinline__ Tiles share_to_last(int tiles, u32 block, u32 blocks)
   return {tiles - mirrored.stop, tiles - mirrored.first, 0, 0};
 }
 
-// So that a layer's tiles are about as many in every block: heads' blocks have no gates but more keys, and the low
-// rank's first product is where no mix waits for it.
+// Shares such that every block has about as many tiles of a layer. Blocks with a head's time mix have no tiles of the
+// gate; the first low-rank product is on blocks that have no mix to compute next.
 template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
@@ -156,14 +156,14 @@ __device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer
   return {rows.weights + row * ROWS * depth_of(args, phase), rows.scales + row * ROWS};
 }
 
-// How a lane has its weights: 16 bytes of a row are EACH neighbours, a warp's STEP of them four lanes'.
+// A lane's weights: EACH neighbours, 16 bytes of a row, at a time. Four lanes have a warp's STEP columns of a row.
 template <typename T> struct Lane {
   static constexpr int EACH = 16 / sizeof(T), STEP = 4 * EACH, STRIDE = WARPS * STEP, STAGE = STEPS * STRIDE;
 
   static __device__ __forceinline__ int start(int thread) { return (thread >> 5) * STEP + (thread & 3) * EACH; }
 };
 
-// Ask for what a phase reads beside its tiles.
+// Starts copying to L2 what a phase reads beside its tiles.
 template <typename T, typename S>
 __device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 layer, int phase) {
   const int lane = threadIdx.x & 31, row = int(args.D * 4);
@@ -206,18 +206,18 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 laye
   }
 }
 
-// The warps that have the weights copied, a lane a row of a stage, some of the 16 each; zeros from column K on.
+// The loop of the warps that copy weights. Each has some of a stage's 16 rows, a lane a row; zeros from column K on.
 template <typename T, typename S, int STAGES>
 __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAGES>& s) {
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   const int first = ROWS * copier / COPIERS, count = ROWS * (copier + 1) / COPIERS - first;  // of its rows
-  int stage = 0, latest = STAGES - FLIGHT;  // `latest` must have come before `stage` is asked for
+  int stage = 0, latest = STAGES - FLIGHT;  // the copy of `latest` must be complete before that of `stage` starts
   u32 parity = 1;
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = depth_of(args, phase);
     const Tiles tiles = s.tiles[phase];
-    if (n == args.first + 1) wait_for_previous();  // who may write states and slots
+    if (n == args.first + 1) wait_for_previous();  // which may write states and slots
     if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
 #pragma unroll 1
     for (int t = 0; t < tiles.count(); ++t) {

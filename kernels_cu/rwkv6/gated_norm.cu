@@ -1,4 +1,4 @@
-// what      What stands between the recurrence and its output product: group norm over each head, and the gate.
+// what      The steps between the recurrence and its output product: group norm over each head, and the gate.
 // math      y = GroupNorm_H(o) silu(gate)
 // shapes    o gate y [T, H, N], weight bias [H, N]
 // grid      a warp a (token, head), PAIRS neighbouring channels a lane; 256 threads

@@ -3,7 +3,7 @@
 // shapes    low [T, W], up [W, D], decay [D], w [T, D]
 // grid      a block for every (32 tokens, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
-// barriers  two a pass over 32 of the rank: the tiles may change, and stand
+// barriers  two a pass over 32 of the rank: the tiles may change, and are there
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17
 // limits    D a multiple of 8

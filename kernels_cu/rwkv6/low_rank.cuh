@@ -10,7 +10,7 @@
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
 constexpr int PASS = 32;  // of the rank at a time
 
-// Where the pair p of 16 neighbours stands in shared memory.
+// The place of pair p of 16 neighbours in shared memory.
 __device__ __forceinline__ int place_of_pair(int p) { return p % 2 * 8 + p / 2 * 2; }
 
 template <typename T, int TILES, int PARTS> struct alignas(16) LowRank {
@@ -89,7 +89,7 @@ template <int TILES, int PARTS> struct alignas(16) LowRank<float, TILES, PARTS> 
   }
 };
 
-// Four channels from this one on are the lane's, of tokens lane / 4 and 8 more in every tile.
+// The first of the lane's four channels; in every tile it has tokens lane / 4 and lane / 4 + 8.
 __device__ __forceinline__ i64 column_of_lane(i64 column) {
   return column + (threadIdx.x >> 5) * COLUMNS_OF_WARP + 4 * (threadIdx.x & 3);
 }
@@ -147,7 +147,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>&
       for (int p = 1; p < MOST; ++p) sum += from_parts[p][n];
       s.put_low(at / PASS, at % PASS, sum);
     }
-    __syncthreads();  // the tiles stand
+    __syncthreads();  // the tiles are in shared memory
     s.multiply(sums.x);
   };
   i64 start = 0;

@@ -4,7 +4,7 @@
 // grid      a block for every 16 rows of a product, products in turn; THREADS threads: a warp a slice of K, a
 //           lane 8 neighbours of every 32 in two rows
 // smem      Shared: the weights on their way and the warps' parts of y
-// barriers  one: the parts of y stand
+// barriers  one: the parts of y are there
 // numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, half weights as they are;
 //           float32 sums in a fixed order. A column does not depend on the others, so neither on B.
 // source    Peng et al., 2024, "Eagle and Finch", for the products; include/product.cuh for the split
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
 
 #pragma unroll
   for (int i = 0; i < 4; ++i) s.parts[warp][2 * t + i % 2][g + i / 2 * 8] = high[i] + low[i];
-  __syncthreads();  // the parts of y stand
+  __syncthreads();  // the parts of y are in shared memory
   const i64 b = threadIdx.x / ROWS, m = tile * ROWS + threadIdx.x % ROWS;
   if (b >= args.B || m >= product.M) return;
   float sum = 0.f;

@@ -1,15 +1,16 @@
-// what      What stands between two products: the channel mix's gate, layer norm, token shift, static mixes.
+// what      The steps between two products: the channel mix's gate, layer norm, token shift, static mixes.
 // math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
 // shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
-//           mixed [TERMS, C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or
-//           d = 0; beside a gate, value comes in units of UNIT_OF_SQUARES<X, TERMS>
+//           mixed [TERMS, C, B, D]. value, gate, xx and d, or maa and shift may be null: without a gate the sigmoid is
+//           1, without a shift d = 0. With a gate, value is in units of UNIT_OF_SQUARES<X, TERMS>
 // grid      a block a sequence; 512 threads, EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to PARTS; as for shift, some launch between this one
-//           and the last that wrote it has waited for the one before it before it let the next begin
+// limits    D a multiple of 4, up to 2048 EACH; C up to 2, P up to PARTS. shift is read before the previous kernel has
+//           ended: between this launch and the last one that wrote it, a launch must have waited for its predecessor
+//           before it let the next one begin
 #include "decode.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2;
@@ -39,7 +40,7 @@ __device__ __forceinline__ float4 add_scaled(float4 a, float4 x, float4 b) {
   return {fmaf(x.x, b.x, a.x), fmaf(x.y, b.y, a.y), fmaf(x.z, b.z, a.z), fmaf(x.w, b.w, a.w)};
 }
 
-// What four channels meet, which the kernel before this one leaves as it is.
+// The parameters of four channels, which the previous kernel does not write.
 struct Channels {
   float4 weight, bias, shift, maa[MIXES];
 };
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
       if (args.maa && c < args.C) found.maa[c] = load4(args.maa + c * D + j);
     return found;
   };
-  constexpr bool EARLY = EACH <= 2;  // as far as there are registers
+  constexpr bool EARLY = EACH <= 2;  // whether there are registers for these early loads
   Channels channels[EACH];
 #pragma unroll
   for (int n = 0; n < EACH; ++n)

@@ -19,7 +19,7 @@ __device__ __forceinline__ void sync() { barrier_sync(1, THREADS); }
 __device__ __forceinline__ float sum_of_threads(float x, float (&parts)[WARPS], int tid) {
   x = warp_sum(x);
   if ((tid & 31) == 0) parts[tid >> 5] = x;
-  sync();  // the warps' sums stand
+  sync();  // the warps' sums are in shared memory
   float sum = 0.f;
 #pragma unroll
   for (int n = 0; n < WARPS; ++n) sum += parts[n];
@@ -72,15 +72,15 @@ template <typename S, typename Store>
 __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, S* state, int N, int tid,
                                               const ChannelOfHead& channel, float eps, const Store& store) {
   const float inverse_N = 1.f / N;
-  sync();  // the parts of the decay stand
+  sync();  // the parts of the decay are in shared memory
   if (tid < N) {
     float z = channel.decay;
     for (int n = 0; n < THREADS / N; ++n) z += s.parts[n * N + tid];
     s.decay[tid] = decay_of(-expf(z));
   }
-  sync();  // the decay stands, its parts are free
+  sync();  // the decay is in shared memory, its parts are free
   step_state(s, part, state, N);
-  sync();  // the parts of o stand
+  sync();  // the parts of o are in shared memory
 
   float o = 0.f;
   if (tid < N)

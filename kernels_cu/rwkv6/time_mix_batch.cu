@@ -1,5 +1,5 @@
 // what      The time mix of one token of many sequences: decay, state, group norm, gate; each state is read and written
-//           once, and its first part is on its way before the inputs stand.
+//           once, and its first part is loaded before the previous kernel has ended.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate [P, ., B, H, N], each one of the four arrays of a part, low [P, B, W], y [TERMS, B, H, N],
@@ -7,12 +7,12 @@
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
 // smem      Shared, then tanh(low) of each warp, then `up` of a head
-// barriers  one: `up` stands
+// barriers  one: `up` is there
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
-// limits    N = 64, W even; P = 1, or up to 2 where SEQUENCES are fewer than 8; some launch between this one
-//           and the last that wrote the states has waited for the one before it before it let the next begin: states
-//           are read without waiting
+// limits    N = 64, W even; P = 1, or up to 2 if SEQUENCES is less than 8. States are read before the previous kernel
+//           has ended: between this launch and the last one that wrote them, a launch must have waited for its
+//           predecessor before it let the next one begin
 #include "rwkv6/time_mix_heads.cuh"
 #include "cards.cuh"
 
@@ -24,7 +24,7 @@ template <int SEQUENCES> struct Shared {
   float4 channels[SEQUENCES][N];  // k, r, decay and k u of a channel
 };
 
-// Neighbours of an array that comes in one part, or else in one or two, so far apart.
+// Neighbours of an array that is the sum of one part, or, if TWO, of one or two parts that are `apart`.
 template <bool TWO> __device__ __forceinline__ float2 load2_parts(const float* x, i64 parts, i64 apart) {
   const float2 first = load2(x), second = TWO && parts > 1 ? load2(x + apart) : float2{};
   return {first.x + second.x, first.y + second.y};
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   if (ALL) load_norm();
   else if (tid == 0) prefetch_l2(args.weight + head, 4 * N), prefetch_l2(args.bias + head, 4 * N);
   cp_async_wait<0>();
-  __syncthreads();  // `up` stands
+  __syncthreads();  // `up` is in shared memory
   wait_for_previous();
   if (!state) return;
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
   }
   const StatePart part(state, N, tid, true);
   for (int j = tid; j < W; j += THREADS) s.low[j] = tanhf(args.low[b * W + j]);
-  sync();  // the inputs stand
+  sync();  // the inputs are in shared memory
 
   const int splits = THREADS / N, split = tid / N;
   if (split < splits) {

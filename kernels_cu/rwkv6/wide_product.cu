@@ -4,7 +4,7 @@
 // grid      a cluster of HALVES blocks for every ROWS rows, part of K, and HALVES times VECTORS vectors; a block has a
 //           warpgroup for every 64 of its VECTORS, a thread that copies weights, and one for vectors
 // smem      Shared: W_STAGES of weights and X_STAGES of vectors on their way
-// barriers  full: a stage stands; empty: it may be written, here and in the block to which this one copies
+// barriers  full: a stage is there; empty: it may be written, here and in the block to which this one copies
 // numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products
 // limits    K and M multiples of 8; all start on 16 bytes; sm_90a
@@ -28,7 +28,8 @@ template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
   // Two blocks share a multiprocessor, unless there are as many vectors as keep its tensor cores busy. Where DEEP, a
   // block has too much for that: it begins when the product before has ended there.
   static constexpr int W_STAGES = HALVES > 1 ? 6 : 512 / ROWS + DEEP, X_STAGES = 6;
-  // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
+  // Stages of weights that are being copied at a time until x is there. With more, the loads of the small kernels
+  // before this one would wait.
   static constexpr int FLIGHT = HALVES == 1 ? 2 : W_STAGES;
   static_assert(W_STAGES % HALVES == 0, "a stage has one block that copies to it");
 };
@@ -36,7 +37,7 @@ template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
 template <typename T, class S> struct Shared {
   T w[S::W_STAGES][S::ROWS][DEPTH], x[S::X_STAGES][S::VECTORS][DEPTH];  // in the 128-byte swizzle
   Barrier w_full[S::W_STAGES], w_empty[S::W_STAGES], x_full[S::X_STAGES], x_empty[S::X_STAGES];
-  volatile u64 started;  // whether x stands
+  volatile u64 started;  // whether the previous kernel has ended, so that x is there
 };
 
 // Some rows of a product, some vectors and a part of K.
@@ -78,7 +79,7 @@ __device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, cons
   }
 }
 
-// Another copies vectors, once they stand.
+// Another one copies vectors, once the previous kernel has ended.
 template <class S, class Memory>
 __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, const Tile& tile) {
   prefetch_map(stack.x);
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
     }
     fence_async();  // bulk copies see the barriers
   }
-  // The barriers stand, in both halves.
+  // The barriers of both halves are initialised.
   if constexpr (HALVES > 1) cluster_sync();
   else __syncthreads();
   const Tile tile = tile_of_block<S>(args);

@@ -60,14 +60,14 @@ template <typename T> __global__ void __launch_bounds__(THREADS) stages_combine(
   for (i64 k = 0; k < shape.K; k += SLAB) {
     load_tile<TILE, SLAB, LDL, THREADS>(s.left, args.qg, batch, h, first, span.stop, k, shape.K);
     load_tile<SLAB, TILE, LDR, THREADS>(s.right, args.h, batch, h, c * shape.K + k, (c + 1) * shape.K, v_tile, shape.V);
-    __syncthreads();  // the tiles stand
+    __syncthreads();  // the tiles are in shared memory
     accumulate<EXACT>(acc, s);
     __syncthreads();  // the tiles may be overwritten
   }
   for (i64 j = 0; j < span.stop - span.start; j += SLAB) {
     load_tile<TILE, SLAB, LDL, THREADS>(s.left, args.A, batch, h, first, span.stop, j, span.stop - span.start);
     load_tile<SLAB, TILE, LDR, THREADS>(s.right, args.v, batch, h, span.start + j, span.stop, v_tile, shape.V);
-    __syncthreads();  // the tiles stand
+    __syncthreads();  // the tiles are in shared memory
     accumulate<EXACT>(acc, s);
     __syncthreads();  // the tiles may be overwritten
   }

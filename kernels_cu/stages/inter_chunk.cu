@@ -63,7 +63,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 3) stages_inter
     for (i64 token = span.start; token < span.stop; token += SLAB) {
       load_tile<SLAB, TILE, LD, THREADS>(s.k, args.kg, batch, h, token, span.stop, k_tile, shape.K);
       load_tile<SLAB, TILE, LD, THREADS>(s.v, args.v, batch, h, token, span.stop, v_tile, shape.V);
-      __syncthreads();  // the tiles stand
+      __syncthreads();  // the tiles are in shared memory
 #pragma unroll
       for (int j = 0; j < SLAB; j += 8) {
         Operand<EXACT, 4> a;

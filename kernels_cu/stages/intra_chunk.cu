@@ -4,7 +4,7 @@
 // shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C] float32, zero above the diagonal
 // grid      a block for every (batch, head, chunk, 16 rows of it), batch slowest; 128 threads
 // smem      Shared<BK>
-// barriers  named where they stand: tiles loaded, decays taken, keys decayed, partial sums written, tiles free
+// barriers  named where they are there: tiles loaded, decays taken, keys decayed, partial sums written, tiles free
 // numerics  on the diagonal decays are multiplied token by token; below it rows and keys meet at the end of the key's
 //           sub-chunk, so no exponent is positive for g <= 0; products as in product.cuh
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(THREADS, 4) stages_intra_chunk(const Args<T, G
   auto load_keys = [&](i64 token) {
     load_tile<SUB, BK, LD<BK>, THREADS>(s.k, args.k, batch, h, token, span.stop, 0, shape.K);
     load_tile<SUB, BK, LD<BK>, THREADS>(s.a, args.g, batch, h, token, span.stop, 0, shape.K);
-    __syncthreads();  // the tiles stand
+    __syncthreads();  // the tiles are in shared memory
     exponentiate<BK, THREADS>(s.a);
-    __syncthreads();  // the decays stand
+    __syncthreads();  // the decays are in shared memory
   };
   auto write = [&](i64 column, auto value) {  // 16 columns of A; value(row, column)
     for (int at = threadIdx.x; at < SUB * SUB; at += THREADS)
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(THREADS, 4) stages_intra_chunk(const Args<T, G
   }
   load_keys(first);
   diagonal_scores<ReadOrder, BK, THREADS, SUB>(s.q, s.k, s.a, s.u, s.partial[0]);
-  __syncthreads();  // the diagonal's scores stand, q may be overwritten
+  __syncthreads();  // the diagonal's scores are in shared memory, q may be overwritten
   decay_queries<ReadOrder, BK, THREADS>(s.q, s.a);
   write(sub * SUB, [&](int at) { return s.partial[0][at]; });
   for (i64 later = sub + 1; later < subs; ++later) write(later * SUB, [](int) { return 0.f; });
@@ -95,9 +95,9 @@ __global__ void __launch_bounds__(THREADS, 4) stages_intra_chunk(const Args<T, G
     __syncthreads();  // the tiles and partial sums may be overwritten
     load_keys(span.start + earlier * SUB);
     decay_keys<BK, THREADS>(s.k, s.a, s.carry);
-    __syncthreads();  // the decayed keys stand
+    __syncthreads();  // the decayed keys are in shared memory
     score_pairs<EXACT, BK>(s);
-    __syncthreads();  // the partial sums stand
+    __syncthreads();  // the partial sums are in shared memory
     write(earlier * SUB,
           [&](int at) { return (s.partial[0][at] + s.partial[1][at]) + (s.partial[2][at] + s.partial[3][at]); });
   }

@@ -3,7 +3,7 @@
 // shapes    parts [P, columns]; first takes `split` columns, rest the others
 // grid      a block for 32 columns; 1024 threads: 32 rows at a time
 // smem      Shared: a sum for every thread
-// barriers  one: the sums stand
+// barriers  one: the sums are there
 // numerics  float32, always in the same order
 // source    none
 // limits    none
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(32 * ROWS) training_column_sums(const Args arg
 #pragma unroll 8
     for (i64 p = row; p < args.P; p += ROWS) sum += args.parts[p * args.columns + column];
   s.sums[row][lane] = sum;
-  __syncthreads();  // the rows' sums stand
+  __syncthreads();  // the rows' sums are in shared memory
   if (row > 0 || column >= args.columns) return;
 #pragma unroll
   for (int other = 1; other < ROWS; ++other) sum += s.sums[other][lane];

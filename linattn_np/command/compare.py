@@ -122,7 +122,7 @@ def add_point(curve, device, op, T, options):
     sizes = dict(B=1, H=options.heads, T=T, K=options.width, V=options.width)
     call = partial(function, *drawn(device, declared, **sizes))
     call()  # compiles, and warms up
-    taken, ms = device.taken(call), median_ms(device, call)
+    (_, taken), ms = device.with_peak(call), median_ms(device, call)
     curve.bytes.append(taken)
     curve.ms.append(ms)
     curve.T.append(T)

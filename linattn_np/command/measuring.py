@@ -1,4 +1,7 @@
-"""The device that is measured: its arrays, its clock, and what a call takes of its memory."""
+"""The device that is measured: its arrays, its clock, and what a call takes of its memory.
+
+The benchmarks of a checkout measure with these classes, too (benchmarks/devices.py).
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,11 @@ class Cpu:
         call()
         return (time.perf_counter() - begun) * 1e3
 
-    def taken(self, call):
-        """Bytes that a call holds at most, its result among them; not what the first call of a kind leaves behind."""
+    def with_peak(self, call):
+        """(what a call returns, the bytes that it holds at most, its result among them)."""
         tracemalloc.start()
         try:
-            call()
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-            call()
-            return tracemalloc.get_traced_memory()[1] - before
+            return call(), tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
@@ -46,18 +45,22 @@ class Cuda:
         self.xp, self.name = cupy, cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
 
     def ms(self, call):
+        start, stop = self.enqueued(call)
+        stop.synchronize()
+        return self.xp.cuda.get_elapsed_time(start, stop)
+
+    def enqueued(self, call):
+        """Two events, between which the device does what the call enqueues."""
         start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
         start.record()
         call()
         stop.record()
-        stop.synchronize()
-        return self.xp.cuda.get_elapsed_time(start, stop)
+        return start, stop
 
-    def taken(self, call):
+    def with_peak(self, call):
         pool = self.xp.cuda.MemoryPool()
         with self.xp.cuda.using_allocator(pool.malloc):
-            call()
-            return pool.total_bytes()
+            return call(), pool.total_bytes()
 
 
 def declare_device(add):

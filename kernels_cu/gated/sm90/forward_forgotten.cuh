@@ -55,7 +55,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       if (row < ROWS && thread % 32 < ACROSS)
 #pragma unroll
         for (int c = 0; c < 8; ++c) sums[thread / 32][channel + c] = x[c];
-      __syncthreads();  // sums stand, and gates are read
+      __syncthreads();  // sums are in shared memory, and gates are read
       stop -= count;
       if (thread == 0 && stop) fetch(stop);
       if (asked)

@@ -127,7 +127,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     }
     if (me.thread == 0) numbers.row[0] = max(token, 0) + (step < STEPS * CHUNK ? AGAIN : 0);
     fence_async();
-    barrier_sync(PRODUCERS + me.group, THREADS);  // the row stands
+    barrier_sync(PRODUCERS + me.group, THREADS);  // the row is in shared memory
     if constexpr (READS && Schedule::CLUSTER_SIZE > 1)
       if (me.thread == 0) send_operands(s, stage, rank, s.full[stage]), send_scores(s, stage, rank, s.full[stage]);
     if (step < STEPS * CHUNK) barrier_arrive(s.full[stage]);

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(CONSUMERS + 32, BV == 64 ? 3 : 2)
       barrier_init(s.done[stage], CONSUMERS);
     }
   fence_async();
-  __syncthreads();  // the barriers stand, and tensor copies see them
+  __syncthreads();  // the barriers are initialised, and tensor copies see them
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = u32(args.shape.K + CHANNELS - 1) / CHANNELS;
   const WorkTile at = work_tile(args.shape, block / tiles);

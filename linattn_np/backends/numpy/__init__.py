@@ -6,6 +6,7 @@ import numpy as np
 
 from ...declarations import (
     DELTA_RULE,
+    DELTA_RULES,
     GATED,
     GATED_DELTA_RULE,
     GLA_VALUE_GATE,
@@ -19,6 +20,7 @@ from ...declarations import (
 from . import (
     chunked,
     chunking,
+    delta_chunked,
     delta_rule,
     gla,
     linear_attention,
@@ -43,7 +45,7 @@ EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
     KDA: delta_rule,
     RWKV7: rwkv7,
 }
-BY_TOKEN = (delta_rule, rwkv7)  # without a chunked form
+OWN_CHUNKS = {GLA_VALUE_GATE: value_gate, **dict.fromkeys(DELTA_RULES, delta_chunked)}  # they are not the family's
 STEPS = {f"{op.name}_step": equation for op, equation in EQUATIONS.items()}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
 
@@ -81,8 +83,8 @@ def compute(problem, o):
     literal = is_literal(problem, o)
     if literal and not linear_attention.is_out_of_range(problem):
         return recurrent.run(problem, equation, o)
-    if equation is value_gate:
-        return value_gate.run(problem, o)
+    if problem.op in OWN_CHUNKS:
+        return OWN_CHUNKS[problem.op].run(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
     final = recurrent.run(member.as_gla(), gla, buffer)[0] if literal else FORMS[problem.mode].run(member, buffer)
@@ -92,13 +94,22 @@ def compute(problem, o):
 
 def is_literal(problem, o):
     """Whether tokens are computed one by one; without a token, a row or a head the state passes through."""
-    return problem.mode == "recurrent" or EQUATIONS[problem.op] in BY_TOKEN or not o.size
+    return mode_of(problem) == "recurrent" or not o.size
+
+
+def mode_of(problem):
+    """How a call is computed."""
+    if problem.mode != "auto":
+        return problem.mode
+    short = problem.op in DELTA_RULES and problem.spans.lengths.max() <= delta_chunked.FEW
+    return "recurrent" if short else "chunk"
 
 
 def summarise(problem):
     """((the final state's parts from zero, no decays), ()) without o; None where only a whole call computes it."""
     equation = EQUATIONS.get(problem.op)
-    if problem.mode not in ("auto", "chunk") or equation in (None, value_gate, *BY_TOKEN) or not problem.sizes["T"]:
+    own = equation is None or problem.op in OWN_CHUNKS
+    if problem.mode not in ("auto", "chunk") or own or not problem.sizes["T"]:
         return None
     with np.errstate(all="ignore"):
         member = equation.member(problem)
@@ -145,8 +156,8 @@ def gradients(problem, o):
     literal = is_literal(problem, o)
     if literal and not linear_attention.is_out_of_range(problem):
         return recurrent.vjp(problem, equation, o)
-    if equation is value_gate:
-        return value_gate.vjp(problem, o)
+    if problem.op in OWN_CHUNKS:
+        return OWN_CHUNKS[problem.op].vjp(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
     if literal:
@@ -190,8 +201,7 @@ def as_initial(problem, parts):
 
 def describe(problem, bytes_moved):
     """What `explain` shows; the host's bandwidth is not known, so there is no floor in milliseconds."""
-    by_token = EQUATIONS.get(problem.op) in BY_TOKEN
-    mode = "recurrent" if by_token else "chunk" if problem.mode == "auto" else problem.mode
+    mode = mode_of(problem)
     copies = tuple(
         f"{name}: {x.dtype} is computed in {problem.compute_dtype}"
         for name, x in problem.arrays.items()
@@ -206,7 +216,7 @@ def kernel(problem, mode):
         return softmax_attention.__name__
     if mode == "recurrent":
         return recurrent.__name__
-    return (value_gate if EQUATIONS[problem.op] is value_gate else FORMS[mode]).__name__
+    return OWN_CHUNKS.get(problem.op, FORMS[mode]).__name__
 
 
 def tiles(problem, mode):

@@ -109,7 +109,7 @@ def redo(schedule, blocks, o, final, states):
 class Schedule:
     """A family member cut into segments of chunks and blocks of rows."""
 
-    def __init__(self, member):
+    def __init__(self, member, compiled=True):
         self.member, self.dtype = member, member.problem.compute_dtype
         self.chunking = chunking = Chunking(member.problem)
         B, H, _, self.K = member.k.shape
@@ -127,7 +127,7 @@ class Schedule:
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
         self.least = None if member.constant_gate else LEAST
         suited = self.dtype == np.float32 and B * H >= LEAST_ROWS and chunking.count * chunking.size >= LEAST_TOKENS
-        self.loops = loops(member.k.size) if suited else None
+        self.loops = loops(member.k.size) if suited and compiled else None
         self.scores = None  # those that a pullback finds again, by their place
 
     def keep_scores(self):

@@ -29,10 +29,11 @@ class Chunking:
         """Sequence s of a block of rows in states [N, H, K, V]: a view [B, H, K, V]."""
         return states.reshape(len(states) // self.sequences, self.sequences, *states.shape[1:])[rows[0], s, rows[1]]
 
-    def scan(self, rows, first, decay, h, states):
+    def scan(self, rows, first, decay, h, states, written=None):
         """States h [B, H, n + 1, K, V] from chunk to chunk; h_{c+1} comes in holding what chunk c adds.
 
-        h_{c+1} += diag(decay_c) h_c. `states` [N, H, K, V] holds the initial states and receives the final ones.
+        h_{c+1} += diag(decay_c) h_c + written(c, h_c). `states` [N, H, K, V] holds the initial states and receives the
+        final ones.
         """
         carried = np.empty(h[:, :, 0].shape, h.dtype)
         chunks = (np.moveaxis(x, 2, 0) for x in (decay[..., None], h[:, :, :-1], h[:, :, 1:]))
@@ -41,17 +42,22 @@ class Chunking:
                 before[...] = self.of_sequence(states, rows, s)
             np.multiply(factor, before, out=carried)
             after += carried
+            if written is not None:
+                after += written(c - first, before)
             if (s := self.ends.get(c)) is not None:
                 self.of_sequence(states, rows, s)[:] = after
 
-    def scan_back(self, rows, first, decay, dh, dstates):
+    def scan_back(self, rows, first, decay, dh, dstates, read=None):
         """The same for gradients, last chunk first; dh_c comes in holding what chunk c adds.
 
-        dh_c += diag(decay_c) dh_{c+1}. `dstates` holds the final states' gradients, receives the initial states'.
+        dh_c += diag(decay_c) dh_{c+1} + read(c, dh_{c+1}). `dstates` holds the final states' gradients, receives the
+        initial states'.
         """
         for c in reversed(range(dh.shape[2] - 1)):
             if (s := self.ends.get(first + c)) is not None:
                 dh[:, :, c + 1] = self.of_sequence(dstates, rows, s)
             dh[:, :, c] += decay[:, :, c, :, None] * dh[:, :, c + 1]
+            if read is not None:
+                dh[:, :, c] += read(c, dh[:, :, c + 1])
             if (s := self.begins.get(first + c)) is not None:
                 self.of_sequence(dstates, rows, s)[:] = dh[:, :, c]

@@ -37,6 +37,28 @@ def step_vjp(problem, state, q, k, v, *gates_and_gradients):
     return (dS,), dq, dk, dv, *dg, (dwritten * unknown).sum(-1)
 
 
+def of_every_head(problem):
+    """The problem with the query and the key of every head, as they are written and read."""
+    arrays = {name: keys(problem, x.astype(problem.compute_dtype, copy=False)) for name, x in qk(problem)}
+    return problem.replace(
+        arrays=problem.arrays | arrays,
+        sizes=problem.sizes | {"HK": problem.sizes["H"]},
+        options=problem.options | {"qk_l2norm": False},
+    )
+
+
+def of_the_callers(problem, gradients):
+    """The gradients of the problem's arrays from those of `of_every_head`."""
+    found = [
+        keys_vjp(problem, x.astype(problem.compute_dtype, copy=False), dx) for (_, x), dx in zip(qk(problem), gradients)
+    ]
+    return [*found, *gradients[2:]]
+
+
+def qk(problem):
+    return [(name, problem[name]) for name in problem.op.shared]
+
+
 def keys(problem, x):
     """The query or key [B, H, ..., K] of every head, from those of HK heads, divided by its length where that is asked
     for."""

@@ -83,7 +83,7 @@ class Scratch:
     """Arrays that a task uses again for every segment: fresh pages cost as much as the arithmetic on them."""
 
     def __init__(self, dtype, most=math.inf):
-        self.dtype, self.most, self.buffers = dtype, most, {}
+        self.dtype, self.most, self.buffers, self.parts = dtype, most, {}, {}
 
     def __call__(self, name, shape):
         size = math.prod(shape)
@@ -92,6 +92,10 @@ class Scratch:
         if name not in self.buffers or self.buffers[name].size < size:
             self.buffers[name] = np.empty(size, self.dtype)
         return self.buffers[name][:size].reshape(shape)
+
+    def part(self, name):
+        """Memory of its own."""
+        return self.parts.setdefault(name, Scratch(self.dtype, self.most))
 
     def product(self, name, x, y):
         """x @ y."""

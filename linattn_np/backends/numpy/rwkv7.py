@@ -22,3 +22,11 @@ def step_vjp(problem, state, r, w, k, v, a, b, dstate, do):
     dw = np.exp(w) * (before * dS).sum(-1)
     dbefore = decayed(problem, dS, w) + outer(a, dremoved)
     return (dbefore,), dr, dw, dk, dv, read_vjp(before, dremoved), db
+
+
+def of_every_head(problem):
+    return problem
+
+
+def of_the_callers(problem, gradients):
+    return gradients
