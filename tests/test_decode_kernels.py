@@ -293,22 +293,6 @@ def weights_of(rng, dtype, C, M, K):
     return rng.integers(-127, 128, (C, M, K)).astype(dtype), rng.uniform(0.01, 0.02, (C, M)).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", products.BatchProduct.DTYPES, ids=str)
-@pytest.mark.parametrize("B, K, M", [(1, 48, 35), (8, 1168, 16)])
-def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
-    kernel = products.FewRowsProduct(dtype)
-    (w,), scales = weights_of(rng, dtype, 1, kernels.padded(M, 16), K)
-    x = in_terms(rng.standard_normal((B, K), np.float32), BFLOAT16 if dtype == np.int8 else dtype, 3)
-    arrays = {"w": w, "scales": scales, "x": x, "y": np.full((kernel.parts(K), B, M), np.nan, np.float32)}
-    arrays = {name: None if array is None else hopper.upload(array) for name, array in arrays.items()}
-    at = {name: None if array is None else hopper.pointer(array) for name, array in arrays.items()}
-    hopper.launch(kernel, kernel.blocks(M, K), kernel.pack(**at, B=B, K=K, M=M))
-    wanted = of_terms(x) @ w[:M].astype(float).T
-    if scales is not None:
-        wanted *= scales[0, :M]
-    assert relative_error(host(arrays["y"]).sum(0), wanted) <= 1e-6
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
