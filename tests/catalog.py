@@ -237,8 +237,6 @@ def of_models():
         yield rwkv6.DataMix.of_step(T, T, 256)
         for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
             yield rwkv6.TimeMixBatch(T, S, terms, width)
-        for S in CTYPES:
-            yield rwkv6.TimeMixMany(T, S)
         for X in dict.fromkeys((T, SINGLE)):
             for terms in terms_of(X):
                 yield rwkv6.DataMix.of_step(T, X, 1, terms)

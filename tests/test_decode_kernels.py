@@ -295,31 +295,13 @@ def weights_of(rng, dtype, C, M, K):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
-@pytest.mark.parametrize("turns", [0, 1, 2, 3])
 @pytest.mark.parametrize("state", [DTYPES[0], BFLOAT16], ids=str)
-def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, turns, state):
-    """A warp has one sequence, or takes several in turn."""
+def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, state):
     weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (21, 2))
     decoder = CudaDecoder(weights, BFLOAT16, 21, hopper, state_dtype=state)
     wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
     monkeypatch.setattr(kernels.TimeMixBatch, "WIDTHS", (width,))
-    monkeypatch.setattr(kernels.TimeMixMany, "SEQUENCES", 8 if turns else 9)
-    monkeypatch.setattr(kernels.TimeMixMany, "turns", lambda *_: turns)
     np.testing.assert_array_equal(decoded(decoder.resized(21), hopper, tokens, decoder.initial_state()), wanted)
-
-
-@pytest.mark.parametrize(
-    "B, H, turns", [(64, 32, 1), (130, 32, 3), (256, 32, 4), (480, 2, 1), (1100, 2, 2), (8, 300, 1)]
-)
-def test_all_blocks_of_many_sequences_run_at_once(B, H, turns):
-    card = SimpleNamespace(capability=90, multiprocessors=132, shared_per_multiprocessor=233472)
-    sizes = {"B": B, "H": H, "N": 64, "W": 64, "device": card}
-    kernel, more = kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes)
-    assert kernel.turns(B, H, card) == turns
-    assert 2 * (kernel.shared_bytes + more) < card.shared_per_multiprocessor
-    assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 3, **sizes) is None
-    assert (kernels.TimeMixMany.fitting(BFLOAT16, BFLOAT16, 1, **sizes) is None) == (turns == 1)
-    assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes | {"B": 9, "H": 2}) is None
 
 
 def in_terms(x, dtype, terms):

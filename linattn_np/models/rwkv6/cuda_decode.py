@@ -357,9 +357,8 @@ class Step:
         terms = buffers.mixed.shape[0]
         self.norm_shift(layer.ln1, buffers.mixed_x, layer.maa_x, shift, added, added and buffers.gate, xx=buffers.xx)
         self.data_mix(layer)
-        of_batch = () if my.by_rows else (kernels.TimeMixMany, kernels.TimeMixBatch)
-        fitting = (cls.fitting(T, my.state_dtype, terms, B, H, N, W, my.device) for cls in of_batch)
-        kernel, more_shared = next(filter(None, fitting), (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0))
+        batch = None if my.by_rows else kernels.TimeMixBatch.fitting(T, my.state_dtype, terms, B, H, N, W, my.device)
+        kernel, more_shared = batch or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
         parts = self.in_parts(
             layer,
             kernel.parts,
@@ -368,10 +367,9 @@ class Step:
             early=True,
         )
         (k, v, r, gate), (weight, bias) = buffers.kvrg[0], layer.ln_x
-        turns = {"turns": kernel.turns(B, H, my.device)} if isinstance(kernel, kernels.TimeMixMany) else {}
         self.draft.launch(
             kernel,
-            kernel.blocks(B, H, **turns),
+            kernel.blocks(B, H),
             more_shared=more_shared,
             k=k,
             v=v,
@@ -390,7 +388,7 @@ class Step:
             H=H,
             N=N,
             W=W,
-            **({"P": parts} if isinstance(kernel, kernels.TimeMixBatch) else turns),
+            **({"P": parts} if batch else {}),
             eps=my.group_eps,
         )
         return self.addend(layer, "output", buffers.y, buffers.x)
