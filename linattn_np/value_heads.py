@@ -5,8 +5,6 @@ These recurrences compute each column of V by itself, so a state [K, G * V] is t
 
 from __future__ import annotations
 
-import numpy as np
-
 
 def grouped_axes(axes: str, groups: int) -> str:
     """The axes of a caller's array: "B H T V" -> "B HV T V" where heads are grouped."""
@@ -38,10 +36,9 @@ def unfold(x, groups: int):
 def merged(x, shape):
     """`x` in another shape. Where that is a copy, it moves 8 bytes at once if rows consist of such: CuPy's kernel finds
     the place of each number by divisions."""
-    wide = np.dtype(np.uint64)
-    address = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr  # of NumPy or CuPy
+    address = x.ctypes.data if hasattr(x, "ctypes") else x.data.ptr  # of NumPy or CuPy
     row = x.shape[-1] * x.dtype.itemsize
-    if x.strides[-1] != x.dtype.itemsize or any(n % wide.itemsize for n in (address, row, *x.strides[:-1])):
+    if x.strides[-1] != x.dtype.itemsize or any(n % 8 for n in (address, row, *x.strides[:-1])):
         return x.reshape(shape)
-    numbers = wide.itemsize // x.dtype.itemsize
-    return x.view(wide).reshape((*shape[:-1], shape[-1] // numbers)).view(x.dtype)
+    numbers = 8 // x.dtype.itemsize
+    return x.view("uint64").reshape((*shape[:-1], shape[-1] // numbers)).view(x.dtype)

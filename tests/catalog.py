@@ -237,8 +237,6 @@ def of_models():
         yield rwkv6.DataMix.of_step(T, T, 256)
         for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
             yield rwkv6.TimeMixBatch(T, S, terms, width)
-        for S in CTYPES:
-            yield rwkv6.TimeMixMany(T, S)
         for X in dict.fromkeys((T, SINGLE)):
             for terms in terms_of(X):
                 yield rwkv6.DataMix.of_step(T, X, 1, terms)
@@ -252,7 +250,6 @@ def of_models():
         yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:
-        yield model_products.FewRowsProduct(T)
         for kernel in dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B)):
             yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
     for T in HALF:

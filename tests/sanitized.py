@@ -290,7 +290,6 @@ def decoding(rng, device):
             (few, BFLOAT16, 9),
             (wide, BFLOAT16, 33),
             (few, BFLOAT16, 130),
-            (wide, BFLOAT16, 1100),  # a warp has several sequences in turn
             (wide, EIGHT_BITS, 1),
             (few, EIGHT_BITS, 9),
             (wide, EIGHT_BITS, 130),

@@ -293,49 +293,15 @@ def weights_of(rng, dtype, C, M, K):
     return rng.integers(-127, 128, (C, M, K)).astype(dtype), rng.uniform(0.01, 0.02, (C, M)).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", products.BatchProduct.DTYPES, ids=str)
-@pytest.mark.parametrize("B, K, M", [(1, 48, 35), (8, 1168, 16)])
-def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
-    kernel = products.FewRowsProduct(dtype)
-    (w,), scales = weights_of(rng, dtype, 1, kernels.padded(M, 16), K)
-    x = in_terms(rng.standard_normal((B, K), np.float32), BFLOAT16 if dtype == np.int8 else dtype, 3)
-    arrays = {"w": w, "scales": scales, "x": x, "y": np.full((kernel.parts(K), B, M), np.nan, np.float32)}
-    arrays = {name: None if array is None else hopper.upload(array) for name, array in arrays.items()}
-    at = {name: None if array is None else hopper.pointer(array) for name, array in arrays.items()}
-    hopper.launch(kernel, kernel.blocks(M, K), kernel.pack(**at, B=B, K=K, M=M))
-    wanted = of_terms(x) @ w[:M].astype(float).T
-    if scales is not None:
-        wanted *= scales[0, :M]
-    assert relative_error(host(arrays["y"]).sum(0), wanted) <= 1e-6
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
-@pytest.mark.parametrize("turns", [0, 1, 2, 3])
 @pytest.mark.parametrize("state", [DTYPES[0], BFLOAT16], ids=str)
-def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, turns, state):
-    """A warp has one sequence, or takes several in turn."""
+def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, state):
     weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (21, 2))
     decoder = CudaDecoder(weights, BFLOAT16, 21, hopper, state_dtype=state)
     wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
     monkeypatch.setattr(kernels.TimeMixBatch, "WIDTHS", (width,))
-    monkeypatch.setattr(kernels.TimeMixMany, "SEQUENCES", 8 if turns else 9)
-    monkeypatch.setattr(kernels.TimeMixMany, "turns", lambda *_: turns)
     np.testing.assert_array_equal(decoded(decoder.resized(21), hopper, tokens, decoder.initial_state()), wanted)
-
-
-@pytest.mark.parametrize(
-    "B, H, turns", [(64, 32, 1), (130, 32, 3), (256, 32, 4), (480, 2, 1), (1100, 2, 2), (8, 300, 1)]
-)
-def test_all_blocks_of_many_sequences_run_at_once(B, H, turns):
-    card = SimpleNamespace(capability=90, multiprocessors=132, shared_per_multiprocessor=233472)
-    sizes = {"B": B, "H": H, "N": 64, "W": 64, "device": card}
-    kernel, more = kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes)
-    assert kernel.turns(B, H, card) == turns
-    assert 2 * (kernel.shared_bytes + more) < card.shared_per_multiprocessor
-    assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 3, **sizes) is None
-    assert (kernels.TimeMixMany.fitting(BFLOAT16, BFLOAT16, 1, **sizes) is None) == (turns == 1)
-    assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes | {"B": 9, "H": 2}) is None
 
 
 def in_terms(x, dtype, terms):

@@ -296,10 +296,12 @@ def test_the_gates_gradient_is_as_exact_as_the_others(op, backend, gate, rng):
     assert errors(found[3], wanted[3])[0] < 2e-5
 
 
-def test_hopper_adds_all_digits_to_states(op, hopper, backend, rng):
+def test_hopper_adds_all_digits_to_states(op, backend, rng):
     """Rounding dg takes 1.66e-3 and float16, in which the first pass hands its share on, about 0.8e-3: 1.84e-3. Where
     queries and keys were rounded on their way to states, that added 0.9e-3 and 0.7e-3: 2.2e-3.
     """
+    if backend.device.capability != 90:
+        pytest.skip("kernels for Hopper alone")
     call = Call(op, Case(T=512, K=64, V=64, H=1, dtype="bfloat16", gate="trained", initial=None, dht=False), rng)
     assert errors(call.on(backend)[1][3], call.exact[1][3])[0] < 2e-3
 

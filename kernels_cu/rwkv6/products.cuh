@@ -38,12 +38,3 @@ template <int DEPTH> __device__ __forceinline__ Steps steps_of_part(i64 K, int p
   const int all = int(K + DEPTH - 1) / DEPTH, each = (all + parts - 1) / parts;
   return {part * each * DEPTH, min(each, max(0, all - part * each))};
 }
-
-// Eight neighbours as tensor cores take them.
-template <typename T> __device__ __forceinline__ uint4 eight(const T* from) {
-  if constexpr (sizeof(T) > 1) return *reinterpret_cast<const uint4*>(from);
-  else {
-    const uint2 both = *reinterpret_cast<const uint2*>(from);
-    return {bf16_of_i8<0>(both.x), bf16_of_i8<1>(both.x), bf16_of_i8<0>(both.y), bf16_of_i8<1>(both.y)};
-  }
-}

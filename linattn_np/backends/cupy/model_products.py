@@ -172,26 +172,6 @@ class BatchProduct(ModelKernel):
         return max(ring, 4 * parts) + 8 * (2 * of_w + of_x + 1)
 
 
-class FewRowsProduct(ModelKernel):
-    """A product of few rows with up to eight vectors in terms, left in parts. Its blocks are small,
-    so that the next kernel's fit beside them."""
-
-    file = "rwkv6/few_rows_product"
-    arguments = members("pointers w scales x y, integers B K M")
-    shared = ("Shared",)
-    ROWS: ClassVar[int] = 16  # of a weight
-    SLICE: ClassVar[int] = 512  # of K
-    arch, threads, shared_bytes = "sm_90a", 256, 4 * 8 * 8 * 17
-    dtype: np.dtype
-
-    @classmethod
-    def parts(cls, K) -> int:
-        return ceil_div(K, cls.SLICE)
-
-    def blocks(self, M, K) -> int:
-        return ceil_div(M, self.ROWS) * self.parts(K)
-
-
 class WideProduct(ModelKernel):
     """Products of half-precision weights with at least `LEAST` vectors: a block has `ROWS` rows, and `GROUPS`
     warpgroups with 64 vectors each. `HALVES` = 2 blocks of a cluster share the copies of weights. A split of K leaves

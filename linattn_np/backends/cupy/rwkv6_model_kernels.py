@@ -101,39 +101,6 @@ class TimeMixBatch(ModelKernel):
         return ceil_div(B, self.SEQUENCES) * H
 
 
-class TimeMixMany(ModelKernel):
-    """`TimeMixBatch` on Hopper where a block has eight sequences at a time, a warp several, one after the other."""
-
-    file = "rwkv6/time_mix_many"
-    arguments = (*TIME_MIX, *members("integers turns"))
-    shared = ("Shared",)
-    SEQUENCES: ClassVar[int] = 8  # of a block at a time
-    arch, threads, parts = "sm_90a", 256, 1
-    shared_bytes = 4 * 64 * (8 * (4 + 3 + 2) + 4)
-    dtype: np.dtype
-    state: np.dtype
-
-    @classmethod
-    def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixMany, int] | None:
-        """The kernels that fit a call, as `TimeMixBatch.fitting` lists them."""
-        found = TimeMixBatch.fitting(dtype, state, terms, B, H, N, W, device)
-        if not found or found[0].SEQUENCES < cls.SEQUENCES or device.capability != 90:
-            return None
-        kernel, more = cls(dtype, state), W * (2 * 4 * cls.SEQUENCES + N * dtype.itemsize)
-        room = device.shared_per_multiprocessor // 2 - 1024
-        # Of states in half precision a warp must have several to be faster than `TimeMixBatch`.
-        pays = state == FLOAT32 or kernel.turns(B, H, device) > 1
-        return (kernel, more) if terms == 1 and pays and kernel.shared_bytes + more <= room else None
-
-    def turns(self, B, H, device) -> int:
-        """How many sequences a warp takes in turn: so many that all blocks run at once, two a multiprocessor."""
-        most = max(2 * device.multiprocessors, H)
-        return next(turns for turns in range(1, B + 1) if self.blocks(B, H, turns) <= most)
-
-    def blocks(self, B, H, turns) -> int:
-        return ceil_div(B, self.SEQUENCES * turns) * H
-
-
 class DecodeFew(ModelKernel):
     """All layers of one sequence's token in one launch, whose blocks hand each other words in place of barriers."""
 

@@ -10,8 +10,8 @@ import os
 from importlib.util import find_spec
 
 from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, GATED, STAGES, STEPS
+from .modes import MODES, mode
 
-MODES = ("auto", "staged", "recurrent")
 LONGEST_KEY = 256  # the recurrence keeps the state's columns in registers, up to this many channels
 KERNELS = {  # of each stage
     "chunk_cumsum": ("chunk_cumsum",),
@@ -21,11 +21,6 @@ KERNELS = {  # of each stage
     "combine": ("combine",),
 }
 STAGED = tuple(kernel for stage in KERNELS.values() for kernel in stage)
-
-
-def mode(problem) -> str:
-    """The form that runs: the delta rules have one."""
-    return "recurrent" if problem.mode == "recurrent" or problem.op in DELTA_RULES else "staged"
 
 
 def why_not(problem) -> str | None:

@@ -15,7 +15,8 @@ from ...array_kinds import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
 from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, RWKV7, RWKV7_STEP, STAGES, STEPS
 from ..cupy import peak_bandwidth
-from . import kernels, mode
+from . import kernels
+from .modes import mode
 from .runtime import launch
 
 

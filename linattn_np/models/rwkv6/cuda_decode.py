@@ -357,9 +357,8 @@ class Step:
         terms = buffers.mixed.shape[0]
         self.norm_shift(layer.ln1, buffers.mixed_x, layer.maa_x, shift, added, added and buffers.gate, xx=buffers.xx)
         self.data_mix(layer)
-        of_batch = () if my.by_rows else (kernels.TimeMixMany, kernels.TimeMixBatch)
-        fitting = (cls.fitting(T, my.state_dtype, terms, B, H, N, W, my.device) for cls in of_batch)
-        kernel, more_shared = next(filter(None, fitting), (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0))
+        batch = None if my.by_rows else kernels.TimeMixBatch.fitting(T, my.state_dtype, terms, B, H, N, W, my.device)
+        kernel, more_shared = batch or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
         parts = self.in_parts(
             layer,
             kernel.parts,
@@ -368,10 +367,9 @@ class Step:
             early=True,
         )
         (k, v, r, gate), (weight, bias) = buffers.kvrg[0], layer.ln_x
-        turns = {"turns": kernel.turns(B, H, my.device)} if isinstance(kernel, kernels.TimeMixMany) else {}
         self.draft.launch(
             kernel,
-            kernel.blocks(B, H, **turns),
+            kernel.blocks(B, H),
             more_shared=more_shared,
             k=k,
             v=v,
@@ -390,7 +388,7 @@ class Step:
             H=H,
             N=N,
             W=W,
-            **({"P": parts} if isinstance(kernel, kernels.TimeMixBatch) else turns),
+            **({"P": parts} if batch else {}),
             eps=my.group_eps,
         )
         return self.addend(layer, "output", buffers.y, buffers.x)
@@ -410,17 +408,9 @@ class Step:
         X, terms = buffers.mixed.dtype, buffers.mixed.shape[0]
         arrays = {"low": buffers.low, "up": layer.maa_up, "maa": layer.maa, "xx": buffers.xx, "d": buffers.d}
         arrays["mixed"] = buffers.mixed
-        parts, mix = self.low_rank_down(layer), kernels.DataMix.of_step(my.dtype, X, B, terms)
+        mix = kernels.DataMix.of_step(my.dtype, X, B, terms)
+        parts = self.in_parts(layer, buffers.low.shape[0], ("maa_down", buffers.mixed_x, buffers.low))
         self.draft.launch(mix, mix.blocks(B, D), **arrays, tokens=B, D=D, A=A, P=parts)
-
-    def low_rank_down(self, layer) -> int:
-        """Compute the first product of the data mix into `low`; returns in how many parts, which the data mix adds."""
-        x, low, (w, scales) = self.buffers.mixed_x, self.buffers.low, matrix_of(layer, "maa_down")
-        kernel, M, (terms, _, B, K) = model_products.FewRowsProduct(self.my.matrices), w.shape[1], x.shape
-        if terms == 1 or kernel.parts(K) > low.shape[0]:
-            return self.in_parts(layer, low.shape[0], ("maa_down", x, low))
-        self.draft.launch(kernel, kernel.blocks(M, K), w=w, scales=scales, x=x, y=low, B=B, K=K, M=M)
-        return kernel.parts(K)
 
     def in_parts(self, layer, most, *named, early=False) -> int:
         """Compute products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) and return their number of parts.
