@@ -53,8 +53,10 @@ __device__ __noinline__ void go_by_token(Part& S, const Args& args, i64 b, i64 h
                                          bool backwards) {
   const Span span = chunk_tokens(args.shape, chunk);
   const auto tokens = [&](const auto& x, int first) { return tokens_at(x, b, h, span.start, first); };
-  const auto x = tokens(backwards ? args.given_q : args.given_k, channel), g = tokens(args.g, channel);
-  const auto y = tokens(backwards ? args.given_do : args.given_v, column), gv = tokens(args.gv, column);
+  const auto x = tokens(backwards ? args.given_q : args.given_k, channel);
+  const auto y = tokens(backwards ? args.given_do : args.given_v, column);
+  const auto g = tokens(args.g, channel);
+  const auto gv = tokens(args.gv, column);
   const int rows = int(span.stop - span.start), channels = int(args.shape.K) - channel,
             columns = int(args.shape.V) - column;
   const float scale = backwards ? float(args.scale) : 1.f;
