@@ -56,7 +56,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize(
     "where, call, how",  # after the two calls that compile
-    [("forward", 3, IN_A_CALLBACK), ("forward", 3, IN_A_STRING), ("from_file", 1, IN_A_STRING)],
+    [("forward", 3, IN_A_CALLBACK), ("forward", 3, IN_A_STRING), ("of_file", 1, IN_A_STRING)],
 )
 @pytest.mark.parametrize("alone", [True, False])
 def test_no_moment_loses_an_interrupt(where, call, how, alone, tmp_path):

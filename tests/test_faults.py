@@ -34,6 +34,8 @@ SMALLEST = {
     "generate": ["--device", "cpu"],
     "train": ["--text", __file__, "--out", "never"],
     "quantise": ["--dtype", "int8", "--text", __file__, "--out", "never.safetensors"],
+    "merge": ["--model", "never", "--adapter", "never", "--out", "never.safetensors"],
+    "evaluate": ["never", __file__, "--device", "cpu"],
 }
 SMALL = ["--layers", 1, "--width", 16, "--head-size", 8, "--batch", 2, "--context", 24, "--steps", 4, "--device", "cpu"]
 
@@ -219,7 +221,7 @@ def test_out_is_tried_before_the_first_step(trained, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").write_text("another model")
     code, lines = trained(*SMALL)
-    assert code == 2 and "out holds a model.safetensors, which the training would replace" in lines[-1]
+    assert code == 2 and "out holds model.safetensors, which the training would replace" in lines[-1]
     code, lines = trained(*SMALL, "--out", "/proc/nowhere")
     assert code == 2 and "/proc/nowhere: No such file or directory" in lines[-1]
 
