@@ -115,7 +115,7 @@ SPILLED = {
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
 # for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
 # theirs to functions out of line, for gates that grow.
-STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 256}
+STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 272}
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@
 #include "backward_tokens.cuh"
 
 // What a chunk's gates above 0 may add up to, in nats, for its factors to hold: e^-10 passes a reset (float16: e^-12),
-// and float16's tokens stay below e^8. So it is, too, where every gate is less than GROWTH: then nobody adds up.
+// and float16's tokens stay below e^8. Float16's share of dg has units in chunks that go token by token alone: there a
+// gate of GROWTH is enough. Where every gate is less than GROWTH, nobody adds up.
 template <typename T> constexpr float GROWN = 6.f;
-template <> constexpr float GROWN<f16> = 4.f;
+template <> constexpr float GROWN<f16> = 0.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 

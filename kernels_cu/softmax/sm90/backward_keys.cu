@@ -233,7 +233,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     start();
     add(dk, ds, s.q[before][0], begun);
     if (!fresh) hand_back();
-    wgmma_wait<2>();
+    wgmma_wait<CAPPED && D == 128 ? 0 : 2>();  // caps leave no registers for ds
     wgmma_keep(st);
     weigh();
     if (fresh) {
