@@ -169,8 +169,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     for (int n = 0; n < KEYS / 16; ++n) wgmma<T, D, true>(dq, ds[n], kt + n * (16 * 128 / 16), n > 0 || begun);
     wgmma_commit();
   };
-  // Call it behind a branch on what is to be computed under the product: the assembler moves a wait to the beginning of
-  // its basic block.
+  // Call it at the beginning of a branch that the whole warpgroup takes: the assembler moves a wait to the beginning of
+  // its basic block, before what is to be computed under the product.
   auto end_adding = [&] {
     wgmma_wait<0>();
     wgmma_keep(dq);

@@ -133,8 +133,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     for (int n = 0; n < KEYS / 16; ++n) wgmma<T, V, true>(o, weights[n], b + n * (16 * 128 / 16), n > 0 || begun);
     wgmma_commit();
   };
-  // Call it behind a branch on what is to be computed under the product: the assembler moves a wait to the beginning of
-  // its basic block.
+  // Call it at the beginning of a branch that the whole warpgroup takes: the assembler moves a wait to the beginning of
+  // its basic block, before what is to be computed under the product.
   auto end_reading = [&] {
     wgmma_wait<0>();
     wgmma_keep(o);
@@ -238,11 +238,12 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     if (fresh) {
       end_reading();
       finish(last, last_shift, last_sum);
-    } else if (__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f)) {
+    } else {
       end_reading();
+      if (__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f))
 #pragma unroll
-      for (int n = 0; n < V / 2; ++n) o[n] *= kept[n / 2 % 2];
-    } else end_reading();
+        for (int n = 0; n < V / 2; ++n) o[n] *= kept[n / 2 % 2];
+    }
     leave(s.v_empty[v.at]);
     v.next();
     begun = !fresh;
