@@ -2,7 +2,7 @@
 // math      h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
 // shapes    kg b [B, H, T, K] float32, v [B, H, T, V], h [B, H, NC, K, V], initial and final [N, H, K, V], all float32
 // grid      a block for every (sequence, head, 64 channels, 64 columns of V), sequence slowest; 128 threads
-// smem      Shared: 16 tokens of kg and v; the next 16 are loaded to registers meanwhile
+// smem      Shared: 16 tokens of kg and v
 // barriers  two every 16 tokens: tiles loaded | tiles free
 // numerics  the state stays in float32 accumulators; products as in product.cuh
 // source    Yang et al., 2024, eq. 4
@@ -12,7 +12,6 @@
 #include "tensor.cuh"
 
 constexpr int THREADS = 128, SLAB = 16, TILE = 64, LD = TILE + 8;
-constexpr int DOWN = THREADS / TILE, EACH = SLAB / DOWN;  // rows of a slab: loaded at once; of a thread
 
 template <typename T> struct Args {
   Rows<const float> kg, b;
@@ -28,25 +27,8 @@ struct Shared {
   float v[SLAB * LD];  // [16, 64]
 };
 
-// A thread's part of a slab of rows from `token` on: one column, every DOWN-th row; zero where the row is not before
-// `stop` or the column is past `width`.
-template <typename T>
-__device__ __forceinline__ void load_slab(float (&x)[EACH], const Rows<const T>& from, i64 batch, i64 head, i64 token,
-                                          i64 stop, i64 tile, i64 width) {
-  const i64 first = token + threadIdx.x / TILE, column = tile + threadIdx.x % TILE;
-  const int rows = column < width ? int(min(stop - first, i64(SLAB))) : 0;
-  const T* at = from.row(batch, head, first) + column;
-#pragma unroll
-  for (int n = 0; n < EACH; ++n, at += DOWN * from.t) x[n] = n * DOWN < rows ? to_float(*at) : 0.f;
-}
-__device__ __forceinline__ void store_slab(float* to, const float (&x)[EACH]) {
-#pragma unroll
-  for (int n = 0; n < EACH; ++n) to[(threadIdx.x / TILE + n * DOWN) * LD + threadIdx.x % TILE] = x[n];
-}
-
-// 4 blocks a multiprocessor, of float32, whose products take more registers, 2.
-template <typename T>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 4) stages_inter_chunk(const Args<T> args) {
+// 3 blocks a multiprocessor: without a word the compiler takes 128 registers and spills.
+template <typename T> __global__ void __launch_bounds__(THREADS, 3) stages_inter_chunk(const Args<T> args) {
   constexpr bool EXACT = sizeof(T) == 4;
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   const Shape& shape = args.shape;
@@ -70,34 +52,18 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 4) stages_inter_
   };
   if (args.initial) each([&](float& x, i64, i64 at) { x = args.initial[(n * shape.H + h) * size + at]; });
 
-  // The next slab, and of a chunk's first one what the chunk's gates add up to, in this lane's two channels.
-  float next_k[EACH], next_v[EACH], total[2] = {};
-  const auto load = [&](const Span& span, i64 token) {
-    load_slab(next_k, args.kg, batch, h, token, span.stop, k_tile, shape.K);
-    load_slab(next_v, args.v, batch, h, token, span.stop, v_tile, shape.V);
-    if (token > span.start) return;
-    const float* last = args.b.row(batch, h, span.stop - 1);
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-      if (const i64 channel = k_tile + 16 * warp + g + 8 * m; channel < shape.K) total[m] = last[channel];
-  };
-  Span span = {}, next = {};
-  if (chunks.start < chunks.stop) next = chunk_tokens(shape, chunks.start), load(next, next.start);
   for (i64 c = chunks.start; c < chunks.stop; ++c) {
-    span = next;
-    if (c + 1 < chunks.stop) next = chunk_tokens(shape, c + 1);
+    const Span span = chunk_tokens(shape, c);
     float* before = args.h + ((batch * shape.H + h) * shape.NC + c) * size;
-    const float decay[2] = {decay_of(total[0]), decay_of(total[1])};
-    each([&](float& x, i64, i64 at) { before[at] = x; });
-#pragma unroll
-    for (int tile = 0; tile < TILE / 8; ++tile)
-#pragma unroll
-      for (int x = 0; x < 4; ++x) S[tile][x] *= decay[x >> 1];
+    const float* total = args.b.row(batch, h, span.stop - 1);
+    each([&](float& x, i64 channel, i64 at) {
+      before[at] = x;
+      x *= decay_of(total[channel]);
+    });
     for (i64 token = span.start; token < span.stop; token += SLAB) {
-      store_slab(s.k, next_k), store_slab(s.v, next_v);
+      load_tile<SLAB, TILE, LD, THREADS>(s.k, args.kg, batch, h, token, span.stop, k_tile, shape.K);
+      load_tile<SLAB, TILE, LD, THREADS>(s.v, args.v, batch, h, token, span.stop, v_tile, shape.V);
       __syncthreads();  // the tiles are in shared memory
-      if (token + SLAB < span.stop) load(span, token + SLAB);
-      else if (c + 1 < chunks.stop) load(next, next.start);
 #pragma unroll
       for (int j = 0; j < SLAB; j += 8) {
         Operand<EXACT, 4> a;
