@@ -132,7 +132,8 @@ class Words(Bytes):
 
 def test_texts_json_lines_and_binidx(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "né"}) + "\n\n" + json.dumps({"text": "b", "more": 1}) + "\n")
+    lines = json.dumps({"text": "né"}), "", json.dumps({"text": "b", "more": 1}), ""
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert corpus.read(tmp_path / "a.txt", Bytes()).tolist() == [97, 98, 255]
     assert corpus.read(tmp_path / "a.jsonl", Bytes()).tolist() == [*"né".encode(), 10, 98, 10]
     assert corpus.read(tmp_path / "a.jsonl", Words()).tolist() == [*"né".encode(), 300, 98, 300]

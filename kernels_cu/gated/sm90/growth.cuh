@@ -11,8 +11,7 @@
 // What a chunk's gates above 0 may add up to, in nats, for its factors to hold: e^-10 passes a reset (float16: e^-12),
 // and float16's tokens stay below e^8. Float16's share of dg has units in chunks that go token by token alone: there a
 // gate of GROWTH is enough. Where every gate is less than GROWTH, nobody adds up.
-template <typename T> constexpr float GROWN = 6.f;
-template <> constexpr float GROWN<f16> = 0.f;
+constexpr float GROWN = 6.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
@@ -51,7 +50,7 @@ __device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, in
 
 // Whether gates of a channel of the warp add up to more; true for NaN too. Out of line, from shared memory: there are
 // no registers where this is asked for.
-template <typename T, typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panels)[CHUNK][PANELS]) {
+template <typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panels)[CHUNK][PANELS]) {
   Gates<G> gates;
   gates.load(panels, lane_offset());
   float grown[2] = {};
@@ -59,11 +58,11 @@ template <typename T, typename G, int PANELS> __device__ __noinline__ bool adds_
     const float2 two = two_gates(gates, n, h);
     grown[h] = (grown[h] + at_least(two.x, 0.f)) + at_least(two.y, 0.f);
   });
-  return __any_sync(0xffffffffu, !(channel_sum(grown[0]) <= GROWN<T>) | !(channel_sum(grown[1]) <= GROWN<T>));
+  return __any_sync(0xffffffffu, !(channel_sum(grown[0]) <= GROWN) | !(channel_sum(grown[1]) <= GROWN));
 }
 template <typename T, typename G, int PANELS>
 __device__ __forceinline__ bool outgrows(const Gates<G>& gates, G (*panels)[CHUNK][PANELS]) {
-  return __any_sync(0xffffffffu, any_grows<T>(gates)) && adds_up<T>(panels);
+  return __any_sync(0xffffffffu, any_grows<T>(gates)) && (!IN_UNITS<T> || adds_up(panels));
 }
 
 // ---- a token --------------------------------------------------------------------------------------------------------

@@ -152,12 +152,13 @@ def fits_hoppers_forward(problem, device, arrays) -> bool:
 
 
 def runs_on_hopper(problem, device) -> bool:
-    """Whether Hopper's own kernels take such data: half precision, but no float32 gates of 64 channels or fewer. With
-    these the forward kernel never ended on an H200; the cause is not known yet, and the portable kernels compute them.
+    """Whether Hopper's own kernels take such data: half precision, but no float32 gates of every channel. With these
+    the forward kernel's instance for 64 channels never ended on an H200, and wider heads have launches of 64 channels,
+    too. The cause is not known yet, and the portable kernels compute these calls.
     """
     gates = list(problem.arrays.values())[3:4]  # none, of a token, or of its channels
-    narrow = problem.sizes["K"] <= TILES[0] and any(g.dtype == FLOAT32 and g.shape[-1] > 1 for g in gates)
-    return device.capability == 90 and problem.dtype.itemsize == 2 and not narrow
+    wide_gates = any(g.dtype == FLOAT32 and g.shape[-1] > 1 for g in gates)
+    return device.capability == 90 and problem.dtype.itemsize == 2 and not wide_gates
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
