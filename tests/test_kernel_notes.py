@@ -39,8 +39,11 @@ def classes(base=Kernel):
 
 
 def launchers(kernel) -> str:
-    """The files whose functions speak of the class."""
-    return ", ".join(path.name for package, path in HOSTS if speaks_of(import_module(f"{package}.{path.stem}"), kernel))
+    """The files whose functions speak of the class, those of models with their version's folder."""
+    found = (path for package, path in HOSTS if speaks_of(import_module(f"{package}.{path.stem}"), kernel))
+    return ", ".join(
+        path.name if path.parent.name in ("cupy", "models") else f"{path.parent.name}/{path.name}" for path in found
+    )
 
 
 def speaks_of(module, kernel) -> bool:

@@ -13,7 +13,7 @@ from ...array_kinds import BFLOAT16
 from .arguments import members
 from .kernel import ModelKernel
 from .plan import FLOAT32, ceil_div
-from .rwkv6_model_kernels import GatedNorm, low_rank_blocks, low_rank_shared
+from .rwkv6_model_kernels import GatedNorm, low_rank_blocks
 
 DOWNS = 4  # matrices of low rank: of the decay, the learning rate, the gate and the value
 
@@ -36,22 +36,17 @@ class Openings(ModelKernel):
     def of_prompt(cls, dtype):
         return cls(dtype, dtype, 2, 2)
 
-    @property
-    def shared_bytes(self):
-        return low_rank_shared(self.dtype, self.TILES, self.PARTS)
-
     def blocks(self, tokens, D) -> int:
         return DOWNS * low_rank_blocks(self.TILES, tokens, D)
 
 
-class TimeMixStep(ModelKernel):
+class TimeMixOfToken(ModelKernel):
     file = "rwkv7/time_mix_step"
     arguments = members(
         "pointers v k r w openings first removal replacement bonus weight bias state slots y, integers B H N, reals eps"
     )
     shared = ("Scratch",)
     threads = 256
-    shared_bytes = 4 * (7 * 256 + 4 * 8 + 2 * 8 + 2 * 4 * 256)
     X: np.dtype
     state: np.dtype
     TERMS: int

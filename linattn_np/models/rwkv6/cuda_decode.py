@@ -62,7 +62,6 @@ class Step(cuda_decoder.Step):
             kernel.parts,
             ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
-            early=True,
         )
         (k, v, r, gate), (weight, bias) = buffers.kvrg[0], layer.ln_x
         self.draft.launch(

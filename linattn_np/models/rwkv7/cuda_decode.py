@@ -38,14 +38,13 @@ class Step(cuda_decoder.Step):
             layer,
             ("vkr", buffers.mixed[:, 3:], buffers.vkr, WRITE),
             ("down", buffers.mixed[:, :4], buffers.low, WRITE),
-            early=True,
         )
         opening, (w, openings) = kernels.Openings.of_step(my.dtype), (buffers.w, buffers.openings)
         arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases, "w": w, "openings": openings}
         self.draft.launch(opening, opening.blocks(B, D), **arrays, tokens=B, D=D, R=my.rank)
         (v, k, r), (weight, bias) = buffers.vkr, layer.ln_x
         self.draft.launch(
-            kernels.TimeMixStep(buffers.y.dtype, my.state_dtype, buffers.y.shape[0]),
+            kernels.TimeMixOfToken(buffers.y.dtype, my.state_dtype, buffers.y.shape[0]),
             B * H,
             v=v,
             k=k,
