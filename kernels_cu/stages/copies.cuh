@@ -16,15 +16,20 @@ template <typename T, int COLS> constexpr int LD = COLS + (sizeof(T) == 2 ? 8 : 
 // `width` on. All rows are whole pieces of BYTES.
 template <int BYTES, int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
-  constexpr int PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
-#pragma unroll 8
-  for (int at = threadIdx.x; at < ROWS * ACROSS; at += THREADS) {
-    const int row = at / ACROSS, column = at % ACROSS * PIECE;
-    const bool inside = row < rows && column < width;
-    const T* piece = inside ? from + row * stride + column : from;
-    T* const to = tile + row * LD + column;
-    if constexpr (BYTES >= 4) cp_async<BYTES>(to, piece, inside);
-    else *to = inside ? *piece : from_float<T>(0.f);
+  constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS < ACROSS ? 1 : THREADS / ACROSS;
+  const u32 thread = opaque(threadIdx.x);
+  const int row = thread / ACROSS;
+  rows -= row;
+#pragma unroll 1
+  for (int column = thread % ACROSS * PIECE; column < COLS; column += THREADS * PIECE) {
+    T* to = tile + row * LD + column;
+    const T* piece = from + row * stride + column;
+#pragma unroll
+    for (int down = 0; down < ROWS; down += DOWN, to += DOWN * LD, piece += DOWN * stride) {
+      const bool inside = down < rows && column < width;
+      if constexpr (BYTES >= 4) cp_async<BYTES>(to, piece, inside);  // reads nothing that is not inside
+      else *to = inside ? *piece : from_float<T>(0.f);
+    }
   }
 }
 template <int ROWS, int COLS, int LD, typename T>

@@ -103,7 +103,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
 #pragma unroll
         for (int x = 0; x < 4; ++x) S[tile][x] *= decays[x >> 1];
     }
-#pragma unroll
+#pragma unroll 1
     for (int j = 0; j < STEP; j += 16) {
       LeftOf<T> a;
       load_rounded<true>(a, in.k + j * LD<float, TILE> + 16 * warp, LD<float, TILE>);
