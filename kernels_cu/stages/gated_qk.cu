@@ -11,7 +11,7 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-constexpr int FLIGHT = 8;  // tokens that are read before the first of them is written
+constexpr int FLIGHT = 4;  // tokens that are read before the first of them is written
 
 template <typename T> struct Args {
   Rows<const T> q, k;
@@ -20,30 +20,31 @@ template <typename T> struct Args {
   Shape shape;
 };
 
-template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 4) stages_gated_qk(const Args<T> args) {
+template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3) stages_gated_qk(const Args<T> args) {
   const Shape& shape = args.shape;
   const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
   const Span span = chunk_tokens(shape, c);
 #pragma unroll 1
   for (i64 channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
-    const auto row = [&](const auto& x, i64 t) { return x.row(batch, h, t) + channel; };
+    const auto first_row = [&](const auto& x) { return x.row(batch, h, span.start) + channel; };
+    auto q = first_row(args.q), k = first_row(args.k);
+    auto b = first_row(args.b) - (ReadOrder::reads_before_write ? args.b.t : 0), e = first_row(args.e);
+    auto qg = first_row(args.qg), kg = first_row(args.kg);
 #pragma unroll 1
     for (i64 first = span.start; first < span.stop; first += FLIGHT) {
-      Real<T> q[FLIGHT], k[FLIGHT], from_start[FLIGHT], to_end[FLIGHT];
+      Real<T> query[FLIGHT], key[FLIGHT], from_start[FLIGHT], to_end[FLIGHT];
 #pragma unroll
-      for (int n = 0; n < FLIGHT; ++n) {
-        const i64 t = first + n, read = ReadOrder::reads_before_write ? t - 1 : t;
-        const bool inside = t < span.stop;
-        q[n] = inside ? to_real(*row(args.q, t)) : Real<T>(0);
-        k[n] = inside ? to_real(*row(args.k, t)) : Real<T>(0);
-        from_start[n] = inside && read >= span.start ? *row(args.b, read) : Real<T>(0);
-        to_end[n] = inside ? *row(args.e, t) : Real<T>(0);
+      for (int n = 0; n < FLIGHT; ++n, q += args.q.t, k += args.k.t, b += args.b.t, e += args.e.t) {
+        const bool inside = first + n < span.stop;
+        query[n] = inside ? to_real(*q) : Real<T>(0), key[n] = inside ? to_real(*k) : Real<T>(0);
+        from_start[n] = inside && (!ReadOrder::reads_before_write || first + n > span.start) ? *b : Real<T>(0);
+        to_end[n] = inside ? *e : Real<T>(0);
       }
 #pragma unroll
-      for (int n = 0; n < FLIGHT; ++n) {
-        if (first + n >= span.stop) break;
-        *row(args.qg, first + n) = q[n] * decay_of(from_start[n]);
-        *row(args.kg, first + n) = k[n] * decay_of(to_end[n]);
+      for (int n = 0; n < FLIGHT; ++n, qg += args.qg.t, kg += args.kg.t) {
+        if (first + n >= span.stop) continue;
+        *qg = query[n] * decay_of(from_start[n]);
+        *kg = key[n] * decay_of(to_end[n]);
       }
     }
   }

@@ -7,16 +7,10 @@ import numpy as np
 from ...contract import SUB_CHUNK
 from .arguments import members
 from .gated_kernels import CHANNELS, channels
-from .kernel import CTYPES, DOUBLE, FLOATS, REAL, CType, GatedKernel, Kernel, no_kernels, struct
+from .kernel import CTYPES, DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import Array, Draft, ceil_div, common_bytes
 
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
-STEP, STEPS = 32, 3  # tokens or channels that a tiled stage multiplies at once; such steps in shared memory
-
-
-def padded_row(numbers, size) -> int:
-    """The distance of a tile's rows, as stages/copies.cuh has it, in numbers of `size` bytes."""
-    return numbers + (8 if size == 2 else 4)
 
 
 class ChunkCumsum(Kernel):
@@ -41,15 +35,6 @@ class InterChunk(Kernel):
     threads = 128
     dtype: np.dtype
 
-    @property
-    def shared_bytes(self):
-        size = self.dtype.itemsize
-        tiles = (
-            REAL.array(STEP * padded_row(STAGE_COLUMNS, 4)),
-            CType(size, size).array(STEP * padded_row(STAGE_COLUMNS, size)),
-        )
-        return STEPS * struct(*tiles, REAL.array(STAGE_COLUMNS), alignment=16).size
-
 
 class IntraChunk(GatedKernel):
     file = "stages/intra_chunk"
@@ -63,14 +48,6 @@ class IntraChunk(GatedKernel):
         """Rows of scores a block."""
         return SUB_CHUNK if self.BK > 128 else 64
 
-    @property
-    def shared_bytes(self):
-        tokens, padded = SUB_CHUNK * self.BK, SUB_CHUNK * (self.BK + 8)
-        given, gates = (CType(dtype.itemsize, dtype.itemsize) for dtype in (self.dtype, self.gate))
-        numbers = (self.rows // SUB_CHUNK) * (padded + self.BK) + 2 * padded + 2 * self.BK + SUB_CHUNK**2
-        queries = given.array(tokens if self.dtype.itemsize == 2 else 1)
-        return struct(REAL.array(numbers), given.array(tokens), gates.array(tokens), queries, alignment=16).size
-
 
 class Combine(Kernel):
     file = "stages/combine"
@@ -78,11 +55,6 @@ class Combine(Kernel):
     shared = ("Shared<{dtype}>",)
     threads = 128
     dtype: np.dtype
-
-    @property
-    def shared_bytes(self):
-        left, right = STAGE_COLUMNS * padded_row(STEP, 4), STEP * padded_row(STAGE_COLUMNS, 4)
-        return STEPS * 4 * (left + right)
 
 
 class Float64InterChunk(Kernel):
