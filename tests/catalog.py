@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -250,10 +249,7 @@ def of_models():
         yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:
-        for kernel in dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B)):
-            yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
-    for T in HALF:
-        yield from model_products.WideProduct.all(T)
+        yield from dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B))
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     for X in CTYPES:

@@ -52,7 +52,8 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
     modules = {path.as_posix() for path in files if path.suffix in (".py", ".pyi")}
     kernels = {f"linattn_np/kernels_cu/{path.relative_to(KERNELS).as_posix()}" for path in KERNELS.rglob("*.cu*")}
     model = {f"linattn_np/data/austen-x060/{name}" for name in ("README.md", "model.safetensors")}
-    assert held == modules | kernels | model | {"linattn_np/py.typed"}
+    others = {"linattn_np/py.typed", "linattn_np/kernels_cu/shared_memory.json"}
+    assert held == modules | kernels | model | others
     assert any(name.endswith(".cu") for name in kernels) and any(name.endswith(".cuh") for name in kernels)
 
 

@@ -35,8 +35,7 @@ template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared
 };
 
 template <class Rule, typename T, typename G, int BK, int COLUMNS>
-__global__ void __launch_bounds__(THREADS, COLUMNS * sizeof(Real<T>) == 4 ? 3 : 2)
-    delta_recurrent_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args<T, G> args) {
   using R = Real<T>;
   using Storage = Shared<Rule, T, G, BK, COLUMNS>;
   constexpr int LANES = Storage::LANES, BV = Storage::BV, SLAB = TOKENS<T, BK>;

@@ -15,7 +15,7 @@ from ...declarations import RWKV6
 from ...problem import Problem
 from . import gated
 from .arguments import members
-from .kernel import BARRIER, INT8, INTEGER, REAL, CType, ModelKernel, padded, struct
+from .kernel import INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
@@ -154,14 +154,6 @@ class DecodeFew(ModelKernel):
     def bytes_of_float(self) -> int:
         """Bytes of a norm's float beside its operands; 0 if the operands replace it."""
         return {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
-
-    @property
-    def shared_bytes(self):
-        """The size of the struct `Shared` in decode_weights.cuh, without the stage behind it."""
-        ring = CType(2 * (8 * 1024 + 64), 1).array(self.stages)
-        stages, tiles, units = BARRIER.array(2 * self.stages), INTEGER.array(4 * 8), REAL.array(2 * 8)
-        turns, norms, parts = BARRIER.array(2 * 2), REAL.array(2 * 8), REAL.array(2 * 4 * 16 * (8 + 4))
-        return struct(ring, stages, tiles, units, turns, norms, parts).size
 
 
 class Argmax(ModelKernel):

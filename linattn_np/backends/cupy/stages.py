@@ -33,7 +33,6 @@ class InterChunk(Kernel):
     arguments = members("rows kg b v, pointers h initial final, shape")
     shared = ("Shared",)
     threads = 128
-    shared_bytes = 4 * (2 * 16 * (64 + 8))  # k and v of 16 tokens, in padded rows
     dtype: np.dtype
 
 
@@ -44,20 +43,12 @@ class IntraChunk(GatedKernel):
     threads = 128
     BK: int
 
-    @property
-    def shared_bytes(self):
-        tokens, warps = SUB_CHUNK, self.threads // 32
-        return 4 * (
-            3 * tokens * (self.BK + 8) + 2 * self.BK + warps * tokens**2
-        )  # q, k, g; a decay, u; parts of scores
-
 
 class Combine(Kernel):
     file = "stages/combine"
     arguments = members("rows qg h A v o, shape, reals scale")
     shared = ("Shared",)
     threads = 128
-    shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))  # both factors of a product, in padded rows
     dtype: np.dtype
 
 

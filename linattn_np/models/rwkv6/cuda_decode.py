@@ -364,7 +364,6 @@ class Step:
             kernel.parts,
             ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
-            early=True,
         )
         (k, v, r, gate), (weight, bias) = buffers.kvrg[0], layer.ln_x
         self.draft.launch(
@@ -412,28 +411,27 @@ class Step:
         parts = self.in_parts(layer, buffers.low.shape[0], ("maa_down", buffers.mixed_x, buffers.low))
         self.draft.launch(mix, mix.blocks(B, D), **arrays, tokens=B, D=D, A=A, P=parts)
 
-    def in_parts(self, layer, most, *named, early=False) -> int:
+    def in_parts(self, layer, most, *named) -> int:
         """Compute products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) and return their number of parts.
 
-        The kernel that reads y adds the parts. `most`: the parts that it can add. `early`: see `BatchProduct.fitting`.
+        The kernel that reads y adds the parts. `most`: the parts that it can add.
         """
         matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
-        kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
+        kernel = self.batch_product(matrices, B, K) if most > 1 else None
         if kernel and kernel.SPLIT <= most:
             products = [(*matrix_of(layer, name), x, y[: kernel.SPLIT], PARTS) for name, x, y in named]
             kernel.launch(self.draft, products, B, K)
             return kernel.SPLIT
-        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named), early=early)
+        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named))
         return 1
 
     def addend(self, layer, name, vectors, x=None) -> Array | None:
         """Compute a product that the next norm adds to x, in parts [P, B, D]; None if it is added to `x` at once."""
         w, (_, _, B, K) = getattr(layer, name), vectors.shape
-        found = None if self.my.by_rows else self.product_of_batch([w], B, K, in_parts=True)
-        if found:
-            launch, parts = found
-            added = self.buffers.added[:parts]
-            launch(self.draft, [(*matrix_of(layer, name), vectors, added, PARTS)], B, K)
+        kernel = None if self.my.by_rows else self.batch_product([w], B, K)
+        if kernel:
+            added = self.buffers.added[: kernel.SPLIT]
+            kernel.launch(self.draft, [(*matrix_of(layer, name), vectors, added, PARTS)], B, K)
             return added[:, 0]
         added = self.buffers.added[0]
         self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
@@ -463,37 +461,24 @@ class Step:
             eps=self.my.layer_eps,
         )
 
-    def matmul(self, weights, *named, early=False):
-        """Compute products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) with the same B and K.
-
-        `early`: see `BatchProduct.fitting`.
-        """
+    def matmul(self, weights, *named):
+        """Compute products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) with the same B and K."""
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
         if self.my.by_rows:
             self.by_rows(products, B, K)
-        elif found := self.product_of_batch([w for w, *_ in products], B, K, early=early):
-            launch, _ = found
-            launch(self.draft, products, B, K)
+        elif kernel := self.batch_product([w for w, *_ in products], B, K):
+            kernel.launch(self.draft, products, B, K)
         elif len(named) > 1:
             for product in named:
                 self.matmul(weights, product)
         else:
             self.by_library(*products[0])
 
-    def product_of_batch(self, matrices, B, K, in_parts=False, early=False):
-        """The function that launches products on Hopper's kernels, and the number of parts of those with `PARTS`; None
-        if the library is faster."""
-        my, rows = self.my, [w.shape[:2] for w in matrices]
-        if wide := model_products.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device, early):
-            kernel, parts = wide
-            return partial(kernel.launch, parts=parts), parts
-        kernel = self.batch_product(matrices, B, K, early)
-        return kernel and (kernel.launch, kernel.SPLIT)
-
-    def batch_product(self, matrices, B, K, early=False):
+    def batch_product(self, matrices, B, K):
+        """Hopper's kernel for products of these matrices; None if the library is faster."""
         rows = [w.shape[:2] for w in matrices]
-        return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device, early)
+        return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
 
     def by_rows(self, products, B, K):
         listed = [
