@@ -315,7 +315,10 @@ ROOMS = {
     "interop/torch_memory": (["interop.calls"], ["torch", "cupy"]),
     "models": ([f"models.{name}" for name in AROUND] + CHECKED, ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/__init__": (["models"], []),
-    "models/gguf_files": (["models.files", "models.number_checks", "errors"], ["numpy", "ml_dtypes", "gguf"]),
+    "models/gguf_files": (
+        ["models.files", "models.number_checks", "models.stored_zip", "argument_checks", "errors"],
+        ["numpy", "ml_dtypes", "gguf"],
+    ),
     "models/matrices": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/matrix_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
