@@ -351,7 +351,7 @@ class Compiled:
 
     def panels(self, x):
         """x [B, HK, S, D] as [B HK, n, PANEL, D'], with zeros behind its keys and its columns."""
-        panel, columns, D = self.loops.PANEL, self.loops.COLUMNS, x.shape[-1]
+        panel, columns, D = self.loops.PANEL, self.loops.BLOCK_COLUMNS, x.shape[-1]
         found = np.zeros((len(self.q), -(-self.S // panel) * panel, -(-D // columns) * columns), np.float32)
         found[:, : self.S, :D] = x.reshape(-1, self.S, D)
         return found.reshape(len(found), -1, panel, found.shape[-1])
@@ -371,7 +371,7 @@ class Compiled:
         def task(head, first):
             arrays = self.q[head], self.keys[head], self.values[head], self.first_key, self.last_key
             queries = first, min(first + step, self.T), self.softcap
-            return loops.attend(*arrays, *queries, found[head], m[head], l[head])
+            return loops.attention_forward(*arrays, *queries, found[head], m[head], l[head])
 
         firsts = range(0, self.T, step)
         tasks = [(head, first) for first in reversed(firsts) for head in range(len(found))]
@@ -396,7 +396,7 @@ class Compiled:
 
         def task(head):
             keys = self.keys[head], self.values[head], self.first_key, self.last_key
-            return loops.pull(
+            return loops.attention_backward(
                 self.q[head],
                 *(x[head] for x in of_rows),
                 *keys,
