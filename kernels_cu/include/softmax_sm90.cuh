@@ -7,15 +7,6 @@
 constexpr int PANEL = 64;  // columns of a row of 128 bytes
 template <typename T, int D, int ROWS> using Tile = T[D / PANEL][ROWS * PANEL];
 
-// The current stage of a ring of N buffers, and the parity of the phase that a wait for its barriers is for.
-template <int N> struct Ring {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == N) stage = 0, parity ^= 1;
-  }
-};
-
 // x, which is the same in all lanes though the compiler cannot know it. The compiler then keeps what depends on x in
 // uniform registers and branches; otherwise it computes the descriptors of wgmma's operands lane by lane.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
