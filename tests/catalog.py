@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -22,6 +21,7 @@ from linattn_np.backends.cupy import (
 from linattn_np.backends.cupy import gated_kernels as gated
 from linattn_np.backends.cupy import rwkv6_model_kernels as rwkv6
 from linattn_np.backends.cupy import rwkv6_training_kernels as training
+from linattn_np.backends.cupy import rwkv7_model_kernels as rwkv7
 from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
@@ -234,9 +234,9 @@ def terms_of(X) -> tuple[int, ...]:
 def of_models():
     for T in CTYPES:
         yield rwkv6.LogDecay(T)
-        for width, parts in product(rwkv6.NormShift.WIDTHS, rwkv6.NormShift.PARTS_AT_MOST):
-            for terms in terms_of(T):
-                yield rwkv6.NormShift(T, width, parts, terms)
+        norm = rwkv6.NormShift
+        for how in product(norm.WIDTHS, norm.PARTS_AT_MOST, terms_of(T), norm.MIXES_AT_MOST):
+            yield norm(T, *how)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
         for width in rwkv6.GatedNorm.WIDTHS:
@@ -260,14 +260,16 @@ def of_models():
         yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:
-        for kernel in dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B)):
-            yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
-    for T in HALF:
-        yield from model_products.WideProduct.all(T)
+        yield from dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B))
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
+        yield from (rwkv7.Openings.of_step(X), rwkv7.Openings.of_prompt(X))
+        for cls, width in product((rwkv7.Keys, rwkv7.BonusNorm), rwkv7.Keys.WIDTHS):
+            yield cls(X, width)
+        for S, terms in product(CTYPES, terms_of(X)):
+            yield rwkv7.TimeMixOfToken(X, S, terms)
 
 
 def of_training():

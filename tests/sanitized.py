@@ -17,6 +17,7 @@ from reference import DECAYS, draw, draw_states
 from test_decode_kernels import SIZES, SMALL, synthetic
 from test_delta_on_hopper import call as delta_call
 from test_delta_on_hopper import drawn as delta_tokens
+from test_rwkv_on_cuda import random_weights
 from test_training_kernels import SEEDS, adamw, model, on_device
 
 from linattn_np import (
@@ -58,8 +59,9 @@ from linattn_np.declarations import RWKV6 as RWKV6_OP
 from linattn_np.declarations import STEPS as DECLARED_STEPS
 from linattn_np.dispatch import summarise
 from linattn_np.kernel_choice import choose_kernels
-from linattn_np.models import RWKV6
+from linattn_np.models import RWKV6, RWKV7
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
+from linattn_np.models.rwkv7 import cuda_decode as cuda_decode7
 
 DOUBLE, HALF, SINGLE = (np.dtype(t) for t in (np.float64, np.float16, np.float32))
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
@@ -296,9 +298,13 @@ def decoding(rng, device):
     """A model's steps: all layers in one launch, of as many weights as go around a block's ring; in several; and beyond
     128 sequences, where cuBLAS multiplies int8."""
     few, wide, around = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"], SIZES["odd"]))
+    seven = random_weights(RWKV7, rng, BFLOAT16)
     decoders = (
-        CudaDecoder(weights, dtype, B, device)
+        (cuda_decode7.CudaDecoder if weights is seven else CudaDecoder)(weights, dtype, B, device)
         for weights, dtype, B in (
+            (seven, SINGLE, 3),
+            (seven, BFLOAT16, 3),
+            (seven, HALF, 9),
             (around, BFLOAT16, 1),
             (around, SINGLE, 1),
             (few, SINGLE, 3),
@@ -318,9 +324,8 @@ def decoding(rng, device):
 
 
 def prompts(rng, as_filled):
-    weights = synthetic(rng, SMALL, BFLOAT16)
-    for dtype in (SINGLE, BFLOAT16):
-        model = RWKV6(weights, "cuda", dtype)
+    for kind, dtype in product((RWKV6, RWKV7), (SINGLE, BFLOAT16)):
+        model = kind(random_weights(kind, rng, BFLOAT16), "cuda", dtype)
         model.layers.device.empty = model.layers.device.zeros  # as `as_filled` has it for operators
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (2, 37)))
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])

@@ -1,7 +1,5 @@
 """The kernels of a decoding step through their host plan, token by token, against the NumPy model."""
 
-from dataclasses import replace
-from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -202,9 +200,9 @@ def test_turns_of_words_begin_anew(hopper, rng):
     np.testing.assert_array_equal(decoded(decoder, hopper, tokens, decoder.initial_state()), wanted)
 
 
-TILES = list(  # columns, split, rows
+TILES = list(  # columns, split
     dict.fromkeys(
-        (kernel.COLUMNS, kernel.SPLIT, kernel.ROWS)
+        (kernel.COLUMNS, kernel.SPLIT)
         for B in range(1, products.BatchProduct.MOST + 1)
         for kernel in products.BatchProduct.choices(BFLOAT16, B)
     )
@@ -218,42 +216,25 @@ TILES = list(  # columns, split, rows
 @pytest.mark.parametrize("K", [48, 656])
 def test_products_with_many_vectors(hopper, rng, dtype, tile, first, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
-    columns, split, rows = tile
-    kernel, B = (
-        products.BatchProduct(dtype, columns, split, ROWS=rows),
-        columns + (5 if first == products.WRITE else -3),
-    )
-    kernel = replace(kernel, DEEP=kernel.may_be_deep and K > 48)
+    columns, split = tile
+    kernel, B = products.BatchProduct(dtype, columns, split), columns + (5 if first == products.WRITE else -3)
     check_products(hopper, rng, kernel.launch, dtype, B, K, ((2, 150), (1, 33)), first, split, kernel.terms)
 
 
 def test_some_model_asks_for_each_product():
-    """Of those that are compiled; the early one has keys, values, receptance and gates, and the decay's low rank."""
+    """Of those that are compiled; the first has keys, values, receptance and gates, and the decay's low rank."""
     card, cls, asked = SimpleNamespace(capability=90, multiprocessors=132), products.BatchProduct, set()
-    early = (*range(16, 1024, 16), *range(1024, 4097, 128)), True, lambda D: [(4, D), (1, 64)]
-    value = (224, 896, 1792, 3584, 7168, 14336), False, lambda F: [(1, F * 2 // 7)]
-    head = (64, 512, 2048, 8192), False, lambda D: [(1, 65536)]
-    for widths, is_early, rows in (early, value, head):
+    first = (*range(16, 1024, 16), *range(1024, 4097, 128)), lambda D: [(4, D), (1, 64)]
+    value = (224, 896, 1792, 3584, 7168, 14336), lambda F: [(1, F * 2 // 7)]
+    head = (64, 512, 2048, 8192), lambda D: [(1, 65536)]
+    for widths, rows in (first, value, head):
         for dtype, B, K in product(cls.DTYPES, (1, 6, 9, 17, 33), widths):
-            asked.add(cls.fitting(dtype, B, K, rows(K), card, is_early))
+            asked.add(cls.fitting(dtype, B, K, rows(K), card))
     assert {kernel for kernel in catalog.kernels() if isinstance(kernel, cls)} <= asked
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("shape", range(len(products.WideProduct.all(BFLOAT16))))
-@pytest.mark.parametrize("first, parts", [(products.WRITE, 1), (products.PARTS, 1), (products.PARTS, 4)])
-@pytest.mark.parametrize("more", [-60, 0, 3])
-@pytest.mark.parametrize("K", [40, 1032])
-def test_products_with_a_wide_batch(hopper, rng, dtype, shape, first, parts, more, K):
-    """Two stacks, of which one has a few rows more than a cluster's tiles, and one fewer than a tile."""
-    kernel = products.WideProduct.all(dtype)[shape]
-    launch, B = partial(kernel.launch, parts=parts), kernel.HALVES * kernel.vectors + more
-    check_products(hopper, rng, launch, dtype, B, K, ((2, 312), (1, 40)), first, parts, squared=parts == 1)
-
-
-def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1, squared=True):
-    """Two stacks of products (C, M), of which the first ends as told, and the second in a relu squared, or in parts.
+def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1):
+    """Two stacks of products (C, M), of which the first ends as told, and the second in a relu squared.
     int8 weights meet bfloat16 vectors.
 
     Hopper's tensor cores add 16 channels at a time to a sum, and cut off its last bits: at most 2**-23 of it a step.
@@ -262,7 +243,7 @@ def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1
     exact = max(1e-6, K / 16 * 2**-24)
     found, given, wanted = [], [], []
     of_w, dtype = dtype, BFLOAT16 if dtype == np.int8 else dtype
-    for (C, M), finish in zip(rows, (first, products.RELU_SQUARED if squared else products.PARTS)):
+    for (C, M), finish in zip(rows, (first, products.RELU_SQUARED)):
         w, scales = weights_of(rng, of_w, C, M, K)
         x = rng.standard_normal((C, B, K)).astype(np.float32)
         x = in_terms(x, dtype, terms)
@@ -379,7 +360,7 @@ def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
     arrays |= {name: device.empty(D, np.float32) for name in ("xx", "d", "mixed")}
     at = {name: device.pointer(array) for name, array in arrays.items()}
     kernel, before = (
-        kernels.NormShift.fitting(np.dtype(np.float32), D, parts),
+        kernels.NormShift.fitting(np.dtype(np.float32), D, 1, parts),
         "x value gate weight bias maa shift".split(),
     )
     args = kernel.pack(
@@ -392,6 +373,7 @@ def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
         D=D,
         C=1,
         P=parts,
+        squares=True,
         eps=1e-5,
     )
     device.launch(kernel, 1, args)

@@ -54,11 +54,12 @@ template <typename T, typename G, typename S> struct Args {
   i64 pieces;      // whether every row of the state is whole pieces of 16 bytes
 };
 
-// Columns at a time: of heads as wide as they are deep all, where a lane's numbers of the state leave it registers.
-template <typename R, int BK> constexpr int COLUMNS = BK == 64 || sizeof(R) == 8 ? 64 : 128;
+// Columns at a time, and threads: so that a lane's numbers of the state leave it registers.
+template <typename R, int BK> constexpr int THREADS_OF = BK == 64 || sizeof(R) == 8 ? 256 : 512;
+template <typename R, int BK> constexpr int COLUMNS = THREADS_OF<R, BK> / (BK == 256 && sizeof(R) == 8 ? 8 : 4);
 
 template <class Rule, typename R, int BK, int BV> struct Shared {
-  static constexpr int GATES = Rule::channel_gates ? BK : 16 / sizeof(R), WARPS = BV / 8;
+  static constexpr int GATES = Rule::channel_gates ? BK : 16 / sizeof(R), WARPS = THREADS_OF<R, BK> / 32;
   R kept_decays[TOKENS][GATES], kept_keys[KEYS<Rule>][TOKENS][BK], kept_columns[KEYS<Rule>][TOKENS][BV];
   R decays[TOKENS][GATES], keys[KEYS<Rule>][TOKENS][BK], q[TOKENS][BK];
   R a[Rule::own_erasure ? TOKENS : 1][Rule::own_erasure ? BK : 16 / sizeof(R)], v[TOKENS][BV];
@@ -67,11 +68,10 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
 };
 
 template <class Rule, typename T, typename G, typename S, int BK>
-__global__ void __launch_bounds__(4 * COLUMNS<Widest<T, S>, BK>, 1)
-    recurrent_step_of_several(const Args<T, G, S> args) {
+__global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_step_of_several(const Args<T, G, S> args) {
   using R = Widest<T, S>;
-  constexpr int BV = COLUMNS<R, BK>, STEP_THREADS = 4 * BV, STEP_WARPS = STEP_THREADS / 32, N = 16 / sizeof(S),
-                LANES = BV / N, DOWN = STEP_THREADS / LANES, EACH = BK / DOWN, ROWS = LANES < 32 ? LANES : 32;
+  constexpr int BV = COLUMNS<R, BK>, BLOCK = THREADS_OF<R, BK>, STEP_WARPS = BLOCK / 32, N = 16 / sizeof(S),
+                LANES = BV / N, DOWN = BLOCK / LANES, EACH = BK / DOWN, ROWS = LANES < 32 ? LANES : 32;
   struct alignas(16) Piece {
     S x[N];
   };
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(4 * COLUMNS<Widest<T, S>, BK>, 1)
 #pragma unroll
       for (int i = 0; i < N; ++i) state[n][i] = to_real(piece.x[i]);
     }
-    for (int at = threadIdx.x; at < TOKENS * BK; at += STEP_THREADS) {
+    for (int at = threadIdx.x; at < TOKENS * BK; at += BLOCK) {
       const int t = at / BK, c = at % BK;
       const bool kept = t < taken && c < K, mine = t < tokens && c < K;
       const auto of = [&](const Rows<const T>& x) { return mine ? R(to_real(x.row(b, head, t)[c])) : R(0); };
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(4 * COLUMNS<Widest<T, S>, BK>, 1)
 #pragma unroll
       for (int n = 0; n < KEYS<Rule>; ++n) s.kept_keys[n][t][c] = kept ? pending(t)[gates + n * K + c] : R(0);
     }
-    for (int at = threadIdx.x; at < TOKENS * BV; at += STEP_THREADS) {
+    for (int at = threadIdx.x; at < TOKENS * BV; at += BLOCK) {
       const int t = at / BV, c = at % BV;
       s.v[t][c] = t < tokens && c < left ? R(to_real(args.v.row(b, h, t)[start + c])) : R(0);
 #pragma unroll
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(4 * COLUMNS<Widest<T, S>, BK>, 1)
     }
     __syncthreads();  // the last token is read
   }
-  for (int at = threadIdx.x; at < tokens * BK; at += STEP_THREADS) {
+  for (int at = threadIdx.x; at < tokens * BK; at += BLOCK) {
     const int t = at / BK, c = at % BK;
     if (c < gates) pending(t)[c] = s.decays[t][c];
 #pragma unroll

@@ -303,7 +303,6 @@ inline bool barrier_any(int id, int threads, bool some, emulator::Where where = 
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------
 
 template <typename X> void load_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
-template <typename X> void load_shared_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
 
 inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(reinterpret_cast<u64>(gmem) % 16 == 0 && bytes % 16 == 0,
@@ -497,8 +496,6 @@ inline void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 co
                              emulator::Where where = emulator::here()) {
   tensor_load(box, map, b, column, token, head, batch, where);
 }
-
-inline void tensor_prefetch(const TensorMap&, i32, i32, i32, i32) {}
 
 inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head, i32 batch,
                          emulator::Where where = emulator::here()) {

@@ -5,8 +5,6 @@ X is the dtype of what a kernel hands to the next product.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import ceil
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +16,7 @@ from .plan import Draft, TensorMap, ceil_div
 FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
 # The products' `Finish`. `Matvec` has no PARTS, `BatchProduct` no ADD.
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)
-PRODUCTS = 5  # in one launch
+PRODUCTS = 7  # in one launch
 PRODUCT = members("pointers w x y, integers M finish")
 
 
@@ -42,10 +40,6 @@ class Matvec(ModelKernel):
     @property
     def threads(self):
         return self.THREADS_A_BLOCK
-
-    @property
-    def shared_bytes(self):
-        return self.threads * (2 * 4 * 16 + 4 * 8 * 16 // 32)
 
 
 STACKS = 2  # in one launch
@@ -79,54 +73,34 @@ class BatchProduct(ModelKernel):
     each a part of K."""
 
     file = "rwkv6/batch_product"
-    # Stages of weights, and of vectors with 64 of K, by the vectors of a block. If two warpgroups have the same rows, a
-    # block has one stage of weights less and four of vectors more.
-    STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
+    WIDTHS: ClassVar[tuple[int, ...]] = (8, 16, 32, 64)  # vectors of a block
     EXACT: ClassVar[int] = 8  # vectors at most that are given as `FLOAT_TERMS` terms
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     FEW_ROWS: ClassVar[int] = 256
     DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *members("integers B K"))
-    shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
+    shared = ("Shared<{dtype}, {COLUMNS}>",)
     arch, threads = "sm_90a", 320
-    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # stages if a block has a multiprocessor almost for itself
-    DEEP_COLUMNS: ClassVar[int] = 16  # vectors at most of a block with `DEEP_STAGES`
-    DEEP_STEP: ClassVar[int] = 512  # columns of K at most that its cluster multiplies in a step
-    SHARED: ClassVar[range] = range(6, 17)  # numbers of vectors for which ROWS = 64 is considered
+    ROWS: ClassVar[int] = 128  # of a weight in a block
+    constants = (("ROWS", "ROWS"),)
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
-    DEEP: bool = False
-    ROWS: int = 128  # of a weight: 64 for each of two warpgroups; or 64 in all, and each warpgroup half of a step's K
 
     @classmethod
-    def fitting(cls, dtype, B, K, rows, device, early=False) -> BatchProduct | None:
-        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster.
-
-        `early`: whether small kernels run before it, while which it can copy weights already.
-        """
+    def fitting(cls, dtype, B, K, rows, device) -> BatchProduct | None:
+        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster."""
         few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
         if device.capability != 90 or dtype not in cls.DTYPES or B > cls.MOST and not few_rows:
             return None
-        kernel = min(cls.choices(dtype, B), key=lambda kernel: kernel.steps(B, K, rows, device))
-        deep = early and kernel.may_be_deep and kernel.blocks(B, rows) <= device.multiprocessors
-        return replace(kernel, DEEP=deep)
+        return min(cls.choices(dtype, B), key=lambda kernel: kernel.steps(B, K, rows, device))
 
     @classmethod
     def choices(cls, dtype, B) -> list[BatchProduct]:
         """The kernels for B vectors that `fitting` chooses from."""
-        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
-        if B not in cls.SHARED:
-            return [cls(dtype, columns, split) for split in cls.SPLITS]
-        # Blocks with all rows of 128 and twice the split are as many, and take as many steps: no faster.
-        return [*(cls(dtype, columns, split, ROWS=64) for split in cls.SPLITS), cls(dtype, columns, 1)]
-
-    @property
-    def may_be_deep(self) -> bool:
-        """Whether some `early` product has few enough blocks for `DEEP_STAGES`. Such a product has four times as many
-        rows as columns, and more columns than half of a cluster's step (else K would be split less)."""
-        return self.COLUMNS <= self.DEEP_COLUMNS and self.depth * self.SPLIT <= self.DEEP_STEP
+        columns = next((width for width in cls.WIDTHS if B <= width), cls.WIDTHS[-1])
+        return [cls(dtype, columns, split) for split in cls.SPLITS]
 
     def steps(self, B, K, rows, device) -> float:
         """The cost: steps that a multiprocessor takes one after the other, with 4 for a block's beginning and end. Two
@@ -146,12 +120,7 @@ class BatchProduct(ModelKernel):
     @property
     def depth(self) -> int:
         """Columns of K that a block multiplies in a step."""
-        return SWIZZLED // self.dtype.itemsize * self.shares
-
-    @property
-    def shares(self) -> int:
-        """The number of warpgroups that have the same rows, each with its share of K."""
-        return 128 // self.ROWS
+        return SWIZZLED // self.dtype.itemsize
 
     @property
     def terms(self):
@@ -160,98 +129,3 @@ class BatchProduct(ModelKernel):
     @property
     def cluster(self):
         return self.SPLIT
-
-    @property
-    def shared_bytes(self):
-        of_w, of_x = self.DEEP_STAGES if self.DEEP else self.STAGES[self.COLUMNS]
-        more = self.shares - 1
-        of_w, of_x = of_w - more, of_x + 4 * more
-        ring = SWIZZLED * (of_w * 128 + of_x * self.terms * self.COLUMNS)
-        of_x = of_x * SWIZZLED // 2 // self.depth
-        parts = self.shares * self.COLUMNS * (self.ROWS + 4)
-        return max(ring, 4 * parts) + 8 * (2 * of_w + of_x + 1)
-
-
-class WideProduct(ModelKernel):
-    """Products of half-precision weights with at least `LEAST` vectors: a block has `ROWS` rows, and `GROUPS`
-    warpgroups with 64 vectors each. `HALVES` = 2 blocks of a cluster share the copies of weights. A split of K leaves
-    parts."""
-
-    file = "rwkv6/wide_product"
-    # By the most vectors, then (rows, halves, groups): stages of weights and of vectors. With one of these numbers of
-    # rows the blocks of a model's product fill one wave.
-    SHAPES: ClassVar[dict[int, dict]] = {
-        64: {(64, 1, 1): (8, 6), (72, 1, 1): (7, 6)},
-        256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
-    }
-    DEEP_STAGES: ClassVar[dict[int, tuple[int, int]]] = {64: (9, 6), 72: (8, 6)}  # by rows, if `early`
-    LEAST: ClassVar[int] = 56  # vectors; with fewer too much of its tiles is empty
-    DEPTH: ClassVar[int] = 64  # columns of K in a step
-    PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
-    WAVES: ClassVar[int] = 2  # at most; beyond, BatchProduct's and cuBLAS's tiles of more rows are faster
-    arguments = (*structs("stacks", STACKS, STACK), *members("integers B K parts"))
-    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
-    arch = "sm_90a"
-    dtype: np.dtype
-    ROWS: int
-    HALVES: int
-    GROUPS: int
-    DEEP: bool = False
-
-    @classmethod
-    def all(cls, dtype) -> list[WideProduct]:
-        kernels = [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
-        return kernels + [replace(kernel, DEEP=True) for kernel in kernels if kernel.ROWS in cls.DEEP_STAGES]
-
-    @classmethod
-    def fitting(cls, dtype, B, K, rows, in_parts, device, early=False) -> tuple[WideProduct, int] | None:
-        """The fastest kernel for stacks (C, M) of products and how many parts it leaves; None where none serves, or
-        another is faster. `early` as `BatchProduct.fitting` has it."""
-        many = 64 < B <= BatchProduct.MOST
-        if device.capability != 90 or dtype not in HALF or many or not cls.LEAST <= B <= max(cls.SHAPES):
-            return None
-        if any(M % 8 for _, M in rows) or sum(C * M for C, M in rows) <= BatchProduct.FEW_ROWS:
-            return None
-        shapes = next(shapes for most, shapes in cls.SHAPES.items() if B <= most)
-        choices = [(cls(dtype, *shape), parts) for shape in shapes for parts in (cls.PARTS if in_parts else (1,))]
-        kernel, parts = min(choices, key=lambda choice: choice[0].steps(B, K, rows, choice[1], device))
-        blocks = kernel.blocks(B, rows, parts)
-        deep = early and kernel.ROWS in cls.DEEP_STAGES and blocks <= device.multiprocessors
-        return None if blocks > cls.WAVES * device.multiprocessors else (replace(kernel, DEEP=deep), parts)
-
-    def steps(self, B, K, rows, parts, device) -> float:
-        """The cost: steps of 64 or 128 rows that a multiprocessor takes one after the other, with 4 for a block's
-        beginning and end, and half of one for each part that the next kernel reads."""
-        waves = self.blocks(B, rows, parts) / device.multiprocessors
-        waves = max(1.0, waves) if self.HALVES == 1 else ceil(waves)  # two blocks may share a multiprocessor, or not
-        return waves * (ceil_div(K, self.DEPTH * parts) * self.ROWS / (64 * self.HALVES) + 4) + parts / 2
-
-    def blocks(self, B, rows, parts) -> int:
-        tiles = sum(C * ceil_div(M, self.ROWS) for C, M in rows)
-        return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
-
-    def launch(self, draft: Draft, products, B, K, parts):
-        """`products`: stacks (w [C, M, K], None, x [1, C, B, K], y [C, B, M], in parts [parts, C, B, M], or as x,
-        finish)."""
-        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products], parts)
-        stacks = stacked(products, self.ROWS, self.vectors)
-        draft.launch(self, blocks, stacks=stacks, B=B, K=K, parts=parts)
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of a block."""
-        return 64 * self.GROUPS
-
-    @property
-    def cluster(self):
-        return self.HALVES
-
-    @property
-    def threads(self):
-        return 128 * self.GROUPS + 64
-
-    @property
-    def shared_bytes(self):
-        shapes = self.SHAPES[self.HALVES * self.vectors]
-        of_w, of_x = self.DEEP_STAGES[self.ROWS] if self.DEEP else shapes[self.ROWS, self.HALVES, self.GROUPS]
-        return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 8 * (2 * (of_w + of_x) + 1)

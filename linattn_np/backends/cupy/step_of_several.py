@@ -45,11 +45,11 @@ class StepOfSeveral(Kernel):
     @property
     def BV(self) -> int:
         """Columns at a time."""
-        return 64 if self.BK == 64 or self.real == DOUBLE else 128
+        return self.threads // (8 if self.BK == 256 and self.real == DOUBLE else 4)
 
     @property
     def threads(self):
-        return 4 * self.BV
+        return 256 if self.BK == 64 or self.real == DOUBLE else 512
 
     @property
     def shared_bytes(self):
@@ -57,7 +57,7 @@ class StepOfSeveral(Kernel):
         gates = few if self.rule == GATED_DELTA else self.BK
         pending = gates + (1 + own) * (self.BK + self.BV)
         token = gates + (1 + own) * self.BK + self.BK + own * self.BK + self.BV + 2 + own
-        numbers = self.TOKENS * (pending + token) + (1 - own) * few + 2 * self.BV * (self.BV // 8 + 1)
+        numbers = self.TOKENS * (pending + token) + (1 - own) * few + 2 * self.BV * (self.threads // 32 + 1)
         return -(-numbers * self.real.itemsize // 16) * 16
 
 
