@@ -15,6 +15,7 @@ from linattn_np.backends.cupy import (
     softmax,
     stages,
     step,
+    step_of_several,
     value_gate,
 )
 from linattn_np.backends.cupy import gated_kernels as gated
@@ -40,6 +41,7 @@ def kernels():
     yield from gated_on_hopper()
     yield from scalar_decays()
     yield from delta_rules()
+    yield from steps_of_several()
     yield from value_gates()
     yield from element_by_element()
     yield from in_float64()
@@ -150,6 +152,14 @@ def delta_rules():
         yield delta.DeltaForward(G, K, V)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
+
+
+def steps_of_several():
+    for (T, G), S, size in product([*GATES, (DOUBLE, DOUBLE)], FLOATS, gated.CHANNELS):
+        for rule in (step_of_several.GLA, step_of_several.BEFORE_WRITE, delta.GATED_DELTA, delta.KDA):
+            yield step_of_several.StepOfSeveral(rule, T, G, S, size)
+        if size <= 128 or DOUBLE not in (T, S):
+            yield step_of_several.StepOfSeveral(delta.DPLR, T, G, S, size)
 
 
 def value_gates():
