@@ -340,10 +340,14 @@ ROOMS = {
     "models/rwkv7/numba_loops": (["numba_cache", "models.rwkv", "models.rwkv7"], ["numpy", "numba"]),
     "models/versions": (["models"], ["numpy"]),
     "models/fine_tuning": (["models", "errors"], ["numpy"]),
-    "models/rwkv6/cuda_decode": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy", "cupy"]),
-    "models/rwkv6/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
+    "models/rwkv/cuda_decoder": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy", "cupy"]),
+    "models/rwkv/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
+    "models/rwkv/cuda_prompts": (["models", "backends.cupy", "varlen"], ["numpy"]),
+    "models/rwkv6/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
     "models/rwkv6/cuda_grad": (["models", "ops", "backends.cupy"], []),
-    "models/rwkv6/cuda_prefill": (["models", "backends.cupy", "varlen"], ["numpy"]),
+    "models/rwkv6/cuda_prefill": (["models.rwkv", "models.rwkv6", "backends.cupy", "declarations"], []),
+    "models/rwkv7/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
+    "models/rwkv7/cuda_prefill": (["models.rwkv", "backends.cupy", "declarations"], ["numpy"]),
     "command/__init__": ([], []),
     "command": (
         [

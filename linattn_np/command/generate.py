@@ -550,7 +550,7 @@ def ahead(device, process):
     with suppress(ImportError, RuntimeError):  # of which tells who loads a model
         from cupy.cuda import cublas, nvrtc  # noqa: F401
 
-        from ..models.rwkv6 import cuda_layers  # noqa: F401
+        from ..models.rwkv import cuda_layers  # noqa: F401
 
         nvrtc.getVersion()
 
