@@ -200,7 +200,7 @@ def in_float64():
         yield cls(order, columns)
     for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], FLOATS):
         if DOUBLE in (T, S):
-            yield step.Float64Step(order, T, G, S)
+            yield step.RecurrentStep(order, T, G, S)
     yield stages.ChunkCumsum(DOUBLE)
     for order in READ_ORDERS:
         yield stages.GatedQk(order, DOUBLE)
