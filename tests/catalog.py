@@ -164,7 +164,7 @@ def value_gates():
                 yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
             yield value_gate.ValueGateBackwardStates(T, G, products)
         for size in gated.CHANNELS:
-            yield value_gate.ValueGateRecurrent(T, G, size)
+            yield gated.Recurrent("AfterWrite", T, G, size, gates_columns=True)
 
 
 def softmax_attention():
