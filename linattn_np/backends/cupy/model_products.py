@@ -16,7 +16,7 @@ from .plan import Draft, TensorMap, ceil_div
 FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
 # The products' `Finish`. `Matvec` has no PARTS, `BatchProduct` no ADD.
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)
-PRODUCTS = 5  # in one launch
+PRODUCTS = 7  # in one launch
 PRODUCT = members("pointers w x y, integers M finish")
 
 
