@@ -295,6 +295,7 @@ def of_training():
             for change in training.AddNorm.CHANGES:
                 yield training.AddNorm(T, threads, change)
             for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):
-                yield training.NormBackward(T, threads, change, C)
+                if C <= 2 or change == "Added":  # RWKV-7's channel mix has no gate
+                    yield training.NormBackward(T, threads, change, C)
     yield training.ColumnSums()
     yield training.SquareSums()
