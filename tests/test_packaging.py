@@ -241,7 +241,11 @@ ROOMS = {
     "autodiff": (["contract", "key_from_gate", "dispatch", "value_heads", "ops", "conversions", "typing"], []),
     "kernel_choice": ([], []),
     "explanation": (["kernel_choice", "key_from_gate", "dispatch", "errors", "ops", "problem", "typing"], []),
-    "layers": (["argument_checks", "array_kinds", "autodiff", "errors", "accepted_arrays", "ops", "typing"], ["numpy"]),
+    "layers": (
+        ["layers", "argument_checks", "array_kinds", "autodiff", "errors", "accepted_arrays", "ops", "typing"],
+        ["numpy"],
+    ),
+    "layers/delta": (["layers", "argument_checks", "autodiff", "gates", "ops", "typing", "varlen"], ["numpy"]),
     "distributed": (
         [
             "distributed",
