@@ -1,8 +1,8 @@
 """One token of an RWKV model on the GPU for B sequences, at close to the speed its weights can be read.
 
 For up to eight sequences a step reads each weight once and multiplies it by vectors of float32's precision. cuBLAS
-computes the products of more than eight sequences on other cards than Hopper, and of more than 128 on Hopper. All arrays
-of a step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+computes the products of more than eight sequences on other cards than Hopper, and of more than 128 on Hopper. All
+arrays of a step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
