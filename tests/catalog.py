@@ -15,6 +15,7 @@ from linattn_np.backends.cupy import (
     softmax,
     stages,
     step,
+    step_of_several,
     value_gate,
 )
 from linattn_np.backends.cupy import gated_kernels as gated
@@ -40,6 +41,7 @@ def kernels():
     yield from gated_on_hopper()
     yield from scalar_decays()
     yield from delta_rules()
+    yield from steps_of_several()
     yield from value_gates()
     yield from element_by_element()
     yield from in_float64()
@@ -152,6 +154,14 @@ def delta_rules():
         yield DeltaScalarForwardSm90(T, K, V)
 
 
+def steps_of_several():
+    for (T, G), S, size in product([*GATES, (DOUBLE, DOUBLE)], FLOATS, gated.CHANNELS):
+        for rule in (step_of_several.GLA, step_of_several.BEFORE_WRITE, delta.GATED_DELTA, delta.KDA):
+            yield step_of_several.StepOfSeveral(rule, T, G, S, size)
+        if size <= 128 or DOUBLE not in (T, S):
+            yield step_of_several.StepOfSeveral(delta.DPLR, T, G, S, size)
+
+
 def value_gates():
     for T, G in GATES:
         for products in (1, 3) if T == SINGLE else (1,):
@@ -165,7 +175,7 @@ def value_gates():
                 yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
             yield value_gate.ValueGateBackwardStates(T, G, products)
         for size in gated.CHANNELS:
-            yield value_gate.ValueGateRecurrent(T, G, size)
+            yield gated.Recurrent("AfterWrite", T, G, size, gates_columns=True)
 
 
 def softmax_attention():
@@ -201,7 +211,7 @@ def in_float64():
         yield cls(order, columns)
     for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], FLOATS):
         if DOUBLE in (T, S):
-            yield step.Float64Step(order, T, G, S)
+            yield step.RecurrentStep(order, T, G, S)
     yield stages.ChunkCumsum(DOUBLE)
     for order in READ_ORDERS:
         yield stages.GatedQk(order, DOUBLE)
@@ -285,6 +295,7 @@ def of_training():
             for change in training.AddNorm.CHANGES:
                 yield training.AddNorm(T, threads, change)
             for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):
-                yield training.NormBackward(T, threads, change, C)
+                if C <= 2 or change == "Added":  # RWKV-7's channel mix has no gate
+                    yield training.NormBackward(T, threads, change, C)
     yield training.ColumnSums()
     yield training.SquareSums()

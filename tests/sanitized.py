@@ -56,6 +56,7 @@ from linattn_np.declarations import (
     SOFTMAX_SINKS,
 )
 from linattn_np.declarations import RWKV6 as RWKV6_OP
+from linattn_np.declarations import STEPS as DECLARED_STEPS
 from linattn_np.dispatch import summarise
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.models import RWKV6, RWKV7
@@ -268,6 +269,20 @@ def delta_rules(rng, run, as_older, as_filled):
         yield run(op, *draw(declared, rng, {"B": 2, "H": 2, "K": 64, "V": 70}, BFLOAT16), state, slots=[2, 0])
 
 
+def steps_of_several(rng, run):
+    """Those that were accepted, and new ones."""
+    for op, declared, dtype in zip(
+        (gla_step, rwkv6_step, *RULE_STEPS), DECLARED_STEPS, cycle((BFLOAT16, SINGLE, DOUBLE)), strict=False
+    ):
+        sizes = dict(zip("BHTKV", (2, 2, 3, 60, 70)))
+        real = DOUBLE if dtype == DOUBLE else SINGLE
+        state = rng.standard_normal((3, 2, 60, 70)).astype(dtype)
+        pending = rng.standard_normal((3, 2, 4, sum(declared.numbers(60, 70)))).astype(real)
+        accepted = np.array([4, 0], np.int64)
+        arrays = draw(declared.of_several, rng, sizes, dtype)
+        yield run(op, *arrays, state, slots=[2, 0], pending=pending, accepted=accepted)
+
+
 def delta_rules_on_hopper(rng, device):
     for dtype, K, V in product((BFLOAT16, HALF), (64, 128), (64, 128)):
         kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), PACKED if V == 64 else None
@@ -319,7 +334,8 @@ def prompts(rng, as_filled):
 def trainings(rng, as_filled, device):
     """Gradients of a model, its activations kept and recomputed; a step of AdamW."""
     for dtype, recompute in ((SINGLE, False), (BFLOAT16, True)):
-        yield as_filled(on_device, device, dtype, *model(rng, (2, 11)), SEEDS, 0.3, recompute)
+        for kind in (RWKV6, RWKV7):
+            yield as_filled(on_device, device, dtype, *model(rng, (2, 11), kind), SEEDS, 0.3, recompute)
         yield adamw(device, dtype, rng.random((4, 808), np.float32), 400, 0.01, 0.99, 3)
 
 
@@ -336,6 +352,7 @@ def calls(rng, run, as_older, as_filled, device):
         family(rng, run, as_filled),
         messages(rng, run, as_filled),
         steps(rng, run),
+        steps_of_several(rng, run),
         delta_rules(rng, run, as_older, as_filled),
         delta_rules_on_hopper(rng, device),
         decoding(rng, device),
