@@ -182,7 +182,7 @@ VERSION = Version(
     check_sizes=check_sizes,
     fla_fields={"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None},
     fla_eps=1e-6,
-    fla_group_factor=lambda weights: 1,
+    fla_group_eps_factor=lambda weights: 1,
 )
-refuse, one_of = VERSION.refuse, VERSION.one_of
+refuse = VERSION.refuse
 official, parameters = partial(names.official, VERSION), partial(names.parameters, VERSION)

@@ -159,6 +159,6 @@ VERSION = Version(
     check_sizes=check_sizes,
     fla_fields={"hidden_act": "sqrelu", "norm_first": True, "attn": None},
     fla_eps=1e-5,
-    fla_group_factor=head_size,
+    fla_group_eps_factor=head_size,
     first_layer_lacks=FIRST_LAYER_LACKS,
 )
