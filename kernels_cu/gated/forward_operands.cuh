@@ -140,7 +140,7 @@ template <class WarpShare> struct OtherHalfDecay {
   }
 };
 
-// The decays between this span and the start (BEFORE) or the end of its sub_chunk-chunk, of its half of the chunk, and
+// The decays between this span and the start (BEFORE) or the end of its sub-chunk, of its half of the chunk, and
 // of the chunk.
 template <int W, bool BEFORE> struct BorderDecays {
   float sub_chunk[W], half_chunk[W], chunk[W];
@@ -158,9 +158,8 @@ template <int W, bool BEFORE> struct BorderDecays {
         for (int c = 0; c < W; ++c) x[c] *= decay.get(c);
       }
     };
-    const auto outside = [&](int bit) {
-      return BEFORE == bool(span & bit);
-    };  // whether `bit` more span_decays lie between
+    // Whether the border of the unit of 2 `count` spans is `count` spans farther away than that of its half.
+    const auto is_farther = [&](int count) { return BEFORE == bool(span & count); };
 #pragma unroll
     for (int c = 0; c < W; ++c) sub_chunk[c] = 1.f;
     if (is_farther(1)) multiply_spans(sub_chunk, span ^ 1, 1);
@@ -180,7 +179,7 @@ template <int W, bool BEFORE> struct BorderDecays {
 
 // y = x * factor, for W channels.
 template <int W>
-__device__ __forceinline__ void multiply(float (&y)[W], const float (&x)[W], const float (&factor)[W]) {
+__device__ __forceinline__ void multiply_channels(float (&y)[W], const float (&x)[W], const float (&factor)[W]) {
 #pragma unroll
   for (int c = 0; c < W; ++c) y[c] = x[c] * factor[c];
 }
@@ -225,7 +224,7 @@ __device__ __forceinline__ void store_span(const Place& spot, X* tile, int group
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
     float y[W];
-    multiply(y, x[i], factor);
+    multiply_channels(y, x[i], factor);
     round_operand<T, PRODUCTS>(y);
     spot.put(tile, group, i, y);
   }
@@ -327,18 +326,18 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   for (int c = 0; c < W; ++c) decay[c] = 1.f;
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
-    if (INCLUSIVE) multiply(decay, decay, token_decays[i]);
+    if (INCLUSIVE) multiply_channels(decay, decay, token_decays[i]);
 #pragma unroll
     for (int c = 0; c < W; ++c) x[i][c] = q[i].get(c) * decay[c];
-    if (!INCLUSIVE) multiply(decay, decay, token_decays[i]);
+    if (!INCLUSIVE) multiply_channels(decay, decay, token_decays[i]);
   }
   if (sub_chunk & 1) store_span<T, PRODUCTS>(spot, s.border, sub_chunk / 2, x, before.sub_chunk);
   if (sub_chunk >= 2) store_span<T, PRODUCTS>(spot, s.border, sub_chunk, x, before.half_chunk);
   store_span<T, PRODUCTS>(paired, state_q(s, stage), sub_chunk, x, before.chunk);
 }
 
-// Stores keys decayed to the borders between them and queries of other sub_chunk-chunks (`border`, behind BORDER rows
-// of queries: groups 0 and 1: sub_chunk-chunks 0 and 2 to their end; 2 and 3: sub_chunk-chunks 0 and 1 to the chunk's
+// Stores keys decayed to the borders between them and queries of other sub-chunks (`border`, behind BORDER rows
+// of queries: groups 0 and 1: sub-chunks 0 and 2 to their end; 2 and 3: sub-chunks 0 and 1 to the chunk's
 // middle), and to the chunk's end (state_k); and the decay of the chunk.
 template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
 __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& me,
@@ -358,7 +357,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   for (int i = SPAN - 1; i >= 0; --i) {
 #pragma unroll
     for (int c = 0; c < W; ++c) x[i][c] = k[i].get(c) * decay[c];
-    multiply(decay, decay, token_decays[i]);
+    multiply_channels(decay, decay, token_decays[i]);
   }
   if constexpr (Schedule::reads) {
     if (!(sub_chunk & 1)) store_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + sub_chunk / 2, x, after.sub_chunk);
@@ -367,7 +366,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   }
   store_span<T, PRODUCTS>(spot, state_k(s, stage), sub_chunk, x, after.chunk);
   if (me.span == 0) {  // the decay of its own tokens, and of all after them
-    multiply(decay, decay, after.chunk);
+    multiply_channels(decay, decay, after.chunk);
     store_decay(s.decay, me, decay);
   }
 }
