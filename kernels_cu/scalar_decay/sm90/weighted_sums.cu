@@ -160,8 +160,9 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   load(first);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
-    if (lane == 0 && ends_stretch(first, work) &&
-        first >= STRETCH)  // loading the next stretch's state from DRAM takes as long as a chunk
+    // The consumers need the preceding stretch's state one chunk later; loading it from DRAM would take as long as a
+    // chunk.
+    if (lane == 0 && ends_stretch(first, work) && first >= STRETCH)
       prefetch_l2(stretch_state<BK>(args, work, first - STRETCH) + tile * (BV / 16) * (BK / 16 * 32),
                   BV * BK * sizeof(bf16));
     const bool has_first = first + 2 * lane < work.tokens, has_second = first + 2 * lane + 1 < work.tokens;
@@ -232,10 +233,10 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 // The two blocks of 8 queries that a warp has. Block n has n + 1 key blocks up to its diagonal: w and 7 - w have 9.
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
-// Stores a warp's scores A = scale D q k^T, from products d = q k^T: a lane has query g of both blocks and keys 2t, 2t
-// + 1 of every 8. Scores of later keys (BACKWARDS: earlier keys) are 0. SEPARATE_OWN: a token's score with itself goes
-// to gates.own_scores, and is 0 in A. All warps run the same code, a quarter of the size of code for each warp; so each
-// computes some scores that are then replaced by 0.
+// Stores a warp's scores A = scale D q k^T, from products d = q k^T: a lane has query g of both blocks and keys 2t and
+// 2t + 1 of every 8. Scores of later keys (BACKWARDS: earlier keys) are 0. SEPARATE_OWN: a token's score with itself
+// goes to gates.own_scores, and is 0 in A. All warps run the same code, a quarter of the size of code for each warp; so
+// each computes some scores that are then replaced by 0.
 // The decay between two tokens is 2^(to_token of the later + to_end of the earlier), at the level whose blocks separate
 // the two: blocks of 2^level tokens, side by side.
 template <bool BACKWARDS, bool SEPARATE_OWN>
@@ -246,7 +247,7 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
   const float *const query_gates = BACKWARDS ? to_end : to_token, *const key_gates = BACKWARDS ? to_token : to_end;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   u32 other_half[HALF],
-      same_half[2][HALF];  // scores with keys in the queries' other half of the chunk, and in the same
+      same_half[2][HALF];  // scores with keys in the other half of the chunk, and in the queries' half
   float own_score[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -298,14 +299,13 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
   }
 }
 
-// The scores' warpgroup: in.A of each chunk, with queries in blocks of 8 as block_of deals them.
+// The scores' warpgroup: fills A of each chunk. A warp's rows of the product are the queries of its two blocks.
 template <class Pass, int BK, int BV>
 __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int tokens, float scale, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
-    const int thread = opaque(threadIdx.x), lane = thread & 31,
-              warp = thread / 32 % 4;  // opaque: addresses are computed again, not held
+    const int thread = opaque(threadIdx.x), lane = thread & 31, warp = thread / 32 % 4;  // addresses are not held
     auto& in = s.stages[iteration % STAGES];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     u32 q[BK / 16][4];
@@ -352,18 +352,18 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
 template <int BK, class F> __device__ __forceinline__ void each_operand(const float (&S)[BK / 2], F f) {
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
-    u32 two[4];
+    u32 rounded[4];
 #pragma unroll
-    for (int m = 0; m < 4; ++m) two[m] = pack<bf16>(S[8 * c + 2 * m], S[8 * c + 2 * m + 1]);
-    f(c, two);
+    for (int m = 0; m < 4; ++m) rounded[m] = pack<bf16>(S[8 * c + 2 * m], S[8 * c + 2 * m + 1]);
+    f(c, rounded);
   }
 }
 
 // A lane's part of the bfloat16 state [BK, the warp's 16 columns] that GatedQueries stores at a stretch's end.
 template <int BK> using StretchState = uint4[BK / 16];
 
-// This lane's share of <S, kept>, the sum of elementwise products over the warp's columns: the trace of S kept^T, which
-// tensor cores compute in fewer instructions than the elementwise products.
+// This lane's share of <S, kept>, the sum of elementwise products over the warp's columns. It is the trace of S^T kept:
+// tensor cores compute that with fewer instructions, though only the product's diagonal is used.
 template <int BK>
 __device__ __forceinline__ float dot_with_kept(const float (&S)[BK / 2], const StretchState<BK>& kept) {
   float columns0[2][4] = {}, columns8[2][4] = {};  // columns 0 to 7, 8 to 15; two sums each, for latency
@@ -407,8 +407,7 @@ __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], c
     first = fmaf(low(pair), o[i], first), second = fmaf(high(pair), o[i + 1], second);
   });
   last_token_term = warp_sum(last_token_term);
-  exchange_halves<8>(x, g & 4), exchange_halves<4>(x, g & 2),
-      exchange_halves<2>(x, g & 1);  // lanes of group g end with tokens 8g + 2t + p
+  exchange_halves<8>(x, g & 4), exchange_halves<4>(x, g & 2), exchange_halves<2>(x, g & 1);  // now x[p]: 8g + 2t + p
   if (lane == 31) x[1] += last_token_term;
   __syncwarp();  // the partner has been read
   *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
@@ -420,12 +419,8 @@ __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], c
 __device__ __forceinline__ void add_own_scores(Values& o, bf16 (&panel)[CHUNK][64], const u32 (&own_scores)[CHUNK]) {
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2;
   const bool on_diagonal = (lane & 3) == g / 2;
-  const u32 high_part = !on_diagonal ? 0x4444
-                        : g & 1      ? 0x3244
-                                     : 0x4432,
-            low_part = !on_diagonal ? 0x4444
-                       : g & 1      ? 0x1044
-                                    : 0x4410;
+  const u32 high_part = on_diagonal ? g & 1 ? 0x3244 : 0x4432 : 0x4444;
+  const u32 low_part = on_diagonal ? g & 1 ? 0x1044 : 0x4410 : 0x4444;
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) {
     u32 v[4];
@@ -461,7 +456,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   };
   constexpr bool USES_KEPT = HAS_GATE_GRADIENT<Pass> && SUMS<Pass> > 1;
   constexpr bool PREFETCHES =
-      USES_KEPT && !Registers<BK, BV>::SMALL;  // loads a kept state one chunk ahead; not if registers are few
+      USES_KEPT && !Registers<BK, BV>::SMALL;  // loads kept states a chunk ahead, if registers suffice
   StretchState<BK> prefetched = {};
   const uint4* next_kept = nullptr;  // of the stretch that comes next, backward in time
   if constexpr (USES_KEPT)
@@ -576,8 +571,8 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   const WorkTile work = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
   const bool backwards = SUMS<Pass> == 2 || SUMS<Pass> > 2 && sum.backwards;
-  if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.of >= args.needed)
-    return;  // a part whose state is not read
+  // Summary: of every args.of parts only the first args.needed have states that are read.
+  if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.of >= args.needed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
@@ -588,8 +583,8 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   if constexpr (IN_CLUSTER<Pass, BK, BV>)
     if (threadIdx.x == 0)
       for (Barrier& requested : s.requested) barrier_init(requested, 1);
-  for (int i = threadIdx.x; i < STAGES * CHUNK * 32;
-       i += ALL_THREADS<BV>)  // scores across the diagonal, which are never written
+  // Scores of later keys (backwards: of earlier keys), as far as store_scores never writes them.
+  for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
   fence_async();
   if constexpr (IN_CLUSTER<Pass, BK, BV>) cluster_sync();
@@ -619,6 +614,6 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
         else sum_gradients(s, args, work, column / BV, tiles_of(sum.V, BV));
       }
   }
-  if constexpr (IN_CLUSTER<Pass, BK, BV>)
-    cluster_sync();  // a block must not end before the other's last arrival at its barriers
+  // A block must not end before the other's last arrival at its barriers.
+  if constexpr (IN_CLUSTER<Pass, BK, BV>) cluster_sync();
 }
