@@ -384,7 +384,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
   using T = typename S::T;
   const int row = 16 * (warp & 1) + lane / 4,
             place = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
-  const bool has_queries = warp < 2, is_last_block = warp == 3;  // keys 16 to 31
+  const bool has_queries = warp < 2, is_last_block = warp == 3;  // rows of keys 16 to 31
   auto& in = s.stages[ring.stage];
   barrier_wait(s.decays_ready[ring.stage], ring.parity);
   const Gates& gates = s.gates[ring.stage];
@@ -495,8 +495,8 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     if (SCORES_DURING_W) {
       if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
       wgmma_fence();
-      start_scores(
-          d, s.stages[has_scores ? scores_ring.stage : ring.stage]);  // without a branch: else scores that are not used
+      // Unconditional, to avoid a branch: at the end the current chunk's scores, which are not used.
+      start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     }
     barrier_wait(s.inverse_ready[ring.stage], ring.parity);
     u64 N_to_end = wgmma_tile(in.N_to_end, 16, 1024), minus_BE = wgmma_tile(s.minus_BE[chunk & 1], 16, 1024);
