@@ -1,13 +1,12 @@
 """Random RWKV-6 parameters of about a trained model's size, for the benchmarks."""
 
-from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6.names import VERSION
 
 
 def shapes(L, D, V=65536, N=64, A=32, W=64):
     """The shape of every parameter by its official name."""
     sizes = {"1": 1, "5": 5, "V": V, "D": D, "H": D // N, "N": N, "A": A, "5A": 5 * A, "W": W, "F": D * 7 // 2}
-    names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(L) for name, axes in BLOCK.items()}, **HEAD}
-    return {name: tuple(sizes[axis] for axis in axes.split()) for name, axes in names.items()}
+    return {name: tuple(sizes[axis] for axis in axes.split()) for name, axes in VERSION.declared(L).items()}
 
 
 def is_matrix(name, shape):
