@@ -255,6 +255,7 @@ def delta_rules(rng, run, as_older, as_filled):
     for K, V, keywords in ((60, 72, {"cu_seqlens": PACKED}), (128, 136, {"qk_l2norm": True})):
         arrays, _ = drawn(GATED_DELTA_RULE, rng, (1, 2, 133, K, V), BFLOAT16)
         yield as_older(gated_delta_rule, *arrays, **keywords)
+        yield as_filled(run, backward, gated_delta_rule, *arrays, **keywords)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):

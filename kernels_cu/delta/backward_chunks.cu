@@ -26,10 +26,10 @@ template <typename T, typename G> struct Args {
   Rows<const G> g, beta;  // a token's is a row of one number
   const T* kept;
   Rows<T> dq, dk;
-  float* parts;            // null: dq and dk
-  Rows<float> dbeta, dg;   // a token's is a row of one number; dg null where there are no gates
-  Shape shape;             // its H are the heads of values
-  i64 group;               // so many of them share a head of queries and keys
+  float* parts;           // null: dq and dk
+  Rows<float> dbeta, dg;  // a token's is a row of one number; dg null where there are no gates
+  Shape shape;            // its H are the heads of values
+  i64 group;              // so many of them share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
   i64 bytes;       // all rows of q, k, do, dq and dk are whole pieces of so many: 16, 8, 4 or 2

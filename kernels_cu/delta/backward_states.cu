@@ -105,6 +105,11 @@ __device__ __forceinline__ void walk(DeltaShared<T, BK, BV>& s, const Args<T, G>
         const float *read = found[m][across] + 2 * down, from_start = of.unit[i] * of.start[i];
         put_pair(place<BV>(s.X, i, c), {value.x - from_start * read[0], value.y - from_start * read[1]});
       });
+    float strengths[C / 16][2];  // of a lane's tokens: a warp that is ahead puts those of the next chunk
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m)
+#pragma unroll
+      for (int down = 0; down < 2; ++down) strengths[m][down] = of.beta[16 * m + 8 * down + (threadIdx.x >> 2 & 7)];
     __syncthreads();  // what multiplies keys stands, and X
     make_wide<BACKWARDS>(s, q, k, scale);
     __syncthreads();  // W and Z stand
@@ -115,8 +120,9 @@ __device__ __forceinline__ void walk(DeltaShared<T, BK, BV>& s, const Args<T, G>
 #pragma unroll
       for (int m = 0; m < C / 16; ++m) multiply_tokens<UPPER, BV, true>(worth[m], s.B, v, 16 * m, column);
       each_pair([&](int i, int c, int m, int across, int down) {
-        const float *y = found[m][across] + 2 * down, *more = worth[m][across] + 2 * down, beta = of.beta[i];
-        const float by = -of.unit[i] * of.start[i] * beta, one = y[0] + scale * more[0], two = y[1] + scale * more[1];
+        const float *y = found[m][across] + 2 * down, *more = worth[m][across] + 2 * down;
+        const float beta = strengths[m][down], by = -of.unit[i] * of.start[i] * beta;
+        const float one = y[0] + scale * more[0], two = y[1] + scale * more[1];
         put_pair(place<BV>(s.X, i, c), {by * y[0], by * y[1]});
         if (token + i < tokens) {
           const i64 at = span.start + token + i;
@@ -145,7 +151,7 @@ __device__ __forceinline__ void walk(DeltaShared<T, BK, BV>& s, const Args<T, G>
 }
 
 template <typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, blocks_with_room<DeltaShared<T, BK, BV>>(BK + BV == 256 ? 1 : 2))
+__global__ void __launch_bounds__(2 * BV, blocks_with_room<DeltaShared<T, BK, BV>>(BV == 64 ? 2 : 1))
     delta_backward_states(const Args<T, G> args) {
   auto& s = *reinterpret_cast<DeltaShared<T, BK, BV>*>(dynamic_smem());
   const u32 half = gridDim.x / 2;

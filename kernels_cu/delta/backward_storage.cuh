@@ -6,7 +6,9 @@
 
 constexpr int KEPT_COLUMNS = 64;
 
-__device__ __forceinline__ int padded_columns(i64 V) { return int((V + KEPT_COLUMNS - 1) / KEPT_COLUMNS) * KEPT_COLUMNS; }
+__device__ __forceinline__ int padded_columns(i64 V) {
+  return int((V + KEPT_COLUMNS - 1) / KEPT_COLUMNS) * KEPT_COLUMNS;
+}
 
 // Where the state of a chunk begins: the one before it, or backwards the gradient of the one behind it.
 template <int BK>

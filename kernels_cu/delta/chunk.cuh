@@ -16,7 +16,9 @@
 template <int BK> using State = float[BK / 8][4];
 using Columns = float[C / 16][2][4];  // of a warp: all tokens of a chunk, 16 columns
 
-__device__ __forceinline__ float2 unpack_pair(const bf16* x) { return unpack(*reinterpret_cast<const u32*>(x), bf16{}); }
+__device__ __forceinline__ float2 unpack_pair(const bf16* x) {
+  return unpack(*reinterpret_cast<const u32*>(x), bf16{});
+}
 __device__ __forceinline__ float2 unpack_pair(const f16* x) { return unpack(*reinterpret_cast<const u32*>(x), f16{}); }
 
 // Stores x and y, and behind them what rounding leaves of them.
@@ -155,8 +157,7 @@ __device__ __forceinline__ void solve_column(Scored& s) {
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
 // Calls f(i, j, (A N)_ij, (A N)_i(j + 1)) for the pairs of columns of a thread; without OF_QUERIES, with zeros.
-template <bool OF_QUERIES, int THREADS, class F>
-__device__ __forceinline__ void multiply_scores(const Scored& s, F f) {
+template <bool OF_QUERIES, int THREADS, class F> __device__ __forceinline__ void multiply_scores(const Scored& s, F f) {
   constexpr int EACH = C * C / THREADS;  // neighbouring columns
   const int i = threadIdx.x / (C / EACH), first = threadIdx.x % (C / EACH) * EACH;
   float sums[EACH] = {};
@@ -299,6 +300,5 @@ template <class F> __device__ __forceinline__ void each_pair(F f) {
 #pragma unroll
     for (int across = 0; across < 2; ++across)
 #pragma unroll
-      for (int down = 0; down < 2; ++down)
-        f(16 * m + g + 8 * down, 16 * warp + 8 * across + 2 * t, m, across, down);
+      for (int down = 0; down < 2; ++down) f(16 * m + g + 8 * down, 16 * warp + 8 * across + 2 * t, m, across, down);
 }
