@@ -1,13 +1,13 @@
 // what      The delta rule backward, all that stays within a chunk: dq, dk, dbeta and dg.
-// math      S the state before the chunk, C the gradient of the state behind it, X and w as backward_states.cu has them,
-//           T = N diag(beta), U = T X, D_i and D_end decays from the chunk's start and to its end:
+// math      S the state before the chunk, C the gradient of the state behind it, X and w as backward_states.cu has
+//           them, T = N diag(beta), U = T X, D_i and D_end decays from the chunk's start and to its end:
 //           dA = scale (do X^T) T^T, j <= i;   dM_ij = -beta_i n_ij, n = (w X^T) T^T, j < i
 //           dq_i = scale D_i S do_i + sum_j dA_ij D_ij k_j;   dbeta_i = w_i . X_i - sum_j M_ij n_ij
 //           dk_i = D_end C u_i - beta_i D_i S w_i + sum_j (dM_ij + dM_ji) D_ij k_j + sum_j dA_ji D_ji q_j
 //           dg_t = what passes gate t, gathered and not subtracted: reads of S from t on, writes that C has before t, S
 //           with C, and A dA + M dM of the pairs of a key before t and a row from t on
-// shapes    as backward_states.cu has them; dq dk [B, H, T, K], or parts [2, B, HV, T, K] float32 of each head of values,
-//           of queries and keys after their division; dbeta dg [B, HV, T] float32
+// shapes    as backward_states.cu has them; dq dk [B, H, T, K], or parts [2, B, HV, T, K] float32 of each head of
+//           values, of queries and keys after their division; dbeta dg [B, HV, T] float32
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
 // smem      Shared: the chunk's tokens, 64 columns of states and of what has columns
 // barriers  the tokens have arrived | decays and lengths | M and A | N | T; then three for every 64 columns: they have

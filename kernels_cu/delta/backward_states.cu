@@ -1,6 +1,7 @@
-// what      The delta rule backward, all that goes from chunk to chunk: the state before every chunk and what its tokens
-//           add to values (X); the gradient of the state behind every chunk, what a written value is worth (w), and dv.
-// math      chunk.cuh has N, B, W and Z. Forwards: X = v - D_i k S, S <- D S + Z^T X. Backwards, with Y = N^T D_end k C:
+// what      The delta rule backward, all that goes from chunk to chunk: the state before every chunk and what its
+//           values are less what it has of them (X); the gradient of the state behind every chunk, what a written value
+//           is worth (w), and dv.
+// math      chunk.cuh has N, B, W and Z. Forwards: X = v - D_i k S, S <- D S + Z^T X. Backwards, Y = N^T D_end k C:
 //           w = Y + scale (A N)^T do,   dv = beta w,   C <- D C + scale W^T do - (D_i k)^T beta Y
 // shapes    as forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V]; X w [B, HV, T, V in whole tiles of 64];
 //           kept as backward_storage.cuh has it

@@ -91,8 +91,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
   }
 }
 
-// M and, OF_QUERIES, A of queries and keys that have arrived, with what is to know of their tokens. The block's threads have passed
-// a barrier since `decay` and `beta` were put; they pass another here, and one before they read the results.
+// M and, OF_QUERIES, A of queries and keys that have arrived, with what is to know of their tokens. The block's threads
+// have passed a barrier since `decay` and `beta` were put; they pass another here, and one before they read results.
 template <bool OF_QUERIES, int BK, int THREADS, typename T>
 __device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, bool normalized) {
   constexpr int WARPS = THREADS / 32, KINDS = 1 + OF_QUERIES, TASKS = 8 * KINDS / WARPS;
@@ -173,8 +173,8 @@ template <bool OF_QUERIES, int THREADS, class F> __device__ __forceinline__ void
 
 enum Filled { LOWER, UPPER, WHOLE };  // where a matrix of tokens is not 0
 
-// d[16 tokens, 16 columns] += rows of M, a matrix of tokens in two numbers, times tokens; TURNED: rows of its transpose.
-// FILLED says where what multiplies tokens is not 0.
+// d[16 tokens, 16 columns] += rows of M, a matrix of tokens in two numbers, times tokens; TURNED: rows of its
+// transpose. FILLED says where what multiplies tokens is not 0.
 template <Filled FILLED, int COLS, bool TURNED = false, typename T>
 __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T>& M, const T* tokens, int row,
                                                 int column) {

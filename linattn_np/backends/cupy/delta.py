@@ -172,8 +172,8 @@ def plan_vjp(problem, device, do, dht, saved=()):
 
 
 class Gradients:
-    """Of a call, of some heads at a time, by `launch`: what is kept between a way's kernels, `kept_bytes` of a head, then
-    takes no more memory than the inputs."""
+    """Of a call, of some heads at a time, by `launch`: what is kept between a way's kernels then takes no more memory
+    than the inputs."""
 
     kernel: GradientKernel  # that which computes most of them
 
