@@ -31,43 +31,35 @@ def share(x, y) -> bool:
 
 
 def check_aliasing(problem, addresses):
-    """Refuses a call whose `out` or `state` shares memory with an array that it reads, or with each other.
+    """Refuses a call that writes memory which an argument that it reads has, or another one that it writes.
 
     `addresses` are those of its arrays on a device. A call with the key and the addresses of an earlier one is not
     checked again.
     """
-    state, out = problem.options.get("state"), problem.out
-    if out is None and state is None:
+    if problem.out is None and problem.options.get("state") is None:
         return
-    slots = problem.options.get("slots")
     if problem.home == "host" or problem.memo is None:
-        compare(problem, state, slots)
+        compare(problem)
     else:
         passed, places = problem.memo.setdefault("apart", set()), tuple(addresses)
         if places not in passed:
-            compare(problem, state, slots)
+            compare(problem)
             if len(passed) >= MOST_PLACES:
                 passed.clear()
             passed.add(places)
 
 
-def compare(problem, state, slots):
+def compare(problem):
     """`check_aliasing` of one call; device arrays are compared by their addresses alone."""
-    read, out = [*problem.arrays.items()], problem.out
+    option, read = problem.options.get, [*problem.arrays.items()]
     if problem.initial_state is not None:
         read += [("initial_state", part) for part in problem.initial_state]
-    if problem.mask is not None:
-        read.append(("mask", problem.mask))
-    if slots is not None:
-        read.append(("slots", slots))
-    if problem.home != "host":
-        read = [(name, seen_from_the_host(x)) for name, x in read]
-        state, out = (None if x is None else seen_from_the_host(x) for x in (state, out))
-    if state is not None:
-        refuse_shared(problem.op, "state", state, read)
-        read.append(("state", state))
-    if out is not None:
-        refuse_shared(problem.op, "out", out, read)
+    read += [("mask", problem.mask), ("slots", option("slots")), ("accepted", option("accepted"))]
+    written = [("state", option("state")), ("pending", option("pending")), ("out", problem.out)]
+    read, written = ([(name, seen_from_the_host(x)) for name, x in named if x is not None] for named in (read, written))
+    for name, x in written:
+        refuse_shared(problem.op, name, x, read)
+        read.append((name, x))
 
 
 def refuse_shared(op, name, written, read):

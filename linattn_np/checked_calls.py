@@ -11,7 +11,7 @@ from .layouts import swap_heads
 from .precisions import current
 from .problem import Problem
 
-ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
+ARRAYS = ("initial_state", "state", "pending", "accepted", "out", "mask")  # arguments that are arrays
 INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # arguments that are integers on the host, by value
 DECAYS = ("gamma",)  # arguments that are numbers on the host, by value
 EXACT = frozenset({int, type})  # hashable types whose equal values are interchangeable
@@ -79,7 +79,7 @@ def kept_bytes(problem: Problem) -> int:
 def without_arrays(problem: Problem) -> Problem:
     """The problem without the caller's arrays, so that a cache keeps none of their memory alive."""
     options = {
-        name: None if name == "state" or array_kinds.kind(x) == "cupy" else x for name, x in problem.options.items()
+        name: None if name in ARRAYS or array_kinds.kind(x) == "cupy" else x for name, x in problem.options.items()
     }
     for x in options.values():
         if isinstance(x, np.ndarray):
@@ -95,9 +95,7 @@ def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
         arrays = {name: swap_heads(x, op.arrays[name], layout) for name, x in arrays.items()}
         out = None if out is None else swap_heads(out, op.out, layout)
     if "state" in problem.options:  # a step's
-        slots = problem.options["slots"]
-        given = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
-        options = problem.options | given
+        options = {name: arguments.get(name) if x is None else x for name, x in problem.options.items()}
         return problem.replace(arrays=arrays, options=options, out=out, example=inputs[0], memo=memo)
     return problem.replace(
         arrays=arrays,

@@ -68,6 +68,7 @@ class Op(Declaration):
             problem = with_arrays(memo["problem"], inputs, arguments, memo)
         if problem.out is not None or problem.options:
             aliasing.check_aliasing(problem, addresses)
+            self.check_contents(problem)
         if problem.warnings or problem.home == "host":
             warnings_of_misuse.warn_of_call(problem)
         return problem if as_given or not is_transformed(problem) else to_backend(problem)
@@ -141,6 +142,9 @@ class Op(Declaration):
         return problem.replace(
             copied_arrays=copied_arrays(problem), warnings=warnings_of_misuse.layout_warnings(problem)
         )
+
+    def check_contents(self, problem):
+        """Refuses values of arguments that calls with one key may differ in."""
 
     def taken_apart(self, positional, named, signature=None):
         """(declaration, arrays, everything else) of a call of the public function, or of one with this signature.

@@ -322,9 +322,15 @@ SOFTMAX = (*WITH_LSE, *WITH_LSE.values())  # a backend's kernels of it are those
 OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, *DELTA_RULES, SOFTMAX_ATTENTION)
 
 
-# -- one token ---------------------------------------------------------------------------------------------------------
+# -- one token, or a few -----------------------------------------------------------------------------------------------
+MOST_PENDING = 8  # tokens that a state has not taken yet
+
+
 class StepOp(Op):
-    """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
+    """The declaration of a step: the state is written, and may be a pool of which `slots` are in use.
+
+    With `pending` the arrays have an axis of tokens, which the state takes at the next call: the `accepted` first ones.
+    """
 
     @classmethod
     def of(cls, op: Op, keywords: type = StepOptions) -> StepOp:
@@ -343,24 +349,73 @@ class StepOp(Op):
         )
 
     @cached_property
+    def of_several(self) -> StepOp:
+        """The declaration of a step of several tokens."""
+        arrays = {name: axes.replace("B H", "B H T") for name, axes in self.arrays.items()}
+        return replace(self, arrays=arrays, out=self.out.replace("B H", "B H T"))
+
+    @cached_property
     def signature(self) -> inspect.Signature:
         arrays, state = len(self.arrays), inspect.Parameter("state", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = list(super().signature.parameters.values())
         return inspect.Signature([*parameters[:arrays], state, *parameters[arrays:]])
 
-    def check(self, inputs, *, state=None, slots=None, **arguments):
-        problem = super().check(inputs, mode="recurrent", **arguments)
-        B, H, K, V = problem.shape("B H K V")
-        pool = problem.sizes | {"N": B if slots is None else self.pool_size(state)}
+    def check(self, inputs, *, state=None, slots=None, pending=None, accepted=None, **arguments):
+        declared = self if pending is None else self.of_several
+        problem = super(StepOp, declared).check(inputs, mode="recurrent", **arguments)
+        B = problem.sizes["B"]
+        pool = problem.sizes | {"N": B if slots is None else size_of_axis(state, 0)}
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home, use="written")
         self.writable("state", state, problem.home)
         slots = self.slots(slots, B, pool["N"], problem.home)
-        return problem.replace(options=problem.options | {"state": state, "slots": slots})
+        pending = self.pending(pending, problem, pool, state.dtype)
+        accepted = self.accepted(accepted, pending, problem)
+        given = {"state": state, "slots": slots, "pending": pending, "accepted": accepted}
+        return problem.replace(options=problem.options | given)
 
-    def pool_size(self, state) -> int:
-        shape: tuple[int, ...] = getattr(state, "shape", ())
-        return int(shape[0]) if len(shape) else 0
+    def groups(self, views, layout):
+        return 1  # every head has a state of its own
+
+    def numbers(self, K, V) -> tuple[int, ...]:
+        """The numbers of a pending token, part by part: decays, of every channel or one, the keys that are written
+        and the columns behind each of them. RWKV-7 writes two keys, one of which takes what another finds."""
+        keys = 2 if "a" in self.arrays else 1
+        gates = K if any(self.arrays[name].endswith("K") for name in self.decays) else 1
+        return gates, *keys * (K,), *keys * (V,)
+
+    def pending(self, pending, problem, pool, state_dtype):
+        """The memory of pending tokens [N, H, M, W], or None."""
+        if pending is None:
+            return None
+        T, K, V = problem.shape("T K V")
+        sizes = pool | {"M": size_of_axis(pending, 2), "W": sum(self.numbers(K, V))}
+        double = np.dtype(np.float64)
+        dtype = double if double in (problem.dtype, state_dtype) else np.dtype(np.float32)
+        pending = self.placed("pending", pending, "N H M W", sizes, problem.home, (dtype,), use="written")
+        self.writable("pending", pending, problem.home)
+        if not 1 <= sizes["M"] <= MOST_PENDING:
+            self.refuse("pending", f"has room for {sizes['M']} tokens, expected 1 to {MOST_PENDING}")
+        if T > sizes["M"]:
+            self.refuse("pending", f"has room for {sizes['M']} tokens, but the arrays have T={T}")
+        return pending
+
+    def accepted(self, accepted, pending, problem):
+        """[B] int64 where the state lives, or None, which is none."""
+        if accepted is None:
+            return None
+        if pending is None:
+            self.refuse("accepted", "is given without pending, the memory of the tokens that it counts")
+        return self.placed("accepted", accepted, "B", problem.sizes, problem.home, (np.dtype(np.int64),))
+
+    def check_contents(self, problem):
+        """Refuses numbers of accepted tokens that there cannot be; those on a device are trusted."""
+        accepted = problem.options["accepted"]
+        if accepted is None or problem.home != "host" or not accepted.size:
+            return
+        M = problem.options["pending"].shape[2]
+        if accepted.min() < 0 or accepted.max() > M:
+            self.refuse("accepted", f"runs from {accepted.min()} to {accepted.max()}, expected 0 to {M} pending tokens")
 
     def slots(self, slots, count, pool, home):
         """[B] int64 where the state lives, or None. Host slots are checked; device slots are trusted."""
@@ -388,6 +443,12 @@ class StepOp(Op):
         return rows
 
 
+def size_of_axis(x, axis) -> int:
+    """0 if there is no such axis."""
+    shape: tuple[int, ...] = getattr(x, "shape", ())
+    return int(shape[axis]) if len(shape) > axis else 0
+
+
 class DeltaRuleStepOp(StepOp, DeltaRuleOp):
     """The declaration of a step of the delta rule."""
 
@@ -401,6 +462,7 @@ DELTA_RULE_STEP, GATED_DELTA_RULE_STEP, KDA_STEP = (
 RWKV7_STEP = StepOp.of(RWKV7)
 DELTA_RULE_STEPS = (DELTA_RULE_STEP, GATED_DELTA_RULE_STEP, KDA_STEP, RWKV7_STEP)
 STEPS = (*GATED_STEPS, *DELTA_RULE_STEPS)
+STEPS_OF_SEVERAL = tuple(op.of_several for op in STEPS)
 
 
 # -- the stages of the chunked form ------------------------------------------------------------------------------------

@@ -48,6 +48,16 @@ state : [B, H, K, V], or a pool [P, H, K, V] with `slots`
 slots : integers [B], optional
     Row of the pool that each sequence's state lives in, each at most once. Host integers are checked, and sent to the
     device as `cu_seqlens` are in `gla`; an int64 CuPy array is taken as it is, without synchronising.
+pending : float32 [N, H, M, W], optional, with rows for `slots` as `state` has
+    Memory of the M <= 8 tokens that the state has not taken yet, for speculative decoding: float64 where the state or
+    the arrays are. The arrays then have an axis of T <= M tokens, [B, H, T, ...], and o is [B, H, T, V]: read from the
+    state, to which these tokens are not added before the next call says how many are `accepted`. Until then they are in
+    `pending`: each as its decays, its keys and the columns that it writes behind them, W numbers. W is 2 K + V, or
+    1 + K + V where a head has one gate or none, or 3 K + 2 V of `rwkv7_step`. Nothing else may write there.
+accepted : int64 [B], optional
+    How many of the tokens in `pending`, from the first, the state takes now: 0 to M, by default none. Host numbers are
+    checked; those on a device are taken as they are, without synchronising, at most M. A call with T = 0 only adds
+    tokens.
 out : array like the result, optional
     Where to write o: memory that no other argument shares, and in which no two elements are one.
 """

@@ -122,9 +122,11 @@ class LinearAttentionOptions(MaskedOptions, total=False):
 
 
 class StepOptions(TypedDict, total=False):
-    """The keyword arguments of a step, which computes one token."""
+    """The keyword arguments of a step, which computes one token, or with `pending` a few."""
 
     slots: Integers | None
+    pending: Array | None
+    accepted: Array | None
     scale: float | None
     backend: Backend
     out: Array | None

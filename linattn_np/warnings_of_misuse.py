@@ -24,11 +24,12 @@ class LinattnWarning(UserWarning):
 def layout_warnings(problem) -> tuple[str, ...]:
     """Warns of arrays that look like [B, T, H, ...] but are read as [B, H, T, ...]: they have fewer tokens than heads.
 
-    There is no warning where another argument has H or T alone: its size was checked.
+    There is no warning where another argument has H or T alone, whose size was checked, or where there is no layout.
     """
     H, T = problem.sizes.get("H", 0), problem.sizes.get("S", problem.sizes.get("T"))
     known = problem.varlen or problem.mask is not None or problem.initial_state is not None
     known = known or any(axes.startswith("H") for axes in problem.op.arrays.values())
+    known = known or "layout" not in problem.op.keywords.__annotations__
     if problem.layout != "bhtd" or known or not T or T >= H:
         return ()
     name = next(iter(problem.arrays))

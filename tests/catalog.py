@@ -15,11 +15,13 @@ from linattn_np.backends.cupy import (
     softmax,
     stages,
     step,
+    step_of_several,
     value_gate,
 )
 from linattn_np.backends.cupy import gated_kernels as gated
 from linattn_np.backends.cupy import rwkv6_model_kernels as rwkv6
 from linattn_np.backends.cupy import rwkv6_training_kernels as training
+from linattn_np.backends.cupy import rwkv7_model_kernels as rwkv7
 from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
@@ -39,6 +41,7 @@ def kernels():
     yield from gated_on_hopper()
     yield from scalar_decays()
     yield from delta_rules()
+    yield from steps_of_several()
     yield from value_gates()
     yield from element_by_element()
     yield from in_float64()
@@ -154,6 +157,14 @@ def delta_rules():
         yield DeltaScalarForwardSm90(T, K, V)
 
 
+def steps_of_several():
+    for (T, G), S, size in product([*GATES, (DOUBLE, DOUBLE)], FLOATS, gated.CHANNELS):
+        for rule in (step_of_several.GLA, step_of_several.BEFORE_WRITE, delta.GATED_DELTA, delta.KDA):
+            yield step_of_several.StepOfSeveral(rule, T, G, S, size)
+        if size <= 128 or DOUBLE not in (T, S):
+            yield step_of_several.StepOfSeveral(delta.DPLR, T, G, S, size)
+
+
 def value_gates():
     for T, G in GATES:
         for products in (1, 3) if T == SINGLE else (1,):
@@ -226,9 +237,9 @@ def terms_of(X) -> tuple[int, ...]:
 def of_models():
     for T in CTYPES:
         yield rwkv6.LogDecay(T)
-        for width, parts in product(rwkv6.NormShift.WIDTHS, rwkv6.NormShift.PARTS_AT_MOST):
-            for terms in terms_of(T):
-                yield rwkv6.NormShift(T, width, parts, terms)
+        norm = rwkv6.NormShift
+        for how in product(norm.WIDTHS, norm.PARTS_AT_MOST, terms_of(T), norm.MIXES_AT_MOST):
+            yield norm(T, *how)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
         for width in rwkv6.GatedNorm.WIDTHS:
@@ -257,6 +268,11 @@ def of_models():
     yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
+        yield from (rwkv7.Openings.of_step(X), rwkv7.Openings.of_prompt(X))
+        for cls, width in product((rwkv7.Keys, rwkv7.BonusNorm), rwkv7.Keys.WIDTHS):
+            yield cls(X, width)
+        for S, terms in product(CTYPES, terms_of(X)):
+            yield rwkv7.TimeMixOfToken(X, S, terms)
 
 
 def of_training():

@@ -17,6 +17,7 @@ from reference import DECAYS, draw, draw_states
 from test_decode_kernels import SIZES, SMALL, synthetic
 from test_delta_on_hopper import call as delta_call
 from test_delta_on_hopper import drawn as delta_tokens
+from test_rwkv_on_cuda import random_weights
 from test_training_kernels import SEEDS, adamw, model, on_device
 
 from linattn_np import (
@@ -55,10 +56,12 @@ from linattn_np.declarations import (
     SOFTMAX_SINKS,
 )
 from linattn_np.declarations import RWKV6 as RWKV6_OP
+from linattn_np.declarations import STEPS as DECLARED_STEPS
 from linattn_np.dispatch import summarise
 from linattn_np.kernel_choice import choose_kernels
-from linattn_np.models import RWKV6
+from linattn_np.models import RWKV6, RWKV7
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
+from linattn_np.models.rwkv7 import cuda_decode as cuda_decode7
 
 DOUBLE, HALF, SINGLE = (np.dtype(t) for t in (np.float64, np.float16, np.float32))
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
@@ -267,6 +270,20 @@ def delta_rules(rng, run, as_older, as_filled):
         yield run(op, *draw(declared, rng, {"B": 2, "H": 2, "K": 64, "V": 70}, BFLOAT16), state, slots=[2, 0])
 
 
+def steps_of_several(rng, run):
+    """Those that were accepted, and new ones."""
+    for op, declared, dtype in zip(
+        (gla_step, rwkv6_step, *RULE_STEPS), DECLARED_STEPS, cycle((BFLOAT16, SINGLE, DOUBLE)), strict=False
+    ):
+        sizes = dict(zip("BHTKV", (2, 2, 3, 60, 70)))
+        real = DOUBLE if dtype == DOUBLE else SINGLE
+        state = rng.standard_normal((3, 2, 60, 70)).astype(dtype)
+        pending = rng.standard_normal((3, 2, 4, sum(declared.numbers(60, 70)))).astype(real)
+        accepted = np.array([4, 0], np.int64)
+        arrays = draw(declared.of_several, rng, sizes, dtype)
+        yield run(op, *arrays, state, slots=[2, 0], pending=pending, accepted=accepted)
+
+
 def delta_rules_on_hopper(rng, device):
     for dtype, K, V in product((BFLOAT16, HALF), (64, 128), (64, 128)):
         kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), PACKED if V == 64 else None
@@ -282,9 +299,13 @@ def decoding(rng, device):
     """A model's steps: all layers in one launch, of as many weights as go around a block's ring; in several; and beyond
     128 sequences, where cuBLAS multiplies int8."""
     few, wide, around = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"], SIZES["odd"]))
+    seven = random_weights(RWKV7, rng, BFLOAT16)
     decoders = (
-        CudaDecoder(weights, dtype, B, device)
+        (cuda_decode7.CudaDecoder if weights is seven else CudaDecoder)(weights, dtype, B, device)
         for weights, dtype, B in (
+            (seven, SINGLE, 3),
+            (seven, BFLOAT16, 3),
+            (seven, HALF, 9),
             (around, BFLOAT16, 1),
             (around, SINGLE, 1),
             (few, SINGLE, 3),
@@ -304,9 +325,8 @@ def decoding(rng, device):
 
 
 def prompts(rng, as_filled):
-    weights = synthetic(rng, SMALL, BFLOAT16)
-    for dtype in (SINGLE, BFLOAT16):
-        model = RWKV6(weights, "cuda", dtype)
+    for kind, dtype in product((RWKV6, RWKV7), (SINGLE, BFLOAT16)):
+        model = kind(random_weights(kind, rng, BFLOAT16), "cuda", dtype)
         model.layers.device.empty = model.layers.device.zeros  # as `as_filled` has it for operators
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (2, 37)))
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
@@ -332,6 +352,7 @@ def calls(rng, run, as_older, as_filled, device):
         family(rng, run, as_filled),
         messages(rng, run, as_filled),
         steps(rng, run),
+        steps_of_several(rng, run),
         delta_rules(rng, run, as_older, as_filled),
         delta_rules_on_hopper(rng, device),
         decoding(rng, device),

@@ -199,6 +199,9 @@ def test_what_is_no_file_is_refused(tmp_path):
         match=f"{tmp_path}: is a folder without a checkpoint, expected a file, or a folder with model.safetensors or ",
     ):
         read(tmp_path)
+    (tmp_path / "one.pth").write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match=r"one.pth: starts with b'\\x80', expected a .pth"):
+        read(tmp_path / "one.pth")
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "nowhere.pth")
 

@@ -360,7 +360,7 @@ def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
     arrays |= {name: device.empty(D, np.float32) for name in ("xx", "d", "mixed")}
     at = {name: device.pointer(array) for name, array in arrays.items()}
     kernel, before = (
-        kernels.NormShift.fitting(np.dtype(np.float32), D, parts),
+        kernels.NormShift.fitting(np.dtype(np.float32), D, 1, parts),
         "x value gate weight bias maa shift".split(),
     )
     args = kernel.pack(
@@ -373,6 +373,7 @@ def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
         D=D,
         C=1,
         P=parts,
+        squares=True,
         eps=1e-5,
     )
     device.launch(kernel, 1, args)

@@ -17,6 +17,7 @@ from linattn_np.models.rwkv.adapters import merged
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import HostProducts
 
+PAIR = {"blocks.0.att.key.lora_A": (2, 16), "blocks.0.att.key.lora_B": (16, 2)}
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
 
 
@@ -91,12 +92,28 @@ def test_an_adapter_is_merged_as_it_was_trained(base, tmp_path):
         ({"blocks.7.att.key.lora_A": (2, 16), "blocks.7.att.key.lora_B": (16, 2)}, "has 'blocks.7.att.key.lora_A'"),
         ({"blocks.0.att.key.lora_A": (2, 8), "blocks.0.att.key.lora_B": (16, 2)}, r".*\(16, 16\) of two matrices"),
         ({"blocks.0.att.key.lora_A": (3, 16), "blocks.0.att.key.lora_B": (16, 2)}, r".*\(16, 16\) of two matrices"),
+        ({"blocks.0.att.key.lora_A": (0, 16), "blocks.0.att.key.lora_B": (16, 0)}, r".*\(16, 16\) of two matrices"),
+        ({"blocks.0.ln1.lora_A": (2, 16), "blocks.0.ln1.lora_B": (16, 2)}, r".*\(16,\) of two matrices"),
+        (
+            {**PAIR, "blocks.0.att.key.lora_magnitude_vector": (16,)},
+            "has 'blocks.0.att.key.lora_magnitude_vector', exp",
+        ),
+        ({**PAIR, "model.blocks.0.att.key.lora_A.weight": (2, 16)}, "has 'blocks.0.att.key.lora_A' twice"),
+        ({**PAIR, "lora_alpha": (0,)}, "alpha is a ndarray, expected a number above 0"),
+        ({**PAIR, "lora_alpha": ()}, "alpha is 0.0, expected a number above 0"),
     ],
-    ids=range(5),
+    ids=range(11),
 )
 def test_adapters_that_fit_no_model_are_refused(change, complaint, base):
-    with pytest.raises(ContractError, match=f"the adapter {complaint}"):
+    with pytest.raises(ContractError, match=f"the adapter:? {complaint}"):
         merged(base.kind, base.weights, {name: np.zeros(shape, np.float32) for name, shape in change.items()})
+
+
+@pytest.mark.parametrize("number, alpha", [(np.nan, 1), (3e38, 1), (1, np.nan), (1, 1e39)])
+def test_an_adapter_that_gives_no_numbers_is_refused(number, alpha, base):
+    adapter = {name: np.full(shape, number, np.float32) for name, shape in PAIR.items()}
+    with pytest.raises(ContractError, match="the adapter.*(not finite in float32|expected a number above 0)"):
+        merged(base.kind, base.weights, adapter, alpha)
 
 
 def test_a_base_that_cannot_be_trained_is_refused(base):
@@ -143,11 +160,19 @@ def test_texts_json_lines_and_binidx(tmp_path):
 @pytest.mark.parametrize(
     "name, content, complaint",
     [
-        ("a.jsonl", b'{"text": 1}\n', "line 1 has the text 1, expected"),
+        ("a.jsonl", b'{"text": 1}\n', "line 1: its text is 1, expected"),
         ("a.jsonl", b"{", "line 1: "),
         ("data.idx", b"MMIDIDX", "its .idx starts with"),
         ("data.idx", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 7, 1, 2), "its .idx has the dtype 7"),
         ("data.bin", b"123", "its .bin has 3 bytes, expected a multiple of 2"),
+        ("data.bin", b"1234", "its .bin has 2 ids, expected the 1 of its .idx"),
+        ("data.idx", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1 << 62, 1), "its .idx of 34 bytes claims 46.* texts"),
+        (
+            "data.idx",
+            b"MMIDIDX\0\0" + struct.pack("<QBQQi2q", 1, 8, 1, 1, -1, 0, 0),
+            "its .idx of 54 bytes claims 1 texts",
+        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "line 2: .* which UTF-8 cannot hold"),
     ],
 )
 def test_damaged_texts_are_refused(name, content, complaint, tmp_path):
@@ -211,6 +236,27 @@ def test_a_state_is_trained_and_written_with(command, base, tmp_path):
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_a_training_goes_on_from_the_same_model(base, tmp_path):
+    moved = Base.of(base.weights | {"emb.weight": base.weights["emb.weight"] + 1})
+    for kind, other in ((LowRank(base, 2), LowRank(base, 2, alpha=3)), (States(base), States(moved))):
+        Training(TEXT, few(), kind=kind).save(tmp_path / "training.safetensors")
+        Training.restore(tmp_path / "training.safetensors", TEXT, kind=kind)
+        with pytest.raises(
+            CheckpointError, match="another text, expected one on this, from this model with this alpha"
+        ):
+            Training.restore(tmp_path / "training.safetensors", TEXT, kind=other)
+
+
+def test_tuned_states_that_are_none_are_refused(tmp_path):
+    for shapes in ((), ((2, 8, 4),)):
+        arrays = {f"blocks.{i}.att.time_state": np.zeros(shape, np.float32) for i, shape in enumerate(shapes)}
+        save_file(arrays, tmp_path / "s.safetensors", {"of": "x.time_state"})
+        with pytest.raises(
+            ContractError, match="State: .*s.safetensors is no saved state, or a damaged one: has 'blocks"
+        ):
+            State.load(tmp_path / "s.safetensors")
+
+
 def test_a_pth_is_what_was_written(rng, tmp_path):
     arrays = {
         "a": rng.standard_normal((3, 4), np.float32).T,
@@ -241,9 +287,28 @@ def test_evaluate_tells_the_loss(command, base, tmp_path):
     assert code == 0 and told == f"{wanted}, on 600 tokens\n"
 
 
+def test_a_model_without_numbers_has_no_loss(command, base, tmp_path):
+    save_file(base.weights | {"head.weight": base.weights["head.weight"] * np.nan}, tmp_path / "nan.safetensors")
+    for name, *words in (
+        ("evaluate", tmp_path / "nan.safetensors", tmp_path / "text"),
+        ("quantise", "--model", tmp_path / "nan.safetensors", "--text", tmp_path / "text", "--dtype", "int8", "--out")
+        + (tmp_path / "few.safetensors",),
+    ):
+        code, told, said = command(name, *words, "--tokens", 9)
+        assert code == 2 and not told and "the loss is nan by token 9: the model is damaged" in said
+    assert not (tmp_path / "few.safetensors").exists()
+
+
+def test_a_loss_beyond_any_perplexity(command, base, tmp_path):
+    save_file(base.weights | {"ln_out.weight": base.weights["ln_out.weight"] * 1e6}, tmp_path / "big.safetensors")
+    code, told, _ = command("evaluate", tmp_path / "big.safetensors", tmp_path / "text", "--tokens", 9)
+    assert code == 0 and "perplexity inf" in told
+
+
 @pytest.mark.parametrize(
     "words, complaint",
     [
+        (["--lora", 999], "LowRank: rank is 999, expected a whole number from 1 to 16"),
         (["--layers", 2], "argument --layers: does not go with --from, whose model says it"),
         (["--version", 7], "argument --version: does not go with --from"),
         (["--lora", 2, "--state"], "not allowed with argument"),

@@ -14,7 +14,8 @@ import pytest
 import sanitized
 
 from linattn_np.backends.cupy import gated_kernels
-from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
+from linattn_np.models import RWKV6, RWKV7
+from linattn_np.models.rwkv import cuda_decoder
 
 TREE = {
     "kernels_cu/include/tile.cuh": "header",
@@ -165,8 +166,9 @@ def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
         monkeypatch.setattr(backend.device, "launch", lambda kernel, *_, **__: launched.add(kernel))
         monkeypatch.setattr(backend.device, "prepared", lambda kernel, *_, **__: partial(launched.add, kernel))
     monkeypatch.setattr(hopper.device, "cooperative", True)  # as the card's is
-    monkeypatch.setattr(model.RWKV6, "layers_on", staticmethod(lambda _: cuda_layers.CudaLayers))
-    monkeypatch.setattr(cuda_decode, "current_device", lambda: hopper.device)
+    for kind in (RWKV6, RWKV7):
+        monkeypatch.setattr(kind, "layers_on", staticmethod(lambda _, kind=kind: kind.cuda_layers()))
+    monkeypatch.setattr(cuda_decoder, "current_device", lambda: hopper.device)
     with np.errstate(all="ignore"):
         for _ in sanitized.calls(
             rng, hopper.run, older.run, lambda function, *a, **k: function(*a, **k), hopper.device

@@ -20,10 +20,11 @@ KERNELS, PICTURES = ROOT / "kernels_cu", ROOT / "docs" / "pictures"
 NOTES = (KERNELS / "README.md").read_text()
 ROW = re.compile(r"^\| (\S+)\.cu \| (.+) \| (\S+) \|$", re.MULTILINE)
 FILES = sorted(path.relative_to(KERNELS).with_suffix("").as_posix() for path in KERNELS.rglob("*.cu"))
-LAUNCH_NOTHING = ("gated_kernels", "rwkv6_model_kernels", "rwkv6_training_kernels")
+LAUNCH_NOTHING = ("gated_kernels", "rwkv6_model_kernels", "rwkv6_training_kernels", "rwkv7_model_kernels")
+VERSIONS = ("", ".rwkv", ".rwkv6", ".rwkv7")
 HOSTS = [
     (package, path)
-    for package in ("linattn_np.backends.cupy", "linattn_np.models", "linattn_np.models.rwkv6")
+    for package in ("linattn_np.backends.cupy", *(f"linattn_np.models{version}" for version in VERSIONS))
     for path in sorted((ROOT / package.replace(".", "/")).glob("*.py"))
     if path.stem not in LAUNCH_NOTHING
 ]
@@ -38,8 +39,11 @@ def classes(base=Kernel):
 
 
 def launchers(kernel) -> str:
-    """The files whose functions speak of the class."""
-    return ", ".join(path.name for package, path in HOSTS if speaks_of(import_module(f"{package}.{path.stem}"), kernel))
+    """The files whose functions speak of the class, those of models with their version's folder."""
+    found = (path for package, path in HOSTS if speaks_of(import_module(f"{package}.{path.stem}"), kernel))
+    return ", ".join(
+        path.name if path.parent.name in ("cupy", "models") else f"{path.parent.name}/{path.name}" for path in found
+    )
 
 
 def speaks_of(module, kernel) -> bool:

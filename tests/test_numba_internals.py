@@ -139,7 +139,10 @@ assert ("row_stack" in vars(np)) == before == {has_row_stack}
         (lambda: bound(GLA, mode="parallel"), "it has modes 'staged' and 'recurrent', not 'parallel'"),
         (lambda: bound(GLA, gradient=True), "it has no gradients"),
         (lambda: bound(GLA, materialize=False), "materialize=False asks for a fused kernel"),
-        (lambda: bound(SIMPLE_GLA), "it has the gated family, the delta rules, their steps and the five stages only"),
+        (
+            lambda: bound(SIMPLE_GLA),
+            "it has the gated family, the delta rules, their steps of one token and the five stages only",
+        ),
     ],
 )
 def test_reasons(problem, reason):

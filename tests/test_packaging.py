@@ -52,7 +52,8 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
     modules = {path.as_posix() for path in files if path.suffix in (".py", ".pyi")}
     kernels = {f"linattn_np/kernels_cu/{path.relative_to(KERNELS).as_posix()}" for path in KERNELS.rglob("*.cu*")}
     model = {f"linattn_np/data/austen-x060/{name}" for name in ("README.md", "model.safetensors")}
-    assert held == modules | kernels | model | {"linattn_np/py.typed"}
+    others = {"linattn_np/py.typed", "linattn_np/kernels_cu/shared_memory.json"}
+    assert held == modules | kernels | model | others
     assert any(name.endswith(".cu") for name in kernels) and any(name.endswith(".cuh") for name in kernels)
 
 
@@ -314,7 +315,10 @@ ROOMS = {
     "interop/torch_memory": (["interop.calls"], ["torch", "cupy"]),
     "models": ([f"models.{name}" for name in AROUND] + CHECKED, ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/__init__": (["models"], []),
-    "models/gguf_files": (["models.files", "models.number_checks", "errors"], ["numpy", "ml_dtypes", "gguf"]),
+    "models/gguf_files": (
+        ["models.files", "models.number_checks", "models.stored_zip", "argument_checks", "errors"],
+        ["numpy", "ml_dtypes", "gguf"],
+    ),
     "models/matrices": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/matrix_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
@@ -336,10 +340,14 @@ ROOMS = {
     "models/rwkv7/numba_loops": (["numba_cache", "models.rwkv", "models.rwkv7"], ["numpy", "numba"]),
     "models/versions": (["models"], ["numpy"]),
     "models/fine_tuning": (["models", "errors"], ["numpy"]),
-    "models/rwkv6/cuda_decode": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy", "cupy"]),
-    "models/rwkv6/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
+    "models/rwkv/cuda_decoder": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy", "cupy"]),
+    "models/rwkv/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
+    "models/rwkv/cuda_prompts": (["models", "backends.cupy", "varlen"], ["numpy"]),
+    "models/rwkv6/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
     "models/rwkv6/cuda_grad": (["models", "ops", "backends.cupy"], []),
-    "models/rwkv6/cuda_prefill": (["models", "backends.cupy", "varlen"], ["numpy"]),
+    "models/rwkv6/cuda_prefill": (["models.rwkv", "models.rwkv6", "backends.cupy", "declarations"], []),
+    "models/rwkv7/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
+    "models/rwkv7/cuda_prefill": (["models.rwkv", "backends.cupy", "declarations"], ["numpy"]),
     "command/__init__": ([], []),
     "command": (
         [

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_files import zipped_pth
 from safetensors.numpy import save_file
 
-from linattn_np import ContractError, NotSupported
+from linattn_np import ContractError
 from linattn_np.models import RWKV6, RWKV7, Batch, Bytes, Sampling, State, load, matrices
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
@@ -236,12 +236,6 @@ def test_each_version_refuses_the_other(kind, weights):
         CheckpointError, match=f"belongs to {kind.version.title.split()[0]}, expected the parameters of"
     ):
         other(weights)
-
-
-def test_rwkv7_on_a_gpu_is_refused(rng):
-    weights = layout_of(RWKV7).named(np.zeros(layout_of(RWKV7).size, np.float32))
-    with pytest.raises(NotSupported, match="RWKV7: device 'cuda' cannot be used: "):
-        RWKV7(weights, "cuda")
 
 
 # -- gradients ------------------------------------------------------------------------------------------------------

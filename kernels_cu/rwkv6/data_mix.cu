@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) r
       if (EARLY && n == 0) load_tokens();
     };
     const auto sums = low_rank<LOW_PARTS>(s, args.low + (first * 5 + c) * A, 5 * A, args.P, args.tokens * 5 * A, tokens,
-                                          args.up + c * A * D, A, D, column, load_early);
+                                          args.up + c * A * D, A, D, column, Tanh<T>(), load_early);
     if (!EARLY && n == 0) load_tokens();
     if (j >= D) continue;
 #pragma unroll

@@ -1,6 +1,6 @@
-// what      The channel mix's gate, added to the residual.
+// what      The channel mix's product, added to the residual through its gate.
 // math      x += sigmoid(gate) value, which comes in units of UNIT_OF_SQUARES<X>
-// shapes    x gate value [count]
+// shapes    x gate value [count]; gate may be null, where the sigmoid is 1
 // grid      a thread four elements; 256 threads
 // smem      none
 // barriers  none
@@ -23,8 +23,13 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_gated_add
   wait_for_previous();
   const i64 at = 4 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   if (at >= args.count) return;
-  const float4 x = load4(args.x + at), gate = load4(args.gate + at), value = load4(args.value + at);
+  const float4 x = load4(args.x + at), value = load4(args.value + at);
   constexpr float UNIT = UNIT_OF_SQUARES<X>;
-  store4(args.x + at, {fmaf(UNIT * sigmoid(gate.x), value.x, x.x), fmaf(UNIT * sigmoid(gate.y), value.y, x.y),
-                       fmaf(UNIT * sigmoid(gate.z), value.z, x.z), fmaf(UNIT * sigmoid(gate.w), value.w, x.w)});
+  float4 open = {UNIT, UNIT, UNIT, UNIT};
+  if (args.gate) {
+    const float4 gate = load4(args.gate + at);
+    open = {UNIT * sigmoid(gate.x), UNIT * sigmoid(gate.y), UNIT * sigmoid(gate.z), UNIT * sigmoid(gate.w)};
+  }
+  store4(args.x + at, {fmaf(open.x, value.x, x.x), fmaf(open.y, value.y, x.y), fmaf(open.z, value.z, x.z),
+                       fmaf(open.w, value.w, x.w)});
 }

@@ -24,7 +24,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_log_decay
   launch_next();
   const i64 W = args.W, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
   const i64 first = blockIdx.x / across * (TILES * TILE_TOKENS), tokens = args.tokens - first;
-  const auto sums = low_rank<1>(s, args.low + first * W, W, 1, 0, tokens, args.up, W, D, column, [] {});
+  const auto sums = low_rank<1>(s, args.low + first * W, W, 1, 0, tokens, args.up, W, D, column, Tanh<T>(), [] {});
 
   const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
   if (j >= D) return;

@@ -1,6 +1,6 @@
-// what      A tile of tanh(low) up, tokens by 128 channels: what data adds to RWKV-6's mixes and decays.
-// numerics  tensor cores: half weights as they are, and tanh(low) as a sum of PARTS numbers of their type, of which
-//           three in bfloat16 and two in float16 hold a float32; float32 weights and tanh(low) as two tf32 numbers each
+// what      A tile of f(low) up, tokens by 128 channels: what data adds to mixes and decays; f is tanh in RWKV-6.
+// numerics  tensor cores: half weights as they are, and f(low) as a sum of PARTS numbers of their type, of which
+//           three in bfloat16 and two in float16 hold a float32; float32 weights and f(low) as two tf32 numbers each
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-17; Ootomo and Yokota, 2022, for the split
 //
 // A warp has 16 channels of all tokens: two products' columns, in such an order that a lane has four neighbours.
@@ -26,7 +26,6 @@ template <typename T, int TILES, int PARTS> struct alignas(16) LowRank {
       *reinterpret_cast<u32*>(to + place_of_pair(column % COLUMNS_OF_WARP / 2 + i)) = pairs[i];
   }
   __device__ __forceinline__ void put_low(int token, int a, float x) {
-    x = tanh_approx(x);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const T rounded = from_float<T>(x);
@@ -70,7 +69,7 @@ template <int TILES, int PARTS> struct alignas(16) LowRank<float, TILES, PARTS> 
     for (int i = 0; i < 4; ++i)
       *reinterpret_cast<float2*>(to + place_of_pair(column % COLUMNS_OF_WARP / 2 + i)) = pairs[i];
   }
-  __device__ __forceinline__ void put_low(int token, int a, float x) { low[token][a] = tanhf(x); }
+  __device__ __forceinline__ void put_low(int token, int a, float x) { low[token][a] = x; }
 
   __device__ __forceinline__ void multiply(float (&sums)[TILES][2][4]) const {
 #pragma unroll
@@ -87,6 +86,11 @@ template <int TILES, int PARTS> struct alignas(16) LowRank<float, TILES, PARTS> 
       }
     }
   }
+};
+
+// tanh as exact as weights of type T.
+template <typename T> struct Tanh {
+  __device__ __forceinline__ float operator()(float x) const { return sizeof(T) == 4 ? tanhf(x) : tanh_approx(x); }
 };
 
 // The first of the lane's four channels; in every tile it has tokens lane / 4 and lane / 4 + 8.
@@ -107,10 +111,10 @@ template <int TILES> struct LowRankSums {
 // low has `tokens` rows of `rank` numbers, so far apart, and is the sum of `parts` such arrays, MOST at most, each one
 // `part_apart` behind the one before; up has `rank` rows of D, of which this takes 128 from `column` on. `load_more`
 // sets out what its caller reads later, once the kernel before this one has ended.
-template <int MOST, int TILES, int PARTS, typename T, typename F>
+template <int MOST, int TILES, int PARTS, typename T, typename A, typename F>
 __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>& s, const float* low, i64 apart,
                                                        i64 parts, i64 part_apart, i64 tokens, const T* up, i64 rank,
-                                                       i64 D, i64 column, const F& load_more) {
+                                                       i64 D, i64 column, const A& activate, const F& load_more) {
   constexpr int EIGHTS = PASS * COLUMNS / 8 / THREADS, LOWS = TILES * TILE_TOKENS * PASS / THREADS;
   LowRankSums<TILES> sums = {};
   const auto pass = [&](i64 start, const auto& load_more) {
@@ -145,7 +149,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>&
       float sum = from_parts[0][n];
 #pragma unroll
       for (int p = 1; p < MOST; ++p) sum += from_parts[p][n];
-      s.put_low(at / PASS, at % PASS, sum);
+      s.put_low(at / PASS, at % PASS, activate(sum));
     }
     __syncthreads();  // the tiles are in shared memory
     s.multiply(sums.x);

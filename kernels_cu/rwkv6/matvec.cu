@@ -1,4 +1,4 @@
-// what      Up to five products of weights with up to 8 vectors each, every weight read once.
+// what      Up to seven products of weights with up to 8 vectors each, every weight read once.
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
 // shapes    each product: w [M, K], x [B, K], y [B, M]
 // grid      a block for every 16 rows of a product, products in turn; THREADS threads: a warp a slice of K, a
@@ -16,7 +16,7 @@
 #include "decode.cuh"
 #include "product.cuh"
 
-constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 5;
+constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 7;
 constexpr int STEP = 32, STAGES = 2;
 
 enum class Finish : i64 { Write, Add, ReluSquared };

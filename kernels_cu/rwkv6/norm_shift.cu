@@ -2,18 +2,18 @@
 // math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
 // shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
 //           mixed [TERMS, C, B, D]. value, gate, xx and d, or maa and shift may be null: without a gate the sigmoid is
-//           1, without a shift d = 0. With a gate, value is in units of UNIT_OF_SQUARES<X, TERMS>
+//           1, without a shift d = 0. A value of `squares` is in units of UNIT_OF_SQUARES<X, TERMS>
 // grid      a block a sequence; 512 threads, EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to 2048 EACH; C up to 2, P up to PARTS. shift is read before the previous kernel has
-//           ended: between this launch and the last one that wrote it, a launch must have waited for its predecessor
-//           before it let the next one begin
+// limits    D a multiple of 4, up to 2048 EACH; C up to MIXES, P up to PARTS. shift is read before the previous kernel
+//           has ended: between this launch and the last one that wrote it, a launch must have waited for its
+//           predecessor before it let the next one begin
 #include "decode.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2;
+constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename X> struct Args {
   float* x;
@@ -27,7 +27,7 @@ template <typename X> struct Args {
   float* xx;
   float* d;
   X* mixed;
-  i64 B, D, C, P;
+  i64 B, D, C, P, squares;
   double eps;
 };
 
@@ -41,26 +41,26 @@ __device__ __forceinline__ float4 add_scaled(float4 a, float4 x, float4 b) {
 }
 
 // The parameters of four channels, which the previous kernel does not write.
-struct Channels {
+template <int MIXES> struct Channels {
   float4 weight, bias, shift, maa[MIXES];
 };
 
-template <typename X, int EACH, int PARTS, int TERMS>
+template <typename X, int EACH, int PARTS, int TERMS, int MIXES>
 __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const i64 b = blockIdx.x, D = args.D, row = b * D;
   float* const shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
   const auto channels_at = [&](i64 j) {
-    Channels found = {load4(args.weight + j), load4(args.bias + j)};
+    Channels<MIXES> found = {load4(args.weight + j), load4(args.bias + j)};
     if (shift) found.shift = load4(shift + j);
 #pragma unroll
     for (int c = 0; c < MIXES; ++c)
       if (args.maa && c < args.C) found.maa[c] = load4(args.maa + c * D + j);
     return found;
   };
-  constexpr bool EARLY = EACH <= 2;  // whether there are registers for these early loads
-  Channels channels[EACH];
+  constexpr bool EARLY = EACH * (MIXES + 3) <= 10;  // whether there are registers for these early loads
+  Channels<MIXES> channels[EACH];
 #pragma unroll
   for (int n = 0; n < EACH; ++n)
     if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && j < D) channels[n] = channels_at(j);
@@ -79,11 +79,12 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
 #pragma unroll
       for (int p = 0; p < PARTS; ++p)
         if (p < args.P) parts[p] = load4(args.value + p * args.B * D + row + j);
+      const float unit = args.squares ? UNIT_OF_SQUARES<X, TERMS> : 1.f;
       if (args.gate) {
         const float4 gate = load4(args.gate + row + j);
-        constexpr float UNIT = UNIT_OF_SQUARES<X, TERMS>;
-        open = {UNIT * sigmoid(gate.x), UNIT * sigmoid(gate.y), UNIT * sigmoid(gate.z), UNIT * sigmoid(gate.w)};
+        open = {sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w)};
       }
+      open = {unit * open.x, unit * open.y, unit * open.z, unit * open.w};
 #pragma unroll
       for (int p = 1; p < PARTS; ++p) parts[0] = add_scaled(parts[0], {1.f, 1.f, 1.f, 1.f}, parts[p]);
       x[n] = add_scaled(x[n], open, parts[0]);
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
     const i64 j = 4 * (n * THREADS + threadIdx.x);
     if (j >= D) continue;
     if (!EARLY) channels[n] = channels_at(j);
-    const Channels& own = channels[n];
+    const Channels<MIXES>& own = channels[n];
     const float4 scaled = {x[n].x * scale, x[n].y * scale, x[n].z * scale, x[n].w * scale};
     const float4 xx = add_scaled(own.bias, scaled, own.weight);
     float4 d = {};

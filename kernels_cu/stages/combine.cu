@@ -1,17 +1,17 @@
 // what      Stage 5: the outputs, from the state before each chunk and from the chunk's own tokens.
 // math      o = scale (qg h_c + A v)
 // shapes    qg [B, H, T, K] and A [B, H, T, C] and h [B, H, NC, K, V] float32, v o [B, H, T, V]
-// grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; 128 threads
-// smem      Shared: 64 x 16 of the left factor, 16 x 64 of the right one
-// barriers  two for every 16 of the inner axis: tiles are loaded, tiles may be overwritten
-// numerics  products: see product.cuh; for half data qg, h and A are rounded to tf32 here, for the first time
+// grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; a warp has 16 rows
+// smem      STAGES times 64 x 32 of a left factor, 32 x 64 of a right one
+// barriers  one for every 32 of the inner axis: tiles have arrived, and those before the last are read
+// numerics  products: see copies.cuh; for half data qg, h and A are rounded to tf32 here, for the first time
 // source    Yang et al., 2024, eq. 5
 // limits    none
-#include "product.cuh"
 #include "ptx.cuh"
+#include "stages/copies.cuh"
 #include "tensor.cuh"
 
-constexpr int THREADS = 128, SLAB = 16, TILE = 64, LDL = SLAB + 4, LDR = TILE + 8;
+constexpr int STEP = 32, TILE = 64, STAGES = 3;  // of the inner axis; rows, columns of a block; steps in memory
 
 template <typename T> struct Args {
   Rows<const float> qg;
@@ -21,55 +21,79 @@ template <typename T> struct Args {
   Rows<T> o;
   Shape shape;
   double scale;
+  i64 bytes;  // rows of qg, h, A and v are whole pieces of so many
 };
 
-struct Shared {
-  float left[TILE * LDL];   // [64, 16]
-  float right[SLAB * LDR];  // [16, 64]
+template <typename T> struct alignas(16) Stage {
+  float left[TILE * LD<float, STEP>];  // [64, 32] of qg or A
+  union {
+    float h[STEP * LD<float, TILE>];  // [32, 64]
+    T v[STEP * LD<T, TILE>];          // [32, 64]
+  };
+};
+template <typename T> struct Shared {
+  Stage<T> stages[STAGES];
 };
 
-// acc[16 rows a warp, 64] += left[64, 16] right[16, 64]
-template <bool EXACT> __device__ __forceinline__ void accumulate(float (&acc)[TILE / 8][4], const Shared& s) {
+// acc[16 rows of the warp, 64] += left[64, 32] right[32, 64]
+template <typename T, typename E>
+__device__ __forceinline__ void accumulate(float (&acc)[TILE / 8][4], const Stage<T>& in, const E* right) {
   const int warp = threadIdx.x >> 5;
 #pragma unroll
-  for (int j = 0; j < SLAB; j += 8) {
-    Operand<EXACT, 4> a;
-    Operand<EXACT, 2> b;
-    load_a(a, s.left + 16 * warp * LDL + j, LDL);
+  for (int j = 0; j < STEP; j += 16) {
+    LeftOf<T> a;
+    load_rounded<false>(a, in.left + 16 * warp * LD<float, STEP> + j, LD<float, STEP>);
 #pragma unroll
-    for (int tile = 0; tile < TILE / 8; ++tile) {
-      load_b(b, s.right + j * LDR + 8 * tile, LDR);
-      multiply(acc[tile], a, b);
+    for (int tile = 0; tile < TILE / 8; tile += 2) {
+      RightOf<T> b[2];
+      load_rounded<false>(b, right + j * LD<E, TILE> + 8 * tile, LD<E, TILE>);
+      multiply(acc[tile], a, b[0]);
+      multiply(acc[tile + 1], a, b[1]);
     }
   }
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS) stages_combine(const Args<T> args) {
-  constexpr bool EXACT = sizeof(T) == 4;
-  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combine(const Args<T> args) {
+  Shared<T>& s = *reinterpret_cast<Shared<T>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 v_tiles = (shape.V + TILE - 1) / TILE, groups = (shape.chunk + TILE - 1) / TILE;
   const i64 v_tile = blockIdx.x % v_tiles * TILE, group = blockIdx.x / v_tiles % groups;
-  const i64 c = blockIdx.x / v_tiles / groups % shape.NC, h = blockIdx.x / v_tiles / groups / shape.NC % shape.H;
+  const i64 c = blockIdx.x / v_tiles / groups % shape.NC, head = blockIdx.x / v_tiles / groups / shape.NC % shape.H;
   const i64 batch = blockIdx.x / v_tiles / groups / shape.NC / shape.H;
   const Span span = chunk_tokens(shape, c);
   const i64 first = span.start + group * TILE;
   if (first >= span.stop) return;  // the whole block: the chunk is a short tail
 
+  // Steps over the channels, then over the tokens up to the last row's.
+  const i64 stop = first + TILE < span.stop ? first + TILE : span.stop;
+  const int past = int((shape.K + STEP - 1) / STEP), steps = past + int((stop - span.start + STEP - 1) / STEP);
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      Stage<T>& to = s.stages[step % STAGES];
+      const bool channels = step < past;
+      const i64 at = i64(channels ? step : step - past) * STEP, first_channel = c * shape.K;
+      copy_tile<TILE, STEP, LD<float, STEP>>(to.left, channels ? args.qg : args.A, batch, head, first, span.stop, at,
+                                             channels ? shape.K : stop - span.start, args.bytes);
+      if (channels)
+        copy_tile<STEP, TILE, LD<float, TILE>>(to.h, args.h, batch, head, first_channel + at, first_channel + shape.K,
+                                               v_tile, shape.V, args.bytes);
+      else
+        copy_tile<STEP, TILE, LD<T, TILE>>(to.v, args.v, batch, head, span.start + at, stop, v_tile, shape.V,
+                                           args.bytes);
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int step = 0; step < STAGES - 1; ++step) fetch(step);
   float acc[TILE / 8][4] = {};
-  for (i64 k = 0; k < shape.K; k += SLAB) {
-    load_tile<TILE, SLAB, LDL, THREADS>(s.left, args.qg, batch, h, first, span.stop, k, shape.K);
-    load_tile<SLAB, TILE, LDR, THREADS>(s.right, args.h, batch, h, c * shape.K + k, (c + 1) * shape.K, v_tile, shape.V);
-    __syncthreads();  // the tiles are in shared memory
-    accumulate<EXACT>(acc, s);
-    __syncthreads();  // the tiles may be overwritten
-  }
-  for (i64 j = 0; j < span.stop - span.start; j += SLAB) {
-    load_tile<TILE, SLAB, LDL, THREADS>(s.left, args.A, batch, h, first, span.stop, j, span.stop - span.start);
-    load_tile<SLAB, TILE, LDR, THREADS>(s.right, args.v, batch, h, span.start + j, span.stop, v_tile, shape.V);
-    __syncthreads();  // the tiles are in shared memory
-    accumulate<EXACT>(acc, s);
-    __syncthreads();  // the tiles may be overwritten
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // this step's tiles have arrived; those of the last one are read
+    fetch(step + STAGES - 1);
+    const Stage<T>& in = s.stages[step % STAGES];
+    if (step < past) accumulate(acc, in, in.h);
+    else accumulate(acc, in, in.v);
   }
 
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
@@ -79,6 +103,6 @@ template <typename T> __global__ void __launch_bounds__(THREADS) stages_combine(
     for (int x = 0; x < 4; ++x) {
       const i64 row = first + 16 * warp + g + 8 * (x >> 1), column = v_tile + 8 * tile + 2 * t + (x & 1);
       if (row < span.stop && column < shape.V)
-        args.o.row(batch, h, row)[column] = from_float<T>(float(args.scale) * acc[tile][x]);
+        args.o.row(batch, head, row)[column] = from_float<T>(float(args.scale) * acc[tile][x]);
     }
 }

@@ -1,7 +1,7 @@
 // what      Stage 2: queries decayed from their chunk's start, keys decayed to its end.
 // math      qg_i = q_i exp(b_i)  (RWKV-6: b_{i-1}, and 0 for the chunk's first),   kg_j = k_j exp(e_j)
 // shapes    q k b e qg kg [B, H, T, K]; b e qg kg float32, or all float64
-// grid      a block for every (batch, head, chunk), batch slowest; 128 threads over (token, channel)
+// grid      a block for every (batch, head, chunk), batch slowest; 128 threads, a channel a thread
 // smem      none
 // barriers  none
 // numerics  one exp a value; exp(-inf) is 0
@@ -11,6 +11,8 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+constexpr int FLIGHT = 4;  // tokens that are read before the first of them is written
+
 template <typename T> struct Args {
   Rows<const T> q, k;
   Rows<const Real<T>> b, e;
@@ -18,18 +20,32 @@ template <typename T> struct Args {
   Shape shape;
 };
 
-// 4 blocks a multiprocessor: without a word the compiler takes few registers and spills.
-template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 4) stages_gated_qk(const Args<T> args) {
+template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3) stages_gated_qk(const Args<T> args) {
   const Shape& shape = args.shape;
   const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
   const Span span = chunk_tokens(shape, c);
 #pragma unroll 1
-  for (i64 at = threadIdx.x; at < (span.stop - span.start) * shape.K; at += blockDim.x) {
-    const i64 t = span.start + at / shape.K, channel = at % shape.K;
-    const i64 read = ReadOrder::reads_before_write ? t - 1 : t;
-    const Real<T> d = read < span.start ? Real<T>(0) : args.b.row(batch, h, read)[channel];
-    args.qg.row(batch, h, t)[channel] = to_real(args.q.row(batch, h, t)[channel]) * decay_of(d);
-    args.kg.row(batch, h, t)[channel] =
-        to_real(args.k.row(batch, h, t)[channel]) * decay_of(args.e.row(batch, h, t)[channel]);
+  for (i64 channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
+    const auto first_row = [&](const auto& x) { return x.row(batch, h, span.start) + channel; };
+    auto q = first_row(args.q), k = first_row(args.k);
+    auto b = first_row(args.b) - (ReadOrder::reads_before_write ? args.b.t : 0), e = first_row(args.e);
+    auto qg = first_row(args.qg), kg = first_row(args.kg);
+#pragma unroll 1
+    for (i64 first = span.start; first < span.stop; first += FLIGHT) {
+      Real<T> query[FLIGHT], key[FLIGHT], from_start[FLIGHT], to_end[FLIGHT];
+#pragma unroll
+      for (int n = 0; n < FLIGHT; ++n, q += args.q.t, k += args.k.t, b += args.b.t, e += args.e.t) {
+        const bool inside = first + n < span.stop;
+        query[n] = inside ? to_real(*q) : Real<T>(0), key[n] = inside ? to_real(*k) : Real<T>(0);
+        from_start[n] = inside && (!ReadOrder::reads_before_write || first + n > span.start) ? *b : Real<T>(0);
+        to_end[n] = inside ? *e : Real<T>(0);
+      }
+#pragma unroll
+      for (int n = 0; n < FLIGHT; ++n, qg += args.qg.t, kg += args.kg.t) {
+        if (first + n >= span.stop) continue;
+        *qg = query[n] * decay_of(from_start[n]);
+        *kg = key[n] * decay_of(to_end[n]);
+      }
+    }
   }
 }

@@ -1,17 +1,17 @@
 // what      Stage 3: the state before every chunk, carried from chunk to chunk.
 // math      h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
 // shapes    kg b [B, H, T, K] float32, v [B, H, T, V], h [B, H, NC, K, V], initial and final [N, H, K, V], all float32
-// grid      a block for every (sequence, head, 64 channels, 64 columns of V), sequence slowest; 128 threads
-// smem      Shared: 16 tokens of kg and v
-// barriers  two every 16 tokens: tiles loaded | tiles free
-// numerics  the state stays in float32 accumulators; products as in product.cuh
+// grid      a block for every (sequence, head, 64 channels, 64 columns of V), sequence slowest; a warp has 16 channels
+// smem      STAGES times 32 tokens of kg and v, and the gates of a chunk's channels
+// barriers  one every 32 tokens: they have arrived, and those before the last are read
+// numerics  the state stays in float32 accumulators; products as in copies.cuh
 // source    Yang et al., 2024, eq. 4
 // limits    none
-#include "product.cuh"
 #include "ptx.cuh"
+#include "stages/copies.cuh"
 #include "tensor.cuh"
 
-constexpr int THREADS = 128, SLAB = 16, TILE = 64, LD = TILE + 8;
+constexpr int STEP = 32, TILE = 64, STAGES = 3;  // tokens of a step; channels, columns of a block; steps in memory
 
 template <typename T> struct Args {
   Rows<const float> kg, b;
@@ -20,63 +20,101 @@ template <typename T> struct Args {
   const float* initial;  // or null
   float* final;          // or null
   Shape shape;
+  i64 bytes;  // rows of kg and v are whole pieces of so many
 };
 
-struct Shared {
-  float k[SLAB * LD];  // [16, 64]
-  float v[SLAB * LD];  // [16, 64]
+template <typename T> struct alignas(16) Stage {
+  float k[STEP * LD<float, TILE>];  // [32, 64]
+  T v[STEP * LD<T, TILE>];          // [32, 64]
+  float gates[TILE];                // b_C of the step's chunk
+};
+template <typename T> struct Shared {
+  Stage<T> stages[STAGES];
 };
 
-// 3 blocks a multiprocessor: without a word the compiler takes 128 registers and spills.
-template <typename T> __global__ void __launch_bounds__(THREADS, 3) stages_inter_chunk(const Args<T> args) {
-  constexpr bool EXACT = sizeof(T) == 4;
-  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter_chunk(const Args<T> args) {
+  Shared<T>& s = *reinterpret_cast<Shared<T>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 v_tiles = (shape.V + TILE - 1) / TILE, k_tiles = (shape.K + TILE - 1) / TILE;
   const i64 v_tile = blockIdx.x % v_tiles * TILE, k_tile = blockIdx.x / v_tiles % k_tiles * TILE;
-  const i64 h = blockIdx.x / v_tiles / k_tiles % shape.H, n = blockIdx.x / v_tiles / k_tiles / shape.H;
+  const i64 head = blockIdx.x / v_tiles / k_tiles % shape.H, n = blockIdx.x / v_tiles / k_tiles / shape.H;
   const i64 batch = n / shape.count, size = shape.K * shape.V;
-  const Span chunks = chunks_of(shape, n % shape.count);
+  const Span chunks = chunks_of(shape, n % shape.count), tokens = tokens_of(shape, n % shape.count);
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+  const int row = int(k_tile) + 16 * warp + g, across = int(v_tile) + 2 * t;  // of the lane's first number
+  const bool pairs = shape.V % 2 == 0;
 
-  // This lane's part of the state, 16 channels a warp: f(value, channel, offset in a [K, V] state) where inside.
+  // The lane's part of the state: f(its value, its offset in a state [K, V]) for each number that is inside.
   float S[TILE / 8][4] = {};
-  auto each = [&](auto f) {
+  const auto each = [&](auto f) {
 #pragma unroll
     for (int tile = 0; tile < TILE / 8; ++tile)
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
-        const i64 channel = k_tile + 16 * warp + g + 8 * (x >> 1), column = v_tile + 8 * tile + 2 * t + (x & 1);
-        if (channel < shape.K && column < shape.V) f(S[tile][x], channel, channel * shape.V + column);
+        const int channel = row + 8 * (x >> 1), column = across + 8 * tile + (x & 1);
+        if (channel < shape.K && column < shape.V) f(S[tile][x], channel * shape.V + column);
       }
   };
-  if (args.initial) each([&](float& x, i64, i64 at) { x = args.initial[(n * shape.H + h) * size + at]; });
-
-  for (i64 c = chunks.start; c < chunks.stop; ++c) {
-    const Span span = chunk_tokens(shape, c);
-    float* before = args.h + ((batch * shape.H + h) * shape.NC + c) * size;
-    const float* total = args.b.row(batch, h, span.stop - 1);
-    each([&](float& x, i64 channel, i64 at) {
-      before[at] = x;
-      x *= decay_of(total[channel]);
-    });
-    for (i64 token = span.start; token < span.stop; token += SLAB) {
-      load_tile<SLAB, TILE, LD, THREADS>(s.k, args.kg, batch, h, token, span.stop, k_tile, shape.K);
-      load_tile<SLAB, TILE, LD, THREADS>(s.v, args.v, batch, h, token, span.stop, v_tile, shape.V);
-      __syncthreads();  // the tiles are in shared memory
+  if (args.initial) each([&](float& x, i64 at) { x = args.initial[(n * shape.H + head) * size + at]; });
+  const auto store = [&](float* state) {
+    if (!pairs) return each([&](float& x, i64 at) { state[at] = x; });
 #pragma unroll
-      for (int j = 0; j < SLAB; j += 8) {
-        Operand<EXACT, 4> a;
-        Operand<EXACT, 2> b;
-        load_a_transposed(a, s.k + j * LD + 16 * warp, LD);
+    for (int tile = 0; tile < TILE / 8; ++tile)
 #pragma unroll
-        for (int tile = 0; tile < TILE / 8; ++tile) {
-          load_b(b, s.v + j * LD + 8 * tile, LD);
-          multiply(S[tile], a, b);
-        }
+      for (int down = 0; down < 2; ++down) {
+        const int channel = row + 8 * down, column = across + 8 * tile;
+        if (channel < shape.K && column < shape.V)
+          *reinterpret_cast<float2*>(state + channel * shape.V + column) = {S[tile][2 * down], S[tile][2 * down + 1]};
       }
-      __syncthreads();  // the tiles may be overwritten
+  };
+
+  const i64 longest = tokens.stop - tokens.start < shape.chunk ? tokens.stop - tokens.start : shape.chunk;
+  const u32 each_chunk = u32((longest + STEP - 1) / STEP), steps = u32(chunks.stop - chunks.start) * each_chunk;
+  const auto fetch = [&](u32 step) {
+    if (step < steps) {
+      Stage<T>& to = s.stages[step % STAGES];
+      const Span span = chunk_tokens(shape, chunks.start + step / each_chunk);
+      const i64 first = span.start + step % each_chunk * STEP;
+      copy_tile<STEP, TILE, LD<float, TILE>>(to.k, args.kg, batch, head, first, span.stop, k_tile, shape.K, args.bytes);
+      copy_tile<STEP, TILE, LD<T, TILE>>(to.v, args.v, batch, head, first, span.stop, v_tile, shape.V, args.bytes);
+      if (threadIdx.x < TILE) {
+        const i64 channel = k_tile + threadIdx.x;
+        const float* sums = args.b.row(batch, head, span.stop - 1);
+        cp_async<4>(to.gates + threadIdx.x, sums + (channel < shape.K ? channel : 0), channel < shape.K);
+      }
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (u32 step = 0; step < STAGES - 1; ++step) fetch(step);
+  float* before = args.h + ((batch * shape.H + head) * shape.NC + chunks.start) * size;
+#pragma unroll 1
+  for (u32 step = 0; step < steps; ++step) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // this step's tokens have arrived; those of the last one are read
+    fetch(step + STAGES - 1);
+    const Stage<T>& in = s.stages[step % STAGES];
+    if (step % each_chunk == 0) {
+      store(before);
+      before += size;
+      const float decays[2] = {decay_of(in.gates[16 * warp + g]), decay_of(in.gates[16 * warp + g + 8])};
+#pragma unroll
+      for (int tile = 0; tile < TILE / 8; ++tile)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) S[tile][x] *= decays[x >> 1];
+    }
+#pragma unroll 1
+    for (int j = 0; j < STEP; j += 16) {
+      LeftOf<T> a;
+      load_rounded<true>(a, in.k + j * LD<float, TILE> + 16 * warp, LD<float, TILE>);
+#pragma unroll
+      for (int tile = 0; tile < TILE / 8; tile += 2) {
+        RightOf<T> b[2];
+        load_rounded<false>(b, in.v + j * LD<T, TILE> + 8 * tile, LD<T, TILE>);
+        multiply(S[tile], a, b[0]);
+        multiply(S[tile + 1], a, b[1]);
+      }
     }
   }
-  if (args.final) each([&](float& x, i64, i64 at) { args.final[(n * shape.H + h) * size + at] = x; });
+  if (args.final) each([&](float& x, i64 at) { args.final[(n * shape.H + head) * size + at] = x; });
 }

@@ -6,8 +6,9 @@
 The loss is in nats a token, the first not counted, and in bits a byte; the text is read from its beginning to its end.
 """
 
-from math import exp, log
+from math import exp, inf, isfinite, log
 from pathlib import Path
+from sys import float_info
 
 import numpy as np
 
@@ -37,15 +38,17 @@ def run(options):
     tokens = corpus.read(options.text, tokenizer)[: options.tokens].tolist()
     if len(tokens) < 2:
         raise ValueError(f"argument TEXT: has {len(tokens)} tokens, expected at least 2")
+    size = len(tokenizer.decode_bytes(tokens[1:]))
     with blas_for(model.device, model.sizes):
         nats = loss(model, tokens, options.text)
-    size = len(tokenizer.decode_bytes(tokens[1:]))
     bits = f", {nats * (len(tokens) - 1) / log(2) / size:.4f} bits a byte" if size else ""
-    put(f"loss {nats:.4f} nats a token, perplexity {exp(nats):.4f}{bits}, on {len(tokens):,} tokens")
+    perplexity = exp(nats) if nats < log(float_info.max) else inf
+    put(f"loss {nats:.4f} nats a token, perplexity {perplexity:.4f}{bits}, on {len(tokens):,} tokens")
 
 
+@np.errstate(all="ignore")  # a loss that is not finite is what tells
 def loss(model, tokens, what) -> float:
-    """Nats a token, the first not counted."""
+    """Nats a token, the first not counted; ValueError where a number is not finite."""
     state, total = None, 0.0
     with status(f"reading {what} ...") as show:
         for start in range(0, len(tokens) - 1, PIECE):
@@ -55,4 +58,6 @@ def loss(model, tokens, what) -> float:
             logits = model.to_host(logits)[0].astype(np.float64)
             logits -= logits.max(-1, keepdims=True)
             total += (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), part[1:]]).sum()
+            if not isfinite(total):
+                raise ValueError(f"the loss is {total} by token {start + len(part)}: the model is damaged")
     return total / (len(tokens) - 1)

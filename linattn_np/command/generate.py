@@ -268,7 +268,13 @@ def bias_of(word) -> tuple[int, float]:
 
 def unescaped(text: str) -> str:
     r"""What `text` means with its \n, \t, \\, \xNN and \uNNNN read as Python reads them."""
-    return ESCAPE.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
+    found = ESCAPE.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
+    try:
+        os.fsencode(found)
+    except UnicodeEncodeError as error:
+        half = ascii(found[error.start])
+        raise ValueError(f"argument --escapes: {half} is half a character, expected a whole one") from None
+    return found
 
 
 def load(options, say=say, status=status, begun=with_loops) -> tuple:
@@ -544,7 +550,7 @@ def ahead(device, process):
     with suppress(ImportError, RuntimeError):  # of which tells who loads a model
         from cupy.cuda import cublas, nvrtc  # noqa: F401
 
-        from ..models.rwkv6 import cuda_layers  # noqa: F401
+        from ..models.rwkv import cuda_layers  # noqa: F401
 
         nvrtc.getVersion()
 

@@ -6,7 +6,7 @@
 Every matrix W becomes W + (alpha / rank) B A, in its own dtype, under the official names.
 """
 
-from pathlib import Path
+import shlex
 
 from ..models import checkpoint
 from ..models.files import check_writable, same_file, write_arrays
@@ -34,4 +34,5 @@ def run(options):
         weights, adapter = checkpoint.read(options.model), checkpoint.read(options.adapter)
         config = checkpoint.config(options.model)
         write_arrays(options.out, merged(kind_of(weights), weights, adapter, options.alpha, config))
-    say(f"wrote {options.out}. To write with it: linattn-np generate --model {Path(options.out)} 'The '")
+    words = ["linattn-np", "generate", "--model", options.out, "The "]
+    say(f"wrote {options.out}. To write with it: {shlex.join(words)}")

@@ -28,6 +28,7 @@ WAYS_OUT = {
     errno.EPERM: "change its permissions, or name another place",
     errno.EROFS: "name a place that can be written",
     errno.EISDIR: "name a file",
+    errno.EEXIST: "name another place",
     errno.ENOTDIR: "name a folder before the last /",
     errno.EMFILE: "too many files are open (ulimit -n)",
     errno.EAGAIN: "there are too many processes or threads (ulimit -u)",

@@ -26,9 +26,12 @@ DOC = """`linattn_np.{name}` as a differentiable function of {kind}.
 
 STEP_DOC = """`linattn_np.{name}` as a differentiable function of {kind}: ``(o, the state after the token)``.
 
-    Arguments, equation and errors are those of `linattn_np.{name}`, without `slots` and `out`; `state` [B, H, K, V] is
-    not written to, and the one that comes back has its dtype.
+    Arguments, equation and errors are those of `linattn_np.{name}`, without `slots`, `pending`, `accepted` and `out`;
+    `state` [B, H, K, V] is not written to, and the one that comes back has its dtype.
     """
+
+
+WRITTEN = ("slots", "pending", "accepted", "out")  # keywords of steps that speak of memory which they write
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def bound(name, signature, positional, named):
 
 def step(operator, declared: Op, kind: str):
     """A declared step by the framework's function `operator`, on a sequence of one token."""
-    accepted = [x for name, x in declared.signature.parameters.items() if name not in ("slots", "out")]
+    accepted = [x for name, x in declared.signature.parameters.items() if name not in WRITTEN]
     signature = inspect.Signature(accepted, return_annotation=tuple)
 
     def public(*positional, **named):

@@ -36,6 +36,7 @@ SHARDS = (".safetensors", ".bin")
 LFS = b"version https://git-lfs.github.com/spec/v1"  # how a pointer of Git LFS begins
 WRAPPERS = ("state_dict", "module", "model")  # keys under which trainers save the weights
 PROTOCOLS = range(2, 6)  # of pickle
+PICKLES = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # how they begin
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the first two of its five pickles
 
@@ -128,9 +129,9 @@ def read(path) -> dict[str, np.ndarray]:
             return zipped(data)
         if data[8:9] == b"{":
             return safetensors(data, path)
-        if data[:4] == b"GGUF":
-            return gguf_files.read(path)
-        if data[:1] == b"\x80" and data[1] in PROTOCOLS:
+        if data[:4] == gguf_files.MAGIC:
+            return gguf_files.read(data, path)
+        if data[:2] in PICKLES:
             return five_pickles(data)
         if data[: len(LFS)] == LFS:
             refuse("is a pointer of Git LFS, which stands for a file that was not fetched", "it: git lfs pull")

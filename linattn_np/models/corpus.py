@@ -7,6 +7,7 @@ data.bin        token ids, with data.idx beside it: the "binidx" of Megatron and
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,31 +44,39 @@ def ids(tokens, tokenizer) -> np.ndarray:
 
 
 def of_lines(path, tokenizer):
-    found: list[int] = []
+    found = [ids([], tokenizer)]
     end = [tokenizer.end] if tokenizer.end is not None else tokenizer.encode("\n")
     with opened(path) as file:
         for number, line in lines(file, LONGEST_LINE):
             if line.strip():
                 try:
                     text = json_object(line).get("text")
+                    if not isinstance(text, str):
+                        refuse(f'its text is {shown(text)}, expected {{"text": "..."}}')
+                    found.append(ids(tokenizer.encode(text) + end, tokenizer))
                 except ContractError as error:
                     refuse(f"line {number}: {error}")
-                if not isinstance(text, str):
-                    refuse(f'line {number} has the text {shown(text)}, expected {{"text": "..."}}')
-                found += tokenizer.encode(text) + end
-    return ids(found, tokenizer)
+    return np.concatenate(found)
 
 
 def of_binidx(path):
-    head = bytes(mapped(path.with_suffix(".idx"), "an index of token ids")[:HEAD])
+    index = mapped(path.with_suffix(".idx"), "an index of token ids")
+    head = index[:HEAD]
     if len(head) < HEAD or not head.startswith(MAGIC) or int.from_bytes(head[9:17], "little") != VERSION:
         refuse(f"its .idx starts with {head[:9]!r}, expected {MAGIC!r} and version {VERSION}")
     if head[17] not in DTYPES:
         refuse(f"its .idx has the dtype {head[17]}, expected one of {', '.join(map(str, DTYPES))}")
-    data = mapped(path.with_suffix(".bin"), "token ids")
+    with opened(path.with_suffix(".bin")) as file:
+        data = file.read()
     dtype = np.dtype(DTYPES[head[17]])
     if len(data) % dtype.itemsize:
         refuse(f"its .bin has {len(data)} bytes, expected a multiple of {dtype.itemsize}")
+    texts, documents = struct.unpack("<QQ", head[18:])
+    sizes = np.frombuffer(index[HEAD : HEAD + 4 * texts], "<i4")
+    if len(index) != HEAD + 12 * texts + 8 * documents or (sizes < 0).any():
+        refuse(f"its .idx of {len(index)} bytes claims {texts} texts and {documents} documents, expected a sound one")
+    if (count := int(sizes.sum(dtype=np.int64))) != len(data) // dtype.itemsize:
+        refuse(f"its .bin has {len(data) // dtype.itemsize} ids, expected the {count} of its .idx")
     return np.frombuffer(data, dtype)
 
 

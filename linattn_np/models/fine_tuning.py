@@ -7,8 +7,10 @@ Each class implements `protocols.Trainable` for a `Base`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -65,6 +67,8 @@ class Base:
 class Whole:
     """All weights are trained."""
 
+    beside = b""
+
     def __init__(self, base: Base):
         self.base, self.loss, self.trains_on = base, base.kind.loss, base.kind.trains_on
 
@@ -80,11 +84,17 @@ class OfBase:
     """Base of those that train a few parameters of their own and leave the model's as they are."""
 
     trains_on = ("cpu",)
+    constants: Callable[[], dict[str, np.ndarray]]  # what files have beside the parameters
 
     def __init__(self, base: Base):
         self.base = base
         self.layout = base.kind.layout(base.sizes)
         self.vector = self.layout.vector(base.weights)
+
+    @cached_property
+    def beside(self) -> bytes:
+        constants = b"".join(array.tobytes() for array in self.constants().values())
+        return hashlib.sha256(self.vector.data).digest() + constants
 
     def trainable(self, layers, width, head_size):
         return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, self.constants())
@@ -96,7 +106,7 @@ class LowRank(OfBase):
     A [rank, in] starts from random numbers and B [out, rank] from zeros. Their names are the matrix's, with `lora_A`
     and `lora_B` in place of `weight`, as in RWKV-PEFT.
 
-    rank : from 1 up
+    rank : from 1 up to the model's channels
     alpha : by default `rank`, so that the factor is 1
     """
 
@@ -104,7 +114,7 @@ class LowRank(OfBase):
 
     def __init__(self, base: Base, rank: int, alpha: float | None = None):
         super().__init__(base)
-        self.rank = whole("LowRank", "rank", rank, 1)
+        self.rank = whole("LowRank", "rank", rank, 1, base.sizes["D"])
         self.alpha = real("LowRank", "alpha", rank if alpha is None else alpha, "a number above 0", lambda x: x > 0)
         names = self.base.kind.version.linears(base.sizes["L"])
         self.matrices = sorted((name for name in names if name.startswith("blocks.")), key=block_of)

@@ -72,6 +72,10 @@ class Trainable(Protocol):
     def trains_on(self) -> tuple[str, ...]:
         """The devices on which `loss` can be computed."""
 
+    @property
+    def beside(self) -> bytes:
+        """A digest of what the loss depends on and no training changes; `Training.restore` wants the same."""
+
     def trainable(self, layers: int, width: int, head_size: int) -> Layout: ...
 
     def loss(self, weights, tokens, products, drop) -> tuple[Any, Callable]:

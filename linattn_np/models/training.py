@@ -131,10 +131,11 @@ class Training:
         if recompute and device == "cpu":
             refuse("recompute is for device 'cuda'")
         self.ranks = ranks or OneProcess()
+        self.fingerprint = fingerprint(as_tokens(text), kind.beside)
         self.ranks.agree(
             {
                 "the settings": settings,
-                "the text": fingerprint(as_tokens(text)).tobytes().hex()[:16],
+                "the text, or the model that it goes on from": self.fingerprint.tobytes().hex()[:16],
                 "the device": device,
                 "dtype": dtype,
             }
@@ -228,7 +229,7 @@ class Training:
             {
                 **vectors,
                 "settings": about,
-                "text": self.text.fingerprint,
+                "text": self.fingerprint,
                 "step": np.array([self.step_number]),
                 "seconds": np.array([self.seconds]),
             },
@@ -272,8 +273,9 @@ class Training:
         except ContractError as error:
             raise checkpoint.CheckpointError(f"{path}: {error}") from None
         self = cls(text, settings, device, dtype, kind, recompute, ranks)
-        if bytes(stored["text"]) != bytes(self.text.fingerprint):
-            raise checkpoint.CheckpointError(f"{path}: is the training on another text, expected one on this")
+        if bytes(stored["text"]) != bytes(self.fingerprint):
+            beside = ", from this model with this alpha" if kind.beside else ""
+            raise checkpoint.CheckpointError(f"{path}: is the training on another text, expected one on this{beside}")
         self.steps.load(**{name: stored[name] for name in VECTORS})
         self.step_number, self.seconds = int(stored["step"][0]), float(stored["seconds"][0])
         return self
@@ -302,7 +304,6 @@ class Text:
                 f"expected at least {least} for a context of {settings.context}"
             )
         self.rows = (len(self.learned) - settings.context) // settings.context
-        self.fingerprint = fingerprint(self.tokens)
 
     def batch(self, step) -> np.ndarray:
         """int64 [batch, context + 1], the rows of a step."""
@@ -334,8 +335,11 @@ def as_tokens(text) -> np.ndarray:
     return tokens
 
 
-def fingerprint(tokens) -> np.ndarray:
-    return np.frombuffer(hashlib.sha256(np.ascontiguousarray(tokens).data).digest(), np.uint8)
+def fingerprint(tokens, beside: bytes) -> np.ndarray:
+    """Of what is learnt, and of what is not trained beside it."""
+    digest = hashlib.sha256(np.ascontiguousarray(tokens).data)
+    digest.update(beside)
+    return np.frombuffer(digest.digest(), np.uint8)
 
 
 @lru_cache(2)

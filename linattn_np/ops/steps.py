@@ -1,4 +1,4 @@
-"""One token for B sequences, the state updated in place: what decoding calls."""
+"""One token for B sequences, or a few of which some are taken back, the state updated in place: what decoding calls."""
 
 from ..declarations import DELTA_RULE_STEP, GATED_DELTA_RULE_STEP, GLA_STEP, KDA_STEP, RWKV6_STEP, RWKV7_STEP
 from ..dispatch import call_step
@@ -31,6 +31,15 @@ def gla_step():
     >>> state = np.zeros((1, 2, 8, 8))
     >>> o = [linattn_np.gla_step(q[:, :, t], k[:, :, t], v[:, :, t], g[:, :, t], state) for t in range(9)]
     >>> bool(np.allclose(np.stack(o, axis=2), linattn_np.gla(q, k, v, g)))
+    True
+
+    Of four tokens that a draft model proposed, two are accepted; the state takes these, and meets the next three:
+
+    >>> state, pending = np.zeros((1, 2, 8, 8)), np.empty((1, 2, 4, 24))
+    >>> first = linattn_np.gla_step(*(x[:, :, :4] for x in (q, k, v, g)), state, pending=pending)
+    >>> then = (x[:, :, 2:5] for x in (q, k, v, g))
+    >>> o = linattn_np.gla_step(*then, state, pending=pending, accepted=np.array([2]))
+    >>> bool(np.allclose(o, linattn_np.gla(q, k, v, g)[:, :, 2:5]))
     True
     """
 

@@ -91,6 +91,15 @@ def _load(kernel):
     return launch
 
 
+def sizes_of(file, types) -> dict[str, int]:
+    """The bytes of C++ types of a kernel's file."""
+    sizes = ", ".join(f"sizeof({name})" for name in types)
+    found = f'\nextern "C" __attribute__((visibility("default"))) const long long sizes[] = {{{sizes}}};\n'
+    text = _text() + source.text(file, TWINS) + found
+    library = ctypes.CDLL(_library("sizes", file, text, "-O0", with_library=[_runtime()]))
+    return dict(zip(types, (ctypes.c_longlong * len(types)).in_dll(library, "sizes"), strict=True))
+
+
 class EmulatedDevice:
     """`device.CupyDevice` on NumPy arrays; `empty` holds NaN, so that a value nobody wrote shows. Sizes are an
     H200's.

@@ -28,9 +28,10 @@ from ...declarations import (
     SIMPLE_GLA,
     SOFTMAX,
     STAGES,
+    STEPS_OF_SEVERAL,
 )
 from ...kernel_choice import portable
-from . import delta, delta_step, execute, gated, scalar_decay, softmax, stages, step, value_gate
+from . import delta, delta_step, execute, gated, scalar_decay, softmax, stages, step, step_of_several, value_gate
 from .device import LEAST_CAPABILITY, CupyDevice
 from .plan import Plan, contiguous
 
@@ -42,6 +43,7 @@ PLANNERS = (
     | dict.fromkeys(STAGES, stages)
     | dict.fromkeys(DELTA_RULES, delta)
     | dict.fromkeys(DELTA_RULE_STEPS, delta_step)
+    | dict.fromkeys(STEPS_OF_SEVERAL, step_of_several)
     | {GLA_VALUE_GATE: value_gate}
 )
 DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)

@@ -1,8 +1,8 @@
 """Instances of kernels: one class for each file of `kernels_cu`, whose fields are the template's arguments in their
 order.
 
-Each says how many threads a block has, what its argument is, and how much shared memory it takes. `source` has the
-compiler check both against the kernel. Kernels that one planner alone asks for stand beside it.
+Each says how many threads a block has, what its argument is, and which types a block has in shared memory. `source` has
+the compiler check the argument and the types' sizes. Kernels that one planner alone asks for stand beside it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from .arguments import members
-from .kernel import BARRIER, INTEGER, POINTER, REAL, CType, GatedKernel, Kernel, TiledKernel, padded, struct
-from .plan import ceil_div
+from .kernel import GatedKernel, Kernel, TiledKernel
+from .plan import FLOAT32, ceil_div
 
 CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K: a tile below 64 would not be faster
 SM90 = "sm_90a"
@@ -74,12 +74,8 @@ class GatedForward(TiledKernel):
         return replace(self, BK=TILES[0]) if self.schedule == SPLIT_CHANNELS and left <= TILES[0] else self
 
     @property
-    def operand_bytes(self):
-        return 2 if self.dtype == BFLOAT16 else 4
-
-    @property
     def CHUNK(self):
-        return 64 // self.operand_bytes
+        return 32 if self.dtype == BFLOAT16 else 16
 
     @property
     def threads(self):
@@ -88,16 +84,6 @@ class GatedForward(TiledKernel):
     @property
     def resident(self):
         return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
-
-    @property
-    def shared_bytes(self):
-        C, BK, X, size = self.CHUNK, self.BK, self.operand_bytes, self.dtype.itemsize
-        stages, spans = 2 * C * (BK + self.BV) * size, 4 * BK * (C // 4 + 1) + C * BK * self.gate.itemsize
-        border, numbers = 32 if C == 32 else 8, 2 if X == 2 else 1
-        middle = 4 if self.schedule == SPLIT_CHANNELS else X
-        scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK)
-        state = 0 if X == size else 2 * X * C * BK
-        return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
 
 class GatedSegmentStates(TiledKernel):
@@ -132,11 +118,6 @@ class GatedSegmentStates(TiledKernel):
     def resident(self):
         return 256 // self.BK
 
-    @property
-    def shared_bytes(self):
-        sizes = (self.BK, self.dtype), (self.BV, self.dtype), (self.BK, self.gate)
-        return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes) + self.BK // 4
-
 
 class Recurrent(GatedKernel, TiledKernel):
     """Forward token by token, on every card."""
@@ -147,11 +128,6 @@ class Recurrent(GatedKernel, TiledKernel):
     threads = 128
     BV: ClassVar[int] = 32  # columns of V a block, one lane a column
     BK: int
-
-    @property
-    def shared_bytes(self):
-        tokens, warps = 16, self.threads // 32
-        return 4 * (tokens * (3 * self.BK + self.BV) + self.BK + warps * tokens * self.BV)  # q, k, g, v; u; parts of o
 
 
 class GatedBackward(GatedKernel):
@@ -170,11 +146,6 @@ class GatedBackward(GatedKernel):
     @property
     def tiles(self):
         return {"BK": self.TILE, "BV": self.TILE, "chunk": self.CHUNK, "sub_chunk": 8}
-
-
-def tile_bytes(rows, columns, dtype) -> int:
-    """Shared memory of a tile whose rows are padded so that one column's numbers lie in different banks."""
-    return rows * (columns + (8 if dtype.itemsize == 2 else 4)) * dtype.itemsize
 
 
 class GatedBackwardStates(GatedBackward):
@@ -201,12 +172,6 @@ class GatedBackwardStates(GatedBackward):
             return 2
         return 3 if self.BV > self.TILE else 4 if self.stored == BFLOAT16 else 2
 
-    @property
-    def shared_bytes(self):
-        stages = 2 if self.dtype.itemsize == 4 and self.BV > self.TILE else 3
-        columns = (self.TILE, self.dtype), (self.BV, self.dtype), (self.TILE, self.gate)
-        return stages * sum(tile_bytes(32, *of) for of in columns)
-
 
 class GatedBackwardChannels(GatedBackward):
     """dq, dk, dg and the parts of du. `columns`: "Ungated"; "Gated" if columns have gates too; "GatedTurned" for the
@@ -219,12 +184,6 @@ class GatedBackwardChannels(GatedBackward):
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
     columns: str = "Ungated"
-
-    @property
-    def shared_bytes(self):
-        values = 4 * 64 * (32 + 8) * (self.dtype if self.columns == "Ungated" else self.stored).itemsize
-        pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * (64 + 8 * 64 + 2 * 128)
-        return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
 
 class GatedBackwardValues(GatedBackward):
@@ -242,12 +201,6 @@ class GatedBackwardValues(GatedBackward):
         """With 128 columns, which share the scores, if a block may have the shared memory, or else with 64."""
         wide = cls(read_order, dtype, gate, products, 128)
         return wide if V > 64 and wide.shared_bytes <= shared else cls(read_order, dtype, gate, products, 64)
-
-    @property
-    def shared_bytes(self):
-        tokens = 2 * tile_bytes(64, 32, self.dtype) + tile_bytes(64, 32, self.gate)
-        columns, states = tile_bytes(64, self.BV, self.dtype), 32 * self.BV * self.stored.itemsize
-        return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64 + 16
 
 
 class ScanSegments(Kernel):
@@ -310,50 +263,18 @@ class GatedForwardSm90(TiledKernel):
         return self.schedule != SEGMENT_STATE
 
     @property
-    def gate_bytes(self):
-        return 0 if self.gate == SCALAR else self.gate.itemsize
-
-    @property
     def producer_groups(self):
         """Warpgroups that make operands: two, or one for CLUSTER_SPLIT_K, whose other block makes half of them, or one
         if shared memory is short: it holds two groups with at most one of float32 gates, float16 data and
         CLUSTER_SPLIT_V."""
         if self.schedule == CLUSTER_SPLIT_K:
             return 1
-        more = (self.gate_bytes == 4) + (self.dtype != BFLOAT16) + (self.schedule == CLUSTER_SPLIT_V)
+        more = (self.gate == FLOAT32) + (self.dtype != BFLOAT16) + (self.schedule == CLUSTER_SPLIT_V)
         return 1 if self.reads and self.BK == 128 and more > 1 else 2
 
     @property
     def threads(self):
         return 2 * self.BV + self.producer_groups * self.BK
-
-    @property
-    def shared_bytes(self):
-        """The size of the struct `Shared` in forward_storage.cuh, from its members in their order."""
-        C, BK, reads, groups, coarse = self.CHUNK, self.BK, self.reads, self.producer_groups, self.dtype == BFLOAT16
-        K_ranks, chunk_ranks = 1 + (self.schedule == CLUSTER_SPLIT_K), 1 + (self.schedule == CLUSTER_SPLIT_V)
-        stages = max(2, groups * chunk_ranks)
-        score_tiles = stages if coarse or self.cluster > 1 else 1
-        warpgroups, slots = self.BV // PANEL, 2 if reads and not coarse else 4 if self.gate_bytes <= 2 else 3
-        half, gate = CType(2, 2), CType(self.gate_bytes, max(self.gate_bytes, 1))
-        wide = half if coarse else REAL
-        middle = wide if K_ranks == 1 else REAL
-
-        tokens, made = C * BK, stages * K_ranks * C * BK
-        queries, keys, scores = wide.array(made), half.array(made), half.array(score_tiles * K_ranks * C * PANEL)
-        operands = struct(*([queries, keys, scores] if reads else [keys]), alignment=1024)
-        values = half.array(warpgroups * slots * C * PANEL)
-        row = struct(middle.array(2 * BK), half.array(2 * BK), REAL.array(4), alignment=16)
-        score_operands = struct(row.array(C), INTEGER, alignment=128) if reads else struct()
-        inputs = struct(half.array((1 + reads) * tokens), gate.array(tokens), alignment=128)
-        decays, bonus = REAL.array(groups * C // self.SUB_CHUNK * BK), REAL.array(BK)
-        numbers = struct(REAL.array(K_ranks * BK), INTEGER.array(4), alignment=16)
-        votes = struct(INTEGER.array(K_ranks * 2 * 4), BARRIER.array(2), alignment=16) if K_ranks > 1 else struct()
-        scan = struct() if reads else struct(BARRIER, REAL)
-        work = struct(INTEGER.array(6), POINTER.array(2))
-        barriers = BARRIER.array(2 * groups + warpgroups * slots + 2 * stages)
-        tiles = operands, values, score_operands.array(groups), inputs.array(groups)
-        return struct(*tiles, decays, bonus, numbers.array(stages), votes, scan, work, barriers).size
 
     @property
     def resident(self):
@@ -394,7 +315,6 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
     many blocks as the card holds take whole sequences one after the other."""
 
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
-    PLACE_BYTES: ClassVar[int] = 40  # the struct `WorkTile`
     schedule: str
 
     @classmethod
@@ -405,10 +325,6 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
     def resident(self):
         return 2 if self.BK + self.BV == 128 else 1
 
-    def places(self, count):
-        """Bytes that say where `count` chunks in flight lie, and which chunk comes next."""
-        return self.PLACE_BYTES * count + 48 if self.schedule == IN_TURN else 0
-
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
     file = "gated/sm90/backward_queries"
@@ -416,14 +332,6 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
         "maps+rows q k v do_ g dq weight, pointers u initial dht ends sums du kept, shape, reals scale, "
         "integers P joined adds"
     )
-
-    @property
-    def shared_bytes(self):
-        C, BK, BV, stages = self.CHUNK, self.BK, self.BV, 3
-        stage = C * BK * (2 * 2 + self.gate.itemsize) + C * BV * 2 * 2  # q, k, g; v, do
-        stage += 4 * C * C + 4 * C * BV  # scores; operands of columns in tf32
-        barriers = 8 * 4 * stages
-        return padded(stages * stage + self.places(stages + 1) + self.PLACE_BYTES + barriers, 1024)
 
 
 class GatedBackwardKeysSm90(GatedBackwardMainSm90):
@@ -437,24 +345,6 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
     def threads(self):
         return 2 * self.BK + (256 if self.BK == 128 else 128)
 
-    @property
-    def shared_bytes(self):
-        """The size of the kernel's struct `Shared`, summed over its members in their order."""
-        C, BK, BV, warps, half_gate = self.CHUNK, self.BK, self.BV, self.BK // 16, self.gate.itemsize == 2
-        stages, value_stages = 2, 3 if half_gate else 2
-        channels = stages * C * BK * (2 * 2 + 2 * self.gate.itemsize)  # q, k; g, weight
-        values = value_stages * (2 * 2 * C * BV + 4 * C * C)  # v, do; scores
-        state, next_values = 2 * BK * BV, 4 * C * BV
-        keys, scores = C * BK * (4 + 2 + 2), 4 * C * C  # in float32, and decayed to two lengths of sub-chunks
-        own_scores = 1024 * warps if half_gate else 8  # an empty struct takes its alignment
-        of_warps = 4 * 2 * warps + 2 * warps + 4 * (warps if self.schedule == IN_TURN else 1)  # largest, growth, keep
-        sums = 4 * 2 * BK
-        lookups = 2048 * (0 if BK == 64 else 4 if half_gate else 2)
-        places = self.PLACE_BYTES + 4 * self.places(value_stages)
-        barriers = 8 * (2 * stages + 2 * value_stages + 3)
-        used = channels + values + state + next_values + keys + scores + own_scores + of_warps + sums + lookups
-        return padded(used + places + barriers, 1024)
-
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_segments"
@@ -465,9 +355,3 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     @property
     def threads(self):
         return 2 * self.BK + 32
-
-    @property
-    def shared_bytes(self):
-        stages = 4 if self.gate.itemsize == 2 else 3
-        stage = self.CHUNK * (self.BK * (2 + self.gate.itemsize) + self.BV * 2)
-        return padded(stages * (stage + 2 * 8 + 4), 1024)  # with two barriers and a vote each

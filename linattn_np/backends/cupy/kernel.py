@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple, dataclass_transform
+from functools import cache
+from typing import ClassVar, dataclass_transform
 
 import numpy as np
 
 from ...array_kinds import BFLOAT16
 from .arguments import pack
 from .plan import ceil_div
+from .source import root
 
 CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: "bf16"}
 HALF = tuple(CTYPES)[1:]
@@ -35,26 +38,13 @@ def padded(size: int, to: int) -> int:
     return ceil_div(size, to) * to
 
 
-class CType(NamedTuple):
-    """The bytes of a C++ type, and the multiple of bytes on which an object of it starts."""
-
-    size: int
-    alignment: int
-
-    def array(self, count: int) -> CType:
-        return CType(count * self.size, self.alignment)
+SHARED_MEMORY = "shared_memory.json"  # in kernels_cu: `struct_sizes`, which tests/shared_memory.py writes
 
 
-INTEGER, REAL, POINTER, BARRIER = CType(4, 4), CType(4, 4), CType(8, 8), CType(8, 8)
-
-
-def struct(*members: CType, alignment: int = 1) -> CType:
-    """The struct of these members in their order, `alignas(alignment)`. An empty one takes a byte."""
-    end = 0
-    for member in members:
-        end = padded(end, member.alignment) + member.size
-    alignment = max([alignment, *(member.alignment for member in members)])
-    return CType(padded(max(end, 1), alignment), alignment)
+@cache
+def struct_sizes() -> dict[str, dict[str, int]]:
+    """Bytes of the C++ types that kernels have in shared memory, by the kernel's file."""
+    return json.loads((root() / SHARED_MEMORY).read_text())
 
 
 @dataclass_transform(frozen_default=True)
@@ -103,8 +93,12 @@ class Kernel:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return 0
+        """Dynamic shared memory of a block: all of `shared`."""
+        try:
+            return sum(struct_sizes()[self.file][name] for name in self.shared_types)
+        except KeyError:
+            missing = f"{SHARED_MEMORY} lacks {self.expression}: run python tests/shared_memory.py"
+            raise LookupError(missing) from None
 
     @property
     def cluster(self) -> int:

@@ -16,7 +16,7 @@ from .plan import Draft, TensorMap, ceil_div
 FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
 # The products' `Finish`. `Matvec` has no PARTS, `BatchProduct` no ADD.
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)
-PRODUCTS = 5  # in one launch
+PRODUCTS = 7  # in one launch
 PRODUCT = members("pointers w x y, integers M finish")
 
 
@@ -40,10 +40,6 @@ class Matvec(ModelKernel):
     @property
     def threads(self):
         return self.THREADS_A_BLOCK
-
-    @property
-    def shared_bytes(self):
-        return self.threads * (2 * 4 * 16 + 4 * 8 * 16 // 32)
 
 
 STACKS = 2  # in one launch
@@ -77,8 +73,7 @@ class BatchProduct(ModelKernel):
     each a part of K."""
 
     file = "rwkv6/batch_product"
-    # Stages of weights, and of vectors with 64 of K, by the vectors of a block.
-    STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
+    WIDTHS: ClassVar[tuple[int, ...]] = (8, 16, 32, 64)  # vectors of a block
     EXACT: ClassVar[int] = 8  # vectors at most that are given as `FLOAT_TERMS` terms
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     FEW_ROWS: ClassVar[int] = 256
@@ -104,7 +99,7 @@ class BatchProduct(ModelKernel):
     @classmethod
     def choices(cls, dtype, B) -> list[BatchProduct]:
         """The kernels for B vectors that `fitting` chooses from."""
-        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
+        columns = next((width for width in cls.WIDTHS if B <= width), cls.WIDTHS[-1])
         return [cls(dtype, columns, split) for split in cls.SPLITS]
 
     def steps(self, B, K, rows, device) -> float:
@@ -134,11 +129,3 @@ class BatchProduct(ModelKernel):
     @property
     def cluster(self):
         return self.SPLIT
-
-    @property
-    def shared_bytes(self):
-        of_w, of_x = self.STAGES[self.COLUMNS]
-        ring = SWIZZLED * (of_w * self.ROWS + of_x * self.terms * self.COLUMNS)
-        of_x = of_x * SWIZZLED // 2 // self.depth
-        parts = self.COLUMNS * (self.ROWS + 4)
-        return max(ring, 4 * parts) + 8 * (2 * of_w + of_x + 1)

@@ -513,9 +513,16 @@ class Draft:
 def arrays_of(problem) -> list:
     """The caller's arrays on the device."""
     arrays = [*problem.arrays.values(), *(problem.initial_state or ())]
-    state, slots = problem.options.get("state"), problem.options.get("slots")
-    arrays += [x for x in (problem.out, state) if x is not None]
-    return arrays if slots is None or isinstance(slots, np.ndarray) else [*arrays, slots]
+    if problem.out is not None:
+        arrays.append(problem.out)
+    return arrays + [problem.options[name] for name in array_options(problem)]
+
+
+def array_options(problem) -> list[str]:
+    """The options of a step that are arrays on the device: slots may be numbers of the host."""
+    names, option = ("state", "pending", "accepted"), problem.options.get
+    found = [name for name in names if option(name) is not None]
+    return found if isinstance(option("slots"), (type(None), np.ndarray)) else [*found, "slots"]
 
 
 def describe(problem, device) -> tuple:
@@ -532,10 +539,8 @@ def describe(problem, device) -> tuple:
     arrays = {name: seen(name, x) for name, x in problem.arrays.items()}
     initial = problem.initial_state and tuple(seen("initial_state", part) for part in problem.initial_state)
     out, options = seen("out", problem.out), dict(problem.options)
-    if options.get("state") is not None:
-        options["state"] = seen("state", options["state"])
-    if not isinstance(options.get("slots"), (type(None), np.ndarray)):
-        options["slots"] = seen("slots", options["slots"])
+    for name in array_options(problem):
+        options[name] = seen(name, options[name])
     seen_problem = problem.replace(
         arrays=arrays, initial_state=initial, out=out, options=options, mode=mode_of(problem), memo=None, example=None
     )

@@ -11,11 +11,10 @@ from typing import ClassVar
 import numpy as np
 
 from ...array_kinds import BFLOAT16
-from ...declarations import RWKV6
 from ...problem import Problem
-from . import gated
+from . import PLANNERS
 from .arguments import members
-from .kernel import BARRIER, INT8, INTEGER, REAL, CType, ModelKernel, padded, struct
+from .kernel import INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
@@ -24,9 +23,12 @@ TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
 # -- decoding ----------------------------------------------------------------------------------------------------------
 class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
-    arguments = members("pointers x value gate weight bias maa shift slots xx d mixed, integers B D C P, reals eps")
+    arguments = members(
+        "pointers x value gate weight bias maa shift slots xx d mixed, integers B D C P squares, reals eps"
+    )
     shared = ("Shared",)
     PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # of value
+    MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 2 * 16
@@ -34,12 +36,17 @@ class NormShift(ModelKernel):
     EACH: int
     PARTS: int
     TERMS: int
+    MIXES: int
 
     @classmethod
-    def fitting(cls, X, D, parts, terms=1):
-        """Few parts take so few registers that two blocks share a multiprocessor."""
+    def fitting(cls, X, D, C, parts, terms=1):
+        """Few parts, and few mixes, take so few registers that two blocks share a multiprocessor."""
         each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
-        return cls(X, each, next(most for most in cls.PARTS_AT_MOST if parts <= most), terms)
+        parts, mixes = (
+            next(most for most in limits if n <= most)
+            for n, limits in ((parts, cls.PARTS_AT_MOST), (C, cls.MIXES_AT_MOST))
+        )
+        return cls(X, each, parts, terms, mixes)
 
 
 TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y, integers B H N W, reals eps")
@@ -154,14 +161,6 @@ class DecodeFew(ModelKernel):
     def bytes_of_float(self) -> int:
         """Bytes of a norm's float beside its operands; 0 if the operands replace it."""
         return {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
-
-    @property
-    def shared_bytes(self):
-        """The size of the struct `Shared` in decode_weights.cuh, without the stage behind it."""
-        ring = CType(2 * (8 * 1024 + 64), 1).array(self.stages)
-        stages, tiles, units = BARRIER.array(2 * self.stages), INTEGER.array(4 * 8), REAL.array(2 * 8)
-        turns, norms, parts = BARRIER.array(2 * 2), REAL.array(2 * 8), REAL.array(2 * 4 * 16 * (8 + 4))
-        return struct(ring, stages, tiles, units, turns, norms, parts).size
 
 
 class Argmax(ModelKernel):
@@ -318,21 +317,20 @@ class GatedAdd(OfElements):
     X: np.dtype
 
 
-def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: Array, o: Array, state, spans, scale):
-    """The operator `rwkv6` on packed sequences, as a part of another plan.
+def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, scale):
+    """The operator `op` on packed sequences, as a part of another plan.
 
-    r, k, v, w, o : [T, H, N], u : [H, N]
+    arrays : by name, those of tokens [1, H, T, N]
     state : (before, after), [N, H, N, N] each
     """
     before, after = state
-    r, k, v, w, o = (x[None].swapaxes(1, 2) for x in (r, k, v, w, o))
-    B, H, T, N = r.shape
+    B, H, T, N = o.shape
     problem = Problem(
-        op=RWKV6,
-        arrays=MappingProxyType({"r": r, "k": k, "v": v, "w": w, "u": u}),
+        op=op,
+        arrays=MappingProxyType(arrays),
         sizes=MappingProxyType({"B": B, "H": H, "T": T, "K": N, "V": N, "N": spans.count}),
         options=MappingProxyType({"final_state": after}),
-        dtype=r.dtype,
+        dtype=o.dtype,
         spans=spans,
         varlen=True,
         layout="bthd",
@@ -350,4 +348,4 @@ def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: 
         home="cuda",
         kind="cupy",
     )
-    draft.include(gated.plan(problem, device))
+    draft.include(PLANNERS[op].plan(problem, device))

@@ -62,10 +62,6 @@ class AddNorm(OfTokens):
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated", "Embedded", "Kept")
     change: str
 
-    @property
-    def shared_bytes(self):
-        return 2 * 8 * self.THREADS // 32
-
 
 class MixForward(Elementwise):
     file = "training/mix_forward"
@@ -78,10 +74,6 @@ class MixBackward(OfTokens):
     file = "training/mix_backward"
     arguments = members("pointers dmixed m maa xx dxx dd parts, integers tokens T_ D each")
     shared = ("Shared<{THREADS}>",)
-
-    @property
-    def shared_bytes(self):
-        return 4 * 5 * 8 * self.THREADS
 
 
 class NormBackward(OfTokens):
@@ -98,10 +90,6 @@ class NormBackward(OfTokens):
     MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2)
     change: str
     C: int
-
-    @property
-    def shared_bytes(self):
-        return 2 * 8 * self.THREADS // 32
 
 
 class GatedNormBackward(OfTokens):
@@ -140,7 +128,6 @@ class ColumnSums(Kernel):
     arguments = members("pointers parts first rest, integers P columns split")
     shared = ("Shared",)
     threads = 1024
-    shared_bytes = 4 * 32 * 32
     COLUMNS: ClassVar[int] = 32  # of a block
 
 
@@ -149,7 +136,6 @@ class SquareSums(Kernel):
     arguments = members("pointers x parts, integers count blocks")
     shared = ("Shared",)
     threads = 512
-    shared_bytes = 4 * 16
 
 
 class AdamW(Kernel):
@@ -160,5 +146,4 @@ class AdamW(Kernel):
     )
     shared = ("Shared",)
     threads = 512
-    shared_bytes = 4 * 16
     T: np.dtype

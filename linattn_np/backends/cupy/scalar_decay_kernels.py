@@ -8,7 +8,7 @@ import numpy as np
 
 from .arguments import members, structs
 from .gated_kernels import SM90, TILES
-from .kernel import TiledKernel, padded
+from .kernel import TiledKernel
 
 WEIGHTED_SUM = members(
     "maps q k v o partner, rows q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
@@ -64,17 +64,6 @@ class WeightedSums(TiledKernel):
     def resident(self):
         return 2 if self.BK + self.BV == 128 else 1
 
-    @property
-    def shared_bytes(self):
-        gated, C = self.gives_gate, self.CHUNK
-        stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
-        tiles = 2 * C * (2 * self.BK + (1 + gated) * self.BV)  # queries, keys; values and what the sum is a gradient of
-        scores = 2 * C * C
-        levels = 6  # of a chunk, a binary tree over its tokens
-        gates = 4 * C * (2 * levels + 2) + 16  # decays within each level, and of tokens to the chunk's ends
-        barriers = 8 * 4
-        return padded(stages * (tiles + scores + gates + barriers) + barriers, 1024)
-
 
 class ScalarBackwardSegments(TiledKernel):
     """The state and the state's gradient that each segment leaves by itself, on Hopper under a scalar decay."""
@@ -93,8 +82,3 @@ class ScalarBackwardSegments(TiledKernel):
     @classmethod
     def fitting(cls, V):
         return cls(TILES[V > 64])
-
-    @property
-    def shared_bytes(self):
-        stages, stage = 4, padded(32 * 2 * (self.BK + self.BV) + 4 * 33, 1024)
-        return padded(stages * stage + 8 * 2 * stages, 1024)

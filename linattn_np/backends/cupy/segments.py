@@ -137,10 +137,11 @@ def are_small(problem, device) -> bool:
 def are_wide(problem, device) -> bool:
     """Whether the kernels of wide heads compute a problem: of more channels than one launch of the others has, if a
     block holds all of them, and has room for their operands."""
-    kernel = GatedWideForward.fitting(problem.dtype, problem.sizes["K"])
-    most = max(kernel.shared_bytes, GatedWideOperands(read_order(problem.op), problem.dtype, FLOAT32).shared_bytes)
-    fits = kernel.channel_tiles <= kernel.MOST_TILES and most <= device.shared_per_block
-    return fits and problem.dtype == BFLOAT16 and problem.sizes["K"] > TILES[-1]
+    K, dtype = problem.sizes["K"], problem.dtype
+    if dtype != BFLOAT16 or not TILES[-1] < K <= GatedWideForward.MOST_TILES * GatedWideForward.TILE:
+        return False
+    kernels = GatedWideForward.fitting(dtype, K), GatedWideOperands(read_order(problem.op), dtype, FLOAT32)
+    return max(kernel.shared_bytes for kernel in kernels) <= device.shared_per_block
 
 
 def fits_hoppers_forward(problem, device, arrays) -> bool:

@@ -43,10 +43,6 @@ class GatedSmall(GatedKernel):
     def blocks(self, heads) -> int:
         return ceil_div(heads, self.heads)
 
-    def tokens_bytes(self, arrays: int) -> int:
-        """Shared memory of two steps' tokens of so many arrays and of the gates, and of one step's decays."""
-        return self.CHUNK * self.heads * self.D * (2 * (arrays * self.dtype.itemsize + self.gate.itemsize) + 4)
-
     @property
     def channels(self):
         """Channels of a launch."""
@@ -61,10 +57,6 @@ class GatedSmallForward(GatedSmall):
     file = "gated/small_forward"
     arguments = members("rows q k v g o, pointers u initial final, shape, reals scale, integers bytes")
 
-    @property
-    def shared_bytes(self):
-        return self.tokens_bytes(3)
-
 
 class GatedSmallStates(GatedSmall):
     """The state that each segment leaves from zero, and with it the state's gradient where asked for."""
@@ -74,10 +66,6 @@ class GatedSmallStates(GatedSmall):
         "rows q k v, rows? do_, rows g, pointers? initial dht, pointers left decays, shape, reals scale, "
         "integers of needed both bytes"
     )
-
-    @property
-    def shared_bytes(self):
-        return self.tokens_bytes(2)
 
 
 class GatedSmallBackward(GatedSmall):
@@ -96,7 +84,3 @@ class GatedSmallBackward(GatedSmall):
     @property
     def heads(self):
         return 32 * self.NUMBERS // self.D**2 * self.WARPS
-
-    @property
-    def shared_bytes(self):
-        return self.tokens_bytes(4) + 2 * 4 * 32 * self.NUMBERS * self.WARPS

@@ -8,7 +8,7 @@ from ...contract import SUB_CHUNK
 from .arguments import members
 from .gated_kernels import CHANNELS, channels
 from .kernel import CTYPES, DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
-from .plan import Array, Draft, ceil_div
+from .plan import Array, Draft, ceil_div, common_bytes
 
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
 
@@ -30,34 +30,30 @@ class GatedQk(Kernel):
 
 class InterChunk(Kernel):
     file = "stages/inter_chunk"
-    arguments = members("rows kg b v, pointers h initial final, shape")
-    shared = ("Shared",)
+    arguments = members("rows kg b v, pointers h initial final, shape, integers bytes")
+    shared = ("Shared<{dtype}>",)
     threads = 128
-    shared_bytes = 4 * (2 * 16 * (64 + 8))  # k and v of 16 tokens, in padded rows
     dtype: np.dtype
 
 
 class IntraChunk(GatedKernel):
     file = "stages/intra_chunk"
-    arguments = members("rows q k g, pointers u, rows A, shape")
-    shared = ("Shared<{BK}>",)
+    arguments = members("rows q k g, pointers u, rows A, shape, integers bytes")
+    shared = ("Shared<{dtype}, {gate}, {BK}>",)
     threads = 128
     BK: int
 
     @property
-    def shared_bytes(self):
-        tokens, warps = SUB_CHUNK, self.threads // 32
-        return 4 * (
-            3 * tokens * (self.BK + 8) + 2 * self.BK + warps * tokens**2
-        )  # q, k, g; a decay, u; parts of scores
+    def rows(self):
+        """Rows of scores a block."""
+        return SUB_CHUNK if self.BK > 128 else 64
 
 
 class Combine(Kernel):
     file = "stages/combine"
-    arguments = members("rows qg h A v o, shape, reals scale")
-    shared = ("Shared",)
+    arguments = members("rows qg h A v o, shape, reals scale, integers bytes")
+    shared = ("Shared<{dtype}>",)
     threads = 128
-    shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))  # both factors of a product, in padded rows
     dtype: np.dtype
 
 
@@ -148,25 +144,29 @@ class Stages:
         """(the states before all chunks, the final state or None)"""
         shape, final = self.shape, self.draft.final(self.problem)
         h = self.draft.empty((shape.B, shape.H, shape.NC, shape.K, shape.V), self.real)
+        bytes = {}
         if v.dtype == DOUBLE:
             kernel = Float64InterChunk()
             blocks = ceil_div(shape.K * shape.V, kernel.threads)
         else:
+            bytes = {"bytes": common_bytes(kg, v)}
             kernel = InterChunk(v.dtype)
             blocks = ceil_div(shape.K, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
         states = {"h": h, "initial": self.draft.initial(self.problem), "final": final}
-        self.launch(kernel, shape.B * shape.count * shape.H * blocks, kg=kg, v=v, b=b, **states)
+        self.launch(kernel, shape.B * shape.count * shape.H * blocks, kg=kg, v=v, b=b, **states, **bytes)
         return h, final
 
     def intra_chunk(self, q, k, g):
         shape = self.shape
         A = self.new(q, self.real, (shape.B, shape.H, shape.T, shape.chunk))
+        bytes = {}
         if q.dtype == DOUBLE:
             kernel, blocks = Float64IntraChunk(self.read_order), shape.all_chunks
         else:
+            bytes = {"bytes": common_bytes(q, k, g)}
             kernel = IntraChunk(self.read_order, q.dtype, g.dtype, channels(shape.K))
-            blocks = shape.all_chunks * (shape.chunk // SUB_CHUNK)
-        self.launch(kernel, blocks, q=q, k=k, g=g, u=self.draft.bonus(self.problem), A=A)
+            blocks = shape.all_chunks * ceil_div(shape.chunk, kernel.rows)
+        self.launch(kernel, blocks, q=q, k=k, g=g, u=self.draft.bonus(self.problem), A=A, **bytes)
         return A
 
     def combine(self, qg, h, A, v):
@@ -176,10 +176,12 @@ class Stages:
         if h.strides[2] != K * h.strides[3]:  # rows of all chunks are to be one axis
             h = self.draft.contiguous(h, reason="h: its chunks are not side by side")
         states = Array(h.memory, (B, H, NC * K, V), (*h.strides[:2], *h.strides[3:]), h.dtype, h.offset)
+        bytes = {}
         if v.dtype == DOUBLE:
             kernel, blocks = Float64Combine(), shape.all_chunks
         else:
+            bytes = {"bytes": common_bytes(qg, states, A, v)}
             kernel = Combine(v.dtype)
             blocks = shape.all_chunks * ceil_div(shape.chunk, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
-        self.launch(kernel, blocks, qg=qg, h=states, A=A, v=v, o=o, scale=self.problem.scale)
+        self.launch(kernel, blocks, qg=qg, h=states, A=A, v=v, o=o, scale=self.problem.scale, **bytes)
         return o

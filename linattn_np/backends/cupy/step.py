@@ -25,10 +25,6 @@ class RecurrentStep(GatedKernel):
     def threads(self):
         return 64 * self.BV * self.state.itemsize // (4 * 16)  # 64 channels at a time, four pieces of 16 bytes each
 
-    @property
-    def shared_bytes(self):
-        return 4 * self.BV * self.threads // 32
-
 
 class Float64Step(GatedKernel):
     """One token's step with float64 inputs or a float64 state."""

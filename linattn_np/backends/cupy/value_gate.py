@@ -24,7 +24,6 @@ from .gated_kernels import (
     GatedBackwardChannels,
     GatedForward,
     channels,
-    tile_bytes,
 )
 from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, ceil_div
@@ -81,10 +80,6 @@ class ValueGateForward(TiledKernel):
     def resident(self):
         return self.ungated.resident
 
-    @property
-    def shared_bytes(self):
-        return self.ungated.shared_bytes + self.CHUNK * self.BV * self.gate.itemsize
-
 
 class ValueGateRecurrent(TiledKernel):
     """Forward token by token."""
@@ -97,11 +92,6 @@ class ValueGateRecurrent(TiledKernel):
     dtype: np.dtype
     gate: np.dtype
     BK: int
-
-    @property
-    def shared_bytes(self):
-        tokens, warps = 16, self.threads // 32
-        return 4 * (tokens * (3 * self.BK + 2 * self.BV) + warps * tokens * self.BV)  # q, k, g, v, gv; parts of o
 
 
 class ValueGateBackwardScores(Kernel):
@@ -118,13 +108,6 @@ class ValueGateBackwardScores(Kernel):
     gate: np.dtype
     products: int
 
-    @property
-    def shared_bytes(self):
-        channels = GatedBackwardChannels("AfterWrite", self.dtype, self.gate, self.products)
-        tokens = 2 * tile_bytes(64, 32, self.dtype) + tile_bytes(64, 32, self.gate)
-        left = 5 * tile_bytes(32, 64, channels.stored) + 2 * tile_bytes(64, 32, channels.stored)
-        return tokens + left + 4 * 4 * 64
-
 
 class ValueGateBackwardStates(Kernel):
     file = "value_gate/backward_states"
@@ -138,11 +121,6 @@ class ValueGateBackwardStates(Kernel):
     dtype: np.dtype
     gate: np.dtype
     products: int
-
-    @property
-    def shared_bytes(self):
-        stored = GatedBackwardChannels("AfterWrite", self.dtype, self.dtype, self.products).stored
-        return 3 * (2 * tile_bytes(32, 64, stored) + 4 * 2 * 64)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

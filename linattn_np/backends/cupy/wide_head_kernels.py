@@ -20,13 +20,6 @@ class GatedWideOperands(GatedKernel):
     shared = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
     threads = 256
 
-    @property
-    def shared_bytes(self):
-        tokens, tile, size = 32, 128, self.dtype.itemsize
-        tiles = 2 * size * tokens * (2 * tile + 16) + self.gate.itemsize * tokens * tile  # of q, k, nothing of v, and g
-        scored = 2 * (size + 4) * tokens * tile + size * 2 * tokens * (tokens + 8)
-        return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile)
-
 
 class GatedWideForward(TiledKernel):
     """Forward from the operands and scores that `GatedWideOperands` has written."""
@@ -59,12 +52,6 @@ class GatedWideForward(TiledKernel):
     @property
     def resident(self):
         return 1 if self.channel_tiles > 2 else 2
-
-    @property
-    def shared_bytes(self):
-        tiles, size = self.channel_tiles, self.dtype.itemsize
-        stage = size * (tiles * 2 * self.CHUNK * self.TILE + self.CHUNK * self.BV + self.SCORES) + 4 * self.channels
-        return 2 * stage + 4 * tiles * self.CHUNK * (self.BV + 8)
 
     @property
     def tiles(self):

@@ -26,7 +26,7 @@ STAGED = tuple(kernel for stage in KERNELS.values() for kernel in stage)
 def why_not(problem) -> str | None:
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
     if problem.op not in (*GATED, *DELTA_RULES, *STEPS, *STAGES):
-        return "it has the gated family, the delta rules, their steps and the five stages only"
+        return "it has the gated family, the delta rules, their steps of one token and the five stages only"
     if problem.gradient:
         return "it has no gradients"
     if problem.mode not in MODES:

@@ -62,7 +62,10 @@ def run(problem):
             return stage(problem)
         o = destination(problem)
         if name in STEPS:
-            o[...] = recurrent.step(problem, STEPS[name])
+            if problem.options["pending"] is None:
+                o[...] = recurrent.step(problem, STEPS[name])
+            else:
+                recurrent.step_of_several(problem, STEPS[name], o)
             return o
         final = compute(problem, o)
         return o, finished_states(problem, final)

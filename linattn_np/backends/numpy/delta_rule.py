@@ -16,6 +16,13 @@ def step(problem, state, q, k, v, *gates):
     return (S,), problem.scale * read(q, S)
 
 
+def writes(problem, S, q, k, v, *gates):
+    """(decay [B, H, K] or [B, H, 1], [(k, u)]) of a token: S_t = diag(decay) S + k u^T."""
+    (*g, beta), k = gates, keys(problem, k)
+    decay = np.exp(g[0] if g else np.zeros_like(beta)).reshape(*beta.shape, -1)
+    return decay, [(k, beta[..., None] * (v - read(k, decay[..., None] * S)))]
+
+
 def step_vjp(problem, state, q, k, v, *gates_and_gradients):
     *g, beta, (dS,), do = gates_and_gradients
     (S,), do, given, beta = state, problem.scale * do, (q, k), beta[..., None]

@@ -13,6 +13,11 @@ def step(problem, state, q, k, v, g):
     return (S,), problem.scale * read(q, S)
 
 
+def writes(problem, S, q, k, v, g):
+    """(decay [B, H, K], [(k, u), ...]) of a token: S_t = diag(decay) S + sum of k u^T."""
+    return np.exp(g), [(k, v)]
+
+
 def step_vjp(problem, state, q, k, v, g, dstate, do):
     (S,), (dS,), decay = state, dstate, np.exp(g)[..., None]
     do = problem.scale * do

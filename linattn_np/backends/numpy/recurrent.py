@@ -128,10 +128,37 @@ def read_vjp(S, do):
 
 def step(problem, equation):
     """One token for B sequences: o; the state, or its rows `slots`, is updated in place."""
-    state, slots = problem.options["state"], problem.options["slots"]
-    rows = slice(None) if slots is None else slots
+    state, rows = problem.options["state"], rows_in_use(problem)
     before = state[rows].astype(problem.compute_dtype, copy=False)
     (new,), o = equation.step(problem, (before,), *cast_inputs(problem))
     if not np.may_share_memory(new, state):
         state[rows] = new
     return o
+
+
+def step_of_several(problem, equation, o):
+    """Fills o [B, H, T, V]. The states take the accepted tokens of the call before, and `pending` these.
+
+    A pending token is the decays and the matrices k u^T of rank one that it adds, whatever the state behind it.
+    """
+    inputs, rows, accepted = cast_inputs(problem), rows_in_use(problem), problem.options["accepted"]
+    state, pending = problem.options["state"], problem.options["pending"]
+    ends = np.cumsum(problem.op.numbers(*problem.shape("K V")))[:-1]
+    for t in range(0 if accepted is None else accepted.max(initial=0)):
+        taken = np.arange(len(state))[rows][accepted > t]
+        decay, *written = np.split(pending[taken, :, t].astype(problem.compute_dtype), ends, axis=-1)
+        S = decay[..., None] * state[taken]
+        for k, u in zip(written[: len(written) // 2], written[len(written) // 2 :]):
+            add_outer(S, k, u)
+        state[taken] = S
+    S = state[rows].astype(problem.compute_dtype)
+    for t in range(problem.sizes["T"]):
+        token = list(tokens(problem, inputs, t))
+        decay, written = equation.writes(problem, S, *token)
+        pending[rows, :, t] = np.concatenate([decay, *(k for k, _ in written), *(u for _, u in written)], axis=-1)
+        (S,), o[:, :, t] = equation.step(problem, (S,), *token)
+
+
+def rows_in_use(problem):
+    slots = problem.options["slots"]
+    return slice(None) if slots is None else slots

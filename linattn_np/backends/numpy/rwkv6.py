@@ -13,6 +13,11 @@ def step(problem, state, r, k, v, w, u):
     return (write(problem, S, w, k, v),), o
 
 
+def writes(problem, S, r, k, v, w, u):
+    """(decay [B, H, K], [(k, u), ...]) of a token: S_t = diag(decay) S + sum of k u^T."""
+    return np.exp(w), [(k, v)]
+
+
 def step_vjp(problem, state, r, k, v, w, u, dstate, do):
     (S,), (dS,), decay = state, dstate, np.exp(w)[..., None]
     do = problem.scale * do

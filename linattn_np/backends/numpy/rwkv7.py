@@ -13,6 +13,11 @@ def step(problem, state, r, w, k, v, a, b):
     return (S,), problem.scale * read(r, S)
 
 
+def writes(problem, S, r, w, k, v, a, b):
+    """(decay [B, H, K], [(k, u), ...]) of a token: S_t = diag(decay) S + sum of k u^T."""
+    return np.exp(w), [(k, v), (b, read(a, S))]
+
+
 def step_vjp(problem, state, r, w, k, v, a, b, dstate, do):
     (before,), (dS,), do = state, dstate, problem.scale * do
     ((after,), _), removed = step(problem, state, r, w, k, v, a, b), read(a, before)

@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from ...errors import ContractError
-from ..number_checks import shown
+from ..number_checks import real, shown
 from ..quantised import Stored
 
 A, B, ALPHA = "lora_A", "lora_B", "lora_alpha"
@@ -32,23 +32,46 @@ def merged(kind, weights: Mapping, adapter_weights: Mapping, alpha: float | None
     ContractError where the adapter fits no matrix of the model.
     """
     found, _ = kind.parameters(weights, config)
-    own = {plain(name): np.asarray(array, np.float32) for name, array in adapter_weights.items()}
-    stored = own.pop(ALPHA, None)
-    if not own:
+    places = by_place(adapter_weights)
+    own = places.pop(ALPHA, {}).get(ALPHA)
+    if not places:
         refuse(f"is empty, expected blocks.N.att.key.{A} and the like")
-    for place in sorted({name.rpartition(".")[0] for name in own}):
+    for place, parts in places.items():
         name = f"{place}.weight"
-        if name not in found or not own.keys() >= {adapter(name, A), adapter(name, B)}:
-            odd = next(other for other in own if other.rpartition(".")[0] == place)
-            refuse(f"has {shown(odd)}, expected {A} and {B} of matrices of the model")
-        down, up, matrix = own[adapter(name, A)], own[adapter(name, B)], found[name]
+        if name not in found or parts.keys() != {A, B}:
+            odd = next((part for part in parts if part not in (A, B)), next(iter(parts)))
+            refuse(f"has {shown(f'{place}.{odd}')}, expected {A} and {B} of matrices of the model")
+        down, up, matrix = parts[A], parts[B], found[name]
         if isinstance(matrix, Stored):
             refuse(f"cannot be merged into {name}, which is {matrix.format}: merge first, then quantise")
-        if down.ndim != 2 or up.ndim != 2 or (*up.shape, down.shape[1]) != (len(matrix), len(down), matrix.shape[1]):
+        rank = down.shape[0] if down.ndim == 2 else 0
+        if not rank or (*up.shape, *down.shape) != (len(matrix), rank, rank, *matrix.shape[1:]):
             refuse(f"has {up.shape} times {down.shape} for {name}, expected {matrix.shape} of two matrices")
-        factor = alpha if alpha is not None else float(stored[0]) if stored is not None else len(down)
-        change = factor / len(down) * (up @ down)
-        found[name] = (matrix.astype(np.float32) + change).astype(matrix.dtype)
+        factor = alpha if alpha is not None else rank if own is None else own
+        found[name] = changed(name, matrix, down, up, factor)
+    return found
+
+
+@np.errstate(all="ignore")
+def changed(name, matrix, down, up, alpha):
+    """`matrix` with the adapter's two, in its own dtype."""
+    alpha = np.asarray(alpha).item() if np.size(alpha) == 1 else alpha
+    alpha = real("the adapter", "alpha", alpha, "a number above 0", lambda x: x > 0)
+    made = (matrix.astype(np.float32) + alpha / len(down) * (up @ down)).astype(matrix.dtype)
+    if not np.isfinite(made).all():
+        refuse(f"makes numbers of {name} that are not finite in {matrix.dtype}")
+    return made
+
+
+def by_place(adapter_weights: Mapping) -> dict[str, dict[str, np.ndarray]]:
+    """The float32 parts of an adapter by the places of their matrices; `lora_alpha` has a place of its own."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in adapter_weights.items():
+        place, _, part = plain(name).rpartition(".")
+        parts = found.setdefault(place or part, {})
+        if part in parts:
+            refuse(f"has {shown(plain(name))} twice")
+        parts[part] = np.asarray(array, np.float32)
     return found
 
 

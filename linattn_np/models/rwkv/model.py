@@ -38,6 +38,7 @@ class Model:
     numpy_layers : its layers by NumPy alone
     layout : of its parameters in a training
     trains_on : the devices on which its gradients are computed
+    beside : as `protocols.Trainable` has it: nothing, as all is trained
     numba_layers : imports its layers by Numba's loops
     cuda_layers : imports its layers on the GPU
     """
@@ -46,6 +47,7 @@ class Model:
     numpy_layers: ClassVar[type[NumpyLayers]]
     layout: ClassVar[type[Layout]]
     trains_on: ClassVar[tuple[str, ...]] = DEVICES
+    beside: ClassVar[bytes] = b""
 
     def __init__(
         self,

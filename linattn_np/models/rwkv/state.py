@@ -93,11 +93,11 @@ class State:
     @classmethod
     def tuned(cls, weights) -> State:
         """Of tuned states by name, value by key as files have them."""
-        names = [f"blocks.{i}.{name}" for name in TUNED for i in range(len(weights))]
+        names = [f"blocks.{i}.{name}" for name in TUNED for i in range(len(weights) or 1)]
         if odd := sorted(set(weights) ^ set(names)):
             refuse(f"has {shown(odd[0])}, expected att.time_state of every block and nothing else")
         shape = weights[names[0]].shape
-        if odd := [name for name in names if weights[name].shape != shape or len(shape) != 3]:
+        if odd := [name for name in names if weights[name].shape != shape or len(shape) != 3 or shape[1] != shape[2]]:
             refuse(f"has {shown(odd[0])} in {weights[odd[0]].shape}, expected [H, N, N], alike in all blocks")
         wkv = np.stack([np.asarray(weights[name], np.float32).swapaxes(1, 2) for name in names])[:, None]
         zeros = np.zeros((len(names), 1, shape[0] * shape[1]), np.float32)

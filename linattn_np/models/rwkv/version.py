@@ -171,3 +171,11 @@ def stacked(arrays):
 def tuned(weights) -> list:
     """Initial states, [H, N, N] of each layer, or none; files have value by key, states key by value."""
     return [array.swapaxes(1, 2) for name, array in weights.items() if name.endswith("time_state")]
+
+
+def output_scale(dtype) -> float:
+    """The scale of the recurrence where its result is kept in `dtype`, whose numbers may be few: float16 ends at 65504.
+
+    It is a power of two, and a group norm with its square times eps takes it away again.
+    """
+    return 2.0**-6 if dtype == np.float16 else 1.0

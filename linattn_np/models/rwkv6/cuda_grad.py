@@ -15,9 +15,8 @@ from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm
 from ...ops.functions import rwkv6
 from ..array_math import library_of
 from ..rwkv.grad import layer_norm
-from ..rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS
+from ..rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
 from ..single_process import WHOLE
-from .math import output_scale
 from .names import refuse
 
 # Threads of a multiprocessor in kernels that sum over tokens: a multiprocessor has several blocks, which hide each

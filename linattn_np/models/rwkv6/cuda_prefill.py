@@ -1,177 +1,26 @@
-"""Prompts of RWKV-6 on the GPU, all tokens at once.
-
-Prompts with the same lengths share their plans: of the embeddings, of a layer, of the head. The layers read and write a
-single allocation, into which the state is copied and out of which it is copied back. Its address decides all others, so
-launches are kept by it: a call that gets the same address again reuses the launches of all layers, first one by one,
-from the second time on as a CUDA graph, which takes the host next to no time.
-"""
+"""RWKV-6's mixes of prompts on the GPU, as steps of a plan."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.execute import CompiledPlan, allocated
-from ...backends.cupy.kernel import INT8
-from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts
-from ...varlen import Spans
-from ..rwkv.state import STATE, State
+from ...backends.cupy.plan import FLOAT32
+from ...declarations import RWKV6
+from ..rwkv import cuda_prompts
 from . import math
-from .cuda_weights import FLOAT32, SCALES, widened
-
-PLACES = 4  # addresses for which launches, then a graph, are kept
 
 
-class Prompts:
-    """Prompts of these lengths on one decoder's weights, with the logits of all tokens or of each `last` one."""
+class Pieces(cuda_prompts.Pieces):
+    """`math.Pieces`."""
 
-    def __init__(self, decoder, rows, last: bool):
-        self.my, self.device, self.bounds = decoder, decoder.device, rows.bounds
-        self.wanted = rows.last if last else np.arange(rows.bounds[-1])
-        D, H, N = (decoder.sizes[axis] for axis in "DHN")
-        count = len(rows.first)
-        parts = dict(zip(STATE, ((count, D), (count, H, N, N), (count, D))))
-        self.state = {f"{name}_{when}": shape for when in ("before", "after") for name, shape in parts.items()}
-        self.x = contiguous("x", (int(rows.bounds[-1]), D), FLOAT32)
-        given = {name: contiguous(name, shape, FLOAT32) for name, shape in self.state.items()}
-        tokens = contiguous("tokens", self.x.shape[:1], np.dtype(np.int64))
-        logits = contiguous("logits", (len(self.wanted), decoder.sizes["V"]), FLOAT32)
-        whole = vars(decoder.whole)
-        self.start = self.compiled(self.draw_start, {"tokens": tokens, "x": self.x, **whole})
-        self.head = self.compiled(self.draw_head, {"x": self.x, "logits": logits, **whole})
-        self.layer = self.compiled(self.draw_layer, {"x": self.x, **given, **vars(decoder.layers[0])})
-        self.launches: dict[int, list] = {}  # of all layers, by the address of their memory
+    time_mix, channel_mix = math.time_mix, math.channel_mix
 
-    def __call__(self, tokens, state: State, slots):
-        """Logits [T, V], or [N, V]; `state` is updated in place, in the rows `slots` (None: all)."""
-        my, device, L = self.my, self.device, len(self.my.layers)
-        slots = None if slots is None else device.upload(slots)
-        own = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
-        memory = allocated([*own, *self.layer.plan.buffers], device)
-        (x, *states), buffers = memory[: len(own)], memory[len(own) :]
-        before, after = states[: len(STATE)], states[len(STATE) :]
-        logits = device.empty((len(self.wanted), my.sizes["V"]), FLOAT32)
-
-        for array, copy in zip(state.arrays, before):
-            if array.dtype == FLOAT32:
-                device.copy(gathered(array, slots), copy)
-            else:
-                copy[...] = gathered(array, slots)
-        self.start([device.upload(tokens), x, *vars(my.whole).values()])
-        self.run_layers(x, states, buffers)
-        self.head([x, logits, *vars(my.whole).values()])
-        for array, new in zip(state.arrays, after):
-            if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
-                device.copy(new, array)
-            else:
-                array[:, slice(None) if slots is None else slots] = new
-        return logits
-
-    def run_layers(self, x, states, buffers):
-        """Run all layers on this memory. The kept launches hold its address, but do not keep it allocated."""
-        address = self.device.pointer(x)
-        if address in self.launches:
-            if len(self.launches[address]) > 1:  # not yet a graph, whose launch is one
-                self.launches[address] = [self.device.captured(self.launches[address])]
-            self.launches[address][0](None)
-            return
-        made = []
-        for i, layer in enumerate(self.my.layers):  # the device has a layer to do while the next one's are made
-            of_layer = self.layer.commands([x, *(array[i] for array in states), *vars(layer).values(), *buffers])
-            for launch in of_layer:
-                launch(None)
-            made += of_layer
-        if len(self.launches) >= PLACES:
-            self.launches.clear()
-        self.launches[address] = made
-
-    def compiled(self, draw, arrays: dict) -> CompiledPlan:
-        """The compiled plan that `draw` makes for arrays of these shapes, strides and dtypes."""
-        seen, given, _ = describe_parts(self.device, every=arrays)
-        draft = Draft()
-        draw(draft, seen.every)
-        return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
-
-    # -- the plans: `seen` has an `Array` for each of the arrays -----------------------------------------------------
-    def draw_start(self, draft: Draft, seen):
-        self.norm(draft, seen.tokens, seen.embedding, seen.ln0, seen.x)
-
-    def draw_layer(self, draft: Draft, seen):
-        do = Pieces(self.my, draft, self.bounds)
-        att_shift, wkv, ffn_shift = (
-            Change(getattr(seen, f"{name}_before"), getattr(seen, f"{name}_after")) for name in STATE
-        )
-        x = math.time_mix(do, seen, seen.x, att_shift, wkv)
-        math.channel_mix(do, seen, x, ffn_shift)
-
-    def draw_head(self, draft: Draft, seen):
-        normed = draft.empty((1, len(self.wanted), self.my.sizes["D"]), self.my.dtype)
-        self.norm(draft, draft.table(self.wanted), seen.x, seen.ln_out, normed)
-        head = seen.head
-        if head.dtype == INT8:
-            head = widened(draft, head, seen.head_scales, draft.empty(head.shape, self.my.dtype), self.my.dtype)
-        draft.product(head, normed, seen.logits[None])
-
-    def norm(self, draft, chosen, x, norm, y):
-        weight, bias = norm
-        draft.launch(
-            kernels.ChosenNorm(x.dtype, y.dtype),
-            chosen.size,
-            chosen=chosen,
-            x=x,
-            weight=weight,
-            bias=bias,
-            y=y,
-            D=self.my.sizes["D"],
-            eps=self.my.layer_eps,
-        )
-
-
-def buffer(shape) -> Buffer:
-    return Buffer(shape, FLOAT32, tuple(range(len(shape))))
-
-
-def gathered(array, slots):
-    """The rows `slots` of [L, P, ...] (None: all), contiguous."""
-    found = array if slots is None else array[:, slots]
-    return found if found.flags.c_contiguous else found.copy()
-
-
-class Change(NamedTuple):
-    """A layer's part of a state: before the call, and where the call leaves it."""
-
-    before: Array
-    after: Array
-
-
-class Pieces:
-    """`math.Pieces` that draw a layer's plan, x [T, D].
-
-    Vectors that a matrix multiplies are rounded to its dtype, and so are the products r, k, v, gate and the channel
-    mix's keys; the decay, the state, the residual and the sums are float32.
-    """
-
-    def __init__(self, decoder, draft: Draft, bounds):
-        self.draft, self.device, self.dtype, self.sizes = draft, decoder.device, decoder.dtype, decoder.sizes
-        self.scale = math.output_scale(self.dtype)
-        self.layer_eps, self.group_eps = decoder.layer_eps, decoder.group_eps
-        self.spans, self.T, empty = Spans(bounds), int(bounds[-1]), draft.empty
-        self.wide = None  # the buffer for int8 matrices converted to `dtype`
-        lengths = np.diff(bounds)
-        starts, ends = np.full((2, self.T), -1)
-        starts[bounds[:-1]] = ends[bounds[1:] - 1] = np.arange(len(lengths))
-        self.starts, self.ends = draft.table(starts), draft.table(ends)
-        T, X, (D, F, A, W) = self.T, self.dtype, (self.sizes[axis] for axis in "DFAW")
-        self.xx, self.d, self.w, self.o = (
-            empty((T, D), FLOAT32),
-            empty((T, D), FLOAT32),
-            empty((T, D), FLOAT32),
-            empty((T, D), X),
-        )
-        self.mixed, self.normed = empty((5, T, D), X), empty((1, T, D), X)
-        self.results = {  # of products; the channel mix reuses memory of the time mix
+    def __init__(self, *how):
+        super().__init__(*how)
+        T, X, (D, F, A, W), empty = self.T, self.dtype, (self.sizes[axis] for axis in "DFAW"), self.draft.empty
+        self.xx, self.d, self.w = (empty((T, D), FLOAT32) for _ in range(3))
+        self.o, self.mixed, self.normed = empty((T, D), X), empty((5, T, D), X), empty((1, T, D), X)
+        self.mixes = {"ln1": (self.normed, self.xx, self.d), "ln2": (self.mixed[:2], None, None)}
+        self.results = {  # the channel mix reuses memory of the time mix
             "maa_down": empty((1, T, 5 * A), FLOAT32),
             "decay_down": empty((1, T, W), FLOAT32),
             "kvrg": empty((4, T, D), X),
@@ -179,47 +28,6 @@ class Pieces:
             "ffn_receptance": self.xx[None],
             "ffn_value": self.d[None],
         }
-
-    def shift_mix(self, layer, norm, maa, x, shift):
-        (weight, bias), maa, (T, D) = getattr(layer, norm), getattr(layer, maa), x.shape
-        first = norm == "ln1"
-        mixed = self.normed if first else self.mixed[:2]
-        xx, d = (self.xx, self.d) if first else (None, None)  # what `data_mix` reads
-        self.draft.launch(
-            kernels.ShiftMix.fitting(mixed.dtype, D),
-            T,
-            x=x,
-            weight=weight,
-            bias=bias,
-            maa=maa,
-            before=shift.before,
-            shift=shift.after,
-            starts=self.starts,
-            ends=self.ends,
-            xx=xx,
-            d=d,
-            mixed=mixed,
-            T=T,
-            D=D,
-            C=mixed.shape[0],
-            eps=self.layer_eps,
-        )
-        return mixed, xx, d
-
-    def matrix(self, layer, name):
-        """The matrix, converted to the library's dtype if it is int8."""
-        w = getattr(layer, name)
-        if w.dtype != INT8:
-            return w
-        if self.wide is None:
-            D, F = (self.sizes[axis] for axis in "DF")
-            self.wide = self.draft.empty((max(4 * D, F) * D,), self.dtype)
-        return widened(self.draft, w, getattr(layer, f"{name}{SCALES}"), self.wide, self.dtype)
-
-    def product(self, layer, name, x):
-        y, several = self.results[name], x.ndim == 3
-        self.draft.product(self.matrix(layer, name), x if several else x[None], y)
-        return y if several else y[0]
 
     def data_mix(self, layer, low, xx, d):
         kernel, (T, D) = kernels.DataMix.of_prompt(self.dtype), xx.shape
@@ -255,8 +63,8 @@ class Pieces:
         return self.w
 
     def recurrence(self, layer, kvr, w, wkv):
-        k, v, r, w, o = (x.in_heads(self.sizes["H"]) for x in (*kvr, w, self.o))
-        kernels.recurrence(self.draft, self.device, r, k, v, w, layer.bonus[0], o, wkv, self.spans, self.scale)
+        k, v, r = kvr
+        self.recurrent(RWKV6, {"r": r, "k": k, "v": v, "w": w}, wkv, self.o, u=layer.bonus[0])
         return self.o
 
     def gated_norm(self, layer, o, gate):
@@ -276,15 +84,6 @@ class Pieces:
             eps=self.group_eps * self.scale**2,
         )
         return self.normed[0]
-
-    def relu_squared(self, x):
-        kernel = kernels.Activation("ReluSquared", x.dtype, x.dtype)
-        self.draft.launch(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
-        return x
-
-    def add_product(self, layer, name, x, y):
-        self.draft.product(self.matrix(layer, name), y[None], x[None], add=True)
-        return x
 
     def add_gated(self, x, gate, value):
         kernel = kernels.GatedAdd(self.dtype)

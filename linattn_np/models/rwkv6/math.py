@@ -10,16 +10,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-
-
-def output_scale(dtype) -> float:
-    """The scale of the recurrence where its result is kept in `dtype`, whose numbers may be few: float16 ends at 65504.
-
-    It is a power of two, and a group norm with its square times eps takes it away again.
-    """
-    return 2.0**-6 if dtype == np.float16 else 1.0
-
 
 class Pieces(Protocol):
     """What the mixes are made of. `layer` has the arrays of `weights.LAYER`; a piece is told the names of its own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ..rwkv.model import Model
 from ..training_products import HostProducts
@@ -90,6 +91,7 @@ class RWKV6(Model):
 
     @staticmethod
     def cuda_layers() -> Callable:
-        from .cuda_layers import CudaLayers
+        from ..rwkv.cuda_layers import CudaLayers
+        from .cuda_decode import CudaDecoder
 
-        return CudaLayers
+        return partial(CudaLayers, CudaDecoder)

@@ -2,7 +2,8 @@
 
 `time_mix` and `channel_mix` say which pieces follow each other; what computes the pieces is given to them: NumPy, or
 Numba's loops, or a pullback with each for gradients. A single token on the CPU is one loop of Numba's
-(`numba_loops.step`).
+(`numba_loops.step`). On the GPU prompts and steps have fewer and larger kernels than there are pieces, and plans of
+their own (`cuda_prefill`, `cuda_decode`).
 """
 
 from __future__ import annotations

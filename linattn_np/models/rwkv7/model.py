@@ -1,10 +1,10 @@
-"""The RWKV-7 language model on NumPy arrays."""
+"""The RWKV-7 language model on NumPy or CuPy arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from ...errors import NotSupported
 from ..rwkv.model import Model
 from .names import VERSION
 from .numpy_layers import NumpyLayers
@@ -32,12 +32,14 @@ class RWKV7(Model):
     ----------
     weights : mapping from names ("blocks.0.att.r_k", ... or those of fla) to host arrays
         Any float dtype. All sizes and ranks come from names and shapes. A tuned `time_state` is where sequences start.
-    device : "cpu"
-    dtype : "float32", "bfloat16", "int8" or "int4"
-        Of the matrices, as for `RWKV6` on the CPU: by default that of `weights`, or float32; all but float32 need
-        Numba.
+    device : "cpu" or "cuda"
+        Where the weights, and with them every array of the model, live: NumPy or CuPy.
+    dtype : "float32", "bfloat16", "int8" or "int4" on the CPU; float32, float16, bfloat16 or int8 on CUDA
+        Of the matrices, as `RWKV6` describes them: by default that of `weights` if they are in fewer bits than 32, else
+        float32. All but float32 need Numba on the CPU; int8 on CUDA needs a Hopper card.
     progress : function of (bytes of the weights that are loaded, bytes in all)
-    state_dtype : float32
+    state_dtype : float32, on CUDA also bfloat16 or float16
+        Of the recurrent state, which is rounded to it after every token of a step, and after every prompt.
     config : mapping
         What fla's `config.json` says of weights with its names; `from_file` reads it.
 
@@ -45,9 +47,10 @@ class RWKV7(Model):
     ------
     ContractError
         A parameter that is missing, of another shape or of another version of RWKV (RWKV-7a, 7b and 8 too), with what
-        was wanted; a field of `config` that asks for what is not computed; a `dtype` that is not one of these.
+        was wanted; a field of `config` that asks for what is not computed; a `dtype` that `device` does not take; on
+        CUDA, sizes beyond the kernels'.
     NotSupported
-        `device` "cuda", where RWKV-7 has no layers yet; a `dtype` that needs Numba, without it.
+        `device` cannot be had, with the reason; a `dtype` that needs Numba, without it.
 
     Example
     -------
@@ -77,4 +80,7 @@ class RWKV7(Model):
 
     @staticmethod
     def cuda_layers() -> Callable:
-        raise NotSupported("RWKV7: device 'cuda' cannot be used: its layers run on the CPU, device 'cpu'")
+        from ..rwkv.cuda_layers import CudaLayers
+        from .cuda_decode import CudaDecoder
+
+        return partial(CudaLayers, CudaDecoder)

@@ -1,4 +1,7 @@
-"""RWKV6 on CUDA: prompts by the layers, steps by `CudaDecoder`, one set of weights; on the emulated device too."""
+"""RWKV models on CUDA: prompts by the layers, steps by `CudaDecoder`, one set of weights; on the emulated device too.
+
+What knows of a version is tested with both; what all have in common, with RWKV-6.
+"""
 
 import copy
 import pickle
@@ -12,21 +15,30 @@ import ml_dtypes
 import numpy as np
 import pytest
 from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, in_eight_bits, relative_error, synthetic
+from test_rwkv_versions import layout_of
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
-from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
-from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, cuda_prefill
+from linattn_np.models import RWKV6, RWKV7, Batch, Sampling, State, checkpoint
+from linattn_np.models.rwkv import cuda_decoder, cuda_prompts
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
 HALF = np.dtype(np.float16)
 
 
 @pytest.fixture
-def on_cuda(device, monkeypatch):
-    """`RWKV6` on the device under test. Emulated, a graph is the launches that were bound when it was captured."""
+def kind():
+    return RWKV6
+
+
+versions = pytest.mark.parametrize("kind", [RWKV6, RWKV7], ids=lambda kind: kind.__name__)
+
+
+@pytest.fixture
+def on_cuda(device, kind, monkeypatch):
+    """A model on the device under test. Emulated, a graph is the launches that were bound when it was captured."""
 
     def capture(decoder, tokens, state, slots=None):
         decoder.bind(tokens, state, slots, False)
@@ -38,13 +50,22 @@ def on_cuda(device, monkeypatch):
         return decoder.logits
 
     if "Emulated" in type(device).__name__:
-        of_host = RWKV6.layers_on("cpu")  # what the device is held against stays itself
-        layers_on = staticmethod(lambda on: of_host if on == "cpu" else cuda_layers.CudaLayers)
-        monkeypatch.setattr(RWKV6, "layers_on", layers_on)
-        monkeypatch.setattr(cuda_decode, "current_device", lambda: device)
-        monkeypatch.setattr(cuda_decode.CudaDecoder, "capture", capture)
-        monkeypatch.setattr(cuda_decode.CudaDecoder, "replay", replay)
-    return lambda weights, dtype=None, **how: RWKV6(weights, "cuda", dtype, **how)
+        of_host = kind.layers_on("cpu")  # what the device is held against stays itself
+        layers_on = staticmethod(lambda on: of_host if on == "cpu" else kind.cuda_layers())
+        monkeypatch.setattr(kind, "layers_on", layers_on)
+        monkeypatch.setattr(cuda_decoder, "current_device", lambda: device)
+        monkeypatch.setattr(cuda_decoder.CudaDecoder, "capture", capture)
+        monkeypatch.setattr(cuda_decoder.CudaDecoder, "replay", replay)
+    return lambda weights, dtype=None, **how: kind(weights, "cuda", dtype, **how)
+
+
+def random_weights(kind, rng, dtype=np.float32):
+    """Random weights of two layers, rounded to `dtype`, of the sizes SMALL."""
+    if kind is RWKV6:
+        return synthetic(rng, SMALL, dtype)
+    layout = layout_of(kind, vocabulary=SMALL["V"], layers=2, width=SMALL["D"], head_size=SMALL["N"])
+    vector = layout.initial(0) + 0.2 * rng.standard_normal(layout.size)
+    return layout.named(vector.astype(dtype).astype(np.float32))
 
 
 def in_calls(model, tokens, lengths):
@@ -62,12 +83,13 @@ def tolerance(dtype):
 
 
 @pytest.mark.pairwise
+@versions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", [[9], [1] * 5, [7, 1, 1, 3, 1]], ids=str)
-def test_logits_and_states_are_the_cpus(on_cuda, lengths, dtype, rng):
-    weights, tokens = synthetic(rng, SMALL, dtype), rng.integers(0, SMALL["V"], (2, sum(lengths)))
+def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
+    weights, tokens = random_weights(kind, rng, dtype), rng.integers(0, SMALL["V"], (2, sum(lengths)))
     found, state = in_calls(on_cuda(weights, dtype), tokens, lengths)
-    wanted, wanted_state = in_calls(RWKV6(weights), tokens, lengths)
+    wanted, wanted_state = in_calls(kind(weights), tokens, lengths)
     limit = 1e-5 if set(lengths) == {1} else tolerance(dtype)
     rows = relative_error(found, wanted, -1)
     assert np.median(rows) <= limit
@@ -101,10 +123,11 @@ def test_prompts_of_other_sizes(on_cuda, sizes, rng):
     close(host(found), RWKV6(weights).forward(tokens)[0], 1e-5)
 
 
+@versions
 @pytest.mark.parametrize("dtype", [np.float32, HALF], ids=str)
-def test_packed_prompts_and_slots_are_the_cpus(on_cuda, dtype, rng):
-    weights, bounds, slots = synthetic(rng, SMALL, dtype), [0, 3, 4, 9], [4, 0, 2]
-    model, reference = on_cuda(weights, dtype), RWKV6(weights)
+def test_packed_prompts_and_slots_are_the_cpus(on_cuda, kind, dtype, rng):
+    weights, bounds, slots = random_weights(kind, rng, dtype), [0, 3, 4, 9], [4, 0, 2]
+    model, reference = on_cuda(weights, dtype), kind(weights)
     pool, wanted_pool = model.initial_state(5), reference.initial_state(5)
     for part in (*pool.arrays, *wanted_pool.arrays):
         part[:, [1, 3]] = 7
@@ -123,9 +146,10 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, dtype, rng):
         close(host(part), wanted, tolerance(dtype))
 
 
-def test_a_row_of_a_pool_is_updated_in_place(on_cuda, rng):
+@versions
+def test_a_row_of_a_pool_is_updated_in_place(on_cuda, kind, rng):
     """It is not contiguous, and a plan of prompts alike may have met a state that is."""
-    model = on_cuda(synthetic(rng, SMALL))
+    model = on_cuda(random_weights(kind, rng))
     tokens, pool = rng.integers(0, SMALL["V"], (1, 5)), model.initial_state(3)
     wanted, state = model.forward(tokens)
     found, _ = model.forward(tokens, pool.row(1))
@@ -146,20 +170,21 @@ def test_prompts_packed_alike_share_their_plans(on_cuda, rng, monkeypatch):
         wanted, _ = reference.forward(tokens, wanted_state, cu_seqlens=bounds)
         close(host(found), wanted, 1e-5)
         if n == 0:
-            monkeypatch.setattr(cuda_prefill, "Draft", None)  # nothing is drawn from now on
+            monkeypatch.setattr(cuda_prompts, "Draft", None)  # nothing is drawn from now on
 
 
-def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, rng, monkeypatch):
+@versions
+def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rng, monkeypatch):
     """The second time; of other tokens and states, and to the same logits."""
-    weights, lengths = synthetic(rng, SMALL), [4, 5]
-    model, reference = on_cuda(weights), RWKV6(weights)
+    weights, lengths = random_weights(kind, rng), [4, 5]
+    model, reference = on_cuda(weights), kind(weights)
     device = type(model.layers.decoder.device)
-    memory, captured, graphs, allocated = {}, device.captured, [], cuda_prefill.allocated
+    memory, captured, graphs, allocated = {}, device.captured, [], cuda_prompts.allocated
     monkeypatch.setattr(
         device, "captured", lambda self, launches: graphs.append(len(launches)) or captured(self, launches)
     )
     monkeypatch.setattr(
-        cuda_prefill, "allocated", lambda buffers, device: memory.setdefault(len(buffers), allocated(buffers, device))
+        cuda_prompts, "allocated", lambda buffers, device: memory.setdefault(len(buffers), allocated(buffers, device))
     )
     state, wanted_state = model.initial_state(2), reference.initial_state(2)
     for n in range(4):
@@ -171,16 +196,19 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, rng, mon
     assert graphs[0] > 10 * len(model.layers.decoder.layers)
 
 
+@versions
 @pytest.mark.parametrize("calls", [[9], [1, 1]], ids=str)
-def test_float16_holds_large_squares_and_outputs(on_cuda, calls, rng):
+def test_float16_holds_large_squares_and_outputs(on_cuda, kind, calls, rng):
     """The channel mix's squares and the recurrence's output pass 65,504, where float16 ends; the logits do not."""
-    weights = synthetic(rng, SMALL)
+    weights = random_weights(kind, rng)
     for i in range(2):
         for name, factor in (("ffn.key", 300), ("ffn.value", 1e-6), ("att.key", 100), ("att.value", 100)):
             weights[f"blocks.{i}.{name}.weight"] *= factor
+        if kind is RWKV7:
+            weights[f"blocks.{i}.att.r_k"] *= 1e-4  # of its bonus, which no norm makes small
     weights, tokens = {n: a.astype(HALF) for n, a in weights.items()}, rng.integers(0, SMALL["V"], (9, sum(calls)))
     found, _ = in_calls(on_cuda(weights), tokens, calls)
-    wanted, _ = in_calls(RWKV6(weights), tokens, calls)
+    wanted, _ = in_calls(kind(weights), tokens, calls)
     assert np.median(relative_error(found, wanted, -1)) <= tolerance(HALF)
 
 
@@ -228,23 +256,29 @@ def test_copies_share_the_weights_or_are_refused(on_cuda, rng):
     np.testing.assert_array_equal(host(model.forward([[3]], twin)[0]), host(wanted))
 
 
-def test_the_eps_of_norms_is_that_of_the_weights(on_cuda, rng):
-    weights, tokens = synthetic(rng, SMALL) | {"norm_eps": np.array([0.1, 0.5])}, rng.integers(0, SMALL["V"], (2, 5))
+@versions
+def test_the_eps_of_norms_is_that_of_the_weights(on_cuda, kind, rng):
+    weights, tokens = (
+        random_weights(kind, rng) | {"norm_eps": np.array([0.1, 0.5])},
+        rng.integers(0, SMALL["V"], (2, 5)),
+    )
     found, _ = in_calls(on_cuda(weights), tokens, [4, 1])
-    close(found, in_calls(RWKV6(weights), tokens, [4, 1])[0], 1e-5)
+    close(found, in_calls(kind(weights), tokens, [4, 1])[0], 1e-5)
 
 
-def test_a_tuned_state_is_where_sequences_start(on_cuda, rng):
-    weights = synthetic(rng, SMALL)
+@versions
+def test_a_tuned_state_is_where_sequences_start(on_cuda, kind, rng):
+    weights = random_weights(kind, rng)
     weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((4, 16, 16), np.float32) for i in range(2)}
     for tokens in ([[1], [2]], [[1, 2, 3]]):
         found, _ = on_cuda(weights).forward(tokens)
-        close(host(found), RWKV6(weights).forward(tokens)[0], 1e-5)
+        close(host(found), kind(weights).forward(tokens)[0], 1e-5)
 
 
-def test_joining_and_leaving_is_the_cpus(on_cuda, rng):
-    weights, how = synthetic(rng, SMALL), Sampling(temperature=1, seed=1)
-    batches = [Batch(model, 3) for model in (on_cuda(weights), RWKV6(weights))]
+@versions
+def test_joining_and_leaving_is_the_cpus(on_cuda, kind, rng):
+    weights, how = random_weights(kind, rng), Sampling(temperature=1, seed=1)
+    batches = [Batch(model, 3) for model in (on_cuda(weights), kind(weights))]
     for batch in batches:
         (first,) = batch.join([[1, 2, 3]], how)
         drawn = [batch.step(), batch.step()]
@@ -272,7 +306,7 @@ def calls(on_cuda, monkeypatch):
     done = []
 
     def noted(name):
-        original = getattr(cuda_decode.CudaDecoder, name)
+        original = getattr(cuda_decoder.CudaDecoder, name)
 
         def method(decoder, *arguments):
             done.append(f"{name} {decoder.batch}")
@@ -281,7 +315,7 @@ def calls(on_cuda, monkeypatch):
         return method
 
     for name in ("step", "capture", "replay"):
-        monkeypatch.setattr(cuda_decode.CudaDecoder, name, noted(name))
+        monkeypatch.setattr(cuda_decoder.CudaDecoder, name, noted(name))
     return done
 
 
@@ -363,35 +397,38 @@ def test_states_of_another_place_are_refused(on_cuda, device, rng):
     model.forward([[1]], model.on_device(state))
 
 
-def test_a_quantised_checkpoint_is_widened(on_cuda, rng):
-    few = RWKV6.quantise(synthetic(rng, SMALL, np.float32), "int8")
+@versions
+def test_a_quantised_checkpoint_is_widened(on_cuda, kind, rng):
+    few = kind.quantise(random_weights(kind, rng, np.float32), "int8")
     tokens = rng.integers(0, SMALL["V"], (2, 6))
     found, _ = in_calls(on_cuda(few), tokens, [5, 1])
-    wanted, _ = in_calls(RWKV6(few, dtype="float32"), tokens, [5, 1])
+    wanted, _ = in_calls(kind(few, dtype="float32"), tokens, [5, 1])
     close(found, wanted, 1e-5)
 
 
-def test_int8_matrices_serve_prompts_and_steps(on_cuda, device, rng):
-    weights = synthetic(rng, SMALL)
+@versions
+def test_int8_matrices_serve_prompts_and_steps(on_cuda, kind, device, rng):
+    weights = random_weights(kind, rng)
     if device.capability != 90:
-        with pytest.raises(NotSupported, match="RWKV6: dtype int8 on the GPU needs a Hopper card"):
+        with pytest.raises(NotSupported, match=f"{kind.version.owner}: dtype int8 on the GPU needs a Hopper card"):
             on_cuda(weights, "int8")
         return
     tokens, lengths = rng.integers(0, SMALL["V"], (2, 9)), [7, 1, 1]
-    reference = RWKV6(in_eight_bits(weights))
+    reference = kind(in_eight_bits(weights))
     found, _ = in_calls(on_cuda(weights, "int8"), tokens, lengths)
     close(found, in_calls(reference, tokens, lengths)[0], tolerance(BFLOAT16))
-    found, _ = in_calls(on_cuda(RWKV6.quantise(weights, "int8"), "int8"), tokens, lengths)
+    found, _ = in_calls(on_cuda(kind.quantise(weights, "int8"), "int8"), tokens, lengths)
     close(found, in_calls(reference, tokens, lengths)[0], tolerance(BFLOAT16))
 
 
+@versions
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
-def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, dtype, rng, tmp_path):
-    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (2, 9))
+def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, kind, dtype, rng, tmp_path):
+    weights, tokens = random_weights(kind, rng), rng.integers(0, SMALL["V"], (2, 9))
     model = on_cuda(weights, state_dtype=dtype)
     _, state = model.forward(tokens[:, :7])
     assert state.wkv.dtype == dtype and state.att_shift.dtype == np.float32
-    wanted, wanted_state = RWKV6(weights).forward(tokens[:, :7])
+    wanted, wanted_state = kind(weights).forward(tokens[:, :7])
     close(host(state.wkv).astype(np.float32), wanted_state.wkv, ml_dtypes.finfo(dtype).eps)
     state.save(tmp_path / "state.npz")
     loaded = model.on_device(State.load(tmp_path / "state.npz"))
@@ -402,7 +439,7 @@ def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, dtype, rn
         found = host(model.forward(column[:, None], state)[0]).copy()
         np.testing.assert_array_equal(host(model.forward(column[:, None], loaded)[0]), found)
         np.testing.assert_array_equal(host(model.forward(column[:, None], pool, slots=[0, 2])[0]), found)
-        wanted, _ = RWKV6(weights).forward(column[:, None], wanted_state)
+        wanted, _ = kind(weights).forward(column[:, None], wanted_state)
         close(found, wanted, 8 * ml_dtypes.finfo(dtype).eps)
     with pytest.raises(TypeError, match=f"state.wkv has dtype float32, expected {dtype}"):
         model.forward(tokens, on_cuda(weights).initial_state(2))

@@ -1,4 +1,4 @@
-"""RWKV-6's layers on the GPU: prompts all tokens at once, steps by `CudaDecoder`, both with one set of weights."""
+"""A model's layers on the GPU: prompts all tokens at once, steps by a `CudaDecoder`, both with one set of weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import numpy as np
 from ...errors import NotSupported
 from ..devices import NotCopied
 from ..locks import Turns
-from ..rwkv.version import tuned
-from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
-from .cuda_prefill import Prompts
-from .names import one_of
+from .cuda_decoder import DTYPES, FLOAT32, INT64, CudaDecoder
+from .cuda_prompts import Prompts
+from .version import tuned
 
 MOST_KEPT = 8  # batch sizes whose buffers are kept, and packings of prompts whose plans are
 STATES = 16  # of a batch size, whose graphs are kept
@@ -19,12 +18,13 @@ STATES = 16  # of a batch size, whose graphs are kept
 class CudaLayers(NotCopied):
     """With matrices in float32, float16, bfloat16 or int8, and everything else but the state in float32."""
 
-    def __init__(self, weights, sizes, dtype, state_dtype, loaded):
-        self.dtype = dtype_of(weights, dtype)
+    def __init__(self, kind: type[CudaDecoder], weights, sizes, dtype, state_dtype, loaded):
+        self.dtype = dtype_of(kind.version, weights, dtype)
         # Of one sequence; others share its weights.
-        self.decoder = CudaDecoder(weights, self.dtype, loaded=loaded, state_dtype=state_dtype)
+        self.decoder = kind(weights, self.dtype, loaded=loaded, state_dtype=state_dtype)
         self.state_dtype = self.decoder.state_dtype
-        self.device, self.steps, self.prompts = self.decoder.device, {1: Steps(self.decoder)}, {}
+        self.device, self.steps = self.decoder.device, {1: Steps(self.decoder)}
+        self.prompts: dict[tuple, Prompts] = {}
         self.decoder.compile()  # which takes longest; a prompt mostly comes first
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))
@@ -47,7 +47,8 @@ class CudaLayers(NotCopied):
             return self.prompts_of(rows, last)(tokens, state, slots)
 
     def hidden(self, tokens, state, rows, last):
-        raise NotSupported("RWKV6: hidden=True is for device 'cpu'; on 'cuda' a model gives logits")
+        owner = self.decoder.version.owner
+        raise NotSupported(f"{owner}: hidden=True is for device 'cpu'; on 'cuda' a model gives logits")
 
     def steps_of(self, batch) -> Steps:
         """The steps for `batch` sequences."""
@@ -99,9 +100,9 @@ class Steps:
         return decoder.replay()
 
 
-def dtype_of(weights, dtype):
+def dtype_of(version, weights, dtype):
     """`dtype`, or the weights' own if that is a half-precision one."""
     if dtype is not None:
-        return one_of(dtype, DTYPES)
+        return version.one_of(dtype, DTYPES)
     own = weights["head.weight"].dtype
     return own if own in DTYPES else FLOAT32

@@ -12,11 +12,10 @@ from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Draft, ceil_div
 from ..matrices import quantised
 from ..quantised import Stored
-from .names import refuse
 
 FLOAT32 = np.dtype(np.float32)
 SCALES = "_scales"
-AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
+AS_STORED = ("embedding", "maa_up", "decay_up", "up")  # which kernels read row by row, as files have them
 
 
 def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Array:
@@ -33,19 +32,23 @@ def array_of(load, dtype, field, weight, names):
     if not weight.matrix:
         return load(FLOAT32, names)
     if field in AS_STORED:
-        return load(BFLOAT16 if dtype == INT8 else dtype, names)
+        rows = kernels.DecodeFew.ROWS if names[1:] else 1
+        return load(BFLOAT16 if dtype == INT8 else dtype, names, False, rows)
     return load(dtype, names, weight.inputs_first, kernels.DecodeFew.ROWS)
 
 
-def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
+def stacked(device, version, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
     """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
 
-    The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read
-    tiles of so many. With int8 a pair: the numbers, and the rows' scales, of which there are `rows` more as well.
+    The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read tiles of so
+    many; of matrices that differ in it, it is such a multiple. A parameter that a block lacks is zeros. With int8 a
+    pair: the numbers, and the rows' scales, of which there are `rows` more as well.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
-    shape = weights[prefixes[0] + names[0]].shape
-    first, *others = shape[::-1] if transposed else shape
+    shapes = [weights[prefixes[-1] + name].shape[:: -1 if transposed else 1] for name in names]
+    first, *others = max(shapes)
+    if min(shapes) != max(shapes):
+        first = ceil_div(first, rows) * rows
 
     def buffer(first, *others, dtype):
         return device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)[:, :, :first]
@@ -55,14 +58,16 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
         stacks.append(buffer(first, dtype=FLOAT32))
     for layer, prefix in enumerate(prefixes):
         for slot, name in enumerate(names):
-            array = weights[prefix + name]
+            if (array := weights.get(prefix + name)) is None:
+                continue
             try:
                 with np.errstate(over="raise"):
                     arrays = hosts(array, dtype, transposed)
             except FloatingPointError:
-                refuse(f"{prefix + name} has numbers beyond {dtype}, expected dtype 'bfloat16' or 'float32' for them")
+                expected = "expected dtype 'bfloat16' or 'float32' for them"
+                version.refuse(f"{prefix + name} has numbers beyond {dtype}, {expected}")
             for stack, host in zip(stacks, arrays):
-                device.copy(device.upload(host), stack[layer, slot])  # bytes: no kernel is compiled for it
+                device.copy(device.upload(host), stack[layer, slot, : len(host)])  # bytes: no kernel is compiled for it
             loaded(array)
     return tuple(stacks) if dtype == INT8 else stacks[0]
 

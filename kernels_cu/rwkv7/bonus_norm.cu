@@ -1,0 +1,65 @@
+// what      The steps between the recurrence and its output product: group norm over each head, bonus, and gate.
+// math      y = (GroupNorm_H(o) + (sum_N r k bonus) v) gate
+// shapes    o r k v gate y [T, H, N], weight bias bonus [H, N]
+// grid      a warp a (token, head), PAIRS neighbouring channels a lane; 256 threads
+// smem      none
+// barriers  none
+// numerics  float32, rounded once; the variance from centred values
+// source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
+// limits    N even, up to 64 PAIRS
+#include "decode.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+
+template <typename X> struct Args {
+  const X* o;
+  const X* r;
+  const X* k;
+  const X* v;
+  const X* gate;
+  const float* weight;
+  const float* bias;
+  const float* bonus;
+  X* y;
+  i64 rows, H, N;
+  double eps;
+};
+
+template <typename X, int PAIRS> __global__ void __launch_bounds__(THREADS) rwkv7_bonus_norm(const Args<X> args) {
+  launch_next();
+  wait_for_previous();
+  const i64 row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
+  if (row >= args.rows) return;
+  const int lane = threadIdx.x % 32, N = int(args.N);
+  const i64 at = row * N, h = row % args.H * N;
+  const float inverse_N = 1.f / N;
+  float2 x[PAIRS];
+  float sum = 0.f, share = 0.f, squares = 0.f;
+#pragma unroll
+  for (int n = 0; n < PAIRS; ++n) {
+    const int j = 2 * (32 * n + lane);
+    x[n] = {};
+    if (j >= N) continue;
+    x[n] = load2(args.o + at + j);
+    const float2 r = load2(args.r + at + j), k = load2(args.k + at + j), bonus = load2(args.bonus + h + j);
+    sum += x[n].x + x[n].y;
+    share += r.x * k.x * bonus.x + r.y * k.y * bonus.y;
+  }
+  const float mean = warp_sum(sum) * inverse_N;
+  share = warp_sum(share);
+#pragma unroll
+  for (int n = 0; n < PAIRS; ++n) {
+    if (2 * (32 * n + lane) < N) x[n] = {x[n].x - mean, x[n].y - mean};
+    squares += x[n].x * x[n].x + x[n].y * x[n].y;
+  }
+  const float scale = inverse_root(warp_sum(squares) * inverse_N + float(args.eps));
+#pragma unroll
+  for (int n = 0; n < PAIRS; ++n) {
+    const int j = 2 * (32 * n + lane);
+    if (j >= N) continue;
+    const float2 weight = load2(args.weight + h + j), bias = load2(args.bias + h + j);
+    const float2 v = load2(args.v + at + j), gate = load2(args.gate + at + j);
+    store2(args.y + at + j, {fmaf(share, v.x, fmaf(x[n].x * scale, weight.x, bias.x)) * gate.x,
+                             fmaf(share, v.y, fmaf(x[n].y * scale, weight.y, bias.y)) * gate.y});
+  }
+}

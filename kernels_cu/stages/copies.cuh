@@ -1,0 +1,67 @@
+// what      Copies of rows of an array to a tile in shared memory, in the background where rows allow it, and products
+//           of tiles in tf32.
+// numerics  EXACT (float32 data): an operand is two tf32 numbers, and three products keep 22 bits. Half data are tf32
+//           numbers; float32 operands beside them are rounded to tf32
+#include "fragments.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+constexpr int THREADS = 128;
+
+// The distance of a tile's rows of COLS numbers: 16 bytes more than they take, so that the lanes of a warp read pairs,
+// or rows by ldmatrix, from different banks.
+template <typename T, int COLS> constexpr int LD = COLS + (sizeof(T) == 2 ? 8 : 4);
+
+// Starts to copy [ROWS, COLS] from rows of `width` numbers, which are `stride` apart; zeros from row `rows` and column
+// `width` on. All rows are whole pieces of BYTES.
+template <int BYTES, int ROWS, int COLS, int LD, typename T>
+__device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
+  constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS < ACROSS ? 1 : THREADS / ACROSS;
+  const u32 thread = opaque(threadIdx.x);
+  const int row = thread / ACROSS;
+  rows -= row;
+#pragma unroll 1
+  for (int column = thread % ACROSS * PIECE; column < COLS; column += THREADS * PIECE) {
+    T* to = tile + row * LD + column;
+    const T* piece = from + row * stride + column;
+#pragma unroll
+    for (int down = 0; down < ROWS; down += DOWN, to += DOWN * LD, piece += DOWN * stride) {
+      const bool inside = down < rows && column < width;
+      if constexpr (BYTES >= 4) cp_async<BYTES>(to, piece, inside);  // reads nothing that is not inside
+      else *to = inside ? *piece : from_float<T>(0.f);
+    }
+  }
+}
+template <int ROWS, int COLS, int LD, typename T>
+__device__ __noinline__ void copy_small_pieces(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
+  if (bytes == 8) copy_pieces<8, ROWS, COLS, LD>(tile, from, stride, rows, width);
+  else if (bytes == 4) copy_pieces<4, ROWS, COLS, LD>(tile, from, stride, rows, width);
+  else copy_pieces<sizeof(T), ROWS, COLS, LD>(tile, from, stride, rows, width);
+}
+// The same from row `first` and column `column` of (batch, head) on; zeros from row `stop` on. All rows are whole pieces
+// of `bytes`: 16, 8, 4 or 2.
+template <int ROWS, int COLS, int LD, typename T>
+__device__ __forceinline__ void copy_tile(T* tile, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
+                                          i64 column, i64 width, i64 bytes) {
+  const int rows = int(stop - first < ROWS ? stop - first : ROWS);
+  const int columns = int(width - column < COLS ? width - column : COLS);
+  const T* from = rows > 0 ? x.row(batch, head, first) + column : x.p;
+  if (bytes == 16) copy_pieces<16, ROWS, COLS, LD>(tile, from, x.t, rows, columns);
+  else copy_small_pieces<ROWS, COLS, LD>(tile, from, x.t, rows, columns, int(bytes));
+}
+
+// Operands of data of type T, and of float32 numbers beside them.
+template <typename T> constexpr bool EXACT = sizeof(T) == 4;
+template <typename T> using LeftOf = Pairs<EXACT<T>, float, 4>;
+template <typename T> using RightOf = Pairs<EXACT<T>, float, 2>;
+
+// Loads a left operand from a tile [16, depth 16], or, TRANSPOSED, [depth 16, 16].
+template <bool TRANSPOSED, class L, typename E>
+__device__ __forceinline__ void load_rounded(L& a, const E* tile, int ld) {
+  each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.set(m, x...); });
+}
+// Loads two right operands side by side from a tile [depth 16, 16], or, TRANSPOSED, [16, depth 16].
+template <bool TRANSPOSED, class R, typename E>
+__device__ __forceinline__ void load_rounded(R (&b)[2], const E* tile, int ld) {
+  each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].set(m & 1, x...); });
+}

@@ -1,0 +1,89 @@
+"""A few tokens for every sequence: the state takes those of the call before that were accepted."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from ...declarations import MOST_PENDING
+from .arguments import members
+from .delta import Inputs
+from .delta import unsupported as unsupported_rows
+from .delta_kernels import DPLR, GATED_DELTA
+from .gated_kernels import channels
+from .kernel import DOUBLE, Kernel
+from .plan import FLOAT32, Draft, aligned16, has_rows
+from .step import plan_vjp
+from .step import unsupported as unsupported_state
+
+__all__ = ["plan", "plan_vjp", "unsupported"]
+
+GLA, BEFORE_WRITE = "Gla", "BeforeWrite"  # the template argument `Rule`, beside those of the delta rules
+
+
+class StepOfSeveral(Kernel):
+    file = "recurrent/step_of_several"
+    arguments = members(
+        "rows q k v, rows? a b, rows g, rows? beta, rows o, pointers? bonus, rows state pending, "
+        "pointers? slots accepted, integers H T_ K V M group, reals scale, integers normalized pieces"
+    )
+    shared = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}, COLUMNS<Widest<{dtype}, {state}>, {BK}>>",)
+    constants: ClassVar[tuple] = (("TOKENS", "TOKENS"),)
+    TOKENS: ClassVar[int] = MOST_PENDING
+    rule: str
+    dtype: np.dtype
+    gate: np.dtype
+    state: np.dtype
+    BK: int
+
+    @property
+    def real(self) -> np.dtype:
+        """What is computed, and what pending tokens are kept in."""
+        return DOUBLE if DOUBLE in (self.dtype, self.state) else FLOAT32
+
+    @property
+    def BV(self) -> int:
+        """Columns at a time."""
+        return self.threads // (8 if self.BK == 256 and self.real == DOUBLE else 4)
+
+    @property
+    def threads(self):
+        return 256 if self.BK == 64 or self.real == DOUBLE else 512
+
+    @property
+    def shared_bytes(self):
+        own, few = self.rule == DPLR, 16 // self.real.itemsize
+        gates = few if self.rule == GATED_DELTA else self.BK
+        pending = gates + (1 + own) * (self.BK + self.BV)
+        token = gates + (1 + own) * self.BK + self.BK + own * self.BK + self.BV + 2 + own
+        numbers = self.TOKENS * (pending + token) + (1 - own) * few + 2 * self.BV * (self.threads // 32 + 1)
+        return -(-numbers * self.real.itemsize // 16) * 16
+
+
+def unsupported(problem) -> str | None:
+    """Why the kernel cannot compute a problem; None when it can."""
+    options = problem.options
+    if not has_rows(options["pending"]):
+        return "pending's last axis is not contiguous, so it cannot be updated in place"
+    if "a" in problem.arrays and DOUBLE == options["pending"].dtype and problem.sizes["K"] > 128:
+        return f"K={problem.sizes['K']} is over 128, for several tokens with two keys each in float64"
+    return unsupported_rows(problem) or unsupported_state(problem)
+
+
+def plan(problem, device):
+    draft = Draft()
+    inputs, o, op = Inputs(draft, problem), draft.output(problem), problem.op
+    options, (B, H, T, K, V) = problem.options, problem.shape("B H T K V")
+    rule = inputs.rule if op.strengths or inputs.rule == DPLR else BEFORE_WRITE if op.reads_before_write else GLA
+    state, pending, slots = options["state"], options["pending"], options["slots"]
+    if isinstance(slots, np.ndarray):
+        slots = draft.table(slots)
+    kernel = StepOfSeveral(rule, problem.dtype, inputs.gate, state.dtype, channels(K))
+    arrays = {name: x for name, x in inputs.arrays.items() if name != "u"}
+    arrays |= {"state": state, "pending": pending, "slots": slots, "accepted": options["accepted"], "o": o}
+    arrays["bonus"] = draft.plain(problem.arrays.get("u"), "u", kernel.real)
+    sizes = {"H": H, "T_": T, "K": K, "V": V, "M": pending.shape[2], "group": inputs.group}
+    how = {"scale": problem.scale, "normalized": inputs.normalized, "pieces": aligned16(state)}
+    draft.launch(kernel, B * H, **arrays, **sizes, **how)
+    return draft.plan(draft.give_back(problem, o), tiles={"BK": kernel.BK, "BV": kernel.BV})

@@ -1,0 +1,453 @@
+"""One token of an RWKV model on the GPU for B sequences, at close to the speed its weights can be read.
+
+For up to eight sequences a step reads each weight once and multiplies it by vectors of float32's precision. cuBLAS
+computes the products of more than eight sequences on other cards than Hopper, and of more than 256 on Hopper (int8:
+128). All arrays of a step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+
+from ...array_kinds import BFLOAT16
+from ...backends.cupy import model_products
+from ...backends.cupy import rwkv6_model_kernels as kernels
+from ...backends.cupy.execute import CompiledPlan
+from ...backends.cupy.kernel import INT8
+from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
+from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
+from ...errors import ContractTypeError, NotSupported
+from ..devices import NotCopied
+from . import names
+from .cuda_prompts import Pieces
+from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
+from .state import DTYPES as STATE_DTYPES
+from .state import STATE, State, check_state
+from .version import Version
+
+INT64 = np.dtype(np.int64)
+DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
+
+
+class CudaDecoder(NotCopied):
+    """Decodes token after token on the current CUDA device; the equations are those of the version's model.
+
+    A decoder has one caller at a time, on one stream; a model has any number of them.
+
+    Matrices are kept in `dtype`; norms, mixes, decay and bonus in float32. Sums, and numbers that one kernel writes for
+    the next, are float32. With more
+    than eight sequences the vectors of a product are rounded to `dtype` (int8: to bfloat16). An int8 matrix has a scale
+    for every row; with more than 128 sequences the scaled rows are rounded to bfloat16. Beside int8 matrices the
+    embedding and the second matrices of low rank are bfloat16.
+
+    Parameters
+    ----------
+    weights : mapping from official names to arrays, on the host or on the device
+    dtype : float32, float16, bfloat16 or int8
+        The dtype of the matrices on the device.
+    batch : int
+        B, the number of sequences that every step advances.
+    device
+        The device that allocates and launches; the current CUDA device by default.
+    loaded : function of an array of `weights`
+        Called with each array once it has been copied to the device.
+    state_dtype : float32, bfloat16 or float16
+        The dtype to which the recurrent state is rounded after every token.
+
+    Raises
+    ------
+    ContractError
+        A parameter that the version refuses; D or F that is no multiple of 8, or of 16 with int8; sizes beyond the
+        kernels' limits.
+    NotSupported
+        int8 on a card other than Hopper.
+
+    Example
+    -------
+    >>> decoder = CudaDecoder(weights, np.float16)                          # doctest: +SKIP
+    >>> tokens, state = cupy.array([510]), decoder.initial_state()          # doctest: +SKIP
+    >>> decoder.capture(tokens, state, greedy=True)                         # doctest: +SKIP
+    >>> for _ in range(100):                                                # doctest: +SKIP
+    ...     decoder.replay()
+    """
+
+    version: ClassVar[Version]  # with the arrays that its kernels take
+    most: ClassVar[dict[str, int]]  # of sizes: what the kernels keep in registers and shared memory
+    drawing: ClassVar[type[Step]]  # draws the plan of a step
+    pieces: ClassVar[type[Pieces]]  # draw the plan of a prompt's layer
+
+    def __init__(
+        self,
+        weights: Mapping,
+        dtype,
+        batch: int = 1,
+        device=None,
+        loaded=lambda array: None,
+        state_dtype=FLOAT32,
+    ):
+        self.device = device = device or current_device()
+        version, (weights, sizes) = self.version, names.parameters(self.version, weights)
+        self.matrices = version.one_of(dtype, DTYPES)
+        self.state_dtype = version.one_of(state_dtype, STATE_DTYPES, " for the state")
+        self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices  # of what meets them
+        if self.matrices == INT8 and device.capability != 90:
+            raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
+        self.sizes = fitting(version, sizes, self.matrices, self.most)
+        self.layer_eps, self.group_eps = version.norm_eps(weights)
+        load = partial(stacked, device, version, weights, loaded)
+        self.whole = apart(version.whole_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
+        self.all_layers = apart(
+            version.layer_arrays("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices))
+        )
+        self.layers = [
+            SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
+            for i in range(sizes["L"])
+        ]
+        self.make_room(batch)
+        self.bound, self.launches, self.graph = None, (), None
+
+    def resized(self, batch: int) -> CudaDecoder:
+        """A decoder of `batch` sequences with the same weights."""
+        other = self.beside()
+        other.make_room(batch)
+        return other
+
+    def beside(self) -> CudaDecoder:
+        """A decoder with the same weights and buffers that keeps the launches of other arrays."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other.bound, other.launches, other.graph = None, (), None
+        return other
+
+    def make_room(self, batch):
+        """Allocate the arrays of a step of `batch` sequences and choose how products are computed."""
+        self.batch, self.kernel = batch, self.kernel_of_layers(batch)
+        few = batch <= model_products.Matvec.COLUMNS
+        widens = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
+        on_tensors = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
+        self.split = few and not self.kernel and on_tensors
+        self.by_rows = few and not self.split
+        terms = model_products.FLOAT_TERMS if self.split else 1
+        X = FLOAT32 if self.by_rows else self.dtype  # of what products take
+        B, (D, F, V), buffer = batch, (self.sizes[axis] for axis in "DFV"), self.buffer
+        self.buffers = SimpleNamespace(
+            x=buffer(1, B, D),
+            y=buffer(terms, 1, B, D, dtype=X),
+            activated=buffer(terms, 1, B, F, dtype=X),
+            hidden=None if few else buffer(1, B, F),
+            wide=buffer(self.widest(self.whole, self.layers[0]), dtype=self.dtype) if widens else None,
+            added=buffer(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
+            normed=buffer(terms, 1, B, D, dtype=X),
+            logits=buffer(1, B, V),
+        )
+        vars(self.buffers).update(self.own_room(terms, X))
+
+    @staticmethod
+    def widest(*weights) -> int:
+        """The most numbers of one of their int8 matrices."""
+        return max(getattr(of, name.removesuffix(SCALES)).size for of in weights for name in vars(of) if SCALES in name)
+
+    def buffer(self, *shape, dtype=FLOAT32):
+        return self.device.empty(shape, dtype)
+
+    def own_room(self, terms, X) -> dict:
+        """The arrays of a version's own steps; products take them in `terms` numbers of type X."""
+        raise NotImplementedError
+
+    def kernel_of_layers(self, batch) -> tuple | None:
+        """The kernel that computes all layers of `batch` sequences in one launch, and its stage's bytes, if any."""
+
+    @property
+    def logits(self):
+        """[B, V] float32, after the latest step."""
+        return self.buffers.logits[0]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a step must read of the weights: all but the embedding, of which it reads B rows."""
+        arrays = [*vars(self.whole).values(), *vars(self.all_layers).values()]
+        return (
+            sum(array.nbytes for array in arrays) - (self.sizes["V"] - self.batch) * self.whole.embedding[0, 0].nbytes
+        )
+
+    def initial_state(self, rows: int | None = None) -> State:
+        """The state before the first token: `rows` for a pool, otherwise one a sequence."""
+        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
+        P, zeros = self.batch if rows is None else rows, self.device.zeros
+        return State(zeros((L, P, D), FLOAT32), zeros((L, P, H, N, N), self.state_dtype), zeros((L, P, D), FLOAT32))
+
+    def step(self, tokens, state: State, slots=None, greedy: bool = False):
+        """``logits`` [B, V] after `tokens`, enqueued on the current stream; `state` is updated in place.
+
+        tokens : int64 [B] on the device, each below V; with `greedy` the likeliest next take their place.
+        state : P rows on the device, contiguous, float32 but for `wkv` in the state's dtype.
+        slots : int64 [B] on the device, all different, or None
+            The row of the state that each sequence has; without them P = B and sequence b has row b.
+
+        The result is the decoder's own buffer, which the next step overwrites. ContractError for arrays of
+        another shape or dtype; the values of tokens and slots are not looked at.
+        """
+        for launch in self.bind(tokens, state, slots, greedy):
+            launch()
+        return self.logits
+
+    def capture(self, tokens, state: State, slots=None, greedy: bool = False):
+        """Make a CUDA graph of `step` for `replay`, and decode nothing yet; returns the `logits` to come.
+
+        Every replay reads and writes these arrays: keep them, and change what they hold, not where they are.
+        """
+        import cupy
+
+        zeros = self.device.zeros
+        small = State(*(zeros((1, self.batch, *array.shape[2:]), array.dtype) for array in state.arrays))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.get_current_stream().synchronize()
+        with stream:  # what products need is loaded before the graph: one layer has them all
+            for launch in self.launches_of(zeros((self.batch,), INT64), small, None, greedy, 1):
+                launch()
+            stream.synchronize()
+            stream.begin_capture()
+            self.step(tokens, state, slots, greedy)
+            self.graph = stream.end_capture()
+        return self.logits
+
+    def replay(self):
+        """Run the captured step on the current stream."""
+        self.graph.launch()
+        return self.logits
+
+    def bind(self, tokens, state, slots, greedy):
+        """The launches of a step on these arrays, made anew only where an array is elsewhere."""
+        bound = greedy, self.place(tokens, *state.arrays, *(() if slots is None else (slots,)))
+        if bound != self.bound:
+            self.check(tokens, state, slots)
+            self.launches = self.launches_of(tokens, state, slots, greedy, self.sizes["L"])
+            self.bound = bound
+        return self.launches
+
+    def place(self, *arrays):
+        """Address, shape and strides of each array: launches depend on nothing else."""
+        return tuple([(self.device.pointer(array), array.shape, array.strides) for array in arrays])
+
+    def launches_of(self, tokens, state, slots, greedy, layers) -> list:
+        """Functions that enqueue a step through `layers` on these arrays, one a launch."""
+        plan, arrays = self.plan_of(tokens, state, slots, greedy, layers)
+        return [partial(command, None) for command in CompiledPlan(plan, self.device).commands(arrays)]
+
+    def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
+        """The plan of a step, and the arrays that its launches take."""
+        seen, given, arrays = describe_parts(
+            self.device,
+            model=vars(self.whole),
+            layers=vars(self.all_layers),
+            buffers=vars(self.buffers),
+            state=vars(state),
+            call={"tokens": tokens, "slots": slots},
+        )
+        return Plan((), self.drawing(self, seen).steps(greedy, layers), None, given=given), arrays
+
+    def compile(self):
+        """Start to compile the kernels of a step, while the caller does something else."""
+        D, H, N = (self.sizes[axis] for axis in "DHN")
+        shapes = dict(zip(STATE, ((1, 1, D), (1, 1, H, N, N), (1, 1, D))))
+        dtypes = {"wkv": self.state_dtype}
+        state = State(**{name: contiguous(name, shape, dtypes.get(name, FLOAT32)) for name, shape in shapes.items()})
+        plan, _ = self.plan_of(contiguous("tokens", (self.batch,), INT64), state, None, False, 1)
+        self.device.compile(plan.kernels)
+
+    def check(self, tokens, state, slots):
+        B = self.batch
+        rows = {} if slots is not None else {"B": B}
+        check_state(state, {axis: self.sizes[axis] for axis in "LDHN"} | rows, wkv=self.state_dtype)
+        for name, array in (("tokens", tokens), ("slots", slots)):
+            if array is not None and array.dtype != INT64:
+                self.version.refuse(f"{name} has dtype {array.dtype}, expected {INT64}", ContractTypeError)
+            if array is not None and array.shape != (B,):
+                self.version.refuse(f"{name} is {array.shape}, expected contiguous {(B,)}")
+        states = {f"state.{name}": getattr(state, name) for name in STATE}
+        for name, array in {"tokens": tokens, "slots": slots, **states}.items():
+            if array is not None and not array.flags.c_contiguous:
+                self.version.refuse(f"{name} is {array.shape}, not contiguous, expected contiguous {array.shape}")
+
+
+class Step:
+    """Draws the plan of one token; `seen`: the descriptions of the decoder's and the caller's arrays."""
+
+    def __init__(self, decoder, seen):
+        self.my, self.draft, self.device = decoder, Draft(), decoder.device
+        self.model, self.layers, self.buffers, self.state = seen.model, seen.layers, seen.buffers, seen.state
+        self.tokens, self.slots = seen.call.tokens, seen.call.slots
+        self.gate = getattr(self.buffers, "gate", None)  # of the channel mix, in versions that have one
+
+    def steps(self, greedy, layers) -> tuple:
+        """The steps of the plan, in order."""
+        my, buffers, (weight, bias) = self.my, self.buffers, self.model.ln0
+        self.draft.launch(
+            kernels.ChosenNorm(my.dtype, FLOAT32),
+            my.batch,
+            chosen=self.tokens,
+            x=self.model.embedding,
+            weight=weight,
+            bias=bias,
+            y=buffers.x,
+            D=my.sizes["D"],
+            eps=my.layer_eps,
+        )
+        if my.kernel:
+            self.all_at_once(layers, greedy)
+        else:
+            self.every_product(layers)
+        if greedy and not my.kernel:
+            self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens, V=my.sizes["V"])
+        return tuple(self.draft.steps)
+
+    def every_product(self, layers):
+        buffers, added = self.buffers, None  # the previous layer's product that the next norm adds to x
+        for i in range(layers):
+            layer = SimpleNamespace(**{name: array[i] for name, array in vars(self.layers).items()})
+            added = self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], added)
+            added = self.channel_mix(layer, self.state.ffn_shift[i], added)
+        self.norm_shift(self.model.ln_out, buffers.normed, added=added, squares=True)
+        self.matmul(self.model, ("head", buffers.normed, buffers.logits, WRITE))
+
+    # -- of a version ------------------------------------------------------------------------------------------------
+    def time_mix(self, layer, shift, wkv, added) -> Array | None:
+        """What the next norm adds to x; `added`, of the layer before, is what the first norm of this one adds."""
+        raise NotImplementedError
+
+    def channel_mix(self, layer, shift, added) -> Array | None:
+        """As `time_mix`."""
+        raise NotImplementedError
+
+    def all_at_once(self, layers, greedy):
+        """All layers, the head and the likeliest token, by `kernel_of_layers`."""
+        raise NotImplementedError
+
+    # -- what mixes are made of --------------------------------------------------------------------------------------
+    def in_parts(self, layer, most, *named) -> int:
+        """Compute products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) and return their number of parts.
+
+        The kernel that reads y adds the parts. `most`: the parts that it can add.
+        """
+        matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
+        kernel = self.batch_product(matrices, B, K) if most > 1 else None
+        if kernel and kernel.SPLIT <= most:
+            products = [(*matrix_of(layer, name), x, y[: kernel.SPLIT], PARTS) for name, x, y in named]
+            kernel.launch(self.draft, products, B, K)
+            return kernel.SPLIT
+        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named))
+        return 1
+
+    def addend(self, layer, name, vectors, x=None) -> Array | None:
+        """Compute a product that the next norm adds to x, in parts [P, B, D]; None if it is added to `x` at once."""
+        w, (_, _, B, K) = getattr(layer, name), vectors.shape
+        kernel = None if self.my.by_rows else self.batch_product([w], B, K)
+        if kernel:
+            added = self.buffers.added[: kernel.SPLIT]
+            kernel.launch(self.draft, [(*matrix_of(layer, name), vectors, added, PARTS)], B, K)
+            return added[:, 0]
+        added = self.buffers.added[0]
+        self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
+        return added if x is None else None
+
+    def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
+        """`squares`: whether `added` is the channel mix's product."""
+        buffers, (weight, bias), (terms, C, B, D) = self.buffers, norm, mixed.shape
+        parts = 0 if added is None else added.shape[0]
+        self.draft.launch(
+            kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms),
+            B,
+            x=buffers.x,
+            value=added,
+            gate=self.gate if squares and parts else None,
+            weight=weight,
+            bias=bias,
+            maa=maa,
+            shift=shift,
+            slots=self.slots,
+            xx=xx,
+            d=None if xx is None else buffers.d,
+            mixed=mixed,
+            B=B,
+            D=D,
+            C=C,
+            P=parts,
+            squares=squares,
+            eps=self.my.layer_eps,
+        )
+
+    def matmul(self, weights, *named):
+        """Compute products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) with the same B and K."""
+        products = [(*matrix_of(weights, name), *product) for name, *product in named]
+        *_, B, K = named[0][1].shape
+        if self.my.by_rows:
+            self.by_rows(products, B, K)
+        elif kernel := self.batch_product([w for w, *_ in products], B, K):
+            kernel.launch(self.draft, products, B, K)
+        elif len(named) > 1:
+            for product in named:
+                self.matmul(weights, product)
+        else:
+            self.by_library(*products[0])
+
+    def batch_product(self, matrices, B, K):
+        """Hopper's kernel for products of these matrices; None if the library is faster."""
+        rows = [w.shape[:2] for w in matrices]
+        return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
+
+    def by_rows(self, products, B, K):
+        listed = [
+            {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
+            for stack, _, vectors, sums, finish in products
+            for w, x, y in zip(stack, vectors[0], sums)
+        ]
+        none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
+        blocks = sum(w.shape[0] * ceil_div(w.shape[1], model_products.Matvec.ROWS) for w, *_ in products)
+        self.draft.launch(
+            model_products.Matvec.fitting(self.my.dtype, blocks, self.my.device),
+            blocks,
+            products=listed + [none] * (model_products.PRODUCTS - len(listed)),
+            B=B,
+            K=K,
+        )
+
+    def by_library(self, w, scales, x, y, finish):
+        if scales is not None:
+            w = widened(self.draft, w, scales, self.buffers.wide, self.my.dtype)
+        to = self.buffers.hidden if finish == RELU_SQUARED else y
+        self.draft.product(w, x[0], to, finish == ADD)
+        if finish == RELU_SQUARED:
+            kernel = kernels.Activation("ReluSquared", to.dtype, y.dtype)
+            self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
+
+
+def matrix_of(weights, name) -> tuple:
+    """A matrix, and its scales, or None."""
+    return getattr(weights, name), getattr(weights, f"{name}{SCALES}", None)
+
+
+def fitting(version, sizes, dtype, limits):
+    """`sizes`; refuses those that the kernels cannot take."""
+    each = 16 if dtype == INT8 else 8
+    for axis in "DF":
+        if sizes[axis] % each:
+            version.refuse(
+                f"{axis} is {sizes[axis]}, expected a multiple of {each} on the GPU" + " with int8" * (each == 16)
+            )
+    if sizes["N"] % 4:
+        version.refuse(f"N is {sizes['N']}, expected a multiple of 4 on the GPU")
+    for axis, most in limits.items():
+        if sizes[axis] > most:
+            version.refuse(f"{axis} is {sizes[axis]}, expected at most {most} on the GPU")
+    return sizes
+
+
+def current_device():
+    from ...backends.cupy.device import best_device
+
+    return best_device()

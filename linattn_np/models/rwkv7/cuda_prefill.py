@@ -1,0 +1,61 @@
+"""RWKV-7's mixes of prompts on the GPU, as steps of a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...backends.cupy import rwkv6_model_kernels
+from ...backends.cupy import rwkv7_model_kernels as kernels
+from ...backends.cupy.plan import FLOAT32
+from ...declarations import RWKV7
+from ..rwkv import cuda_prompts
+
+
+class Pieces(cuda_prompts.Pieces):
+    """The two mixes; all matrices of low rank that meet the inputs are one product, and so is what opens after them."""
+
+    def __init__(self, decoder, *how):
+        super().__init__(decoder, *how)
+        T, X, (D, F), empty = self.T, self.dtype, (self.sizes[axis] for axis in "DF"), self.draft.empty
+        self.mixed, self.y = empty((6, T, D), X), empty((1, T, D), X)
+        self.mixes = {"ln1": (self.mixed, None, None), "ln2": (self.y, None, None)}
+        self.results = {
+            "vkr": empty((3, T, D), X),
+            "down": empty((kernels.DOWNS, T, decoder.rank), FLOAT32),
+            "ffn_key": empty((1, T, F), X),
+            "ffn_value": empty((1, T, D), FLOAT32),
+        }
+        self.w, self.openings = empty((T, D), FLOAT32), empty((3, T, D), X)
+
+    @staticmethod
+    def carried(decoder, T):
+        return {"first": ((T, decoder.sizes["D"]), decoder.dtype)}
+
+    def time_mix(self, layer, x, shift, wkv):
+        T, (D, H, N) = self.T, (self.sizes[axis] for axis in "DHN")
+        mixed, _, _ = self.shift_mix(layer, "ln1", "mix", x, shift)
+        v, k, r = self.product(layer, "vkr", mixed[3:])
+        low = self.product(layer, "down", mixed[:4])
+        opening, (rate, gate, share) = kernels.Openings.of_prompt(self.dtype), self.openings
+        arrays = {"low": low, "up": layer.up, "bases": layer.bases, "w": self.w, "openings": self.openings}
+        self.draft.launch(opening, opening.blocks(T, D), **arrays, tokens=T, D=D, R=low.shape[-1])
+        keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # whose products are done
+        arrays = {"k": k, "v": v, "rate": rate, "share": share, "first": self.seen.first, "a": a, "b": b}
+        arrays |= {"removal": layer.removal, "replacement": layer.replacement}
+        self.draft.launch(keys, keys.blocks(T * H), **arrays, rows=T * H, H=H, N=N)
+        self.recurrent(RWKV7, {"r": r, "w": self.w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
+        norm, (weight, bias) = kernels.BonusNorm.fitting(self.dtype, N), layer.ln_x
+        arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "weight": weight, "bias": bias, "bonus": layer.bonus}
+        eps = self.group_eps * self.scale**2
+        self.draft.launch(norm, norm.blocks(T * H), **arrays, y=self.y, rows=T * H, H=H, N=N, eps=eps)
+        return self.add_product(layer, "output", x, self.y[0])
+
+    def channel_mix(self, layer, x, shift):
+        mixed, _, _ = self.shift_mix(layer, "ln2", "ffn_mix", x, shift)
+        hidden = self.relu_squared(self.product(layer, "ffn_key", mixed))
+        if self.dtype != np.float16:
+            return self.add_product(layer, "ffn_value", x, hidden[0])
+        value = self.product(layer, "ffn_value", hidden)  # in units that float16 holds
+        kernel = rwkv6_model_kernels.GatedAdd(self.dtype)
+        self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=None, value=value, count=x.size)
+        return x
