@@ -8,15 +8,13 @@ import numpy as np
 
 from .arguments import members
 from .gated_kernels import TILES, channels
-from .kernel import DOUBLE, Kernel, TiledKernel, padded
+from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
 READ = members(
     "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes"
 )
-
-SCORED = 4 * (4 * 32 * 36 + 6 * 32)  # bytes of the kernels' struct `Scored`, which describes 32 tokens
 
 
 class DeltaKernel(Kernel):
@@ -71,12 +69,6 @@ class ChunkKernel(TiledKernel):
     def resident(self):
         return 1 if self.BK + self.BV == 256 else 2
 
-    @property
-    def shared_bytes(self):
-        C, BK, BV = self.CHUNK, self.BK, self.BV
-        tiles, matrices = 2 * C * (2 * (2 * BK + BV) + 2 * BK + BV), 3 * 2 * 2 * C * (C + 8)
-        return tiles + matrices + SCORED + 4 * BK
-
 
 class DeltaForward(ChunkKernel):
     file = "delta/forward"
@@ -126,12 +118,6 @@ class DeltaBackwardChunks(GradientKernel):
     @property
     def resident(self):
         return 2
-
-    @property
-    def shared_bytes(self):
-        C, BK, warps = self.CHUNK, self.BK, self.BK // 16
-        tiles, matrix = 2 * (2 * C * BK + 2 * self.COLUMNS * BK + 4 * C * self.COLUMNS), 2 * 2 * C * (C + 8)
-        return padded(tiles + matrix + SCORED + 4 * warps * (3 * C + 1), 16)
 
     @property
     def tiles(self):
