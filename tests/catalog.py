@@ -151,6 +151,7 @@ def delta_rules():
     for (T, G), (K, V) in product(GATES[1:], WIDTHS):
         yield delta.DeltaForward(T, G, K, V)
         yield delta.DeltaBackwardStates(T, G, K, V)
+        yield delta.DeltaChannelForward(T, G, K, V)
     for (T, G), K in product(GATES[1:], gated.TILES):
         yield delta.DeltaBackwardChunks(T, G, K)
     for T, (K, V) in product(HALF, WIDTHS):

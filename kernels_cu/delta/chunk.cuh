@@ -49,10 +49,12 @@ struct TokenNumbers {
   template <typename G>
   __device__ __forceinline__ void ask(const Rows<const G>& g, const Rows<const G>& b, i64 batch, i64 head, i64 first,
                                       int rows) {
-    if (threadIdx.x >= C) return;
-    const bool exists = int(threadIdx.x) < rows;
-    gate = exists ? to_float(*g.row(batch, head, first + threadIdx.x)) : 0.f;
-    beta = exists ? to_float(*b.row(batch, head, first + threadIdx.x)) : 0.f;
+    ask_strength(b, batch, head, first, rows);
+    if (threadIdx.x < C) gate = int(threadIdx.x) < rows ? to_float(*g.row(batch, head, first + threadIdx.x)) : 0.f;
+  }
+  template <typename G>
+  __device__ __forceinline__ void ask_strength(const Rows<const G>& b, i64 batch, i64 head, i64 first, int rows) {
+    if (threadIdx.x < C) beta = int(threadIdx.x) < rows ? to_float(*b.row(batch, head, first + threadIdx.x)) : 0.f;
   }
   __device__ __forceinline__ void put(Scored& s) const {
     if (threadIdx.x < C) s.decay[threadIdx.x] = decay_of(gate), s.beta[threadIdx.x] = beta;

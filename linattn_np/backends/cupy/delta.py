@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...declarations import DELTA_RULE, GATED_DELTA_RULE
+from ... import declarations
 from .delta_hopper import ScalarOnHopper
 from .delta_kernels import (
     DPLR,
@@ -18,6 +18,7 @@ from .delta_kernels import (
     KDA,
     DeltaBackwardChunks,
     DeltaBackwardStates,
+    DeltaChannelForward,
     DeltaForward,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
@@ -41,17 +42,39 @@ def unsupported(problem) -> str | None:
     return no_kernels(problem.dtype, FLOATS)
 
 
-def why_not_in_chunks(problem) -> str | None:
+def why_not_in_chunks(problem, device) -> str | None:
     """Why a call goes token by token on every card; None where it does not."""
     if problem.mode == "recurrent":
         return "mode='recurrent' is token by token"
-    if problem.op not in (DELTA_RULE, GATED_DELTA_RULE):
-        return "every channel has a gate of its own"
+    if problem.op is declarations.RWKV7:
+        return "what is erased has a key of its own"
     if problem.dtype not in HALF:
         return f"the data are {problem.dtype}, and tensor cores multiply half precision"
     if problem.sizes["K"] > TILES[-1]:
         return f"K={problem.sizes['K']} is over {TILES[-1]}"
+    if forward_kernel(problem, device).shared_bytes > device.shared_per_block:
+        return f"the card has no shared memory for {problem.sizes['K']} channels with gates of their own"
     return None
+
+
+def why_no_gradients_in_chunks(problem, device) -> str | None:
+    """The same of gradients."""
+    if problem.op is declarations.KDA:
+        return "every channel has a gate of its own"
+    return why_not_in_chunks(problem, device)
+
+
+def forward_kernel(problem, device):
+    """That of chunks."""
+    N, H, K, V = problem.shape("N H K V")
+    kind = DeltaChannelForward if problem.op is declarations.KDA else DeltaForward
+    return kind.fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)
+
+
+def gate_dtype(problem):
+    """In which gates and write strengths reach the kernels."""
+    dtypes = {problem[name].dtype for name in (*problem.op.decays, *problem.op.strengths)}
+    return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
 def against(reason) -> dict:
@@ -75,8 +98,7 @@ class Inputs:
         self.group = max(1, problem.sizes["H"] // max(1, problem[next(iter(axes))].shape[1]))
         self.normalized = problem.options.get("qk_l2norm", False)
         self.arrays = {name: self.rows_of(own) for name, own in self.names.items()}
-        dtypes = {self.arrays[name].dtype for name in ("g", "beta") if name in self.arrays}
-        self.gate = FLOAT32 if len(dtypes) > 1 else dtypes.pop()
+        self.gate = gate_dtype(problem)
         for name in ("g", "beta"):
             if name in self.arrays:
                 self.arrays[name] = draft.cast(self.arrays[name], self.gate, f"{name}: in float32, as other gates")
@@ -122,24 +144,22 @@ class TokenByToken:
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         kernel = recurrent_kernel(inputs, problem.shape("N H"), device)
         launch_recurrent(draft, inputs, kernel, inputs.arrays, initial=draft.initial(problem), o=o, final=final)
-        how = {"mode": "recurrent", "tiles": kernel.tiles, "against": against(why_not_in_chunks(problem))}
+        how = {"mode": "recurrent", "tiles": kernel.tiles, "against": against(why_not_in_chunks(problem, device))}
         return draft.plan(draft.results(problem, o, final), **how)
 
 
 class InChunks:
-    """Data in half precision, a gate for all channels of a token or none, and heads of at most 128 channels: on tensor
-    cores."""
+    """Delta rules of data in half precision and at most 128 channels: on tensor cores."""
 
     @staticmethod
     def takes(problem, device) -> bool:
-        return why_not_in_chunks(problem) is None
+        return why_not_in_chunks(problem, device) is None
 
     @staticmethod
     def plan(problem, device):
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        N, H, K, V = problem.shape("N H K V")
-        kernel = DeltaForward.fitting(problem.dtype, inputs.gate, K, V, N * H, device)
+        kernel, (N, H, V) = forward_kernel(problem, device), problem.shape("N H V")
         how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized}
         how |= {"bytes": inputs.common_bytes(o), "initial": draft.initial(problem), "final": final}
         draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
@@ -167,7 +187,7 @@ def launch_recurrent(draft, inputs, kernel, arrays, every=None, **written):
 # -- gradients ---------------------------------------------------------------------------------------------------------
 def plan_vjp(problem, device, do, dht, saved=()):
     """(gradients in the order of the arrays, that of the initial state or None)."""
-    way = GradientsByToken if why_not_in_chunks(problem) else GradientsInChunks
+    way = GradientsByToken if why_no_gradients_in_chunks(problem, device) else GradientsInChunks
     return way(problem, device, do, dht).plan()
 
 
@@ -179,6 +199,7 @@ class Gradients:
 
     def __init__(self, problem, device, do, dht):
         self.problem, self.device, draft = problem, device, Draft()
+        self.why_not = why_no_gradients_in_chunks(problem, device)
         self.draft, self.inputs = draft, Inputs(draft, problem)
         self.do, dht = draft.cotangents(problem, do, dht)
         self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
@@ -191,7 +212,7 @@ class Gradients:
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
         found = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
-        return self.draft.plan(found, tiles=self.kernel.tiles, against=against(why_not_in_chunks(self.problem)))
+        return self.draft.plan(found, tiles=self.kernel.tiles, against=against(self.why_not))
 
     def of_heads(self, first, heads):
         """(states, do and dv of some heads)."""

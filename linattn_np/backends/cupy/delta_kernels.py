@@ -44,7 +44,7 @@ class DeltaKernel(Kernel):
 
 
 class ChunkKernel(TiledKernel):
-    """A kernel that goes from chunk to chunk, under a gate for all channels of a token."""
+    """A kernel that goes from chunk to chunk."""
 
     shared = ("DeltaShared<{dtype}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
@@ -71,10 +71,19 @@ class ChunkKernel(TiledKernel):
 
 
 class DeltaForward(ChunkKernel):
+    """Under a gate for all channels of a token."""
+
     file = "delta/forward"
     arguments = members(
         "rows q k v g beta o, pointers? initial final, shape, integers group, reals scale, integers normalized bytes"
     )
+
+
+class DeltaChannelForward(DeltaForward):
+    """Under a gate for every channel."""
+
+    file = "delta/channel_forward"
+    shared = ("ChannelShared<{dtype}, {gate}, {BK}, {BV}>",)
 
 
 class GradientKernel(Kernel):
