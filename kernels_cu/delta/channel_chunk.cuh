@@ -46,7 +46,7 @@ __device__ __forceinline__ float power_below(float squares) {
 // 1 / lengths of rows, or 1; their powers of 2; and q . k of each token.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void look_at(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, bool normalized) {
-  const int lane = threadIdx.x & 31;
+  const int lane = own_lane();
 #pragma unroll 1
   for (int i = threadIdx.x >> 5; i < C; i += THREADS / 32) {
     float qq = 0.f, kk = 0.f, qk = 0.f;
@@ -141,25 +141,21 @@ template <int HALF> __device__ __forceinline__ float sum_in_turn(const float (&x
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void score_block(ChannelShared<T, G, BK, BV>& s, const T* rows, const T* k, const G* g,
                                             int first, bool queries) {
-  const int lane = threadIdx.x & 31;
+  const int lane = own_lane();
   float sums[32] = {};
 #pragma unroll 1
   for (int c = 2 * lane; c < BK; c += 64) {
-    float2 a[BLOCK], x[BLOCK];
+    float2 keys[BLOCK];  // decayed to the present row
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) {
-      a[i] = decays_at<BK>(g, first + i, c);
-      x[i] = unpack_pair(place<BK>(rows, first + i, c));
-    }
+      const float2 a = decays_at<BK>(g, first + i, c), x = unpack_pair(place<BK>(rows, first + i, c));
 #pragma unroll
-    for (int j = 0; j < BLOCK - 1; ++j) {
-      float2 key = unpack_pair(place<BK>(k, first + j, c));
-#pragma unroll
-      for (int i = j + 1; i < BLOCK; ++i) {
-        key = times(key, a[i]);
+      for (int j = 0; j < i; ++j) {
+        keys[j] = times(keys[j], a);
         float& sum = sums[i * (i - 1) / 2 + j];
-        sum = fmaf(x[i].x, key.x, fmaf(x[i].y, key.y, sum));
+        sum = fmaf(x.x, keys[j].x, fmaf(x.y, keys[j].y, sum));
       }
+      keys[i] = unpack_pair(place<BK>(k, first + i, c));
     }
   }
   const float score = sum_in_turn<16>(sums);
@@ -174,10 +170,10 @@ __device__ __forceinline__ void score_block(ChannelShared<T, G, BK, BV>& s, cons
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g) {
   constexpr int PANELS = BK / 64;
-  const int lane = threadIdx.x & 31;
+  const int lane = own_lane();
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 2 * PANELS + 8; task += THREADS / 32) {
-    const int c = task / 2 * 64 + 2 * lane, block = task - 2 * PANELS;
+    const int c = opaque(task / 2 * 64 + 2 * lane), block = task - 2 * PANELS;
     if (block >= 0) score_block(s, block % 2 ? q : k, k, g, block / 2 * BLOCK, block % 2);
     else if (task % 2) decay_forwards(s, q, k, g, c);
     else decay_backwards(s, k, g, c);
@@ -187,7 +183,7 @@ __device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, con
 // Scores of pairs that meet at borders, and of tokens with themselves.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void score_borders(ChannelShared<T, G, BK, BV>& s) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 6; task += THREADS / 32) {
     float d[2][4] = {};
@@ -224,7 +220,7 @@ __device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, co
 // W over keys from the start, and Z over keys to the end; a warp has 16 channels of all tokens at a time.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void make_wide(ChannelShared<T, G, BK, BV>& s) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int channel = threadIdx.x / 32 * 16; channel < BK; channel += THREADS / 2) {
     Columns w = {}, z = {};
