@@ -269,3 +269,18 @@ def good_safetensors(weights):
         header[name] = described(array.shape, end, end + array.nbytes, SAFETENSORS[TYPES[array.dtype]])
         end += array.nbytes
     return safetensors(header, b"".join(stored(weights)))
+
+
+# -- GGUF ----------------------------------------------------------------------------------------------------
+def gguf_text(words):
+    return struct.pack("<Q", len(words)) + words
+
+
+def gguf_file(fields=(), tensors=(), counts=None, version=3, data=bytes(64)):
+    """A file of rwkv6; fields are (name, type's number, its bytes), tensors (name, axes, type's number, offset)."""
+    fields = [(b"general.architecture", 8, gguf_text(b"rwkv6")), *fields]
+    head = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(fields))))
+    head += b"".join(gguf_text(name) + struct.pack("<I", kind) + value for name, kind, value in fields)
+    for name, axes, kind, offset in tensors:
+        head += gguf_text(name) + struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, kind, offset)
+    return head + bytes(-len(head) % 32) + data

@@ -68,6 +68,29 @@ def test_any_error_is_one_line(command, capsys, monkeypatch):
         assert (found, len(lines)) == (code, 1) and re.match(f"linattn-np {command}: {wanted}", lines[0]), lines
 
 
+def test_a_signal_while_a_class_is_built_is_a_signal(capsys, monkeypatch):
+    """As an import does; and an error on the way out is told."""
+
+    def run(options):
+        class Attribute:
+            def __set_name__(self, owner, name):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        type("Built", (), {"attribute": Attribute()})
+
+    def saved(options):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            raise OSError(errno.ENOSPC, "No space left on device", "a/b")
+
+    monkeypatch.setattr(import_module("linattn_np.command.info"), "run", run)
+    assert called(capsys, "info") == (128 + signal.SIGTERM, [])
+    monkeypatch.setattr(import_module("linattn_np.command.info"), "run", saved)
+    code, lines = called(capsys, "info")
+    assert code == 2 and "a/b: No space left on device" in lines[0]
+
+
 def test_an_error_of_a_thread_and_a_warning_are_one_line(capsys, monkeypatch):
     import warnings
 

@@ -548,11 +548,13 @@ def test_repetition_bias_and_bans_follow_their_equations():
     [
         ({"min_p": 2}, "min_p is 2, expected a number from 0 to 1"),
         ({"repetition": 0}, "repetition is 0, expected a number from 0.001 to 1000"),
+        ({"temperature_last": [1]}, "temperature_last is a list, expected True or False"),
+        ({"logprobs": 1}, "logprobs is 1, expected True or False"),
         ({"bias": [1]}, "bias is a list, expected a mapping"),
         ({"bias": {-1: 0.0}}, "an id of bias is -1"),
         ({"bias": {1: np.inf}}, r"bias\[1\] is inf, expected -inf, or a finite number"),
     ],
-    ids=range(5),
+    ids=range(7),
 )
 def test_sampling_that_is_refused(how, complaint):
     with pytest.raises(ContractError, match=f"Sampling: {complaint}"):

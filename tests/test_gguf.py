@@ -5,6 +5,7 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_files import gguf_file, gguf_text
 
 from linattn_np import NotSupported
 from linattn_np.models import RWKV6, RWKV7, gguf_files, load
@@ -122,51 +123,46 @@ def test_other_files_are_refused(kind, weights, tmp_path, monkeypatch):
 
 
 # -- hostile files ----------------------------------------------------------------------------------------------------
-def text(words):
-    return struct.pack("<Q", len(words)) + words
-
-
-def file(fields=(), tensors=(), counts=None, version=3, data=bytes(64)):
-    """A GGUF file; fields are (name, type's number, its bytes), tensors (name, axes, type's number, offset)."""
-    fields = [(b"general.architecture", 8, text(b"rwkv6")), *fields]
-    head = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(fields))))
-    head += b"".join(text(name) + struct.pack("<I", kind) + value for name, kind, value in fields)
-    for name, axes, kind, offset in tensors:
-        head += text(name) + struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, kind, offset)
-    return head + bytes(-len(head) % 32) + data
-
-
 ONE = (b"output.weight", (4, 4), 0, 0)
 HUGE = (1 << 64) - 1
 NESTED = struct.pack("<IQ", 9, 1)
 HOSTILE = [
-    (file(counts=(HUGE, 1), data=b""), "is damaged: its header has .* more bytes"),
-    (file(counts=(0, HUGE), data=b""), "has '' twice|is damaged: its header has .* more bytes"),
-    (file([(b"a", 9, struct.pack("<IQ", 4, 1 << 62))]), "is damaged: its header has 18446744073709551616 more bytes"),
-    (file([(b"a", 9, struct.pack("<IQ", 8, 1 << 62))]), "is damaged: its header has .* more bytes"),
-    (file([(b"a", 9, NESTED * 5000)]), "has a value of type 9 at byte"),
-    (file([(b"a", 13, b"")]), "has a value of type 13"),
-    (file([(b"a" * 2000, 0, b"1")]), "has a text of 2000 bytes, expected up to 1024"),
-    (file([(b"a", 0, b"1")] * 2), "has 'a' twice"),
-    (file(tensors=[ONE, ONE]), "has 'output.weight' twice"),
-    (file(tensors=[ONE, (b"head.weight", (4,), 0, 0)]), "has tensors of 80 bytes up to 'head.weight'|twice"),
-    (file(version=1 << 24), "is a GGUF file of version 16777216, expected 2 or 3, little-endian"),
-    (file([(b"general.alignment", 4, struct.pack("<I", 24))]), "general.alignment 24, expected a power of 2"),
-    (file([(b"general.architecture", 4, struct.pack("<I", 1))]), "twice"),
-    (file([(b"rwkv6.wkv.head_size", 8, text(b"64"))]), "head_size '64', expected a whole number from 1 up"),
-    (file([(b"rwkv6.wkv.head_size", 4, bytes(4))]), "head_size 0, expected a whole number from 1 up"),
-    (file([(b"rwkv6.rescale_every_n_layers", 5, b"\xff" * 4)]), "rescale_every_n_layers -1, expected"),
-    (file([(b"rwkv6.attention.layer_norm_epsilon", 6, b"\0\0\xc0\x7f")]), "layer_norm_epsilon nan, expected"),
-    (file(tensors=[(b"a", (1,) * 9, 0, 0)]), "has a tensor of 9 axes, expected up to 8"),
-    (file(tensors=[(b"a", (1 << 63, 1 << 63), 0, 0)]), "is damaged: 'a' has .* bytes from byte"),
-    (file(tensors=[(b"a", (0, 1 << 63), 0, 0)]), "is damaged: 'a' has 0 bytes"),
-    (file(tensors=[(b"a", (4, 4), 0, HUGE)]), "is damaged: 'a' has 64 bytes from byte 18"),
-    (file(tensors=[(b"a", (4,), 99, 0)]), "'a' has the type 99, expected one that the package gguf knows"),
-    (file(tensors=[(b"a", (4,), 8, 0)]), "'a' has rows of 4 numbers, expected a multiple of 32"),
-    (file(tensors=[(f"{n}".encode(), (4, 4), 0, 0) for n in range(99)]), "has tensors of .* bytes up to .*each once"),
-    (file(tensors=[(b"blk.0.time_mix_lerp_fused.weight", (4, 4), 0, 0)]), "lerp_fused.weight' is .4, 4., expected the"),
+    (gguf_file(counts=(HUGE, 1), data=b""), "is damaged: its header has .* more bytes"),
+    (gguf_file(counts=(0, HUGE), data=b""), "has '' twice|is damaged: its header has .* more bytes"),
     (
-        file(
+        gguf_file([(b"a", 9, struct.pack("<IQ", 4, 1 << 62))]),
+        "is damaged: its header has 18446744073709551616 more bytes",
+    ),
+    (gguf_file([(b"a", 9, struct.pack("<IQ", 8, 1 << 62))]), "is damaged: its header has .* more bytes"),
+    (gguf_file([(b"a", 9, NESTED * 5000)]), "has a value of type 9 at byte"),
+    (gguf_file([(b"a", 13, b"")]), "has a value of type 13"),
+    (gguf_file([(b"a" * 2000, 0, b"1")]), "has a text of 2000 bytes, expected up to 1024"),
+    (gguf_file([(b"a", 0, b"1")] * 2), "has 'a' twice"),
+    (gguf_file(tensors=[ONE, ONE]), "has 'output.weight' twice"),
+    (gguf_file(tensors=[ONE, (b"head.weight", (4,), 0, 0)]), "has tensors of 80 bytes up to 'head.weight'|twice"),
+    (gguf_file(version=1 << 24), "is a GGUF file of version 16777216, expected 2 or 3, little-endian"),
+    (gguf_file([(b"general.alignment", 4, struct.pack("<I", 24))]), "general.alignment 24, expected a power of 2"),
+    (gguf_file([(b"general.architecture", 4, struct.pack("<I", 1))]), "twice"),
+    (gguf_file([(b"rwkv6.wkv.head_size", 8, gguf_text(b"64"))]), "head_size '64', expected a whole number from 1 up"),
+    (gguf_file([(b"rwkv6.wkv.head_size", 4, bytes(4))]), "head_size 0, expected a whole number from 1 up"),
+    (gguf_file([(b"rwkv6.rescale_every_n_layers", 5, b"\xff" * 4)]), "rescale_every_n_layers -1, expected"),
+    (gguf_file([(b"rwkv6.attention.layer_norm_epsilon", 6, b"\0\0\xc0\x7f")]), "layer_norm_epsilon nan, expected"),
+    (gguf_file(tensors=[(b"a", (1,) * 9, 0, 0)]), "has a tensor of 9 axes, expected up to 8"),
+    (gguf_file(tensors=[(b"a", (1 << 63, 1 << 63), 0, 0)]), "is damaged: 'a' has .* bytes from byte"),
+    (gguf_file(tensors=[(b"a", (0, 1 << 63), 0, 0)]), "is damaged: 'a' has 0 bytes"),
+    (gguf_file(tensors=[(b"a", (4, 4), 0, HUGE)]), "is damaged: 'a' has 64 bytes from byte 18"),
+    (gguf_file(tensors=[(b"a", (4,), 99, 0)]), "'a' has the type 99, expected one that the package gguf knows"),
+    (gguf_file(tensors=[(b"a", (4,), 8, 0)]), "'a' has rows of 4 numbers, expected a multiple of 32"),
+    (
+        gguf_file(tensors=[(f"{n}".encode(), (4, 4), 0, 0) for n in range(99)]),
+        "has tensors of .* bytes up to .*each once",
+    ),
+    (
+        gguf_file(tensors=[(b"blk.0.time_mix_lerp_fused.weight", (4, 4), 0, 0)]),
+        "lerp_fused.weight' is .4, 4., expected the",
+    ),
+    (
+        gguf_file(
             [(b"rwkv6.rescale_every_n_layers", 4, struct.pack("<I", 1))],
             [(b"blk.99.time_mix_output.weight", (4,), 0, 0)],
         ),
@@ -183,7 +179,7 @@ def test_hostile_files_are_refused_at_once(content, complaint, tmp_path):
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
-    whole = file([(b"a", 9, struct.pack("<IQ", 8, 2) + text(b"b") * 2)], [ONE])
+    whole = gguf_file([(b"a", 9, struct.pack("<IQ", 8, 2) + gguf_text(b"b") * 2)], [ONE])
     for size in range(0, len(whole), 5):
         (tmp_path / "m.gguf").write_bytes(whole[:size])
         with pytest.raises(CheckpointError):

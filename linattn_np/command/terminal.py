@@ -109,14 +109,23 @@ def guarded(name, work) -> int:
     except BrokenPipeError:  # whoever read has left: leave too
         silence(sys.stdout)
         return 0
-    except (ValueError, ImportError, OSError) as error:
-        return complain(name, told(error), REFUSED)
-    except MemoryError as error:
-        return complain(name, f"out of memory: {error}".removesuffix(": "), REFUSED)
     except Exception as error:
+        if came := end_in(error):
+            return came.code
+        if isinstance(error, (ValueError, ImportError, OSError)):
+            return complain(name, told(error), REFUSED)
+        if isinstance(error, MemoryError):
+            return complain(name, f"out of memory: {error}".removesuffix(": "), REFUSED)
         return complain(name, f"{fault(error)}. Please report it, with what `linattn-np info` prints", FAULT)
     finally:
         threading.excepthook, sys.unraisablehook, warnings.showwarning = before
+
+
+def end_in(error) -> Ended | None:
+    """The signal that an error was made of: Python makes a RuntimeError of what is raised while a class is built."""
+    while error is not None and not isinstance(error, Ended):
+        error = error.__cause__
+    return error
 
 
 def complain(name, message, code) -> int:

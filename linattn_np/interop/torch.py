@@ -45,6 +45,11 @@ ON_RANKS = {op: function for function, op in distributed.operators.OPERATORS.ite
 TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # earlier, Dynamo loses a gradient's operator
 
 
+# What leaves torch.compile's graph: the private one loads the compiler only then, the other now, which takes as long as
+# to import torch.
+disabled: Callable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+
 def differentiable(op: Op):
     """The torch function of a declared operator."""
     more = ("comm", "segment_size") if op in ON_RANKS else ()
@@ -107,7 +112,7 @@ def as_mask(declared, mask) -> list:
     return [torch.tensor(native) if isinstance(native, np.ndarray) else mask]
 
 
-@torch.compiler.disable(reason="a call of linattn_np is no part of a graph here")
+@disabled
 def beside_the_graph(public, positional, named):
     tell_of_the_break()
     return public(*positional, **named)

@@ -106,6 +106,9 @@ class Sampling:
             ("fading", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
         ):
             object.__setattr__(self, name, real("Sampling", name, getattr(self, name), wanted, fits))
+        for name in ("temperature_last", "logprobs"):
+            if not isinstance(value := getattr(self, name), (bool, np.bool_)):
+                raise ContractError(f"Sampling: {name} is {shown(value)}, expected True or False")
         whole("Sampling", "top_k", self.top_k, 0)
         if self.vocabulary is not None:
             whole("Sampling", "vocabulary", self.vocabulary, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -14,19 +15,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from attack.harness import holds_for, require
-from linattn_np.models import checkpoint
+from linattn_np.models import RWKV6, RWKV7, checkpoint
+from linattn_np.models.fine_tuning import Base, LowRank
 
 LINES = '{"prompt": "Emma was", "tokens": 3}\n' * 400
+FROM = "train --device cpu --text in --out trained --batch 2 --context 16 --every 0 --from"
 WORK = {
     "text": "generate --device cpu --tokens 400",
     "batch": "generate --device cpu --batch-file in --output out --slots 4",
     "cards": "generate --device cpu --batch-file in --output out --slots 4 --cards 2",
     "train": "train --device cpu --text in --out trained --layers 1 --width 16 --head-size 8 --batch 2 --context 16 "
-    "--steps 2000 --every 0",
+    "--steps 40 --every 0",
+    "all weights": f"{FROM} six.safetensors --steps 40",
+    "adapter": f"{FROM} six.safetensors --lora 2 --steps 40",
+    "state": f"{FROM} seven.safetensors --state --steps 40",
+    "version 7": f"{FROM.replace('--from', '--version')} 7 --layers 1 --width 16 --head-size 8 --steps 40",
     "quantise": "quantise --dtype bfloat16 --text in --tokens 64 --out few.safetensors",
+    "merge": "merge --model six.safetensors --adapter adapter.safetensors --out merged.safetensors",
+    "evaluate": "evaluate seven.safetensors in --device cpu --dtype float32",
+    "info": "info",
     "help": "--help",
+}
+# What is wrong with the process, but for its streams and its disk: variables, limits, a word for the interpreter.
+TROUBLES = {
+    "none": {},
+    "no docstrings": {"python": ["-OO"]},
+    "no home": {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere", "NUMBA_CACHE_DIR": None},
+    "no folder for Numba": {"NUMBA_CACHE_DIR": "/proc/nowhere"},
+    "no compiler": {"NUMBA_DISABLE_JIT": "1"},
+    "few files": {"limit": (resource.RLIMIT_NOFILE, 40)},
+    "no threads": {"limit": (resource.RLIMIT_NPROC, 1)},  # of which root does not hear
+    "C locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "no temporary folder": {"TMPDIR": "/proc/nowhere"},
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 PATIENCE = 60  # seconds that the process may take, on a machine with much else to do
@@ -42,6 +65,7 @@ class Ending:
     closed: tuple = ()
     full: tuple = ()
     room: int | None = None  # bytes that a file may have
+    trouble: str = "none"
 
 
 def endings(machine):
@@ -54,7 +78,20 @@ def endings(machine):
         streams,
         streams,
         st.none() | st.sampled_from((0, 100, 10_000, 100_000)),
+        st.sampled_from(list(TROUBLES)),
     )
+
+
+@functools.cache
+def models():
+    """The bytes of two small models and of an adapter of the first one, by name of file."""
+    found = {}
+    for name, kind in (("six", RWKV6), ("seven", RWKV7)):
+        layout = kind.trainable(2, 32, 8)
+        found[name] = layout.named(layout.initial(0))
+    adapter = LowRank(Base.of(found["six"]), 2).trainable(2, 32, 8)
+    found["adapter"] = adapter.named(adapter.initial(0))
+    return {f"{name}.safetensors": save(arrays) for name, arrays in found.items()}
 
 
 @holds_for(endings, machines=("numpy",), round=3, patience=2 * PATIENCE)
@@ -62,11 +99,13 @@ def ends(case, machine):
     """A documented exit code, no traceback, and files that are whole."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "in").write_text(LINES)
+        for name, content in models().items():
+            (Path(folder) / name).write_bytes(content)
         code, messages = ended(case, folder)
         killed = -signal.SIGKILL in (code, *(-number for number in case.signals))
         wanted = {0, 2, *(128 + number for number in case.signals), *(-number for number in case.signals)}
         require(code in wanted, f"endings: exit code {code}", messages[-300:])
-        for word in ("Traceback", "Exception ignored"):
+        for word in ("Traceback", "Exception ignored", "a fault of linattn-np"):
             require(word not in messages, f"endings: {word}", messages[-600:])
         left = [path.name for path in Path(folder).rglob("*.part")]
         require(killed or not left, "endings: a part is left", str(left))
@@ -76,7 +115,12 @@ def ends(case, machine):
 def ended(case, folder):
     """The exit code and what was written on stderr."""
 
+    trouble = dict(TROUBLES[case.trouble])
+    python, limit = trouble.pop("python", []), trouble.pop("limit", None)
+
     def surroundings():
+        if limit:
+            resource.setrlimit(limit[0], (limit[1], limit[1]))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if case.room is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (case.room, case.room))
@@ -85,8 +129,11 @@ def ended(case, folder):
         for number in case.closed:
             os.close(number)
 
-    command = [sys.executable, "-m", "linattn_np", *WORK[case.work].split()]
-    environment = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
+    command = [sys.executable, *python, "-m", "linattn_np", *WORK[case.work].split()]
+    # Python would leave half a file of bytecode where files have no room.
+    own = {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | own | trouble
+    environment = {name: value for name, value in environment.items() if value is not None}
     how = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=surroundings, **how)
     until = time.monotonic() + PATIENCE
@@ -116,5 +163,5 @@ def whole(folder):
                 json.loads(line)
             except ValueError:
                 require(False, "endings: a line is cut", line[:200])
-    for path in folder.rglob("*.safetensors"):
+    for path in (*folder.rglob("*.safetensors"), *folder.rglob("*.pth")):
         checkpoint.read(path)

@@ -23,7 +23,8 @@ from reference import same_bits
 from attack.harness import Fault, Refused, holds_for, require
 from linattn_np import ContractError
 from linattn_np.__main__ import main
-from linattn_np.models import RWKV6, State, World, checkpoint, tokenizers
+from linattn_np.models import RWKV6, Bytes, State, World, checkpoint, corpus, tokenizers
+from linattn_np.models.rwkv.adapters import merged
 
 ROOT = Path(__file__).parents[2]
 AUSTEN = ROOT / "examples" / "data" / "austen-x060" / "model.safetensors"
@@ -328,6 +329,77 @@ def vocabularies(file, machine):
             b"".join(world.decode_bytes([id]) for id in world.encode(words)) == words,
             "vocabularies: a text does not come back",
         )
+
+
+# -- what fine-tuning reads ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Brought:
+    """A sound file of a kind, and what was done to its bytes; for binidx to those of its .idx or its .bin."""
+
+    kind: str = "gguf"
+    edits: tuple = ()
+    index: bool = True
+
+
+@functools.cache
+def base():
+    layout = RWKV6.trainable(2, 16, 8)
+    return layout.named(layout.initial(0))
+
+
+def brought() -> dict[str, dict[str, bytes]]:
+    """The files of each kind by name; the first one is read."""
+    q = np.arange(64, dtype=np.float32).tobytes()
+    fields = [(b"rwkv6.wkv.head_size", 4, struct.pack("<I", 8)), (b"rwkv6.rescale_every_n_layers", 4, bytes(4))]
+    fields += [(b"words", 9, struct.pack("<IQ", 8, 3) + checkpoint_files.gguf_text(b"ab") * 3)]
+    tensors = [(b"output.weight", (8, 4), 0, 0), (b"blk.0.time_mix_output.weight", (4, 8), 0, 128)]
+    parts = {"blocks.0.att.key.lora_A": (2, 16), "blocks.0.att.key.lora_B": (16, 2), "lora_alpha": (1,)}
+    states = {f"blocks.{i}.att.time_state": np.ones((2, 8, 8), np.float32) for i in range(2)}
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    good = checkpoint_files.good_safetensors
+    return {
+        "gguf": {"model.gguf": checkpoint_files.gguf_file(fields, tensors, data=q)},
+        "adapter": {"adapter.safetensors": good({name: np.ones(axes, np.float32) for name, axes in parts.items()})},
+        "tuned": {"state.safetensors": good(states)},
+        "tuned as pth": {"state.pth": checkpoint_files.zipped_pth(states)},
+        "binidx": {
+            "a.bin": bytes(range(20)),
+            "a.idx": head + struct.pack("<2i5q", 4, 6, 0, 8, 0, 1, 2),
+        },
+        "lines": {"a.jsonl": b'{"text": "Emma was"}\n\n{"text": "n\\u00e9", "more": [1, {}]}\n' * 3},
+    }
+
+
+BROUGHT = st.builds(Brought, st.sampled_from(list(brought())), st.lists(EDITS, max_size=3).map(tuple), st.booleans())
+
+
+@holds_for(lambda machine: BROUGHT, machines=ON_HOST, memory=SMALL, seconds=1.0)
+def files_of_fine_tuning(file, machine):
+    """Read or refused; what is read is finite, or lies in the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = brought()[file.kind]
+        damaged = list(found)[-1 if file.index else 0]
+        for edit in file.edits:
+            found[damaged] = edit(found[damaged])
+        for name, content in found.items():
+            (Path(folder) / name).write_bytes(content)
+        path, size = Path(folder) / next(iter(found)), sum(map(len, found.values()))
+        try:
+            if file.kind == "gguf":
+                read = sum(x.astype(np.float32).nbytes for x in checkpoint.read(path).values())
+            elif file.kind == "adapter":
+                merged_weights = merged(RWKV6, base(), checkpoint.read(path))
+                require(all(np.isfinite(x).all() for x in merged_weights.values()), "fine-tuning: merged not finite")
+                read = 0
+            elif file.kind.startswith("tuned"):
+                state = State.load(path)
+                require(state.wkv.ndim == 5 and state.wkv.shape[3] == state.wkv.shape[4], "fine-tuning: no state")
+                read = state.wkv.nbytes
+            else:
+                read = corpus.read(path, Bytes()).nbytes
+        except ContractError as error:
+            raise Refused from error
+    require(read <= 64 * size, "fine-tuning: more than the file holds", f"{read} of {size} bytes")
 
 
 # -- batches of texts --------------------------------------------------------------------------------------------------

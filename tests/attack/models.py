@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import multiprocessing
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from attack.files import AUSTEN, austen
 from attack.harness import Fault, Refused, holds_for, require
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, Batch, Sampling, State
+from linattn_np.models.training import Settings, Training
 
 ON_HOST = ("numpy",)
 
@@ -33,19 +36,28 @@ class Drawing:
 
 
 HOSTILE = (float("nan"), float("inf"), -1, 10**400, "1", None, True, [1], 1j)
+
+
+def mostly(*sound):
+    return st.sampled_from(sound * (16 // len(sound)) + HOSTILE)
+
+
 WAYS = st.fixed_dictionaries(
     {},
     optional={
-        "temperature": st.sampled_from(
-            (0, 0.0, 1, 1e-45, 1e-300, 5e-324, 1e-3, 1e30, 1.7e308, np.float16(0.5), *HOSTILE)
-        ),
-        "top_k": st.sampled_from((0, 1, 2, 10**30, np.int8(3), *HOSTILE)),
-        "top_p": st.sampled_from((1, 0.5, 1e-300, 1e-9, 5e-324, 1 - 1e-16, *HOSTILE)),
-        "presence": st.sampled_from((0.0, 1.0, -1e38, 1e39, 1e308, *HOSTILE)),
-        "frequency": st.sampled_from((0.0, 1.0, 1e39, -1e308, *HOSTILE)),
-        "fading": st.sampled_from((0, 0.5, 1, *HOSTILE)),
-        "seed": st.sampled_from((0, 7, 2**200, *HOSTILE)),
-        "vocabulary": st.sampled_from((None, 1, 2, 10**30, *HOSTILE)),
+        "temperature": mostly(0, 0.0, 1, 1e-45, 1e-300, 5e-324, 1e-3, 1e30, 1.7e308, np.float16(0.5)),
+        "top_k": mostly(0, 1, 2, 10**30, np.int8(3)),
+        "top_p": mostly(1, 0.5, 1e-300, 1e-9, 5e-324, 1 - 1e-16),
+        "min_p": mostly(0, 0.5, 1, 1e-300, 5e-324),
+        "presence": mostly(0.0, 1.0, -1e38, 1e39, 1e308),
+        "frequency": mostly(0.0, 1.0, 1e39, -1e308),
+        "fading": mostly(0, 0.5, 1),
+        "repetition": mostly(1, 2.0, 1e-3, 1e3),
+        "bias": mostly({}, {0: 1e30}, {0: -np.inf}, {1: 1.0}, {0: np.nan}, {-1: 1.0}, {True: 1.0}),
+        "temperature_last": mostly(False, True),
+        "logprobs": mostly(False, True),
+        "seed": mostly(0, 7, 2**200),
+        "vocabulary": mostly(None, 1, 2, 10**30),
     },
 )
 LOGITS = st.lists(
@@ -69,7 +81,9 @@ def drawing(case, machine):
     require(not np.isnan(logits).any(), "drawing: a token out of NaN", str(tokens))
     for token in tokens:
         require(0 <= token < len(logits), "drawing: a token that is none", str(token))
-        penalised = case.how.get("presence") or case.how.get("frequency")
+        require((case.how.get("bias") or {}).get(token) != -np.inf, "drawing: a token that is banned", str(token))
+        changing = ("presence", "frequency", "bias")
+        penalised = any(map(case.how.get, changing)) or case.how.get("repetition", 1) != 1
         require(
             np.isneginf(logits).all() or not np.isneginf(logits[token]) or penalised,
             "drawing: a token of probability 0",
@@ -220,9 +234,25 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "deepcopy of a copy": lambda model: copy.deepcopy(copy.copy(model)),
+    "spawned": lambda model: Spawned(pickle.dumps(model)),
     "twice pickled": lambda model: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(model)))),
 }
 WORDS = st.lists(st.integers(0, 255), min_size=1, max_size=40).map(tuple)
+
+
+class Spawned:
+    """A model in a process that a spawn starts: it reads, and gives the bits back."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def read(self, words):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(read_of, (self.content, words))
+
+
+def read_of(content, words):
+    return read(pickle.loads(content), words)
 
 
 @dataclass(frozen=True)
@@ -255,7 +285,8 @@ def copies_of_a_model(case, machine):
         gc.collect()
     junk = [np.full(1 << 16, 7.5, np.float32) for _ in range(40)]
     law = f"copies: {case.how} of {case.dtype} reads other numbers"
-    require(same_bits(read(twin, case.words), wanted), law, f"beside {len(junk)} arrays")
+    found = twin.read(case.words) if isinstance(twin, Spawned) else read(twin, case.words)
+    require(same_bits(found, wanted), law, f"beside {len(junk)} arrays")
 
 
 @functools.cache
@@ -275,27 +306,58 @@ def read(model, words, steps=3):
 
 @dataclass(frozen=True)
 class Readers:
-    """Threads that read with one model, each its own words."""
+    """Threads that use one model, each with its own words and in its own way."""
 
     dtype: str = "float32"
     words: tuple = ((97,), (98,))
+    ways: tuple = ("read",)
 
 
-READERS = st.builds(Readers, st.sampled_from(DTYPES), st.lists(WORDS, min_size=2, max_size=6).map(tuple))
+def generated(model, words):
+    return np.array(list(islice(model.generate(list(words), temperature=0), 6)))
+
+
+def in_a_batch(model, words):
+    batch = Batch(model, 3)
+    slots = batch.join([list(words), [97, 98]], Sampling(temperature=0))
+    return np.array([[batch.step()[slot] for slot in slots] for _ in range(5)])
+
+
+def trained(model, words):
+    """The losses of a training; `model` plays no part in it."""
+    settings = Settings(layers=1, width=16, head_size=8, batch=2, context=8, steps=3, seed=len(words))
+    training = Training(bytes(words) * 60, settings)
+    return np.array([training.step() for _ in range(3)])
+
+
+WAYS_TO_USE = {
+    "read": lambda model, words: read(model, words, 8),
+    "prompt": lambda model, words: read(model, words * 40, 1),
+    "generate": generated,
+    "batch": in_a_batch,
+    "train": trained,
+}
+READERS = st.builds(
+    Readers,
+    st.sampled_from(DTYPES),
+    st.lists(WORDS, min_size=2, max_size=6).map(tuple),
+    st.lists(st.sampled_from(list(WAYS_TO_USE)), min_size=1, max_size=3).map(tuple),
+)
 
 
 @holds_for(lambda machine: READERS, machines=ON_HOST, round=15)
 def threads_on_a_model(case, machine):
     """Each thread gets what it gets alone; in a batch, too, beside the others."""
     model = of_dtype(case.dtype)
-    alone = [read(model, words, 8) for words in case.words]
+    ways = [case.ways[n % len(case.ways)] for n in range(len(case.words))]
+    alone = [WAYS_TO_USE[way](model, words) for way, words in zip(ways, case.words)]
     start = threading.Barrier(len(case.words))
 
-    def work(words):
+    def work(way, words):
         start.wait()
-        return [read(model, words, 8) for _ in range(3)]
+        return [WAYS_TO_USE[way](model, words) for _ in range(3)]
 
     with ThreadPoolExecutor(len(case.words)) as pool:
-        for found, wanted in zip(pool.map(work, case.words), alone):
+        for way, found, wanted in zip(ways, pool.map(work, ways, case.words), alone):
             same = all(same_bits(x, wanted) for x in found)
-            require(same, f"threads: {case.dtype} reads other numbers than alone", f"{len(case.words)} threads")
+            require(same, f"threads: {case.dtype}, {way} gives other numbers than alone", f"{len(case.words)} threads")

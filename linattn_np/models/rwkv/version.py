@@ -179,3 +179,8 @@ def output_scale(dtype) -> float:
     It is a power of two, and a group norm with its square times eps takes it away again.
     """
     return 2.0**-6 if dtype == np.float16 else 1.0
+
+
+def unit_of_squares(dtype) -> int:
+    """The unit in which kernels keep the channel mix's squares in `dtype`: float16 has none from 256 on."""
+    return 2048 if dtype == np.float16 else 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..rwkv.model import Model
+from ..training_products import HostProducts
 from .names import VERSION
 from .numpy_layers import NumpyLayers
 from .parameters import Layout
@@ -63,12 +64,14 @@ class RWKV7(Model):
     """
 
     version, numpy_layers, layout = VERSION, NumpyLayers, Layout
-    trains_on = ("cpu",)
 
     @staticmethod
     def loss(weights, tokens, products, drop, **how):
-        """The loss of a trainable model and its pullback, as `grad.loss` has them."""
-        from .grad import loss
+        """The loss of a trainable model and its pullback, as `grad.loss` or, on a device, `cuda_grad.loss` has them."""
+        if isinstance(products, HostProducts):
+            from .grad import loss
+        else:
+            from .cuda_grad import loss
 
         return loss(weights, tokens, products, drop, **how)
 
