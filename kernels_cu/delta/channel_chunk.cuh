@@ -3,8 +3,8 @@
 // math      D_ij the decays from token j to token i, of each channel. M = sum_c D_ij k_i k_j below the diagonal,
 //           A = sum_c D_ij q_i k_j up to it
 // numerics  Pairs within 8 tokens are multiplied in float32 as the recurrence does. All others meet at a border of 8 or
-//           16 tokens between them: rows are decayed from it, keys up to it, and rounded to float16, as are keys that go
-//           to the chunk's end. Powers of 2 bring rows into its range. A decay is a product of those of the tokens
+//           16 tokens between them: rows are decayed from it, keys up to it, and rounded to float16, as are keys that
+//           go to the chunk's end. Powers of 2 bring rows into its range. A decay is a product of those of the tokens
 //           between, so that any gate is exact
 #include "delta/chunk.cuh"
 

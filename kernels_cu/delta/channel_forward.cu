@@ -1,6 +1,6 @@
 // what      The delta rule in chunks, under a gate for every channel (KDA).
-// math      kd and ke are k decayed from the chunk's start and to its end, qd is q from its start; channel_chunk.cuh has
-//           M and A. N = (I + diag(beta) M)^-1, B = A N diag(beta), W = qd - B kd, Z = diag(beta) N^T ke
+// math      kd and ke are k decayed from the chunk's start and to its end, qd is q from its start; channel_chunk.cuh
+//           has M and A. N = (I + diag(beta) M)^-1, B = A N diag(beta), W = qd - B kd, Z = diag(beta) N^T ke
 //           X = v - kd S;   o = scale (W S + B v),   S <- diag(decay) S + Z^T X
 // shapes    q k [B, H, T, K], v o [B, HV, T, V], g [B, HV, T, K], beta [B, HV, T], initial and final state
 //           [N, HV, K, V] float32
