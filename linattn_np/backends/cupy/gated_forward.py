@@ -10,6 +10,7 @@ from functools import cached_property
 
 from . import aligned_copies, segments
 from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
+from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes
 from .rank_summary import RankSummary
 from .segments import HOPPER, PORTABLE, SMALL, WIDE
@@ -32,8 +33,10 @@ def plan_in_chunks(problem, device, kept=()):
 def plan_summary(problem, device):
     """A plan of ((the final state from zero,), the decay [N, H, K] of any other), side by side in memory, without o;
     what it saves spares `plan` the same pass. None where nothing is cheaper than a whole call."""
+    if problem.mode != "chunk" or problem.dtype == DOUBLE:
+        return None
     cut = segments.forward_cut(problem, device)
-    if problem.mode != "chunk" or cut.way != HOPPER:
+    if cut.way != HOPPER:
         return None
     cut = segments.without_a_short_segment(problem, device, cut)
     draft = Draft()
