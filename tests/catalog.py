@@ -175,7 +175,7 @@ def value_gates():
                 yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
             yield value_gate.ValueGateBackwardStates(T, G, products)
         for size in gated.CHANNELS:
-            yield value_gate.ValueGateRecurrent(T, G, size)
+            yield gated.Recurrent("AfterWrite", T, G, size, gates_columns=True)
 
 
 def softmax_attention():
@@ -211,7 +211,7 @@ def in_float64():
         yield cls(order, columns)
     for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], FLOATS):
         if DOUBLE in (T, S):
-            yield step.Float64Step(order, T, G, S)
+            yield step.RecurrentStep(order, T, G, S)
     yield stages.ChunkCumsum(DOUBLE)
     for order in READ_ORDERS:
         yield stages.GatedQk(order, DOUBLE)

@@ -116,14 +116,14 @@ def in_eight_bits(weights):
     """The numbers that int8 on the GPU has of `weights`."""
 
     def rounded(name, array):
-        if name.endswith("_w2") or name == "emb.weight":
+        if name[-1] == "2" or name == "emb.weight":
             return array.astype(BFLOAT16)
-        if array.squeeze().ndim < 2 or name.endswith("time_faaaa"):
+        if array.squeeze().ndim < 2 or name.endswith(("time_faaaa", "r_k")):
             return array
-        rows = array.T if name.endswith("_w1") else array
+        rows = array.T if name[-1] == "1" else array
         (q,), (scales,) = quantised(rows[None], "int8")
         found = scales[:, None] * q
-        return found.T if name.endswith("_w1") else found
+        return found.T if name[-1] == "1" else found
 
     return {name: rounded(name, array).astype(np.float32) for name, array in weights.items()}
 

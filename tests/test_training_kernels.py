@@ -121,6 +121,7 @@ def test_gradients_of_other_sizes(device, sizes, rng):
     close(on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), 2e-5, layout)
 
 
+@pytest.mark.pairwise
 @versions
 def test_float16_holds_large_squares(device, kind, rng):
     """Of the channel mix, beyond 65,504, where float16 ends. Some gradients that lead to others are so small that
@@ -146,6 +147,7 @@ def test_blocks_of_several_tokens_and_sequences(device, rng, monkeypatch):
     close(on_device(device, DTYPES[0], layout, vector, tokens), found, 1e-5, layout)
 
 
+@pytest.mark.pairwise
 @versions
 @pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)
 def test_recomputed_activations_are_the_same_bits(device, dtype, kind, rng):
@@ -233,6 +235,7 @@ def drawn(seeds, rate):
     return drop
 
 
+@pytest.mark.pairwise
 @versions
 def test_gradients_through_dropout(device, kind, rng):
     layout, vector, tokens = model(rng, kind=kind)

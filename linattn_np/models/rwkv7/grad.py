@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ...ops.functions import rwkv7
-from ..array_math import affine, fused, library_of, sigmoid, tanh
+from ..array_math import affine, fused, lerp, library_of, sigmoid, tanh
 from ..rwkv import grad
 from ..rwkv.grad import normalize, relu_squared_vjp, tanh_vjp, total
 from ..rwkv.version import GROUP_NORM_EPS
@@ -51,15 +51,15 @@ class Recorded(grad.Recorded):
 
     def log_decay(self, layer, low):
         self.decay_low = tanh(low)
-        self.decay_opening = sigmoid(layer.decay + self.product(layer, "decay_up", self.decay_low))
+        self.decay_opening = opened(self.product(layer, "decay_up", self.decay_low), layer.decay)
         return -math.DECAY * self.decay_opening
 
     def learning_rate(self, layer, low):
-        self.icl = sigmoid(layer.icl + self.product(layer, "icl_up", low))
+        self.icl = opened(self.product(layer, "icl_up", low), layer.icl)
         return self.icl
 
     def output_gate(self, layer, low):
-        self.gate_opening = sigmoid(low)
+        self.gate_opening = opened(low, 0.0)
         return self.product(layer, "gate_up", self.gate_opening)
 
     def first_value(self, v):
@@ -68,13 +68,13 @@ class Recorded(grad.Recorded):
 
     def residual_value(self, layer, v, low):
         self.change = self.mixes.first - v
-        self.value_opening = sigmoid(layer.value + self.product(layer, "value_up", low))
-        return v + self.change * self.value_opening
+        self.value_opening = opened(self.product(layer, "value_up", low), layer.value)
+        return lerp(v, self.change, self.value_opening)
 
     def keys(self, layer, k, icl):
         self.k = k
         self.kappa, self.pull_kappa = unit_heads((k * layer.removal).reshape(*k.shape[:-1], *layer.bonus.shape))
-        return self.kappa.reshape(k.shape), k * (1 + (icl - 1) * layer.replacement)
+        return self.kappa.reshape(k.shape), written(k, icl, layer.replacement)
 
     def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
         heads = *w.shape[:-1], *layer.bonus.shape
@@ -142,7 +142,7 @@ def keys_vjp(do, layer, dkey, dkappa, dicl, to):
     to.replacement[...] = total(dkey * do.k * (do.icl - 1))
     dremoved = do.pull_kappa(dkappa.reshape(do.kappa.shape)).reshape(do.k.shape)
     to.removal[...] = total(dremoved * do.k)
-    dk = dkey * (1 + (do.icl - 1) * layer.replacement) + dremoved * layer.removal
+    dk = lerp(written(dkey, do.icl, layer.replacement), dremoved, layer.removal)
     return dk, dicl + dkey * do.k * layer.replacement
 
 
@@ -177,6 +177,16 @@ def stack_of(*arrays):
     for place, array in zip(stack, arrays):
         place[...] = array
     return stack
+
+
+@fused
+def opened(low, base):
+    return sigmoid(base + low)
+
+
+@fused
+def written(k, icl, replacement):
+    return k * (1 + (icl - 1) * replacement)
 
 
 @fused
