@@ -1,6 +1,7 @@
-"""RWKV-6 on the GPU: decode beside the time its weights and states take, prefill, memory, and two peers.
+"""RWKV-6 on the GPU: decode beside the time its weights and states take, prefill, memory, and two peers; or RWKV-7.
 
-    python benchmarks/rwkv6_gpu.py [--batch 1 8 64 256] [--runs 50] [--peers rwkv fla] [--keep-peers FILE] [--out FILE]
+    python benchmarks/rwkv6_gpu.py [--version 7] [--batch 1 8 64 256] [--runs 50] [--peers rwkv fla]
+                                   [--keep-peers FILE] [--out FILE]
 
 The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin is first computed by NumPy in
 float32 too, and must agree. The floor of a step is every byte of the weights and of the logits once, and of the states
@@ -31,8 +32,7 @@ import run
 from rwkv6_synthetic import is_matrix, scaled, shapes
 
 from linattn_np.backends.cupy.model_products import BatchProduct
-from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
+from linattn_np.models.versions import VERSIONS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE, TWIN = {"L": 24, "D": 2048}, {"L": 3, "D": 512, "V": 1024}
@@ -43,7 +43,7 @@ PROMPTS = [512], [PREFILL], [8192], np.random.default_rng(2).integers(16, 96, 64
 PROMPT = list(range(1000, 1040))  # whose last logits are compared
 
 
-def synthetic(sizes):
+def synthetic(sizes, version):
     """Host weights, the matrices in bfloat16; equal names have equal values."""
     noise = cupy.asarray(np.random.default_rng(0).standard_normal(1_000_003, np.float32))
 
@@ -52,7 +52,7 @@ def synthetic(sizes):
         values = scaled(name, values)
         return cupy.asnumpy(values.astype(BFLOAT16) if is_matrix(name, shape) else values)
 
-    return {name: parameter(name, shape) for name, shape in shapes(**sizes).items()}
+    return {name: parameter(name, shape) for name, shape in shapes(**sizes, version=version).items()}
 
 
 def main():
@@ -60,9 +60,9 @@ def main():
     card = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     bandwidth = run.copy_bandwidth(gpu())
     print(f"{card}, CuPy {cupy.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
-    twins = [check_twin(batch) for batch in args.batch]
-    weights = synthetic(LARGE)
-    exact = RWKV6(weights, "cuda", np.float32).forward([PROMPT], last=True)[0].get()[0]
+    twins = [check_twin(batch, args.version) for batch in args.batch]
+    weights, kind = synthetic(LARGE, args.version), VERSIONS[args.version]
+    exact = kind(weights, "cuda", np.float32).forward([PROMPT], last=True)[0].get()[0]
     result = {
         "device": card,
         "date": run.today(),
@@ -70,13 +70,14 @@ def main():
         "cupy": cupy.__version__,
         "copy_tb_per_s": bandwidth / 1e12,
         "model": LARGE,
+        "version": args.version,
         "dtype": "bfloat16",
         **measure(weights, exact, args, bandwidth, twins),
         "others": others(weights, args, bandwidth),
         "peers": {},
     }
     kept = kept_peers(args.keep_peers, card)
-    for name in args.peers:
+    for name in args.peers if args.version == 6 else ():
         if its := {peer: found for peer, found in kept.items() if peer.split()[0] == name}:
             result["peers"] |= its
             continue
@@ -94,6 +95,7 @@ def main():
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", type=int, choices=VERSIONS, default=6, help="of RWKV (default: %(default)s)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
@@ -113,10 +115,10 @@ def kept_peers(path, card) -> dict:
 
 
 # -- ours -------------------------------------------------------------------------------------------------------------
-def check_twin(batch, steps=4):
+def check_twin(batch, version, steps=4):
     """Relative error of the twin's logits, a prompt and then steps, against the float32 NumPy model."""
-    weights = synthetic(TWIN)
-    model, wanted_by = RWKV6(weights, "cuda", BFLOAT16), RWKV6(weights)
+    weights, kind = synthetic(TWIN, version), VERSIONS[version]
+    model, wanted_by = kind(weights, "cuda", BFLOAT16), kind(weights)
     tokens = np.random.default_rng(1).integers(0, TWIN["V"], (batch, steps))
     state, wanted_state, errors = model.initial_state(batch), wanted_by.initial_state(batch), []
     for t in range(steps):
@@ -138,7 +140,7 @@ def relative_error(found, wanted):
 def measure(weights, exact, args, bandwidth, twins):
     pool = cupy.get_default_memory_pool()
     free()  # what making the weights took
-    model = RWKV6(weights, "cuda", BFLOAT16)
+    model = VERSIONS[args.version](weights, "cuda", BFLOAT16)
     free()
     decoder = model.layers.steps_of(1).decoder
     print("matrices    state batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB")
@@ -148,7 +150,7 @@ def measure(weights, exact, args, bandwidth, twins):
     free()
     state, token = model.initial_state(), [[1]]
     forward_ms = median_ms(lambda: [model.forward(token, state, last=True) for _ in range(STEPS)], args.runs) / STEPS
-    print(f"RWKV6.forward of a token, the token from the host: {forward_ms:.3f} ms")
+    print(f"{type(model).__name__}.forward of a token, the token from the host: {forward_ms:.3f} ms")
     free()
     prompts = []
     for lengths in PROMPTS:
@@ -179,7 +181,7 @@ def others(weights, args, bandwidth) -> list:
         ({"dtype": BFLOAT16, "state_dtype": BFLOAT16}, [batch for batch in args.batch if batch > 8]),
         ({"dtype": np.int8}, [batch for batch in args.batch if batch <= BatchProduct.MOST]),
     ):
-        decoder = CudaDecoder(weights, **kept_in)
+        decoder = VERSIONS[args.version](weights, "cuda", **kept_in).layers.decoder
         free()
         rows += [row(decoder.resized(batch), args, bandwidth) for batch in batches]
         del decoder
@@ -348,13 +350,11 @@ def show(name, found):
 
 def fla_weights(weights, L):
     """`weights` under fla's names: its mixes are in the order r w k v g, its LoRAs the weights of Linear layers."""
-    from linattn_np.models.rwkv6.names import FLA, FLA_BLOCK, FLA_ORDER
+    from linattn_np.models.rwkv6.names import FLA_ORDER, in_fla
 
-    found = {its_name: weights[name] for name, (its_name, _) in FLA.items()}
+    plain = {name: array for name, array in weights.items() if ".att.time_" not in name}
+    found = {in_fla(name)[0]: np.squeeze(array) for name, array in plain.items()}
     for i in range(L):
-        for name, (its_name, _) in FLA_BLOCK.items():
-            if (mine := f"blocks.{i}.{name}") in weights and not name.startswith("att.time_"):
-                found[f"model.layers.{i}.{its_name}"] = np.squeeze(weights[mine])
         its, att = (
             f"model.layers.{i}.attn.",
             {

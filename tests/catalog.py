@@ -175,7 +175,7 @@ def value_gates():
                 yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
             yield value_gate.ValueGateBackwardStates(T, G, products)
         for size in gated.CHANNELS:
-            yield value_gate.ValueGateRecurrent(T, G, size)
+            yield gated.Recurrent("AfterWrite", T, G, size, gates_columns=True)
 
 
 def softmax_attention():
@@ -211,7 +211,7 @@ def in_float64():
         yield cls(order, columns)
     for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], FLOATS):
         if DOUBLE in (T, S):
-            yield step.Float64Step(order, T, G, S)
+            yield step.RecurrentStep(order, T, G, S)
     yield stages.ChunkCumsum(DOUBLE)
     for order in READ_ORDERS:
         yield stages.GatedQk(order, DOUBLE)
@@ -295,6 +295,7 @@ def of_training():
             for change in training.AddNorm.CHANGES:
                 yield training.AddNorm(T, threads, change)
             for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):
-                yield training.NormBackward(T, threads, change, C)
+                if C <= 2 or change == "Added":  # RWKV-7's channel mix has no gate
+                    yield training.NormBackward(T, threads, change, C)
     yield training.ColumnSums()
     yield training.SquareSums()

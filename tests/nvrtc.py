@@ -12,6 +12,7 @@ from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import convergence
 import disk
 import under_way
 from cuda.bindings import nvrtc
@@ -87,39 +88,49 @@ def read(text, expressions, arch):
 
 
 def assemble(ptx, arch, expressions=None) -> dict[str, Usage]:
-    """What these instances, or all, use on `arch`; RuntimeError where the assembler refuses or advises."""
+    """What these instances, or all, use on `arch`; RuntimeError where the assembler refuses or advises, or a warp's
+    threads do not meet.
+    """
     asked = expressions or list(ptx.symbols)
     entries = [word for expression in asked if expressions for word in ("--entry", ptx.symbols[expression])]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernels.ptx"
         source.write_text(ptx.code)
-        command = [ptxas(), "-v", f"-arch={arch}", *entries, "-o", str(Path(folder) / "kernels.cubin"), str(source)]
+        made = Path(folder) / "kernels.cubin"
+        command = [ptxas(), "-v", f"-arch={arch}", *entries, "-o", str(made), str(source)]
         result = subprocess.run(command, capture_output=True, text=True)
-    log = result.stdout + result.stderr
-    if result.returncode:
-        raise RuntimeError(log)
+        log = result.stdout + result.stderr
+        if result.returncode:
+            raise RuntimeError(log)
+        _check_convergence(made.read_bytes(), arch)
     return _usages(log, {expression: ptx.symbols[expression] for expression in asked})
 
 
 def compile_text(text, expressions, arch) -> dict[str, Usage]:
-    """What each instance of one program uses on `arch`, translated and assembled by NVRTC as CuPy asks it to."""
+    """What each instance of one program uses on `arch`, translated and assembled by NVRTC as CuPy asks it to.
+    RuntimeError as `assemble`.
+    """
     program, log = _compiled(text, expressions, f"-arch={arch}", "--ptxas-options=-v")
     symbols = {name: nvrtc.nvrtcGetLoweredName(program, name.encode())[1].decode() for name in expressions}
+    made = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
+    nvrtc.nvrtcGetCUBIN(program, made)
     nvrtc.nvrtcDestroyProgram(program)
+    _check_convergence(bytes(made), arch)
     return _usages(log, symbols)
 
 
 def measured(program, targets) -> dict[str, dict[str, Usage]]:
     """What instances of one file use, by target and expression: `targets` has, for each virtual architecture to
     translate for, the real ones to assemble for and the instances that are asked of them; `program` makes the text of
-    some. RuntimeError where something is written to registers that products under way read.
+    some. RuntimeError where something is written to registers that products under way read, and as `assemble`.
 
     Read from the disk where the same instance was compiled before by the same compiler.
     """
     usage = defaultdict(dict)
     for virtual, cards in targets.items():
-        # No other has products that are under way.
-        checks = [Path(under_way.__file__).read_text()] if virtual == "compute_90a" else []
+        # No other has products that are under way, or copies by one thread.
+        modules = (under_way, convergence) if virtual == "compute_90a" else ()
+        checks = [Path(module.__file__).read_text() for module in modules]
         key = partial(disk.key, versions(), *OPTIONS, *SIZES, *checks, virtual)
         missing = {}  # where it goes, by target and instance
         for arch, kernels in cards.items():
@@ -183,6 +194,12 @@ def _compiled(text, expressions, *options):
         nvrtc.nvrtcDestroyProgram(program)
         raise RuntimeError(log)
     return program, log
+
+
+def _check_convergence(cubin, arch):
+    """RuntimeError where a copying thread does not meet its warp."""
+    if arch == "sm_90a" and (found := convergence.apart(cubin)):
+        raise RuntimeError("\n".join(found))
 
 
 def _usages(log, symbols):

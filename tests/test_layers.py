@@ -10,7 +10,8 @@ from reference import assert_close, logsigmoid, same_bits
 
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.layers import NORMS, GatedLinearAttention, random_weights
+from linattn_np.layers import GatedLinearAttention, random_weights
+from linattn_np.layers.gated_linear_attention import NORMS
 
 D, H = 24, 4
 VARIANTS = {

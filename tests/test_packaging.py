@@ -241,7 +241,11 @@ ROOMS = {
     "autodiff": (["contract", "key_from_gate", "dispatch", "value_heads", "ops", "conversions", "typing"], []),
     "kernel_choice": ([], []),
     "explanation": (["kernel_choice", "key_from_gate", "dispatch", "errors", "ops", "problem", "typing"], []),
-    "layers": (["argument_checks", "array_kinds", "autodiff", "errors", "accepted_arrays", "ops", "typing"], ["numpy"]),
+    "layers": (
+        ["layers", "argument_checks", "array_kinds", "autodiff", "errors", "accepted_arrays", "ops", "typing"],
+        ["numpy"],
+    ),
+    "layers/delta": (["layers", "argument_checks", "autodiff", "gates", "ops", "typing", "varlen"], ["numpy"]),
     "distributed": (
         [
             "distributed",
@@ -344,6 +348,7 @@ ROOMS = {
     "models/rwkv/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
     "models/rwkv/cuda_prompts": (["models", "backends.cupy", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
+    "models/rwkv/cuda_grad": (["models", "backends.cupy"], []),
     "models/rwkv6/cuda_grad": (["models", "ops", "backends.cupy"], []),
     "models/rwkv6/cuda_prefill": (["models.rwkv", "models.rwkv6", "backends.cupy", "declarations"], []),
     "models/rwkv7/cuda_decode": (["models", "backends.cupy"], ["numpy"]),

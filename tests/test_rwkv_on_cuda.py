@@ -59,11 +59,11 @@ def on_cuda(device, kind, monkeypatch):
     return lambda weights, dtype=None, **how: kind(weights, "cuda", dtype, **how)
 
 
-def random_weights(kind, rng, dtype=np.float32):
-    """Random weights of two layers, rounded to `dtype`, of the sizes SMALL."""
+def random_weights(kind, rng, dtype=np.float32, width=SMALL["D"], head_size=SMALL["N"]):
+    """Random weights of two layers, rounded to `dtype`; RWKV-6's have the sizes SMALL."""
     if kind is RWKV6:
         return synthetic(rng, SMALL, dtype)
-    layout = layout_of(kind, vocabulary=SMALL["V"], layers=2, width=SMALL["D"], head_size=SMALL["N"])
+    layout = layout_of(kind, vocabulary=SMALL["V"], layers=2, width=width, head_size=head_size)
     vector = layout.initial(0) + 0.2 * rng.standard_normal(layout.size)
     return layout.named(vector.astype(dtype).astype(np.float32))
 
@@ -116,6 +116,19 @@ def test_a_saved_state_goes_on_with_the_same_bits(on_cuda, rng, tmp_path):
         np.testing.assert_array_equal(host(model.forward(tokens, loaded)[0]), host(wanted))
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", [RWKV7])
+@pytest.mark.parametrize("width, head_size", [(24, 12), (128, 128)])
+def test_rwkv7_of_other_sizes(on_cuda, kind, width, head_size, rng):
+    """A step's threads hold a part of a wide head's state, and read the rest twice."""
+    weights, tokens = random_weights(kind, rng, np.float32, width, head_size), rng.integers(0, SMALL["V"], (1, 4))
+    found, state = in_calls(on_cuda(weights), tokens, [2, 1, 1])
+    wanted, wanted_state = in_calls(kind(weights), tokens, [2, 1, 1])
+    close(found, wanted, 1e-5)
+    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
+        close(host(part), wanted_part, 1e-5)
+
+
 @pytest.mark.parametrize("sizes", ["wide heads", "odd"])
 def test_prompts_of_other_sizes(on_cuda, sizes, rng):
     weights, tokens = synthetic(rng, SIZES[sizes]), rng.integers(0, 50, (3, 37))
@@ -123,6 +136,7 @@ def test_prompts_of_other_sizes(on_cuda, sizes, rng):
     close(host(found), RWKV6(weights).forward(tokens)[0], 1e-5)
 
 
+@pytest.mark.pairwise
 @versions
 @pytest.mark.parametrize("dtype", [np.float32, HALF], ids=str)
 def test_packed_prompts_and_slots_are_the_cpus(on_cuda, kind, dtype, rng):
@@ -146,6 +160,7 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, kind, dtype, rng):
         close(host(part), wanted, tolerance(dtype))
 
 
+@pytest.mark.pairwise
 @versions
 def test_a_row_of_a_pool_is_updated_in_place(on_cuda, kind, rng):
     """It is not contiguous, and a plan of prompts alike may have met a state that is."""
@@ -173,6 +188,7 @@ def test_prompts_packed_alike_share_their_plans(on_cuda, rng, monkeypatch):
             monkeypatch.setattr(cuda_prompts, "Draft", None)  # nothing is drawn from now on
 
 
+@pytest.mark.pairwise
 @versions
 def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rng, monkeypatch):
     """The second time; of other tokens and states, and to the same logits."""
@@ -196,6 +212,7 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rn
     assert graphs[0] > 10 * len(model.layers.decoder.layers)
 
 
+@pytest.mark.pairwise
 @versions
 @pytest.mark.parametrize("calls", [[9], [1, 1]], ids=str)
 def test_float16_holds_large_squares_and_outputs(on_cuda, kind, calls, rng):
@@ -256,6 +273,7 @@ def test_copies_share_the_weights_or_are_refused(on_cuda, rng):
     np.testing.assert_array_equal(host(model.forward([[3]], twin)[0]), host(wanted))
 
 
+@pytest.mark.pairwise
 @versions
 def test_the_eps_of_norms_is_that_of_the_weights(on_cuda, kind, rng):
     weights, tokens = (
@@ -266,6 +284,7 @@ def test_the_eps_of_norms_is_that_of_the_weights(on_cuda, kind, rng):
     close(found, in_calls(kind(weights), tokens, [4, 1])[0], 1e-5)
 
 
+@pytest.mark.pairwise
 @versions
 def test_a_tuned_state_is_where_sequences_start(on_cuda, kind, rng):
     weights = random_weights(kind, rng)
@@ -275,6 +294,7 @@ def test_a_tuned_state_is_where_sequences_start(on_cuda, kind, rng):
         close(host(found), kind(weights).forward(tokens)[0], 1e-5)
 
 
+@pytest.mark.pairwise
 @versions
 def test_joining_and_leaving_is_the_cpus(on_cuda, kind, rng):
     weights, how = random_weights(kind, rng), Sampling(temperature=1, seed=1)
@@ -397,6 +417,7 @@ def test_states_of_another_place_are_refused(on_cuda, device, rng):
     model.forward([[1]], model.on_device(state))
 
 
+@pytest.mark.pairwise
 @versions
 def test_a_quantised_checkpoint_is_widened(on_cuda, kind, rng):
     few = kind.quantise(random_weights(kind, rng, np.float32), "int8")
@@ -406,6 +427,7 @@ def test_a_quantised_checkpoint_is_widened(on_cuda, kind, rng):
     close(found, wanted, 1e-5)
 
 
+@pytest.mark.pairwise
 @versions
 def test_int8_matrices_serve_prompts_and_steps(on_cuda, kind, device, rng):
     weights = random_weights(kind, rng)
@@ -421,6 +443,7 @@ def test_int8_matrices_serve_prompts_and_steps(on_cuda, kind, device, rng):
     close(found, in_calls(reference, tokens, lengths)[0], tolerance(BFLOAT16))
 
 
+@pytest.mark.pairwise
 @versions
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
 def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, kind, dtype, rng, tmp_path):

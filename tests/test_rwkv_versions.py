@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import golden
 import literal_rwkv6
 import literal_rwkv7
 import numpy as np
@@ -108,6 +109,17 @@ def test_hidden_states_are_what_the_head_reads(kind, weights, loops, rng, monkey
     np.testing.assert_allclose(hidden @ weights["head.weight"].T, logits, rtol=0, atol=1e-5)
     step, _ = model.forward([[1], [2]], state, hidden=True, last=True)
     np.testing.assert_allclose(step @ weights["head.weight"].T, model.forward([[1], [2]], after)[0][:, 0], atol=1e-5)
+
+
+def test_golden_logits_are_written_beside_a_model(kind, rng, tmp_path):
+    layout = layout_of(kind, vocabulary=256, layers=2)
+    weights = layout.named(layout.initial(0) + np.float32(0.05))
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "text").write_bytes(b"Captain Wentworth")
+    golden.main(tmp_path / "model.safetensors", tmp_path / "text", 7)
+    with np.load(tmp_path / "golden.npz") as file:
+        assert bytes(file["prompt"]) == b"Captain"
+        np.testing.assert_array_equal(file["logits"], LITERAL[kind].logits_of(weights, b"Captain"))
 
 
 # -- text -----------------------------------------------------------------------------------------------------------

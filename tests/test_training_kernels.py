@@ -11,15 +11,15 @@ from linattn_np import ContractError
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_training_kernels as kernels
 from linattn_np.distributed import SequenceParallel, run_threads
-from linattn_np.models import training, training_steps
+from linattn_np.models import RWKV6, RWKV7, training, training_steps
 from linattn_np.models.dropout import Dropout, keep
-from linattn_np.models.rwkv6 import cuda_grad, grad
-from linattn_np.models.rwkv6.parameters import Layout
+from linattn_np.models.rwkv import cuda_grad
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import CudaProducts, HostProducts
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
+KINDS = {kind.version.owner: kind for kind in (RWKV6, RWKV7)}
 V, RATE, SEEDS = 19, 0.3, (7, 1 << 33 | 5)
 
 
@@ -28,6 +28,9 @@ class Emulated:
 
     def __init__(self, device, dtype):
         self.device, self.dtype = device, np.dtype(dtype)
+
+    def cast(self, x):
+        return x.astype(self.dtype, copy=False)
 
     def matmul(self, a, b, out=None):
         y = np.matmul(a.astype(np.float32), b.astype(np.float32))
@@ -41,9 +44,13 @@ def products_on(device, dtype):
     return Emulated(device, dtype) if "Emulated" in type(device).__name__ else CudaProducts(dtype)
 
 
-def model(rng, tokens=(3, 20), **sizes):
+versions = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def model(rng, tokens=(3, 20), kind=RWKV6, **sizes):
     """A layout, float64 weights not far from the first ones, and tokens [B, T + 1]."""
-    layout = Layout(Layout.sizes_of(**{"layers": 2, "width": 32, "head_size": 16, "vocabulary": V, **sizes}))
+    sizes = {"layers": 2, "width": 32, "head_size": 16, "vocabulary": V, **sizes}
+    layout = kind.layout(kind.layout.sizes_of(**sizes))
     return layout, layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, tokens)
 
 
@@ -53,7 +60,8 @@ def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, recom
     matrices = None if dtype == np.float32 else weights[: layout.matrices].astype(dtype)
     gradient = device.empty((layout.size,), np.float32)
     drop = None if seeds is None else Dropout(device.upload(np.array(seeds)), rate)
-    value, pull = cuda_grad.loss(
+    loss = KINDS[layout.version.owner].loss
+    value, pull = loss(
         layout.tree(weights, matrices), device.upload(tokens), products, drop, recompute=recompute, **how
     )
     pull(layout.tree(gradient))
@@ -62,7 +70,7 @@ def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, recom
 
 def on_host(layout, vector, tokens, drop=keep):
     gradient = np.full(layout.size, np.nan)
-    value, pull = grad.loss(layout.tree(vector), tokens, HostProducts(), drop)
+    value, pull = KINDS[layout.version.owner].loss(layout.tree(vector), tokens, HostProducts(), drop)
     pull(layout.tree(gradient))
     return float(value), gradient
 
@@ -97,10 +105,11 @@ def mostly_close(draw, dtype):
 
 
 @pytest.mark.pairwise
+@versions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_those_of_numpy(device, dtype, rng):
+def test_gradients_are_those_of_numpy(device, dtype, kind, rng):
     def draw():
-        layout, vector, tokens = model(rng)
+        layout, vector, tokens = model(rng, kind=kind)
         return on_device(device, dtype, layout, vector, tokens), on_host(layout, vector, tokens), layout
 
     mostly_close(draw, dtype)
@@ -112,10 +121,12 @@ def test_gradients_of_other_sizes(device, sizes, rng):
     close(on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), 2e-5, layout)
 
 
-def test_float16_holds_large_squares(device, rng):
+@pytest.mark.pairwise
+@versions
+def test_float16_holds_large_squares(device, kind, rng):
     """Of the channel mix, beyond 65,504, where float16 ends. Some gradients that lead to others are so small that
     float16 has fewer bits for them: ten times the limit."""
-    layout, vector, tokens = model(rng)
+    layout, vector, tokens = model(rng, kind=kind)
     named = layout.named(vector)
     for i in range(2):
         named[f"blocks.{i}.ffn.key.weight"] *= 300
@@ -136,9 +147,11 @@ def test_blocks_of_several_tokens_and_sequences(device, rng, monkeypatch):
     close(on_device(device, DTYPES[0], layout, vector, tokens), found, 1e-5, layout)
 
 
+@pytest.mark.pairwise
+@versions
 @pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)
-def test_recomputed_activations_are_the_same_bits(device, dtype, rng):
-    layout, vector, tokens = model(rng)
+def test_recomputed_activations_are_the_same_bits(device, dtype, kind, rng):
+    layout, vector, tokens = model(rng, kind=kind)
     kept = on_device(device, dtype, layout, vector, tokens, SEEDS, RATE)
     again = on_device(device, dtype, layout, vector, tokens, SEEDS, RATE, recompute=True)
     assert kept[0] == again[0]
@@ -149,22 +162,24 @@ def test_parts_are_whole_when_they_are_said_to_be_done(device, rng):
     layout, vector, tokens = model(rng, layers=3)
     gradient, then = device.empty((layout.size,), np.float32), {}
     weights = layout.tree(device.upload(vector.astype(np.float32)))
-    _, pull = cuda_grad.loss(weights, device.upload(tokens), products_on(device, np.float32), None)
+    _, pull = RWKV6.loss(weights, device.upload(tokens), products_on(device, np.float32), None)
     pull(layout.tree(gradient), lambda part: then.update({part: host(gradient[slice(*layout.parts[part])]).copy()}))
     assert list(then) == [2, 1, 0] and sum(map(len, then.values())) == layout.matrices
     for part, numbers in then.items():
         np.testing.assert_array_equal(numbers, host(gradient)[slice(*layout.parts[part])])
 
 
+@pytest.mark.pairwise
+@versions
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)
-def test_contexts_that_are_cut_over_ranks(device, dtype, recompute, rng):
+def test_contexts_that_are_cut_over_ranks(device, dtype, recompute, kind, rng):
     """The mean of three ranks' losses and gradients, each of a part of the tokens, is that of whole contexts."""
     if "Emulated" not in type(device).__name__:
         pytest.skip("ranks of one card")
 
     def draw():
-        layout, vector, tokens = model(rng, (3, 22))
+        layout, vector, tokens = model(rng, (3, 22), kind)
 
         def on_rank(comm):
             ranks = SequenceParallel(comm)
@@ -220,8 +235,10 @@ def drawn(seeds, rate):
     return drop
 
 
-def test_gradients_through_dropout(device, rng):
-    layout, vector, tokens = model(rng)
+@pytest.mark.pairwise
+@versions
+def test_gradients_through_dropout(device, kind, rng):
+    layout, vector, tokens = model(rng, kind=kind)
     found = on_device(device, DTYPES[0], layout, vector, tokens, SEEDS, RATE)
     close(found, on_host(layout, vector, tokens, drawn(SEEDS, RATE)), 2e-5, layout)
     other = on_device(device, DTYPES[0], layout, vector, tokens, (SEEDS[0], SEEDS[1] + 1), RATE)
@@ -312,7 +329,7 @@ def test_a_training_learns_as_on_the_cpu(device, dtype, most):
     def loss(weights, tokens, *_):
         vector = one.steps.weights
         matrices = None if dtype == "float32" else vector[: one.layout.matrices].astype(products.dtype)
-        return cuda_grad.loss(one.layout.tree(vector, matrices), tokens, products, None)
+        return RWKV6.loss(one.layout.tree(vector, matrices), tokens, products, None)
 
     one.steps.loss = loss
     np.testing.assert_allclose(losses(one, 5), losses(Training(TEXT, settings), 5), atol=most)

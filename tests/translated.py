@@ -5,6 +5,8 @@ python tests/translated.py FOLDER 13.0 SEED     the folder holds its library, as
 For Hopper, so that all code is read: every instance goes through the front end, which is what differs between releases.
 Where warpgroups multiply, the widest go through the assembler, too: an older one may have no registers for what a newer
 one can do, and serialise products. Of these a part, which has every template argument: another part for another SEED.
+"all" in place of SEED has every instance where warpgroups multiply go through the assembler, in half an hour of a core:
+threads of a warp must meet before what it does as a whole, in every instance (convergence.py).
 """
 
 import ctypes
@@ -73,6 +75,16 @@ def assembled(kernels):
     return None
 
 
+def apart():
+    """The instance that CUDA 13.0's assembler once made with a thread that never met its warp."""
+    import numpy as np
+
+    from linattn_np.array_kinds import BFLOAT16
+    from linattn_np.backends.cupy.gated_kernels import SINGLE_PASS, GatedForwardSm90
+
+    return GatedForwardSm90("AfterWrite", SINGLE_PASS, BFLOAT16, np.dtype(np.float32), 64, 64)
+
+
 def main(folder, wanted, seed):
     import catalog
 
@@ -82,7 +94,10 @@ def main(folder, wanted, seed):
     for kernel in catalog.kernels():
         every[kernel.file].append(kernel)
     multiply = [kernels for kernels in every.values() if "wgmma.mma_async" in source.text(kernels[0].file)]
-    products = [widest(kernels, int(seed)) for kernels in multiply]
+    if seed == "all":
+        products = [[kernel] for kernels in multiply for kernel in kernels if kernel.arch == ARCH]
+    else:
+        products = [widest(kernels, int(seed)) for kernels in multiply] + [[apart()]]
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(mp_context=processes, initializer=partial(load, folder, wanted)) as pool:
         advice, refusals = pool.map(assembled, products), pool.map(refused, every.values())

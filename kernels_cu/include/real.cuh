@@ -16,6 +16,9 @@ template <> __device__ __forceinline__ double to_real(double x) { return x; }
 template <typename T> __device__ __forceinline__ T from_real(Real<T> x) { return from_float<T>(x); }
 template <> __device__ __forceinline__ double from_real<double>(double x) { return x; }
 
+__device__ __forceinline__ float multiply_add(float a, float x, float b) { return fmaf(a, x, b); }
+__device__ __forceinline__ double multiply_add(double a, double x, double b) { return fma(a, x, b); }
+
 // exp of a gate.
 __device__ __forceinline__ double decay_of(double gate) { return exp(gate); }
 

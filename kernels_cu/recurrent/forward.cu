@@ -1,20 +1,25 @@
-// what      GLA and RWKV-6 token by token, as in the equations.
+// what      GLA and RWKV-6 token by token, as in the equations; GLA also with a gate of columns.
 // math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;   o_t = scale q_t^T S_t  (RWKV-6: scale q_t^T (S_{t-1} + diag(u)
-//           k_t v_t^T))
-// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
+//           k_t v_t^T)); with gv S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T
+// shapes    q k g [B, H, T, K], v o gv [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
 // grid      a block for every (sequence, head, 32 columns of V), sequence slowest; 128 threads: a lane a column,
 //           a warp a quarter of the channels
-// smem      Shared<BK>: 16 tokens of q, k, decay and v, and the warps' parts of o
-// barriers  three every 16 tokens: tiles loaded | exps taken | parts of o written; the first also frees those parts
-// numerics  float32 throughout
-// source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
-// limits    K <= BK; BK of 64, 128, 256
+// smem      Shared<BK>: 16 tokens of q, k, v and decays, and the warps' parts of o
+// barriers  three every 16 tokens: tiles loaded | exps taken | parts of o written; the first also frees those parts. A
+//           fourth with gv, if a gate is above 0: gates loaded again
+// numerics  float32 throughout. Beside a gate above 0 decays are exp(g + gv), since either may leave the range alone
+// source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
+// limits    K <= BK; BK of 64, 128, 256; gv with AfterWrite
 #include "forward_arguments.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / 32, SLAB = 16, BV = 32;
+
+template <typename T, typename G> struct Args : ForwardArgs<T, G> {
+  Rows<const G> gv;  // null unless columns are GATED
+};
 
 template <int BK> struct Shared {
   float q[SLAB * BK];  // [16, BK]
@@ -23,10 +28,11 @@ template <int BK> struct Shared {
   float v[SLAB * BV];  // [16, BV]
   float u[BK];
   float partial[WARPS][SLAB * BV];  // [16, BV], o over each warp's channels
+  float av[SLAB * BV];              // [16, BV], gates of columns, then decays
 };
 
-template <class ReadOrder, typename T, typename G, int BK>
-__global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const ForwardArgs<T, G> args) {
+template <class ReadOrder, typename T, typename G, int BK, bool GATED>
+__global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
   constexpr int EACH = BK / WARPS;  // channels a thread
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
@@ -46,23 +52,47 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const ForwardArg
   for (i64 token = span.start; token < span.stop; token += SLAB) {
     load_tile<SLAB, BK, BK, THREADS>(s.q, args.q, b, h, token, span.stop, 0, shape.K);
     load_tile<SLAB, BK, BK, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
-    load_tile<SLAB, BK, BK, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
+    const auto load_gates = [&] {
+      load_tile<SLAB, BK, BK, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
+      if constexpr (GATED) load_tile<SLAB, BV, BV, THREADS>(s.av, args.gv, b, h, token, span.stop, v_tile, shape.V);
+    };
+    load_gates();
     load_tile<SLAB, BV, BV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
-    __syncthreads();  // the tiles are in shared memory; all have read the parts of o
-    for (int at = threadIdx.x; at < SLAB * BK; at += THREADS) s.a[at] = decay_of(s.a[at]);
-    __syncthreads();  // the decays are in shared memory
+    __syncthreads();   // the tiles are in shared memory; all have read the parts of o
+    float most = 0.f;  // of the gates
+    const auto take_exp = [&](float& x) {
+      if (GATED) most = fmaxf(most, x);
+      x = decay_of(x);
+    };
+    for (int at = threadIdx.x; at < SLAB * BK; at += THREADS) take_exp(s.a[at]);
+    if constexpr (GATED)
+      for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) take_exp(s.av[at]);
+    // `next_of` gives a number of the state from that before it, what its channel and its column say, and k v.
+    const auto go = [&](auto next_of) {
 #pragma unroll 1
-    for (int r = 0; r < SLAB; ++r) {
-      const float v = s.v[r * BV + lane];
-      float o = 0.f;
+      for (int r = 0; r < SLAB; ++r) {  // rows behind the last token write nothing and keep all
+        const float v = s.v[r * BV + lane], av = GATED ? s.av[r * BV + lane] : 1.f;
+        float o = 0.f;
 #pragma unroll
-      for (int c = 0; c < EACH; ++c) {
-        const int at = r * BK + c0 + c;
-        const float kv = s.k[at] * v, next = fmaf(s.a[at], S[c], kv);
-        o = fmaf(s.q[at], ReadOrder::reads_before_write ? fmaf(s.u[c0 + c], kv, S[c]) : next, o);
-        S[c] = next;
+        for (int c = 0; c < EACH; ++c) {
+          const int at = r * BK + c0 + c;
+          const float kv = s.k[at] * v, next = next_of(S[c], s.a[at], av, kv);
+          o = fmaf(s.q[at], ReadOrder::reads_before_write ? fmaf(s.u[c0 + c], kv, S[c]) : next, o);
+          S[c] = next;
+        }
+        s.partial[warp][r * BV + lane] = o;
       }
-      s.partial[warp][r * BV + lane] = o;
+    };
+    const auto decayed = [](float x, float a, float av, float kv) { return fmaf(GATED ? a * av : a, x, kv); };
+    if constexpr (!GATED) {
+      __syncthreads();  // the decays are in shared memory
+      go(decayed);
+    } else if (__syncthreads_or(most > 0.f)) {  // the decays are in shared memory
+      load_gates();
+      __syncthreads();  // the gates are, in place of decays
+      go([](float x, float g, float gv, float kv) { return grown(x, g + gv) + kv; });
+    } else {
+      go(decayed);
     }
     __syncthreads();  // the parts of o are in shared memory; the tiles may be overwritten
     for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) {

@@ -2,11 +2,11 @@
 // math      o = scale q^T S', S' = diag(exp g) S + k v^T   (RWKV-6: o = scale q^T (S + diag(u) k v^T))
 // shapes    q k g [B, H, K], v o [B, H, V], u [H, K], state [P, H, K, V], slots [B] or null
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 64 channels at a time, a lane four
-//           pieces of 16 bytes of them: 8 warps where the state is float32, else 4. Where its rows are not whole
-//           pieces, fewer channels at a time, number by number
+//           pieces of 16 bytes of them: 8 warps where the state is float32, 16 where it is float64, else 4. Where its
+//           rows are not whole pieces, fewer channels at a time, number by number
 // smem      the warps' parts of o, [warps, 64]
 // barriers  one: the parts of o are there
-// numerics  float32, whatever the state is stored in
+// numerics  float32, whatever the state is stored in; float64 if an array is
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    the last axis of the state is contiguous
 //
@@ -16,21 +16,28 @@
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
+#include "real.cuh"
 #include "tensor.cuh"
 
 constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
+// The type of the arithmetic.
+template <typename T, typename S> using Wider = decltype(Real<T>() + Real<S>());
 // On a multiprocessor, for the compiler: unasked, its order of a half-precision state's loads costs a sixth of the
 // time. Since sm_100 so many spill registers; with a float state three do, too, unless it finds them itself (0).
-template <typename S> constexpr int BLOCKS = SINCE_SM100 ? sizeof(S) == 4 ? 0 : 4 : sizeof(S) == 4 ? 4 : 5;
+template <typename R, typename S>
+constexpr int BLOCKS = sizeof(R) == 8   ? 1
+                       : sizeof(S) == 4 ? (SINCE_SM100 ? 0 : 4)
+                       : SINCE_SM100    ? 4
+                                        : 5;
 
 template <typename T, typename G, typename S> struct Args {
   Rows<const T> q, k, v;  // the time stride is not used
   Rows<const G> g;
   Rows<T> o;
-  const float* u;    // [H, K], null for GLA
-  Rows<S> state;     // rows are channels
-  const i64* slots;  // or null: sequence b has state b
+  const Wider<T, S>* u;  // [H, K], null for GLA
+  Rows<S> state;         // rows are channels
+  const i64* slots;      // or null: sequence b has state b
   i64 H, K, V;
   double scale;
   i64 pieces;  // whether every row of the state is whole pieces of 16 bytes
@@ -41,26 +48,29 @@ template <typename S, int N> struct alignas(N * sizeof(S)) Piece {
 };
 
 // What the token says of a channel.
-struct Channel {
-  float q, k, decay, u;
+template <typename R> struct Channel {
+  R q, k, decay, u;
 };
 
-template <class ReadOrder, class Args>
-__device__ __forceinline__ Channel channel_of(const Args& args, i64 b, i64 h, int c) {
-  return {to_float(args.q.row(b, h, 0)[c]), to_float(args.k.row(b, h, 0)[c]),
-          decay_of(to_float(args.g.row(b, h, 0)[c])), ReadOrder::reads_before_write ? args.u[h * args.K + c] : 0.f};
+template <class ReadOrder, typename T, typename G, typename S>
+__device__ __forceinline__ Channel<Wider<T, S>> channel_of(const Args<T, G, S>& args, i64 b, i64 h, int c) {
+  using R = Wider<T, S>;
+  return {to_real(args.q.row(b, h, 0)[c]), to_real(args.k.row(b, h, 0)[c]),
+          decay_of(R(to_real(args.g.row(b, h, 0)[c]))), ReadOrder::reads_before_write ? args.u[h * args.K + c] : R(0)};
 }
 
 // That of another lane.
-template <class ReadOrder> __device__ __forceinline__ Channel from_lane(const Channel& x, int lane) {
-  const auto its = [&](float y) { return __shfl_sync(0xffffffffu, y, lane); };
-  return {its(x.q), its(x.k), its(x.decay), ReadOrder::reads_before_write ? its(x.u) : 0.f};
+template <class ReadOrder, typename R> __device__ __forceinline__ Channel<R> from_lane(const Channel<R>& x, int lane) {
+  const auto its = [&](R y) { return __shfl_sync(0xffffffffu, y, lane); };
+  return {its(x.q), its(x.k), its(x.decay), ReadOrder::reads_before_write ? its(x.u) : R(0)};
 }
 
 // Moves a warp's channels a token on, in pieces of N neighbours; `part` [64] is what they add to o. Numbers of channels
 // and columns that do not exist are those of the first: read in vain, but without a branch.
 template <class ReadOrder, int N, typename T, typename G, typename S>
-__device__ __forceinline__ void advance(float* part, const Args<T, G, S>& args, i64 b, i64 h, i64 start, int warp) {
+__device__ __forceinline__ void advance(Wider<T, S>* part, const Args<T, G, S>& args, i64 b, i64 h, i64 start,
+                                        int warp) {
+  using R = Wider<T, S>;
   constexpr int CHANNELS = N > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
   constexpr int ACROSS = N * 32 < BV ? BV / (N * 32) : 1, LANES = BV / (N * ACROSS), ROWS = 32 / LANES,
                 EACH = CHANNELS / ROWS;
@@ -68,7 +78,7 @@ __device__ __forceinline__ void advance(float* part, const Args<T, G, S>& args, 
   const i64 column = start + first_column, apart = ROWS * args.state.t;
   const auto column_exists = [&](int m) { return column + m * 32 * N < args.V; };
   S* at = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
-  float o[ACROSS][N] = {};
+  R o[ACROSS][N] = {};
   for (int first = warp * CHANNELS; first < K; first += WARPS<S> * CHANNELS, at += WARPS<S> * CHANNELS * args.state.t) {
     const auto row_exists = [&](int n) { return first + row + n * ROWS < K; };
     Piece<S, N> state[EACH][ACROSS];
@@ -79,25 +89,26 @@ __device__ __forceinline__ void advance(float* part, const Args<T, G, S>& args, 
         if (row_exists(n) && column_exists(m))
           state[n][m] = *reinterpret_cast<const Piece<S, N>*>(at + n * apart + m * 32 * N);
     const int c = first + lane % CHANNELS;
-    const Channel mine = channel_of<ReadOrder>(args, b, h, c < K ? c : 0);
-    float v[ACROSS][N];
+    const Channel<R> mine = channel_of<ReadOrder>(args, b, h, c < K ? c : 0);
+    R v[ACROSS][N];
 #pragma unroll
     for (int m = 0; m < ACROSS; ++m) {
       const T* from = args.v.row(b, h, 0) + (column_exists(m) ? column + m * 32 * N : 0);
 #pragma unroll
-      for (int i = 0; i < N; ++i) v[m][i] = to_float(from[i]);
+      for (int i = 0; i < N; ++i) v[m][i] = to_real(from[i]);
     }
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
-      const Channel c = from_lane<ReadOrder>(mine, n * ROWS + row);
+      const Channel<R> c = from_lane<ReadOrder>(mine, n * ROWS + row);
 #pragma unroll
       for (int m = 0; m < ACROSS; ++m) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float before = to_float(state[n][m].x[i]), kv = c.k * v[m][i], after = fmaf(c.decay, before, kv);
-          const float sum = fmaf(c.q, ReadOrder::reads_before_write ? fmaf(c.u, kv, before) : after, o[m][i]);
+          const R before = to_real(state[n][m].x[i]), kv = c.k * v[m][i], after = multiply_add(c.decay, before, kv);
+          const R read = ReadOrder::reads_before_write ? multiply_add(c.u, kv, before) : after;
+          const R sum = multiply_add(c.q, read, o[m][i]);
           o[m][i] = row_exists(n) ? sum : o[m][i];
-          state[n][m].x[i] = from_float<S>(after);
+          state[n][m].x[i] = from_real<S>(Real<S>(after));
         }
         if (row_exists(n) && column_exists(m))
           *reinterpret_cast<Piece<S, N>*>(at + n * apart + m * 32 * N) = state[n][m];
@@ -115,8 +126,9 @@ __device__ __forceinline__ void advance(float* part, const Args<T, G, S>& args, 
 }
 
 template <class ReadOrder, typename T, typename G, typename S>
-__global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<S>) recurrent_step(const Args<T, G, S> args) {
-  float (*parts)[BV] = reinterpret_cast<float (*)[BV]>(dynamic_smem());
+__global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<Wider<T, S>, S>) recurrent_step(const Args<T, G, S> args) {
+  using R = Wider<T, S>;
+  R(*parts)[BV] = reinterpret_cast<R(*)[BV]>(dynamic_smem());
   const u32 tiles = u32((args.V + BV - 1) / BV), H = u32(args.H), head = blockIdx.x / tiles, h = head % H, b = head / H;
   const i64 start = blockIdx.x % tiles * BV;
   const int warp = threadIdx.x / 32;
@@ -124,8 +136,8 @@ __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<S>) recurrent_step(const
   else advance<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
   __syncthreads();  // the parts of o are in shared memory
   if (threadIdx.x >= BV || start + threadIdx.x >= args.V) return;
-  float sum = 0.f;
+  R sum = 0;
 #pragma unroll
   for (int n = 0; n < WARPS<S>; ++n) sum += parts[n][threadIdx.x];
-  args.o.row(b, h, 0)[start + threadIdx.x] = from_float<T>(float(args.scale) * sum);
+  args.o.row(b, h, 0)[start + threadIdx.x] = from_real<T>(Real<T>(R(args.scale) * sum));
 }

@@ -161,7 +161,7 @@ def declare(parser):
         type=int,
         choices=VERSIONS,
         metavar="6,7",
-        help="of RWKV, of a new model (default: 6); 7 trains on the cpu",
+        help="of RWKV, of a new model (default: 6)",
     )
     add(
         "--from",

@@ -27,6 +27,10 @@ class CudaProducts:
         self.dtype, self.device = np.dtype(dtype), CupyDevice()
         self.product = self.device.library.product
 
+    def cast(self, x):
+        """`x` as products take it."""
+        return x.astype(self.dtype, copy=False)
+
     def matmul(self, a, b, out=None):
         """a b, for a [..., M, K] and b [..., K, N] that have rows or columns of neighbours; as may `out`.
 

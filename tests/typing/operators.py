@@ -31,7 +31,7 @@ from linattn_np import (
 )
 from linattn_np.interop.jax import gla as gla_of_jax
 from linattn_np.interop.torch import gla as gla_of_torch
-from linattn_np.layers import GatedLinearAttention, random_weights
+from linattn_np.layers import GatedDeltaNet, GatedLinearAttention, random_weights
 from linattn_np.models import RWKV6, Batch, Sampling, State
 from linattn_np.typing import Pullback
 
@@ -56,6 +56,7 @@ def results(x: Half, gate: Single, flag: bool) -> None:
     assert_type(softmax_attention(x, x, x, causal=False, out=x), Half)
     assert_type(softmax_attention(x, x, x, window=(8, 0), sinks=x, return_lse=True), tuple[Half, Any])
     assert_type(gla_step(x, x, x, gate, gate, slots=[0, 1]), Half)
+    assert_type(gla_step(x, x, x, gate, gate, pending=gate, accepted=np.array([1])), Half)
     assert_type(rwkv6_step(x, x, x, gate, gate, gate), Half)
     assert_type(gated_delta_rule_step(x, x, x, gate, gate, gate, qk_l2norm=True), Half)
 
@@ -99,6 +100,9 @@ def layers(x: Single) -> None:
     assert_type(y, np.ndarray)
     assert_type(layer.step(x, state), np.ndarray)
     (y, state), pullback = layer.vjp(x, cu_seqlens=[0, 100])
+    weights = GatedDeltaNet.random_weights(np.random.default_rng(0), 64, 4, head_dim=16)
+    y, states = GatedDeltaNet(weights, num_heads=4, allow_neg_eigval=True)(x)
+    assert_type(states, tuple[np.ndarray, np.ndarray])
 
 
 def on_ranks(x: Half, gate: Single) -> None:

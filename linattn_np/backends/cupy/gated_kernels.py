@@ -120,14 +120,15 @@ class GatedSegmentStates(TiledKernel):
 
 
 class Recurrent(GatedKernel, TiledKernel):
-    """Forward token by token, on every card."""
+    """Forward token by token, on every card. `gates_columns`: columns of V have gates, too."""
 
     file = "recurrent/forward"
-    arguments = members("rows q k v g o, pointers? u initial final, shape, reals scale")
+    arguments = members("rows q k v g o, pointers? u initial final, shape, reals scale, rows? gv")
     shared = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32  # columns of V a block, one lane a column
     BK: int
+    gates_columns: bool = False
 
 
 class GatedBackward(GatedKernel):

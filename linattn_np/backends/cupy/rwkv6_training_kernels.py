@@ -66,7 +66,7 @@ class AddNorm(OfTokens):
 class MixForward(Elementwise):
     file = "training/mix_forward"
     arguments = members("pointers xx maa m mixed, integers tokens T_ D")
-    MIXES: ClassVar[tuple[int, ...]] = (1, 2, 5)
+    MIXES: ClassVar[tuple[int, ...]] = (1, 2, 5, 6)
     C: int
 
 
@@ -87,7 +87,7 @@ class NormBackward(OfTokens):
     )
     shared = ("Shared<{THREADS} / 32>",)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated")
-    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2)
+    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)
     change: str
     C: int
 

@@ -148,18 +148,8 @@ def fits_hoppers_forward(problem, device, arrays) -> bool:
     """Whether Hopper's own kernel computes a problem from `arrays`: at most two blocks' channels, and arrays that
     tensor maps can describe, or copies of them, which cost less than the portable kernels."""
     arrays = [*arrays, *([] if problem.out is None else [problem.out])]
-    own = runs_on_hopper(problem, device) and problem.sizes["K"] <= 2 * TILES[-1]
+    own = device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
     return own and mappable_once_copied(arrays)
-
-
-def runs_on_hopper(problem, device) -> bool:
-    """Whether Hopper's own kernels take such data: half precision, but no float32 gates of every channel. With these
-    the forward kernel's instance for 64 channels never ended on an H200, and wider heads have launches of 64 channels,
-    too. The cause is not known yet, and the portable kernels compute these calls.
-    """
-    gates = list(problem.arrays.values())[3:4]  # none, of a token, or of its channels
-    wide_gates = any(g.dtype == FLOAT32 and g.shape[-1] > 1 for g in gates)
-    return device.capability == 90 and problem.dtype.itemsize == 2 and not wide_gates
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -480,7 +470,7 @@ def fits_hoppers_backward(problem, device, arrays) -> bool:
 
 def fits_hoppers_tiles(problem, device, arrays) -> bool:
     """Whether they can read tiles of at most 128 channels and columns."""
-    return runs_on_hopper(problem, device) and mappable_once_copied(arrays)
+    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
 def tiles_segments(problem, device, arrays, shared=False) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from .arguments import members
 from .gated_kernels import read_order
 from .kernel import DOUBLE, FLOATS, GatedKernel, no_kernels
-from .plan import Draft, aligned16, ceil_div, has_rows
+from .plan import FLOAT32, Draft, aligned16, ceil_div, has_rows
 
 
 class RecurrentStep(GatedKernel):
@@ -17,23 +17,13 @@ class RecurrentStep(GatedKernel):
     arguments = members(
         "rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale, integers pieces"
     )
-    shared = ("float[WARPS<{state}>][BV]",)
+    shared = ("Wider<{dtype}, {state}>[WARPS<{state}>][BV]",)
     BV: ClassVar[int] = 64  # columns of V a block
     state: np.dtype
 
     @property
     def threads(self):
         return 64 * self.BV * self.state.itemsize // (4 * 16)  # 64 channels at a time, four pieces of 16 bytes each
-
-
-class Float64Step(GatedKernel):
-    """One token's step with float64 inputs or a float64 state."""
-
-    file = "float64/step"
-    arguments = members("rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale")
-    threads = 128
-    BV: ClassVar[int] = threads  # columns of V a block
-    state: np.dtype
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -54,15 +44,11 @@ def plan(problem, device):
     B, H, K, V = problem.shape("B H K V")
     if isinstance(slots, np.ndarray):
         slots = draft.table(slots)
-    o, instance = draft.output(problem), (read_order(problem.op), problem.dtype, g.dtype, state.dtype)
-    both = {"q": q, "k": k, "v": v, "g": g, "o": o, "state": state, "slots": slots, "H": H, "K": K, "V": V}
-    if DOUBLE in instance:
-        kernel = Float64Step(*instance)
-        more = {"u": draft.plain(problem.arrays.get("u"), "u", DOUBLE)}
-    else:
-        kernel = RecurrentStep(*instance)
-        more = {"u": draft.bonus(problem), "pieces": aligned16(state)}
-    draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **both, **more, scale=problem.scale)
+    o, kernel = draft.output(problem), RecurrentStep(read_order(problem.op), problem.dtype, g.dtype, state.dtype)
+    u = draft.plain(problem.arrays.get("u"), "u", DOUBLE if DOUBLE in (problem.dtype, state.dtype) else FLOAT32)
+    arrays = {"q": q, "k": k, "v": v, "g": g, "o": o, "u": u, "state": state, "slots": slots}
+    sizes = {"H": H, "K": K, "V": V, "scale": problem.scale, "pieces": aligned16(state)}
+    draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **arrays, **sizes)
     return draft.plan(draft.give_back(problem, o), tiles={"BV": kernel.BV})
 
 

@@ -23,6 +23,7 @@ from .gated_kernels import (
     TILES,
     GatedBackwardChannels,
     GatedForward,
+    Recurrent,
     channels,
 )
 from .kernel import CTYPES, DOUBLE, Kernel, TiledKernel, no_kernels
@@ -81,19 +82,6 @@ class ValueGateForward(TiledKernel):
         return self.ungated.resident
 
 
-class ValueGateRecurrent(TiledKernel):
-    """Forward token by token."""
-
-    file = "value_gate/recurrent"
-    arguments = members("rows q k v g gv o, pointers initial final, shape, reals scale")
-    shared = ("Shared<{BK}>",)
-    threads = 128
-    BV: ClassVar[int] = 32
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int
-
-
 class ValueGateBackwardScores(Kernel):
     """Backward, for one side: scores, and tokens decayed to the ends of their chunks."""
 
@@ -140,7 +128,8 @@ def plan(problem, device):
     o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
     if problem.mode == "recurrent":
         named = dict(zip(("q", "k", "v", "g", "gv"), arrays, strict=True))
-        kernel = ValueGateRecurrent(problem.dtype, named["g"].dtype, channels(problem.sizes["K"]))
+        size = channels(problem.sizes["K"])
+        kernel = Recurrent("AfterWrite", problem.dtype, named["g"].dtype, size, gates_columns=True)
         return gated.launch_recurrent(draft, problem, kernel, named, o, final)
     launches = ValueGateForwardPass(draft, problem, forward_cut(problem, device, arrays[3].dtype), arrays, o)
     launches.run(final)

@@ -1,4 +1,7 @@
-"""RWKV-7's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV7`'s."""
+"""RWKV-7's loss and its gradients on NumPy arrays, without a framework; the equations are `RWKV7`'s.
+
+What lies between the mixed inputs and the output's matrix takes CuPy arrays too, for `cuda_grad`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ...ops.functions import rwkv7
-from ..array_math import affine, sigmoid, tanh
+from ..array_math import affine, fused, lerp, library_of, sigmoid, tanh
 from ..rwkv import grad
 from ..rwkv.grad import normalize, relu_squared_vjp, tanh_vjp, total
 from ..rwkv.version import GROUP_NORM_EPS
@@ -24,12 +27,15 @@ class Mixes:
     def __init__(self, *how):
         self.how, self.first, self.dfirst = how, None, 0
 
+    def recorded(self) -> Recorded:
+        return Recorded(self, *self.how)
+
     def time_mix(self, layer, x):
-        do = Recorded(self, *self.how)
+        do = self.recorded()
         return math.time_mix(do, layer, x, None, None), partial(time_mix_vjp, do, layer)
 
     def channel_mix(self, layer, x):
-        do = Recorded(self, *self.how)
+        do = self.recorded()
         return math.channel_mix(do, layer, x, None), partial(channel_mix_vjp, do, layer)
 
 
@@ -45,15 +51,15 @@ class Recorded(grad.Recorded):
 
     def log_decay(self, layer, low):
         self.decay_low = tanh(low)
-        self.decay_opening = sigmoid(layer.decay + self.product(layer, "decay_up", self.decay_low))
+        self.decay_opening = opened(self.product(layer, "decay_up", self.decay_low), layer.decay)
         return -math.DECAY * self.decay_opening
 
     def learning_rate(self, layer, low):
-        self.icl = sigmoid(layer.icl + self.product(layer, "icl_up", low))
+        self.icl = opened(self.product(layer, "icl_up", low), layer.icl)
         return self.icl
 
     def output_gate(self, layer, low):
-        self.gate_opening = sigmoid(low)
+        self.gate_opening = opened(low, 0.0)
         return self.product(layer, "gate_up", self.gate_opening)
 
     def first_value(self, v):
@@ -62,18 +68,18 @@ class Recorded(grad.Recorded):
 
     def residual_value(self, layer, v, low):
         self.change = self.mixes.first - v
-        self.value_opening = sigmoid(layer.value + self.product(layer, "value_up", low))
-        return v + self.change * self.value_opening
+        self.value_opening = opened(self.product(layer, "value_up", low), layer.value)
+        return lerp(v, self.change, self.value_opening)
 
     def keys(self, layer, k, icl):
         self.k = k
         self.kappa, self.pull_kappa = unit_heads((k * layer.removal).reshape(*k.shape[:-1], *layer.bonus.shape))
-        return self.kappa.reshape(k.shape), k * (1 + (icl - 1) * layer.replacement)
+        return self.kappa.reshape(k.shape), written(k, icl, layer.replacement)
 
     def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
         heads = *w.shape[:-1], *layer.bonus.shape
-        arrays = (x.reshape(heads) for x in (r, w, k, v, -kappa, kappa * icl))
-        return self.recurrence_of(layer, rwkv7, *arrays)
+        r, k, v, a, b = (self.products.cast(x).reshape(heads) for x in (r, k, v, -kappa, kappa * icl))
+        return self.recurrence_of(layer, rwkv7, r, w.reshape(heads), k, v, a, b).astype(w.dtype, copy=False)
 
     def bonus_norm(self, layer, o, r, k, v, gate):
         self.r, self.key, self.v = (x.reshape(o.shape) for x in (r, k, v))
@@ -86,31 +92,35 @@ class Recorded(grad.Recorded):
 
 def time_mix_vjp(do, layer, dy, to):
     """The gradient of x; those of the layer's weights go to `to`."""
+    dmixed = gated_vjp(do, layer, do.pulls["output"](do.pull_drop(dy), to.output), to)
+    return dy + mix_vjp(do, stack_of(*dmixed), layer.mix, to.mix, to.ln1)
+
+
+def gated_vjp(do, layer, dgated, to):
+    """The gradients of the six mixed inputs of `math.gated`, each [B, T, D]."""
     pulls = do.pulls
-    dgated = pulls["output"](do.pull_drop(dy), to.output)
     dungated = dgated * do.gate
     dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(do, layer, dungated, to)
     dk, dicl = keys_vjp(do, layer, dkey, dkappa, dicl, to)
     if hasattr(layer, "value"):
-        dopening = dv * do.change * do.value_opening * (1 - do.value_opening)
+        dopening = opening_vjp(dv * do.change, do.value_opening)
         to.value[...] = total(dopening)
         dmixed_v = pulls["value_down"](pulls["value_up"](dopening, to.value_up), to.value_down)
         do.mixes.dfirst += dv * do.value_opening
         dv = dv * (1 - do.value_opening)
     else:
         dmixed_v, dv = 0, dv + do.mixes.dfirst
-    dopening = dw * -math.DECAY * do.decay_opening * (1 - do.decay_opening)
+    dopening = -math.DECAY * opening_vjp(dw, do.decay_opening)
     to.decay[...] = total(dopening)
     dlow = tanh_vjp(pulls["decay_up"](dopening, to.decay_up), do.decay_low)
     dmixed_w = pulls["decay_down"](dlow, to.decay_down)
-    dopening = dicl * do.icl * (1 - do.icl)
+    dopening = opening_vjp(dicl, do.icl)
     to.icl[...] = total(dopening)
     dmixed_a = pulls["icl_down"](pulls["icl_up"](dopening, to.icl_up), to.icl_down)
-    dlow = pulls["gate_up"](dgated * do.ungated, to.gate_up) * do.gate_opening * (1 - do.gate_opening)
+    dlow = opening_vjp(pulls["gate_up"](dgated * do.ungated, to.gate_up), do.gate_opening)
     dmixed_g = pulls["gate_down"](dlow, to.gate_down)
-    dmixed_k, dmixed_v2, dmixed_r = pulls["kvr"](np.stack([dk, dv, dr]), to.kvr)
-    dmixed = np.stack([dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v2, dmixed_r])
-    return dy + mix_vjp(do, dmixed, layer.mix, to.mix, to.ln1)
+    dmixed_k, dmixed_v2, dmixed_r = pulls["kvr"](stack_of(dk, dv, dr), to.kvr)
+    return dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v2, dmixed_r
 
 
 def recurrence_vjp(do, layer, dungated, to):
@@ -120,7 +130,8 @@ def recurrence_vjp(do, layer, dungated, to):
     dshare = (dbonus * do.v).sum(axis=-1, keepdims=True)
     to.bonus[...] = (dshare * do.r * do.key).sum(axis=1).sum(axis=0)
     doutput = do.pull_group((dungated * layer.ln_x[0]).reshape(do.r.shape))
-    dr, dw, dkey, dv, da, db = do.pull_recurrence(doutput, to)
+    doutput = do.products.cast(doutput)
+    dr, dw, dkey, dv, da, db = (x.astype(do.r.dtype, copy=False) for x in do.pull_recurrence(doutput, to))
     dr, dkey, dv = dr + dshare * do.key * layer.bonus, dkey + dshare * do.r * layer.bonus, dv + dbonus * do.share
     icl = do.icl.reshape(da.shape)
     return (x.reshape(dungated.shape) for x in (dr, dw, dkey, dv, icl * db - da, do.kappa * db))
@@ -131,7 +142,7 @@ def keys_vjp(do, layer, dkey, dkappa, dicl, to):
     to.replacement[...] = total(dkey * do.k * (do.icl - 1))
     dremoved = do.pull_kappa(dkappa.reshape(do.kappa.shape)).reshape(do.k.shape)
     to.removal[...] = total(dremoved * do.k)
-    dk = dkey * (1 + (do.icl - 1) * layer.replacement) + dremoved * layer.removal
+    dk = lerp(written(dkey, do.icl, layer.replacement), dremoved, layer.removal)
     return dk, dicl + dkey * do.k * layer.replacement
 
 
@@ -151,11 +162,34 @@ def mix_vjp(do, dmixed, mix, to_mix, to_norm):
 def unit_heads(x):
     """x over its norm along the last axis, which counts for `math.LEAST_NORM` at least, and the pullback."""
     norm = np.sqrt((x * x).sum(axis=-1, keepdims=True))
-    least = norm <= math.LEAST_NORM
-    scale = 1 / np.where(least, math.LEAST_NORM, norm)
+    scale, long = 1 / np.maximum(norm, math.LEAST_NORM), norm > math.LEAST_NORM
     y = x * scale
 
     def pull(dy):
-        return scale * (dy - np.where(least, 0, y * (y * dy).sum(axis=-1, keepdims=True)))
+        return scale * (dy - y * ((y * dy).sum(axis=-1, keepdims=True) * long))
 
     return y, pull
+
+
+def stack_of(*arrays):
+    """In an array of its own, without the pointers that CuPy's `stack` would copy to the device."""
+    stack = library_of(arrays[0]).empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
+    for place, array in zip(stack, arrays):
+        place[...] = array
+    return stack
+
+
+@fused
+def opened(low, base):
+    return sigmoid(base + low)
+
+
+@fused
+def written(k, icl, replacement):
+    return k * (1 + (icl - 1) * replacement)
+
+
+@fused
+def opening_vjp(dy, y):
+    """Of y = sigmoid(x)."""
+    return dy * y * (1 - y)

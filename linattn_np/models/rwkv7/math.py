@@ -60,6 +60,11 @@ class Pieces(Protocol):
 
 def time_mix(do: Pieces, layer, x, shift, wkv):
     mixed, _, _ = do.shift_mix(layer, "ln1", "mix", x, shift)
+    return do.add_product(layer, "output", x, gated(do, layer, mixed, wkv))
+
+
+def gated(do: Pieces, layer, mixed, wkv):
+    """What the output's matrix takes, of the six mixed inputs."""
     x_w, x_a, x_g, _, x_v, _ = mixed
     k, v, r = do.product(layer, "kvr", mixed[3:])
     w = do.log_decay(layer, do.product(layer, "decay_down", x_w))
@@ -71,7 +76,7 @@ def time_mix(do: Pieces, layer, x, shift, wkv):
         v = do.first_value(v)
     kappa, k = do.keys(layer, k, icl)
     o = do.recurrence(layer, r, w, k, v, kappa, icl, wkv)
-    return do.add_product(layer, "output", x, do.bonus_norm(layer, o, r, k, v, gate))
+    return do.bonus_norm(layer, o, r, k, v, gate)
 
 
 def channel_mix(do: Pieces, layer, x, shift):

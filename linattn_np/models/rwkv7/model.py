@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from ..rwkv.model import Model
 from .names import VERSION
 from .numpy_layers import NumpyLayers
@@ -62,25 +59,4 @@ class RWKV7(Model):
     ((1, 15, 256), (2, 1, 4, 8, 8))
     """
 
-    version, numpy_layers, layout = VERSION, NumpyLayers, Layout
-    trains_on = ("cpu",)
-
-    @staticmethod
-    def loss(weights, tokens, products, drop, **how):
-        """The loss of a trainable model and its pullback, as `grad.loss` has them."""
-        from .grad import loss
-
-        return loss(weights, tokens, products, drop, **how)
-
-    @staticmethod
-    def numba_layers() -> type:
-        from .numba_layers import NumbaLayers
-
-        return NumbaLayers
-
-    @staticmethod
-    def cuda_layers() -> Callable:
-        from ..rwkv.cuda_layers import CudaLayers
-        from .cuda_decode import CudaDecoder
-
-        return partial(CudaLayers, CudaDecoder)
+    version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__

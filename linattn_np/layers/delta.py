@@ -1,0 +1,409 @@
+"""The layers of Gated DeltaNet and Kimi Delta Attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import varlen
+from ..argument_checks import is_real
+from ..autodiff import vjp
+from ..gates import gdn_gate, kda_gate
+from ..ops.functions import gated_delta_rule, kda
+from ..ops.steps import gated_delta_rule_step, kda_step
+from ..typing import Integers
+from .layer import Layer, Sigmoid, Swish, join, sigmoid, split, uniform
+
+SIZED = ("q_proj.weight", "v_proj.weight")  # what the sizes are read from
+CONVOLVED = ("q_conv1d", "k_conv1d", "v_conv1d")
+REQUIRED = (*SIZED, "k_proj.weight", "b_proj.weight", "A_log", "dt_bias", "o_norm.weight", "o_proj.weight")
+
+
+class DeltaLayer(Layer):
+    """A layer of a delta rule; a subclass has its operator, the gate before it and the output's gate."""
+
+    required: ClassVar[tuple[str, ...]] = REQUIRED
+    sized, norm_names = SIZED, ("o_norm.weight",)
+    operator: ClassVar[Callable[..., Any]]
+    operator_step: ClassVar[Callable[..., Any]]
+    decay_names: ClassVar[tuple[str, ...]]  # the linear maps whose result the gate is made of
+    low_rank: ClassVar[tuple[str, ...]]  # weights whose own size is their number of rows
+
+    def __init__(
+        self,
+        weights: Mapping,
+        num_heads: int,
+        *,
+        num_v_heads: int | None = None,
+        allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-5,
+    ):
+        self.heads = self.positive_int("num_heads", num_heads)
+        self.v_heads = self.heads if num_v_heads is None else self.positive_int("num_v_heads", num_v_heads)
+        if self.v_heads % self.heads:
+            self.refuse(f"num_v_heads is {self.v_heads}, expected num_heads, {self.heads}, or a multiple of it")
+        if not isinstance(allow_neg_eigval, (bool, np.bool_)):
+            self.refuse(f"allow_neg_eigval is {allow_neg_eigval!r}, expected True or False")
+        self.strongest = 2 if allow_neg_eigval else 1
+        self.norm_eps = self.positive_number("norm_eps", norm_eps)
+        self.weights = self.loaded(weights)
+        self.window = self.weights["q_conv1d.weight"].shape[-1] if "q_conv1d.weight" in self.weights else 1
+
+    def __repr__(self):
+        q, v = self.weights["q_proj.weight"], self.weights["v_proj.weight"]
+        more = f", {self.v_heads} of values" if self.v_heads != self.heads else ""
+        return (
+            f"{type(self).__name__}({q.shape[1]} channels, {self.heads} heads of {q.shape[0] // self.heads} by "
+            f"{v.shape[0] // self.v_heads}{more}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})"
+        )
+
+    def __call__(
+        self, x: np.ndarray, state: tuple | None = None, *, cu_seqlens: Integers | None = None
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """``(y, final state)`` of x [B, T, D], in its dtype.
+
+        A state is a pair: that of the recurrence [N, HV, K, V], float32 (or float64), and the last W - 1 projections
+        that the convolutions have met [N, W - 1, C], q, k and v side by side. `state` is where the sequences start,
+        zeros by default; it is not changed. `cu_seqlens` packs N sequences into one row, as in `gated_delta_rule`.
+        """
+        own = self.own("x", x, 3)
+        start, before, sequences = self.started(own, state, cu_seqlens)
+        arrays, after, _ = self.project(own, before, sequences)
+        o, final = self.operator(*arrays, **self.options(start, cu_seqlens))
+        return self.output(own, o)[0].astype(x.dtype, copy=False), (final, after)
+
+    def step(self, x: np.ndarray, state: tuple) -> np.ndarray:
+        """y [B, D] of one token x [B, D] of each sequence; both arrays of `state` are updated in place."""
+        own = self.own("x", x, 2)[:, None]
+        start, before, sequences = self.started(own, state, None)
+        arrays, after, _ = self.project(own, before, sequences)
+        o = self.operator_step(*(x[:, 0] for x in arrays), start, qk_l2norm=True)
+        state[1][...] = after
+        return self.output(own, o[:, None])[0][:, 0].astype(x.dtype, copy=False)
+
+    def vjp(
+        self, x: np.ndarray, state: tuple | None = None, *, cu_seqlens: Integers | None = None
+    ) -> tuple[tuple[np.ndarray, tuple], Callable[..., tuple]]:
+        """``((y, final state), pullback)``, as `linattn_np.vjp` has it.
+
+        ``pullback(dy)``, or ``pullback(dy, dstate)`` with a pair of gradients of the final state, returns the gradient
+        of x, a dict with those of the weights, and where a `state` was given, a pair with those of it.
+        """
+        own = self.own("x", x, 3)
+        start, before, sequences = self.started(own, state, cu_seqlens)
+        arrays, after, pull_project = self.project(own, before, sequences)
+        (o, final), pull = vjp(self.operator, *arrays, **self.options(start, cu_seqlens))
+        y, pull_output = self.output(own, o)
+
+        def pullback(dy, dstate=None):
+            if dy.shape != y.shape:
+                self.refuse(f"dy is {dy.shape}, expected {y.shape} like y")
+            through_gate, do, gradients = pull_output(self.own("dy", dy, 3))
+            dfinal, dafter = (None, None) if dstate is None else dstate
+            found = pull(do, dfinal)
+            through_heads, dbefore, more = pull_project(found[: len(arrays)], dafter)
+            dx = (through_gate + through_heads).astype(x.dtype, copy=False)
+            given = [] if state is None else [(*found[len(arrays) :], dbefore)]
+            return dx, {name: (gradients | more)[name] for name in self.weights}, *given
+
+        return (y.astype(x.dtype, copy=False), (final, after)), pullback
+
+    def options(self, start, cu_seqlens) -> dict:
+        return {
+            "layout": "bthd",
+            "initial_state": start,
+            "output_final_state": True,
+            "cu_seqlens": cu_seqlens,
+            "qk_l2norm": True,
+        }
+
+    def started(self, x, state, cu_seqlens):
+        """(the recurrence's state or None, the convolutions', (row, tokens, number) of each sequence or of all)."""
+        sequences, count = [(slice(None), slice(None), slice(None))], len(x)
+        if cu_seqlens is not None and len(x) == 1:  # the operator refuses others
+            try:
+                spans = varlen.parse(cu_seqlens, x.shape[1])
+            except ValueError as error:
+                self.refuse(f"cu_seqlens {error}")
+            count = spans.count
+            sequences = [(slice(None), slice(*span), slice(n, n + 1)) for n, span in enumerate(spans)]
+        shape = (count, self.window - 1, sum(self.weights[f"{name}_proj.weight"].shape[0] for name in "qkv"))
+        if state is None:
+            return None, np.zeros_like(x, shape=shape), sequences
+        if not isinstance(state, tuple) or len(state) != 2:
+            self.refuse(f"state is a {type(state).__name__}, expected a pair: of the recurrence, of the convolutions")
+        start, before = state
+        self.floats("state[1]", before)
+        if before.shape != shape:
+            self.refuse(f"state[1] is {before.shape}, expected [N, W - 1, C] = {shape}")
+        return start, before.astype(self.dtype, copy=False), sequences
+
+    # -- before the operator -----------------------------------------------------------------------------------------
+    def project(self, x, before, sequences):
+        """((q, k, v, g, beta), the convolutions' state behind x, pullback): arrays [B, T, H, ...] of x [B, T, D]."""
+        parts, pulls = zip(*(self.linear(x, f"{name}_proj.weight") for name in "qkv"))
+        ends = np.cumsum([part.shape[-1] for part in parts])[:-1]
+        raw, after, pull_raw = self.convolved(np.concatenate(parts, axis=-1), before, sequences)
+        q, k, v = np.split(Swish.value(raw), ends, axis=-1)
+        g, pull_g = self.decays(x)
+        logits, pull_logits = self.linear(x, "b_proj.weight")
+        beta = self.strongest * sigmoid(logits)
+
+        def pullback(gradients, dafter):
+            *dqkv, dg, dbeta = gradients
+            dprojected, dbefore, found = pull_raw(np.concatenate([*map(join, dqkv)], -1) * Swish.slope(raw), dafter)
+            pulled = [pull(d) for pull, d in zip(pulls, np.split(dprojected, ends, axis=-1))]
+            pulled += [pull_g(dg), pull_logits(dbeta * self.strongest * Sigmoid.slope(logits))]
+            for _, more in pulled:
+                found |= more
+            return sum(dx for dx, _ in pulled), dbefore, found
+
+        arrays = split(q, self.heads), split(k, self.heads), split(v, self.v_heads), g, beta
+        return arrays, after, pullback
+
+    def convolved(self, x, before, sequences):
+        """(y [B, T, C], the last W - 1 tokens of every sequence, pullback) of x and those `before` it.
+
+        y_t = b + sum_i w_i x_{t - W + 1 + i}, every channel for itself.
+        """
+        names = [f"{name}.weight" for name in CONVOLVED if f"{name}.weight" in self.weights]
+        biases = [f"{name}.bias" for name in CONVOLVED if f"{name}.bias" in self.weights]
+        W, y, after, seen = self.window, np.empty_like(x), np.empty_like(before), []
+        w = np.concatenate([self.weights[name][:, 0] for name in names]) if names else np.ones_like(x[0, :1].T)
+        b = np.concatenate([self.weights[name] for name in biases]) if biases else 0
+        for row, tokens, n in sequences:
+            met = np.concatenate([before[n], x[row, tokens]], axis=1)
+            T = met.shape[1] - (W - 1)
+            y[row, tokens] = sum(w[:, i] * met[:, i : i + T] for i in range(W)) + b
+            after[n] = met[:, T:]
+            seen.append(met)
+
+        def pullback(dy, dafter):
+            dx, dbefore, dw = np.empty_like(x), np.zeros_like(before), np.zeros_like(w)
+            for (row, tokens, n), met in zip(sequences, seen):
+                dmet, T, own = np.zeros_like(met), met.shape[1] - (W - 1), dy[row, tokens]
+                for i in range(W):
+                    dmet[:, i : i + T] += w[:, i] * own
+                    dw[:, i] += (own * met[:, i : i + T]).sum(axis=(0, 1))
+                if dafter is not None:
+                    dmet[:, T:] += dafter[n]
+                dbefore[n], dx[row, tokens] = dmet[:, : W - 1], dmet[:, W - 1 :]
+            ends = np.cumsum([self.weights[name].shape[0] for name in names])[:-1]
+            found = {name: part[:, None] for name, part in zip(names, np.split(dw, ends))}
+            return dx, dbefore, found | dict(zip(biases, np.split(dy.sum(axis=(0, 1)), ends)))
+
+        return y, after, pullback
+
+    def decays(self, x):
+        """(g, pullback) of x: a number of every head of values, or of each of its channels."""
+        raw, pull_raw = self.linear(x, *self.decay_names)
+        g, by_input, by_A_log = self.gate(raw)
+
+        def pullback(dg):
+            dA_log = dg * by_A_log
+            draw = (dg * by_input).reshape(raw.shape)
+            dx, found = pull_raw(draw)
+            found["A_log"] = dA_log.sum(axis=(0, 1, *range(3, dA_log.ndim)))
+            return dx, found | {"dt_bias": draw.sum(axis=(0, 1))}
+
+        return g, pullback
+
+    def gate(self, raw):
+        """(g, its derivatives by raw and by A_log) of raw [B, T, HV] or [B, T, HV K]."""
+        raise NotImplementedError
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+    def weight_shapes(self, found) -> dict:
+        (HK, D), (HV, _) = (found[name].shape for name in SIZED)
+        for name, size, heads in (("q_proj.weight", HK, self.heads), ("v_proj.weight", HV, self.v_heads)):
+            if not size or size % heads:
+                self.refuse(f"{name} is {found[name].shape}, with {size} channels for {heads} heads to share")
+        convolutions = [name for name in CONVOLVED if f"{name}.weight" in found]
+        if 0 < len(convolutions) < len(CONVOLVED):
+            self.refuse(f"{', '.join(convolutions)} without the others, expected all of {', '.join(CONVOLVED)} or none")
+        window = found[f"{CONVOLVED[0]}.weight"].shape[-1] if convolutions else 1
+        ranks = {name: found[name].shape[0] for name in self.low_rank if name in found}
+        return self.shapes(D, self.heads, self.v_heads, HK // self.heads, HV // self.v_heads, window, ranks)
+
+    @classmethod
+    def shapes(cls, D, H, HV, K, V, window, ranks) -> dict:
+        """The shapes of all possible weights by name."""
+        channels = dict(zip(CONVOLVED, (H * K, H * K, HV * V)))
+        return {
+            "q_proj.weight": (H * K, D),
+            "k_proj.weight": (H * K, D),
+            "v_proj.weight": (HV * V, D),
+            **{f"{name}.weight": (size, 1, window) for name, size in channels.items()},
+            **{f"{name}.bias": (size,) for name, size in channels.items()},
+            "b_proj.weight": (HV, D),
+            **cls.gate_shapes(D, HV, K, V, ranks),
+            "o_norm.weight": (V,),
+            "o_proj.weight": (D, HV * V),
+        }
+
+    @classmethod
+    def gate_shapes(cls, D, HV, K, V, ranks) -> dict:
+        """Those of both gates."""
+        raise NotImplementedError
+
+    @classmethod
+    def random_weights(
+        cls,
+        rng: np.random.Generator,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_dim: int,
+        num_v_heads: int | None = None,
+        expand_v: float = 1.0,
+        conv_size: int = 4,
+    ) -> dict[str, np.ndarray]:
+        """Weights of a new layer, float32 on the host: uniform within 1 / sqrt(inputs); rates exp(A_log) of 1 to 16 a
+        token, which dt_bias makes 0.001 to 0.1 of; 1 for the norm, and convolutions without a bias."""
+        HV, V = num_v_heads or num_heads, int(head_dim * expand_v)
+        ranks = dict.fromkeys(cls.low_rank, V)
+        shapes = cls.shapes(hidden_size, num_heads, HV, head_dim, V, conv_size, ranks)
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("conv1d.bias")}
+        weights = {name: uniform(rng, shape, shape[-1]) for name, shape in shapes.items()}
+        steps = np.exp(rng.uniform(np.log(0.001), np.log(0.1), shapes["dt_bias"]))
+        weights["A_log"] = np.log(rng.uniform(1, 16, HV)).astype(np.float32)
+        weights["dt_bias"] = np.log(np.expm1(steps)).astype(np.float32)  # what softplus makes the steps of
+        weights["o_norm.weight"] = np.ones(V, np.float32)
+        return weights
+
+
+class GatedDeltaNet(DeltaLayer):
+    """The layer of Gated DeltaNet: short convolutions, `linattn_np.gated_delta_rule`, a norm of every head, a swish
+    output gate.
+
+        q_t, k_t, v_t = swish(conv(W_q x)_t), swish(conv(W_k x)_t), swish(conv(W_v x)_t)
+            with conv(z)_t = sum_i w_i z_{t - W + 1 + i}, each channel for itself
+        g_t = -exp(A_log) softplus(W_a x_t + dt_bias),      beta_t = sigmoid(W_b x_t)       numbers of a head of values
+        S_t, o_t: `gated_delta_rule` of q_t / |q_t|, k_t / |k_t|, v_t, g_t, beta_t
+        y_t = W_o concat_h(RMSNorm(o_t; w) * swish(W_g x_t))
+
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, section 3.4.)
+
+    Parameters
+    ----------
+    weights : mapping from flash-linear-attention's names to arrays of one library and device
+        ``q_proj.weight``, ``k_proj.weight`` [H K, D], ``v_proj.weight`` [HV V, D], W_a ``a_proj.weight`` and W_b
+        ``b_proj.weight`` [HV, D], ``A_log``, ``dt_bias`` [HV], w ``o_norm.weight`` [V], ``o_proj.weight`` [D, HV V];
+        optional are W_g ``g_proj.weight`` [HV V, D], without which there is no output gate, and the convolutions
+        ``q_conv1d.weight``, ``k_conv1d.weight``, ``v_conv1d.weight`` [channels, 1, W] with a ``.bias`` [channels] each.
+        NumPy, CuPy or ``__dlpack__``, any float dtype; they are copied, as float64 if all are, else as float32, to be
+        the layer's own `weights`, which may be written to.
+    num_heads, num_v_heads : H, and HV where several heads of values share a head of queries and keys
+    allow_neg_eigval : beta is twice as large, up to 2
+    norm_eps : of the norm, o / sqrt(mean(o^2) + eps)
+
+    Raises
+    ------
+    ContractError
+        Weights that are missing, unknown or of the wrong shape; arrays that do not fit. ContractTypeError for dtypes,
+        and for arrays that are not where the weights are.
+
+    Example
+    -------
+    >>> import numpy as np
+    >>> from linattn_np.layers import GatedDeltaNet
+    >>> rng = np.random.default_rng(0)
+    >>> layer = GatedDeltaNet(GatedDeltaNet.random_weights(rng, 32, 2, head_dim=8, expand_v=2), num_heads=2)
+    >>> x = rng.standard_normal((1, 50, 32), dtype=np.float32)
+    >>> y, (state, convolutions) = layer(x)
+    >>> y.shape, state.shape, convolutions.shape
+    ((1, 50, 32), (1, 2, 8, 16), (1, 3, 64))
+    >>> _, states = layer(x[:, :49])                    # a prompt, then a token
+    >>> bool(np.allclose(layer.step(x[:, 49], states), y[:, 49], atol=1e-6))
+    True
+    >>> (y, states), pullback = layer.vjp(x)
+    >>> dx, gradients = pullback(np.ones_like(y))
+    """
+
+    required = (*REQUIRED, "a_proj.weight")
+    operator, operator_step = staticmethod(gated_delta_rule), staticmethod(gated_delta_rule_step)
+    decay_names, low_rank, gate_fn = ("a_proj.weight",), (), Swish
+
+    def gate(self, raw):
+        A_log, bias = self.weights["A_log"], self.weights["dt_bias"]
+        g = gdn_gate(raw, A_log, bias)
+        return g, -np.exp(A_log) * sigmoid(raw + bias), g
+
+    @classmethod
+    def gate_shapes(cls, D, HV, K, V, ranks):
+        return {"a_proj.weight": (HV, D), "A_log": (HV,), "dt_bias": (HV,), "g_proj.weight": (HV * V, D)}
+
+
+class KimiDeltaAttention(DeltaLayer):
+    """The layer of Kimi Delta Attention: short convolutions, `linattn_np.kda`, a norm of every head, a sigmoid output
+    gate.
+
+        q_t, k_t, v_t = swish(conv(W_q x)_t), swish(conv(W_k x)_t), swish(conv(W_v x)_t)    as in `GatedDeltaNet`
+        g_t = -exp(A_log) softplus(W_2 W_1 x_t + dt_bias)                                   a number every channel
+            or lower_bound * sigmoid(exp(A_log) (W_2 W_1 x_t + dt_bias)),                   beta_t = sigmoid(W_b x_t)
+        S_t, o_t: `kda` of q_t / |q_t|, k_t / |k_t|, v_t, g_t, beta_t
+        y_t = W_o concat_h(RMSNorm(o_t; w) * sigmoid(W_4 W_3 x_t + b))
+
+    (Kimi Team, "Kimi Linear", 2025, arXiv:2510.26692, section 4.)
+
+    Parameters
+    ----------
+    weights : mapping from flash-linear-attention's names to arrays of one library and device
+        As of `GatedDeltaNet` without ``a_proj``; W_1 ``f_proj.0.weight`` [R, D], W_2 ``f_proj.1.weight`` [HV K, R],
+        ``A_log`` [HV], ``dt_bias`` [HV K], W_3 ``g_proj.0.weight`` [R', D], W_4 ``g_proj.1.weight`` [HV V, R'],
+        b ``g_proj.1.bias`` [HV V].
+    num_heads, num_v_heads, allow_neg_eigval, norm_eps : as of `GatedDeltaNet`
+    lower_bound : float, optional
+        What no gate is below, which chooses the second form of g_t: -5 in models that have it.
+
+    Raises
+    ------
+    ContractError
+        As `GatedDeltaNet` does.
+
+    Example
+    -------
+    >>> import numpy as np
+    >>> from linattn_np.layers import KimiDeltaAttention
+    >>> rng = np.random.default_rng(0)
+    >>> weights = KimiDeltaAttention.random_weights(rng, 32, 2, head_dim=8, num_v_heads=4)
+    >>> layer = KimiDeltaAttention(weights, num_heads=2, num_v_heads=4)
+    >>> y, (state, convolutions) = layer(rng.standard_normal((1, 50, 32), dtype=np.float32))
+    >>> y.shape, state.shape, convolutions.shape
+    ((1, 50, 32), (1, 4, 8, 8), (1, 3, 64))
+    """
+
+    gate_names = ("g_proj.0.weight", "g_proj.1.weight", "g_proj.1.bias")
+    required = (*REQUIRED, "f_proj.0.weight", "f_proj.1.weight", *gate_names)
+    operator, operator_step = staticmethod(kda), staticmethod(kda_step)
+    decay_names, low_rank = ("f_proj.0.weight", "f_proj.1.weight"), ("f_proj.0.weight", "g_proj.0.weight")
+    gate_fn = Sigmoid
+
+    def __init__(self, weights: Mapping, num_heads: int, *, lower_bound: float | None = None, **options):
+        if lower_bound is not None and (not is_real(lower_bound) or not -np.inf < lower_bound < 0):
+            self.refuse(f"lower_bound is {lower_bound!r}, expected a number below 0, or None")
+        self.lower_bound = lower_bound
+        super().__init__(weights, num_heads, **options)
+
+    def gate(self, raw):
+        A_log, bias = self.weights["A_log"], self.weights["dt_bias"]
+        z, rate = split(raw + bias, self.v_heads), np.exp(A_log)[:, None]
+        g = kda_gate(split(raw, self.v_heads), A_log, bias, self.lower_bound)
+        if self.lower_bound is None:
+            return g, -rate * sigmoid(z), g
+        slope = self.lower_bound * rate * Sigmoid.slope(rate * z)
+        return g, slope, slope * z
+
+    @classmethod
+    def gate_shapes(cls, D, HV, K, V, ranks):
+        return {
+            "f_proj.0.weight": (ranks["f_proj.0.weight"], D),
+            "f_proj.1.weight": (HV * K, ranks["f_proj.0.weight"]),
+            "A_log": (HV,),
+            "dt_bias": (HV * K,),
+            "g_proj.0.weight": (ranks["g_proj.0.weight"], D),
+            "g_proj.1.weight": (HV * V, ranks["g_proj.0.weight"]),
+            "g_proj.1.bias": (HV * V,),
+        }

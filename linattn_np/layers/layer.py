@@ -1,0 +1,192 @@
+"""What layers have in common: weights by name, linear maps, the norm and gate behind an operator, each with its
+pullback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+
+from .. import accepted_arrays, array_kinds
+from ..argument_checks import is_int, is_real
+from ..errors import ContractError, ContractTypeError
+
+
+class Layer:
+    """A layer with its weights, checked, in one dtype and place.
+
+    A subclass says which weights must be there (`required`), which of them have the sizes of the others (`sized`, of
+    two axes each), and gives `weight_shapes`. Behind its operator are a norm of every head and a gate: `norm_names` are
+    possible names of the norm's weight, `gate_names` the linear maps of the gate, `gate_fn` its function.
+    """
+
+    required: ClassVar[tuple[str, ...]]
+    sized: ClassVar[tuple[str, ...]]
+    norm_names: ClassVar[tuple[str, ...]]
+    gate_names: ClassVar[tuple[str, ...]] = ("g_proj.weight",)
+    gate_fn: Any
+    norm_eps: float
+    weights: dict[str, np.ndarray]
+
+    def weight_shapes(self, found) -> dict:
+        """What every weight's shape must be, by name."""
+        raise NotImplementedError
+
+    # -- parts, each with its pullback -------------------------------------------------------------------------------
+    def linear(self, x, *names):
+        """(y, pullback) of the weights by these names, one behind the other: W x, or x + b of a bias.
+
+        ``pullback(dy)`` returns the gradient of x, and a dict of those of the weights.
+        """
+        met = []
+        for name in names:
+            w = self.weights[name]
+            met.append((name, w, x))
+            x = x + w if w.ndim == 1 else x @ w.T
+
+        def pullback(dy):
+            gradients = {}
+            for name, w, before in reversed(met):
+                gradients[name] = rows(dy).sum(axis=0) if w.ndim == 1 else product(dy, before)
+                dy = dy if w.ndim == 1 else dy @ w
+            return dy, gradients
+
+        return x, pullback
+
+    def output(self, x, o):
+        """(y, pullback), y [..., D] of x [..., D] and o [..., H, V]; the pullback also returns the gradient of o."""
+        norm = next((name for name in self.norm_names if name in self.weights), None)
+        scale = 1 / np.sqrt((o * o).mean(axis=-1, keepdims=True) + self.norm_eps)
+        unit = o * scale
+        normed = unit if norm is None else unit * self.weights[norm]
+        gated = self.gate_names[0] in self.weights
+        if gated:
+            raw, pull_gate = self.linear(x, *self.gate_names)
+            raw = raw.reshape(o.shape)
+        y, pull_y = self.linear(join(normed * self.gate_fn.value(raw) if gated else normed), "o_proj.weight")
+
+        def pullback(dy):
+            dmixed, gradients = pull_y(dy)
+            dnormed, dx = dmixed.reshape(o.shape), 0
+            if gated:
+                dx, more = pull_gate(join(dnormed * normed * self.gate_fn.slope(raw)))
+                dnormed, gradients = dnormed * self.gate_fn.value(raw), gradients | more
+            dunit = dnormed
+            if norm is not None:
+                gradients[norm], dunit = rows(dnormed * unit).sum(axis=0), dnormed * self.weights[norm]
+            do = scale * (dunit - unit * (unit * dunit).mean(axis=-1, keepdims=True))
+            return dx, do, gradients
+
+        return y, pullback
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+    def loaded(self, weights: Mapping) -> dict:
+        """The layer's own copies of `weights`, once every shape fits the others."""
+        found = {}
+        for name, x in weights.items():
+            try:
+                found[name], _ = accepted_arrays.accepted(name, x, "copied")
+            except accepted_arrays.Refusal as refusal:
+                self.refuse(f"{name} {refusal}", ContractTypeError)
+        if missing := [name for name in self.required if name not in found]:
+            self.refuse(f"{', '.join(missing)} missing from the weights")
+        for name in self.sized:
+            if found[name].ndim != 2:
+                self.refuse(f"{name} is {found[name].shape}, expected two axes")
+        wanted = self.weight_shapes(found)
+        if unknown := sorted(found.keys() - wanted):
+            self.refuse(f"{', '.join(unknown)} is none of this layer's weights: {', '.join(wanted)}")
+        for name, x in found.items():
+            if x.shape != wanted[name]:
+                self.refuse(f"{name} is {x.shape}, expected {wanted[name]}")
+            if x.dtype not in array_kinds.FLOATS:
+                self.refuse(f"{name} has dtype {x.dtype}, expected floats", ContractTypeError)
+        homes = {array_kinds.home(x) for x in found.values()}
+        if len(homes) > 1:
+            self.refuse(f"the weights live on {' and '.join(sorted(homes))}, expected one place", ContractTypeError)
+        (self.home,) = homes
+        self.dtype = np.dtype(np.float64 if all(x.dtype == np.float64 for x in found.values()) else np.float32)
+        return {name: found[name].astype(self.dtype, order="C") for name in wanted if name in found}
+
+    def own(self, name, x, ndim):
+        """`x` in the layer's dtype, once it is an array [..., D] where the weights are."""
+        self.floats(name, x)
+        D = self.weights["q_proj.weight"].shape[1]
+        if x.ndim != ndim or x.shape[-1] != D:
+            self.refuse(f"{name} is {x.shape}, expected [{'B, T, ' if ndim == 3 else 'B, '}D] with D={D}")
+        return x.astype(self.dtype, copy=False)
+
+    def floats(self, name, x):
+        """Refuses what is no array of floats where the weights are."""
+        if array_kinds.kind(x) not in ("numpy", "cupy"):
+            self.refuse(
+                f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected a NumPy or CuPy array",
+                ContractTypeError,
+            )
+        if array_kinds.home(x) != self.home:
+            self.refuse(f"{name} lives on {array_kinds.home(x)}, but the weights on {self.home}", ContractTypeError)
+        if x.dtype not in array_kinds.FLOATS:
+            self.refuse(f"{name} has dtype {x.dtype}, expected floats", ContractTypeError)
+
+    @classmethod
+    def positive_int(cls, argument, number) -> int:
+        if not is_int(number) or number < 1:
+            cls.refuse(f"{argument} is {number!r}, expected a positive integer")
+        return int(number)
+
+    @classmethod
+    def positive_number(cls, argument, number) -> float:
+        if not is_real(number) or not 0 < number < np.inf:
+            cls.refuse(f"{argument} is {number!r}, expected a positive number")
+        return float(number)
+
+    @classmethod
+    def refuse(cls, complaint, error=ContractError) -> NoReturn:
+        raise error(f"{cls.__name__}: {complaint}")
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+def split(x, heads):
+    """[..., H K] -> [..., H, K]"""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def join(x):
+    """[..., H, K] -> [..., H K]"""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def rows(x):
+    """[..., D] -> [tokens, D]"""
+    return x.reshape(-1, x.shape[-1])
+
+
+def product(dy, x):
+    """The gradient of W where y = W x, [M, D] of dy [..., M] and x [..., D]."""
+    return rows(dy).T @ rows(x)
+
+
+def uniform(rng, shape, inputs):
+    """float32 numbers within 1 / sqrt(inputs), as new weights have."""
+    return (rng.uniform(-1, 1, shape) * inputs**-0.5).astype(np.float32)
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x)) without its overflow."""
+    return 0.5 * np.tanh(0.5 * x) + 0.5
+
+
+class Relu:
+    value = staticmethod(lambda x: np.maximum(x, 0))
+    slope = staticmethod(lambda x: (x > 0).astype(x.dtype))
+
+
+class Sigmoid:
+    value = staticmethod(sigmoid)
+    slope = staticmethod(lambda x: sigmoid(x) * sigmoid(-x))
+
+
+class Swish:
+    value = staticmethod(lambda x: x * sigmoid(x))
+    slope = staticmethod(lambda x: sigmoid(x) * (1 + x * sigmoid(-x)))

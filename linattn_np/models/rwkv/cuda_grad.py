@@ -1,0 +1,422 @@
+"""A model's loss and its gradients on the GPU, with fewer passes over memory than `grad` takes.
+
+Activations are in the dtype of products, and so are the gradients that a matrix multiplies; the residual and its
+gradient, norms, decays and all sums are float32. Nothing waits for the device, so that a CUDA graph can hold a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...backends.cupy import rwkv6_training_kernels as kernels
+from ...backends.cupy.plan import FLOAT32, ceil_div
+from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm
+from ..array_math import library_of
+from ..single_process import WHOLE
+from .grad import layer_norm
+from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
+
+# Threads of a multiprocessor in kernels that sum over tokens: a multiprocessor has several blocks, which hide each
+# other's waits, and each block writes a row of sums.
+THREADS_AT_WORK = 1024
+
+
+def loss(version, mixes, weights, tokens, products, drop, recompute=False, cut=WHOLE):
+    """``(value, pull)``, as of `grad.loss`, for arrays on a device.
+
+    version, mixes : its tables, and its subclasses of `Mix` in the order of a layer
+    products : `CudaProducts`
+    drop : `dropout.Dropout`, or None to keep all
+    recompute : whether a layer keeps only its residuals, and computes its other activations again when pulled back
+    cut : describes how ranks share the sequences' tokens; WHOLE if they do not
+    """
+    do = Step(version, weights, tokens, products, drop, cut)
+    table, pull_table = layer_norm(weights.embedding[None].astype(FLOAT32, copy=False), weights.ln0)
+    x, change = None, Change("Embedded", table)
+    blocks: list[Block] = []
+    for i, layer in enumerate(weights.layers):
+        for mix in mixes:
+            block = Block(do, mix(do, layer), i, 1 + len(blocks))
+            x, change = block.forward(x, change)
+            if recompute and blocks:
+                blocks[-1].forget()
+            blocks.append(block)
+    x, moments, xx = do.add_norm(x, change, weights.ln_out)
+    logits = do.product(xx, weights.head)
+    value = do.cross_entropy(logits)
+
+    def pull(gradients, done=lambda part: None):
+        do.gradient(xx, logits, gradients.head)
+        last = Pulled(dxx=do.product(logits, transposed(weights.head)))
+        dx, dchange = do.norm_backward(x, moments, None, last, None, change, weights.ln_out, gradients.ln_out)
+        while blocks:  # what a block keeps is free once it has been pulled back
+            block = blocks.pop()
+            to = gradients.layers[block.layer]
+            pulled = do.with_behind(block.mix.pull(dchange, to))
+            if recompute and blocks:
+                blocks[-1].forward_again()
+            before = blocks[-1].change if blocks else Change("Embedded")
+            dx, dchange = do.norm_backward(
+                block.x, block.moments, block.xx, pulled, dx, before, block.norm, getattr(to, block.mix.NORM)
+            )
+            if blocks and blocks[-1].layer < block.layer:
+                done(block.layer)
+        # A product with one-hot rows adds in a fixed order; atomics would not.
+        hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(do.V)).astype(do.T)
+        dtable = products.matmul(hot.T, dchange[0])
+        gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
+        done(0)
+
+    return value, pull
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the residual, added by the kernel of the next norm: ``first``, "Gated" ``sigmoid(first) value``, or
+    at the beginning, "Embedded", the rows of a table. `site` tells one dropout from another.
+    """
+
+    kind: str
+    first: Any = None
+    value: Any = None
+    site: int = 0
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The gradients of a mix's inputs."""
+
+    dxx: Any = None  # of the normed input
+    dd: Any = None  # of its token shift
+    dmixed: Any = None  # of mixes of the two with shares `maa`
+    maa: Any = None
+    to: Any = None  # the array for the gradient of maa
+    before: Any = None  # the token before each sequence's first one, if another rank has it
+
+
+class Mix:
+    """A mix of a layer, with what its pullback needs.
+
+    NORM : the name of the norm before it
+    """
+
+    NORM: str
+
+    def __init__(self, do, layer):
+        self.do, self.layer = do, layer
+
+    def forward(self, xx, before, site) -> Change:
+        """What joins the residual, of the normed input and the last tokens of the rank before."""
+        raise NotImplementedError
+
+    def pull(self, dchange, to) -> Pulled:
+        """The gradients of the inputs, of that of the change; those of the layer's weights go to `to`."""
+        raise NotImplementedError
+
+
+class Block:
+    """A mix and its norm, with the arrays that are kept until it is pulled back."""
+
+    def __init__(self, do, mix, layer, site):
+        self.do, self.mix, self.layer, self.site = do, mix, layer, site
+        self.norm = getattr(mix.layer, mix.NORM)
+
+    def forward(self, x, change):
+        self.x, self.moments, self.xx = self.do.add_norm(x, change, self.norm)
+        self.before = self.do.before(self.xx)
+        return self.x, self.changed()
+
+    def changed(self):
+        self.change = self.mix.forward(self.xx, self.before, self.site)
+        return self.change
+
+    def forget(self):
+        """Drops all arrays but the residual."""
+        self.xx = self.change = None
+        self.mix = type(self.mix)(self.do, self.mix.layer)
+
+    def forward_again(self):
+        if self.xx is None:
+            _, self.moments, self.xx = self.do.add_norm(self.x, Change("Kept"), self.norm)
+            self.changed()
+
+
+def transposed(w):
+    return w.swapaxes(-1, -2)
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+class Step:
+    """The sizes of a step, and its launches; each function is one, but for the sums over tokens, which take a second.
+
+    Arrays are [tokens, D], those of n mixes [n, tokens, D].
+    """
+
+    def __init__(self, version, weights, tokens, products, drop, cut):
+        self.products, self.device, self.T, self.drop = products, products.device, products.dtype, drop
+        self.cut, self.scale = cut, output_scale(self.T)
+        self.V, self.D = weights.embedding.shape
+        self.read, (batch, length) = tokens, tokens.shape
+        self.context, self.tokens = length - 1, batch * (length - 1)
+        if self.D % 8 or self.D > kernels.MOST_CHANNELS:
+            wanted = f"expected a multiple of 8 up to {kernels.MOST_CHANNELS} for training on cuda"
+            version.refuse(f"width is {self.D}, {wanted}")
+        self.shared: Any = None  # what a version's layers have in common
+        self.threads = kernels.width(self.D)
+        most = self.device.multiprocessors * max(1, THREADS_AT_WORK // self.threads)
+        self.each = ceil_div(self.tokens, most)  # tokens of a block that adds up over them
+        self.blocks = ceil_div(self.tokens, self.each)
+
+    # -- products --
+    def product(self, x, w, out=None):
+        """x w."""
+        out = self.empty(*x.shape[:-1], w.shape[-1]) if out is None else out
+        return self.products.matmul(x, w, out)
+
+    def gradient(self, x, dy, to):
+        """The gradient of w in x w."""
+        self.products.matmul(transposed(x), dy, to)
+
+    # -- forwards --
+    def add_norm(self, x, change, norm):
+        """The residual with the change, its moments, and LN of it."""
+        y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
+        moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D)
+        embedded = change.kind == "Embedded"
+        self.launch(
+            kernels.AddNorm(self.T, self.threads, change.kind),
+            self.tokens,
+            x=x,
+            first=None if embedded else change.first,
+            value=change.value,
+            table=change.first if embedded else None,
+            read=self.read,
+            weight=norm[0],
+            bias=norm[1],
+            y=None if y is x else y,
+            moments=moments,
+            xx=xx,
+            T_=self.context,
+            D=self.D,
+            drop=self.dropped(change),
+            eps=LAYER_NORM_EPS,
+        )
+        return y, moments, xx
+
+    def mix(self, xx, before, maa, m=None):
+        """xx + d (maa + m), [n, tokens, D] for maa [n, D]; `before` is what comes before the first tokens."""
+        mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
+        kernel = kernels.MixForward(self.T, maa.size // self.D)
+        self.launch(
+            kernel,
+            self.elementwise(kernel),
+            xx=xx,
+            maa=maa,
+            m=m,
+            mixed=mixed,
+            tokens=self.tokens,
+            T_=self.context,
+            D=self.D,
+        )
+        if before is not None:
+            x, share = self.first(xx), maa[..., None, :] + (0 if m is None else self.first(m))
+            self.tokens_at(0, mixed)[...] = x + (before - x) * share
+        return mixed
+
+    def activated(self, kind, x):
+        """`x`, in place."""
+        kernel = Activation(kind, self.T, self.T)
+        self.launch(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
+        return x
+
+    def log_decay(self, low, decay):
+        w, kernel = self.empty(*low.shape, dtype=FLOAT32), kernels.LogDecayForward(self.T)
+        self.launch(kernel, self.elementwise(kernel), low=low, decay=decay, w=w, count=low.size, D=self.D)
+        return w
+
+    def gated_norm(self, o, gate, norm, N):
+        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.T, N), self.D // N
+        arrays, rows = {"o": o, "gate": gate, "weight": norm[0], "bias": norm[1], "y": y}, self.tokens * heads
+        eps = GROUP_NORM_EPS * self.scale**2
+        self.launch(kernel, kernel.blocks(rows), **arrays, rows=rows, H=heads, N=N, eps=eps)
+        return y
+
+    def cross_entropy(self, logits):
+        """The mean; the logits become its gradient."""
+        losses, kernel = self.empty(self.tokens, dtype=FLOAT32), kernels.CrossEntropy(self.T)
+        self.launch(
+            kernel,
+            ceil_div(self.tokens, kernel.TOKENS),
+            logits=logits,
+            read=self.read,
+            losses=losses,
+            tokens=self.tokens,
+            T_=self.context,
+            V=self.V,
+            share=1 / self.tokens,
+        )
+        return losses.mean()
+
+    # -- backwards --
+    def norm_backward(self, x, moments, xx, pulled, dy, change, norm, to):
+        """The residual's gradient, and that of what the change before it is made of; `to` gets that of the norm."""
+        C = 0 if pulled.maa is None else pulled.maa.size // self.D
+        dx = self.empty(self.tokens, self.D, dtype=FLOAT32) if dy is None else dy
+        gated = change.kind == "Gated"
+        dchange = [self.empty(self.tokens, self.D) for _ in range(1 + gated)]
+        parts = self.parts(2 + C)
+        self.launch(
+            kernels.NormBackward(self.T, self.threads, "Gated" if gated else "Added", C),
+            self.blocks,
+            dxx=pulled.dxx,
+            dd=pulled.dd,
+            dmixed=pulled.dmixed,
+            maa=pulled.maa,
+            xx=xx,
+            x=x,
+            moments=moments,
+            weight=norm[0],
+            dy=dy,
+            dx=dx,
+            first=change.first if gated else None,
+            value=change.value,
+            dfirst=dchange[0],
+            dvalue=dchange[1] if gated else None,
+            parts=parts,
+            tokens=self.tokens,
+            T_=self.context,
+            D=self.D,
+            each=self.each,
+            drop=self.dropped(change),
+        )
+        self.sum(parts, to, pulled.to)
+        if pulled.before is not None:
+            pulled.to[...] += (self.first(pulled.dmixed) * pulled.before).sum(-2)
+        return dx, dchange
+
+    def mix_backward(self, dmixed, m, maa, xx, before, to):
+        """The gradients of m, in its place, of xx and of d; `to` gets that of maa."""
+        dxx, dd, parts = self.empty(*xx.shape), self.empty(*xx.shape), self.parts(5)
+        self.launch(
+            kernels.MixBackward(self.T, self.threads),
+            self.blocks,
+            dmixed=dmixed,
+            m=m,
+            maa=maa,
+            xx=xx,
+            dxx=dxx,
+            dd=dd,
+            parts=parts,
+            tokens=self.tokens,
+            T_=self.context,
+            D=self.D,
+            each=self.each,
+        )
+        self.sum(parts, to)
+        if before is not None:
+            self.tokens_at(0, m)[...] = self.first(dmixed) * (before - self.first(xx))
+            to += (self.first(dmixed) * before).sum(1)
+        return m, dxx, dd
+
+    def activation_backward(self, kind, dy, y):
+        """`dy`, in place."""
+        kernel = kernels.ActivationBackward(kind, self.T)
+        self.launch(kernel, self.elementwise(kernel, y.size), dy=dy, y=y, count=y.size)
+        return dy
+
+    def log_decay_backward(self, dw, w, to):
+        dlow, parts = self.empty(*w.shape), self.parts(1)
+        kernel = kernels.LogDecayBackward(self.T, self.threads)
+        self.launch(
+            kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts, tokens=self.tokens, D=self.D, each=self.each
+        )
+        self.sum(parts, to)
+        return dlow
+
+    def gated_norm_backward(self, dy, o, gate, norm, N, to):
+        """The gradients of o and of the gate; `to` gets that of the norm."""
+        dout, dgate, parts = self.empty(*o.shape), self.empty(*o.shape), self.parts(2)
+        self.launch(
+            kernels.GatedNormBackward(self.T, self.threads),
+            self.blocks,
+            dy=dy,
+            o=o,
+            gate=gate,
+            weight=norm[0],
+            bias=norm[1],
+            do_=dout,
+            dgate=dgate,
+            parts=parts,
+            tokens=self.tokens,
+            D=self.D,
+            N=N,
+            each=self.each,
+            eps=GROUP_NORM_EPS * self.scale**2,
+        )
+        self.sum(parts, to)
+        return dout, dgate
+
+    # -- where sequences are cut --
+    def tokens_at(self, place, x):
+        """The rows of x [..., tokens, D] at one place of every sequence, as a view [..., batch, D]."""
+        return x.reshape(*x.shape[:-2], -1, self.context, x.shape[-1])[..., place, :]
+
+    def first(self, x):
+        return self.tokens_at(0, x).astype(FLOAT32)
+
+    def before(self, xx):
+        """The last tokens [batch, D] of the rank before, or None."""
+        return self.cut.from_before(self.tokens_at(-1, xx).astype(FLOAT32))
+
+    def with_behind(self, pulled):
+        """`pulled` with the gradient that the rank behind has for the last tokens, by its token shift."""
+        if self.cut is WHOLE:
+            return pulled
+        shifted = 0 if pulled.dd is None else self.first(pulled.dd)
+        if pulled.dmixed is not None:
+            plain = self.first(pulled.dmixed) * pulled.maa[..., None, :]
+            shifted = shifted + (plain if plain.ndim == 2 else plain.sum(0))
+        behind = self.cut.from_behind(shifted)
+        if behind is None:
+            return pulled
+        dxx = pulled.dxx
+        if dxx is None:
+            dxx = self.empty(self.tokens, self.D)
+            dxx[...] = 0
+        last = self.tokens_at(-1, dxx)
+        last[...] = last.astype(FLOAT32) + behind
+        return replace(pulled, dxx=dxx)
+
+    # -- arrays and launches --
+    def parts(self, n):
+        """The partial sums of n vectors, one of each block of a kernel."""
+        return self.empty(self.blocks, n * self.D, dtype=FLOAT32)
+
+    def sum(self, parts, first, rest=None):
+        """The sums over `parts`, of which `first` takes as many as it holds."""
+        columns, kernel = parts.shape[1], kernels.ColumnSums()
+        self.launch(
+            kernel,
+            ceil_div(columns, kernel.COLUMNS),
+            parts=parts,
+            first=first,
+            rest=rest,
+            P=self.blocks,
+            columns=columns,
+            split=first.size,
+        )
+
+    def dropped(self, change):
+        seeds, rate = (None, 0.0) if self.drop is None else (self.drop.seeds, self.drop.rate)
+        return [{"seeds": kernels.address(self.device, seeds), "site": change.site, "rate": rate}]
+
+    def elementwise(self, kernel, count=None):
+        """Blocks of `count` elements, by default of a token's channels."""
+        return ceil_div(self.tokens * self.D if count is None else count, 8 * kernel.threads)
+
+    def empty(self, *shape, dtype=None):
+        return self.device.empty(shape, self.T if dtype is None else dtype)
+
+    def launch(self, kernel, blocks, **fields):
+        kernels.launch(self.device, kernel, blocks, **fields)
