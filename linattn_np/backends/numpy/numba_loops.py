@@ -178,12 +178,12 @@ def multiply(a, b, c, depth, add):
 # G query heads share a key head. Row g * tokens + t of a tile is head g's query of the tile's token t. Scores have the
 # shape [keys of a panel, rows of a tile]: a vector holds rows, so a row's maximum and sum need no work across lanes.
 @njit(**LOOP)
-def copy_tokens(x, first, tokens, tile):
-    """Copies `tokens` tokens of x [G, T, D], from token `first` on, to the rows of tile [rows, D]."""
+def copy_tokens(x, first, tokens, scale, tile):
+    """Fills rows of tile [rows, D] with scale times `tokens` tokens of x [G, T, D], from token `first` on."""
     for g in range(x.shape[0]):
         for t in range(tokens):
             for c in range(x.shape[2]):
-                tile[g * tokens + t, c] = x[g, first + t, c]
+                tile[g * tokens + t, c] = scale * x[g, first + t, c]
 
 
 @njit(**LOOP)
@@ -218,6 +218,16 @@ def mask_scores(scores, first, key_ranges, rows):
             for i in range(scores.shape[1]):
                 visible = (key_ranges[0, i] <= first + j) & (first + j < key_ranges[1, i])
                 scores[j, i] = scores[j, i] if visible else float32(-np.inf)
+
+
+@njit(**LOOP)
+def zero_or_nan(scores):
+    """0; NaN if a score is not finite: the maximum and exp would hide an overflow."""
+    total = float32(0)
+    for j in range(scores.shape[0]):
+        for i in range(scores.shape[1]):
+            total += scores[j, i] * float32(0)
+    return total
 
 
 @njit(**LOOP)
@@ -257,10 +267,22 @@ def tile_size(G, first, stop):
 
 
 @njit(**LOOP)
-def attention_forward(q, keys, values, first_key, last_key, first, stop, softcap, o, maxima, sums):
+def attention_forward(heads, q, keys, values, first_key, last_key, first, stop, softcap, scale, o, maxima, sums):
+    """`head_forward` for the key heads heads[0] to heads[1] - 1, which are the first axis of its arrays."""
+    finite = True
+    for head in range(heads[0], heads[1]):
+        arrays, results = (q[head], keys[head], values[head]), (o[head], maxima[head], sums[head])
+        finite &= head_forward(*arrays, first_key, last_key, first, stop, softcap, scale, *results)
+    return finite
+
+
+@njit(**LOOP)
+def head_forward(q, keys, values, first_key, last_key, first, stop, softcap, scale, o, maxima, sums):
     """Fills o [G, T, V] of the tokens `first` to `stop` - 1 for one key head. Returns whether these are all finite.
 
-    q : [G, T, K], already scaled
+    A tile's o is NaN if one of its scores is not finite.
+
+    q : [G, T, K]
     keys, values : [panels, PANEL, K or V, rounded up to whole BLOCK_COLUMNS], padded with zeros
     first_key, last_key : [T]; token t sees the keys from first_key[t] to last_key[t] - 1
     softcap : scores are capped to +-softcap by tanh; 0 for none
@@ -273,13 +295,15 @@ def attention_forward(q, keys, values, first_key, last_key, first, stop, softcap
         q_transposed, scores = np.zeros((K, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
         o_tile = np.zeros((padded_rows, values.shape[2]), float32)
         tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
-        rescale, key_ranges = np.empty(padded_rows, float32), np.empty((2, padded_rows), np.int64)
-        copy_tokens(q, first, tokens, q_transposed.T)
+        rescale, key_ranges = np.empty(padded_rows, float32), np.empty((2, padded_rows), np.int32)
+        copy_tokens(q, first, tokens, scale, q_transposed.T)
         copy_token_scalars(maxima, first, tokens, tile_maxima)
         copy_token_scalars(sums, first, tokens, tile_sums)
         begin, end = tile_key_ranges(first_key, last_key, first, tokens, rows, key_ranges)
+        zero = float32(0)
         for panel in range(begin // PANEL, -(-end // PANEL)):
             multiply(keys[panel], q_transposed, scores, K, False)
+            zero += zero_or_nan(scores)
             if softcap > 0:
                 cap_scores(scores, softcap)
             mask_scores(scores, panel * PANEL, key_ranges, rows)
@@ -293,7 +317,7 @@ def attention_forward(q, keys, values, first_key, last_key, first, stop, softcap
             g, t = row // tokens, first + row % tokens
             maxima[g, t], sums[g, t] = tile_maxima[row], tile_sums[row]
             sees_no_key = key_ranges[0, row] >= key_ranges[1, row]
-            inverse_sum = float32(1) / (float32(1) if sees_no_key else tile_sums[row])
+            inverse_sum = zero + float32(1) / (float32(1) if sees_no_key else tile_sums[row])
             for c in range(o.shape[2]):
                 o[g, t, c] = o_tile[row, c] * inverse_sum
                 check += o[g, t, c] * float32(0)
@@ -303,7 +327,7 @@ def attention_forward(q, keys, values, first_key, last_key, first, stop, softcap
 
 @njit(**LOOP)
 def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last_key, softcap, scale, dq, dk, dv):
-    """The gradients of `attention_forward`, whose arguments these are. Returns whether they are all finite.
+    """The gradients of `head_forward`, whose arguments these are. Returns whether they are all finite.
 
     With the weights P = exp(score - maximum) / sum: dv = P^T do, dscore = P (do v^T - delta), dk = dscore^T q.
 
@@ -320,11 +344,11 @@ def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last
         weights, dscores = np.empty((PANEL, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
         dq_tile = np.zeros((padded_rows, dk.shape[2]), float32)
         tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
-        tile_delta, key_ranges = np.zeros(padded_rows, float32), np.empty((2, padded_rows), np.int64)
-        copy_tokens(q, first, tokens, q_tile)
-        copy_tokens(q, first, tokens, q_transposed.T)
-        copy_tokens(do, first, tokens, do_tile)
-        copy_tokens(do, first, tokens, do_transposed.T)
+        tile_delta, key_ranges = np.zeros(padded_rows, float32), np.empty((2, padded_rows), np.int32)
+        copy_tokens(q, first, tokens, scale, q_tile)
+        copy_tokens(q, first, tokens, scale, q_transposed.T)
+        copy_tokens(do, first, tokens, float32(1), do_tile)
+        copy_tokens(do, first, tokens, float32(1), do_transposed.T)
         copy_token_scalars(maxima, first, tokens, tile_maxima)
         copy_token_scalars(sums, first, tokens, tile_sums)
         copy_token_scalars(delta, first, tokens, tile_delta)

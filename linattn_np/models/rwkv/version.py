@@ -55,20 +55,30 @@ def low_rank(name) -> Weight:
     return Weight((name,), matrix=True, inputs_first=True)
 
 
+# Alike in every version: {parameter: axes} before the layers and after them, and {field: Weight} of the arrays from these.
+EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
+HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
+MODEL = {
+    "embedding": Weight(("emb.weight",), matrix=True),
+    "head": Weight(("head.weight",), matrix=True),
+    "ln0": norm("blocks.0.ln0"),
+    "ln_out": norm("ln_out"),
+}
+
+
 @dataclass(frozen=True)
 class Version:
     """A version of RWKV.
 
     owner : the class of its models, with which errors begin
     title : what errors call the version
-    embedding, block, head : {parameter: axes}: before the layers, of each block, and after the layers (the last norm
-        and the matrix of the logits). Read in this order, the first parameter with an axis gives the axis its size
-    layer, model : {field: Weight}: the arrays of each layer, and of the model outside its layers
+    block : {parameter of a block: axes}. An axis gets its size from the first parameter with it, in the order EMBEDDING,
+        blocks, HEAD
+    layer : {field: Weight}, the arrays of a layer
     first_layer_lacks : parameters of a block that the first block does not have; files may contain them, unread
     naming : a function of the weights in a file. It returns (the prefix of block names in the file, a function of an
         official name, which returns (the name in the file, the function that converts the file's array))
-    refuse_others : raises if the weights are another version's
-    check_sizes : raises if sizes do not fit each other
+    others : a function of the weights in a file. It returns {part of a name: the other version that has such names}
     fla_fields : {field of flash-linear-attention's config: the only value that is supported}
     fla_eps : flash-linear-attention's eps of norms if its config has none
     fla_group_eps_factor : a function of weights with flash-linear-attention's names: the group norm's eps divided by
@@ -77,14 +87,10 @@ class Version:
 
     owner: str
     title: str
-    embedding: dict[str, str]
     block: dict[str, str]
-    head: dict[str, str]
     layer: dict[str, Weight]
-    model: dict[str, Weight]
     naming: Callable[[Mapping], tuple[str, Callable]]
-    refuse_others: Callable[[Mapping], None]
-    check_sizes: Callable[[Mapping], None]
+    others: Callable[[Mapping], Mapping[str, str]]
     fla_fields: dict[str, object]
     fla_eps: float
     fla_group_eps_factor: Callable[[Mapping], float]
@@ -115,12 +121,12 @@ class Version:
             for name, axes in block.items()
             if i or name not in self.first_layer_lacks
         }
-        return self.embedding | blocks | self.head
+        return EMBEDDING | blocks | HEAD
 
     @property
     def matrices(self) -> list[str]:
-        """The names of all matrices, within a block or outside the layers, in the order of `layer` and `model`."""
-        weights = (*self.layer.values(), *self.model.values())
+        """The names of all matrices, within a block or outside the layers, in the order of `layer` and MODEL."""
+        weights = (*self.layer.values(), *MODEL.values())
         return [name for weight in weights if weight.matrix for name in weight.names]
 
     def is_matrix(self, name) -> bool:
@@ -148,8 +154,9 @@ class Version:
 
     def model_arrays(self, array_of: Callable) -> SimpleNamespace:
         """The arrays of the model outside its layers, made by ``array_of`` as in `layer_arrays`."""
-        fields = self.model.items()
-        return SimpleNamespace(**{field: array_of(field, weight, list(weight.names)) for field, weight in fields})
+        return SimpleNamespace(
+            **{field: array_of(field, weight, list(weight.names)) for field, weight in MODEL.items()}
+        )
 
     def without_leading_ones(self, weights, names) -> list:
         """The named parameters of a block, without the axes of size 1, which files have before all others."""
