@@ -133,9 +133,8 @@ def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]
     weights = official(version, weights)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
     sizes = {"1": 1, "5": 5, "L": layers}
-    for name, declaration in version.parameter_axes(
-        layers, has_initial_state="blocks.0.att.time_state" in weights
-    ).items():
+    declared = version.parameter_axes(layers, has_initial_state="blocks.0.att.time_state" in weights)
+    for name, declaration in declared.items():
         axes, shape = declaration.split(), tuple(weights[name].shape)
         if len(shape) == len(axes):
             for axis, size in zip(axes, shape):

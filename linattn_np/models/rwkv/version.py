@@ -55,7 +55,7 @@ def low_rank(name) -> Weight:
     return Weight((name,), matrix=True, inputs_first=True)
 
 
-# Alike in every version: {parameter: axes} before the layers and after them, and {field: Weight} of the arrays from these.
+# Alike in every version: {parameter: axes} before the layers and after them, {field: Weight} of the arrays from these.
 EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
 MODEL = {
@@ -72,8 +72,8 @@ class Version:
 
     owner : the class of its models, with which errors begin
     title : what errors call the version
-    block : {parameter of a block: axes}. An axis gets its size from the first parameter with it, in the order EMBEDDING,
-        blocks, HEAD
+    block : {parameter of a block: axes}. The first parameter with an axis, in the order EMBEDDING, blocks, HEAD, gives
+        the axis its size
     layer : {field: Weight}, the arrays of a layer
     first_layer_lacks : parameters of a block that the first block does not have; files may contain them, unread
     naming : a function of the weights in a file. It returns (the prefix of block names in the file, a function of an
