@@ -1,8 +1,8 @@
 """One token of an RWKV model on the GPU for B sequences, at close to the speed its weights can be read.
 
 For up to eight sequences a step reads each weight once and multiplies it by vectors of float32's precision. cuBLAS
-computes the products of more than eight sequences on other cards than Hopper, and of more than 256 on Hopper (int8:
-128). All arrays of a step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+computes the products of more than eight sequences on other cards than Hopper, and of more than 128 on Hopper. All
+arrays of a step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class CudaDecoder(NotCopied):
     A decoder has one caller at a time, on one stream; a model has any number of them.
 
     Matrices are kept in `dtype`; norms, mixes, decay and bonus in float32. Sums, and numbers that one kernel writes for
-    the next, are float32. With more
-    than eight sequences the vectors of a product are rounded to `dtype` (int8: to bfloat16). An int8 matrix has a scale
-    for every row; with more than 128 sequences the scaled rows are rounded to bfloat16. Beside int8 matrices the
-    embedding and the second matrices of low rank are bfloat16.
+    the next, are float32. With more than eight sequences the vectors of a product are rounded to `dtype` (int8: to
+    bfloat16). An int8 matrix has a scale for every row; with more than 128 sequences the scaled rows are rounded to
+    bfloat16. Beside int8 matrices the embedding and the second matrices of low rank are bfloat16.
 
     Parameters
     ----------

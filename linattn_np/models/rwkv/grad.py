@@ -114,15 +114,14 @@ def embedding(weights, tokens, products):
 
 def linear(x, w, products):
     """x w, for x [..., B, T, K] and w [..., K, M]."""
-    rows = products.cast(x).reshape(*x.shape[:-3], -1, x.shape[-1])
-    y = products.matmul(rows, w)
+    shape, rows = x.shape, products.cast(x).reshape(*x.shape[:-3], -1, x.shape[-1])  # rows alone are kept
 
     def pull(dy, to):
-        dy = products.cast(dy).reshape(y.shape)
+        dy = products.cast(dy).reshape(*rows.shape[:-1], w.shape[-1])
         products.matmul(rows.swapaxes(-1, -2), dy, out=to)
-        return products.matmul(dy, w.swapaxes(-1, -2)).reshape(x.shape)
+        return products.matmul(dy, w.swapaxes(-1, -2)).reshape(shape)
 
-    return y.reshape(*x.shape[:-1], w.shape[-1]), pull
+    return products.matmul(rows, w).reshape(*shape[:-1], w.shape[-1]), pull
 
 
 def layer_norm(x, weight_and_bias):
