@@ -18,10 +18,15 @@ import run
 from cases import DECLARED, DTYPES
 
 import linattn_np
+from linattn_np.command.measuring import contracting
+from linattn_np.declarations import DELTA_RULES
 from linattn_np.layouts import swap_heads
 
 OPS = {"gla": 5, "rwkv6": 4, "simple_gla": 2, "retention": 1, "linear_attention": 1, "gla with gv": 1, "gla_step": 1}
-OPS |= {"rwkv6_step": 1}
+OPS |= {"rwkv6_step": 1, "delta_rule": 1, "gated_delta_rule": 2, "kda": 2, "rwkv7": 2}
+OPS |= dict.fromkeys(("gated_delta_rule_step", "kda_step", "rwkv7_step"), 0.5)
+RANK_ONE = {op.name for op in DELTA_RULES}
+DEEPEST = 256  # channels that the delta rules have kernels for
 GATES = (*(name for name in gates.NAMES if name != "model"), "growth", "zero")
 DECAYS = ("g", "gv", "w")
 LEAST_MS = 10e-3  # what the launches of a call may take: no floor is lower
@@ -54,6 +59,7 @@ class Call:
     materialize: str = "None"
     mode: str = "auto"
     backward: bool = False  # the pullback, after a forward pass that is not timed
+    lengths: bool = False  # queries and keys are divided by their lengths
 
     def __str__(self):
         """The line that --replay takes: the op, the sizes, and whatever is not as in a plain call."""
@@ -67,6 +73,21 @@ class Call:
     @property
     def step(self):
         return self.op.endswith("_step")
+
+    @property
+    def declared(self):
+        return DECLARED[self.op]
+
+    @property
+    def rank_one(self):
+        """Whether it is a delta rule, or a step of one."""
+        return self.op.removesuffix("_step") in RANK_ONE
+
+    def heads_each(self, axes, name=None) -> int:
+        """How many heads an array has for each key head."""
+        shared = getattr(self.declared, "shared", None)
+        own = "V" in axes or shared is not None and name in self.declared.arrays and name not in shared
+        return self.groups if own else 1
 
     @property
     def function(self):
@@ -83,10 +104,12 @@ class Call:
     @property
     def keywords(self):
         """What the call is given besides arrays."""
+        given = {"qk_l2norm": True} if self.lengths else {}
         if self.step:
-            return {}
-        given = {"layout": self.layout, "reverse": self.reverse, "output_final_state": self.final and not self.backward}
-        if self.op != "gla with gv":
+            return given
+        given |= {"layout": self.layout, "reverse": self.reverse}
+        given["output_final_state"] = self.final and not self.backward
+        if "materialize" in self.declared.keywords.__annotations__ and self.op != "gla with gv":
             given["materialize"] = {"None": None, "True": True, "False": False}[self.materialize]
         if self.mode != "auto":
             given["mode"] = self.mode
@@ -120,23 +143,30 @@ def draw_call(rng) -> Call:
     def columns():
         return int(rng.choice((16, 32, 64, 96, 128, 192, 256, 512))) if rng.random() < 0.6 else log_uniform(1, 512)
 
+    def has(op, name):
+        return name in DECLARED[op].keywords.__annotations__
+
     while True:
         op = str(rng.choice(list(OPS), p=np.array(list(OPS.values())) / sum(OPS.values())))
-        step = op.endswith("_step")
-        K = columns()
+        step, rank_one = op.endswith("_step"), op.removesuffix("_step") in RANK_ONE
+        K = min(columns(), DEEPEST) if rank_one else columns()
         V = K if rng.random() < 0.5 else columns()
         B, T, H = log_uniform(1, 64), 1 if step else log_uniform(1, 1 << 17), log_uniform(1, 128)
         if step:
             B = log_uniform(1, 1024)
-        groups = chosen(1, 2, 4, 8) if op in ("gla", "simple_gla", "retention", "linear_attention") else 1
+        grouped = ("gla", "simple_gla", "retention", "linear_attention")
+        groups = chosen(1, 2, 4, 8) if op in grouped or has(op, "qk_l2norm") else 1
         largest = B * H * groups * max(T * max(K, V), K * V if step else 0)
         if ELEMENTS[0] <= largest <= ELEMENTS[1]:
             break
     dtype = str(rng.choice(("bfloat16", "float16", "float32", "tf32"), p=(0.5, 0.2, 0.2, 0.1)))
     gated = any(name in DECAYS for name in DECLARED[op].arrays)
     half = dtype in ("bfloat16", "float16")
+    lengths = bool(has(op, "qk_l2norm") and K > 1 and rng.random() < 0.3)  # of one channel the sign alone is left
+    gate = chosen(*GATES, plain=0.4) if gated else "trained"
     if step:
-        return Call(op, B, 1, H, K, V, dtype="float32" if dtype == "tf32" else dtype, gate=chosen(*GATES))
+        single = "float32" if dtype == "tf32" else dtype
+        return Call(op, B, 1, H, K, V, groups, single, gate, lengths=lengths)
     packed = T > 1 and rng.random() < 0.2
     gv = op == "gla with gv"
     return Call(
@@ -148,7 +178,7 @@ def draw_call(rng) -> Call:
         V,
         groups,
         dtype,
-        chosen(*GATES, plain=0.4) if gated else "trained",
+        gate,
         bool(gated and half and rng.random() < 0.3),
         chosen("bhtd", "bthd", plain=0.5),
         chosen(*MEMORY),
@@ -157,9 +187,10 @@ def draw_call(rng) -> Call:
         bool(rng.random() < 0.3),
         bool(rng.random() < 0.3),
         bool(rng.random() < 0.2),
-        "None" if gv else chosen("None", "True", "False"),
-        chosen("auto", "chunk") if gv else chosen("auto", "chunk", "staged", plain=0.8),
+        chosen("None", "True", "False") if has(op, "materialize") and not gv else "None",
+        chosen("auto", "chunk") if gv or rank_one else chosen("auto", "chunk", "staged", plain=0.8),
         bool(rng.random() < 0.4),
+        lengths,
     )
 
 
@@ -170,9 +201,10 @@ def shape_of(call, axes):
     return [sizes[axis] for axis in axes.split()]
 
 
-def per_value_head(call, axes, shape):
-    """The shape of an array that has a head for every value head."""
-    return [size * call.groups if axis == "H" and "V" in axes else size for axis, size in zip(axes.split(), shape)]
+def per_value_head(call, axes, shape, name=None):
+    """The shape of an array with as many heads as it has."""
+    heads = call.heads_each(axes, name)
+    return [size * heads if axis == "H" else size for axis, size in zip(axes.split(), shape)]
 
 
 def draw_gates(call, rng, xp, shape):
@@ -207,16 +239,17 @@ def draw(call, xp, seed):
 
     plain = {}
     for name, axes in DECLARED[call.op].arrays.items():
-        shape = tuple(per_value_head(call, axes, shape_of(call, axes)))
+        shape = tuple(per_value_head(call, axes, shape_of(call, axes), name))
         if name in DECAYS:
-            one_token = call.step and len(shape) == 3
-            x = draw_gates(call, rng, xp, (*shape[:2], 1, shape[2]) if one_token else shape)
-            x = x[:, :, 0] if one_token else x
-            plain[name] = x.astype(np.float32 if call.wide_gates else dtype)
+            x = draw_gates(call, rng, xp, (*shape[:2], 1, *shape[2:]) if call.step else shape)
+            plain[name] = x[:, :, 0] if call.step else x
         else:
-            plain[name] = normal(shape).astype(np.float32 if name == "u" else dtype)
+            plain[name] = normal(shape)
+    single = ("u", *DECAYS) if call.wide_gates else ("u",)
+    plain = {name: x.astype(np.float32 if name in single else dtype) for name, x in contracting(plain, xp).items()}
     given = {name: laid(call, x, DECLARED[call.op].arrays[name], xp) for name, x in plain.items()}
-    if call.memory == "fused" and call.groups == 1 and call.op != "gla with gv" and not call.step:
+    alike = {(x.shape[:-1], x.dtype) for x in list(given.values())[:3]}
+    if call.memory == "fused" and call.groups == 1 and len(alike) == 1:
         given |= fused(given, xp)
     more = {}
     if call.step or call.initial:
@@ -238,7 +271,7 @@ def fused(given, xp):
 def prepared(call, given, more):
     """What is timed: a function without arguments."""
     if call.step:
-        return partial(call.function, *given.values(), **more)
+        return partial(call.function, *given.values(), **more, **call.keywords)
     if not call.backward:
         return partial(call.function, *given.values(), **states_of(more), **call.keywords)
     _, pullback = linattn_np.vjp(call.function, *given.values(), **states_of(more), **call.keywords)
@@ -257,13 +290,13 @@ def bytes_moved(call, given, more):
 
 
 # -- the exact answer --------------------------------------------------------------------------------------------------
-def of_two_heads(call, axes, x, device):
+def of_two_heads(call, axes, x, device, name=None):
     """The first and the last key head with their value heads, in float64: of the first and the last sequence as one
     row, of packed sequences' states all of them.
     """
     if axes == "H K":
         return x[[0, -1]].astype(np.float64)
-    heads = call.groups if "V" in axes else 1
+    heads = call.heads_each(axes, name)
     rows = (slice(None), slice(None)) if axes.startswith("N") and call.sequences else (slice(0, 1), slice(-1, None))
     return device.xp.concatenate([x[rows[0], :heads], x[rows[1], -heads:]], 1).astype(np.float64)
 
@@ -282,11 +315,12 @@ def results_by_name(call, results, more):
 
 def in_float64(call, plain, more, state, device):
     """(arrays, what `results_by_name` must be) at two key heads: the same operator token by token."""
-    arrays = {name: of_two_heads(call, axes, plain[name], device) for name, axes in DECLARED[call.op].arrays.items()}
+    arrays = {name: of_two_heads(call, axes, plain[name], device, name) for name, axes in call.declared.arrays.items()}
+    options = {"qk_l2norm": True} if call.lengths else {}
     if call.step:
         state = of_two_heads(call, "N H K V", state, device)
-        return arrays, {"o": call.function(*arrays.values(), state=state), "state": state}
-    options = {"reverse": call.reverse, "mode": "recurrent"}
+        return arrays, {"o": call.function(*arrays.values(), state=state, **options), "state": state}
+    options |= {"reverse": call.reverse, "mode": "recurrent"}
     if call.op == "retention":
         options["gamma"] = (1 - 2.0 ** (-5 - np.arange(call.H)))[[0, -1]]
     if call.sequences:
@@ -314,7 +348,9 @@ def errors(call, plain, more, state, results, device):
         if "dgv" in exact:
             terms["dgv"] = run.rms(arrays["v"] * exact["dv"])
     return {
-        name: run.relative(device.host(of_two_heads(call, axes, x, device)), exact[name], terms.get(name, 0.0))[0]
+        name: run.relative(
+            device.host(of_two_heads(call, axes, x, device, name.removeprefix("d"))), exact[name], terms.get(name, 0.0)
+        )[0]
         for name, (axes, x) in results_by_name(call, results, more).items()
     }
 

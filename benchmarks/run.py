@@ -215,8 +215,8 @@ def rms(x, axis=None):
 
 
 def relative(x, wanted, least=0.0):
-    """To no less than `least`."""
-    size, difference = max(rms(wanted), least), x - wanted
+    """To no less than `least`; where all that is right is 0, as it is."""
+    size, difference = max(rms(wanted), least) or 1.0, x - wanted
     rows = rms(difference, -1) / np.maximum(rms(wanted, -1), size / 10)
     figures = float(rms(difference) / size), float(rows.max())
     return [figure if math.isfinite(figure) else NOT_FINITE for figure in figures]

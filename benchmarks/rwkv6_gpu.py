@@ -350,13 +350,11 @@ def show(name, found):
 
 def fla_weights(weights, L):
     """`weights` under fla's names: its mixes are in the order r w k v g, its LoRAs the weights of Linear layers."""
-    from linattn_np.models.rwkv6.names import FLA, FLA_BLOCK, FLA_ORDER
+    from linattn_np.models.rwkv6.names import FLA_ORDER, in_fla
 
-    found = {its_name: weights[name] for name, (its_name, _) in FLA.items()}
+    plain = {name: array for name, array in weights.items() if ".att.time_" not in name}
+    found = {in_fla(name)[0]: np.squeeze(array) for name, array in plain.items()}
     for i in range(L):
-        for name, (its_name, _) in FLA_BLOCK.items():
-            if (mine := f"blocks.{i}.{name}") in weights and not name.startswith("att.time_"):
-                found[f"model.layers.{i}.{its_name}"] = np.squeeze(weights[mine])
         its, att = (
             f"model.layers.{i}.attn.",
             {

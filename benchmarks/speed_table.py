@@ -204,6 +204,11 @@ def of_card(path) -> str:
                 ],
             ),
             "",
+            *titled(
+                "The same of the delta rules, 64 heads of 128.",
+                ["sequences", "", "floor", "ours", "fla"],
+                steps_of_delta_rules(rows),
+            ),
             fill(" ".join(filter(None, (losses(faster(rows)), errors(rows), older(rows)))), WIDTH),
             "",
             *titled(
@@ -368,11 +373,19 @@ def others(rows):
     """A line for each other operator and shape."""
     found = {}
     for row in rows:
-        if row["op"].removesuffix("_step") not in ("gla", "rwkv6"):
+        if row["pass"] != "step" and row["op"] not in ("gla", "rwkv6"):
             found.setdefault((row["op"], label(row)[0]), {})[row["pass"]] = row
     return [
         [shape, f"`{op}`", *named_cells(pair, "forward"), *named_cells(pair, "backward")]
         for (op, shape), pair in found.items()
+    ]
+
+
+def steps_of_delta_rules(rows):
+    return [
+        [label(row)[0], f"`{row['op']}`", figure(row["floor_ms"] * 1e3), *step_cells({row["op"]: row}, row["op"])]
+        for row in rows
+        if row["pass"] == "step" and row["op"] not in ("gla_step", "rwkv6_step")
     ]
 
 

@@ -46,7 +46,7 @@ def variations(base):
     yield from (
         (f"{gate} gates", replace(base, gate=gate))
         for gate in gates.NAMES
-        if gate != base.gate and (gate != "model" or base.D == 64)
+        if cases.DECLARED[base.op].decays and gate != base.gate and (gate != "model" or base.D == 64)
     )
     yield from ((dtype, replace(base, dtype=dtype)) for dtype in ("float16", "float32", "tf32"))
     yield from ((memory, replace(base, memory=memory)) for memory in cases.MEMORY[1:])
@@ -125,7 +125,7 @@ def random_sweep(calls, limit_s, device, bandwidth, meta, out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", nargs="+", default=["gla", "rwkv6"], choices=["gla", "rwkv6"])
+    parser.add_argument("--ops", nargs="+", default=["gla", "rwkv6"], choices=["gla", "rwkv6", *random_calls.RANK_ONE])
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"], choices=["forward", "backward"])
     parser.add_argument("--limit-s", type=float, default=math.inf, help="after which no further call is measured")
     parser.add_argument(

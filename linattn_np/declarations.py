@@ -176,31 +176,33 @@ class DeltaRuleOp(SharedHeadsOp):
         self.refuse("v", f"has {H} heads, expected as many as q and k, {HK}, or a multiple of it")
 
 
-def delta_rule(name, **gates) -> DeltaRuleOp:
+DELTA_RULES: list[Op] = []
+
+
+def rank_one(op: Op) -> Op:
+    """An operator whose transition is a diagonal matrix and one of rank one."""
+    op = replace(op, modes=("recurrent", "chunk"), transition=Transition.RANK_ONE)
+    DELTA_RULES.append(op)
+    return op
+
+
+def delta_rule(name, **gates) -> Op:
     """The delta rule with these gates before beta, the strength of a token."""
-    return DeltaRuleOp(
-        name,
-        QKV | gates | {"beta": "B H T"},
-        gates=(*gates, "beta"),
-        strengths=("beta",),
-        modes=("recurrent", "chunk"),
-        transition=Transition.RANK_ONE,
-        keywords=DeltaRuleOptions,
-    )
+    arrays, keywords = QKV | gates | {"beta": "B H T"}, DeltaRuleOptions
+    return rank_one(DeltaRuleOp(name, arrays, gates=(*gates, "beta"), strengths=("beta",), keywords=keywords))
 
 
 DELTA_RULE = delta_rule("delta_rule")
 GATED_DELTA_RULE = delta_rule("gated_delta_rule", g="B H T")
 KDA = delta_rule("kda", g="B H T K")
-RWKV7 = Op(
-    "rwkv7",
-    {"r": TOKENS, "w": TOKENS, "k": TOKENS, "v": "B H T V", "a": TOKENS, "b": TOKENS},
-    gates=("w",),
-    modes=("recurrent", "chunk"),
-    transition=Transition.RANK_ONE,
-    keywords=Rwkv7Options,
+RWKV7 = rank_one(
+    Op(
+        "rwkv7",
+        {"r": TOKENS, "w": TOKENS, "k": TOKENS, "v": "B H T V", "a": TOKENS, "b": TOKENS},
+        gates=("w",),
+        keywords=Rwkv7Options,
+    )
 )
-DELTA_RULES = (DELTA_RULE, GATED_DELTA_RULE, KDA, RWKV7)
 
 
 # -- softmax attention -------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Explanation:
     bytes: int = 0  # that must move once: every input read, every output written
     scratch: int | None = None  # bytes that a pullback takes besides the gradients, where they are known
     floor_ms: float | None = None  # those bytes over the device's peak bandwidth; None on the host
-    reasons: dict = field(default_factory=dict)  # backend -> why not
+    reasons: dict = field(default_factory=dict)  # backend, or another way of the chosen one -> why not
 
     def __str__(self):
         lines = [f"{self.op}: {self.backend or 'no backend'}" + (f", mode {self.mode}" if self.mode else "")]
@@ -109,7 +109,8 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
     found = backend_module(name).describe(with_blank_key(problem), moved)
     found["copies"] = (*copies(problem), *found["copies"])
-    return Explanation(problem.op.name, name, bytes=moved, reasons=reasons, **found)
+    found["reasons"] = reasons | found.get("reasons", {})
+    return Explanation(problem.op.name, name, bytes=moved, **found)
 
 
 def copies(problem: Problem) -> list[str]:

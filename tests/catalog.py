@@ -148,8 +148,12 @@ def delta_rules():
                 yield delta.DeltaStep(rule, T, G, S, size)
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
-    for G, (K, V) in product((BFLOAT16, SINGLE), WIDTHS):
-        yield delta.DeltaForward(G, K, V)
+    for (T, G), (K, V) in product(GATES[1:], WIDTHS):
+        yield delta.DeltaForward(T, G, K, V)
+        yield delta.DeltaBackwardStates(T, G, K, V)
+        yield delta.DeltaChannelForward(T, G, K, V)
+    for (T, G), K in product(GATES[1:], gated.TILES):
+        yield delta.DeltaBackwardChunks(T, G, K)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
 

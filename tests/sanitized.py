@@ -49,6 +49,7 @@ from linattn_np.declarations import (
     GLA,
     GLA_STEP,
     GLA_VALUE_GATE,
+    KDA,
     LINEAR_ATTENTION,
     RWKV6_STEP,
     SIMPLE_GLA,
@@ -258,6 +259,9 @@ def delta_rules(rng, run, as_older, as_filled):
     for K, V, keywords in ((60, 72, {"cu_seqlens": PACKED}), (128, 136, {"qk_l2norm": True})):
         arrays, _ = drawn(GATED_DELTA_RULE, rng, (1, 2, 133, K, V), BFLOAT16)
         yield as_older(gated_delta_rule, *arrays, **keywords)
+        yield as_filled(run, backward, gated_delta_rule, *arrays, **keywords)
+        arrays, _ = drawn(KDA, rng, (1, 2, 133, K, V), BFLOAT16)
+        yield run(kda, *arrays, **keywords)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):

@@ -1,4 +1,5 @@
-"""What a new member of the gated family costs: two files and a line, after which every backend computes it."""
+"""What a new member of the gated family costs, two files and a line, and a new delta rule, a file and a line; after
+which every backend computes it."""
 
 import difflib
 import json
@@ -132,6 +133,27 @@ np.testing.assert_allclose(o, gla(q, np.exp(f), v, f), rtol=1e-3, atol=1e-4)
 """
 
 
+# KDA under another name: a delta rule's equation takes whatever gates are declared.
+ERASED = (ROOT / "linattn_np/ops/kda.py").read_text().replace("KDA", "ERASED").replace("def kda", "def erased")
+ERASED_LINES = {"declarations.py": ("RWKV7 = ", 'ERASED = delta_rule("erased", g="B H T K")\n')}
+ERASED_USE = """
+import numpy as np
+from linattn_np import erased, kda, vjp
+from linattn_np.backends import cupy, numba
+from linattn_np.declarations import ERASED
+
+rng = np.random.default_rng(0)
+q, k, v = rng.standard_normal((3, 1, 2, 40, 16)).astype(np.float32)
+g, beta = -rng.random((1, 2, 40, 16)).astype(np.float32), rng.random((1, 2, 40)).astype(np.float32)
+for mode in ERASED.modes:
+    results = [vjp(op, q, k, v, g, beta, mode=mode, qk_l2norm=True) for op in (erased, kda)]
+    (found, mine), (wanted, pull) = results
+    assert np.array_equal(found, wanted) and all(map(np.array_equal, mine(v), pull(v)))
+assert cupy.unsupported(ERASED.bind((q, k, v, g, beta), gradient=True)) is None
+assert "on the host" in numba.why_not(ERASED.bind((q, k, v, g, beta)))
+"""
+
+
 def added_lines(old, new):
     return [line for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line.startswith(("+ ", "- "))]
 
@@ -175,6 +197,11 @@ def test_a_member_of_the_gated_family_costs_two_files_and_a_line(tmp_path):
     assert len(FILES) == 2 and len(added(copied(tmp_path), FILES, LINES)) == 1
     kernels = ["gated_backward_states", "gated_backward_channels", "gated_backward_values"]
     assert json.loads(used(USE, tmp_path)) == kernels
+
+
+def test_a_delta_rule_costs_a_file_and_a_line(tmp_path):
+    assert len(added(copied(tmp_path), {"ops/erased.py": ERASED}, ERASED_LINES)) == 1
+    used(ERASED_USE, tmp_path)
 
 
 def test_a_member_whose_key_is_a_function_of_its_gate_costs_a_file_and_a_line(tmp_path):

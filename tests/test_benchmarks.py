@@ -440,6 +440,12 @@ def test_a_second_card_stands_on_the_page_alone(tmp_path, monkeypatch):
     assert other.count("| 4, 4096, 64, 128 |") == own.count("| 4, 4096, 64, 128 |") > 0
 
 
+def test_steps_of_delta_rules_have_a_table_of_their_own():
+    rows = [of_small_case("kda_step"), of_small_case("kda"), of_small_case("gla_step")]
+    assert [line[:2] for line in speed_table.steps_of_delta_rules(rows)] == [["2", "`kda_step`"]]
+    assert [line[1] for line in speed_table.others(rows)] == ["`kda`"]
+
+
 # -- softmax attention ------------------------------------------------------------------------------------------------
 ATTENTION = (
     attention.Case(2, 70, 4, 16, HK=2, V=8),

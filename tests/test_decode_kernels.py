@@ -19,7 +19,7 @@ from linattn_np.models import RWKV6
 from linattn_np.models.matrices import quantised
 from linattn_np.models.rwkv6 import cuda_decode
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
-from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6.names import VERSION
 
 SMALL = {"V": 50, "D": 64, "H": 4, "N": 16, "A": 8, "W": 8, "F": 224}
 SIZES = {
@@ -33,10 +33,9 @@ LIMIT = 2e-5  # 1.1e-5 is the most that was seen, in 1 of 22 draws; else some 1e
 
 def synthetic(rng, sizes, dtype=np.float32):
     """Random weights of two layers, rounded to `dtype`, that keep every activation near one."""
-    blocks = {f"blocks.{i}.{name}": axes for i in range(2) for name, axes in BLOCK.items()}
     axes_of = {**sizes, "1": 1, "5": 5, "5A": 5 * sizes["A"]}
     weights = {}
-    for name, axes in {**EMBEDDING, **blocks, **HEAD}.items():
+    for name, axes in VERSION.declared(2).items():
         shape = [axes_of[axis] for axis in axes.split()]
         lora, linear = name[-2:] in ("w1", "w2"), name.endswith(".weight") and len(shape) == 2
         scale = shape[-2 if lora else -1] ** -0.5 if lora or linear else 0.5

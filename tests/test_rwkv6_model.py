@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.models import RWKV6, checkpoint
-from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6.names import VERSION
 from linattn_np.models.sampling import Sampling
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
@@ -34,7 +34,7 @@ def golden():
 @pytest.fixture
 def weights(rng):
     """Random parameters of a model with two layers."""
-    names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(2) for name, axes in BLOCK.items()}, **HEAD}
+    names = VERSION.declared(2)
     return {
         name: rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32) * 0.3
         for name, axes in names.items()

@@ -12,7 +12,7 @@ import pytest
 from literal_rwkv6 import logits_of
 
 from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6.names import VERSION
 
 torch = pytest.importorskip("torch", reason="the rwkv package computes with torch")
 peer_model = pytest.importorskip("rwkv.model", reason="the rwkv package is what the logits are compared with")
@@ -32,7 +32,7 @@ SHAPES = {
 
 def checkpoint(rng, L, H, N, A, W, F, V=97):
     sizes = {"1": 1, "5": 5, "V": V, "D": H * N, "H": H, "N": N, "A": A, "5A": 5 * A, "W": W, "F": F}
-    names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(L) for name, axes in BLOCK.items()}, **HEAD}
+    names = VERSION.declared(L)
 
     def parameter(name, shape):
         noise = rng.standard_normal(shape, np.float32)

@@ -69,11 +69,11 @@ class Board:
             yield
             return
         self.busy = True
-        self.loops.stop(self.array, 0)
+        self.array[self.loops.STOPPED] = 0
         if wanted := min(self.most, size // SHARE):
             HELPERS.wake(self.array, wanted)
         try:
             yield
         finally:
             self.busy = False
-            self.loops.stop(self.array, 1)  # for those, too, that come late, from an earlier time
+            self.array[self.loops.STOPPED] = 1  # for those, too, that come late, from an earlier time

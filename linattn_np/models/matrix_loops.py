@@ -68,15 +68,6 @@ def load_atomic(typing, address):
 
 
 @intrinsic
-def store_atomic(typing, address, value):
-    def generate(context, builder, signature, arguments):
-        builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], INT64.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.int64), generate
-
-
-@intrinsic
 def add_atomic(typing, address, value):
     def generate(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
@@ -391,18 +382,12 @@ def assist(board):
 
 
 @njit(**LOOP)
-def stop(board, stopped):
-    """Whether threads that `assist` return, those among them that come late."""
-    store_atomic(board.ctypes.data + 8 * STOPPED, stopped)
-
-
-@njit(**LOOP)
 def share(board, parts):
     """Computes the product on the board, together with the threads that look at it."""
     address, looks = board.ctypes.data, 0
-    board[START] = load_atomic(address + 8 * LIMIT)
+    board[START] = board[LIMIT]
     limit = board[START] + parts
-    store_atomic(address + 8 * LIMIT, limit)
+    add_atomic(address + 8 * LIMIT, parts)  # from here on other threads claim tickets
     work(board)
     while load_atomic(address + 8 * DONE) < limit:
         looks = idle(looks)
@@ -431,55 +416,43 @@ def list_inputs(x, inputs, starts):
 
 
 @njit(**LOOP)
-def bytes_of_input(format):
-    return 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2
-
-
-@njit(**LOOP)
-def multiply(board, format, bits, scales, x, y):
-    """y [S, T, M] = x [S, T, K] W^T, with all threads that look at the board; `bits` and `scales` are addresses."""
-    S, T, K = x.shape
-    blocks, given, read = (K + BLOCK - 1) // BLOCK, T, x
-    if T > FEW and format != FLOAT32:
-        given = (T + SIDE - 1) // SIDE * SIDE
-        read = np.zeros((S, given, K), np.float32)
-        for s in range(S):
-            for t in range(T):
-                for k in range(K):
-                    read[s, t, k] = x[s, t, k]
-    listed = T if T <= FEW and format != FLOAT32 else 0
-    inputs, starts = np.empty((S, listed, K + SOME_AHEAD), np.int32), np.empty((S, listed, blocks + 1), np.int32)
-    for s in range(S):
-        for t in range(listed):
-            list_inputs(x[s, t], inputs[s, t], starts[s, t])
-    totals = np.zeros((blocks, S * given) if format == INT4 else (0, 0), np.float32)
-    for block in range(len(totals)):
-        for s in range(S):
-            for t in range(given):
-                total = np.float32(0)
-                for k in range(BLOCK * block, min(K, BLOCK * (block + 1))):
-                    total += read[s, t, k]
-                totals[block, s * given + t] = total
-    board[FORMAT], board[BITS], board[SCALES], board[BYTES_OF_INPUT] = format, bits, scales, bytes_of_input(format)
-    board[X], board[Y] = read.ctypes.data, y.ctypes.data
-    board[INPUTS], board[STARTS], board[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
-    board[ROWS], board[COLUMNS], board[TOKENS], board[GIVEN], board[STACK] = y.shape[2], K, T, given, S
-    board[TILES] = (y.shape[2] + TILE - 1) // TILE
-    share(board, S * board[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK))
-    return inputs.size + starts.size + totals.size + read.size  # the arrays live until here: nobody reads them later
+def add_totals(x, totals):
+    """totals [blocks, T] += the sums of x [T, K] over each block of inputs."""
+    for block in range(totals.shape[0]):
+        for token in range(x.shape[0]):
+            total = np.float32(0)
+            for k in range(BLOCK * block, min(x.shape[1], BLOCK * (block + 1))):
+                total += x[token, k]
+            totals[block, token] += total
 
 
 @cfunc(types.void(*(types.intp,) * 10))
-def multiply_at(board, format, bits, scales, x, y, S, T, K, M):
-    """`multiply` of arrays at addresses."""
-    multiply(
-        array_at(board, (BOARD,), np.int64),
-        format,
-        bits,
-        scales,
-        array_at(x, (S, T, K), np.float32),
-        array_at(y, (S, T, M), np.float32),
-    )
+def multiply(board, format, bits, scales, x, y, S, T, K, M):
+    """y [S, T, M] = x [S, T, K] W^T, with all threads that look at the board. Arrays are given by their addresses."""
+    board, read = array_at(board, (BOARD,), np.int64), array_at(x, (S * T, K), np.float32)
+    blocks, given, listed = (K + BLOCK - 1) // BLOCK, T, 0
+    if format != FLOAT32 and T <= FEW:
+        listed = S * T
+    elif format != FLOAT32:
+        given = (T + SIDE - 1) // SIDE * SIDE
+        filled = np.zeros((S * given, K), np.float32)
+        for s in range(S):
+            for t in range(T):
+                for k in range(K):
+                    filled[s * given + t, k] = read[s * T + t, k]
+        read = filled
+    inputs, starts = np.empty((listed, K + SOME_AHEAD), np.int32), np.empty((listed, blocks + 1), np.int32)
+    for row in range(listed):
+        list_inputs(read[row], inputs[row], starts[row])
+    totals = np.zeros((blocks if format == INT4 else 0, S * given), np.float32)
+    add_totals(read, totals)
+    board[FORMAT], board[BITS], board[SCALES], board[X], board[Y] = format, bits, scales, read.ctypes.data, y
+    board[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2
+    board[INPUTS], board[STARTS], board[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
+    board[ROWS], board[COLUMNS], board[TOKENS], board[GIVEN], board[STACK] = M, K, T, given, S
+    board[TILES] = (M + TILE - 1) // TILE
+    share(board, S * board[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK))
+    board[GIVEN] = inputs.size + starts.size + totals.size + read.size  # Numba frees an array after its last use
 
 
 @njit(**LOOP)

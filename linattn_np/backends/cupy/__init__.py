@@ -175,6 +175,7 @@ def describe(problem, bytes_moved) -> dict:
         "mode": plan.mode,
         "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plan.kernels),
         "tiles": plan.tiles,
+        "reasons": plan.against,
         "copies": plan.copies,
         "scratch": plan.scratch if problem.gradient else None,
         "floor_ms": bytes_moved / bandwidth * 1e3 if bandwidth else None,

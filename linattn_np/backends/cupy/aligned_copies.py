@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .elementwise_kernels import CopyRows
-from .plan import Copy, Draft, aligned16, ceil_div, common_bytes, has_rows, is_contiguous
+from .plan import Copy, Draft, aligned16, arrays_in, ceil_div, common_bytes, has_rows, is_contiguous
 
 PIECE = 16  # bytes
 WORTH_COPIES = 1 << 20  # bytes of arrays from which on the copies' launches are a small part of a call
@@ -62,6 +62,20 @@ def widened(problem, plan, do=None, dht=None):
     cotangents = () if do is None else (wide("do", do, problem.op.out), wide_states("dht", dht))
     copy_rows(draft, [*copies.values()], f"{', '.join(copies)}: rows are not whole pieces of {PIECE} bytes")
     return draft, plan(larger, *cotangents)
+
+
+def plan_on_copies(problem, plan, *cotangents):
+    """The plan that `plan` draws of copies of a call's arrays whose rows are whole pieces, or of its pullback's for the
+    `cotangents` do and dht, with results in the shapes that the caller wants."""
+    draft, found = widened(problem, plan, *cotangents)
+    results, states = draft.include(found)
+    if cotangents:
+        wanted = tuple(narrower(draft, x, of.shape) for x, of in zip(results, problem.arrays.values(), strict=True))
+    else:
+        wanted = draft.output(problem, fits=lambda out: True)
+    state = states and (narrower(draft, states[0], problem.shape(problem.op.state[0])),)
+    copy_rows(draft, zip(arrays_in((results, states)), arrays_in((wanted, state)), strict=True))
+    return draft.plan((wanted, state), mode=found.mode, tiles=found.tiles)
 
 
 def narrower(draft, x, shape):

@@ -1,8 +1,7 @@
 """The delta rules: what a state holds for a token's key is erased before the token is written.
 
 A call goes by the first of `FORWARD_WAYS` that takes it, the last of which takes every call, token by token. Gradients
-go token by token backwards in time, from states that a forward pass keeps. A block has some columns, so that sums over
-columns are parts of blocks, which a kernel adds up.
+go in chunks where `why_not_in_chunks` has no reason against it, and else token by token.
 """
 
 from __future__ import annotations
@@ -11,21 +10,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...array_kinds import BFLOAT16
+from ... import declarations
 from .delta_hopper import ScalarOnHopper
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     KDA,
+    DeltaBackwardChunks,
+    DeltaBackwardStates,
+    DeltaChannelForward,
     DeltaForward,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
     DeltaSumParts,
+    GradientKernel,
 )
 from .elementwise_kernels import sum_of_parts
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, TILES
-from .kernel import FLOATS, no_kernels
+from .kernel import FLOATS, HALF, no_kernels
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # where an operator has another name for an array than the kernels
@@ -37,6 +40,46 @@ def unsupported(problem) -> str | None:
     if problem.sizes["K"] > CHANNELS[-1]:
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
     return no_kernels(problem.dtype, FLOATS)
+
+
+def why_not_in_chunks(problem, device) -> str | None:
+    """Why a call goes token by token on every card; None where it does not."""
+    if problem.mode == "recurrent":
+        return "mode='recurrent' is token by token"
+    if problem.op is declarations.RWKV7:
+        return "what is erased has a key of its own"
+    if problem.dtype not in HALF:
+        return f"the data are {problem.dtype}, and tensor cores multiply half precision"
+    if problem.sizes["K"] > TILES[-1]:
+        return f"K={problem.sizes['K']} is over {TILES[-1]}"
+    if forward_kernel(problem, device).shared_bytes > device.shared_per_block:
+        return f"the card has no shared memory for {problem.sizes['K']} channels with gates of their own"
+    return None
+
+
+def why_no_gradients_in_chunks(problem, device) -> str | None:
+    """The same of gradients."""
+    if problem.op is declarations.KDA:
+        return "every channel has a gate of its own"
+    return why_not_in_chunks(problem, device)
+
+
+def forward_kernel(problem, device):
+    """That of chunks."""
+    N, H, K, V = problem.shape("N H K V")
+    kind = DeltaChannelForward if problem.op is declarations.KDA else DeltaForward
+    return kind.fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)
+
+
+def gate_dtype(problem):
+    """In which gates and write strengths reach the kernels."""
+    dtypes = {problem[name].dtype for name in (*problem.op.decays, *problem.op.strengths)}
+    return dtypes.pop() if len(dtypes) == 1 else FLOAT32
+
+
+def against(reason) -> dict:
+    """What `explain` says about a way that is not taken for this reason, if there is one."""
+    return {} if reason is None else {"in chunks": reason}
 
 
 def plan(problem, device):
@@ -55,8 +98,7 @@ class Inputs:
         self.group = max(1, problem.sizes["H"] // max(1, problem[next(iter(axes))].shape[1]))
         self.normalized = problem.options.get("qk_l2norm", False)
         self.arrays = {name: self.rows_of(own) for name, own in self.names.items()}
-        dtypes = {self.arrays[name].dtype for name in ("g", "beta") if name in self.arrays}
-        self.gate = FLOAT32 if len(dtypes) > 1 else dtypes.pop()
+        self.gate = gate_dtype(problem)
         for name in ("g", "beta"):
             if name in self.arrays:
                 self.arrays[name] = draft.cast(self.arrays[name], self.gate, f"{name}: in float32, as other gates")
@@ -102,24 +144,22 @@ class TokenByToken:
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         kernel = recurrent_kernel(inputs, problem.shape("N H"), device)
         launch_recurrent(draft, inputs, kernel, inputs.arrays, initial=draft.initial(problem), o=o, final=final)
-        return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
+        how = {"mode": "recurrent", "tiles": kernel.tiles, "against": against(why_not_in_chunks(problem, device))}
+        return draft.plan(draft.results(problem, o, final), **how)
 
 
 class InChunks:
-    """bfloat16 data, a gate for all channels of a token or none, and heads of at most 128 channels: on tensor cores."""
+    """Delta rules of data in half precision and at most 128 channels: on tensor cores."""
 
     @staticmethod
     def takes(problem, device) -> bool:
-        gates = problem.op.arrays.get("g", "B H T")
-        fits = problem.op.strengths and gates == "B H T" and problem.dtype == BFLOAT16
-        return bool(fits) and problem.sizes["K"] <= TILES[-1] and problem.mode != "recurrent"
+        return why_not_in_chunks(problem, device) is None
 
     @staticmethod
     def plan(problem, device):
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        N, H, K, V = problem.shape("N H K V")
-        kernel = DeltaForward.fitting(inputs.gate, K, V, N * H, device)
+        kernel, (N, H, V) = forward_kernel(problem, device), problem.shape("N H V")
         how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized}
         how |= {"bytes": inputs.common_bytes(o), "initial": draft.initial(problem), "final": final}
         draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
@@ -147,46 +187,115 @@ def launch_recurrent(draft, inputs, kernel, arrays, every=None, **written):
 # -- gradients ---------------------------------------------------------------------------------------------------------
 def plan_vjp(problem, device, do, dht, saved=()):
     """(gradients in the order of the arrays, that of the initial state or None)."""
-    draft = Draft()
-    inputs, (do, dht) = Inputs(draft, problem), draft.cotangents(problem, do, dht)
-    H, K = problem.shape("H K")
-    kernel = DeltaRecurrentBackward.fitting(*inputs.instance, K, device.shared_per_block)
-    states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
-    gradients = {name: draft.like(problem[own]) for name, own in inputs.names.items()}
-    read = sum(x.nbytes for x in inputs.arrays.values())
-    heads = inputs.group * heads_at_once(H // inputs.group, kernel.kept_bytes(problem, inputs), read)
-    for first in range(0, H, heads):
-        launch_gradients(draft, inputs, kernel, device, do, states, gradients, first, min(heads, H - first))
-    found = tuple(gradients.values())
-    return draft.plan((found, draft.stored_gradient(problem, states["dh0"])), tiles=kernel.tiles)
+    way = GradientsByToken if why_no_gradients_in_chunks(problem, device) else GradientsInChunks
+    return way(problem, device, do, dht).plan()
 
 
-def launch_gradients(draft, inputs, kernel, device, do, states, gradients, first, heads):
-    """Those of some heads: the states that are kept, the gradients of values and of states, parts of all others, and
-    their sums."""
-    problem, arrays = inputs.problem, inputs.of_heads(first, heads)
-    B, T, K, V, N = problem.shape("B T K V N")
-    some = {name: x if x is None else x[:, first : first + heads] for name, x in states.items()}
-    shape = replace(draft.shape(problem, chunk=kernel.TOKENS), H=heads)
-    tiles, real = ceil_div(V, kernel.BV), problem.compute_dtype
-    kept = draft.empty((B, heads, shape.NC, K, V), real)
-    before = recurrent_kernel(inputs, (N, heads), device)
-    launch_recurrent(draft, inputs, before, arrays, kernel.TOKENS, initial=some["initial"], kept=kept)
+class Gradients:
+    """Of a call, of some heads at a time, by `launch`: what is kept between a way's kernels then takes no more memory
+    than the inputs."""
 
-    parts = draft.empty((len(kernel.kinds), tiles, B, heads, T, K), real)
-    token_parts = draft.empty((2, tiles, B, heads, T), real)
-    read, written = {"do_": do[:, first : first + heads]}, {"dv": gradients["v"][:, first : first + heads]}
-    how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized, "shape": shape}
-    how |= {"bytes": inputs.common_bytes(do), "kept": kept, "parts": parts, "token_parts": token_parts}
-    draft.launch(kernel, N * heads * tiles, **arrays, **read, **written, **some, **how)
-    for kind, part in zip(kernel.kinds, range(len(kernel.kinds))):
-        total = inputs.some_heads(kind, gradients[kind], first, heads)
-        add_up(draft, parts[part], total, arrays[kind] if inputs.normalized and kind in "qk" else None)
-    for name, part in zip(("beta", "g"), range(2)):
-        if name in gradients and name not in kernel.kinds:
-            total = draft.empty((B, heads, T), real)
-            sum_of_parts(draft, token_parts[part], total)
-            draft.copy(total, gradients[name][:, first : first + heads])
+    kernel: GradientKernel  # that which computes most of them
+
+    def __init__(self, problem, device, do, dht):
+        self.problem, self.device, draft = problem, device, Draft()
+        self.why_not = why_no_gradients_in_chunks(problem, device)
+        self.draft, self.inputs = draft, Inputs(draft, problem)
+        self.do, dht = draft.cotangents(problem, do, dht)
+        self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
+        self.gradients = {name: draft.like(problem[own]) for name, own in self.inputs.names.items()}
+
+    def plan(self):
+        inputs, H, group = self.inputs, self.problem.sizes["H"], self.inputs.group
+        read = sum(x.nbytes for x in inputs.arrays.values())
+        heads = group * heads_at_once(H // group, self.kernel.kept_bytes(self.problem, inputs), read)
+        for first in range(0, H, heads):
+            self.launch(first, min(heads, H - first))
+        found = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
+        return self.draft.plan(found, tiles=self.kernel.tiles, against=against(self.why_not))
+
+    def of_heads(self, first, heads):
+        """(states, do and dv of some heads)."""
+
+        def some(x):
+            return None if x is None else x[:, first : first + heads]
+
+        states = {name: some(x) for name, x in self.states.items()}
+        return states, {"do_": some(self.do), "dv": some(self.gradients["v"])}
+
+    def common(self, shape, *arrays) -> dict:
+        """What kernels are told about a call that reads `arrays` besides its own."""
+        inputs, problem = self.inputs, self.problem
+        how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized, "shape": shape}
+        return how | {"bytes": inputs.common_bytes(self.do, *arrays)}
+
+
+class GradientsByToken(Gradients):
+    """Of any call, token by token backwards in time, from states that a forward pass keeps."""
+
+    def __init__(self, problem, device, do, dht):
+        super().__init__(problem, device, do, dht)
+        self.kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, problem.sizes["K"], device.shared_per_block)
+
+    def launch(self, first, heads):
+        """The states that are kept, the gradients of values and of states, parts of all others, and their sums."""
+        draft, problem, inputs, kernel = self.draft, self.problem, self.inputs, self.kernel
+        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
+        B, T, K, V, N = problem.shape("B T K V N")
+        shape = replace(draft.shape(problem, chunk=kernel.TOKENS), H=heads)
+        tiles, real = ceil_div(V, kernel.BV), problem.compute_dtype
+        kept = draft.empty((B, heads, shape.NC, K, V), real)
+        before = recurrent_kernel(inputs, (N, heads), self.device)
+        launch_recurrent(draft, inputs, before, arrays, kernel.TOKENS, initial=states["initial"], kept=kept)
+
+        parts = draft.empty((len(kernel.kinds), tiles, B, heads, T, K), real)
+        token_parts = draft.empty((2, tiles, B, heads, T), real)
+        how = self.common(shape) | {"kept": kept, "parts": parts, "token_parts": token_parts}
+        draft.launch(kernel, N * heads * tiles, **arrays, **columns, **states, **how)
+        for part, kind in enumerate(kernel.kinds):
+            total = inputs.some_heads(kind, self.gradients[kind], first, heads)
+            add_up(draft, parts[part], total, arrays[kind] if inputs.normalized and kind in "qk" else None)
+        for part, name in enumerate(("beta", "g")):
+            if name in self.gradients and name not in kernel.kinds:
+                total = draft.empty((B, heads, T), real)
+                sum_of_parts(draft, token_parts[part], total)
+                draft.copy(total, self.gradients[name][:, first : first + heads])
+
+
+class GradientsInChunks(Gradients):
+    """Of what is computed in chunks: one kernel goes from chunk to chunk in both directions, and keeps states and what
+    else hangs on them; one then computes all chunks at the same time."""
+
+    def __init__(self, problem, device, do, dht):
+        super().__init__(problem, device, do, dht)
+        self.kernel = DeltaBackwardChunks(problem.dtype, self.inputs.gate, TILES[problem.sizes["K"] > TILES[0]])
+
+    def launch(self, first, heads):
+        draft, problem, inputs, kernel, gradients = self.draft, self.problem, self.inputs, self.kernel, self.gradients
+        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
+        B, T, K, V, N = problem.shape("B T K V N")
+        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
+        walk = DeltaBackwardStates.fitting(problem.dtype, inputs.gate, K, V, 2 * N * heads, self.device)
+        wide, dtype = kernel.kept_columns(V), problem.dtype
+        kept = {"kept": draft.empty((2, B, heads, shape.NC, kernel.BK, wide), dtype)}
+        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("X", "w")}
+        how = self.common(shape, gradients["q"], gradients["k"], gradients["v"])
+        draft.launch(walk, 2 * N * heads * walk.grid(V), **arrays, **columns, **states, **kept, **how)
+
+        found = {name: inputs.some_heads(name, gradients[name], first, heads) for name in "qk"}
+        parts = draft.empty((2, B, heads, T, K), FLOAT32) if inputs.group > 1 else None
+        for name in {"beta", "g"} & set(gradients):
+            x = gradients[name][:, first : first + heads]
+            found[name] = x if x.dtype == FLOAT32 else draft.empty((B, heads, T), FLOAT32)
+        del arrays["v"], columns["dv"]
+        rows = {"d" + name: x if x.ndim == 4 else x[..., None] for name, x in found.items()}
+        draft.launch(kernel, B * heads * shape.NC, **arrays, **columns, **kept, **rows, parts=parts, **how)
+        if parts is not None:
+            for part, name in enumerate("qk"):
+                add_up(draft, parts[part][None], found[name], arrays[name] if inputs.normalized else None)
+        for name in ("beta", "g"):
+            if name in gradients and gradients[name].dtype != FLOAT32:
+                draft.copy(found[name], gradients[name][:, first : first + heads])
 
 
 def add_up(draft, parts, total, normalized):

@@ -43,23 +43,20 @@ class DeltaKernel(Kernel):
         return (tokens * BK * self.real if self.rule != GATED_DELTA else 16) + tokens * 6 * self.real
 
 
-class DeltaForward(TiledKernel):
-    """Forward in chunks, of bfloat16 data with a gate for all channels of a token."""
+class ChunkKernel(TiledKernel):
+    """A kernel that goes from chunk to chunk."""
 
-    file = "delta/forward"
-    arguments = members(
-        "rows q k v g beta o, pointers? initial final, shape, integers group, reals scale, integers normalized bytes"
-    )
-    shared = ("DeltaShared<{BK}, {BV}>",)
+    shared = ("DeltaShared<{dtype}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
+    dtype: np.dtype
     gate: np.dtype
     BK: int
     BV: int
 
     @classmethod
-    def fitting(cls, gate, K, V, heads, device):
+    def fitting(cls, dtype, gate, K, V, heads, device):
         """With 128 columns where blocks of so many have room, and are enough for half of the card."""
-        wide, narrow = (cls(gate, TILES[K > TILES[0]], BV) for BV in reversed(TILES))
+        wide, narrow = (cls(dtype, gate, TILES[K > TILES[0]], BV) for BV in reversed(TILES))
         enough = 2 * heads * wide.grid(V) >= device.multiprocessors
         fits = wide.shared_bytes <= device.shared_per_block
         return wide if V > TILES[0] and enough and fits else narrow
@@ -72,11 +69,77 @@ class DeltaForward(TiledKernel):
     def resident(self):
         return 1 if self.BK + self.BV == 256 else 2
 
+
+class DeltaForward(ChunkKernel):
+    """Under a gate for all channels of a token."""
+
+    file = "delta/forward"
+    arguments = members(
+        "rows q k v g beta o, pointers? initial final, shape, integers group, reals scale, integers normalized bytes"
+    )
+
+
+class DeltaChannelForward(DeltaForward):
+    """Under a gate for every channel."""
+
+    file = "delta/channel_forward"
+    shared = ("ChannelShared<{dtype}, {gate}, {BK}, {BV}>",)
+
+
+class GradientKernel(Kernel):
+    """The kernel of a way to compute gradients which does most of it."""
+
+    def kept_bytes(self, problem, inputs) -> int:
+        """Of what is kept between the way's kernels, for the heads that share a head of keys."""
+        raise NotImplementedError
+
+
+class DeltaBackwardStates(ChunkKernel):
+    """What goes from chunk to chunk of the gradients in chunks."""
+
+    file = "delta/backward_states"
+    arguments = members(
+        "rows q k v do_ g beta, rows? initial dht dh0, rows dv X w, pointers kept, shape, integers group, reals scale, "
+        "integers normalized bytes"
+    )
+
+
+class DeltaBackwardChunks(GradientKernel):
+    """What stays within a chunk of them."""
+
+    file = "delta/backward_chunks"
+    arguments = members(
+        "rows q k do_ X w g beta, pointers kept, rows dq dk, pointers? parts, rows dbeta, rows? dg, shape, "
+        "integers group, reals scale, integers normalized bytes"
+    )
+    shared = ("Shared<{dtype}, {BK}>",)
+    constants: ClassVar[tuple] = (("COLUMNS", "COLUMNS"),)
+    COLUMNS: ClassVar[int] = 64  # of states that are there at once
+    CHUNK: ClassVar[int] = 32
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+
     @property
-    def shared_bytes(self):
-        C, BK, BV = self.CHUNK, self.BK, self.BV
-        tiles, matrices = 2 * C * (2 * (2 * BK + BV) + 2 * BK + BV), 3 * 2 * 2 * C * (C + 8)
-        return tiles + matrices + 4 * (4 * C * (C + 4) + 6 * C + BK)
+    def threads(self):
+        return 2 * self.BK
+
+    @property
+    def resident(self):
+        return 2
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "chunk": self.CHUNK}
+
+    def kept_columns(self, V) -> int:
+        return ceil_div(V, self.COLUMNS) * self.COLUMNS
+
+    def kept_bytes(self, problem, inputs) -> int:
+        """Of states before and behind chunks, X and w, and of parts of gradients."""
+        B, T, K, V = problem.shape("B T K V")
+        token = self.dtype.itemsize * self.kept_columns(V) * (2 * self.BK // self.CHUNK + 2)
+        return B * inputs.group * T * (token + (8 * K if inputs.group > 1 else 0))
 
 
 class DeltaRecurrentForward(DeltaKernel):
@@ -113,7 +176,7 @@ class DeltaRecurrentForward(DeltaKernel):
         return {"BK": self.BK, "BV": self.BV}
 
 
-class DeltaRecurrentBackward(DeltaKernel):
+class DeltaRecurrentBackward(DeltaKernel, GradientKernel):
     """Gradients token by token, from states that the forward kernel keeps every TOKENS tokens."""
 
     file = "delta/recurrent_backward"
@@ -143,7 +206,7 @@ class DeltaRecurrentBackward(DeltaKernel):
         return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
 
     def kept_bytes(self, problem, inputs) -> int:
-        """Of states before chunks, and of parts of gradients, for the heads that share a head of keys."""
+        """Of states before chunks, and of parts of gradients."""
         T, K, V = problem.shape("T K V")
         states = K * V / self.TOKENS
         parts = ceil_div(V, self.BV) * len(self.kinds) * K

@@ -30,9 +30,13 @@ def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
     it been asked for gradients: then it runs again, so that gradients have the same bits; None if it never leaves any.
     `kept`: what `plan_summary_vjp` of the same `do` has left. `gate`: as `backward_cut` has it.
     """
+
+    def plan_wide(wide, do, dht):
+        return plan_vjp(wide, device, do, dht, gate=gate)
+
     cut = segments.backward_cut(problem, device, do, gate, saved, bool(kept))
     if cut.way == COPIED:
-        return plan_wider_vjp(problem, cut, do, dht)
+        return aligned_copies.plan_on_copies(problem, plan_wide, do, dht)
     draft, bonus = Draft(), problem.arrays.get("u")
     inputs = draft.mapped_inputs(problem) if cut.way in (HOPPER, TILED) else draft.inputs(problem)
     do, dht = draft.cotangents(problem, do, dht)
@@ -50,21 +54,6 @@ def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
         sum_of_parts(draft, partial_du, gradients[-1])
     return draft.plan((gradients, draft.stored_gradient(problem, dh0)), tiles=tiles)
-
-
-def plan_wider_vjp(problem, cut, do, dht):
-    """Plan the call on copies of its arrays whose rows are whole 16-byte pieces, as Hopper's own kernels need them."""
-
-    def plan_wide(wide, do, dht):
-        return plan_vjp(wide, cut.device, do, dht, gate=cut.gate)
-
-    draft, plan = aligned_copies.widened(problem, plan_wide, do, dht)
-    found, dh0 = draft.include(plan)
-    arrays = problem.arrays.values()
-    gradients = tuple(aligned_copies.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
-    start = dh0 and (aligned_copies.narrower(draft, dh0[0], problem.initial_state[0].shape),)
-    aligned_copies.copy_rows(draft, [*zip(found, gradients), *zip(dh0 or (), start or ())])
-    return draft.plan((gradients, start), tiles=plan.tiles)
 
 
 def plan_summary_vjp(problem, device, do, saved=()):

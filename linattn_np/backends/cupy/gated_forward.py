@@ -8,11 +8,41 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from . import aligned_copies, segments
 from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
-from .plan import FLOAT32, TensorMap, ceil_div, common_bytes
+from .kernel import DOUBLE
+from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes
 from .rank_summary import RankSummary
 from .segments import HOPPER, PORTABLE, SMALL, WIDE
 from .wide_head_kernels import GatedWideForward, GatedWideOperands
+
+
+def plan_in_chunks(problem, device, kept=()):
+    """The plan of mode "chunk". `kept`: what `plan_summary` of the same tokens has left."""
+    if aligned_copies.forward_gains(problem):
+        return aligned_copies.plan_on_copies(problem, lambda wide: plan_in_chunks(wide, device))
+    draft, cut = Draft(), segments.forward_cut(problem, device)
+    o, final = draft.output(problem, cut.fits), draft.final(problem)
+    inputs = draft.mapped_inputs(problem, cut.fits) if cut.way == HOPPER else draft.inputs(problem)
+    launches = PASSES[cut.way](draft, problem, cut, inputs, o)
+    launches.run(final, kept)
+    results = draft.results(problem, o, final)
+    return draft.plan(results, mode=problem.mode, tiles=cut.tiles, saved=launches.saved)
+
+
+def plan_summary(problem, device):
+    """A plan of ((the final state from zero,), the decay [N, H, K] of any other), side by side in memory, without o;
+    what it saves spares `plan` the same pass. None where nothing is cheaper than a whole call."""
+    if problem.mode != "chunk" or problem.dtype == DOUBLE:
+        return None
+    cut = segments.forward_cut(problem, device)
+    if cut.way != HOPPER:
+        return None
+    cut = segments.without_a_short_segment(problem, device, cut)
+    draft = Draft()
+    inputs = draft.mapped_inputs(problem)
+    launches = HopperForward(draft, problem, cut, inputs, o=inputs[2])  # o is not written: v's tensor map stands for it
+    return launches.summary(problem.sizes["K"])
 
 
 class ForwardPass:

@@ -320,6 +320,7 @@ class Plan:
     given: tuple[Given, ...] = ()  # the caller's arrays, in the order in which `execute` is handed them
     mode: str | None = None
     tiles: dict = field(default_factory=dict)  # the sizes that the main kernels work in, for `explain`
+    against: dict = field(default_factory=dict)  # what other ways the call could have gone -> why it does not, likewise
 
     @property
     def launches(self) -> tuple[Launch, ...]:

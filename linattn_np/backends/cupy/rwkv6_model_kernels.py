@@ -17,8 +17,6 @@ from .arguments import members
 from .kernel import INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
-TIME_MIX_SCRATCH = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)  # bytes
-
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 class NormShift(ModelKernel):
@@ -31,7 +29,6 @@ class NormShift(ModelKernel):
     MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
-    shared_bytes = 4 * 2 * 16
     X: np.dtype
     EACH: int
     PARTS: int
@@ -57,7 +54,6 @@ class TimeMixStep(ModelKernel):
     arguments = TIME_MIX
     shared = ("TimeMixScratch",)
     threads, parts = 256, 1
-    shared_bytes = TIME_MIX_SCRATCH
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
@@ -97,10 +93,6 @@ class TimeMixBatch(ModelKernel):
         return 32 * self.SEQUENCES
 
     @property
-    def shared_bytes(self):
-        return self.SEQUENCES * 4 * 4 * self.N
-
-    @property
     def parts(self) -> int:
         return self.MOST_PARTS if self.SEQUENCES < max(self.WIDTHS) else 1
 
@@ -131,13 +123,13 @@ class DecodeFew(ModelKernel):
     def fitting(cls, dtype, state, sizes, device) -> tuple[DecodeFew, int] | None:
         """The kernel and the bytes of its stage: two mixes of a norm, and all that the widest product takes, if that
         costs few stages."""
-        widest = max(sizes["D"], sizes["F"])
+        widest, scratch = max(sizes["D"], sizes["F"]), TimeMixStep(dtype, dtype, state, 1).shared_bytes
         for count, least in ((widest, 8), (sizes["D"], cls.STAGES[-1])):
             for stages in cls.STAGES:
                 kernel = cls(dtype, state, stages)
                 count = padded(count, kernel.slot)
                 norm = (2 * kernel.bytes_of_operand + kernel.bytes_of_float) * sizes["D"]
-                room = max(kernel.bytes_of_operand * count, norm, TIME_MIX_SCRATCH, 4 * sizes["A"])
+                room = max(kernel.bytes_of_operand * count, norm, scratch, 4 * sizes["A"])
                 if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
                     return kernel, room
         return None
@@ -168,7 +160,6 @@ class Argmax(ModelKernel):
     arguments = members("pointers logits tokens, integers V")
     shared = ("Shared",)
     threads = 1024
-    shared_bytes = 32 * 8
 
 
 # -- of both -----------------------------------------------------------------------------------------------------------
@@ -177,19 +168,11 @@ class ChosenNorm(ModelKernel):
     arguments = members("pointers chosen x weight bias y, integers D, reals eps")
     shared = ("Shared",)
     threads = 512
-    shared_bytes = 4 * 2 * 16
     X: np.dtype
     Y: np.dtype
 
 
 LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile
-
-
-def low_rank_shared(dtype, tiles, parts) -> int:
-    """Bytes of the struct `LowRank<dtype, tiles, parts>`, from which a block makes so many tiles of tokens."""
-    size, tokens = dtype.itemsize, tiles * LOW_RANK_TOKENS
-    low = 4 * tokens * (32 + 4) if size == 4 else parts * size * tokens * (32 + 8)
-    return low + size * 32 * (LOW_RANK_COLUMNS + 8)
 
 
 def low_rank_blocks(tiles, tokens, D) -> int:
@@ -224,10 +207,6 @@ class DataMix(ModelKernel):
     def most_parts(self) -> int:
         """The most parts whose sum is `low`."""
         return 8 if self.TILES == self.INPUTS == 1 and self.X != FLOAT32 else 1
-
-    @property
-    def shared_bytes(self):
-        return low_rank_shared(self.dtype, self.TILES, self.PARTS)
 
     def blocks(self, tokens, D) -> int:
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
@@ -267,7 +246,6 @@ class ShiftMix(ModelKernel):
     shared = ("Shared",)
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
-    shared_bytes = 4 * 4 * 16
     X: np.dtype
     EACH: int
 
@@ -285,10 +263,6 @@ class LogDecay(ModelKernel):
     PARTS: ClassVar[int] = 2
     threads = 256
     dtype: np.dtype
-
-    @property
-    def shared_bytes(self):
-        return low_rank_shared(self.dtype, self.TILES, self.PARTS)
 
     def blocks(self, tokens, D) -> int:
         return low_rank_blocks(self.TILES, tokens, D)

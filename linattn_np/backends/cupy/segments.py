@@ -260,14 +260,15 @@ def small_segments(kernel, problem, device) -> int:
 
 
 def portable_forward_cut(problem, device):
-    sizes, shared = problem.shape("K V"), device.shared_per_block
-    instance = problem.dtype, gate_dtype(problem), tf32_products(problem), *sizes, shared
-    summary = GatedSegmentStates.fitting(*instance)
-    if are_wide(problem, device):
-        kernel = GatedWideForward.fitting(problem.dtype, sizes[0])
-        return filled(problem, device, WIDE, kernel, summary)
+    sizes, wide = problem.shape("K V"), are_wide(problem, device)
+    instance = problem.dtype, gate_dtype(problem), tf32_products(problem), *sizes, device.shared_per_block
     schedule = SPLIT_CHANNELS if sizes[0] > TILES[-1] else SINGLE_PASS
-    return filled(problem, device, PORTABLE, GatedForward.fitting(read_order(problem.op), schedule, *instance), summary)
+    if wide:
+        kernel = GatedWideForward.fitting(problem.dtype, sizes[0])
+    else:
+        kernel = GatedForward.fitting(read_order(problem.op), schedule, *instance)
+    summary = GatedSegmentStates.fitting(*instance)
+    return filled(problem, device, WIDE if wide else PORTABLE, kernel, summary)
 
 
 def hoppers_kernel(problem, schedule, gate, columns):
@@ -390,7 +391,6 @@ class BackwardCut:
     short: int = 0  # as `BackwardSegments` has it
     blocks: int = 0  # of each of Hopper's main kernels
     forward: ForwardCut | None = None  # the pass that gives the states at the segments' starts, if nobody saved them
-    gate: str = OF_CHANNELS
 
 
 def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) -> BackwardCut:
@@ -411,7 +411,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) 
         if P:
             return BackwardCut(TILED, device, P, short=short_segment_of(problem, device, P))
     if aligned_copies.backward_gains(problem, do):
-        return BackwardCut(COPIED, device, gate=gate)
+        return BackwardCut(COPIED, device)
     if are_small(problem, device):
         return small_backward_cut(problem, device)
     return portable_backward_cut(problem, device, gate)

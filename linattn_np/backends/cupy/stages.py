@@ -97,7 +97,7 @@ def plan(problem, device):
     return draft.plan(results, tiles=BK | {"chunk": problem.chunk_size})
 
 
-def plan_in_a_row(problem):
+def plan_in_a_row(problem, device, kept):
     """The plan of mode "staged" of an operator of the gated family: all five stages."""
     draft = Draft()
     stages = Stages(draft, problem, lambda x, dtype, shape=None: draft.empty(shape or x.shape, dtype))

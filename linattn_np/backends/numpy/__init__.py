@@ -5,16 +5,12 @@ from importlib import import_module
 import numpy as np
 
 from ...declarations import (
-    DELTA_RULE,
     DELTA_RULES,
     GATED,
-    GATED_DELTA_RULE,
     GLA_VALUE_GATE,
-    KDA,
     LINEAR_ATTENTION,
     NORMALIZED,
     RETENTION,
-    RWKV7,
     SIMPLE_GLA,
 )
 from . import (
@@ -41,11 +37,8 @@ EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
     RETENTION: retention,
     LINEAR_ATTENTION: linear_attention,
     NORMALIZED: linear_attention,
-    DELTA_RULE: delta_rule,
-    GATED_DELTA_RULE: delta_rule,
-    KDA: delta_rule,
-    RWKV7: rwkv7,
 }
+EQUATIONS |= {op: delta_rule if op.strengths else rwkv7 for op in DELTA_RULES}
 OWN_CHUNKS = {GLA_VALUE_GATE: value_gate, **dict.fromkeys(DELTA_RULES, delta_chunked)}  # they are not the family's
 STEPS = {f"{op.name}_step": equation for op, equation in EQUATIONS.items()}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}

@@ -17,7 +17,7 @@ def cpu_layers(kind, weights, sizes, dtype, state_dtype, loaded):
     if dtype == "float32" and not has_loops():
         return kind.numpy_layers(weights, sizes, dtype, loaded)
     loops()  # NotSupported without Numba
-    return kind.numba_layers()(weights, sizes, dtype, loaded)
+    return kind.module("numba_layers").NumbaLayers(weights, sizes, dtype, loaded)
 
 
 def has_loops() -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
+from types import ModuleType
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -20,6 +22,7 @@ from ..devices import DEVICES, check_device, on_host
 from ..prompt_reading import read
 from ..quantised import collected, of_bits
 from ..sampling import Sampling
+from ..training_products import HostProducts
 from . import names
 from .config import completed
 from .cpu_layers import cpu_layers
@@ -39,13 +42,13 @@ class Model:
     layout : of its parameters in a training
     trains_on : the devices on which its gradients are computed
     beside : as `protocols.Trainable` has it: nothing, as all is trained
-    numba_layers : imports its layers by Numba's loops
-    cuda_layers : imports its layers on the GPU
+    folder : the name of its package, which has `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
     """
 
     version: ClassVar[Version]
     numpy_layers: ClassVar[type[NumpyLayers]]
     layout: ClassVar[type[Layout]]
+    folder: ClassVar[str]
     trains_on: ClassVar[tuple[str, ...]] = DEVICES
     beside: ClassVar[bytes] = b""
 
@@ -63,13 +66,17 @@ class Model:
         loaded = counted(weights, progress or (lambda *_: None))
         self.layers = self.layers_on(device)(weights, self.sizes, dtype, state_dtype, loaded)
 
-    @staticmethod
-    def numba_layers() -> type:
-        raise NotImplementedError
+    @classmethod
+    def module(cls, name: str) -> ModuleType:
+        """A module of the version's folder, imported when it is first needed: Numba and CuPy take a while to import."""
+        return import_module(f"{cls.folder}.{name}")
 
-    @staticmethod
-    def cuda_layers() -> Callable:
-        raise NotImplementedError
+    @classmethod
+    def cuda_layers(cls) -> Callable:
+        """What makes the layers on the GPU."""
+        from .cuda_layers import CudaLayers
+
+        return partial(CudaLayers, cls.module("cuda_decode").CudaDecoder)
 
     @classmethod
     def trainable(cls, layers: int, width: int, head_size: int) -> Layout:
@@ -81,10 +88,12 @@ class Model:
         """Of the vector of a training the weights, by official name."""
         return layout.named(vector)
 
-    @staticmethod
-    def loss(weights, tokens, products, drop, **how) -> tuple[Any, Callable]:
-        """The loss of a trainable model and its pullback, as `rwkv.grad.loss` has them."""
-        raise NotImplementedError
+    @classmethod
+    def loss(cls, weights, tokens, products, drop, **how) -> tuple[Any, Callable]:
+        """The loss of a trainable model and its pullback, as the version's `grad.loss` has them; on a device, as its
+        `cuda_grad.loss`."""
+        module = cls.module("grad" if isinstance(products, HostProducts) else "cuda_grad")
+        return module.loss(weights, tokens, products, drop, **how)
 
     @classmethod
     def layers_on(cls, device) -> Callable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 
 from ...array_kinds import FLOATS
@@ -14,6 +14,13 @@ from .version import EPS, Version
 BLOCKS = ("rwkv.blocks.", "model.layers.", "blocks.")  # the blocks of Hugging Face, of fla, and the official ones
 TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
 ADAPTERS = ("lora_A", "lora_B")  # of PEFT and RWKV-PEFT
+FLA = {
+    "emb.weight": "model.embeddings.weight",
+    "ln_out.weight": "model.norm.weight",
+    "ln_out.bias": "model.norm.bias",
+    "head.weight": "lm_head.weight",
+}
+FLA_NORMS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att.ln_x": "attn.g_norm"}
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"}
 
 
@@ -38,6 +45,25 @@ def unchanged(name):
 def hugging_face(name):
     prefix = "" if name == "head.weight" else "rwkv."
     return prefix + ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")), same
+
+
+def fla(in_block: Callable) -> Callable:
+    """fla's naming; `in_block` has it for the name of a parameter in a block that is no norm's."""
+
+    def origin(name):
+        if name in FLA:
+            return FLA[name], same
+        _, i, parameter = name.split(".", 2)
+        norm, _, ending = parameter.rpartition(".")
+        its_name, make = (f"{FLA_NORMS[norm]}.{ending}", same) if norm in FLA_NORMS else in_block(parameter)
+        return f"model.layers.{i}.{its_name}", make
+
+    return origin
+
+
+def official_first(weights: Mapping, origin: Callable) -> Callable:
+    """`origin`, but for official names that `weights` have."""
+    return lambda name: (name, same) if name in weights else origin(name)
 
 
 def blocks_of(weights: Mapping) -> str:
@@ -70,7 +96,7 @@ def official(version: Version, weights: Mapping) -> dict:
     """
     weights = unwrapped(weights)
     refuse_adapters(weights)
-    version.refuse_others(weights)
+    refuse_other_versions(version, weights)
     blocks, origin = version.naming(weights)
     layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
     tuned = any(name.endswith(".time_state") for name in weights)
@@ -117,7 +143,11 @@ def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]
             version.refuse(f"{name} is {shape}, expected [{', '.join(axes)}] = {wanted}")
         if weights[name].dtype not in FLOATS:
             version.refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
-    version.check_sizes(sizes)
+    H, N, D, bonus = *(sizes[axis] for axis in "HND"), version.layer["bonus"].names[0]
+    if H * N != D:
+        version.refuse(f"{bonus} has H={H} heads of N={N}, expected H x N = D = {D}")
+    if "5A" in sizes and sizes["5A"] != 5 * sizes["A"]:
+        version.refuse(f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']}")
     if EPS in weights and (weights[EPS].shape != (2,) or not all(0 < number < inf for number in weights[EPS])):
         version.refuse(f"{EPS} is {weights[EPS].dtype} {weights[EPS].shape}, expected two numbers above 0")
     return weights, sizes
@@ -137,3 +167,13 @@ def refuse_adapters(weights):
                 f"{shown(name)} belongs to a LoRA adapter that is not merged",
                 "merged weights: linattn-np merge writes them, and generate --adapter reads it beside its model",
             )
+
+
+def refuse_other_versions(version, weights):
+    others = version.others(weights)
+    for name in weights:
+        for part in name.split("."):
+            if part in others:
+                older = others[part] == "RWKV-5" and not any("ln_x" in other for other in weights)
+                found = "RWKV-4" if older else others[part]
+                refuse_file(f"{shown(name)} belongs to {found}", f"the parameters of {version.title}")

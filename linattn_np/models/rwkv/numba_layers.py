@@ -12,7 +12,7 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from ..helper_threads import Board
 from ..matrices import FEW, pack
-from ..matrix_loops import multiply_at
+from ..matrix_loops import multiply
 from ..quantised import Stored
 from . import numba_loops as loops
 from .numpy_layers import FLOAT32, NumpyLayers, Pieces, token_shift
@@ -51,7 +51,7 @@ class NumbaLayers(NumpyLayers):
         own = [*map(np.ascontiguousarray, state.arrays)]  # for strided arrays Numba would compile the loop again
         with board.helped(self.step_bytes):
             eps = self.layer_eps, self.group_eps
-            logits = self.loops.step(multiply_at.address, board.array, *self.gathered, eps, x, *own, slots)
+            logits = self.loops.step(multiply.address, board.array, *self.gathered, eps, x, *own, slots)
         for array, new in zip(state.arrays, own):
             if array is not new:
                 array[...] = new

@@ -51,20 +51,30 @@ def low_rank(name) -> Weight:
     return Weight((name,), matrix=True, inputs_first=True)
 
 
+# Of every version: the parameters of the whole model with their axes, and the arrays that the layers take of them.
+EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
+HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
+MODEL = {
+    "embedding": Weight(("emb.weight",), matrix=True),
+    "head": Weight(("head.weight",), matrix=True),
+    "ln0": norm("blocks.0.ln0"),
+    "ln_out": norm("ln_out"),
+}
+
+
 @dataclass(frozen=True)
 class Version:
     """A version of RWKV.
 
     owner : the class of its models, which errors begin with
     title : what errors call the version
-    embedding, block, head : every parameter and its axes, of the whole model or in a layer's block; an axis gets its
-        size where it is first named. Linear weights are (out, in)
-    layer, model : the arrays that the layers take, by field
+    block : every parameter of a layer's block and its axes; an axis gets its size where it is first named. Linear
+        weights are (out, in)
+    layer : the arrays that a layer takes, by field
     first_layer_lacks : parameters of a block that the first block does not have; files may bring them, unread
     naming : of weights the prefix of their blocks, and a function from an official name to the name in the file and
         what makes the official array of the file's
-    refuse_others : raises where weights are another version's
-    check_sizes : raises where sizes do not fit each other
+    others : of weights, the parts of names that give other versions away, with these versions
     fla_fields : flash-linear-attention's fields that change what is computed, with the one value of each that is
         computed here
     fla_eps : of its norms, where its config says nothing
@@ -73,14 +83,10 @@ class Version:
 
     owner: str
     title: str
-    embedding: dict[str, str]
     block: dict[str, str]
-    head: dict[str, str]
     layer: dict[str, Weight]
-    model: dict[str, Weight]
     naming: Callable[[Mapping], tuple[str, Callable]]
-    refuse_others: Callable[[Mapping], None]
-    check_sizes: Callable[[Mapping], None]
+    others: Callable[[Mapping], Mapping[str, str]]
     fla_fields: dict[str, object]
     fla_eps: float
     fla_group_factor: Callable[[Mapping], float]
@@ -111,12 +117,12 @@ class Version:
             for name, axes in block.items()
             if i or name not in self.first_layer_lacks
         }
-        return self.embedding | blocks | self.head
+        return EMBEDDING | blocks | HEAD
 
     @property
     def matrices(self) -> list[str]:
         """The names of all matrices, in a layer's block or in the whole model, in the order of the tables."""
-        weights = (*self.layer.values(), *self.model.values())
+        weights = (*self.layer.values(), *MODEL.values())
         return [name for weight in weights if weight.matrix for name in weight.names]
 
     def is_matrix(self, name) -> bool:
@@ -144,8 +150,9 @@ class Version:
 
     def whole_arrays(self, array_of: Callable) -> SimpleNamespace:
         """The arrays of a model outside its layers."""
-        fields = self.model.items()
-        return SimpleNamespace(**{field: array_of(field, weight, list(weight.names)) for field, weight in fields})
+        return SimpleNamespace(
+            **{field: array_of(field, weight, list(weight.names)) for field, weight in MODEL.items()}
+        )
 
     def plain(self, weights, names) -> list:
         """The named parameters, without the leading axes of 1 that files have."""

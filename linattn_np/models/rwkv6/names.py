@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from ..checkpoint import refuse as refuse_file
-from ..number_checks import shown
 from ..rwkv import names
-from ..rwkv.names import blocks_of, hugging_face, row, same, transposed, unchanged
+from ..rwkv.names import blocks_of, fla, hugging_face, official_first, row, same, transposed, unchanged
 from ..rwkv.version import Version
-from .weights import LAYER, MODEL
+from .weights import LAYER
 
-# Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary,
-# H heads, N head size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights
-# are (out, in).
-EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
+# Every parameter of a block and its axes; an axis gets its size where it is first named. D n_embd, H heads, N head
+# size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights are (out, in).
 BLOCK = {
     "ln1.weight": "D",
     "ln1.bias": "D",
@@ -46,10 +42,8 @@ BLOCK = {
     "ffn.receptance.weight": "D D",
     "ffn.value.weight": "D F",
 }
-HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
 
-# The last part of a name that gives another version away. x060b and x060c have the same names; RWKV-4 has
-# those of RWKV-5 but no ln_x.
+# Parts of names that give another version away. x060b and x060c have the same names.
 OTHER_VERSIONS = {
     "gate_w1": "RWKV-6 x060a",
     "time_maa_rkvw_w1": "RWKV-6 x060b or x060c",
@@ -59,7 +53,7 @@ OTHER_VERSIONS = {
 
 
 # fla orders the five mixes r w k v g, and keeps the LoRA's weights as those of Linear layers, (out, in).
-FLA_ORDER = "rwkvg"
+FLA_ORDER, LINEAR = "rwkvg", ("receptance", "key", "value", "gate")
 OFFICIAL_ORDER = [FLA_ORDER.index(mix) for mix in "wkvrg"]
 
 
@@ -75,24 +69,8 @@ def mix_up(x):
     return x.reshape(len(x), 5, -1)[:, OFFICIAL_ORDER].transpose(1, 2, 0)  # [D, 5A] -> [5, A, D]
 
 
-# Official name -> fla's, and what makes the one's array of the other's.
+# Official name in a block -> fla's, and what makes the one's array of the other's.
 FLA = {
-    "emb.weight": ("model.embeddings.weight", same),
-    "ln_out.weight": ("model.norm.weight", same),
-    "ln_out.bias": ("model.norm.bias", same),
-    "head.weight": ("lm_head.weight", same),
-}
-FLA_BLOCK = {
-    **{
-        f"{name}.{part}": (f"{its_name}.{part}", same)
-        for part in ("weight", "bias")
-        for name, its_name in (
-            ("ln0", "pre_norm"),
-            ("ln1", "attn_norm"),
-            ("ln2", "ffn_norm"),
-            ("att.ln_x", "attn.g_norm"),
-        )
-    },
     "att.time_maa_x": ("attn.x_proj.0.mu", row),
     **{f"att.time_maa_{mix}": ("attn.x_bias", mix_of(mix)) for mix in FLA_ORDER},
     "att.time_maa_w1": ("attn.x_proj.0.linear.weight", mix_down),
@@ -101,10 +79,7 @@ FLA_BLOCK = {
     "att.time_decay_w1": ("attn.w_proj.linear.lora.0.weight", transposed),
     "att.time_decay_w2": ("attn.w_proj.linear.lora.2.weight", transposed),
     "att.time_faaaa": ("attn.bonus", same),
-    "att.receptance.weight": ("attn.r_proj.linear.weight", same),
-    "att.key.weight": ("attn.k_proj.linear.weight", same),
-    "att.value.weight": ("attn.v_proj.linear.weight", same),
-    "att.gate.weight": ("attn.g_proj.linear.weight", same),
+    **{f"att.{name}.weight": (f"attn.{name[0]}_proj.linear.weight", same) for name in LINEAR},
     "att.output.weight": ("attn.o_proj.weight", same),
     "ffn.time_maa_k": ("ffn.key.mu", row),
     "ffn.time_maa_r": ("ffn.receptance.mu", row),
@@ -112,16 +87,6 @@ FLA_BLOCK = {
     "ffn.receptance.weight": ("ffn.receptance.linear.weight", same),
     "ffn.value.weight": ("ffn.value.weight", same),
 }
-
-
-def fla(name):
-    if not name.startswith("blocks."):
-        return FLA[name]
-    _, i, name_in_block = name.split(".", 2)
-    if name_in_block not in FLA_BLOCK:
-        return name, same
-    its_name, make = FLA_BLOCK[name_in_block]
-    return f"model.layers.{i}.{its_name}", make
 
 
 def web_rwkv(name):
@@ -135,6 +100,9 @@ def of_web_rwkv(weights) -> bool:
     return any(name.endswith(".time_mix_w1") for name in weights)
 
 
+in_fla = fla(lambda name: FLA.get(name, (name, same)))
+
+
 def naming(weights: Mapping):
     """The prefix of blocks, and where each parameter comes from.
 
@@ -145,44 +113,19 @@ def naming(weights: Mapping):
     if of_web_rwkv(weights):
         return "blocks.", web_rwkv
     blocks = blocks_of(weights)
-    origin = {"rwkv.blocks.": hugging_face, "model.layers.": fla, "blocks.": unchanged}[blocks]
-    return blocks, lambda name: (name, same) if name in weights else origin(name)
+    origin = {"rwkv.blocks.": hugging_face, "model.layers.": in_fla, "blocks.": unchanged}[blocks]
+    return blocks, official_first(weights, origin)
 
 
-def refuse_other_versions(weights):
-    if of_web_rwkv(weights):
-        return
-    for name in weights:
-        version = OTHER_VERSIONS.get(name.split(".")[-1])
-        if version == "RWKV-5" and not any("ln_x" in other for other in weights):
-            version = "RWKV-4"
-        if version:
-            refuse_file(f"{shown(name)} belongs to {version}", f"the parameters of {TITLE}")
-
-
-def check_sizes(sizes):
-    H, N, D, A = (sizes[axis] for axis in "HNDA")
-    if H * N != D:
-        refuse(f"att.time_faaaa has H={H} heads of N={N}, expected H x N = D = {D}")
-    if 5 * A != sizes["5A"]:
-        refuse(f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * A} as att.time_maa_w2 has it")
-
-
-TITLE = "RWKV-6 x060"
 VERSION = Version(
     owner="RWKV6",
-    title=TITLE,
-    embedding=EMBEDDING,
+    title="RWKV-6 x060",
     block=BLOCK,
-    head=HEAD,
     layer=LAYER,
-    model=MODEL,
     naming=naming,
-    refuse_others=refuse_other_versions,
-    check_sizes=check_sizes,
+    others=lambda weights: {} if of_web_rwkv(weights) else OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None},
     fla_eps=1e-6,
     fla_group_factor=lambda weights: 1,
 )
-refuse, one_of = VERSION.refuse, VERSION.one_of
 official, parameters = partial(names.official, VERSION), partial(names.parameters, VERSION)

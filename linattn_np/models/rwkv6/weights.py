@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..rwkv.version import Weight, linear, low_rank, norm, vector
+from ..rwkv.version import linear, low_rank, norm, vector
 
 # The matrices come in the order in which a training's files have them.
 LAYER = {
@@ -23,10 +23,4 @@ LAYER = {
     "decay": vector("att.time_decay"),
     "bonus": vector("att.time_faaaa"),
     "ffn_maa": vector("ffn.time_maa_k", "ffn.time_maa_r"),
-}
-MODEL = {
-    "embedding": Weight(("emb.weight",), matrix=True),
-    "head": Weight(("head.weight",), matrix=True),
-    "ln0": norm("blocks.0.ln0"),
-    "ln_out": norm("ln_out"),
 }

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from ..rwkv.model import Model
-from ..training_products import HostProducts
 from .names import VERSION
 from .numpy_layers import NumpyLayers
 from .parameters import Layout
@@ -63,27 +59,4 @@ class RWKV7(Model):
     ((1, 15, 256), (2, 1, 4, 8, 8))
     """
 
-    version, numpy_layers, layout = VERSION, NumpyLayers, Layout
-
-    @staticmethod
-    def loss(weights, tokens, products, drop, **how):
-        """The loss of a trainable model and its pullback, as `grad.loss` or, on a device, `cuda_grad.loss` has them."""
-        if isinstance(products, HostProducts):
-            from .grad import loss
-        else:
-            from .cuda_grad import loss
-
-        return loss(weights, tokens, products, drop, **how)
-
-    @staticmethod
-    def numba_layers() -> type:
-        from .numba_layers import NumbaLayers
-
-        return NumbaLayers
-
-    @staticmethod
-    def cuda_layers() -> Callable:
-        from ..rwkv.cuda_layers import CudaLayers
-        from .cuda_decode import CudaDecoder
-
-        return partial(CudaLayers, CudaDecoder)
+    version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-from ..checkpoint import refuse as refuse_file
-from ..number_checks import shown
-from ..rwkv.names import blocks_of, row, same, transposed
-from ..rwkv.version import Version
-from .weights import LAYER, MODEL
+from ..rwkv.names import blocks_of, fla, official_first, row, same, transposed
+from ..rwkv.version import Version, in_block
+from .weights import LAYER
 
-# Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary,
-# H heads, N head size, F the channel mix's width; W, A, Q and G the ranks of the decay, the learning rate, the value
-# and the gate. Linear weights are (out, in).
-EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
+# Every parameter of a block and its axes; an axis gets its size where it is first named. D n_embd, H heads, N head
+# size, F the channel mix's width; W, A, Q and G the ranks of the decay, the learning rate, the value and the gate.
+# Linear weights are (out, in).
 BLOCK = {
     "ln1.weight": "D",
     "ln1.bias": "D",
@@ -44,43 +42,27 @@ BLOCK = {
     "ffn.key.weight": "F D",
     "ffn.value.weight": "D F",
 }
-HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
-FIRST_LAYER_LACKS = frozenset({"att.v0", "att.v1", "att.v2"})
 
-# A part of a name that gives another version away; the first that is found is told.
+# Parts of names that give another version away.
 OTHER_VERSIONS = {
     "qkv": "RWKV-7b (DEA)",
     "s_emb": "RWKV-7a (DeepEmbed)",
     "enn": "RWKV-8 (x080)",
     "time_maa_x": "RWKV-6",
     "time_mix_w1": "RWKV-6",
-    "time_mix_k": "RWKV-5 or an older version",
-    "time_mix_key": "RWKV-5 or an older version",
+    "time_mix_k": "RWKV-5",
+    "time_mix_key": "RWKV-5",
 }
 LOW_RANK = ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2")
 
-# Official name -> fla's, and what makes the one's array of the other's.
-FLA = {
-    "emb.weight": "model.embeddings.weight",
-    "ln_out.weight": "model.norm.weight",
-    "ln_out.bias": "model.norm.bias",
-    "head.weight": "lm_head.weight",
-}
-FLA_PARTS = {"att": "attn", "ffn": "ffn", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
-FLA_MODULES = {
-    "receptance": "r_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "output": "o_proj",
-    "ln_x": "g_norm",
-}
+FLA_MODULES = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 FLA_LOW_RANK = {"0": ("2.bias", row), "1": ("0.weight", transposed), "2": ("2.weight", transposed)}
 PACKED = "rwkvag"  # the order of the six mixes in fla's older files, which have them as one array
 
 
 def shape_of(name):
     """What makes an official array of one that may lack axes of 1."""
-    return row if name.startswith("blocks.") and "1 1 D" == BLOCK.get(name.split(".", 2)[2]) else same
+    return row if BLOCK.get(in_block(name)) == "1 1 D" else same
 
 
 def official(name):
@@ -92,23 +74,17 @@ def web_rwkv(name):
     return name, transposed if name.split(".")[-1] in LOW_RANK else shape_of(name)
 
 
-def fla(weights):
-    def origin(name):
-        if not name.startswith("blocks."):
-            return FLA[name], same
-        _, i, part, *rest = name.split(".")
-        its = f"model.layers.{i}.{FLA_PARTS[part]}."
-        if part != "att":
-            return its + ".".join(rest), shape_of(name)
-        kind, number = rest[0][0], rest[0][1:]
-        if number in FLA_LOW_RANK:
-            ending, make = FLA_LOW_RANK[number]
-            return f"{its}{kind}_lora.lora.{ending}", make
-        if kind == "x" and f"{its}x_x" in weights:
-            return f"{its}x_x", lambda x: row(x.reshape(len(PACKED), -1)[PACKED.index(rest[0][-1])])
-        return its + ".".join([FLA_MODULES.get(rest[0], rest[0]), *rest[1:]]), shape_of(name)
-
-    return origin
+def in_fla(weights, name):
+    """fla's name of a parameter in a block, and what makes the official array of the one there."""
+    part, leaf, *rest = name.split(".")
+    if part == "ffn":
+        return name, shape_of(name)
+    if leaf[1:] in FLA_LOW_RANK:
+        ending, make = FLA_LOW_RANK[leaf[1:]]
+        return f"attn.{leaf[0]}_lora.lora.{ending}", make
+    if leaf.startswith("x_") and any(other.endswith(".attn.x_x") for other in weights):
+        return "attn.x_x", lambda x: row(x.reshape(len(PACKED), -1)[PACKED.index(leaf[-1])])
+    return ".".join(["attn", FLA_MODULES.get(leaf, leaf), *rest]), shape_of(name)
 
 
 def naming(weights: Mapping):
@@ -119,25 +95,11 @@ def naming(weights: Mapping):
     """
     blocks = blocks_of(weights)
     if blocks == "model.layers.":
-        origin = fla(weights)
-        return blocks, lambda name: (name, same) if name in weights else origin(name)
+        return blocks, official_first(weights, fla(partial(in_fla, weights)))
     down, up = (weights.get(f"blocks.0.att.{name}") for name in ("w1", "w2"))
     width = weights["emb.weight"].shape[-1] if "emb.weight" in weights else None
     turned = down is not None and up is not None and down.shape[0] != width == down.shape[-1]
     return blocks, web_rwkv if turned else official
-
-
-def refuse_other_versions(weights):
-    for part, version in OTHER_VERSIONS.items():
-        for name in weights:
-            if part in name.split("."):
-                refuse_file(f"{shown(name)} belongs to {version}", f"the parameters of {TITLE}")
-
-
-def check_sizes(sizes):
-    H, N, D = (sizes[axis] for axis in "HND")
-    if H * N != D:
-        VERSION.refuse(f"att.r_k has H={H} heads of N={N}, expected H x N = D = {D}")
 
 
 def head_size(weights) -> int:
@@ -145,20 +107,15 @@ def head_size(weights) -> int:
     return next((array.shape[-1] for name, array in weights.items() if name.endswith(".r_k")), 64)
 
 
-TITLE = "RWKV-7 x070"
 VERSION = Version(
     owner="RWKV7",
-    title=TITLE,
-    embedding=EMBEDDING,
+    title="RWKV-7 x070",
     block=BLOCK,
-    head=HEAD,
     layer=LAYER,
-    model=MODEL,
     naming=naming,
-    refuse_others=refuse_other_versions,
-    check_sizes=check_sizes,
+    others=lambda weights: OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "norm_first": True, "attn": None},
     fla_eps=1e-5,
     fla_group_factor=head_size,
-    first_layer_lacks=FIRST_LAYER_LACKS,
+    first_layer_lacks=frozenset({"att.v0", "att.v1", "att.v2"}),
 )

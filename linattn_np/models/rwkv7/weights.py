@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..rwkv.version import Weight, linear, low_rank, norm, vector
+from ..rwkv.version import linear, low_rank, norm, vector
 
 # The matrices come in the order in which a training's files have them. The first layer has no `value*`.
 LAYER = {
@@ -29,10 +29,4 @@ LAYER = {
     "replacement": vector("att.k_a"),
     "bonus": vector("att.r_k"),
     "ffn_mix": vector("ffn.x_k"),
-}
-MODEL = {
-    "embedding": Weight(("emb.weight",), matrix=True),
-    "head": Weight(("head.weight",), matrix=True),
-    "ln0": norm("blocks.0.ln0"),
-    "ln_out": norm("ln_out"),
 }

@@ -1,0 +1,246 @@
+// what      A chunk of the delta rule under a gate for every channel: queries and keys with decays, and scores of pairs
+//           of tokens.
+// math      D_ij the decays from token j to token i, of each channel. M = sum_c D_ij k_i k_j below the diagonal,
+//           A = sum_c D_ij q_i k_j up to it
+// numerics  Pairs within 8 tokens are multiplied in float32 as the recurrence does. All others meet at a border of 8 or
+//           16 tokens between them: rows are decayed from it, keys up to it, and rounded to float16, as are keys that
+//           go to the chunk's end. Powers of 2 bring rows into its range. A decay is a product of those of the tokens
+//           between, so that any gate is exact
+#include "delta/chunk.cuh"
+
+constexpr int BLOCK = 8, PAIRS_OF_BLOCK = BLOCK * (BLOCK - 1) / 2;  // tokens whose pairs are multiplied one by one
+
+template <typename T, typename G, int BK, int BV> struct alignas(16) ChannelShared {
+  static constexpr int WIDE = BK + 8;
+  T q[2][C * BK], k[2][C * BK], v[2][C * BV];
+  G g[2][C * BK];
+  union {
+    struct {
+      f16 rows_8[C * BK], rows_16[C * BK];          // behind a border: 8 queries and 8 keys twice; 16 and 16
+      f16 keys_8[C * BK / 2], keys_16[C * BK / 2];  // up to it
+    };
+    float from_start[C][WIDE];  // queries
+  };
+  T kd[C * BK];  // keys from the chunk's start; then W
+  union {
+    f16 ke[C * BK];  // keys to the chunk's end
+    T Z[C * BK];
+  };
+  T X[C * BV];
+  Matrix<T> B;
+  Matrix<f16> of_Z;
+  Scored of;
+  float power[2 * C];  // powers of 2 by which keys, then queries, are larger than what is rounded to float16
+  float own[C];        // q . k of a token
+  float most;          // the largest power of keys
+  float whole[BK];     // the chunk's decays
+};
+
+// The power of 2 below the root of a sum of squares; 1 for 0.
+__device__ __forceinline__ float power_below(float squares) {
+  if (squares == 0.f) return 1.f;
+  const int exponent = int(floorf(0.5f * log2_approx(squares)));
+  return __uint_as_float(u32(127 + min(max(exponent, -126), 126)) << 23);
+}
+
+// 1 / lengths of rows, or 1; their powers of 2; and q . k of each token.
+template <int THREADS, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void look_at(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, bool normalized) {
+  const int lane = own_lane();
+#pragma unroll 1
+  for (int i = threadIdx.x >> 5; i < C; i += THREADS / 32) {
+    float qq = 0.f, kk = 0.f, qk = 0.f;
+#pragma unroll
+    for (int c = 2 * lane; c < BK; c += 64) {
+      const float2 x = unpack_pair(place<BK>(q, i, c)), y = unpack_pair(place<BK>(k, i, c));
+      qq = fmaf(x.x, x.x, fmaf(x.y, x.y, qq)), kk = fmaf(y.x, y.x, fmaf(y.y, y.y, kk));
+      qk = fmaf(x.x, y.x, fmaf(x.y, y.y, qk));
+    }
+    qq = warp_sum(qq), kk = warp_sum(kk), qk = warp_sum(qk);
+    if (lane) continue;
+    const float of_q = normalized ? inverse_root(qq + float(LEAST_SQUARE)) : 1.f;
+    const float of_k = normalized ? inverse_root(kk + float(LEAST_SQUARE)) : 1.f;
+    s.of.unit[i] = of_k, s.of.unit[C + i] = of_q, s.own[i] = of_q * of_k * qk;
+    s.power[i] = power_below(of_k * of_k * kk), s.power[C + i] = power_below(of_q * of_q * qq);
+  }
+}
+
+template <int BK> __device__ __forceinline__ float2 decays_at(const float* g, int i, int c) {
+  const float2 x = *reinterpret_cast<const float2*>(place<BK>(g, i, c));
+  return {decay_of(x.x), decay_of(x.y)};
+}
+template <int BK, typename G> __device__ __forceinline__ float2 decays_at(const G* g, int i, int c) {
+  const float2 x = unpack_pair(place<BK>(g, i, c));
+  return {decay_of(x.x), decay_of(x.y)};
+}
+__device__ __forceinline__ float2 times(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
+__device__ __forceinline__ float2 times(float x, float2 y) { return {x * y.x, x * y.y}; }
+
+__device__ __forceinline__ float max_of_lanes(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  return x;
+}
+
+// Queries and keys of two channels from c on, decayed from the chunk's start and from borders.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g,
+                                               int c) {
+  float2 all = {1.f, 1.f}, eight = all, sixteen = all;
+#pragma unroll 4
+  for (int i = 0; i < C; ++i) {
+    const float2 a = decays_at<BK>(g, i, c), key = times(s.of.unit[i], unpack_pair(place<BK>(k, i, c)));
+    const float2 query = times(s.of.unit[C + i], unpack_pair(place<BK>(q, i, c)));
+    all = times(all, a), eight = i % 8 ? times(eight, a) : a, sixteen = i % 16 ? times(sixteen, a) : a;
+    const float2 of_k = times(1.f / s.power[i], key), of_q = times(1.f / s.power[C + i], query);
+    put_pair(place<BK>(s.kd, i, c), times(all, key));
+    if (i / 8 % 2) {
+      put_pair(place<BK>(s.rows_8, i - 8, c), times(eight, of_q));
+      put_pair(place<BK>(s.rows_8, i, c), times(eight, of_k));
+    }
+    if (i / 16) {
+      put_pair(place<BK>(s.rows_16, i - 16, c), times(sixteen, of_q));
+      put_pair(place<BK>(s.rows_16, i, c), times(sixteen, of_k));
+    }
+  }
+  *reinterpret_cast<float2*>(s.whole + c) = all;
+}
+
+// Keys of two channels from c on, decayed to the chunk's end and to borders.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void decay_backwards(ChannelShared<T, G, BK, BV>& s, const T* k, const G* g, int c) {
+  const float2 one = {1.f, 1.f};
+  float2 all = one, eight = one, sixteen = one;
+  const float most = max_of_lanes(s.power[threadIdx.x & 31]);
+  if (c == 0) s.most = most;
+#pragma unroll 4
+  for (int i = C - 1; i >= 0; --i) {
+    const float2 a = decays_at<BK>(g, i, c), key = times(s.of.unit[i], unpack_pair(place<BK>(k, i, c)));
+    if (i % 8 == 7) eight = one;
+    if (i % 16 == 15) sixteen = one;
+    const float2 of_k = times(1.f / s.power[i], key);
+    put_pair(place<BK>(s.ke, i, c), times(1.f / most, times(all, key)));
+    if (i / 8 % 2 == 0) put_pair(place<BK>(s.keys_8, i / 16 * 8 + i % 8, c), times(eight, of_k));
+    if (i / 16 == 0) put_pair(place<BK>(s.keys_16, i, c), times(sixteen, of_k));
+    all = times(all, a), eight = times(eight, a), sixteen = times(sixteen, a);
+  }
+}
+
+// The sum over lanes of x[lane], in each lane its own.
+template <int HALF> __device__ __forceinline__ float sum_in_turn(const float (&x)[2 * HALF]) {
+  const bool upper = threadIdx.x & HALF;
+  float half[HALF];
+#pragma unroll
+  for (int n = 0; n < HALF; ++n)
+    half[n] = (upper ? x[n + HALF] : x[n]) + __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + HALF], HALF);
+  if constexpr (HALF == 1) return half[0];
+  else return sum_in_turn<HALF / 2>(half);
+}
+
+// Scores within a block of 8 tokens of queries, or of keys, with the keys before them, by one warp.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void score_block(ChannelShared<T, G, BK, BV>& s, const T* rows, const T* k, const G* g,
+                                            int first, bool queries) {
+  const int lane = own_lane();
+  float sums[32] = {};
+#pragma unroll 1
+  for (int c = 2 * lane; c < BK; c += 64) {
+    float2 keys[BLOCK];  // decayed to the present row
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) {
+      const float2 a = decays_at<BK>(g, first + i, c), x = unpack_pair(place<BK>(rows, first + i, c));
+#pragma unroll
+      for (int j = 0; j < i; ++j) {
+        keys[j] = times(keys[j], a);
+        float& sum = sums[i * (i - 1) / 2 + j];
+        sum = fmaf(x.x, keys[j].x, fmaf(x.y, keys[j].y, sum));
+      }
+      keys[i] = unpack_pair(place<BK>(k, first + i, c));
+    }
+  }
+  const float score = sum_in_turn<16>(sums);
+  int i = 1, j = lane;
+  while (j >= i) j -= i++;  // the lane's pair
+  if (lane >= PAIRS_OF_BLOCK) return;
+  const int row = first + i, column = first + j;
+  (queries ? s.of.A : s.of.M)[row][column] = s.of.unit[(queries ? C : 0) + row] * s.of.unit[column] * score;
+}
+
+// All that has decays, a warp a task. The block's threads pass a barrier before and after.
+template <int THREADS, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g) {
+  constexpr int PANELS = BK / 64;
+  const int lane = own_lane();
+#pragma unroll 1
+  for (int task = threadIdx.x >> 5; task < 2 * PANELS + 8; task += THREADS / 32) {
+    const int c = opaque(task / 2 * 64 + 2 * lane), block = task - 2 * PANELS;
+    if (block >= 0) score_block(s, block % 2 ? q : k, k, g, block / 2 * BLOCK, block % 2);
+    else if (task % 2) decay_forwards(s, q, k, g, c);
+    else decay_backwards(s, k, g, c);
+  }
+}
+
+// Scores of pairs that meet at borders, and of tokens with themselves.
+template <int THREADS, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void score_borders(ChannelShared<T, G, BK, BV>& s) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (int task = threadIdx.x >> 5; task < 6; task += THREADS / 32) {
+    float d[2][4] = {};
+    const bool near = task >= 4;
+    const int column = 8 * (task % 2), half = task / 2 % 2;  // of 16 tokens: keys; rows are queries, then keys
+    if (near) multiply_rows<BK>(d, s.rows_8, s.keys_8, 2 * column, column);
+    else multiply_rows<BK>(d, s.rows_16, s.keys_16, 16 * half, column);
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int lower = x / 2, across = 2 * t + x % 2;
+      const int row = near ? 2 * column + 8 + g : 16 + 8 * lower + g, key = (near ? 2 * column : column) + across;
+      const bool of_key = near ? lower : half;
+      (of_key ? s.of.M : s.of.A)[row][key] = s.power[(of_key ? 0 : C) + row] * s.power[key] * (d[0][x] + d[1][x]);
+    }
+  }
+  if (threadIdx.x < C) s.of.A[threadIdx.x][threadIdx.x] = s.own[threadIdx.x];
+}
+
+// Queries decayed from the chunk's start, in float32, by all warps but the first.
+template <int THREADS, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, const T* q, const G* g) {
+#pragma unroll 1
+  for (int c = 2 * (int(threadIdx.x) - 32); c < BK; c += 2 * (THREADS - 32)) {
+    float2 all = {1.f, 1.f};
+#pragma unroll 4
+    for (int i = 0; i < C; ++i) {
+      all = times(all, decays_at<BK>(g, i, c));
+      *reinterpret_cast<float2*>(&s.from_start[i][c]) =
+          times(all, times(s.of.unit[C + i], unpack_pair(place<BK>(q, i, c))));
+    }
+  }
+}
+
+// W over keys from the start, and Z over keys to the end; a warp has 16 channels of all tokens at a time.
+template <int THREADS, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void make_wide(ChannelShared<T, G, BK, BV>& s) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (int channel = threadIdx.x / 32 * 16; channel < BK; channel += THREADS / 2) {
+    Columns w = {}, z = {};
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m) {
+      multiply_tokens<LOWER, BK>(w[m], s.B, s.kd, 16 * m, channel);
+      multiply_tokens<UPPER, BK>(z[m], s.of_Z, s.ke, 16 * m, channel);
+    }
+    __syncwarp();  // these channels of keys are read
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m)
+#pragma unroll
+      for (int across = 0; across < 2; ++across)
+#pragma unroll
+        for (int down = 0; down < 2; ++down) {
+          const int i = 16 * m + g + 8 * down, c = channel + 8 * across + 2 * t;
+          const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
+          const float *of_w = w[m][across] + 2 * down, *of_z = z[m][across] + 2 * down;
+          put_pair(place<BK>(s.kd, i, c), {query.x - of_w[0], query.y - of_w[1]});
+          put_pair(place<BK>(s.Z, i, c), {s.most * of_z[0], s.most * of_z[1]});
+        }
+  }
+}

@@ -1,0 +1,313 @@
+// what      A chunk of the delta rule under a gate for all channels of a token: pairs of its tokens, the matrices that
+//           hang on no state, and products of these with a state.
+// math      D_ij the decay from token j to token i. M = D_ij k_i . k_j below the diagonal, A = D_ij q_i . k_j up to it,
+//           N = (I + diag(beta) M)^-1, B = A N diag(beta); W = q D_i - B D_j k, Z = beta_j N^T D_end k
+// shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, 8 channels]
+// numerics  M, A and N in float32; W and Z in T, matrices that multiply tokens in two numbers of T
+// source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N is multiplied
+//           into what is read and written, which it does not enlarge, and not into what a state lacks
+#include "delta/chunk_storage.cuh"
+#include "delta/lengths.cuh"
+#include "gated/forward_copies.cuh"
+#include "half_products.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+template <int BK> using State = float[BK / 8][4];
+using Columns = float[C / 16][2][4];  // of a warp: all tokens of a chunk, 16 columns
+
+__device__ __forceinline__ float2 unpack_pair(const bf16* x) {
+  return unpack(*reinterpret_cast<const u32*>(x), bf16{});
+}
+__device__ __forceinline__ float2 unpack_pair(const f16* x) { return unpack(*reinterpret_cast<const u32*>(x), f16{}); }
+
+// Stores x and y, and behind them what rounding leaves of them.
+template <typename T> __device__ __forceinline__ void put_two(T* to, float x, float y) {
+  put_pair(to, {x, y});
+  const float2 rounded = unpack_pair(to);
+  put_pair(to + Matrix<T>::REST, {x - rounded.x, y - rounded.y});
+}
+
+// Stores neighbouring numbers of a row from an even `column` on, those of its `columns`. The row is whole pieces of
+// `bytes`.
+template <typename T>
+__device__ __forceinline__ void store_pair(T* row, int column, int columns, int bytes, float x, float y) {
+  if (bytes >= 4) {
+    if (column < columns) *reinterpret_cast<u32*>(row + column) = pack<T>(x, y);
+  } else {
+    if (column < columns) row[column] = from_float<T>(x);
+    if (column + 1 < columns) row[column + 1] = from_float<T>(y);
+  }
+}
+
+// ---- tokens ---------------------------------------------------------------------------------------------------------
+
+// The gate and the write strength of a token that a thread has asked for, C threads one each.
+struct TokenNumbers {
+  float gate = 0.f, beta = 0.f;
+
+  template <typename G>
+  __device__ __forceinline__ void ask(const Rows<const G>& g, const Rows<const G>& b, i64 batch, i64 head, i64 first,
+                                      int rows) {
+    ask_strength(b, batch, head, first, rows);
+    if (threadIdx.x < C) gate = int(threadIdx.x) < rows ? to_float(*g.row(batch, head, first + threadIdx.x)) : 0.f;
+  }
+  template <typename G>
+  __device__ __forceinline__ void ask_strength(const Rows<const G>& b, i64 batch, i64 head, i64 first, int rows) {
+    if (threadIdx.x < C) beta = int(threadIdx.x) < rows ? to_float(*b.row(batch, head, first + threadIdx.x)) : 0.f;
+  }
+  __device__ __forceinline__ void put(Scored& s) const {
+    if (threadIdx.x < C) s.decay[threadIdx.x] = decay_of(gate), s.beta[threadIdx.x] = beta;
+  }
+};
+
+// The same number in neighbouring lanes, LANES of them: the sum of theirs.
+template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int distance = 1; distance < LANES; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// Starts to copy a chunk's rows; zeros behind the last of them.
+template <int COLS, int THREADS, typename T>
+__device__ __forceinline__ void copy_chunk(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
+  if (bytes == 16) {
+    copy_rows<16, 8, C, COLS, THREADS>(tile, from, stride, rows, width);
+  } else {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < C * COLS; at += THREADS) {
+      const int row = at / COLS, column = at % COLS;
+      *place<COLS>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
+    }
+  }
+}
+
+// d = the products of rows x and y [8 tokens from `column` on] over their COLS numbers.
+template <int COLS, typename T>
+__device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, const T* y, int row, int column) {
+  const RowsReader<COLS, T> right;
+  const LeftReader<COLS, T> left;
+#pragma unroll
+  for (int c = 0; c < COLS; c += 32) {
+    u32 r[4];
+    ldmatrix_x4(r, right.at(y, column, c));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      u32 a[4];
+      ldmatrix_x4(a, left.at(x, row, c + 16 * n));
+      multiply_halves(d[n], a, {r[2 * n], r[2 * n + 1]}, T{});
+    }
+  }
+}
+
+// M and, OF_QUERIES, A of queries and keys that have arrived, with what is to know of their tokens. The block's threads
+// have passed a barrier since `decay` and `beta` were put; they pass another here, and one before they read results.
+template <bool OF_QUERIES, int BK, int THREADS, typename T>
+__device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, bool normalized) {
+  constexpr int WARPS = THREADS / 32, KINDS = 1 + OF_QUERIES, TASKS = 8 * KINDS / WARPS;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  if (warp == 0) {
+    float all = 1.f, since = 1.f, mine = 1.f;  // decays from the start, from the lane's token, and to its end
+#pragma unroll
+    for (int i = 0; i < C; ++i) {
+      all *= s.decay[i];
+      since = i > lane ? since * s.decay[i] : 1.f;
+      mine = i == lane ? all : mine;
+      s.between[i][lane] = i < lane ? 0.f : since;
+    }
+    s.start[lane] = mine, s.end[lane] = since;
+  }
+  for (int row = warp; row < KINDS * C; row += WARPS) {  // what rows of keys, then of queries, are multiplied by
+    float squares = 0.f;
+    if (normalized) {
+#pragma unroll
+      for (int c = 2 * lane; c < BK; c += 64) {
+        const float2 two = unpack_pair(place<BK>(row < C ? k : q, row % C, c));
+        squares = fmaf(two.x, two.x, fmaf(two.y, two.y, squares));
+      }
+      squares = warp_sum(squares);
+    }
+    if (lane == 0) s.unit[row] = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
+  }
+  float d[TASKS][2][4] = {};  // in two sums, added to in turn: a product waits for the previous one of its sum
+#pragma unroll
+  for (int n = 0; n < TASKS; ++n) {  // 16 rows, of keys and then of queries, with 8 keys
+    const int task = warp + n * WARPS, rows = task / 4, key = task % 4 * 8, row = rows % 2 * 16;
+    if (key <= row + 15) multiply_rows<BK>(d[n], rows < 2 ? k : q, k, row, key);
+  }
+  __syncthreads();  // decays and lengths stand
+#pragma unroll
+  for (int n = 0; n < TASKS; ++n) {
+    const int task = warp + n * WARPS, rows = task / 4, key = task % 4 * 8, row = rows % 2 * 16;
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int i = row + g + x / 2 * 8, j = key + 2 * t + x % 2;
+      const float score = s.unit[rows / 2 * C + i] * s.unit[j] * s.between[i][j] * (d[n][0][x] + d[n][1][x]);
+      if (rows >= 2) s.A[i][j] = j <= i ? score : 0.f;
+      else s.M[i][j] = j < i ? score : 0.f;
+    }
+  }
+}
+
+// Column `lane` of N.
+__device__ __forceinline__ void solve_column(Scored& s) {
+  const int column = threadIdx.x & 31;
+  float x[C];
+#pragma unroll
+  for (int i = 0; i < C; ++i) {
+    float sums[4] = {};
+#pragma unroll
+    for (int m = 0; m < i; ++m) sums[m % 4] = fmaf(s.M[i][m], x[m], sums[m % 4]);
+    x[i] = fmaf(-s.beta[i], (sums[0] + sums[1]) + (sums[2] + sums[3]), i == column ? 1.f : 0.f);
+    s.N[i][column] = x[i];
+  }
+}
+
+// ---- matrices of tokens times tokens --------------------------------------------------------------------------------
+
+// Calls f(i, j, (A N)_ij, (A N)_i(j + 1)) for the pairs of columns of a thread; without OF_QUERIES, with zeros.
+template <bool OF_QUERIES, int THREADS, class F> __device__ __forceinline__ void multiply_scores(const Scored& s, F f) {
+  constexpr int EACH = C * C / THREADS;  // neighbouring columns
+  const int i = threadIdx.x / (C / EACH), first = threadIdx.x % (C / EACH) * EACH;
+  float sums[EACH] = {};
+  if constexpr (OF_QUERIES) {
+#pragma unroll 8
+    for (int m = 0; m < C; ++m)
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) sums[j] = fmaf(s.A[i][m], s.N[m][first + j], sums[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < EACH; j += 2) f(i, first + j, sums[j], sums[j + 1]);
+}
+
+enum Filled { LOWER, UPPER, WHOLE };  // where a matrix of tokens is not 0
+
+// d[16 tokens, 16 columns] += rows of M, a matrix of tokens in two numbers, times tokens; TURNED: rows of its
+// transpose. FILLED says where what multiplies tokens is not 0.
+template <Filled FILLED, int COLS, bool TURNED = false, typename T>
+__device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T>& M, const T* tokens, int row,
+                                                int column) {
+  const RightReader<COLS, T> reader;
+  const int lane = own_lane();
+#pragma unroll
+  for (int token = 0; token < C; token += 16) {
+    if (FILLED == UPPER && token < row || FILLED == LOWER && token > row) continue;
+    u32 b[4];
+    ldmatrix_x4_trans(b, reader.at(tokens, token, column));
+#pragma unroll
+    for (int number = 0; number < 2; ++number) {
+      u32 a[4];
+      const T* x = M.x + number * M.REST;
+      if constexpr (TURNED) {
+        ldmatrix_x4_trans(a, x + (token + (lane & 7) + (lane >> 4) * 8) * M.LDA + row + (lane >> 3 & 1) * 8);
+      } else {
+        ldmatrix_x4(a, x + (row + (lane & 15)) * M.LDA + token + (lane >> 4) * 8);
+      }
+      multiply_halves(d[0], a, {b[0], b[1]}, T{});
+      multiply_halves(d[1], a, {b[2], b[3]}, T{});
+    }
+  }
+}
+
+// Z and, with OF_QUERIES, W times `scale`, from queries, keys and the matrices that multiply keys.
+template <bool OF_QUERIES, int BV, typename T, int BK>
+__device__ __forceinline__ void make_wide(DeltaShared<T, BK, BV>& s, const T* q, const T* k, float scale) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (int task = threadIdx.x >> 5; task < BK / 8; task += BV / 16) {
+    const int channel = task / 2 * 16, row = task % 2 * 16;
+    float w[2][4] = {}, z[2][4] = {};
+    if constexpr (OF_QUERIES) multiply_tokens<LOWER, BK>(w, s.of_W, k, row, channel);
+    multiply_tokens<UPPER, BK>(z, s.of_Z, k, row, channel);
+#pragma unroll
+    for (int across = 0; across < 2; ++across)
+#pragma unroll
+      for (int down = 0; down < 2; ++down) {
+        const int i = row + g + 8 * down, c = channel + 8 * across + 2 * t;
+        if constexpr (OF_QUERIES) {
+          const float2 query = unpack_pair(place<BK>(q, i, c));
+          const float* of_w = w[across] + 2 * down;
+          const float from_start = s.of.unit[C + i] * s.of.start[i];
+          put_pair(place<BK>(s.W, i, c),
+                   {scale * (from_start * query.x - of_w[0]), scale * (from_start * query.y - of_w[1])});
+        }
+        put_pair(place<BK>(s.Z, i, c), {z[across][2 * down], z[across][2 * down + 1]});
+      }
+  }
+}
+
+// ---- products with a state ------------------------------------------------------------------------------------------
+
+// Calls f(value, its index in the array of states, whether it is inside that array) for this lane's values of a state
+// whose channels are the rows from `row` on of all states' rows of V values. The block has `channels` channels, and
+// `columns` columns from v_tile on.
+template <int BK, class F>
+__device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
+  const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
+  i64 at = (row + 2 * t) * V + v_tile + 16 * warp + g;
+#pragma unroll
+  for (int c = 0; c < BK / 8; ++c) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      f(S[c][x], at + (x & 1) * V + 8 * (x >> 1),
+        8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
+    at += 8 * opaque(int(V));  // keeps the compiler from computing all addresses at once, which takes many registers
+  }
+}
+
+// d += rows S.
+template <int BK, typename T>
+__device__ __forceinline__ void read_state(Columns& d, const State<BK>& S, const T* rows) {
+  const LeftReader<BK, T> reader;
+#pragma unroll
+  for (int c = 0; c < BK / 16; ++c) {
+    const float (&x)[4] = S[2 * c], (&y)[4] = S[2 * c + 1];
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m) {
+      u32 a[4];
+      ldmatrix_x4(a, reader.at(rows, 16 * m, 16 * c));
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        multiply_halves(d[m][n], a, {pack<T>(x[2 * n], x[2 * n + 1]), pack<T>(y[2 * n], y[2 * n + 1])}, T{});
+    }
+  }
+}
+
+// S += keys^T values, for 16 columns from `column` on; S is multiplied by `decay` before, if there is one.
+template <int BK, int BV, typename T>
+__device__ __forceinline__ void write_state(State<BK>& S, const T* keys, const T* values, const float* decay,
+                                            int column) {
+  const int t = opaque(threadIdx.x & 3);
+  const TransposedReader<BV, T> left(column);
+  const RightReader<BK, T> right;
+#pragma unroll
+  for (int n = 0; n < C / 16; ++n) {
+    u32 a[4];
+    ldmatrix_x4_trans(a, left.at(values, 16 * n, 0));
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c) {
+      u32 b[4];
+      ldmatrix_x4_trans(b, right.at(keys, 16 * n, 16 * c));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float (&x)[4] = S[2 * c + half];
+        if (n == 0 && decay) {
+          const float2 by = *reinterpret_cast<const float2*>(decay + 16 * c + 8 * half + 2 * t);
+          x[0] *= by.x, x[1] *= by.y, x[2] *= by.x, x[3] *= by.y;
+        }
+        multiply_halves(x, a, {b[2 * half], b[2 * half + 1]}, T{});
+      }
+    }
+  }
+}
+
+// Calls f(i, column, index of a pair in Columns) for a warp's pairs of neighbouring columns.
+template <class F> __device__ __forceinline__ void each_pair(F f) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m)
+#pragma unroll
+    for (int across = 0; across < 2; ++across)
+#pragma unroll
+      for (int down = 0; down < 2; ++down) f(16 * m + g + 8 * down, 16 * warp + 8 * across + 2 * t, m, across, down);
+}
