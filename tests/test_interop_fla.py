@@ -171,3 +171,11 @@ def test_rwkv7(delta):
     assert torch.equal(o, wanted) and torch.equal(final, state)
     o, final = fla.fused_recurrent_rwkv7(r, w, k, v, -kk, kk * icl, scale=1.0)
     assert torch.equal(o, wanted) and torch.equal(final, state)
+
+
+def test_chunk_sizes_are_those_that_they_have(delta):
+    q, k, v, w, g = delta
+    with pytest.raises(ContractError, match="chunk_kda: `chunk_size` must be either 32 or 64, got 16"):
+        fla.chunk_kda(q, k, v, w, g, chunk_size=16)
+    o = fla.chunk_kda(q, k, v, w, g, chunk_size=32)[0]
+    assert torch.equal(o, fla.chunk_kda(q, k, v, w, g)[0])

@@ -78,6 +78,11 @@ def compute_pair(name, operator, given):
     bounds = given.get("cu_seqlens") if given["cu_seqlens_cpu"] is None else given["cu_seqlens_cpu"]
     if bounds is not None:
         options["cu_seqlens"] = bounds.tolist() if isinstance(bounds, torch.Tensor) else bounds
+    size = given.get("chunk_size")
+    if size is not None and size not in (sizes := CHUNKS.get(operator, (size,))):
+        raise ContractError(
+            f"{name}: `chunk_size` must be either {' or '.join(map(str, sizes))}, got {size}: results are the same"
+        )
     if operator in ARRAYS:
         operator = ARRAYS[operator](options) or operator
     if isinstance(state := options.get("initial_state"), tuple):  # the sum of the keys is [N, 1, H, K]
@@ -152,6 +157,7 @@ def of_rwkv7(options):
         options["a"], options["b"] = -kk, kk * options["a"]
 
 
+CHUNKS = {"delta_rule": (16, 32, 64), "gated_delta_rule": (16, 32, 64), "kda": (32, 64)}  # that their kernels have
 HOW = ("chunk_size", "safe_gate", "disable_recompute")  # their kernels compute: results are alike
 ARRAYS = {
     "gla": gates_of_gla,
