@@ -53,7 +53,8 @@ template <typename T> __device__ __forceinline__ float2 pair_of(const T* x) {
 }
 
 // scores[i, j] of the 16 x 16 pairs of a sub-chunk, zero above the diagonal. Decays `a` are multiplied one after the
-// other, as the recurrence does: exact for any gate. Eight neighbouring lanes have a key, each an eighth of its channels.
+// other, as the recurrence does: exact for any gate. Eight neighbouring lanes have a key, each an eighth of its
+// channels.
 template <class ReadOrder, int BK>
 __device__ void diagonal_scores(float* scores, const float* q, const float* k, const float* a, const float* u) {
   constexpr int LANES = THREADS / SUB;
