@@ -9,7 +9,7 @@ WIDER = {6: 3.5, 7: 4}  # the channel mix
 def shapes(L, D, V=65536, N=64, version=6):
     """The shape of every parameter by its official name."""
     sizes = {"1": 1, "5": 5, "V": V, "D": D, "H": D // N, "N": N, "F": int(D * WIDER[version]), **RANKS[version]}
-    declared = VERSIONS[version].version.declared(L)
+    declared = VERSIONS[version].version.parameter_axes(L)
     return {name: tuple(sizes[axis] for axis in axes.split()) for name, axes in declared.items()}
 
 

@@ -87,10 +87,10 @@ class CheckedPullback:
         self.problem, self.pull = problem, pull
 
     def __call__(self, do, dht=None):
-        return self.resumed(do, dht)
+        return self.gradients(do, dht)
 
-    def resumed(self, do, dht, kept=()):
-        """The gradients; what `summarise` kept of the same `do` spares them the same work."""
+    def gradients(self, do, dht, kept=()):
+        """The gradients; `kept`, which `summarise` returned for the same `do`, is not computed again."""
         problem, op = self.problem, self.problem.op
         do, dht = placed_cotangents(problem, do, dht, callers_sizes(problem))
         dht = dht and tuple(state_to_backend(problem, part, axes) for part, axes in zip(dht, op.state))

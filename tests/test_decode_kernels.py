@@ -35,7 +35,7 @@ def synthetic(rng, sizes, dtype=np.float32):
     """Random weights of two layers, rounded to `dtype`, that keep every activation near one."""
     axes_of = {**sizes, "1": 1, "5": 5, "5A": 5 * sizes["A"]}
     weights = {}
-    for name, axes in VERSION.declared(2).items():
+    for name, axes in VERSION.parameter_axes(2).items():
         shape = [axes_of[axis] for axis in axes.split()]
         lora, linear = name[-2:] in ("w1", "w2"), name.endswith(".weight") and len(shape) == 2
         scale = shape[-2 if lora else -1] ** -0.5 if lora or linear else 0.5

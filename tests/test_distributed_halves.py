@@ -94,7 +94,7 @@ def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, r
     assert_close("the gradient for a dht of zero", own_part, alone, dtype)
     by = decay_of(op, own, decays, tokens=300)
     assert_close("the gradient", by * dht + own_part, wanted[-1], dtype)
-    for number, (x, y) in enumerate(zip(pullback.resumed(do, dht, kept), wanted, strict=True)):
+    for number, (x, y) in enumerate(zip(pullback.gradients(do, dht, kept), wanted, strict=True)):
         assert_close(f"gradient {number}", x, y, dtype)
 
 
@@ -207,13 +207,13 @@ def noted(words, word, function):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_rank_adds_up_no_states_but_those_before_its_own(gradient, rng, monkeypatch):
-    by_rank, received = [], Recurrence.received
+    by_rank, received = [], Recurrence.summary_of_message
 
     def counted(recurrence, *arguments):
         by_rank.append(recurrence)
         return received(recurrence, *arguments)
 
-    monkeypatch.setattr(Recurrence, "received", counted)
+    monkeypatch.setattr(Recurrence, "summary_of_message", counted)
     call = Call("gla", rng, total=100)
     call.compare(call.by_ranks([25] * 4, gradient), call.exactly(gradient))
     assert sorted(map(by_rank.count, set(by_rank))) == ([3, 3, 3, 3] if gradient else [1, 2, 3])

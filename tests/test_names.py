@@ -23,7 +23,7 @@ def weights(request, rng):
     """Random official parameters; Fortran order and other strides must not matter."""
     return {
         name: np.asfortranarray(rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32))
-        for name, axes in names.VERSION.declared(LAYERS, request.param).items()
+        for name, axes in names.VERSION.parameter_axes(LAYERS, request.param).items()
     }
 
 
@@ -150,7 +150,9 @@ HF_CONFIG, FLA_CONFIG = {"layer_norm_epsilon": 1e-3, "head_size_divisor": 30}, {
 )
 def test_eps_tied_heads_and_absent_biases(naming, config, eps, loops, rng, tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_layers, "has_loops", lambda: loops and bool(matrices.loops()))
-    shapes = {name: [SIZES[axis] for axis in axes.split()] for name, axes in names.VERSION.declared(LAYERS).items()}
+    shapes = {
+        name: [SIZES[axis] for axis in axes.split()] for name, axes in names.VERSION.parameter_axes(LAYERS).items()
+    }
     plain = {name: rng.standard_normal(shape, np.float32) * 0.3 for name, shape in shapes.items()}
     plain["head.weight"], absent = plain["emb.weight"], {"head.weight", "lm_head.weight"}
     if naming is to_fla:
@@ -257,7 +259,7 @@ def test_incomplete_models_are_refused(naming, gone, complaint, weights):
     ],
 )
 def test_names_left_over_are_refused(added, complaint):
-    weights = dict.fromkeys(names.VERSION.declared(LAYERS), np.zeros(3))
+    weights = dict.fromkeys(names.VERSION.parameter_axes(LAYERS), np.zeros(3))
     with pytest.raises(CheckpointError, match=complaint) as caught:
         names.official(weights | {added: np.zeros((2, 8, 8))})
     assert len(str(caught.value)) < 1000

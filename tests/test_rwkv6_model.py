@@ -34,7 +34,7 @@ def golden():
 @pytest.fixture
 def weights(rng):
     """Random parameters of a model with two layers."""
-    names = VERSION.declared(2)
+    names = VERSION.parameter_axes(2)
     return {
         name: rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32) * 0.3
         for name, axes in names.items()

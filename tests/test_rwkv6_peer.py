@@ -32,7 +32,7 @@ SHAPES = {
 
 def checkpoint(rng, L, H, N, A, W, F, V=97):
     sizes = {"1": 1, "5": 5, "V": V, "D": H * N, "H": H, "N": N, "A": A, "5A": 5 * A, "W": W, "F": F}
-    names = VERSION.declared(L)
+    names = VERSION.parameter_axes(L)
 
     def parameter(name, shape):
         noise = rng.standard_normal(shape, np.float32)

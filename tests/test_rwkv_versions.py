@@ -15,7 +15,7 @@ from linattn_np.models import RWKV6, RWKV7, Batch, Bytes, Sampling, State, load,
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
 from linattn_np.models.rwkv import cpu_layers
-from linattn_np.models.rwkv.version import in_block
+from linattn_np.models.rwkv.version import name_in_block
 from linattn_np.models.text import Request, complete
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import HostProducts
@@ -260,10 +260,10 @@ def test_gradients_are_finite_differences(kind, rng):
         return kind.loss(layout.tree(vector), tokens, HostProducts(), drop)
 
     loss(vector)[1](layout.tree(gradient))
-    for part in dict.fromkeys(map(in_block, layout.spans)):
+    for part in dict.fromkeys(map(name_in_block, layout.spans)):
         direction = np.zeros(layout.size)
         for name, (first, end) in layout.spans.items():
-            if in_block(name) == part:
+            if name_in_block(name) == part:
                 direction[first:end] = rng.standard_normal(end - first)
         ends = [loss(vector + h * direction)[0] for h in (1e-6, -1e-6)]
         assert gradient @ direction == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=2e-5, abs=1e-7), part

@@ -152,7 +152,7 @@ def test_a_tree_is_views_of_every_element():
     for array in arrays:
         array += 1
     assert (vector == 1).all()
-    assert list(layout.named(vector)) == list(VERSION.declared(2))
+    assert list(layout.named(vector)) == list(VERSION.parameter_axes(2))
     assert sum(end - start for name, (start, end) in layout.spans.items() if VERSION.is_matrix(name)) == layout.matrices
 
 

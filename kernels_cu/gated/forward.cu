@@ -51,7 +51,7 @@ template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS,
 __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     gated_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
-  using Mine = Share<T, BK, WARPS>;
+  using Mine = WarpShare<T, BK, WARPS>;
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
   for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
     s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
-  if (Mine::PARTS == 1)
+  if (Mine::CHANNEL_PARTS == 1)
     for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
 
   const auto fetch = [&](int token, int stage) {
@@ -94,15 +94,15 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   };
   const auto fetch_next_gates = [&](int token) {  // the same as fetch_chunk_gates, which would spill registers here
 #pragma unroll
-    for (int x = 0; x < Mine::PER; ++x) {
+    for (int x = 0; x < Mine::SHARES_PER_WARP; ++x) {
       const Mine me(x);
       const G* from = args.g.row(b, h, span.start + token + me.row(0)) + args.channel + me.channel;
       const int rows = tokens - token - me.row(0);
-      if (!me.any()) break;
+      if (!me.exists()) break;
       if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<BK>(s.gates, me, from, args.g.t, rows, channels - me.channel);
       else
-        fetch_gates_slowly<BK, Mine::W>(s.gates + me.row(0) * BK + me.channel, from, args.g.t, rows,
-                                        channels - me.channel);
+        fetch_unaligned_gates<BK, Mine::W>(s.gates + me.row(0) * BK + me.channel, from, args.g.t, rows,
+                                           channels - me.channel);
     }
     cp_async_commit();
   };
@@ -112,16 +112,16 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   }
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
-    SpanDecays<Mine> decays;
+    TokenDecays<Mine> decays;
     cp_async_wait<0>();
     // the chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read
-    const bool grows = __syncthreads_or(put_spans<Mine, BK>(s, decays));
+    const bool grows = __syncthreads_or(store_span_decays<Mine, BK>(s, decays));
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
-    for (int x = 0; x < Mine::PER; ++x) {
+    for (int x = 0; x < Mine::SHARES_PER_WARP; ++x) {
       const Mine me(x);
-      if (me.any()) make_operands<ReadOrder, PRODUCTS>(s, stage, me, decays, grows);
+      if (me.exists()) make_operands<ReadOrder, PRODUCTS>(s, stage, me, decays, grows);
     }
     if (more) fetch_next_gates(token + C);
     __syncthreads();  // the operands are in shared memory

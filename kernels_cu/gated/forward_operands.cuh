@@ -1,68 +1,78 @@
-// what      The operands of a chunk in the forward kernel of every card: queries and keys times decays.
-// math      A query is decayed from the middle of its sub-chunk, from the sub-chunk's start, from the chunk's middle
-//           and from its start; a key to the middle of its sub-chunk, to the sub-chunk's end, to the chunk's middle and
-//           to its end.
-// numerics  Decays are products of e^g of single tokens, never differences of cumulated gates: so resets are exact.
-//           About a sub-chunk's middle at most three decays are inverted, after they are clamped to at least e^-20:
-//           e^60 is the largest factor, and e^-20 of a token passes a reset in its own sub-chunk. If gates are
-//           positive, scores in sub-chunks are computed from single tokens instead (growth.cuh). Scores without gates
-//           are sums in float32: of a token with itself; in RWKV-6, within a span, also of a query with the key before
-//           it.
+// what      Decayed queries and keys of a chunk, the operands of the gated forward kernels for every GPU architecture.
+// math      S_t = diag(e^g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t^T S_t; in RWKV-6 o_t reads S before the write of
+//           k_t. A chunk (32 or 16 tokens) has sub-chunks of 8 tokens, and these two spans of SPAN = 4. The score of a
+//           query and an earlier key is a product of q times the decay since a border and k times the decay up to it:
+//           in one sub-chunk the border is the sub-chunk's middle (tile `middle_q`, `middle_k`; where the token lies on
+//           the other side of the middle, its operand is divided by the decay); between sub-chunks of one half of the
+//           chunk it is the later sub-chunk's start, between the halves it is the chunk's middle (tile `border`). For
+//           the product with S, queries are decayed from the chunk's start, and keys to its end (state_q, state_k).
+// numerics  Decays are e^(sum of at most four adjacent gates) and products of these, never quotients or differences of
+//           longer sums, so a reset (a gate of -inf) gives an exact 0. Only operands about a sub-chunk's middle divide:
+//           by decays that are clamped to at least e^-20 a token, so a reset keeps e^-20 within its sub-chunk. A score
+//           has at most three such divisors, e^60 in all (a fourth one is only in scores that store_direct_scores
+//           replaces). If a gate is above GROWTH or NaN, scores in a sub-chunk are computed pair by pair instead
+//           (growth.cuh). Scores that no gate multiplies are float32 dot products: of a token's own query and key, and
+//           in RWKV-6 of a query and the key before it in its span
 //
-// A warp has SPAN tokens, half of a sub-chunk, and a lane W channels of them: so decays need no shuffles.
+// A warp has whole spans, a lane W channels of all tokens of a span: so products over tokens need no shuffles.
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
 
-// A warp's share of a chunk: a span, or a part of its channels; a warp has PER shares in turn. If BK is 64 and a warp
-// has two spans (AT_ONCE), each half of its lanes has one of them, both of which are upper, or lower, halves of
-// sub-chunks.
-template <typename T, int BK, int WARPS> struct Share {
+// Share n of the warp: a span (its number in the chunk) with all channels, or, with few spans and BK = 128, with half
+// of them. A warp has SHARES_PER_WARP shares, one after the other. If BK is 64 and there are two spans for each warp,
+// the two halves of its lanes have them at once; both are first, or both second, spans of a sub-chunk: no branch
+// diverges.
+template <typename T, int BK, int WARPS> struct WarpShare {
   static constexpr int SPANS = CHUNK<T> / SPAN;
-  static constexpr int AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / AT_ONCE;
-  static constexpr int PARTS = BK == 128 && SPANS < WARPS ? 2 : 1, W = BK / LANES / PARTS;
-  static constexpr int PER = (SPANS * PARTS + AT_ONCE * WARPS - 1) / (AT_ONCE * WARPS);
-  int span, part, channel;
-  __device__ __forceinline__ Share(int n) {
-    const int thread = opaque(threadIdx.x), lane = thread & 31;
-    const int at = (thread >> 5) + (n + lane / LANES) * WARPS;
-    span = at / PARTS, part = at % PARTS, channel = (part * LANES + lane % LANES) * W;
+  static constexpr int SPANS_AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / SPANS_AT_ONCE;
+  static constexpr int CHANNEL_PARTS = BK == 128 && SPANS < WARPS ? 2 : 1, W = BK / LANES / CHANNEL_PARTS;
+  static constexpr int SHARES_PER_WARP = (SPANS * CHANNEL_PARTS + SPANS_AT_ONCE * WARPS - 1) / (SPANS_AT_ONCE * WARPS);
+  static_assert(SPANS_AT_ONCE == 1 || WARPS % 2 == 0);
+  int span, channel_part, channel;
+  __device__ __forceinline__ WarpShare(int n) {
+    const int thread = opaque(threadIdx.x), lane = thread & 31;  // opaque: computed again, not held in registers
+    const int index = (thread >> 5) + (n + lane / LANES) * WARPS;
+    span = index / CHANNEL_PARTS, channel_part = index % CHANNEL_PARTS;
+    channel = (channel_part * LANES + lane % LANES) * W;
   }
-  __device__ __forceinline__ bool any() const { return SPANS * PARTS % WARPS == 0 || span < SPANS; }
+  __device__ __forceinline__ bool exists() const { return SPANS * CHANNEL_PARTS % WARPS == 0 || span < SPANS; }
   __device__ __forceinline__ int row(int i) const { return span * SPAN + i; }
 };
 
 // Gates of SPAN tokens and W channels, 0 behind the sequence's end and beyond K.
 template <int W, typename G> using Gates = Piece<W, G>[SPAN];
 
-// Starts copying this lane's gates of a span. No other lane reads them: so this lane waits for its own copies only.
-template <int BK, class Share, typename G>
-__device__ __forceinline__ void fetch_gates(G* gates, const Share& me, const G* from, i64 stride, int rows,
+// Starts copying this lane's gates of a span to shared memory. No other lane reads them, so each lane waits for its
+// own.
+template <int BK, class WarpShare, typename G>
+__device__ __forceinline__ void fetch_gates(G* gates, const WarpShare& me, const G* from, i64 stride, int rows,
                                             int channels) {
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
-    cp_async<Share::W * sizeof(G)>(gates + me.row(i) * BK + me.channel, from, i < rows && channels > 0);
+    cp_async<WarpShare::W * sizeof(G)>(gates + me.row(i) * BK + me.channel, from, i < rows && channels > 0);
     from += stride;
   }
 }
-// The same value by value, for rows that are not aligned. Not inline: most rows are aligned.
+// fetch_gates for rows that are not aligned: copies one gate after the other. Rarely called, therefore not inline.
 template <int BK, int W, typename G>
-__device__ __noinline__ void fetch_gates_slowly(G* gates, const G* from, i64 stride, int rows, int channels) {
+__device__ __noinline__ void fetch_unaligned_gates(G* gates, const G* from, i64 stride, int rows, int channels) {
 #pragma unroll 1
-  for (int at = 0; at < SPAN * W; ++at) {
-    const int i = at / W, c = at % W;
+  for (int n = 0; n < SPAN * W; ++n) {
+    const int i = n / W, c = n % W;
     gates[i * BK + c] = i < rows && c < channels ? from[i * stride + c] : from_float<G>(0.f);
   }
 }
-template <int BK, class Share, typename G>
-__device__ __forceinline__ void load_gates(Gates<Share::W, G>& gates, const G* from, const Share& me) {
+template <int BK, class WarpShare, typename G>
+__device__ __forceinline__ void load_gates(Gates<WarpShare::W, G>& gates, const G* from, const WarpShare& me) {
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) gates[i].load(from + me.row(i) * BK + me.channel);
 }
 
+// The decay over a span's tokens, for W channels.
 template <int W, typename G>
-__device__ __forceinline__ void decay_of_span(float (&decay)[W], const Gates<W, G>& gates) {
+__device__ __forceinline__ void compute_span_decay(float (&decay)[W], const Gates<W, G>& gates) {
 #pragma unroll
   for (int c = 0; c < W; ++c) {
     float sum = 0.f;
@@ -72,105 +82,109 @@ __device__ __forceinline__ void decay_of_span(float (&decay)[W], const Gates<W, 
   }
 }
 
-// Whether a gate is too large for factors about a middle, or NaN, which such factors would keep to its half of the
-// sub-chunk.
-template <int W, typename G> __device__ __forceinline__ bool any_grows(const Gates<W, G>& gates) {
-  float most = gates[0].get(0);
+// Whether a gate is above GROWTH, or NaN: operands about a middle would overflow, or keep a NaN from the tokens on the
+// other side of the middle.
+template <int W, typename G> __device__ __forceinline__ bool any_gate_too_large(const Gates<W, G>& gates) {
+  float largest = gates[0].get(0);
   if constexpr (sizeof(G) == 4) {
 #pragma unroll
-    for (int n = 1; n < SPAN * W; ++n) most = at_least(gates[n / W].get(n % W), most);
+    for (int n = 1; n < SPAN * W; ++n) largest = at_least(gates[n / W].get(n % W), largest);
   } else {
-    u32 two = gates[0].words[0];
+    u32 pair = gates[0].words[0];
 #pragma unroll
-    for (int n = 1; n < SPAN * W / 2; ++n) two = at_least<G>(gates[n / (W / 2)].words[n % (W / 2)], two);
-    most = at_least(to_float(G{u16(two)}), to_float(G{u16(two >> 16)}));
+    for (int n = 1; n < SPAN * W / 2; ++n) pair = at_least<G>(gates[n / (W / 2)].words[n % (W / 2)], pair);
+    largest = at_least(to_float(G{u16(pair)}), to_float(G{u16(pair >> 16)}));
   }
-  return !(most <= GROWTH);
+  return !(largest <= GROWTH);
 }
 
-// The decays of a lane's tokens. `held`: computed once, together with the span's decay, if there are registers for
-// them.
-template <class Share> struct SpanDecays {
-  static constexpr bool held = Share::AT_ONCE == 2;
-  float a[SPAN][Share::W];
+// The decay e^g of each of a lane's tokens and channels. `held`: they stay in registers from store_span_decays to
+// make_operands; otherwise make_operands computes them again.
+template <class WarpShare> struct TokenDecays {
+  static constexpr bool held = WarpShare::SPANS_AT_ONCE == 2;
+  float token[SPAN][WarpShare::W];
 
-  template <typename G> __device__ __forceinline__ void make(const Gates<Share::W, G>& gates) {
+  template <typename G> __device__ __forceinline__ void compute(const Gates<WarpShare::W, G>& gates) {
 #pragma unroll
     for (int i = 0; i < SPAN; ++i)
 #pragma unroll
-      for (int c = 0; c < Share::W; ++c) a[i][c] = decay_of(gates[i].get(c));
+      for (int c = 0; c < WarpShare::W; ++c) token[i][c] = decay_of(gates[i].get(c));
   }
 };
 
-template <int BK, class Share>
-__device__ __forceinline__ void put_decay(float (&row)[BK], const Share& me, const float (&decay)[Share::W]) {
-  Piece<Share::W, float> piece;
+template <int BK, class WarpShare>
+__device__ __forceinline__ void store_decay(float (&row)[BK], const WarpShare& me, const float (&decay)[WarpShare::W]) {
+  Piece<WarpShare::W, float> piece;
   piece.set(decay);
   piece.store(&row[me.channel]);
 }
 
-// The decay of the half of a chunk of 32 tokens in which the span is not. Computed only if a warp's lanes have spans of
-// both halves: otherwise their branches would be executed in turn. Not used if gates are positive, when the order of
-// multiplications matters.
-template <class Share> struct OtherHalf {
-  static constexpr bool known = Share::SPANS == 8 && Share::AT_ONCE == 2;
-  float decay[Share::W];
+// The decay over the other half of the chunk, 16 of 32 tokens, in which the span does not lie. Computed once if a warp
+// has spans of both halves at once, since BorderDecays would diverge: its branches would be executed one after the
+// other. Not used if a gate is too large: then the order of multiplications decides whether a product overflows.
+template <class WarpShare> struct OtherHalfDecay {
+  static constexpr bool IS_COMPUTED = WarpShare::SPANS == 8 && WarpShare::SPANS_AT_ONCE == 2;
+  float decay[WarpShare::W];
 
-  template <int SPANS, int BK> __device__ __forceinline__ OtherHalf(const float (&spans)[SPANS][BK], const Share& me) {
-    if constexpr (known) {
+  template <int SPANS, int BK>
+  __device__ __forceinline__ OtherHalfDecay(const float (&span_decays)[SPANS][BK], const WarpShare& me) {
+    if constexpr (IS_COMPUTED) {
 #pragma unroll
       for (int n = 0; n < SPANS / 2; ++n) {
-        Piece<Share::W, float> next;
-        next.load(&spans[(me.span & 4 ^ 4) + n][me.channel]);
+        Piece<WarpShare::W, float> next;
+        next.load(&span_decays[(me.span & 4 ^ 4) + n][me.channel]);
 #pragma unroll
-        for (int c = 0; c < Share::W; ++c) decay[c] = n ? decay[c] * next.get(c) : next.get(c);
+        for (int c = 0; c < WarpShare::W; ++c) decay[c] = n ? decay[c] * next.get(c) : next.get(c);
       }
     }
   }
 };
 
-// The decays between this span and the borders before it (BEFORE), or after it: of its sub-chunk, of its half of the
-// chunk, and of the chunk.
-template <int W, bool BEFORE> struct Between {
-  float sub[W], half[W], chunk[W];
+// The decays between this span and the start (BEFORE) or the end of its sub-chunk, of its half of the chunk, and
+// of the chunk.
+template <int W, bool BEFORE> struct BorderDecays {
+  float sub_chunk[W], half_chunk[W], chunk[W];
 
-  template <int SPANS, int BK, class Share>
-  __device__ __forceinline__ Between(const float (&spans)[SPANS][BK], const Share& me, const OtherHalf<Share>& other,
-                                     bool grows) {
+  template <int SPANS, int BK, class WarpShare>
+  __device__ __forceinline__ BorderDecays(const float (&span_decays)[SPANS][BK], const WarpShare& me,
+                                          const OtherHalfDecay<WarpShare>& other, bool grows) {
     const int span = me.span, channel = me.channel;
-    const auto times_spans = [&](float (&x)[W], int first, int count) {
+    const auto multiply_spans = [&](float (&x)[W], int first, int count) {
 #pragma unroll 2
       for (int n = 0; n < count; ++n) {
-        Piece<W, float> decay;  // from the span outwards: another order may leave float32's range
-        decay.load(&spans[BEFORE ? first + count - 1 - n : first + n][channel]);
+        Piece<W, float> decay;  // from the nearest span on: another order may leave float32's range
+        decay.load(&span_decays[BEFORE ? first + count - 1 - n : first + n][channel]);
 #pragma unroll
         for (int c = 0; c < W; ++c) x[c] *= decay.get(c);
       }
     };
-    const auto outside = [&](int bit) { return BEFORE == bool(span & bit); };  // whether `bit` more spans lie between
+    // Whether the border of the unit of 2 `count` spans is `count` spans farther away than that of its half.
+    const auto is_farther = [&](int count) { return BEFORE == bool(span & count); };
 #pragma unroll
-    for (int c = 0; c < W; ++c) sub[c] = 1.f;
-    if (outside(1)) times_spans(sub, span ^ 1, 1);
+    for (int c = 0; c < W; ++c) sub_chunk[c] = 1.f;
+    if (is_farther(1)) multiply_spans(sub_chunk, span ^ 1, 1);
 #pragma unroll
-    for (int c = 0; c < W; ++c) half[c] = sub[c];
-    if (outside(2)) times_spans(half, (span ^ 2) & ~1, 2);
+    for (int c = 0; c < W; ++c) half_chunk[c] = sub_chunk[c];
+    if (is_farther(2)) multiply_spans(half_chunk, (span ^ 2) & ~1, 2);
 #pragma unroll
-    for (int c = 0; c < W; ++c) chunk[c] = half[c];
-    if (OtherHalf<Share>::known && !grows) {
+    for (int c = 0; c < W; ++c) chunk[c] = half_chunk[c];
+    if (OtherHalfDecay<WarpShare>::IS_COMPUTED && !grows) {
 #pragma unroll
-      for (int c = 0; c < W; ++c) chunk[c] = outside(4) ? half[c] * other.decay[c] : half[c];
-    } else if (SPANS == 8 && outside(4)) {
-      times_spans(chunk, (span ^ 4) & ~3, 4);
+      for (int c = 0; c < W; ++c) chunk[c] = is_farther(4) ? half_chunk[c] * other.decay[c] : half_chunk[c];
+    } else if (SPANS == 8 && is_farther(4)) {
+      multiply_spans(chunk, (span ^ 4) & ~3, 4);
     }
   }
 };
 
-template <int W> __device__ __forceinline__ void times(float (&y)[W], const float (&x)[W], const float (&by)[W]) {
+// y = x * factor, for W channels.
+template <int W>
+__device__ __forceinline__ void multiply_channels(float (&y)[W], const float (&x)[W], const float (&factor)[W]) {
 #pragma unroll
-  for (int c = 0; c < W; ++c) y[c] = x[c] * by[c];
+  for (int c = 0; c < W; ++c) y[c] = x[c] * factor[c];
 }
 
-// Each of 4 values summed over LANES lanes; lane l gets the sum of value l % 4.
+// Sums each of a lane's 4 values over LANES lanes. Returns the sum of value l % 4 in lane l.
 template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN]) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -188,78 +202,84 @@ template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN])
   return sum;
 }
 
-template <typename T, int PRODUCTS, int W> __device__ __forceinline__ void round(float (&x)[W]) {
+// Rounds x as the tensor cores read operands of T. PRODUCTS: how many tf32 products make one of float32 data.
+template <typename T, int PRODUCTS, int W> __device__ __forceinline__ void round_operand(float (&x)[W]) {
 #pragma unroll
   for (int c = 0; c < W; ++c) x[c] = operand_value<T, PRODUCTS>(x[c]);
 }
 
-// Loads SPAN rows of a tile, this lane's channels.
-template <int BK, class Share, typename T>
-__device__ __forceinline__ void load_span(Piece<Share::W, T> (&rows)[SPAN], const T* tile, const Share& me) {
-  const Spot<BK, Share::W, T> spot(me.row(0), me.channel);
+// Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each 8-row group of a tile; a
+// PairedSpot is that in the layout of state_q.
+template <int BK, class WarpShare, typename T>
+__device__ __forceinline__ void load_span(Piece<WarpShare::W, T> (&rows)[SPAN], const T* tile, const WarpShare& me) {
+  const Spot<BK, WarpShare::W, T> spot(me.row(0), me.channel);
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) spot.get(rows[i], tile, me.span / 2, i);
 }
 
-// Stores a span's rows times `by` at `spot` of a group of 8 rows.
-template <typename T, int PRODUCTS, class Where, typename X, int W>
-__device__ __forceinline__ void put_span(const Where& spot, X* tile, int eight, const float (&x)[SPAN][W],
-                                         const float (&by)[W]) {
+// Stores a span's rows x, times `factor`, in 8-row group `group` of the tile.
+template <typename T, int PRODUCTS, class Place, typename X, int W>
+__device__ __forceinline__ void store_span(const Place& spot, X* tile, int group, const float (&x)[SPAN][W],
+                                           const float (&factor)[W]) {
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
     float y[W];
-    times(y, x[i], by);
-    round<T, PRODUCTS>(y);
-    spot.put(tile, eight, i, y);
+    multiply_channels(y, x[i], factor);
+    round_operand<T, PRODUCTS>(y);
+    spot.put(tile, group, i, y);
   }
 }
 
-// Stores queries and keys decayed from and to the middle of their sub-chunk. UPPER: the span is its second half.
+// Stores middle_q and middle_k: queries decayed from, and keys to, the middle of their sub-chunk. UPPER: the span is
+// the sub-chunk's second half, behind the middle; then keys are divided, otherwise queries.
 template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
-          class Share>
-__device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV>& s, const Share& me,
-                                               const Piece<Share::W, T> (&q)[SPAN], const Piece<Share::W, T> (&k)[SPAN],
-                                               const float (&a)[SPAN][Share::W]) {
-  constexpr int W = Share::W;
-  constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
+          class WarpShare>
+__device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK, BV>& s, const WarpShare& me,
+                                                      const Piece<WarpShare::W, T> (&q)[SPAN],
+                                                      const Piece<WarpShare::W, T> (&k)[SPAN],
+                                                      const float (&token_decays)[SPAN][WarpShare::W]) {
+  constexpr int W = WarpShare::W;
+  constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;  // a query is decayed by its own token's gate, too
   using Middle = MiddleOf<Schedule, T>;
   const Spot<BK, W, typename Middle::Type> spot(me.row(0), me.channel);
-  float between[W], inverse_of[W];  // decays between the middle and the token's write
+  float between[W], inverse_between[W];  // decay of the tokens between the middle and this token; its inverse
 #pragma unroll
-  for (int c = 0; c < W; ++c) between[c] = inverse_of[c] = 1.f;
+  for (int c = 0; c < W; ++c) between[c] = inverse_between[c] = 1.f;
 #pragma unroll
   for (int n = 0; n < SPAN; ++n) {
     const int i = UPPER ? n : SPAN - 1 - n;
     float x[W], y[W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
-      const float decay = fmaxf(a[i][c], LEAST), qi = q[i].get(c), ki = k[i].get(c);
+      const float decay = fmaxf(token_decays[i][c], LEAST), qi = q[i].get(c), ki = k[i].get(c);
       if (UPPER) {
         if (!INCLUSIVE) x[c] = qi * between[c];
         between[c] *= decay;
         if (INCLUSIVE) x[c] = qi * between[c];
         y[c] = ki * inverse(between[c]);
       } else {
-        if (INCLUSIVE) x[c] = qi * inverse_of[c];
+        if (INCLUSIVE) x[c] = qi * inverse_between[c];
         y[c] = ki * between[c];
         between[c] *= decay;
-        inverse_of[c] = inverse(between[c]);
-        if (!INCLUSIVE) x[c] = qi * inverse_of[c];
+        inverse_between[c] = inverse(between[c]);
+        if (!INCLUSIVE) x[c] = qi * inverse_between[c];
       }
     }
-    round<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>>(x);
-    round<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>>(y);
+    round_operand<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>>(x);
+    round_operand<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>>(y);
     spot.put(s.middle_q, me.span / 2, i, x);
     spot.put(s.middle_k, me.span / 2, i, y);
   }
 }
 
-// Scores without gates: of a token with itself; in RWKV-6 also of a query with the key before it.
-template <class ReadOrder, class Shared, typename T, class Share>
-__device__ __forceinline__ void score_directly(Shared& s, const Share& me, const Piece<Share::W, T> (&q)[SPAN],
-                                               const Piece<Share::W, T> (&k)[SPAN]) {
-  constexpr int W = Share::W;
-  const int lane = threadIdx.x % Share::LANES;
+// Stores s.direct, dot products that no gate multiplies: [0] of a token's own query and key (RWKV-6: times u); [1], in
+// RWKV-6, of a query and the key before it in the span. One row for each part of the channels: their sum is the score.
+template <class ReadOrder, class Shared, typename T, class WarpShare>
+__device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& me,
+                                                    const Piece<WarpShare::W, T> (&q)[SPAN],
+                                                    const Piece<WarpShare::W, T> (&k)[SPAN]) {
+  constexpr int W = WarpShare::W;
+  const int lane = threadIdx.x % WarpShare::LANES;
   float sums[SPAN];
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
@@ -270,8 +290,8 @@ __device__ __forceinline__ void score_directly(Shared& s, const Share& me, const
       sums[i] = fmaf(q[i].get(c), u * k[i].get(c), sums[i]);
     }
   }
-  const float itself = sum_each<Share::LANES>(sums);
-  if (lane < SPAN) s.direct[0][me.part][me.row(lane)] = itself;
+  const float own_score = sum_each<WarpShare::LANES>(sums);
+  if (lane < SPAN) s.direct[0][me.channel_part][me.row(lane)] = own_score;
   if constexpr (ReadOrder::reads_before_write) {
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) {
@@ -280,53 +300,56 @@ __device__ __forceinline__ void score_directly(Shared& s, const Share& me, const
       for (int c = 0; c < W; ++c)
         if (i) sums[i] = fmaf(q[i].get(c), k[i - 1].get(c), sums[i]);
     }
-    const float last = sum_each<Share::LANES>(sums);
-    if (lane < SPAN) s.direct[1][me.part][me.row(lane)] = last;
+    const float score_before = sum_each<WarpShare::LANES>(sums);
+    if (lane < SPAN) s.direct[1][me.channel_part][me.row(lane)] = score_before;
   }
 }
 
-// Stores queries decayed from the borders where they meet keys of other sub-chunks, and from the chunk's start.
-template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
-__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
-                                              const float (&a)[SPAN][Share::W], const OtherHalf<Share>& other,
-                                              bool grows) {
-  constexpr int W = Share::W;
+// Stores queries decayed from the borders between them and keys of other sub-chunks (`border`: groups 0 and 1:
+// sub-chunks 1 and 3 from their start; 2 and 3: sub-chunks 2 and 3 from the chunk's middle), and from the chunk's start
+// (state_q).
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
+__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& me,
+                                              const float (&token_decays)[SPAN][WarpShare::W],
+                                              const OtherHalfDecay<WarpShare>& other, bool grows) {
+  constexpr int W = WarpShare::W;
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
-  const int sub = me.span / 2;
+  const int sub_chunk = me.span / 2;
   const Spot<BK, W, typename OperandOf<T>::Type> spot(me.row(0), me.channel);
   const PairedSpot<BK, W, typename OperandOf<T>::Type> paired(me.row(0), me.channel);
   Piece<W, T> q[SPAN];
   load_span<BK>(q, s.q[stage], me);
-  __syncwarp();  // they have been read, and may be overwritten
-  const Between<W, true> before(s.spans, me, other, grows);
+  __syncwarp();  // the warp has read its rows: state_q below may be the same memory
+  const BorderDecays<W, true> before(s.span_decays, me, other, grows);
   float decay[W], x[SPAN][W];
 #pragma unroll
   for (int c = 0; c < W; ++c) decay[c] = 1.f;
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
-    if (INCLUSIVE) times(decay, decay, a[i]);
+    if (INCLUSIVE) multiply_channels(decay, decay, token_decays[i]);
 #pragma unroll
     for (int c = 0; c < W; ++c) x[i][c] = q[i].get(c) * decay[c];
-    if (!INCLUSIVE) times(decay, decay, a[i]);
+    if (!INCLUSIVE) multiply_channels(decay, decay, token_decays[i]);
   }
-  if (sub & 1) put_span<T, PRODUCTS>(spot, s.border, sub / 2, x, before.sub);
-  if (sub >= 2) put_span<T, PRODUCTS>(spot, s.border, sub, x, before.half);
-  put_span<T, PRODUCTS>(paired, state_q(s, stage), sub, x, before.chunk);
+  if (sub_chunk & 1) store_span<T, PRODUCTS>(spot, s.border, sub_chunk / 2, x, before.sub_chunk);
+  if (sub_chunk >= 2) store_span<T, PRODUCTS>(spot, s.border, sub_chunk, x, before.half_chunk);
+  store_span<T, PRODUCTS>(paired, state_q(s, stage), sub_chunk, x, before.chunk);
 }
 
-// Stores keys decayed to the borders where they meet queries of other sub-chunks, and to the chunk's end; and the decay
-// of the chunk.
-template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
-__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
-                                           const float (&a)[SPAN][Share::W], const OtherHalf<Share>& other,
-                                           bool grows) {
-  constexpr int W = Share::W;
-  const int sub = me.span / 2;
+// Stores keys decayed to the borders between them and queries of other sub-chunks (`border`, behind BORDER rows
+// of queries: groups 0 and 1: sub-chunks 0 and 2 to their end; 2 and 3: sub-chunks 0 and 1 to the chunk's
+// middle), and to the chunk's end (state_k); and the decay of the chunk.
+template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
+__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& me,
+                                           const float (&token_decays)[SPAN][WarpShare::W],
+                                           const OtherHalfDecay<WarpShare>& other, bool grows) {
+  constexpr int W = WarpShare::W;
+  const int sub_chunk = me.span / 2;
   const Spot<BK, W, typename OperandOf<T>::Type> spot(me.row(0), me.channel);
   Piece<W, T> k[SPAN];
   load_span<BK>(k, s.k[stage], me);
-  __syncwarp();  // they have been read, and may be overwritten
-  const Between<W, false> after(s.spans, me, other, grows);
+  __syncwarp();  // the warp has read its rows: state_k below may be the same memory
+  const BorderDecays<W, false> after(s.span_decays, me, other, grows);
   float decay[W], x[SPAN][W];
 #pragma unroll
   for (int c = 0; c < W; ++c) decay[c] = 1.f;
@@ -334,86 +357,90 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   for (int i = SPAN - 1; i >= 0; --i) {
 #pragma unroll
     for (int c = 0; c < W; ++c) x[i][c] = k[i].get(c) * decay[c];
-    times(decay, decay, a[i]);
+    multiply_channels(decay, decay, token_decays[i]);
   }
   if constexpr (Schedule::reads) {
-    if (!(sub & 1)) put_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + sub / 2, x, after.sub);
-    if (Share::SPANS == 8 && sub < 2) put_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + 2 + sub, x, after.half);
+    if (!(sub_chunk & 1)) store_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + sub_chunk / 2, x, after.sub_chunk);
+    if (WarpShare::SPANS == 8 && sub_chunk < 2)
+      store_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + 2 + sub_chunk, x, after.half_chunk);
   }
-  put_span<T, PRODUCTS>(spot, state_k(s, stage), sub, x, after.chunk);
+  store_span<T, PRODUCTS>(spot, state_k(s, stage), sub_chunk, x, after.chunk);
   if (me.span == 0) {  // the decay of its own tokens, and of all after them
-    times(decay, decay, after.chunk);
-    put_decay(s.decay, me, decay);
+    multiply_channels(decay, decay, after.chunk);
+    store_decay(s.decay, me, decay);
   }
 }
 
-// Makes the operands of one share. grows: whether a gate of the chunk is too large for factors about a middle.
-template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
-__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
-                                              SpanDecays<Share>& decays, bool grows) {
-  constexpr int W = Share::W;
-  const auto make_decays = [&] {
-    if constexpr (SpanDecays<Share>::held) return;
+// Stores all operands of one share. grows: whether any_gate_too_large is true of a gate of the chunk.
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
+__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& me,
+                                              TokenDecays<WarpShare>& decays, bool grows) {
+  constexpr int W = WarpShare::W;
+  const auto compute_decays = [&] {
+    if constexpr (TokenDecays<WarpShare>::held) return;
     Gates<W, G> gates;
     load_gates<BK>(gates, s.gates, me);
-    decays.make(gates);
+    decays.compute(gates);
   };
-  float (&a)[SPAN][W] = decays.a;
+  float (&token_decays)[SPAN][W] = decays.token;
   if constexpr (Schedule::reads) {
     Piece<W, T> q[SPAN], k[SPAN];
     load_span<BK>(q, s.q[stage], me);
     load_span<BK>(k, s.k[stage], me);
-    score_directly<ReadOrder>(s, me, q, k);
-    __syncwarp();  // keeps the compiler from mixing these steps, which would take more registers
-    make_decays();
-    if (me.span & 1) meet_in_middle<ReadOrder, true, PRODUCTS>(s, me, q, k, a);
-    else meet_in_middle<ReadOrder, false, PRODUCTS>(s, me, q, k, a);
+    store_direct_scores<ReadOrder>(s, me, q, k);
+    __syncwarp();  // keeps the compiler from interleaving these steps, which would take more registers
+    compute_decays();
+    if (me.span & 1) store_middle_operands<ReadOrder, true, PRODUCTS>(s, me, q, k, token_decays);
+    else store_middle_operands<ReadOrder, false, PRODUCTS>(s, me, q, k, token_decays);
   } else {
-    make_decays();
+    compute_decays();
   }
-  const OtherHalf<Share> other(s.spans, me);
-  if constexpr (Schedule::reads) decay_queries<ReadOrder, PRODUCTS>(s, stage, me, a, other, grows);
-  decay_keys<PRODUCTS>(s, stage, me, a, other, grows);
+  const OtherHalfDecay<WarpShare> other(s.span_decays, me);
+  if constexpr (Schedule::reads) decay_queries<ReadOrder, PRODUCTS>(s, stage, me, token_decays, other, grows);
+  decay_keys<PRODUCTS>(s, stage, me, token_decays, other, grows);
 }
 
-// Stores the decays of the spans whose gates this thread has copied, and computes those of their tokens if they are
-// held. Returns whether a gate is too large for factors about a middle.
-template <class Share, int BK, class Shared>
-__device__ __forceinline__ bool put_spans(Shared& s, SpanDecays<Share>& decays) {
+// Stores the decays of the spans whose gates this thread has copied, and computes the token decays if they are held.
+// Returns whether any_gate_too_large is true of one of its gates.
+template <class WarpShare, int BK, class Shared>
+__device__ __forceinline__ bool store_span_decays(Shared& s, TokenDecays<WarpShare>& decays) {
   bool grows = false;
 #pragma unroll
-  for (int n = 0; n < Share::PER; ++n) {
-    const Share me(n);
-    if (!me.any()) break;
-    Gates<Share::W, typename Shared::Gate> gates;
-    float decay[Share::W];
+  for (int n = 0; n < WarpShare::SHARES_PER_WARP; ++n) {
+    const WarpShare me(n);
+    if (!me.exists()) break;
+    Gates<WarpShare::W, typename Shared::Gate> gates;
+    float decay[WarpShare::W];
     load_gates<BK>(gates, s.gates, me);
-    const bool mine = any_grows<Share::W>(gates);
-    if constexpr (SpanDecays<Share>::held) {
-      decays.make(gates);
+    const bool too_large = any_gate_too_large<WarpShare::W>(gates);
+    if constexpr (TokenDecays<WarpShare>::held) {
+      decays.compute(gates);
 #pragma unroll
-      for (int c = 0; c < Share::W; ++c) decay[c] = decays.a[0][c] * decays.a[1][c] * decays.a[2][c] * decays.a[3][c];
-      if (mine) decay_of_span<Share::W>(decay, gates);  // the product above may be infinite
+      for (int c = 0; c < WarpShare::W; ++c)
+        decay[c] = decays.token[0][c] * decays.token[1][c] * decays.token[2][c] * decays.token[3][c];
+      if (too_large) compute_span_decay<WarpShare::W>(decay, gates);  // the product above may be infinite
     } else {
-      decay_of_span<Share::W>(decay, gates);
+      compute_span_decay<WarpShare::W>(decay, gates);
     }
-    put_decay(s.spans[me.span], me, decay);
-    grows |= mine;
+    store_decay(s.span_decays[me.span], me, decay);
+    grows |= too_large;
   }
   return grows;
 }
 
-// Starts copying this thread's gates of a chunk with `rows` tokens.
-template <class Share, int BK, typename G>
+// Starts copying this thread's gates of a chunk with `rows` tokens. `bytes`: the alignment of the rows of g.
+template <class WarpShare, int BK, typename G>
 __device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>& g, i64 b, i64 h, i64 token, int rows,
                                                   i64 channel, int channels, int bytes) {
 #pragma unroll
-  for (int n = 0; n < Share::PER; ++n) {
-    const Share me(n);
+  for (int n = 0; n < WarpShare::SHARES_PER_WARP; ++n) {
+    const WarpShare me(n);
     const G* from = g.row(b, h, token + me.row(0)) + channel + me.channel;
     const int left = rows - me.row(0);
-    if (!me.any()) break;
-    if (bytes >= Share::W * int(sizeof(G))) fetch_gates<BK>(gates, me, from, g.t, left, channels - me.channel);
-    else fetch_gates_slowly<BK, Share::W>(gates + me.row(0) * BK + me.channel, from, g.t, left, channels - me.channel);
+    if (!me.exists()) break;
+    if (bytes >= WarpShare::W * int(sizeof(G))) fetch_gates<BK>(gates, me, from, g.t, left, channels - me.channel);
+    else
+      fetch_unaligned_gates<BK, WarpShare::W>(gates + me.row(0) * BK + me.channel, from, g.t, left,
+                                              channels - me.channel);
   }
 }

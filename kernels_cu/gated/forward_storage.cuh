@@ -68,9 +68,9 @@ struct alignas(16) Shared : ScoreStorage<Schedule, T, BK>, StateStorage<IN_PLACE
   using Gate = G;
   T k[STAGES][CHUNK<T> * BK];
   T v[STAGES][CHUNK<T> * BV];
-  G gates[CHUNK<T> * BK];            // of the current chunk until its operands are made, then of the next one
-  float spans[CHUNK<T> / SPAN][BK];  // the decay of every SPAN tokens
-  float decay[BK];                   // of the whole chunk
+  G gates[CHUNK<T> * BK];                  // of the current chunk until its operands are made, then of the next one
+  float span_decays[CHUNK<T> / SPAN][BK];  // the decay of every SPAN tokens
+  float decay[BK];                         // of the whole chunk
 };
 
 // The queries, or keys, that are multiplied with the state.

@@ -32,8 +32,8 @@ template <typename T, typename G> struct Args {
 template <class ReadOrder, typename T, typename G>
 __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> args) {
   constexpr int THREADS = 256, C = CHUNK<T>, PRODUCTS = 1;
-  using Mine = Share<T, WIDE, THREADS / 32>;
-  static_assert(Mine::PER == 1 && Mine::PARTS == 1 && TASKS<T> == THREADS / 32);
+  using Mine = WarpShare<T, WIDE, THREADS / 32>;
+  static_assert(Mine::SHARES_PER_WARP == 1 && Mine::CHANNEL_PARTS == 1 && TASKS<T> == THREADS / 32);
   auto& s = *reinterpret_cast<Shared<SplitChannels, T, G, WIDE, 16>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 NC = u32(shape.NC), chunk = blockIdx.x, c = chunk % NC, h = chunk / NC % u32(shape.H);
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     const G* from = g + me.row(0) * args.g.t + first;
     if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<WIDE>(s.gates, me, from, args.g.t, rows - me.row(0), channels);
     else
-      fetch_gates_slowly<WIDE, Mine::W>(s.gates + me.row(0) * WIDE + me.channel, from, args.g.t, rows - me.row(0),
-                                        channels);
+      fetch_unaligned_gates<WIDE, Mine::W>(s.gates + me.row(0) * WIDE + me.channel, from, args.g.t, rows - me.row(0),
+                                           channels);
   };
 
   for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
       Gates<Mine::W, G> gates;
       float decay[Mine::W];
       load_gates<WIDE>(gates, s.gates, me);
-      decay_of_span<Mine::W>(decay, gates);
-      put_decay(s.spans[me.span], me, decay);
-      grows |= any_grows<Mine::W>(gates);
+      compute_span_decay<Mine::W>(decay, gates);
+      store_decay(s.span_decays[me.span], me, decay);
+      grows |= any_gate_too_large<Mine::W>(gates);
     }
     if (ReadOrder::reads_before_write && threadIdx.x < WIDE) {
       const i64 channel = tile * WIDE + threadIdx.x;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     }
     __syncthreads();  // the tile and its spans' decays are in shared memory; the previous operands have been read
     if (tile + 1 < tiles) fetch(tile + 1, stage ^ 1);
-    SpanDecays<Mine> decays;
+    TokenDecays<Mine> decays;
     make_operands<ReadOrder, PRODUCTS>(s, stage, Mine(0), decays, grows);
     if (tile + 1 < tiles) fetch_gates_of(tile + 1);
     cp_async_commit();

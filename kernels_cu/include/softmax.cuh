@@ -130,7 +130,7 @@ __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch
 // Store a warp's [16 M, D] values, each times the factor of its row, as tokens of a work tile, through rows `row`... of
 // a tile that only this warp uses.
 template <int D, int M, typename T, class F>
-__device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x, const Work& at,
+__device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x, const Work& work,
                                       i64 width, bool vectors) {
   const int lane = threadIdx.x & 31;
   __syncwarp();  // the warp has read what the tile held
@@ -147,9 +147,9 @@ __device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int 
   __syncwarp();  // all of it stands
   for (int n = lane; n < 16 * M * D / 8; n += 32) {
     const int down = n / (D / 8), piece = n % (D / 8), columns = int(width) - 8 * piece;
-    if (row + down >= at.count || columns <= 0) continue;
+    if (row + down >= work.tokens || columns <= 0) continue;
     const T* from = piece_of<D>(tile, row + down, piece);
-    T* to = x.row(at.part, at.head, at.start + row + down) + 8 * piece;
+    T* to = x.row(work.output_batch, work.head, work.start + row + down) + 8 * piece;
     if (vectors) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     else
       for (int i = 0; i < 8 && i < columns; ++i) to[i] = from[i];

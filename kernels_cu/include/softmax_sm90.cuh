@@ -7,17 +7,8 @@
 constexpr int PANEL = 64;  // columns of a row of 128 bytes
 template <typename T, int D, int ROWS> using Tile = T[D / PANEL][ROWS * PANEL];
 
-// A place in a ring of N, and the parity of the phase that a wait there is for.
-template <int N> struct Ring {
-  int at = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++at == N) at = 0, parity ^= 1;
-  }
-};
-
-// x, which is the same in all lanes, where the compiler cannot know: what depends on it takes uniform registers and
-// branches, without which products' descriptions are made lane by lane.
+// x, which is the same in all lanes though the compiler cannot know it. The compiler then keeps what depends on x in
+// uniform registers and branches; otherwise it computes the descriptors of wgmma's operands lane by lane.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Behind a warp's plain reads of shared memory, before one of its lanes tells the producer that a bulk copy may
@@ -27,19 +18,19 @@ __device__ __forceinline__ void before_next_copy() {
   __syncwarp();
 }
 
-// Start copying the next tile of a block's column of the table.
+// Starts copying the next entry of the block's column of the table to shared memory.
 __device__ __forceinline__ void fetch_work(Work& to, const Work*& next) {
   for (int n = 0; n < int(sizeof(Work)) / 16; ++n)
     cp_async<16>(reinterpret_cast<uint4*>(&to) + n, reinterpret_cast<const uint4*>(next) + n, true);
   cp_async_commit();
   next += gridDim.x;
 }
-// It, when it has come; the one behind it is under way then, unless it is the last.
+// Waits for the entry and returns it; starts copying the next one unless this one ends the list.
 __device__ __forceinline__ Work take_work(Work& coming, const Work*& next) {
   cp_async_wait<0>();
-  const Work at = coming;
-  if (at.blocks) fetch_work(coming, next);
-  return at;
+  const Work work = coming;
+  if (work.tiles) fetch_work(coming, next);
+  return work;
 }
 
 // Start copying ROWS tokens to a tile, BOX at a time.
@@ -87,7 +78,7 @@ __device__ __forceinline__ void load_rows(u32 (&a)[N][4], T (&tile)[PANELS][SIZE
 // row is the warpgroup's `row`. A whole box goes by the copy engine, which reads on: `tensor_store_wait` is for lane 0.
 template <int N, int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& to, i64 width, const float (&x)[N],
-                                           float by0, float by1, T (&tile)[PANELS][SIZE], int row, const Work& at) {
+                                           float by0, float by1, T (&tile)[PANELS][SIZE], int row, const Work& work) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) {
     u32 two[4];
@@ -101,17 +92,17 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& 
   fence_async();
   __syncwarp();  // the warp's rows stand
   const int thread = opaque(threadIdx.x), lane = thread % 32, first = row + thread / 32 % 4 * 16;
-  if (!__any_sync(0xffffffffu, first + 16 > at.count)) {
+  if (!__any_sync(0xffffffffu, first + 16 > work.tokens)) {
     if (lane == 0)
       for (int panel = 0; panel < N / 32; ++panel)
-        tensor_store(map, tile[panel] + first * PANEL, panel * PANEL, at.start + first, at.head, at.part);
+        tensor_store(map, tile[panel] + first * PANEL, panel * PANEL, work.start + first, work.head, work.output_batch);
     return;
   }
 #pragma unroll 1
   for (int n = 0; n < 16 * N / 4 / 32; ++n) {
     const int down = (n * 32 + lane) / (N / 4), piece = (n * 32 + lane) % (N / 4);
-    if (first + down < at.count && piece * 8 < width)
-      *reinterpret_cast<uint4*>(to.row(at.part, at.head, at.start + first + down) + piece * 8) =
+    if (first + down < work.tokens && piece * 8 < width)
+      *reinterpret_cast<uint4*>(to.row(work.output_batch, work.head, work.start + first + down) + piece * 8) =
           *reinterpret_cast<const uint4*>(tile[piece / 8] + (first + down) * PANEL + ((piece ^ down) & 7) * 8);
   }
   before_next_copy();  // this warp has read its rows

@@ -2,16 +2,16 @@
 //           maximum and sum.
 #include "tensor.cuh"
 
-// A tile of queries, or of keys, and the tiles of the other side that it meets. The host makes a table of them,
-// balanced over the blocks; where `blocks` is 0 a block has no more of them.
+// A tile of queries (or of keys) that a block computes, and the tiles of keys (or of queries: the other side) for it.
+// The host makes a table of them, balanced over the blocks; an entry with `tiles` of 0 ends a block's list.
 struct alignas(16) Work {
   i32 batch, head;
-  i32 start, count;    // the tile's first token in its arrays, and how many of its tokens there are
-  i32 others, length;  // the other side: the first token of the sequence in its arrays, the tokens that count
-  i32 shift;           // where the diagonal meets the tile's first token, among the other side's tokens
-  i32 first, blocks;   // tiles of the other side: the first one, how many
-  i32 chunk;           // in `statistics`: the tile's first 64 queries, or those of the sequence
-  i32 part;            // the batch of its results: its own, or, where keys are split, that of a part of them
+  i32 start, tokens;              // the tile's first token in its arrays, and its number of tokens
+  i32 other_start, other_length;  // the other side's sequence: its first token in its arrays, how many tokens count
+  i32 diagonal;           // the token of the other side's sequence that has the position of the tile's first one
+  i32 first_tile, tiles;  // of the other side: the first tile, and how many
+  i32 statistics_chunk;   // in `statistics`: the tile's first 64 queries, or those of the sequence
+  i32 output_batch;       // the batch index of its results: `batch`, or, where keys are split, that of a part
   i32 spare;
 };
 

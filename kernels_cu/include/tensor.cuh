@@ -81,3 +81,12 @@ __device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 
     }
   }
 }
+
+// The current stage of a ring of N buffers, and the parity of the phase that a wait for its barriers is for.
+template <int N> struct Ring {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == N) stage = 0, parity ^= 1;
+  }
+};

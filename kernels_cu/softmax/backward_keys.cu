@@ -33,41 +33,41 @@ template <typename T, int D> struct alignas(128) Shared {
   T q[2][QUERIES * D];
   T g[2][QUERIES * D];
   float statistics[2][2][QUERIES];  // L, delta
-  Work at;
+  Work work;
 };
 
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T> args) {
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
   static_assert(sizeof(s) == 2 * D * (2 * KEYS + 4 * QUERIES) + 4 * 4 * QUERIES + 128, "what the host asks for");
-  if (threadIdx.x == 0) s.at = args.works[blockIdx.x];
+  if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the place stands
-  const Work& at = s.at;
+  const Work& work = s.work;
   const int row = threadIdx.x / 32 * 16, lane = threadIdx.x & 31;  // of the warp's first
-  auto diagonal = [&] { return at.shift + row; };
+  auto diagonal = [&] { return work.diagonal + row; };
   // Step n: the tiles of one head's queries, then those of the next one that shares the keys.
-  auto block_of = [&](int n) { return at.first + n % at.blocks; };
+  auto block_of = [&](int n) { return work.first_tile + n % work.tiles; };
   auto fetch_queries = [&](int n) {
-    const int stage = n & 1, block = block_of(n), head = at.head * int(args.group) + n / at.blocks;
-    const int rows = at.length - block * QUERIES, token = at.others + block * QUERIES;
-    fetch<QUERIES, D>(s.q[stage], args.q, at.batch, head, token, rows, args.K, args.vectors);
-    fetch<QUERIES, D>(s.g[stage], args.g, at.batch, head, token, rows, args.V, args.vectors);
+    const int stage = n & 1, block = block_of(n), head = work.head * int(args.group) + n / work.tiles;
+    const int rows = work.other_length - block * QUERIES, token = work.other_start + block * QUERIES;
+    fetch<QUERIES, D>(s.q[stage], args.q, work.batch, head, token, rows, args.K, args.vectors);
+    fetch<QUERIES, D>(s.g[stage], args.g, work.batch, head, token, rows, args.V, args.vectors);
     static_assert(2 * QUERIES == THREADS);
-    const i64 chunk = (i64(at.batch) * args.H + head) * args.chunks + at.chunk + block;
+    const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk + block;
     const float* from = args.statistics + chunk * THREADS + threadIdx.x;
     cp_async<4>(&s.statistics[stage][0][threadIdx.x], rows > 0 ? from : args.statistics, rows > 0);
     cp_async_commit();
   };
 
-  fetch<KEYS, D>(s.k, args.k, at.batch, at.head, at.start, at.count, args.K, args.vectors);
-  fetch<KEYS, D>(s.v, args.v, at.batch, at.head, at.start, at.count, args.V, args.vectors);
+  fetch<KEYS, D>(s.k, args.k, work.batch, work.head, work.start, work.tokens, args.K, args.vectors);
+  fetch<KEYS, D>(s.v, args.v, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
   fetch_queries(0);
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
   Fragment<1, D> dk = {}, dv = {};
-  for (int n = 0; n < at.blocks * int(args.group); ++n) {
+  for (int n = 0; n < work.tiles * int(args.group); ++n) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
-    if (n + 1 < at.blocks * int(args.group)) fetch_queries(n + 1);
+    if (n + 1 < work.tiles * int(args.group)) fetch_queries(n + 1);
     const int stage = n & 1, query = block_of(n) * QUERIES;
     const float (&L)[QUERIES] = s.statistics[stage][0], (&deltas)[QUERIES] = s.statistics[stage][1];
     Fragment<1, QUERIES> p = {}, dp = {};
@@ -77,14 +77,14 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
       each<1, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
     }
     each<1, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
-    if (partly_seen<16, QUERIES>(query, diagonal(), int(args.right), int(args.left), at.length))
-      mask_rows(p[0], query, diagonal() + lane / 4, int(args.right), int(args.left), at.length, 0.f);
+    if (partly_seen<16, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))
+      mask_rows(p[0], query, diagonal() + lane / 4, int(args.right), int(args.left), work.other_length, 0.f);
     multiply_rows<D, 1, QUERIES>(dv, p, s.g[stage]);
     if (CAPPED) each<1, QUERIES>(p, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
     multiply_transposed<D, 1, QUERIES, CAPPED>(dp, s.v, row, s.g[stage]);
     each_of_two<1, QUERIES>(p, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
     multiply_rows<D, 1, QUERIES>(dk, p, s.q[stage]);
   }
-  store<D, 1>(dk, [&](int, int) { return float(args.scale); }, s.k, row, args.dk, at, args.K, args.vectors);
-  store<D, 1>(dv, [](int, int) { return 1.f; }, s.v, row, args.dv, at, args.V, args.vectors);
+  store<D, 1>(dk, [&](int, int) { return float(args.scale); }, s.k, row, args.dk, work, args.K, args.vectors);
+  store<D, 1>(dv, [](int, int) { return 1.f; }, s.v, row, args.dv, work, args.V, args.vectors);
 }

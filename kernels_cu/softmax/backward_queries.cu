@@ -37,30 +37,31 @@ template <typename T, int D> struct alignas(128) Shared {
     T kv[2][2][KEYS * D];  // keys, values of two tiles
   };
   float L[QUERIES], delta[QUERIES];
-  Work at;
+  Work work;
 };
 
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Args<T> args) {
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
   static_assert(sizeof(s) == 2 * D * (2 * QUERIES + 4 * KEYS) + 8 * QUERIES + 128, "what the host asks for");
-  if (threadIdx.x == 0) s.at = args.works[blockIdx.x];
+  if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the place stands
-  const Work& at = s.at;
+  const Work& work = s.work;
   const int row = threadIdx.x / 32 * 32, lane = threadIdx.x & 31;
   // Where the diagonal meets the warp's first query, and the last tile, made anew each time for want of registers.
-  auto diagonal = [&] { return at.shift + row; };
-  auto end = [&] { return at.first + at.blocks; };
+  auto diagonal = [&] { return work.diagonal + row; };
+  auto end = [&] { return work.first_tile + work.tiles; };
   auto fetch_keys = [&](int block, int stage) {
-    const int head = at.head / int(args.group), rows = at.length - block * KEYS, token = at.others + block * KEYS;
-    fetch<KEYS, D>(s.kv[stage][0], args.k, at.batch, head, token, rows, args.K, args.vectors);
-    fetch<KEYS, D>(s.kv[stage][1], args.v, at.batch, head, token, rows, args.V, args.vectors);
+    const int head = work.head / int(args.group), rows = work.other_length - block * KEYS,
+              token = work.other_start + block * KEYS;
+    fetch<KEYS, D>(s.kv[stage][0], args.k, work.batch, head, token, rows, args.K, args.vectors);
+    fetch<KEYS, D>(s.kv[stage][1], args.v, work.batch, head, token, rows, args.V, args.vectors);
     cp_async_commit();
   };
 
-  fetch<QUERIES, D>(s.q, args.q, at.batch, at.head, at.start, at.count, args.K, args.vectors);
-  fetch<QUERIES, D>(s.g, args.g, at.batch, at.head, at.start, at.count, args.V, args.vectors);
-  fetch<QUERIES, D>(s.o, args.o, at.batch, at.head, at.start, at.count, args.V, args.vectors);
+  fetch<QUERIES, D>(s.q, args.q, work.batch, work.head, work.start, work.tokens, args.K, args.vectors);
+  fetch<QUERIES, D>(s.g, args.g, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
+  fetch<QUERIES, D>(s.o, args.o, work.batch, work.head, work.start, work.tokens, args.V, args.vectors);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();  // q, do and o have arrived
@@ -74,21 +75,22 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
 #pragma unroll
       for (int i = 0; i < 8; ++i) delta = fmaf(to_float(g[i]), to_float(o[i]), delta);
     }
-    const i64 pair = i64(at.batch) * args.H + at.head, token = pair * args.Tq + at.start + n;
+    const i64 pair = i64(work.batch) * args.H + work.head, token = pair * args.Tq + work.start + n;
     float L = minus_infinity();
-    if (n < at.count) {
+    if (n < work.tokens) {
       L = LOG2E * args.L[token];
       if (args.dL) delta -= args.dL[token];
     }
     s.L[n] = L = known_logarithm(L);
     s.delta[n] = delta;
-    if (n / STATISTICS * STATISTICS < at.count) {
-      float* const to = args.statistics + (pair * args.chunks + at.chunk + n / STATISTICS) * (2 * STATISTICS);
+    if (n / STATISTICS * STATISTICS < work.tokens) {
+      float* const to =
+          args.statistics + (pair * args.chunks + work.statistics_chunk + n / STATISTICS) * (2 * STATISTICS);
       to[n % STATISTICS] = L, to[STATISTICS + n % STATISTICS] = delta;
     }
   }
   __syncthreads();  // o is read, L and delta stand
-  fetch_keys(at.first, 0);
+  fetch_keys(work.first_tile, 0);
 
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
   // Of a lane's rows; L is read anew each time for want of registers.
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
 #pragma unroll
     for (int half = 0; half < 2; ++half) delta[m][half] = s.delta[row + 16 * m + 8 * half + lane / 4];
   Fragment<2, D> dq = {};
-  for (int block = at.first, stage = 0; block < end(); ++block, stage ^= 1) {
+  for (int block = work.first_tile, stage = 0; block < end(); ++block, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
     if (block + 1 < end()) fetch_keys(block + 1, stage ^ 1);
@@ -113,13 +115,13 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
       each<2, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
     }
     each<2, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
-    if (partly_seen<32, KEYS>(key, diagonal(), int(args.left), int(args.right), at.length))
+    if (partly_seen<32, KEYS>(key, diagonal(), int(args.left), int(args.right), work.other_length))
 #pragma unroll
       for (int m = 0; m < 2; ++m)
-        mask_rows(p[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), at.length, 0.f);
+        mask_rows(p[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), work.other_length, 0.f);
     if (CAPPED) each<2, KEYS>(p, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
     each_of_two<2, KEYS>(p, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
     multiply_rows<D, 2, KEYS>(dq, p, s.kv[stage][0]);
   }
-  store<D, 2>(dq, [&](int, int) { return float(args.scale); }, s.q, row, args.dq, at, args.K, args.vectors);
+  store<D, 2>(dq, [&](int, int) { return float(args.scale); }, s.q, row, args.dq, work, args.K, args.vectors);
 }

@@ -35,7 +35,7 @@ template <typename T, int D, bool CAPPED> struct alignas(128) Shared {
   T q[QUERIES * D];
   T k[2][KEYS * D];
   T v[2][KEYS * D];
-  Work at;
+  Work work;
 };
 
 template <typename T, int D, bool CAPPED>
@@ -44,27 +44,29 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   constexpr int M = ROWS<D, CAPPED>, QUERIES = S::QUERIES;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   static_assert(sizeof(s) == 2 * D * (QUERIES + 4 * KEYS) + 128, "what the host asks for");
-  if (threadIdx.x == 0) s.at = args.works[blockIdx.x];
+  if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the place stands
-  const Work& at = s.at;
-  const int row = threadIdx.x / 32 * 16 * M, diagonal = at.shift + row, lane = threadIdx.x & 31;  // of the warp's first
-  const int left = int(args.left), right = int(args.right), end = at.first + at.blocks;
+  const Work& work = s.work;
+  const int row = threadIdx.x / 32 * 16 * M, diagonal = work.diagonal + row,
+            lane = threadIdx.x & 31;  // of the warp's first
+  const int left = int(args.left), right = int(args.right), end = work.first_tile + work.tiles;
   auto fetch_keys = [&](int block, int stage) {
-    const int head = at.head / int(args.group), rows = at.length - block * KEYS, token = at.others + block * KEYS;
-    fetch<KEYS, D>(s.k[stage], args.k, at.batch, head, token, rows, args.K, args.vectors);
-    fetch<KEYS, D>(s.v[stage], args.v, at.batch, head, token, rows, args.V, args.vectors);
+    const int head = work.head / int(args.group), rows = work.other_length - block * KEYS,
+              token = work.other_start + block * KEYS;
+    fetch<KEYS, D>(s.k[stage], args.k, work.batch, head, token, rows, args.K, args.vectors);
+    fetch<KEYS, D>(s.v[stage], args.v, work.batch, head, token, rows, args.V, args.vectors);
     cp_async_commit();
   };
 
-  fetch<QUERIES, D>(s.q, args.q, at.batch, at.head, at.start, at.count, args.K, args.vectors);
-  fetch_keys(at.first, 0);
+  fetch<QUERIES, D>(s.q, args.q, work.batch, work.head, work.start, work.tokens, args.K, args.vectors);
+  fetch_keys(work.first_tile, 0);
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
 
   Fragment<M, D> o = {};
   RowMaximum most[M][2];
   float sum[M][2] = {};
   for (auto& pair : most) pair[0].factor = pair[1].factor = scale;
-  for (int block = at.first, stage = 0; block < end; ++block, stage ^= 1) {
+  for (int block = work.first_tile, stage = 0; block < end; ++block, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
     if (block + 1 < end) fetch_keys(block + 1, stage ^ 1);
@@ -76,10 +78,10 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
       const float inner = float(args.scale) * inverse(float(args.softcap));
       each<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
     } else if (args.scale < 0) each<M, KEYS>(p, [](float& x, int, int, int) { x = -x; });
-    if (partly_seen<16 * M, KEYS>(key, diagonal, left, right, at.length))
+    if (partly_seen<16 * M, KEYS>(key, diagonal, left, right, work.other_length))
 #pragma unroll
       for (int m = 0; m < M; ++m)
-        mask_rows(p[m], key, diagonal + 16 * m + lane / 4, left, right, at.length, minus_infinity());
+        mask_rows(p[m], key, diagonal + 16 * m + lane / 4, left, right, work.other_length, minus_infinity());
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -92,16 +94,16 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
     multiply_rows<D, M, KEYS>(o, p, s.v[stage]);
   }
 
-  const float sink = args.sinks ? LOG2E * args.sinks[at.head] : minus_infinity();
+  const float sink = args.sinks ? LOG2E * args.sinks[work.head] : minus_infinity();
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowEnd found = row_end(RowMaximum::score_of(most[m][half].shift, scale), row_sum(sum[m][half]), sink);
       const int down = row + 16 * m + 8 * half + lane / 4;
-      if (args.L && lane % 4 == 0 && down < at.count)
-        args.L[(i64(at.part) * args.H + at.head) * args.Tq + at.start + down] = found.logarithm / LOG2E;
+      if (args.L && lane % 4 == 0 && down < work.tokens)
+        args.L[(i64(work.output_batch) * args.H + work.head) * args.Tq + work.start + down] = found.logarithm / LOG2E;
       sum[m][half] = found.factor;
     }
-  store<D, M>(o, [&](int m, int half) { return sum[m][half]; }, s.q, row, args.o, at, args.V, args.vectors);
+  store<D, M>(o, [&](int m, int half) { return sum[m][half]; }, s.q, row, args.o, work, args.V, args.vectors);
 }

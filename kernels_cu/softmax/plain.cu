@@ -33,17 +33,17 @@ template <typename T> struct Args {
 
 // A warp's token, and its columns from `column` on; what its token sees of the other side's sequence.
 struct Place {
-  Work at;
+  Work work;
   int n;  // of the tile
   i64 column;
   Seen others;
 
   __device__ Place(const Work* works, i64 tiles, i64 before, i64 behind) {
     constexpr int ROWS = TOKENS / WARPS;
-    at = works[blockIdx.x / ROWS / tiles];
+    work = works[blockIdx.x / ROWS / tiles];
     column = blockIdx.x / ROWS % tiles * WIDTH + threadIdx.x % 32;
     n = blockIdx.x % ROWS * WARPS + threadIdx.x / 32;
-    others = seen(at.shift + n, int(before), int(behind), at.length);
+    others = seen(work.diagonal + n, int(before), int(behind), work.other_length);
   }
 };
 
@@ -92,17 +92,17 @@ struct Forward {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
     const Place place(args.works, args.tiles, args.left, args.right);
-    const Work& at = place.at;
-    if (place.n >= at.count) return;  // the whole warp
-    const int lane = threadIdx.x % 32, shared_head = at.head / int(args.group);
-    const T* q = args.q.row(at.batch, at.head, at.start + place.n);
+    const Work& work = place.work;
+    if (place.n >= work.tokens) return;  // the whole warp
+    const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
+    const T* q = args.q.row(work.batch, work.head, work.start + place.n);
     const R nothing = minus_infinity();
-    R sums[EACH] = {}, total = args.sinks ? 1 : 0, most = args.sinks ? args.sinks[at.head] : nothing;
+    R sums[EACH] = {}, total = args.sinks ? 1 : 0, most = args.sinks ? args.sinks[work.head] : nothing;
     for (int n = 0; n < place.others.count; n += 32) {
-      const i64 first = at.others + place.others.from + n;
+      const i64 first = work.other_start + place.others.from + n;
       const int count = min(32, place.others.count - n);
       R score = nothing;
-      if (lane < count) score = score_of(dot(q, args.k.row(at.batch, shared_head, first + lane), args.K), args).value;
+      if (lane < count) score = score_of(dot(q, args.k.row(work.batch, shared_head, first + lane), args.K), args).value;
       R larger = score;
       for (int distance = 16; distance > 0; distance /= 2)
         larger = max(larger, __shfl_xor_sync(0xffffffffu, larger, distance));
@@ -111,14 +111,14 @@ struct Forward {
       most = larger, total = fma(total, before, summed(weight));
 #pragma unroll
       for (int n = 0; n < EACH; ++n) sums[n] *= before;
-      add_rows(sums, weight, args.v.row(at.batch, shared_head, first), args.v.t, count, place.column, args.V);
+      add_rows(sums, weight, args.v.row(work.batch, shared_head, first), args.v.t, count, place.column, args.V);
     }
     if (total > 0)
 #pragma unroll
       for (int n = 0; n < EACH; ++n) sums[n] /= total;
-    put_row(args.out.row(at.batch, at.head, at.start + place.n), sums, place.column, args.V);
+    put_row(args.out.row(work.batch, work.head, work.start + place.n), sums, place.column, args.V);
     if (args.L && place.column == 0)
-      args.L[(i64(at.batch) * args.H + at.head) * args.Tq + at.start + place.n] = most + log(total);
+      args.L[(i64(work.batch) * args.H + work.head) * args.Tq + work.start + place.n] = most + log(total);
   }
 };
 
@@ -126,32 +126,32 @@ struct Queries {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
     const Place place(args.works, args.tiles, args.left, args.right);
-    const Work& at = place.at;
-    const bool none = place.n >= at.count;
-    const int lane = threadIdx.x % 32, shared_head = at.head / int(args.group);
-    const i64 pair = i64(at.batch) * args.H + at.head, token = at.start + place.n;
-    const T *q = args.q.row(at.batch, at.head, token), *g = args.g.row(at.batch, at.head, token);
+    const Work& work = place.work;
+    const bool none = place.n >= work.tokens;
+    const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
+    const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + place.n;
+    const T *q = args.q.row(work.batch, work.head, token), *g = args.g.row(work.batch, work.head, token);
     R L = minus_infinity(), delta = 0, sums[EACH] = {};
     if (!none) {
-      L = args.L[pair * args.Tq + token], delta = dot(g, args.o.row(at.batch, at.head, token), args.V);
+      L = args.L[pair * args.Tq + token], delta = dot(g, args.o.row(work.batch, work.head, token), args.V);
       if (args.dL) delta -= args.dL[pair * args.Tq + token];
     }
     if (L == minus_infinity()) L = -L;
     if (place.column == 0) {
-      R* const to = args.statistics + (pair * args.chunks + at.chunk) * (2 * STATISTICS) + place.n;
+      R* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * STATISTICS) + place.n;
       to[0] = L, to[STATISTICS] = delta;
     }
     if (none) return;  // the whole warp
     for (int n = 0; n < place.others.count; n += 32) {
-      const i64 first = at.others + place.others.from + n;
+      const i64 first = work.other_start + place.others.from + n;
       const int count = min(32, place.others.count - n);
       const i64 j = first + min(lane, count - 1);
-      const Score<R> score = score_of(dot(q, args.k.row(at.batch, shared_head, j), args.K), args);
-      const R change = dot(g, args.v.row(at.batch, shared_head, j), args.V) - delta;
-      add_rows(sums, decay_of(score.value - L) * score.slope * change, args.k.row(at.batch, shared_head, first),
+      const Score<R> score = score_of(dot(q, args.k.row(work.batch, shared_head, j), args.K), args);
+      const R change = dot(g, args.v.row(work.batch, shared_head, j), args.V) - delta;
+      add_rows(sums, decay_of(score.value - L) * score.slope * change, args.k.row(work.batch, shared_head, first),
                args.k.t, count, place.column, args.K);
     }
-    put_row(args.dq.row(at.batch, at.head, token), sums, place.column, args.K);
+    put_row(args.dq.row(work.batch, work.head, token), sums, place.column, args.K);
   }
 };
 
@@ -159,28 +159,28 @@ struct Keys {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
     const Place place(args.works, args.tiles, args.right, args.left);
-    const Work& at = place.at;
-    if (place.n >= at.count) return;  // the whole warp
+    const Work& work = place.work;
+    if (place.n >= work.tokens) return;  // the whole warp
     const int lane = threadIdx.x % 32;
-    const T *k = args.k.row(at.batch, at.head, at.start + place.n),
-            *v = args.v.row(at.batch, at.head, at.start + place.n);
+    const T *k = args.k.row(work.batch, work.head, work.start + place.n),
+            *v = args.v.row(work.batch, work.head, work.start + place.n);
     R dk[EACH] = {}, dv[EACH] = {};
     for (int member = 0; member < int(args.group); ++member) {
-      const int head = at.head * int(args.group) + member;
-      const i64 chunk = (i64(at.batch) * args.H + head) * args.chunks + at.chunk;
+      const int head = work.head * int(args.group) + member;
+      const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk;
       for (int n = 0; n < place.others.count; n += 32) {
         const int count = min(32, place.others.count - n), own = place.others.from + n + min(lane, count - 1);
-        const i64 first = at.others + place.others.from + n, i = at.others + own;
+        const i64 first = work.other_start + place.others.from + n, i = work.other_start + own;
         const R* its = args.statistics + (chunk + own / STATISTICS) * (2 * STATISTICS) + own % STATISTICS;
-        const Score<R> score = score_of(dot(args.q.row(at.batch, head, i), k, args.K), args);
+        const Score<R> score = score_of(dot(args.q.row(work.batch, head, i), k, args.K), args);
         const R weight = decay_of(score.value - its[0]);
-        const R change = weight * score.slope * (dot(args.g.row(at.batch, head, i), v, args.V) - its[STATISTICS]);
-        add_rows(dk, change, args.q.row(at.batch, head, first), args.q.t, count, place.column, args.K);
-        add_rows(dv, weight, args.g.row(at.batch, head, first), args.g.t, count, place.column, args.V);
+        const R change = weight * score.slope * (dot(args.g.row(work.batch, head, i), v, args.V) - its[STATISTICS]);
+        add_rows(dk, change, args.q.row(work.batch, head, first), args.q.t, count, place.column, args.K);
+        add_rows(dv, weight, args.g.row(work.batch, head, first), args.g.t, count, place.column, args.V);
       }
     }
-    put_row(args.dk.row(at.batch, at.head, at.start + place.n), dk, place.column, args.K);
-    put_row(args.dv.row(at.batch, at.head, at.start + place.n), dv, place.column, args.V);
+    put_row(args.dk.row(work.batch, work.head, work.start + place.n), dk, place.column, args.K);
+    put_row(args.dv.row(work.batch, work.head, work.start + place.n), dv, place.column, args.V);
   }
 };
 

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     value_gate_forward(const __grid_constant__ Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
-  using Mine = Share<T, BK, WARPS>;
+  using Mine = WarpShare<T, BK, WARPS>;
   constexpr bool READS = Schedule::reads;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(2 * BV,
   if constexpr (READS) {
     for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
       s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
-    if (Mine::PARTS == 1)
+    if (Mine::CHANNEL_PARTS == 1)
       for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   }
 
@@ -170,9 +170,9 @@ __global__ void __launch_bounds__(2 * BV,
   cp_async_commit();
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
-    SpanDecays<Mine> decays;
+    TokenDecays<Mine> decays;
     cp_async_wait<0>();
-    bool grows = put_spans<Mine, BK>(s, decays);
+    bool grows = store_span_decays<Mine, BK>(s, decays);
     // a chunk has arrived and its spans' decays stand; the last one's place is free
     grows = __syncthreads_or(grows);
     const bool more = token + C < tokens;
@@ -181,9 +181,9 @@ __global__ void __launch_bounds__(2 * BV,
     cp_async_commit();
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
-    for (int x = 0; x < Mine::PER; ++x) {
+    for (int x = 0; x < Mine::SHARES_PER_WARP; ++x) {
       const Mine me(x);
-      if (me.any()) make_operands<AfterWrite, PRODUCTS>(s, stage, me, decays, grows || !READS);  // no vote there
+      if (me.exists()) make_operands<AfterWrite, PRODUCTS>(s, stage, me, decays, grows || !READS);  // no vote there
     }
     if (more) fetch_next_gates(token + C);
     cp_async_commit();

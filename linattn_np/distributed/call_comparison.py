@@ -21,7 +21,7 @@ ANSWERS: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {header: the last
 def agree(comm, name, check):
     """(what this rank's check() returned, [the tokens of every rank]), once all ranks make the same call."""
     comparison = CallComparison(comm, name, lambda _: check())
-    return comparison.checked, comparison.answer()
+    return comparison.check_result, comparison.agreed_lengths()
 
 
 class CallComparison:
@@ -35,11 +35,11 @@ class CallComparison:
     def __init__(self, comm, name, check, key=None):
         self.comm, self.name = comm, name
         begin(comm, name)
-        self.checked, self.error, self.lengths = None, None, None
+        self.check_result, self.error, self.lengths = None, None, None
         known = remembered(MEANT, comm)
         self.header, self.text = known.get(key, (None, None))
         try:
-            self.checked, tokens, meaning = check(self.header is None)
+            self.check_result, tokens, meaning = check(self.header is None)
             if self.header is None:
                 meaning = {CALL: name} | {what: str(value) for what, value in meaning.items()}
                 self.header, self.text = header_and_text(tokens, meaning)
@@ -50,13 +50,13 @@ class CallComparison:
             self.header, self.text = header_and_text(0, {"refused": f"{type(refusal).__name__}: {refusal}"})
         self.headers = comm.all_gather(np.frombuffer(self.header, np.uint8).copy())
         if self.error is not None:
-            self.answer()
+            self.agreed_lengths()
 
-    def expected(self):
+    def remembered_lengths(self):
         """[The tokens of every rank] in the last call of this rank with the same values, or None."""
         return remembered(ANSWERS, self.comm).get(self.header)
 
-    def answer(self):
+    def agreed_lengths(self):
         """[The tokens of every rank]; raises on every rank if the ranks' values differ."""
         if self.lengths is not None:
             return self.lengths

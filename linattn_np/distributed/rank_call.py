@@ -35,7 +35,7 @@ class RankCall:
     arrays : views [B, H, T, ...], in the order of the declaration
     state : the parts of the whole initial state [N, H, K, V], or None
     bounds : cu_seqlens [N + 1] of the tokens of all ranks, or None
-    comparison : whether the other ranks mean the same call; it has been asked
+    comparison : the exchange that compares this call with the other ranks'; it has begun
     """
 
     def __init__(self, op, inputs, *, comm, segment_size, gradient=False, **given):
@@ -47,11 +47,11 @@ class RankCall:
             )
         key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
         self.comparison = CallComparison(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
-        self.problem, self.state, self.mask, self.bounds = self.comparison.checked
+        self.problem, self.state, self.mask, self.bounds = self.comparison.check_result
         self.arrays, self.out = list(self.problem.arrays.values()), self.problem.out
         self.packed = self.bounds is not None
         self.recurrence = Recurrence(self.declared, self.problem)
-        self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
+        self.rows_per_sequence = 1 if self.packed else self.problem.sizes["B"]  # of states [N, ...]
         self.sequences = len(self.bounds) - 1 if self.packed else 1
         self.options = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
         self.options |= {"scale": self.problem.scale, "reverse": self.problem.reverse}
@@ -157,64 +157,65 @@ class RankCall:
         return arrays, arguments
 
     # -- states -------------------------------------------------------------------------------------------------------
-    def in_order(self, parts):
-        """States [N, ...] from the caller's order of axes, or into it; a view."""
+    def swap_state_axes(self, parts):
+        """Views of states [N, ...] with the caller's order of axes, given the order [N, H, K, V], or the opposite."""
         if parts is None:
             return None
         return [part.swapaxes(2, 3) if self.problem.state_v_first and part.ndim == 4 else part for part in parts]
 
-    def rows_of(self, number):
-        """The rows of a packed sequence in states [N, ...]; a dense batch has them all."""
-        return slice(number, number + 1) if self.packed else slice(None)
+    def state_rows(self, index):
+        """The rows of sequence `index` in states [N, ...]: one, or all of a dense batch, here one sequence."""
+        return slice(index, index + 1) if self.packed else slice(None)
 
     def empty(self, shape):
         """A contiguous array beside this rank's arrays, in the dtype of states."""
         return np.empty_like(self.arrays[0], shape=shape, dtype=self.recurrence.dtype, order="C")
 
-    def states_of(self, segment, arriving, edge):
+    def states_of(self, segment, arriving, starting_states):
         """The states that a segment's call begins from: `arriving` where a sequence comes from another segment, else
-        rows of `edge`, the states of all sequences or None."""
-        if segment.incoming is None and edge is None:
+        rows of `starting_states`, the states of all sequences or None."""
+        if segment.incoming_piece is None and starting_states is None:
             return None
-        if segment.incoming is not None and not self.packed:
+        if segment.incoming_piece is not None and not self.packed:
             return one_or_all(arriving)
-        states = [self.empty(shape) for shape in self.recurrence.state_shapes(self.rows * (len(segment.pieces) or 1))]
+        rows = self.rows_per_sequence * (len(segment.pieces) or 1)
+        states = [self.empty(shape) for shape in self.recurrence.state_shapes(rows)]
         for number, part in enumerate(states):
             part[...] = 0
             for at, piece in enumerate(segment.pieces):
-                if piece is segment.incoming:
-                    part[self.rows_of(at)] = arriving[number]
-                elif edge is not None:
-                    of_sequence = edge[number][self.rows_of(piece.sequence)]
-                    part[self.rows_of(at)] = of_sequence.astype(self.recurrence.dtype, copy=False)
+                if piece is segment.incoming_piece:
+                    part[self.state_rows(at)] = arriving[number]
+                elif starting_states is not None:
+                    of_sequence = starting_states[number][self.state_rows(piece.sequence)]
+                    part[self.state_rows(at)] = of_sequence.astype(self.recurrence.dtype, copy=False)
         return one_or_all(states)
 
     def states_to_caller(self, parts, dtypes):
-        parts = [part.astype(dtype, copy=False) for part, dtype in zip(self.in_order(parts), dtypes)]
+        parts = [part.astype(dtype, copy=False) for part, dtype in zip(self.swap_state_axes(parts), dtypes)]
         return one_or_all([from_native(part, self.problem.kind, self.problem.example) for part in parts])
 
     def array_to_caller(self, x, axes):
         return from_native(swap_heads(x, axes, self.problem.layout), self.problem.kind, self.problem.example)
 
     # -- messages -----------------------------------------------------------------------------------------------------
-    def exchange(self, mine, shapes, count):
-        """Sends this rank's messages, {slot: arrays of these shapes}, of `count` slots on each rank.
+    def exchange(self, messages, shapes, count):
+        """Sends this rank's messages, {slot: arrays of these shapes}; each rank has `count` slots.
 
-        The function that comes back waits for all ranks', and gives a function of (rank, slot) that gives the arrays.
+        Returns wait(), which waits for the messages of all ranks and returns the function (rank, slot) -> arrays.
         """
         row = Row(shapes)
-        message = row.seen_in(mine[0], self.recurrence.dtype) if count == len(mine) == 1 else None
+        message = row.seen_in(messages[0], self.recurrence.dtype) if count == len(messages) == 1 else None
         if message is None:
             message = self.empty((count, row.length))  # slots without a message are not read
-            for slot, arrays in mine.items():
+            for slot, arrays in messages.items():
                 row.put(message[slot], arrays)
         wait = self.comm.all_gather(message)
 
-        def messages():
+        def received():
             gathered = wait()
             return lambda rank, slot: row.parts(gathered[rank, slot])
 
-        return messages
+        return received
 
 
 def is_engine(comm) -> bool:

@@ -47,7 +47,7 @@ class Recurrence:
         named = dict(zip(self.problem.op.arrays, arrays))
         return [total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.decays]
 
-    def received(self, message, tokens, backwards=False) -> Summary:
+    def summary_of_message(self, message, tokens, backwards=False) -> Summary:
         """A segment's message [*own, *factors] as its map of the state, or `backwards` of the state's gradient."""
         own, factors = message[: len(self.problem.op.state)], message[len(self.problem.op.state) :]
         if "log_decay" in self.problem.options:
@@ -107,7 +107,7 @@ class Recurrence:
         )
 
     @property
-    def turns_over(self) -> bool:
+    def reversal_gives_gradient(self) -> bool:
         """Whether the same operator, run backwards in time, computes dS_own: see `gradient_summary`.
 
         It does not with a normaliser, two gates, or the matrix of a rank-one transition.

@@ -12,8 +12,8 @@ class SequencePiece:
     sequence: int
     start: int  # of the segment's tokens
     stop: int
-    earlier: bool  # the pass has run over tokens of this sequence in another segment before
-    later: bool  # the pass will run over tokens of this sequence in another segment afterwards
+    has_predecessor: bool  # another segment, before this one in the order of the pass, has tokens of the sequence
+    has_successor: bool  # another segment, after this one in the order of the pass, has tokens of the sequence
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class RankSegment:
     pieces: tuple[SequencePiece, ...]
 
     @property
-    def incoming(self) -> SequencePiece | None:
+    def incoming_piece(self) -> SequencePiece | None:
         """The piece whose state comes from another segment; at most one does."""
-        return next((piece for piece in self.pieces if piece.earlier), None)
+        return next((piece for piece in self.pieces if piece.has_predecessor), None)
 
     @property
-    def outgoing(self) -> SequencePiece | None:
+    def outgoing_piece(self) -> SequencePiece | None:
         """The piece whose state goes on to another segment; at most one does."""
-        return next((piece for piece in self.pieces if piece.later), None)
+        return next((piece for piece in self.pieces if piece.has_successor), None)
 
 
 class Cut:
@@ -70,18 +70,18 @@ class Cut:
                     *((after, before) if self.reverse else (before, after)),
                 )
 
-    def running(self):
+    def in_pass_order(self):
         """The segments in the order of the pass."""
         return self.segments[::-1] if self.reverse else self.segments
 
-    def of(self, rank):
+    def segments_of(self, rank):
         return [segment for segment in self.segments if segment.rank == rank]
 
     @property
-    def crosses(self) -> bool:
+    def has_crossing_sequences(self) -> bool:
         """Whether any state has to go from one segment to another."""
-        return any(segment.outgoing for segment in self.segments)
+        return any(segment.outgoing_piece for segment in self.segments)
 
-    def ends(self):
+    def ending_pieces(self):
         """[(segment, piece)] in which a sequence ends: one for each that has tokens."""
-        return [(segment, piece) for segment in self.segments for piece in segment.pieces if not piece.later]
+        return [(segment, piece) for segment in self.segments for piece in segment.pieces if not piece.has_successor]

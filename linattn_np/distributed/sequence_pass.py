@@ -1,9 +1,13 @@
-"""A pass over a sequence that is cut into segments: forward for results, backward for gradients.
+"""One pass over sequences whose tokens are cut into segments on several ranks: forward, or backward for gradients.
 
-A segment computes its `Summary`, its map of the state, if its sequence continues in another segment. An all-gather
-brings the summaries to all ranks. Each rank applies the summaries that precede its own segments, in the order of the
-recurrence, and computes its segments from the resulting states. Segments that need no state are computed while the
-messages are under way.
+1. A segment makes a summary for its last sequence, if that sequence continues in the next segment: the linear map
+   S_out = F S_in + S_added of the state. An all-gather sends the summaries to all ranks.
+2. Segments that begin all their sequences are computed while the messages are under way.
+3. Each rank applies the summaries of the preceding segments, and computes its other segments from these states.
+
+All orders ("before", "preceding", "continues") are those of the pass: the order in which the recurrence visits the
+tokens, or for gradients the opposite order. A *piece* is the tokens of one sequence in one segment. A state is a list
+of arrays: S [N, H, K, V], and for a normaliser z [N, H, K]; a backward pass carries the state's gradient instead.
 """
 
 from __future__ import annotations
@@ -21,250 +25,263 @@ from .rank_call import RankCall, parts_of
 
 
 class Pass:
-    """One pass, in the order of the recurrence or `backwards`: that of its gradient.
+    """The steps that the forward and the backward pass have in common.
 
-    call : a `RankCall`
-    comparison : whether all ranks mean this pass
-    edge : the states [N, ...] from which sequences begin, in this direction, or None for zeros
-    kept : by segment, what a backend has computed with a summary and need not compute again
+    call : this rank's arguments, checked
+    comparison : the exchange by which ranks find out whether they make the same call and how many tokens each has
+    starting_states : the states [N, ...] with which the pass begins each of the N sequences, or None for zeros
+    kept : {segment index: what the backend has computed with the summary, and the segment's computation can reuse}
 
     A derived class has
 
-    summary(segment, piece)         [*own, *factors] of one piece of a segment: its `Summary`, as it is sent
-    summarise_ahead(segment)        what `compute` needs of `summary`, for a segment whose summary nobody is sent
-    compute(segment, states)        (the result for a segment that begins from `states`, the states behind it or None)
+    summary_message(segment, piece) returns [*S_added, *F], the arrays of the summary of a piece
+    prepare(segment)                fills `kept` while this rank would wait, for a segment without a summary
+    compute(segment, states)        returns (the segment's result, its sequences' final states or None)
     """
 
     backwards = False
 
-    def __init__(self, call, comparison, edge):
-        self.call, self.comparison, self.edge = call, comparison, edge
+    def __init__(self, call, comparison, starting_states):
+        self.call, self.comparison, self.starting_states = call, comparison, starting_states
         self.recurrence, self.kept = call.recurrence, {}
 
-    def run(self, lengths):
-        """({own segment's index: result}, {sequence: the parts of the state behind it, where it ends here}).
+    def run(self, expected_lengths):
+        """({index of a segment of this rank: its result}, {sequence: its final state, if it ends on this rank}).
 
-        lengths : the tokens that the ranks are expected to have; their answer may differ
+        expected_lengths : how many tokens each rank probably has; the ranks tell the true numbers while the summaries
+            are computed, and the summaries are computed again if the numbers differ
         """
-        mine = self.summaries(lengths)
-        if (answer := self.comparison.answer()) != lengths:
-            mine = self.summaries(answer)
-        wait = self.exchange(mine) if self.cut.crosses else None
-        results, ends, arriving = {}, {}, None
-        for segment in sorted(self.own, key=lambda segment: segment.incoming is not None):
-            if segment.incoming is not None and arriving is None:
+        messages = self.summary_messages(expected_lengths)
+        if (lengths := self.comparison.agreed_lengths()) != expected_lengths:
+            messages = self.summary_messages(lengths)
+        wait = self.send_summaries(messages) if self.cut.has_crossing_sequences else None
+        results, final_states, arriving = {}, {}, None
+        for segment in sorted(self.own_segments, key=lambda segment: segment.incoming_piece is not None):
+            if segment.incoming_piece is not None and arriving is None:
                 arriving = self.arriving_states(wait())
-            begin = None if segment.incoming is None else arriving[segment.index]
-            results[segment.index], behind = self.compute(segment, self.call.states_of(segment, begin, self.edge))
-            for at, piece in enumerate(segment.pieces):
-                if behind is not None and not piece.later:
-                    ends[piece.sequence] = [part[self.call.rows_of(at)] for part in behind]
+            state = None if segment.incoming_piece is None else arriving[segment.index]
+            states = self.call.states_of(segment, state, self.starting_states)
+            results[segment.index], states = self.compute(segment, states)
+            for n, piece in enumerate(segment.pieces):
+                if states is not None and not piece.has_successor:
+                    final_states[piece.sequence] = [part[self.call.state_rows(n)] for part in states]
         if wait is not None and arriving is None:
-            wait()  # a rank that needs no state takes part all the same
-        return results, ends
+            wait()  # an all-gather ends on every rank, also on those that need no state
+        return results, final_states
 
-    def summaries(self, lengths):
-        """{slot: message} of this rank's segments, for ranks with so many tokens each."""
+    def summary_messages(self, lengths):
+        """{slot: summary} of this rank's segments that have one; a slot is a segment's number on its rank."""
         self.lengths, self.cut = lengths, self.call.cut(lengths, self.backwards)
-        self.own, mine = self.cut.of(self.call.comm.rank), {}
+        self.own_segments, messages = self.cut.segments_of(self.call.comm.rank), {}
         self.kept.clear()
-        for segment in self.own:
-            if segment.outgoing is not None:
-                mine[segment.slot] = self.summary(segment, segment.outgoing)
-            elif segment.incoming is not None and len(segment.pieces) == 1:
-                self.summarise_ahead(segment)
-        return mine
+        for segment in self.own_segments:
+            if segment.outgoing_piece is not None:
+                messages[segment.slot] = self.summary_message(segment, segment.outgoing_piece)
+            elif segment.incoming_piece is not None and len(segment.pieces) == 1:
+                self.prepare(segment)
+        return messages
 
-    def exchange(self, mine):
-        recurrence, rows = self.recurrence, self.call.rows
+    def send_summaries(self, messages):
+        """Begins the all-gather. Returns wait(), whose result is the function (rank, slot) -> arrays of a summary."""
+        recurrence, rows = self.recurrence, self.call.rows_per_sequence
         shapes = [*recurrence.state_shapes(rows), *recurrence.factor_shapes(rows)]
-        return self.call.exchange(mine, shapes, self.cut.slots)
+        return self.call.exchange(messages, shapes, self.cut.slots)
 
-    def arriving_states(self, messages):
-        """{own segment's index: the state that comes into it}, summaries applied in the order of this pass."""
-        found, state = {}, None
-        wanted = {segment.index for segment in self.own if segment.incoming is not None}
-        for segment in self.cut.running():
-            leaves = segment.outgoing
+    def arriving_states(self, summary_at):
+        """{index of a segment of this rank: the state that its first sequence brings from another segment}."""
+        arriving, state = {}, None
+        wanted = {segment.index for segment in self.own_segments if segment.incoming_piece is not None}
+        for segment in self.cut.in_pass_order():
+            piece = segment.outgoing_piece
             if segment.index in wanted:
-                found[segment.index] = state
-            if len(found) == len(wanted):
+                arriving[segment.index] = state
+            if len(arriving) == len(wanted):
                 break
-            if leaves is None:
+            if piece is None:
                 continue
-            if not leaves.earlier:  # the sequence begins in this segment
-                state = self.edge_of(leaves.sequence)
-            message = messages(segment.rank, segment.slot)
+            if not piece.has_predecessor:  # the sequence begins in this segment
+                state = self.starting_state(piece.sequence)
+            tokens, message = piece.stop - piece.start, summary_at(segment.rank, segment.slot)
             with np.errstate(all="ignore"):
-                state = self.recurrence.received(message, leaves.stop - leaves.start, self.backwards).apply(state)
-        return found
+                state = self.recurrence.summary_of_message(message, tokens, self.backwards).apply(state)
+        return arriving
 
-    def edge_of(self, sequence):
-        if self.edge is None:
+    def starting_state(self, sequence):
+        """The state with which a sequence begins, or None for zeros."""
+        if self.starting_states is None:
             return None
-        return [part[self.call.rows_of(sequence)].astype(self.recurrence.dtype) for part in self.edge]
+        rows, dtype = self.call.state_rows(sequence), self.recurrence.dtype
+        return [part[rows].astype(dtype) for part in self.starting_states]
 
-    def everyones(self, ends):
-        """The states [N, ...] behind all sequences, from those that each rank has found."""
-        call, places, filled = self.call, {}, [0] * self.call.comm.size
-        for segment, piece in self.cut.ends():
-            places[piece.sequence] = segment.rank, filled[segment.rank]
-            filled[segment.rank] += 1
-        shapes = self.recurrence.state_shapes(call.rows)
-        whole = [call.empty((call.rows * call.sequences, *shape[1:])) for shape in shapes]
-        for n, states in enumerate(whole):  # a sequence without tokens leaves its state as it is
-            states[...] = 0 if self.edge is None else self.edge[n].astype(self.recurrence.dtype, copy=False)
+    def gather_final_states(self, final_states):
+        """The final states [N, ...] of all sequences, on every rank, from those that `run` found on each rank."""
+        call, places, counts = self.call, {}, [0] * self.call.comm.size
+        for segment, piece in self.cut.ending_pieces():  # the n-th sequence that ends on a rank is its message n
+            places[piece.sequence] = segment.rank, counts[segment.rank]
+            counts[segment.rank] += 1
+        shapes = self.recurrence.state_shapes(call.rows_per_sequence)
+        gathered = [call.empty((call.rows_per_sequence * call.sequences, *shape[1:])) for shape in shapes]
+        for n, states in enumerate(gathered):  # a sequence without tokens ends in the state with which it begins
+            start = self.starting_states
+            states[...] = 0 if start is None else start[n].astype(self.recurrence.dtype, copy=False)
         if not places:
-            return whole
-        messages = call.exchange(
-            {places[sequence][1]: parts for sequence, parts in ends.items()}, shapes, max(filled)
-        )()
-        for sequence, place in places.items():
-            for states, part in zip(whole, messages(*place)):
-                states[call.rows_of(sequence)] = part
-        return whole
+            return gathered
+        messages = {places[sequence][1]: state for sequence, state in final_states.items()}
+        state_at = call.exchange(messages, shapes, max(counts))()
+        for sequence, (rank, message) in places.items():
+            for states, part in zip(gathered, state_at(rank, message)):
+                states[call.state_rows(sequence)] = part
+        return gathered
 
 
 class Forward(Pass):
-    """o and the final state of a call; with a gradient also the pullback of every own segment."""
+    """Computes o and the final state; if gradients follow, also the pullback of each of this rank's segments."""
 
     def __init__(self, call: RankCall):
-        super().__init__(call, call.comparison, call.in_order(call.state))
+        super().__init__(call, call.comparison, call.swap_state_axes(call.state))
         self.o = call.out
-        self.pulls: dict = {}  # the pullback of each own segment, by its index
+        self.pullbacks: dict = {}  # by the index of the segment
 
     def result(self):
-        """o, or (o, final state), of this rank's tokens."""
+        """o, or (o, final states), of this rank's tokens, as arrays of the caller's kind and layout."""
         call, problem = self.call, self.call.problem
-        with lasting_memory(problem.home, execute.in_graphs):
-            results, ends = self.run(self.comparison.expected() or self.comparison.answer())
+        with lasting_memory(problem.home, execute.in_graphs):  # a CUDA graph under capture keeps what is allocated
+            results, final_states = self.run(self.comparison.remembered_lengths() or self.comparison.agreed_lengths())
             o = next(iter(results.values())) if self.o is None else self.o
             result = call.array_to_caller(o, problem.op.out) if call.out is None else call.given["out"]
             if not problem.output_final_state:
                 return result
             dtypes = [problem.state_dtype] * len(problem.op.state)
-            return result, call.states_to_caller(self.everyones(ends), dtypes)
+            return result, call.states_to_caller(self.gather_final_states(final_states), dtypes)
 
-    def summary(self, segment, piece):
-        call, alone = self.call, len(segment.pieces) == 1
-        given = call.of_segment(segment) if alone else call.of_tokens(*tokens_of(segment, piece))
-        own, factors, kept = self.recurrence.summary(*given, call.gradient)
-        if alone:
+    def summary_message(self, segment, piece):
+        call, is_only_piece = self.call, len(segment.pieces) == 1
+        arguments = call.of_segment(segment) if is_only_piece else call.of_tokens(*tokens_of(segment, piece))
+        added, factors, kept = self.recurrence.summary(*arguments, call.gradient)
+        if is_only_piece:
             self.kept[segment.index] = kept
-        return [*own, *factors]
+        return [*added, *factors]
 
-    def summarise_ahead(self, segment):
-        arrays, given = self.call.of_segment(segment)
-        if found := summarise(self.call.declared, arrays, gradient=self.call.gradient, ahead=True, **given):
-            self.kept[segment.index] = found[2]
+    def prepare(self, segment):
+        arrays, options = self.call.of_segment(segment)
+        if found := summarise(self.call.declared, arrays, gradient=self.call.gradient, ahead=True, **options):
+            *_, self.kept[segment.index] = found
 
     def compute(self, segment, states):
         call, problem = self.call, self.call.problem
-        arrays, given = call.of_segment(segment)
-        given["initial_state"] = states
+        arrays, options = call.of_segment(segment)
+        options["initial_state"] = states
         if problem.output_final_state:
-            given |= {"output_final_state": True, "state_dtype": self.recurrence.dtype}
-        if self.o is None and len(self.own) > 1:
+            options |= {"output_final_state": True, "state_dtype": self.recurrence.dtype}
+        if self.o is None and len(self.own_segments) > 1:  # strides in the order of q's
             q, recurrence = call.arrays[0], self.recurrence
-            self.o = np.empty_like(q, shape=(len(q), recurrence.heads["V"], q.shape[2], recurrence.V))  # in q's order
-        kept, of_segment = self.kept.pop(segment.index, ()), slice(segment.start, segment.stop)
+            self.o = np.empty_like(q, shape=(len(q), recurrence.heads["V"], q.shape[2], recurrence.V))
+        kept, tokens = self.kept.pop(segment.index, ()), slice(segment.start, segment.stop)
         if call.gradient:
-            result, self.pulls[segment.index] = vjp_of(call.declared, arrays, kept=kept, **given)
+            result, self.pullbacks[segment.index] = vjp_of(call.declared, arrays, kept=kept, **options)
         else:
-            out = {} if self.o is None else {"out": self.o[:, :, of_segment]}
-            result = call_operator(call.declared, arrays, kept=kept, **given, **out)
-        o, final = result if problem.output_final_state else (result, None)
+            out = {} if self.o is None else {"out": self.o[:, :, tokens]}
+            result = call_operator(call.declared, arrays, kept=kept, **options, **out)
+        o, final_states = result if problem.output_final_state else (result, None)
         if call.gradient and self.o is not None:
-            self.o[:, :, of_segment] = o
-        return o, parts_of(final)
+            self.o[:, :, tokens] = o
+        return o, parts_of(final_states)
 
 
 class Backward(Pass):
-    """Gradients of this rank's arrays and of the whole initial state, from those of its o and of the final state."""
+    """Computes the gradients of this rank's arrays and of all initial states.
+
+    do : the gradient of this rank's o
+    dht : the gradients of the final states of all sequences, or None; this pass begins with them
+    """
 
     backwards = True
 
     def __init__(self, forward: Forward, do, dht):
-        call, self.pulls, self.forward_lengths = forward.call, forward.pulls, forward.lengths
+        call, self.pullbacks, self.forward_lengths = forward.call, forward.pullbacks, forward.lengths
         self.call = call
         comparison = CallComparison(call.comm, f"{call.problem.op.name}'s gradient", lambda _: self.check(do, dht))
-        self.do, dht = comparison.checked
+        self.do, dht = comparison.check_result
         super().__init__(call, comparison, dht)
 
     def check(self, do, dht):
-        """((do, dht) as the arrays of the call are, this rank's tokens, what all ranks must agree on)."""
+        """((do, dht) as [B, H, T, V] and [N, ...] of the call's kind, the number of this rank's tokens, {name: value
+        that must be the same on all ranks}), for `CallComparison`."""
         call, problem = self.call, self.call.problem
-        sizes = callers_sizes(problem) | {"N": call.rows * call.sequences}
+        sizes = callers_sizes(problem) | {"N": call.rows_per_sequence * call.sequences}
         do, dht = placed_cotangents(problem, do, dht, sizes)
-        meaning = {"the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
-        return (do, call.in_order(dht)), self.forward_lengths[call.comm.rank], meaning
+        equal_on_ranks = {"the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
+        return (do, call.swap_state_axes(dht)), self.forward_lengths[call.comm.rank], equal_on_ranks
 
     def gradients(self, summed):
+        """(the gradients of the arrays ..., and of the initial states if the call had some); `summed`: see `joined`."""
         call, op = self.call, self.call.problem.op
-        found, ends = self.run(self.forward_lengths)
+        results, final_states = self.run(self.forward_lengths)
         gradients = tuple(
-            call.array_to_caller(self.joined(number, axes, found, summed), axes)
+            call.array_to_caller(self.joined(number, axes, results, summed), axes)
             for number, axes in enumerate(op.arrays.values())
         )
         if call.state is None:
             return gradients
-        return *gradients, call.states_to_caller(self.everyones(ends), [part.dtype for part in call.state])
+        dtypes = [part.dtype for part in call.state]
+        return *gradients, call.states_to_caller(self.gather_final_states(final_states), dtypes)
 
-    def summary(self, segment, piece):
+    def summary_message(self, segment, piece):
         call, recurrence, do = self.call, self.recurrence, self.do
         start, stop = tokens_of(segment, piece)
-        pull = self.pulls[segment.index]
-        if len(segment.pieces) == 1 and (found := pull.summarise(do[:, :, start:stop])):
-            own, decays, self.kept[segment.index] = found
-            return [*own, *recurrence.factors_of_decays(decays)]
-        arrays, given = call.of_tokens(start, stop)
-        if recurrence.turns_over:
-            own = recurrence.gradient_summary(arrays, do[:, :, start:stop], given)
+        pullback = self.pullbacks[segment.index]
+        if len(segment.pieces) == 1 and (found := pullback.summarise(do[:, :, start:stop])):
+            added, decays, self.kept[segment.index] = found
+            return [*added, *recurrence.factors_of_decays(decays)]
+        arrays, options = call.of_tokens(start, stop)
+        if recurrence.reversal_gives_gradient:
+            added = recurrence.gradient_summary(arrays, do[:, :, start:stop], options)
         else:
-            whole = parts_of(pull(do[:, :, segment.start : segment.stop])[-1])
-            own = [part[call.rows_of(segment.pieces.index(piece))] for part in whole]
-        return [*own, *recurrence.factors(arrays, given)]
+            dstates = parts_of(pullback(do[:, :, segment.start : segment.stop])[-1])
+            added = [part[call.state_rows(segment.pieces.index(piece))] for part in dstates]
+        return [*added, *recurrence.factors(arrays, options)]
 
-    def summarise_ahead(self, segment):
-        if found := self.pulls[segment.index].summarise(self.do[:, :, segment.start : segment.stop]):
-            self.kept[segment.index] = found[2]
+    def prepare(self, segment):
+        if found := self.pullbacks[segment.index].summarise(self.do[:, :, segment.start : segment.stop]):
+            *_, self.kept[segment.index] = found
 
     def compute(self, segment, states):
         kept, do = self.kept.pop(segment.index, ()), self.do[:, :, segment.start : segment.stop]
-        gradients = self.pulls[segment.index].resumed(do, states, kept)
+        gradients = self.pullbacks[segment.index].gradients(do, states, kept)
         count = len(self.call.problem.op.arrays)
         return gradients[:count], None if self.call.state is None else parts_of(gradients[-1])
 
-    def joined(self, number, axes, found, summed):
-        """An array's gradient from those of the own segments.
+    def joined(self, number, axes, results, summed):
+        """The gradient of array `number` of the call, from those of this rank's segments.
 
-        What all tokens share gets the sum over all ranks or, unless it is to be `summed`, over the own segments.
+        An array without tokens, which all segments share, gets the sum over the segments: those of all ranks if
+        `summed`, else those of this rank.
         """
-        x, parts = self.call.arrays[number], {segment: found[segment.index][number] for segment in self.own}
+        x, parts = self.call.arrays[number], {segment: results[segment.index][number] for segment in self.own_segments}
         if "T" not in axes.split():
             if summed:
                 return self.sum_over_ranks(x, {segment.slot: [part] for segment, part in parts.items()})
             return sum(parts.values()).astype(x.dtype, copy=False)
         if len(parts) == 1:
-            return parts[self.own[0]]
-        whole = np.empty_like(x)
+            return parts[self.own_segments[0]]
+        gradient = np.empty_like(x)
         for segment, part in parts.items():
-            whole[:, :, segment.start : segment.stop] = part
-        return whole
+            gradient[:, :, segment.start : segment.stop] = part
+        return gradient
 
-    def sum_over_ranks(self, x, mine):
-        """The sum over all segments, in the order of the tokens."""
-        messages = self.call.exchange(mine, [x.shape], self.cut.slots)()
-        total = sum(messages(segment.rank, segment.slot)[0] for segment in self.cut.segments)
+    def sum_over_ranks(self, x, messages):
+        """The sum of {slot: [array like x]} over all segments of all ranks, added in the order of the tokens."""
+        array_at = self.call.exchange(messages, [x.shape], self.cut.slots)()
+        total = sum(array_at(segment.rank, segment.slot)[0] for segment in self.cut.segments)
         return total.astype(x.dtype)
 
 
 def gradients(forward, do, dht, summed):
-    """The pullback of `operators.vjp`."""
+    """`Backward.gradients` of a forward pass; in `operators.vjp` the result of pullback(do, dht, summed=summed)."""
     with lasting_memory(forward.call.problem.home, execute.in_graphs):
         return Backward(forward, do, dht).gradients(summed)
 
 
 def tokens_of(segment, piece):
-    """(start, stop) of a piece, among the tokens of its rank."""
+    """(first token, last token + 1) of a piece, counted among the tokens of its rank."""
     return segment.start + piece.start, segment.start + piece.stop

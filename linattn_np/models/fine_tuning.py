@@ -20,7 +20,7 @@ from .number_checks import real, whole
 from .quantised import Stored
 from .rwkv.adapters import ALPHA, A, B, adapter
 from .rwkv.model import Model
-from .rwkv.version import EPS, GROUP_NORM_EPS, LAYER_NORM_EPS
+from .rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS, NORM_EPS_NAME
 from .training_products import HostProducts
 from .versions import kind_of
 
@@ -33,7 +33,7 @@ class Base:
 
     kind : its class
     weights : float32 arrays by official name
-    sizes : of the axes that `Version.declared` has
+    sizes : of the axes that `Version.parameter_axes` has
     """
 
     kind: type[Model]
@@ -56,7 +56,7 @@ class Base:
         official, sizes = kind.parameters(weights, config)
         if any(isinstance(array, Stored) for array in official.values()):
             refuse("the model has matrices in 8 or 4 bits, expected the file that they were made from")
-        eps = official.pop(EPS, (LAYER_NORM_EPS, GROUP_NORM_EPS))
+        eps = official.pop(NORM_EPS_NAME, (LAYER_NORM_EPS, GROUP_NORM_EPS))
         if not np.allclose(eps, (LAYER_NORM_EPS, GROUP_NORM_EPS), rtol=1e-6):
             refuse(f"the model's norms have eps {eps[0]:g} and {eps[1]:g}, expected {LAYER_NORM_EPS:g} and 64e-5")
         if any(name.endswith(STATE) for name in official):

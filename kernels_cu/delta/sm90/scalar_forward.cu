@@ -1,28 +1,32 @@
-// what      The delta rule's forward pass on Hopper, with one gate for all channels of a token or none: chunks of 32.
+// what      The delta rule's forward pass on Hopper, with a gate for each token and head, or without gates: chunks of
+//           32
 // math      S' = e^g_t S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t.  Of a chunk, with
-//           D_ij the decay from behind token j to i, E_i from the chunk's start to i, L_j from behind j to its end:
+//           D_ij the decay from after token j through i, E_i from the chunk's start through i, L_j from after j to the
+//           chunk's end, and the chunk's matrices [32, 32] (rows i, columns j):
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1
 //           B = A N diag(beta);  W_i = scale E_i q_i - sum_j B_ij E_j k_j;  Z_j = beta_j sum_i N_ij L_i k_i
 //           X_j = v_j - E_j S^T k_j;  o = W S + B V;  S <- E_32 S + Z^T X
 // shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [N, HV, K, V] float32
 // grid      a block for every (sequence, head of v, BV columns of V), columns side by side, sequence slowest
-// roles     a warpgroup for every 64 columns, with their state transposed in its registers, multiplies by it; one makes
-//           B, W and Z, and beside W the scores A and M of the chunk after the next; of another one a warp moves
-//           chunks, one multiplies decays, and two invert I + diag(beta) M, every other chunk each
+// roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, o and S.
+//           Operands: a warpgroup makes A and M of chunk n + 2, then B, W and Z of chunk n (BK = 128: A and M while the
+//           product for W runs). Of a last warpgroup, warp 0 moves chunks, warp 1 computes decays, and warps 2 and 3
+//           invert I + diag(beta) M, for even and odd chunks
 // smem      scalar_forward_storage.cuh, which names the barriers, too
-// barriers  named 1: the makers among each other
-// numerics  products of T in float32: tokens as they came; S as it is read, W, X and Z rounded once; A, B and N the sum
-//           of two numbers. |W_i| <= scale |q_i| and |Z_j| <= beta_j |k_j| while gates are <= 0 and beta |k|^2 <= 2,
-//           whatever the keys: no large numbers cancel. N by substitution in float32 within 16 tokens.
-//           Decays are products of those of the tokens that lie between, never quotients: any gate is exact
+// barriers  named 1: the warps of the operands' warpgroup
+// numerics  products of T in float32. q, k and v enter undecayed; S, W, X and Z are rounded to T; each element of A, B
+//           and N is the sum of two T ("split"): rounded, and the rest of the rounding. |W_i| <= scale |q_i| and
+//           |Z_j| <= beta_j |k_j| while gates are <= 0 and beta |k|^2 <= 2, whatever the keys: no large numbers cancel.
+//           N by substitution in float32 within 16 tokens. Each decay is a product of the decays of the tokens in
+//           between, never a quotient, so no gate is too strong
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10; the chunk's form is the WY representation multiplied out
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_forward_storage.cuh"
 
-// What rounding leaves over of two values.
-template <typename T> __device__ __forceinline__ u32 rest_of(u32 rounded, float x, float y) {
-  const float2 two = unpack(rounded, T{});
-  return pack<T>(x - two.x, y - two.y);
+// x and y minus the two values they were rounded to, themselves rounded.
+template <typename T> __device__ __forceinline__ u32 rounding_rest(u32 rounded, float x, float y) {
+  const float2 values = unpack(rounded, T{});
+  return pack<T>(x - values.x, y - values.y);
 }
 
 // A warp's arrival: of one lane for all, since arrivals at a barrier are counted one after the other.
@@ -31,34 +35,36 @@ __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
 }
 
-__device__ __forceinline__ float2 two_of(const float* p) { return *reinterpret_cast<const float2*>(p); }
+__device__ __forceinline__ float2 load_float2(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
 
+// Fills each stage with q and k, then v, of a chunk; before v, stores o of the chunk that had the stage.
 template <class S>
-__device__ __forceinline__ void move(S& s, const Args<typename S::T>& args, const WorkTile& at, int column) {
-  WorkTile keys = at;
+__device__ __forceinline__ void move_chunks(S& s, const Args<typename S::T>& args, const WorkTile& work, int column) {
+  WorkTile keys = work;
   keys.head /= int(args.group);
-  Turn<S::STAGES> turn;
+  Ring<S::STAGES> ring;
 #pragma unroll 1
-  for (int token = 0; token - S::STAGES * CHUNK < at.tokens; token += CHUNK, turn.next()) {
-    auto& stage = s.stages[turn.stage];
-    const int before = token - S::STAGES * CHUNK;
-    if (before >= 0) {
-      barrier_wait(s.done[turn.stage], turn.parity ^ 1);
-      fence_async();  // here, since consumers have less time
+  for (int token = 0; token - S::STAGES * CHUNK < work.tokens; token += CHUNK, ring.next()) {
+    auto& stage = s.stages[ring.stage];
+    const int stored_token = token - S::STAGES * CHUNK;
+    if (stored_token >= 0) {
+      barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+      fence_async();  // orders consumers' o, known by the barrier, before the copy engine; consumers have less time
     }
-    if (token < at.tokens)
-      fetch_chunk(s.full[turn.stage], keys, token, [&](auto f) {
+    if (token < work.tokens)
+      fetch_chunk(s.full[ring.stage], keys, token, [&](auto f) {
         for (int panel = 0; panel < S::BK / 64; ++panel) {
-          auto& two = *reinterpret_cast<Panel<typename S::T>(*)[2][1]>(&stage.rows[panel]);
-          f(two[0], args.q, args.q_rows, args.shape.K, 64 * panel);
-          f(two[1], args.k, args.k_rows, args.shape.K, 64 * panel);
+          auto& q_and_k = *reinterpret_cast<Panel<typename S::T>(*)[2][1]>(&stage.queries_keys[panel]);
+          f(q_and_k[0], args.q, args.q_rows, args.shape.K, 64 * panel);
+          f(q_and_k[1], args.k, args.k_rows, args.shape.K, 64 * panel);
         }
       });
-    if (before >= 0) store_chunk(at, before, [&](auto f) { f(stage.v, args.o, args.o_rows, args.shape.V, column); });
-    if (token < at.tokens)
-      fetch_chunk(s.valued[turn.stage], at, token,
+    if (stored_token >= 0)
+      store_chunk(work, stored_token, [&](auto f) { f(stage.v, args.o, args.o_rows, args.shape.V, column); });
+    if (token < work.tokens)
+      fetch_chunk(s.values_full[ring.stage], work, token,
                   [&](auto f) { f(stage.v, args.v, args.v_rows, args.shape.V, column); });
     __syncwarp();
   }
@@ -66,538 +72,570 @@ __device__ __forceinline__ void move(S& s, const Args<typename S::T>& args, cons
 
 // ---- matrices [16, 16] in panels ------------------------------------------------------------------------------------
 
-// Where the rows of a lane lie that it gives of a matrix [16, 16] at (0, 0) of a panel: as `ldmatrix_x4` reads a left
-// operand and `stmatrix_x4` puts a product, or `ldmatrix_x4_trans` reads a right operand; as that is read by columns.
-__device__ __forceinline__ int place_of_left(int lane) { return swizzled_offset(lane & 15, lane >> 4); }
-__device__ __forceinline__ int place_of_right(int lane) {
+// Byte offset, for a matrix [16, 16] at (0, 0) of a panel, of the row whose address this lane gives to an instruction:
+// left: to `ldmatrix_x4` for a left operand, to `stmatrix_x4` for a product, and to `ldmatrix_x4_trans` for a right
+// operand [k, n] stored by rows; right: to `ldmatrix_x4` for a right operand that is stored by columns.
+__device__ __forceinline__ int left_operand_offset(int lane) { return swizzled_offset(lane & 15, lane >> 4); }
+__device__ __forceinline__ int right_operand_offset(int lane) {
   return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
 }
-// The same of a matrix at (row, column), multiples of 16; what rounding left over has column + 32.
-__device__ __forceinline__ int moved(int place, int row, int column) { return (place ^ 2 * column) + 128 * row; }
+// The offset for the matrix at (row, column), multiples of 16, from that at (0, 0). A split matrix has its rests 32
+// columns after its rounded elements.
+__device__ __forceinline__ int shifted_offset(int offset, int row, int column) {
+  return (offset ^ 2 * column) + 128 * row;
+}
 
-// ---- a warp that multiplies decays ----------------------------------------------------------------------------------
+// ---- a warp that computes decays ------------------------------------------------------------------------------------
 
-// Numbers of the tokens `lane`, 32 + lane, ... of AHEAD chunks, as they are in memory: nothing waits for them yet.
-struct Numbers {
-  u32 bits[AHEAD];
+// Gates or betas of the next CHUNKS_AHEAD chunks, this lane's token of each. They are converted later: a conversion
+// here would wait for the loads.
+struct TokenScalars {
+  u32 bits[CHUNKS_AHEAD];
 
   template <typename T>
-  __device__ __forceinline__ void read(const Rows<const void>& from, bool wide, const WorkTile& at, int token, T) {
-    const i64 first = at.batch * from.b + at.head * from.h + (at.start + token) * from.t;
+  __device__ __forceinline__ void load(const Rows<const void>& from, bool is_float32, const WorkTile& work, int token,
+                                       T) {
+    const i64 first = work.batch * from.b + work.head * from.h + (work.start + token) * from.t;
 #pragma unroll
-    for (int n = 0; n < AHEAD; ++n) {
-      const i64 place = first + n * CHUNK * from.t;
+    for (int n = 0; n < CHUNKS_AHEAD; ++n) {
+      const i64 index = first + n * CHUNK * from.t;
       bits[n] = 0;
-      if (from.p && token + n * CHUNK < at.tokens)
-        bits[n] = wide ? static_cast<const u32*>(from.p)[place] : static_cast<const u16*>(from.p)[place];
+      if (from.p && token + n * CHUNK < work.tokens)
+        bits[n] = is_float32 ? static_cast<const u32*>(from.p)[index] : static_cast<const u16*>(from.p)[index];
     }
   }
-  template <typename T> __device__ __forceinline__ float number(int n, bool wide, T) const {
-    return wide ? __uint_as_float(bits[n]) : to_float(T{u16(bits[n])});
+  template <typename T> __device__ __forceinline__ float value(int n, bool is_float32, T) const {
+    return is_float32 ? __uint_as_float(bits[n]) : to_float(T{u16(bits[n])});
   }
 };
 
-// 1 / sqrt(|x|^2 + 1e-6) of 32 rows x, of each lane's row: from the diagonal of x x^T.
+// Fills `norms` with 1 / sqrt(|x|^2 + 1e-6) of the 32 rows x from `first` on, for normalised queries and keys; |x|^2 is
+// the diagonal of x x^T. Returns the value of row `lane`.
 template <typename T, int PANELS>
-__device__ __forceinline__ float inverse_length(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&lengths)[CHUNK],
-                                                int lane) {
-  lane = opaque(lane);  // what is made of it is made anew, since there are few registers
-  const int g = lane / 4, left = place_of_left(lane);
+__device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&norms)[CHUNK],
+                                               int lane) {
+  lane = opaque(lane);  // the compiler computes offsets from it again, which spares registers
+  const int g = lane / 4, left = left_operand_offset(lane);
 #pragma unroll 1
   for (int row = 0; row < CHUNK; row += 16) {
     float d[2][4] = {};
 #pragma unroll 1
     for (int c = 0; c < 4 * PANELS; ++c) {
       u32 x[4];
-      ldmatrix_x4(x, at_offset(rows[c / 4], moved(left, first + row, c % 4 * 16)));
+      ldmatrix_x4(x, at_offset(rows[c / 4], shifted_offset(left, first + row, c % 4 * 16)));
       multiply_halves(d[0], x, {x[0], x[2]}, T{}), multiply_halves(d[1], x, {x[1], x[3]}, T{});
     }
     if (lane % 4 == g / 2) {
-      lengths[row + g] = inverse_root((g & 1 ? d[0][1] : d[0][0]) + 1e-6f);
-      lengths[row + 8 + g] = inverse_root((g & 1 ? d[1][3] : d[1][2]) + 1e-6f);
+      norms[row + g] = inverse_root((g & 1 ? d[0][1] : d[0][0]) + 1e-6f);
+      norms[row + 8 + g] = inverse_root((g & 1 ? d[1][3] : d[1][2]) + 1e-6f);
     }
   }
   __syncwarp();
-  return lengths[lane];
+  return norms[lane];
 }
 
+// Fills the stage's D, and its Gates: factors of queries and keys.
 template <class S>
-__device__ __forceinline__ void multiply_decays(S& s, const Args<typename S::T>& args, const WorkTile& at) {
+__device__ __forceinline__ void compute_decays(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31;
-  const bool wide[2] = {args.wide_gate != 0, args.wide_beta != 0};
-  Numbers g, beta;
-  g.read(args.g, wide[0], at, lane, T{}), beta.read(args.beta, wide[1], at, lane, T{});
-  Turn<S::STAGES> turn;
+  const bool is_float32[2] = {args.wide_gate != 0, args.wide_beta != 0};
+  TokenScalars g, beta;
+  g.load(args.g, is_float32[0], work, lane, T{}), beta.load(args.beta, is_float32[1], work, lane, T{});
+  Ring<S::STAGES> ring;
 #pragma unroll 1
-  for (int chunk = 0; chunk * CHUNK < at.tokens; ++chunk, turn.next()) {
-    if (chunk % AHEAD == 0) {
-      const int next = (chunk + AHEAD) * CHUNK + lane;
-      __syncwarp();  // the last ones have been read
+  for (int chunk = 0; chunk * CHUNK < work.tokens; ++chunk, ring.next()) {
+    if (chunk % CHUNKS_AHEAD == 0) {
+      const int next = (chunk + CHUNKS_AHEAD) * CHUNK + lane;
+      __syncwarp();  // all lanes have read the previous chunks' factors
 #pragma unroll
-      for (int n = 0; n < AHEAD; ++n) {
-        s.next.decay[n][lane] = decay_of(g.number(n, wide[0], T{}));
-        s.next.beta[n][lane] = beta.number(n, wide[1], T{});
+      for (int n = 0; n < CHUNKS_AHEAD; ++n) {
+        s.upcoming.decay[n][lane] = decay_of(g.value(n, is_float32[0], T{}));
+        s.upcoming.beta[n][lane] = beta.value(n, is_float32[1], T{});
       }
-      g.read(args.g, wide[0], at, next, T{}), beta.read(args.beta, wide[1], at, next, T{});
+      g.load(args.g, is_float32[0], work, next, T{}), beta.load(args.beta, is_float32[1], work, next, T{});
       __syncwarp();
     }
-    if (chunk >= S::STAGES) barrier_wait(s.done[turn.stage], turn.parity ^ 1);
-    Gates& to = s.gates[turn.stage];
+    if (chunk >= S::STAGES) barrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
+    Gates& to = s.gates[ring.stage];
     float query = float(args.scale), key = 1.f;
     if (args.normalized) {
-      auto& rows = s.stages[turn.stage].rows;
-      barrier_wait(s.full[turn.stage], turn.parity);
-      query *= inverse_length(rows, 0, to.query, lane), key = inverse_length(rows, CHUNK, to.key, lane);
-      fence_async();  // the rows have been read before others come in their place
+      auto& rows = s.stages[ring.stage].queries_keys;
+      barrier_wait(s.full[ring.stage], ring.parity);
+      query *= inverse_norms(rows, 0, to.query_factors, lane), key = inverse_norms(rows, CHUNK, to.key_factors, lane);
+      fence_async();  // orders these reads before the copies that later overwrite the rows
     }
-    to.query[lane] = query, to.key[lane] = key;
-    auto& decay = s.stages[turn.stage].decay;
-    const float* const decays = s.next.decay[chunk % AHEAD];
-    const int place = swizzled_offset(lane, 0);  // of this lane's query
-    float product = 0.f, last = 1.f;             // of decays from behind a key on: nothing behind the query
+    to.query_factors[lane] = query, to.key_factors[lane] = key;
+    auto& D = s.stages[ring.stage].D;
+    const float* const decays = s.upcoming.decay[chunk % CHUNKS_AHEAD];
+    const int D_row = swizzled_offset(lane, 0);  // row of D of this lane's query
+    // From the last key to the first: the product of the decays of the tokens after the key through the query. It stays
+    // 0 for keys after the query, becomes 1 at the query's own token, and is then multiplied by the next token's decay.
+    float product = 0.f, next_decay = 1.f;
 #pragma unroll 2
     for (int piece = 7; piece >= 0; --piece) {
-      const float4 four = *reinterpret_cast<const float4*>(decays + 4 * piece);
-      const float its[4] = {four.x, four.y, four.z, four.w};
-      float by_key[4];
+      const float4 loaded = *reinterpret_cast<const float4*>(decays + 4 * piece);
+      const float of_token[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      float of_key[4];
 #pragma unroll
       for (int m = 3; m >= 0; --m) {
-        product = lane == 4 * piece + m ? 1.f : product * last;
-        by_key[m] = product, last = its[m];
+        product = lane == 4 * piece + m ? 1.f : product * next_decay;
+        of_key[m] = product, next_decay = of_token[m];
       }
-      *reinterpret_cast<float4*>(at_offset(decay, place ^ 16 * piece)) = {by_key[0], by_key[1], by_key[2], by_key[3]};
+      *reinterpret_cast<float4*>(at_offset(D, D_row ^ 16 * piece)) = {of_key[0], of_key[1], of_key[2], of_key[3]};
     }
     if (args.normalized)
 #pragma unroll 1
       for (int piece = 0; piece < 8; ++piece) {
-        const float4 keys = *reinterpret_cast<const float4*>(to.key + 4 * piece);
-        float4& its = *reinterpret_cast<float4*>(at_offset(decay, place ^ 16 * piece));
-        its = {its.x * keys.x, its.y * keys.y, its.z * keys.z, its.w * keys.w};
+        const float4 keys = *reinterpret_cast<const float4*>(to.key_factors + 4 * piece);
+        float4& decay = *reinterpret_cast<float4*>(at_offset(D, D_row ^ 16 * piece));
+        decay = {decay.x * keys.x, decay.y * keys.y, decay.z * keys.z, decay.w * keys.w};
       }
-    const float start = product * last;
-    to.read[lane] = to.query[lane] * start, to.start[lane] = to.key[lane] * start;
-    to.beta[lane] = s.next.beta[chunk % AHEAD][lane];
-    if (lane == 31) to.all = start;
+    const float from_start = product * next_decay;
+    to.query_start_factors[lane] = to.query_factors[lane] * from_start,
+    to.key_start_factors[lane] = to.key_factors[lane] * from_start;
+    to.beta[lane] = s.upcoming.beta[chunk % CHUNKS_AHEAD][lane];
+    if (lane == 31) to.chunk_decay = from_start;
     __syncwarp();
-    to.end[lane] = swizzled(decay[0], CHUNK - 1, lane / 4)[lane % 4];
-    warp_arrive(s.gated[turn.stage]);
+    to.key_end_factors[lane] = swizzled(D[0], CHUNK - 1, lane / 4)[lane % 4];
+    warp_arrive(s.decays_ready[ring.stage]);
   }
 }
 
-// ---- matrices of a chunk as the sum of two numbers -----------------------------------------------------------------
+// ---- split matrices: each element rounded, and the rest of the rounding --------------------------------------------
 
-// Puts a warp's values [16, 16 N] as `mma_bf16` gives them.
+// Stores accumulators [16, 16 N] at `place`, split: rounded elements, and their rests 32 columns on.
 template <typename T, int N>
-__device__ __forceinline__ void put_two(Panel<T>& to, int place, const float (&x)[2 * N][4]) {
+__device__ __forceinline__ void store_split(Panel<T>& to, int place, const float (&x)[2 * N][4]) {
 #pragma unroll
   for (int c = 0; c < N; ++c) {
     u32 rounded[4], rest[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float* two = &x[2 * c + m / 2][m % 2 * 2];
-      rounded[m] = pack<T>(two[0], two[1]), rest[m] = rest_of<T>(rounded[m], two[0], two[1]);
+      rounded[m] = pack<T>(two[0], two[1]), rest[m] = rounding_rest<T>(rounded[m], two[0], two[1]);
     }
-    stmatrix_x4(at_offset(to, moved(place, 0, 16 * c)), rounded);
-    stmatrix_x4(at_offset(to, moved(place, 0, 16 * c + 32)), rest);
+    stmatrix_x4(at_offset(to, shifted_offset(place, 0, 16 * c)), rounded);
+    stmatrix_x4(at_offset(to, shifted_offset(place, 0, 16 * c + 32)), rest);
   }
 }
 
-// d[16, 16] += a[16, 16] b[16, 16] but for the product of what rounding left over; the larger ones last.
+// d[16, 16] += a[16, 16] b[16, 16] of split matrices: [0] rounded, [1] rest. rest x rest is too small to matter;
+// rounded x rounded comes last, so that the small products do not get lost.
 template <typename T>
-__device__ __forceinline__ void multiply_two(float (&d)[2][4], const u32 (&a)[2][4], const u32 (&b)[2][4]) {
+__device__ __forceinline__ void multiply_split(float (&d)[2][4], const u32 (&a)[2][4], const u32 (&b)[2][4]) {
 #pragma unroll
-  for (int pair = 0; pair < 3; ++pair)
+  for (int product = 0; product < 3; ++product)  // rest x rounded, rounded x rest, rounded x rounded
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const u32 its[2] = {b[pair == 1][2 * m], b[pair == 1][2 * m + 1]};
-      multiply_halves(d[m], a[pair == 0], its, T{});
+      const u32 right[2] = {b[product == 1][2 * m], b[product == 1][2 * m + 1]};
+      multiply_halves(d[m], a[product == 0], right, T{});
     }
 }
 
 // ---- two warps that invert I + diag(beta) M -------------------------------------------------------------------------
 
-// Column lane % 16 of the inverse of a block of 16 tokens, the first or the last of the chunk.
+// Forward substitution: x = column lane % 16 of the inverse of a diagonal block [16, 16] of I + diag(beta) M, of the
+// first 16 tokens for lanes 0 to 15, of the last 16 for the others. `minus_beta_M` holds -diag(beta) M.
 template <int ROWS>
-__device__ __forceinline__ void substitute(float (&x)[ROWS], const float (&M)[CHUNK][32], int lane) {
-  const int last = lane >> 4;
-  const char* const block = reinterpret_cast<const char*>(M[16 * last]);
-  const char* const pieces[2] = {block + 64 * last,
-                                 block + 64 * (1 - last)};  // `swizzled`, for rows known when compiled
+__device__ __forceinline__ void substitute(float (&x)[ROWS], const float (&minus_beta_M)[CHUNK][32], int lane) {
+  const int second_block = lane >> 4;
+  const char* const block = reinterpret_cast<const char*>(minus_beta_M[16 * second_block]);
+  const char* const pieces[2] = {
+      block + 64 * second_block,
+      block + 64 * (1 - second_block)};  // the swizzle by hand: i is a constant for the compiler
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     float sums[2] = {};
 #pragma unroll
     for (int l = 0; l < i; l += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(pieces[i >> 2 & 1] + i * 128 + (l / 4 ^ i & 3) * 16);
-      sums[0] = fmaf(four.x, x[l], sums[0]);
-      if (l + 1 < i) sums[1] = fmaf(four.y, x[l + 1], sums[1]);
-      if (l + 2 < i) sums[0] = fmaf(four.z, x[l + 2], sums[0]);
-      if (l + 3 < i) sums[1] = fmaf(four.w, x[l + 3], sums[1]);
+      const float4 row = *reinterpret_cast<const float4*>(pieces[i >> 2 & 1] + i * 128 + (l / 4 ^ i & 3) * 16);
+      sums[0] = fmaf(row.x, x[l], sums[0]);
+      if (l + 1 < i) sums[1] = fmaf(row.y, x[l + 1], sums[1]);
+      if (l + 2 < i) sums[0] = fmaf(row.z, x[l + 2], sums[0]);
+      if (l + 3 < i) sums[1] = fmaf(row.w, x[l + 3], sums[1]);
     }
     x[i] = i == (lane & 15) ? 1.f : sums[0] + sums[1];
   }
 }
 
-template <class S> __device__ __forceinline__ void solve(S& s, int tokens, int first) {
+// Fills in.N_beta = N diag(beta) and in.N_to_end (rows times L_i) of every other chunk from `first` on. N has the
+// blocks N11, N22 by substitution, N21 = -N22 M21 N11 by products. Both matrices are stored transposed: a row for each
+// key j.
+template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int first) {
   using T = typename S::T;
-  const int lane = threadIdx.x & 31, last = lane >> 4;
-  const int left_place = place_of_left(lane);
-  const int own = swizzled_offset(lane, 2 * last);  // of the lane's key, where its column begins
-  Turn<S::STAGES> turn;
-  if (first) turn.next();
+  const int lane = threadIdx.x & 31, second_block = lane >> 4;
+  const int left_place = left_operand_offset(lane);
+  const int column = swizzled_offset(lane, 2 * second_block);  // offset of the lane's key's row, where its block begins
+  Ring<S::STAGES> ring;
+  if (first) ring.next();
 #pragma unroll 1
   for (int chunk = first; chunk * CHUNK < tokens; chunk += 2) {
-    auto& in = s.stages[turn.stage];
-    const Gates& gates = s.gates[turn.stage];
-    barrier_wait(s.scored[turn.stage], turn.parity);
+    auto& in = s.stages[ring.stage];
+    const Gates& gates = s.gates[ring.stage];
+    barrier_wait(s.scores_ready[ring.stage], ring.parity);
     float x[16];
-    substitute(x, in.M, lane);
-    const auto put_rows = [&](Panel<T>& to, const float (&x)[8], int place) {
+    substitute(x, in.minus_beta_M, lane);
+    const auto store_split_row = [&](Panel<T>& to, const float (&x)[8], int place) {
       u32 rounded[4], rest[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m)
-        rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rest_of<T>(rounded[m], x[2 * m], x[2 * m + 1]);
+        rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rounding_rest<T>(rounded[m], x[2 * m], x[2 * m + 1]);
       *reinterpret_cast<uint4*>(at_offset(to, place)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
       *reinterpret_cast<uint4*>(at_offset(to, place ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
-      __syncwarp();  // else all are made before one is put, and there are no registers for that
+      __syncwarp();  // else the compiler computes all rows before it stores one, for which registers do not suffice
     };
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // of the block's rows
-      float some[8];
+    for (int half = 0; half < 2; ++half) {  // of the block's rows i
+      float numbers[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) some[i] = gates.beta[lane] * x[8 * half + i];
-      put_rows(in.N, some, own ^ 16 * half);
+      for (int i = 0; i < 8; ++i) numbers[i] = gates.beta[lane] * x[8 * half + i];
+      store_split_row(in.N_beta, numbers, column ^ 16 * half);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) some[i] *= gates.end[16 * last + 8 * half + i];
-      put_rows(in.B, some, own ^ 16 * half);
-      if (last)  // late keys are nothing to early queries
-        for (int rest = 0; rest < 2; ++rest)
-          *reinterpret_cast<uint4*>(at_offset(in.B, own ^ 32 ^ 16 * half ^ 64 * rest)) = {0, 0, 0, 0};
+      for (int i = 0; i < 8; ++i) numbers[i] *= gates.key_end_factors[16 * second_block + 8 * half + i];
+      store_split_row(in.N_to_end, numbers, column ^ 16 * half);
+      if (second_block)  // N12 = 0: keys of the second block and queries of the first
+        for (int part = 0; part < 2; ++part)
+          *reinterpret_cast<uint4*>(at_offset(in.N_to_end, column ^ 32 ^ 16 * half ^ 64 * part)) = {0, 0, 0, 0};
     }
     __syncwarp();
-    u32 left[2][4], right[2][4];  // the other block is N (-M) N of the three
+    // N11 diag(beta) transposed times -M21 transposed, then times N22 diag(beta): the betas are in the blocks of N.
+    u32 left[2][4], right[2][4];
     float y[2][4] = {};
 #pragma unroll
-    for (int rest = 0; rest < 2; ++rest) {
-      ldmatrix_x4(left[rest], at_offset(in.N, moved(left_place, 0, 32 * rest)));
-      ldmatrix_x4(right[rest], at_offset(in.M, moved(place_of_right(opaque(lane)), 0, 32 + 16 * rest)));
+    for (int part = 0; part < 2; ++part) {
+      ldmatrix_x4(left[part], at_offset(in.N_beta, shifted_offset(left_place, 0, 32 * part)));
+      ldmatrix_x4(right[part],
+                  at_offset(in.minus_beta_M, shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
     }
-    multiply_two<T>(y, left, right);
+    multiply_split<T>(y, left, right);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float* two = &y[m / 2][m % 2 * 2];
-      left[0][m] = pack<T>(two[0], two[1]), left[1][m] = rest_of<T>(left[0][m], two[0], two[1]);
+      const float* pair = &y[m / 2][m % 2 * 2];
+      left[0][m] = pack<T>(pair[0], pair[1]), left[1][m] = rounding_rest<T>(left[0][m], pair[0], pair[1]);
     }
 #pragma unroll
-    for (int rest = 0; rest < 2; ++rest)
-      ldmatrix_x4_trans(right[rest], at_offset(in.N, moved(left_place, 16, 16 + 32 * rest)));
+    for (int part = 0; part < 2; ++part)
+      ldmatrix_x4_trans(right[part], at_offset(in.N_beta, shifted_offset(left_place, 16, 16 + 32 * part)));
 #pragma unroll
     for (int m = 0; m < 4; ++m) y[0][m] = y[1][m] = 0.f;
-    multiply_two<T>(y, left, right);
-    put_two<T, 1>(in.N, moved(left_place, 0, 16), y);
+    multiply_split<T>(y, left, right);
+    store_split<T, 1>(in.N_beta, shifted_offset(left_place, 0, 16), y);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const float2 end = two_of(gates.end + 16 + 8 * m + 2 * (lane & 3));
+      const float2 to_end = load_float2(gates.key_end_factors + 16 + 8 * m + 2 * (lane & 3));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) y[m][i] *= i % 2 ? end.y : end.x;
+      for (int i = 0; i < 4; ++i) y[m][i] *= i % 2 ? to_end.y : to_end.x;
     }
-    put_two<T, 1>(in.B, moved(left_place, 0, 16), y);
+    store_split<T, 1>(in.N_to_end, shifted_offset(left_place, 0, 16), y);
     fence_async();
-    warp_arrive(s.solved[turn.stage]);
-    turn.next(), turn.next();
+    warp_arrive(s.inverse_ready[ring.stage]);
+    ring.next(), ring.next();
   }
 }
 
-// ---- a warpgroup that makes scores, then B, W and Z -----------------------------------------------------------------
+// ---- a warpgroup that makes the operands: A and M, then B, W and Z --------------------------------------------------
 
-// Where a lane's row lies of the first 16 tokens of a panel of 64 channels, of which a warp has 16.
-__device__ __forceinline__ int place_of_channels(int lane, int warp) {
+// Byte offset in a panel [tokens, 64 channels] of the row that this lane gives to a transposed load or store of
+// matrices [16 tokens, the warp's 16 channels]; the next 16 tokens are 16 * 128 bytes on.
+__device__ __forceinline__ int channel_operand_offset(int lane, int warp) {
   return swizzled_offset((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1));
 }
-template <typename T> __device__ __forceinline__ void put_channels(T (*to)[64], int place, const Values& x) {
-  Operand two;
-  each_two([&](int at, int s, int m) { two[s][m] = pack<T>(x[at], x[at + 1]); });
+template <typename T> __device__ __forceinline__ void store_transposed(T (*to)[64], int place, const Values& x) {
+  Operand pairs;
+  each_two([&](int i, int s, int m) { pairs[s][m] = pack<T>(x[i], x[i + 1]); });
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(at_offset(*to, place + 16 * 128 * s), two[s]);
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(at_offset(*to, place + 16 * 128 * s), pairs[s]);
 }
-template <typename T> __device__ __forceinline__ void get_channels(Operand& x, T (*from)[64], int place) {
+template <typename T> __device__ __forceinline__ void load_transposed(Operand& x, T (*from)[64], int place) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, place + 16 * 128 * s));
 }
 
-// A stage as products take its tiles: what lies in it is a sum away, which costs one instruction.
-template <class Stage> __device__ __forceinline__ u64 tiles_of(Stage& stage) {
-  u64 tiles = wgmma_tile(&stage, 16, 1024);
-  forget(tiles);
-  return tiles;
+// wgmma's descriptor of the stage's first byte. Adding descriptor_offset(stage, tile) gives that of a tile in the
+// stage; `forget` keeps the compiler from holding each tile's descriptor in registers of its own.
+template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
+  u64 descriptor = wgmma_tile(&stage, 16, 1024);
+  forget(descriptor);
+  return descriptor;
 }
-template <class Stage> __device__ __forceinline__ int tile_at(Stage& stage, const void* tile) {
+template <class Stage> __device__ __forceinline__ int descriptor_offset(Stage& stage, const void* tile) {
   return int(static_cast<const char*>(tile) - reinterpret_cast<const char*>(&stage)) / 16;
 }
 
-// Starts [q; k] k^T.
+// Issues d = [q; k] k^T, a product [64, 32].
 template <class Stage> __device__ __forceinline__ void start_scores(Values& d, Stage& in) {
-  const u64 tiles = tiles_of(in);
+  const u64 descriptor = stage_descriptor(in);
 #pragma unroll
-  for (int c = 0; c < 4 * int(sizeof in.rows / sizeof in.rows[0]); ++c) {
-    const u64 rows = tiles + (tile_at(in, in.rows[c / 4]) + c % 4 * 2);
-    wgmma<typename Stage::Number, CHUNK, false>(d, rows, rows + tile_at(in, in.rows[0] + CHUNK), c > 0);
+  for (int c = 0; c < 4 * int(sizeof in.queries_keys / sizeof in.queries_keys[0]); ++c) {
+    const u64 rows = descriptor + (descriptor_offset(in, in.queries_keys[c / 4]) + c % 4 * 2);
+    wgmma<typename Stage::Element, CHUNK, false>(d, rows, rows + descriptor_offset(in, in.queries_keys[0] + CHUNK),
+                                                 c > 0);
   }
   wgmma_commit();
 }
 
-// Puts A, of which the first two warps have the rows, and -beta M, of which the others have them.
+// Stores the scores of a chunk from d = [q; k] k^T: warps 0 and 1 have the rows of A, warps 2 and 3 those of M. A is
+// stored split, and the diagonal blocks [16, 16] of -diag(beta) M in float32. The block below the diagonal, which warp
+// 3 has, is stored split and without beta, as -M21, where M12 = 0 would be: see `invert`.
 template <class S>
-__device__ __forceinline__ void put_scores(S& s, const Turn<S::STAGES>& turn, Values& d, int lane, int warp, int left) {
+__device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, Values& d, int lane, int warp,
+                                             int left) {
   using T = typename S::T;
   const int row = 16 * (warp & 1) + lane / 4,
             place = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
-  const bool queries = warp < 2, late = warp == 3;  // late: the last 16 keys
-  auto& in = s.stages[turn.stage];
-  barrier_wait(s.gated[turn.stage], turn.parity);
-  const Gates& gates = s.gates[turn.stage];
-  const float (&of_row)[CHUNK] = queries ? gates.query : gates.key;
-  const float rows[2] = {of_row[row], of_row[row + 8]};
-  const float by[2] = {queries ? rows[0] : -gates.beta[row] * rows[0],
-                       queries ? rows[1] : -gates.beta[row + 8] * rows[1]};
+  const bool has_queries = warp < 2, is_last_block = warp == 3;  // rows of keys 16 to 31
+  auto& in = s.stages[ring.stage];
+  barrier_wait(s.decays_ready[ring.stage], ring.parity);
+  const Gates& gates = s.gates[ring.stage];
+  const float (&row_factors)[CHUNK] = has_queries ? gates.query_factors : gates.key_factors;
+  const float factors[2] = {row_factors[row], row_factors[row + 8]};
+  const float beta_factors[2] = {has_queries ? factors[0] : -gates.beta[row] * factors[0],
+                                 has_queries ? factors[1] : -gates.beta[row + 8] * factors[1]};
   float x[4][4];
-  // The two numbers from column 8 n + 2 (lane % 4) on, in row `row` + 8 h.
-  const auto two_at = [&](float (&rows)[CHUNK][32], int n, int h) {
-    return reinterpret_cast<float2*>(at_offset(rows, (place ^ 32 * n) + 8 * 128 * h));
+  // The two elements from column 8 n + 2 (lane % 4) on, in row `row` + 8 h.
+  const auto pair_at = [&](float (&matrix)[CHUNK][32], int n, int h) {
+    return reinterpret_cast<float2*>(at_offset(matrix, (place ^ 32 * n) + 8 * 128 * h));
   };
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float2 decay = *two_at(in.decay, n, h);
-      const float its = late && n < 2 ? -rows[h] : by[h];
-      x[n][2 * h] = d[4 * n + 2 * h] * (decay.x * its), x[n][2 * h + 1] = d[4 * n + 2 * h + 1] * (decay.y * its);
+      const float2 decay = *pair_at(in.D, n, h);
+      const float factor = is_last_block && n < 2 ? -factors[h] : beta_factors[h];
+      x[n][2 * h] = d[4 * n + 2 * h] * (decay.x * factor), x[n][2 * h + 1] = d[4 * n + 2 * h + 1] * (decay.y * factor);
     }
-  if (queries) put_two<T, 2>(in.A, moved(left, 16 * warp, 0), x);
-  else if (!late) {
+  if (has_queries) store_split<T, 2>(in.A, shifted_offset(left, 16 * warp, 0), x);
+  else if (!is_last_block) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) *two_at(in.M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
+      for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
   } else {
 #pragma unroll
     for (int n = 2; n < 4; ++n)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) *two_at(in.M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
+      for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {x[n][2 * h], x[n][2 * h + 1]};
     u32 rounded[4], rest[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float* two = &x[m / 2][m % 2 * 2];
-      rounded[m] = pack<T>(two[0], two[1]), rest[m] = rest_of<T>(rounded[m], two[0], two[1]);
+      const float* pair = &x[m / 2][m % 2 * 2];
+      rounded[m] = pack<T>(pair[0], pair[1]), rest[m] = rounding_rest<T>(rounded[m], pair[0], pair[1]);
     }
-    stmatrix_x4(at_offset(in.M, moved(left, 0, 32)), rounded);
-    stmatrix_x4(at_offset(in.M, moved(left, 0, 48)), rest);
+    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left, 0, 32)), rounded);
+    stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left, 0, 48)), rest);
   }
-  warp_arrive(s.scored[turn.stage]);
+  warp_arrive(s.scores_ready[ring.stage]);
 }
 
-// A warp's block [16, 16] of B from (row, column) on, and -B decayed from the chunk's start to `erased`.
+// Fills a warp's block [16, 16] of B = A N diag(beta) at (row, column), and stores -B_ij E_j, split, to minus_BE: W has
+// the products of keys with it.
 template <typename T, class Stage>
-__device__ __forceinline__ void pair_up(float (&B)[2][4], Panel<T>& erased, Stage& in, const Gates& gates, int row,
-                                        int column, int lane, int left) {
-  const int right = place_of_right(lane);
+__device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, Stage& in, const Gates& gates, int row,
+                                          int column, int lane, int left) {
+  const int right = right_operand_offset(lane);
 #pragma unroll
   for (int c = 0; c < 2; ++c)
-    if (16 * c <= row && 16 * c >= column) {  // both are lower triangles
-      u32 A[2][4], N[2][4];
+    if (16 * c <= row && 16 * c >= column) {  // A and N are lower triangles
+      u32 A[2][4], N_beta[2][4];
 #pragma unroll
-      for (int rest = 0; rest < 2; ++rest) {
-        ldmatrix_x4(A[rest], at_offset(in.A, moved(left, row, 16 * c + 32 * rest)));
-        ldmatrix_x4(N[rest], at_offset(in.N, moved(right, column, 16 * c + 32 * rest)));
+      for (int part = 0; part < 2; ++part) {
+        ldmatrix_x4(A[part], at_offset(in.A, shifted_offset(left, row, 16 * c + 32 * part)));
+        ldmatrix_x4(N_beta[part], at_offset(in.N_beta, shifted_offset(right, column, 16 * c + 32 * part)));
       }
-      multiply_two<T>(B, A, N);
+      multiply_split<T>(B, A, N_beta);
     }
   float x[2][4];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    const float2 start = two_of(gates.start + column + 8 * m + 2 * (lane % 4));
+    const float2 from_start = load_float2(gates.key_start_factors + column + 8 * m + 2 * (lane % 4));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[m][i] = -B[m][i] * (i % 2 ? start.y : start.x);
+    for (int i = 0; i < 4; ++i) x[m][i] = -B[m][i] * (i % 2 ? from_start.y : from_start.x);
   }
-  put_two<T, 1>(erased, moved(left, row, column), x);
+  store_split<T, 1>(minus_BE, shifted_offset(left, row, column), x);
 }
 
-// Starts y[channel, i] (+)= sum_j x[channel, j] pairs[i, j], of both numbers of the pairs.
+// Issues y[channel, i] (+)= sum_j x[channel, j] matrix[i, j] of a split matrix, given by its descriptor.
 template <typename T>
-__device__ __forceinline__ void multiply_sums(Values& y, const Operand& x, u64 pairs, bool accumulate) {
+__device__ __forceinline__ void multiply_split_matrix(Values& y, const Operand& x, u64 matrix, bool accumulate) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], pairs + 2 * c, accumulate || c);
+  for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], matrix + 2 * c, accumulate || c);
 }
 
-template <class S> __device__ __forceinline__ void make(S& s, int tokens) {
+// In each iteration: scores of chunk + 2; Z = products of keys with N_to_end; B; W = scale E q + keys times minus_BE. W
+// replaces the queries, B replaces N_to_end, Z replaces M and (BK = 128) A.
+template <class S> __device__ __forceinline__ void make_operands(S& s, int tokens) {
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64;
-  constexpr bool BESIDE = PANELS == 2;  // else there are no registers for scores beside W
+  constexpr bool SCORES_DURING_W = PANELS == 2;  // with BK = 64 registers do not suffice
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   const int row = 16 * (warp & 1), column = 16 * (warp >> 1);  // of the warp's block of B
-  const int lane = threadIdx.x & 31, place = place_of_channels(lane, warp), left = place_of_left(lane);
-  Turn<S::STAGES> turn, scoring;
+  const int lane = threadIdx.x & 31, place = channel_operand_offset(lane, warp), left = left_operand_offset(lane);
+  Ring<S::STAGES> ring, scores_ring;
 #pragma unroll 1
-  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scoring.next()) {
+  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next()) {
     Values d;
     barrier_wait(s.full[chunk], 0);
     wgmma_fence();
     start_scores(d, s.stages[chunk]);
     wgmma_wait<0>();
     wgmma_keep(d);
-    put_scores(s, scoring, d, lane, warp, left);
+    store_scores(s, scores_ring, d, lane, warp, left);
   }
 #pragma unroll 1
-  for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, turn.next(), scoring.next()) {
-    auto& in = s.stages[turn.stage];
-    const Gates& gates = s.gates[turn.stage];
+  for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, ring.next(), scores_ring.next()) {
+    auto& in = s.stages[ring.stage];
+    const Gates& gates = s.gates[ring.stage];
     Operand keys[PANELS];
     Values z[PANELS], w[PANELS], d;
     float B[2][4] = {};
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) get_channels(keys[p], in.rows[p] + CHUNK, place);
-    const bool more = (chunk + 2) * CHUNK < tokens;
-    if (BESIDE) {
-      if (more) barrier_wait(s.full[scoring.stage], scoring.parity);
+    for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, place);
+    const bool has_scores = (chunk + 2) * CHUNK < tokens;
+    if (SCORES_DURING_W) {
+      if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
       wgmma_fence();
-      start_scores(d, s.stages[more ? scoring.stage : turn.stage]);  // or those of nobody
+      // Unconditional, to avoid a branch: at the end the current chunk's scores, which are not used.
+      start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     }
-    barrier_wait(s.solved[turn.stage], turn.parity);
-    u64 ends = wgmma_tile(in.B, 16, 1024), erased = wgmma_tile(s.erased[chunk & 1], 16, 1024);
-    forget(ends), forget(erased);  // tiles further on are a sum away
+    barrier_wait(s.inverse_ready[ring.stage], ring.parity);
+    u64 N_to_end = wgmma_tile(in.N_to_end, 16, 1024), minus_BE = wgmma_tile(s.minus_BE[chunk & 1], 16, 1024);
+    forget(N_to_end), forget(minus_BE);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) multiply_sums<T>(z[p], keys[p], ends, false);
+    for (int p = 0; p < PANELS; ++p) multiply_split_matrix<T>(z[p], keys[p], N_to_end, false);
     wgmma_commit();
-    pair_up(B, s.erased[chunk & 1], in, gates, row, column, lane, left);
+    compute_B(B, s.minus_BE[chunk & 1], in, gates, row, column, lane, left);
     fence_async();
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]);
-    if (BESIDE) wgmma_keep(d);
-    put_channels(in.Z[0], place, z[0]);  // where M was
+    if (SCORES_DURING_W) wgmma_keep(d);
+    store_transposed(in.Z[0], place, z[0]);  // replaces M
 #pragma unroll
     for (int c = 0; c < CHUNK / 16; ++c) {
-      const float2 read[2] = {two_of(gates.read + 16 * c + 2 * (lane % 4)),
-                              two_of(gates.read + 16 * c + 8 + 2 * (lane % 4))};
+      const float2 factors[2] = {load_float2(gates.query_start_factors + 16 * c + 2 * (lane % 4)),
+                                 load_float2(gates.query_start_factors + 16 * c + 8 + 2 * (lane % 4))};
 #pragma unroll
       for (int p = 0; p < PANELS; ++p) {
         u32 q[4];
-        ldmatrix_x4_trans(q, at_offset(in.rows[p], place + 16 * 128 * c));
+        ldmatrix_x4_trans(q, at_offset(in.queries_keys[p], place + 16 * 128 * c));
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const int i = 4 * (2 * c + m / 2) + m % 2 * 2;
-          const float2 two = unpack(q[m], T{});
-          w[p][i] = two.x * read[m / 2].x, w[p][i + 1] = two.y * read[m / 2].y;
+          const float2 pair = unpack(q[m], T{});
+          w[p][i] = pair.x * factors[m / 2].x, w[p][i + 1] = pair.y * factors[m / 2].y;
         }
       }
     }
-    barrier_sync(1, MAKERS);  // `erased` is there; A, the queries, and what lies where B comes have been read
+    barrier_sync(1, OPERAND_THREADS);  // all warps have written minus_BE, and have read A, the queries and N_to_end
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) multiply_sums<T>(w[p], keys[p], erased, true);
+    for (int p = 0; p < PANELS; ++p) multiply_split_matrix<T>(w[p], keys[p], minus_BE, true);
     wgmma_commit();
-    if constexpr (PANELS == 2) put_channels(in.Z[1], place, z[1]);  // where A was
-    put_two<T, 1>(in.B, moved(left, row, column), B);
-    if (BESIDE && more) {                        // while W comes
-      const int own = opaque(threadIdx.x) & 31;  // what is made of it is made anew, since there are few registers
-      put_scores(s, scoring, d, own, warp, place_of_left(own));
+    if constexpr (PANELS == 2) store_transposed(in.Z[1], place, z[1]);  // replaces A
+    store_split<T, 1>(in.B, shifted_offset(left, row, column), B);
+    if (SCORES_DURING_W && has_scores) {          // while the product for W runs
+      const int lane = opaque(threadIdx.x) & 31;  // the compiler computes offsets from it again: spares registers
+      store_scores(s, scores_ring, d, lane, warp, left_operand_offset(lane));
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), put_channels(in.rows[p], place, w[p]);
+    for (int p = 0; p < PANELS; ++p) wgmma_keep(w[p]), store_transposed(in.queries_keys[p], place, w[p]);
     fence_async();
-    warp_arrive(s.made[turn.stage]);
-    if (!BESIDE && more) {
-      barrier_wait(s.full[scoring.stage], scoring.parity);
+    warp_arrive(s.operands_ready[ring.stage]);
+    if (!SCORES_DURING_W && has_scores) {
+      barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
       wgmma_fence();
-      start_scores(d, s.stages[scoring.stage]);
+      start_scores(d, s.stages[scores_ring.stage]);
       wgmma_wait<0>();
       wgmma_keep(d);
-      put_scores(s, scoring, d, lane, warp, left);
+      store_scores(s, scores_ring, d, lane, warp, left);
     }
   }
 }
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// Calls f(value, where it is in memory) for those values of the transposed state that are this lane's and exist.
+// Calls f(value, its address in `state`) for this lane's values of the transposed state that lie within [K, V].
 template <int BK, typename P, class Args, class F>
 __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, const Args& args, int column, F f) {
   const int t = threadIdx.x & 3;
 #pragma unroll
   for (int n = 0; n < BK / 8; ++n) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int channel = 8 * n + 2 * t + (x & 1), own = column + 8 * (x >> 1);
-      if (channel < args.shape.K && own < args.shape.V)
-        f(S[4 * n + x], state + channel * args.state_k + own * args.state_v);
+    for (int i = 0; i < 4; ++i) {
+      const int channel = 8 * n + 2 * t + (i & 1), value_column = column + 8 * (i >> 1);
+      if (channel < args.shape.K && value_column < args.shape.V)
+        f(S[4 * n + i], state + channel * args.state_k + value_column * args.state_v);
     }
-    __syncwarp();  // else all addresses are made at once, and there are no registers for that
+    __syncwarp();  // keeps the compiler from computing all addresses first, for which registers do not suffice
   }
 }
 
+// A warpgroup with 64 columns of V: X, o and the state S, transposed in registers, of each chunk.
 template <class S>
-__device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& at, int first) {
+__device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first) {
   using T = typename S::T;
   constexpr int BK = S::BK;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
   const int column = first + threadIdx.x / 32 * 16 + lane / 4;
-  const int place = place_of_channels(lane, threadIdx.x / 32 % 4);
-  const i64 states = at.pair * args.shape.K * args.shape.V;
+  const int place = channel_operand_offset(lane, threadIdx.x / 32 % 4);
+  const i64 states = work.pair * args.shape.K * args.shape.V;
   float state[BK / 2] = {};
   if (args.initial)
     each_transposed<BK>(state, args.initial + states, args, column, [](float& x, const float* from) { x = *from; });
-  Turn<S::STAGES> turn;
+  Ring<S::STAGES> ring;
 #pragma unroll 1
-  for (int token = 0; token < at.tokens; token += CHUNK, turn.next()) {
-    auto& in = s.stages[turn.stage];
-    const Gates& gates = s.gates[turn.stage];
-    u32 read[BK / 16][4];
-    Operand v, written;
-    Values x, o;
+  for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
+    auto& in = s.stages[ring.stage];
+    const Gates& gates = s.gates[ring.stage];
+    u32 rounded_state[BK / 16][4];
+    Operand v, X;
+    Values S_k, o;  // S^T k; W S, then o
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c)
 #pragma unroll
-      for (int m = 0; m < 4; ++m) read[c][m] = pack<T>(state[8 * c + 2 * m], state[8 * c + 2 * m + 1]);
-    wgmma_keep(read);
-    barrier_wait(s.full[turn.stage], turn.parity);
-    barrier_wait(s.valued[turn.stage], turn.parity);
-    get_channels(v, in.v[warpgroup], place);
-    barrier_wait(s.made[turn.stage], turn.parity);
-    const u64 tiles = tiles_of(in);
-    const auto multiply = [&](Values& y, int row) {
+      for (int m = 0; m < 4; ++m) rounded_state[c][m] = pack<T>(state[8 * c + 2 * m], state[8 * c + 2 * m + 1]);
+    wgmma_keep(rounded_state);
+    barrier_wait(s.full[ring.stage], ring.parity);
+    barrier_wait(s.values_full[ring.stage], ring.parity);
+    load_transposed(v, in.v[warpgroup], place);
+    barrier_wait(s.operands_ready[ring.stage], ring.parity);
+    const u64 descriptor = stage_descriptor(in);
+    const auto multiply_state = [&](Values& y, int row) {
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c)
-        wgmma<T, CHUNK, false>(y, read[c], tiles + (tile_at(in, in.rows[c / 4] + row) + c % 4 * 2), c > 0);
+        wgmma<T, CHUNK, false>(y, rounded_state[c],
+                               descriptor + (descriptor_offset(in, in.queries_keys[c / 4] + row) + c % 4 * 2), c > 0);
       wgmma_commit();
     };
     wgmma_fence();
-    multiply(x, CHUNK), multiply(o, 0);
-    const float all = gates.all;
-    if (all != 1.f)  // a branch, so that it is done now, while products run
+    multiply_state(S_k, CHUNK), multiply_state(o, 0);
+    const float chunk_decay = gates.chunk_decay;
+    if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this behind the wait for the products
 #pragma unroll
-      for (float& value : state) value *= all;
+      for (float& value : state) value *= chunk_decay;
     wgmma_wait<1>();
-    wgmma_keep(x);
+    wgmma_keep(S_k);
     each_two([&](int i, int c, int m) {
-      const float2 start = two_of(gates.start + i / 4 * 8 + 2 * (lane & 3)), own = unpack(v[c][m], T{});
-      written[c][m] = pack<T>(fmaf(-start.x, x[i], own.x), fmaf(-start.y, x[i + 1], own.y));
+      const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3)),
+                   values = unpack(v[c][m], T{});
+      X[c][m] = pack<T>(fmaf(-from_start.x, S_k[i], values.x), fmaf(-from_start.y, S_k[i + 1], values.y));
     });
     wgmma_fence();
-    multiply_sums<T>(o, v, tiles + tile_at(in, in.B), true);
+    multiply_split_matrix<T>(o, v, descriptor + descriptor_offset(in, in.B), true);
     wgmma_commit();
     const u64 z = wgmma_tile(in.Z, sizeof in.Z[0], 1024);
 #pragma unroll
-    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(state, written[c], z + c * (16 * 128 / 16), true);
+    for (int c = 0; c < CHUNK / 16; ++c) wgmma<T, BK, true>(state, X[c], z + c * (16 * 128 / 16), true);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(o);
-    put_channels(in.v[warpgroup], place, o);
+    store_transposed(in.v[warpgroup], place, o);
     wgmma_wait<0>();
     wgmma_keep(state);
-    warp_arrive(s.done[turn.stage]);
+    warp_arrive(s.outputs_ready[ring.stage]);
   }
   if (args.final) each_transposed<BK>(state, args.final + states, args, column, [](float& x, float* to) { *to = x; });
 }
@@ -609,27 +647,28 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
   constexpr int STAGES = Shared<T, BK, BV>::STAGES;
   const u32 tiles = u32(args.shape.V + BV - 1) / BV;
   const int column = blockIdx.x % tiles * BV;
-  const WorkTile at = work_tile(args.shape, blockIdx.x / tiles);
+  const WorkTile work = work_tile(args.shape, blockIdx.x / tiles);
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 32), barrier_init(s.valued[stage], 32);  // lanes of the warp that moves chunks
-      barrier_init(s.gated[stage], 1), barrier_init(s.scored[stage], 4), barrier_init(s.solved[stage], 1);  // warps
-      barrier_init(s.made[stage], 4), barrier_init(s.done[stage], CONSUMERS<BV> / 32);
+      barrier_init(s.full[stage], 32), barrier_init(s.values_full[stage], 32);  // lanes of the warp that moves chunks
+      barrier_init(s.decays_ready[stage], 1), barrier_init(s.scores_ready[stage], 4),
+          barrier_init(s.inverse_ready[stage], 1);  // warps
+      barrier_init(s.operands_ready[stage], 4), barrier_init(s.outputs_ready[stage], CONSUMERS<BV> / 32);
     }
   fence_async();
   __syncthreads();
-  using Own = Registers<BK, BV>;
+  using RoleRegisters = Registers<BK, BV>;
   if (threadIdx.x < CONSUMERS<BV>) {
-    registers_up<Own::CONSUMER>();
-    consume(s, args, at, column);
-  } else if (threadIdx.x < CONSUMERS<BV> + MAKERS) {
-    registers_down<Own::MAKER>();
-    make(s, at.tokens);
+    registers_up<RoleRegisters::CONSUMER>();
+    consume(s, args, work, column);
+  } else if (threadIdx.x < CONSUMERS<BV> + OPERAND_THREADS) {
+    registers_down<RoleRegisters::OPERANDS>();
+    make_operands(s, work.tokens);
   } else {
-    registers_down<Own::OTHER>();
+    registers_down<RoleRegisters::OTHER>();
     const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) move(s, args, at, column);
-    else if (warp == 1) multiply_decays(s, args, at);
-    else solve(s, at.tokens, warp - 2);
+    if (warp == 0) move_chunks(s, args, work, column);
+    else if (warp == 1) compute_decays(s, args, work);
+    else invert(s, work.tokens, warp - 2);
   }
 }

@@ -1,7 +1,7 @@
 // what      What Hopper's forward pass of the delta rule keeps in shared memory, its argument, and registers of roles.
 // smem      Stage: a chunk of tokens and what is made of them, in whose places other things come
-// barriers  of a stage, in this order: full: queries and keys are there; valued: values; gated: decays; scored: A and
-//           M; solved: N; made: B, W and Z; done: o
+// barriers  of a stage, in this order: full: queries and keys are there; values_full: values; decays_ready;
+//           scores_ready: A and M; inverse_ready: N; operands_ready: B, W and Z; outputs_ready: o
 // limits    sm_90a; bfloat16 or float16
 constexpr int CHUNK = 32;  // tokens
 #include "warpgroup.cuh"
@@ -28,65 +28,66 @@ template <typename T> struct Args {
 template <typename T> using Panel = T[CHUNK][64];
 
 template <typename T, int BK, int BV> struct alignas(1024) Stage {
-  using Number = T;
-  T rows[BK / 64][2 * CHUNK][64];  // queries, then W; behind them keys
+  using Element = T;
+  T queries_keys[BK / 64][2 * CHUNK][64];  // queries, then W; behind them keys
   union {
     struct {
-      float M[CHUNK][32];  // -beta M: blocks of 16 on the diagonal; where it has zeros, as A: block [16.., ..15] of -M
-      Panel<T> A;          // by queries
+      float minus_beta_M
+          [CHUNK][32];  // -beta M: blocks of 16 on the diagonal; where it has zeros, as A: block [16.., ..15] of -M
+      Panel<T> A;       // by queries
     };
     Panel<T> Z[BK / 64];
   };
-  Panel<T> B;  // by queries; before, N beta by keys, each query's row decayed to the chunk's end
   union {
-    float decay[CHUNK][32];  // [i][j] from behind token j to token i, of key j; 0 where j > i
-    Panel<T> N;              // N beta by keys
+    Panel<T> N_to_end;  // N_ij beta_j L_i, by keys j
+    Panel<T> B;         // by queries
+  };
+  union {
+    float D[CHUNK][32];  // [i][j] from behind token j to token i, of key j; 0 where j > i
+    Panel<T> N_beta;     // N beta by keys
   };
   Tile<T, BV> v;  // then o
 };
 
 // Factors of a chunk's tokens. NORMALIZED queries and keys come as they are, and are divided by their lengths here.
 struct alignas(16) Gates {
-  float query[CHUNK], key[CHUNK];   // scale / |q|, 1 / |k|; where they come divided, scale and 1
-  float read[CHUNK], start[CHUNK];  // of a query and of a key, decayed from the chunk's start
-  float end[CHUNK], beta[CHUNK];    // of a key decayed to the chunk's end
-  alignas(16) float all;            // decay of the chunk
+  float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; where they come divided, scale and 1
+  float query_start_factors[CHUNK],
+      key_start_factors[CHUNK];               // of a query and of a key, decayed from the chunk's start
+  float key_end_factors[CHUNK], beta[CHUNK];  // of a key decayed to the chunk's end
+  alignas(16) float chunk_decay;
 };
 
-// Of the next chunks.
-constexpr int AHEAD = 4;
+// Factors of the next chunks' tokens.
+constexpr int CHUNKS_AHEAD = 4;
 struct alignas(16) Next {
-  float decay[AHEAD][CHUNK], beta[AHEAD][CHUNK];
+  float decay[CHUNKS_AHEAD][CHUNK], beta[CHUNKS_AHEAD][CHUNK];
 };
 
-template <typename Numbers, int CHANNELS, int COLUMNS> struct Shared {
-  using T = Numbers;
+template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
+  using T = Element;
   static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 5;
   Stage<T, BK, BV> stages[STAGES];
-  Panel<T> erased[2];  // -B decayed from the chunk's start, by queries; of every other chunk
+  Panel<T> minus_BE[2];  // -B decayed from the chunk's start, by queries; of every other chunk
   Gates gates[STAGES];
-  Next next;
-  Barrier full[STAGES], valued[STAGES], gated[STAGES], scored[STAGES], solved[STAGES], made[STAGES], done[STAGES];
+  Next upcoming;
+  Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
+      operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-// The stages in turn, and the parity of the phase that their barriers end next.
-template <int STAGES> struct Turn {
-  int stage = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
-constexpr int MAKERS = 128, OTHERS = 128;  // threads
+constexpr int OPERAND_THREADS = 128, OTHERS = 128;  // threads
 template <int BV> constexpr int CONSUMERS = 2 * BV;
-template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + MAKERS + OTHERS;
+template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + OPERAND_THREADS + OTHERS;
 
 // Registers of a thread by role, of those that the block starts with: a block that asks for more waits for ever.
 template <int BK, int BV> struct Registers {
   static constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
   static constexpr int CONSUMER = BLOCKS == 2 ? 120 : BV == 64 ? 208 : 168;
-  static constexpr int MAKER = BLOCKS == 2 ? 72 : BV == 64 ? 168 : 120, OTHER = BLOCKS == 2 ? 48 : BV == 64 ? 128 : 56;
-  static_assert(BV / 64 * CONSUMER + MAKER + OTHER <= ALL_THREADS<BV> / 128 * AT_FIRST);
+  static constexpr int OPERANDS = BLOCKS == 2 ? 72
+                                  : BV == 64  ? 168
+                                              : 120,
+                       OTHER = BLOCKS == 2 ? 48
+                               : BV == 64  ? 128
+                                           : 56;
+  static_assert(BV / 64 * CONSUMER + OPERANDS + OTHER <= ALL_THREADS<BV> / 128 * AT_FIRST);
 };

@@ -1,10 +1,10 @@
 // what      What Hopper's sums under scalar decays keep in shared memory, their arguments, and the registers of roles.
 // smem      Stage: a chunk's tokens, what is made of them, and its results in place of v
 // barriers  full: the tokens and decays are there; scores: so is A; done: so are the results; summed: shares of dg have
-//           been read; asked: the cluster's other block has asked for the tokens
+//           been read; requested: the cluster's other block has requested its copy of a chunk
 // limits    sm_90a; bfloat16
 constexpr int CHUNK = 64, STRETCH = 256;  // tokens
-constexpr float LARGEST = 3.38e38f;       // that bfloat16 has
+constexpr float LARGEST_BF16 = 3.38e38f;
 #include "warpgroup.cuh"
 
 struct Whole {};
@@ -14,25 +14,27 @@ struct Queries {};
 struct Keys {};
 struct GatedQueries {};
 struct GatedKeys {};
-template <class Pass> constexpr bool READS = true;
-template <> constexpr bool READS<Summary> = false;
-template <class Pass> constexpr bool EXACT = false;  // whether S is read as the sum of two bfloat16 numbers, not as one
-template <> constexpr bool EXACT<Whole> = true;
+template <class Pass> constexpr bool HAS_OUTPUTS = true;
+template <> constexpr bool HAS_OUTPUTS<Summary> = false;
+template <class Pass>
+constexpr bool SPLITS_STATE = false;  // whether S is read as the sum of two bfloat16 numbers, not as one
+template <> constexpr bool SPLITS_STATE<Whole> = true;
 template <class Pass> constexpr u32 SUMS = 1;
 template <> constexpr u32 SUMS<Gradients> = 3;
 template <> constexpr u32 SUMS<Keys> = 2;
 template <> constexpr u32 SUMS<GatedKeys> = 2;
-template <class Pass> constexpr bool GATED = false;  // whether dg is asked for
-template <> constexpr bool GATED<GatedQueries> = true;
-template <> constexpr bool GATED<GatedKeys> = true;
+template <class Pass> constexpr bool HAS_GATE_GRADIENT = false;  // whether dg is wanted
+template <> constexpr bool HAS_GATE_GRADIENT<GatedQueries> = true;
+template <> constexpr bool HAS_GATE_GRADIENT<GatedKeys> = true;
 
 // Whether the two sums of a head are a cluster's blocks, which go side by side.
-template <class Pass, int BK, int BV> constexpr bool PAIRS = GATED<Pass> && SUMS<Pass> == 2 && BK + BV == 256;
-constexpr int BESIDE = 2;  // chunks at most that one asks for ahead of the other
+template <class Pass, int BK, int BV>
+constexpr bool IN_CLUSTER = HAS_GATE_GRADIENT<Pass> && SUMS<Pass> == 2 && BK + BV == 256;
+constexpr int CLUSTER_LEAD = 2;  // chunks at most that one asks for ahead of the other
 
 // Whether a block's sum gives dg its share.
-template <class Pass> __device__ __forceinline__ bool gathers() {
-  return GATED<Pass> && opaque(blockIdx.x) % SUMS<Pass> == 0;
+template <class Pass> __device__ __forceinline__ bool computes_gate_gradient() {
+  return HAS_GATE_GRADIENT<Pass> && opaque(blockIdx.x) % SUMS<Pass> == 0;
 }
 
 // The arrays by the part they take; so are K and V.
@@ -65,11 +67,11 @@ template <class Pass, typename G> struct Args {
 // of a block, the decay between is that of the second's half until it and of the first's half behind it.
 struct alignas(16) Gates {
   static constexpr int LEVELS = 6;
-  float until[LEVELS][CHUNK], behind[LEVELS - 1][CHUNK];  // a token inclusive, a token exclusive, from level 1 on
-  u32 own[CHUNK];                                         // GATED: a token's score with itself, the sum of its halves
-  float read[CHUNK];                                      // E or, backwards, L, decays, with what they multiply o by
-  uint2 write[CHUNK / 2];  // L or E of v: of two tokens as the sum of two bfloat16 numbers
-  alignas(16) float all;   // of the chunk
+  float to_token[LEVELS][CHUNK], to_end[LEVELS - 1][CHUNK];  // a token inclusive, a token exclusive, from level 1 on
+  u32 own_scores[CHUNK];           // HAS_GATE_GRADIENT: a token's score with itself, the sum of its halves
+  float output_factors[CHUNK];     // E or, backwards, L, decays, with what they multiply o by
+  uint2 value_factors[CHUNK / 2];  // L or E of v: of two tokens as the sum of two bfloat16 numbers
+  alignas(16) float chunk_decay;
 };
 
 template <int BV, bool GATE> struct Partner {};
@@ -83,11 +85,11 @@ template <int BK, int BV, bool GATE> struct alignas(1024) Stage : Partner<BV, GA
 };
 
 template <class Pass, int BK, int BV> struct Shared {
-  static constexpr int STAGES = BK + BV == 192 && !GATED<Pass> ? 4 : BK + BV == 128 && GATED<Pass> ? 2 : 3;
-  Stage<BK, BV, GATED<Pass>> stages[STAGES];
+  static constexpr int STAGES = HAS_GATE_GRADIENT<Pass> ? BK + BV == 128 ? 2 : 3 : BK + BV == 192 ? 4 : 3;
+  Stage<BK, BV, HAS_GATE_GRADIENT<Pass>> stages[STAGES];
   Gates gates[STAGES];
   Barrier full[STAGES], scores[STAGES], done[STAGES], summed[STAGES];
-  Barrier asked[2 * BESIDE];  // twice, since the other block may be as far ahead as this one has asked
+  Barrier requested[2 * CLUSTER_LEAD];  // twice, since the other block may be as far ahead as this one has requested
 };
 
 template <int BV> constexpr int CONSUMERS = 2 * BV;

@@ -44,30 +44,30 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   Ring<2> kv;
   Ring<S::STAGES> r;
   while (true) {
-    const Work at = take_work(s.coming, next);
-    barrier_wait(s.empty[kv.at], kv.parity ^ 1);
+    const Work work = take_work(s.coming, next);
+    barrier_wait(s.empty[kv.stage], kv.parity ^ 1);
     fence_async();  // after what consumers read and wrote there, before the copy engine writes
-    s.works[kv.at] = at;
-    if (!at.blocks) return barrier_arrive(s.full[kv.at]);
-    barrier_expect(s.full[kv.at], 2 * sizeof s.k[0]);
-    load_tile<64>(s.k[kv.at], args.k, s.full[kv.at], at.start, at.head, at.batch);
-    load_tile<64>(s.v[kv.at], args.v, s.full[kv.at], at.start, at.head, at.batch);
+    s.works[kv.stage] = work;
+    if (!work.tiles) return barrier_arrive(s.full[kv.stage]);
+    barrier_expect(s.full[kv.stage], 2 * sizeof s.k[0]);
+    load_tile<64>(s.k[kv.stage], args.k, s.full[kv.stage], work.start, work.head, work.batch);
+    load_tile<64>(s.v[kv.stage], args.v, s.full[kv.stage], work.start, work.head, work.batch);
     kv.next();
 #pragma unroll 1
-    for (int head = at.head * int(args.group), last = head + int(args.group); head < last; ++head) {
-      const i64 chunk = (i64(at.batch) * args.H + head) * args.chunks + at.chunk;
+    for (int head = work.head * int(args.group), last = head + int(args.group); head < last; ++head) {
+      const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk;
 #pragma unroll 1
-      for (int block = at.first; block < at.first + at.blocks; ++block) {
-        const int token = at.others + block * QUERIES;
-        barrier_wait(s.q_empty[r.at], r.parity ^ 1);
+      for (int block = work.first_tile; block < work.first_tile + work.tiles; ++block) {
+        const int token = work.other_start + block * QUERIES;
+        barrier_wait(s.q_empty[r.stage], r.parity ^ 1);
         fence_async();  // likewise
-        barrier_expect(s.q_full[r.at], sizeof s.q[0] + sizeof s.statistics[0]);
-        load_tile<64>(s.q[r.at], args.q, s.q_full[r.at], token, head, at.batch);
-        copy_bulk(s.statistics[r.at], args.statistics + (chunk + block) * (2 * STATISTICS), sizeof s.statistics[0],
-                  s.q_full[r.at]);
-        barrier_wait(s.g_empty[r.at], r.parity ^ 1);
-        barrier_expect(s.g_full[r.at], sizeof s.g[0]);
-        load_tile<64>(s.g[r.at], args.g, s.g_full[r.at], token, head, at.batch);
+        barrier_expect(s.q_full[r.stage], sizeof s.q[0] + sizeof s.statistics[0]);
+        load_tile<64>(s.q[r.stage], args.q, s.q_full[r.stage], token, head, work.batch);
+        copy_bulk(s.statistics[r.stage], args.statistics + (chunk + block) * (2 * STATISTICS), sizeof s.statistics[0],
+                  s.q_full[r.stage]);
+        barrier_wait(s.g_empty[r.stage], r.parity ^ 1);
+        barrier_expect(s.g_full[r.stage], sizeof s.g[0]);
+        load_tile<64>(s.g[r.stage], args.g, s.g_full[r.stage], token, head, work.batch);
         r.next();
       }
     }
@@ -94,40 +94,40 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto hand_back = [&] {  // the place of the tile before, from which dk and dv have left
     if (leaving) {
       tensor_store_wait();
-      barrier_arrive(s.empty[kv.at ^ 1]);
+      barrier_arrive(s.empty[kv.stage ^ 1]);
       leaving = false;
     }
   };
   auto skip = [&] {  // tiles of queries that see none of the warpgroup's keys, but for the last one
     while (ahead > 1 && (end - ahead) * QUERIES + QUERIES - 1 < shift + own - int(args.right)) {
-      barrier_wait(s.q_full[r.at], r.parity);
-      leave(s.q_empty[r.at]);
-      barrier_wait(s.g_full[r.at], r.parity);
-      leave(s.g_empty[r.at]);
+      barrier_wait(s.q_full[r.stage], r.parity);
+      leave(s.q_empty[r.stage]);
+      barrier_wait(s.g_full[r.stage], r.parity);
+      leave(s.g_empty[r.stage]);
       r.next();
       --ahead;
     }
   };
-  auto begin = [&](const Work& at) {
-    blocks = ahead = uniform(at.blocks), end = uniform(at.first + at.blocks), heads = int(args.group);
-    shift = uniform(at.shift), length = uniform(at.length);
+  auto begin = [&](const Work& work) {
+    blocks = ahead = uniform(work.tiles), end = uniform(work.first_tile + work.tiles), heads = int(args.group);
+    shift = uniform(work.diagonal), length = uniform(work.other_length);
     skip();
   };
   auto start = [&] {  // the products of scores and of dp, turned over: a row a key
     const int valid = length - (end - ahead) * QUERIES;
-    const u64 kt = wgmma_tile(s.k[kv.at][0] + own * PANEL, 16, 1024),
-              vt = wgmma_tile(s.v[kv.at][0] + own * PANEL, 16, 1024);
-    const u64 qt = wgmma_tile(s.q[r.at][0], 16, 1024), gt = wgmma_tile(s.g[r.at][0], 16, 1024);
-    barrier_wait(s.q_full[r.at], r.parity);
-    if (valid < QUERIES) zero_rows(s.q[r.at], valid, warpgroup);
+    const u64 kt = wgmma_tile(s.k[kv.stage][0] + own * PANEL, 16, 1024),
+              vt = wgmma_tile(s.v[kv.stage][0] + own * PANEL, 16, 1024);
+    const u64 qt = wgmma_tile(s.q[r.stage][0], 16, 1024), gt = wgmma_tile(s.g[r.stage][0], 16, 1024);
+    barrier_wait(s.q_full[r.stage], r.parity);
+    if (valid < QUERIES) zero_rows(s.q[r.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n)
       wgmma<T, QUERIES, false>(st, kt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2,
                                qt + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
-    barrier_wait(s.g_full[r.at], r.parity);
-    if (valid < QUERIES) zero_rows(s.g[r.at], valid, warpgroup);
+    barrier_wait(s.g_full[r.stage], r.parity);
+    if (valid < QUERIES) zero_rows(s.g[r.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n)
@@ -150,7 +150,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   // Calls f(a column's place in this lane's values, its L, its delta).
   auto each_column = [&](auto f) {
-    const float* const L = s.statistics[r.at][0] + 2 * (lane & 3);
+    const float* const L = s.statistics[r.stage][0] + 2 * (lane & 3);
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       const float2 Ls = *reinterpret_cast<const float2*>(L + 8 * n);
@@ -175,13 +175,13 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     for (int n = 0; n < QUERIES / 2; ++n) dp[n] *= st[n];
   };
   auto finish = [&](int slot) {
-    const Work& at = s.works[slot];
+    const Work& work = s.works[slot];
     const float by = float(args.scale);
-    if (at.length == 0)  // the statistics were another sequence's, and 0 times its NaN is NaN
+    if (work.other_length == 0)  // the statistics were another sequence's, and 0 times its NaN is NaN
 #pragma unroll
       for (int n = 0; n < D / 2; ++n) dk[n] = 0.f;
-    store_rows(args.dk, args.dk_out, args.K, dk, by, by, s.k[slot], own, at);
-    store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[slot], own, at);
+    store_rows(args.dk, args.dk_out, args.K, dk, by, by, s.k[slot], own, work);
+    store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[slot], own, work);
     leaving = lane == 0;
   };
   // The product of dv, and ds under it. `begun`: dv has something of this tile of keys.
@@ -189,7 +189,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if (D == 128) wgmma_wait<0>();  // there are registers for p when those of ds are free
     round(p, st);
     if (CAPPED) each_column([&](int n, float L, float) { st[n] *= slope_of_cap(st[n], L, scale); });
-    add(dv, p, s.g[r.at][0], begun);
+    add(dv, p, s.g[r.stage][0], begun);
     wgmma_wait<1>();
     wgmma_keep(dp);
   };
@@ -200,11 +200,11 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     before_next_copy();  // this warp has read the statistics; the wait stays behind what is above
     wgmma_wait<0>();
     wgmma_keep(dv);
-    leave(s.g_empty[r.at]);
+    leave(s.g_empty[r.stage]);
   };
 
   barrier_wait(s.full[0], 0);
-  if (!uniform(s.works[0].blocks)) return;
+  if (!uniform(s.works[0].tiles)) return;
   begin(s.works[0]);
   start();
   wgmma_wait<1>();
@@ -212,9 +212,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   weigh();
   add_values(false);
   end_step();
-  int before = r.at;   // the stage whose queries are still to be multiplied
-  bool begun = false;  // dk has something of its tile of keys
-  while (true) {       // products under way across a loop's end would be serialised: what is to overlap are operands
+  int before = r.stage;  // the stage whose queries are still to be multiplied
+  bool begun = false;    // dk has something of its tile of keys
+  while (true) {         // products under way across a loop's end would be serialised: what is to overlap are operands
     r.next();
     bool fresh = false;  // the next tile of queries is for other keys
     if (--ahead == 0) {
@@ -222,9 +222,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       if (fresh) {
         hand_back();
         kv.next();
-        barrier_wait(s.full[kv.at], kv.parity);
-        if (!uniform(s.works[kv.at].blocks)) break;
-        begin(s.works[kv.at]);
+        barrier_wait(s.full[kv.stage], kv.parity);
+        if (!uniform(s.works[kv.stage].tiles)) break;
+        begin(s.works[kv.stage]);
       } else {
         ahead = blocks;
         skip();
@@ -239,19 +239,19 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if (fresh) {
       wgmma_wait<0>();
       wgmma_keep(dk);
-      finish(kv.at ^ 1);
+      finish(kv.stage ^ 1);
     }
     add_values(!fresh);
     wgmma_keep(dk);
     leave(s.q_empty[before]);
-    before = r.at;
+    before = r.stage;
     end_step();
     begun = !fresh;
   }
   add(dk, ds, s.q[before][0], begun);
   wgmma_wait<0>();
   wgmma_keep(dk);
-  finish(kv.at ^ 1);
+  finish(kv.stage ^ 1);
   if (lane == 0) tensor_store_wait();
 }
 

@@ -43,30 +43,30 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   Ring<S::K_STAGES> k;
   Ring<S::V_STAGES> v;
   for (u32 parity = 1;; parity ^= 1) {
-    const Work at = take_work(s.coming, next);
+    const Work work = take_work(s.coming, next);
     barrier_wait(s.empty, parity);
     fence_async();  // after what consumers read and wrote there, before the copy engine writes
-    if (at.blocks) {
-      load_tile<64>(s.q, args.q, s.full, at.start, at.head, at.batch);
-      load_tile<64>(s.g, args.g, s.full, at.start, at.head, at.batch);
+    if (work.tiles) {
+      load_tile<64>(s.q, args.q, s.full, work.start, work.head, work.batch);
+      load_tile<64>(s.g, args.g, s.full, work.start, work.head, work.batch);
     }
     barrier_wait(s.o_empty, parity);
-    fence_async();         // likewise
-    s.works[parity] = at;  // whose last dq has left
-    if (!at.blocks) return barrier_arrive(s.full);
+    fence_async();           // likewise
+    s.works[parity] = work;  // whose last dq has left
+    if (!work.tiles) return barrier_arrive(s.full);
     barrier_expect(s.full, 3 * sizeof s.q);
-    load_tile<64>(s.o, args.o, s.full, at.start, at.head, at.batch);
-    const int head = int(u32(at.head) / u32(args.group));
+    load_tile<64>(s.o, args.o, s.full, work.start, work.head, work.batch);
+    const int head = int(u32(work.head) / u32(args.group));
 #pragma unroll 1
-    for (int block = at.first + at.blocks - 1; block >= at.first; --block) {
-      const int token = at.others + block * KEYS;
-      barrier_wait(s.k_empty[k.at], k.parity ^ 1);
-      barrier_expect(s.k_full[k.at], sizeof s.k[0]);
-      load_tile<64>(s.k[k.at], args.k, s.k_full[k.at], token, head, at.batch);
+    for (int block = work.first_tile + work.tiles - 1; block >= work.first_tile; --block) {
+      const int token = work.other_start + block * KEYS;
+      barrier_wait(s.k_empty[k.stage], k.parity ^ 1);
+      barrier_expect(s.k_full[k.stage], sizeof s.k[0]);
+      load_tile<64>(s.k[k.stage], args.k, s.k_full[k.stage], token, head, work.batch);
       k.next();
-      barrier_wait(s.v_empty[v.at], v.parity ^ 1);
-      barrier_expect(s.v_full[v.at], sizeof s.v[0]);
-      load_tile<64>(s.v[v.at], args.v, s.v_full[v.at], token, head, at.batch);
+      barrier_wait(s.v_empty[v.stage], v.parity ^ 1);
+      barrier_expect(s.v_full[v.stage], sizeof s.v[0]);
+      load_tile<64>(s.v[v.stage], args.v, s.v_full[v.stage], token, head, work.batch);
       v.next();
     }
   }
@@ -104,7 +104,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
   };
   // Take a tile's q, do and L, and make delta; behind the tile's end weights are to be 0.
-  auto take = [&](const Work& at) {
+  auto take = [&](const Work& work) {
     load_rows(q, s.q, own);
     load_rows(g, s.g, own);
     delta[0] = delta[1] = 0.f;
@@ -117,46 +117,47 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
     before_next_copy();  // this warp has read q, do and o
     leave(s.empty);
-    const i64 pair = i64(at.batch) * args.H + at.head;
+    const i64 pair = i64(work.batch) * args.H + work.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int n = row + 8 * half;
-      const i64 token = pair * args.Tq + at.start + n;
+      const i64 token = pair * args.Tq + work.start + n;
       delta[half] = row_sum(delta[half]);
       L[half] = minus_infinity();
-      if (n < at.count) {
+      if (n < work.tokens) {
         L[half] = LOG2E * args.L[token];
         if (args.dL) delta[half] -= args.dL[token];
       } else delta[half] = 0.f;
       L[half] = known_logarithm(L[half]);
-      if (lane % 4 == 0 && own < at.count) {
-        float* const to = args.statistics + (pair * args.chunks + at.chunk + warpgroup) * (2 * STATISTICS) + n - own;
+      if (lane % 4 == 0 && own < work.tokens) {
+        float* const to =
+            args.statistics + (pair * args.chunks + work.statistics_chunk + warpgroup) * (2 * STATISTICS) + n - own;
         to[0] = L[half], to[STATISTICS] = delta[half];
       }
     }
-    first = uniform(at.first), ahead = uniform(at.blocks) - 1;
-    shift = uniform(at.shift), length = uniform(at.length);
+    first = uniform(work.first_tile), ahead = uniform(work.tiles) - 1;
+    shift = uniform(work.diagonal), length = uniform(work.other_length);
     while (ahead > 0 && (first + ahead) * KEYS > shift + own + 63 + int(args.right)) {  // the warpgroup sees none of it
-      barrier_wait(s.k_full[k.at], k.parity);
-      leave(s.k_empty[k.at]);
+      barrier_wait(s.k_full[k.stage], k.parity);
+      leave(s.k_empty[k.stage]);
       k.next();
-      barrier_wait(s.v_full[v.at], v.parity);
-      leave(s.v_empty[v.at]);
+      barrier_wait(s.v_full[v.stage], v.parity);
+      leave(s.v_empty[v.stage]);
       v.next();
       --ahead;
     }
   };
   auto start = [&] {  // the products of scores and of dp
-    const u64 kt = wgmma_tile(s.k[k.at][0], 16, 1024), vt = wgmma_tile(s.v[v.at][0], 16, 1024);
+    const u64 kt = wgmma_tile(s.k[k.stage][0], 16, 1024), vt = wgmma_tile(s.v[v.stage][0], 16, 1024);
     const int valid = length - (first + ahead) * KEYS;
-    barrier_wait(s.k_full[k.at], k.parity);
-    if (valid < KEYS) zero_rows(s.k[k.at], valid, warpgroup);
+    barrier_wait(s.k_full[k.stage], k.parity);
+    if (valid < KEYS) zero_rows(s.k[k.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) wgmma<T, KEYS, false>(p, q[n], kt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
-    barrier_wait(s.v_full[v.at], v.parity);
-    if (valid < KEYS) zero_rows(s.v[v.at], valid, warpgroup);
+    barrier_wait(s.v_full[v.stage], v.parity);
+    if (valid < KEYS) zero_rows(s.v[v.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) wgmma<T, KEYS, false>(dp, g[n], vt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
@@ -199,14 +200,14 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) ds[n][r] = pack<T>(p[8 * n + 2 * r], p[8 * n + 2 * r + 1]);
   };
-  auto finish = [&](const Work& at) {
+  auto finish = [&](const Work& work) {
     const float by = float(args.scale);
-    store_rows(args.dq, args.out, args.K, dq, by, by, s.o, own, at);
+    store_rows(args.dq, args.out, args.K, dq, by, by, s.o, own, work);
     leaving = lane == 0;
   };
 
   barrier_wait(s.full, 0);
-  if (!uniform(s.works[1].blocks)) return;
+  if (!uniform(s.works[1].tiles)) return;
   take(s.works[1]);
   leave(s.o_empty);
   start();
@@ -215,9 +216,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   weigh();
   wgmma_wait<0>();
   wgmma_keep(dp);
-  leave(s.v_empty[v.at]);
+  leave(s.v_empty[v.stage]);
   v.next();
-  int before = k.at;  // the stage whose keys are still to be multiplied
+  int before = k.stage;  // the stage whose keys are still to be multiplied
   k.next();
   differ();
   round();
@@ -228,7 +229,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       hand_back();
       parity ^= 1;
       barrier_wait(s.full, parity);
-      if (!uniform(s.works[parity ^ 1].blocks)) break;
+      if (!uniform(s.works[parity ^ 1].tiles)) break;
       take(s.works[parity ^ 1]);
     } else --ahead;
     start();
@@ -239,7 +240,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     weigh();
     wgmma_wait<1>();
     wgmma_keep(dp);
-    leave(s.v_empty[v.at]);
+    leave(s.v_empty[v.stage]);
     v.next();
     differ();
     wgmma_keep(p);  // else it is made behind the wait
@@ -248,7 +249,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       finish(s.works[parity]);
     } else end_adding();
     leave(s.k_empty[before]);
-    before = k.at;
+    before = k.stage;
     k.next();
     begun = !fresh;
     round();

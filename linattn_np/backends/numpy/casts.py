@@ -20,13 +20,13 @@ def cast(x, dtype):
 def assign(to, x):
     """to[...] = x, of one shape."""
     loops = loops_at_hand(x.size) if x.size >= LEAST and {x.dtype, to.dtype} == {FLOAT16, FLOAT32} else None
-    if loops is None or not loops.CASTS:
+    if loops is None or not loops.HAS_CASTS:
         to[...] = x
         return
     x, target = np.ascontiguousarray(x).reshape(-1), to if to.flags.c_contiguous else np.empty(to.shape, to.dtype)
     if x.dtype == FLOAT16:
-        loops.widen(x.view(np.uint16), target.reshape(-1))
+        loops.float16_to_float32(x.view(np.uint16), target.reshape(-1))
     else:
-        loops.narrow(x, target.reshape(-1).view(np.uint16))
+        loops.float32_to_float16(x, target.reshape(-1).view(np.uint16))
     if target is not to:
         to[...] = target

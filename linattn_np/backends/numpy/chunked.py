@@ -63,7 +63,7 @@ def compiled(schedule, o, final, states):
         initial = rowwise(of_block)
         kept = np.empty((len(found), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
         last, undone = initial.copy(), np.empty(left[rows].shape, bool)
-        schedule.loops.chunks(*arrays, rowwise(u), *how, initial, found, last, kept, undone.reshape(-1))
+        schedule.loops.gated_rows(*arrays, rowwise(u), *how, initial, found, last, kept, undone.reshape(-1))
         left[rows] = undone
         of_block[~undone] = last[~undone.reshape(-1)]
         if not np.may_share_memory(found, o):

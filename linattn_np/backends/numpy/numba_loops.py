@@ -1,7 +1,11 @@
-"""Numba's loops for float32: whole tiles of softmax attention, products and what stands between them, in one call.
+"""float32 loops that Numba compiles: softmax attention by tiles, the gated recurrence by chunks, and float16 casts.
 
-Products take their left side number by number, at any strides, and of the right side rows of whole vectors. So matrices
-come with COLUMNS-fold numbers a row, and rooms of ROWS-fold rows; what stands behind their own numbers is 0 or unread.
+Softmax attention takes TILE query rows against panels of PANEL keys: scores, mask, running maximum and sum of each
+row, then weights times values. The gated recurrence takes a chunk of tokens at a time and carries its state.
+
+Matrix products run in blocks of BLOCK_ROWS x BLOCK_COLUMNS results, without tests at the edges. So each operand's row
+count and column count is rounded up: columns of the right operand and of the result to a multiple of BLOCK_COLUMNS,
+rows of the left operand and of the result to a multiple of BLOCK_ROWS. Padding holds zeros, or its results are ignored.
 """
 
 import numpy as np
@@ -12,28 +16,29 @@ from numba.extending import intrinsic
 
 from ...numba_cache import njit
 
+# Infinity and NaN keep their meaning: 0 * x is NaN unless x is finite, and sums of 0 * x named `check` find that out.
 LOOP = {
     "nogil": True,
-    "error_model": "numpy",  # a look for zeros at every division keeps a loop from vectors
+    "error_model": "numpy",  # Python's test for a zero divisor would prevent vectorisation
     "fastmath": {"contract", "nsz", "arcp", "reassoc"},
 }
-IN_ORDER = LOOP | {"fastmath": {"contract"}, "forceinline": True}
-single = np.float32
-WORD, SINGLE = ir.IntType(32), ir.FloatType()
-LANES = 16  # numbers in a vector: what AVX-512 has in a register, and others in two
-ROWS, VECTORS = (8, 2) if binding.get_host_cpu_features().get("avx512f") else (4, 1)  # sums that registers hold
-COLUMNS = LANES * VECTORS
-VECTOR, LANE_NUMBERS = ir.VectorType(SINGLE, LANES), ir.VectorType(WORD, LANES)
-TO_EXPONENT = single(1.5 * 2**23 + 127)  # added to n, the lowest bits are the exponent of 2^n
-LOWEST = single(-87)  # exp of less is 0 here
+INLINED = LOOP | {"fastmath": {"contract"}, "forceinline": True}  # polynomials: their additions keep their order
+float32 = np.float32
+INT_TYPE, FLOAT_TYPE = ir.IntType(32), ir.FloatType()
+LANES = 16  # numbers in a vector, which is one register with AVX-512 and two with AVX2
+BLOCK_ROWS, BLOCK_VECTORS = (8, 2) if binding.get_host_cpu_features().get("avx512f") else (4, 1)  # as registers allow
+BLOCK_COLUMNS = LANES * BLOCK_VECTORS
+FLOAT_VECTOR, INT_VECTOR = ir.VectorType(FLOAT_TYPE, LANES), ir.VectorType(INT_TYPE, LANES)
+EXPONENT_SHIFT = float32(1.5 * 2**23 + 127)  # n + EXPONENT_SHIFT has the exponent field of 2^n in its lowest bits
+LOWEST_EXPONENT = float32(-87)  # exp returns 0 below
 PANEL = 64  # keys of a panel
-TILE = 64  # rows of a tile
+TILE = 64  # query rows of a tile: tokens times the query heads that share a key head
 
 
-# -- what Numba has no words for --------------------------------------------------------------------------------------
+# -- instructions that Numba does not offer, as LLVM code -------------------------------------------------------------
 @intrinsic
-def larger(typing, x, y):
-    """The larger of two numbers, in vectors; either one where one is NaN."""
+def maximum(typing, x, y):
+    """max(x, y), which LLVM vectorises as Python's max is not. The result for NaN is undefined."""
 
     def generate(context, builder, signature, arguments):
         x, y = arguments
@@ -44,28 +49,28 @@ def larger(typing, x, y):
 
 
 @intrinsic
-def power_of(typing, shifted):
-    """2^n of TO_EXPONENT + n."""
+def power_of_two(typing, shifted):
+    """2^n, for shifted = n + EXPONENT_SHIFT with an integer n from -126 to 127."""
 
     def generate(context, builder, signature, arguments):
-        return builder.bitcast(builder.shl(builder.bitcast(arguments[0], WORD), WORD(23)), SINGLE)
+        return builder.bitcast(builder.shl(builder.bitcast(arguments[0], INT_TYPE), INT_TYPE(23)), FLOAT_TYPE)
 
     return types.float32(types.float32), generate
 
 
 @intrinsic
 def float32_of_half(typing, bits):
-    """float32 of a float16's bits."""
+    """The float32 value of a float16, which is given as its 16 bits."""
 
     def generate(context, builder, signature, arguments):
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), SINGLE)
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), FLOAT_TYPE)
 
     return types.float32(types.uint16), generate
 
 
 @intrinsic
 def half_of_float32(typing, x):
-    """The bits of the float16 that is nearest."""
+    """The 16 bits of the float16 nearest to x."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
@@ -73,68 +78,75 @@ def half_of_float32(typing, x):
     return types.uint16(types.float32), generate
 
 
-@njit(**IN_ORDER)
+@njit(**INLINED)
 def exp(x):
-    """Within 2 units in the last place for x <= 88, and in vectors, as libm's is not: the polynomial of Cephes."""
-    shifted = x * single(1.44269504088896341) + TO_EXPONENT
-    n = shifted - TO_EXPONENT
-    r = x - n * single(0.693359375) + n * single(2.12194440e-4)
-    p = single(1.9875691500e-4) * r + single(1.3981999507e-3)
-    p = p * r + single(8.3334519073e-3)
-    p = p * r + single(4.1665795894e-2)
-    p = p * r + single(1.6666665459e-1)
-    p = p * r + single(5.0000001201e-1)
-    return single(0) if x < LOWEST else (p * r * r + r + single(1)) * power_of(shifted)
+    """e^x within 2 units in the last place for x <= 88, by Cephes' polynomial: the C library's is not vectorised."""
+    shifted = x * float32(1.44269504088896341) + EXPONENT_SHIFT
+    n = shifted - EXPONENT_SHIFT
+    r = x - n * float32(0.693359375) + n * float32(2.12194440e-4)
+    p = float32(1.9875691500e-4) * r + float32(1.3981999507e-3)
+    p = p * r + float32(8.3334519073e-3)
+    p = p * r + float32(4.1665795894e-2)
+    p = p * r + float32(1.6666665459e-1)
+    p = p * r + float32(5.0000001201e-1)
+    return float32(0) if x < LOWEST_EXPONENT else (p * r * r + r + float32(1)) * power_of_two(shifted)
 
 
-@njit(**IN_ORDER)
+@njit(**INLINED)
 def tanh(x):
-    """Within 2 units in the last place: Cephes' polynomial near 0, exp beyond."""
-    s, e = x * x, exp(single(-2) * abs(x))
-    p = single(2.06390887954e-2) - single(5.70498872745e-3) * s
-    p = p * s - single(5.37397155531e-2)
-    p = p * s + single(1.33314422036e-1)
-    p = p * s - single(3.33332819422e-1)
-    beyond = single(1) - single(2) * e / (single(1) + e)
-    return p * s * x + x if s < single(0.390625) else (beyond if x > 0 else -beyond)
+    """tanh x within 2 units in the last place: Cephes' polynomial near 0, by e^(-2 |x|) elsewhere."""
+    s, e = x * x, exp(float32(-2) * abs(x))
+    p = float32(2.06390887954e-2) - float32(5.70498872745e-3) * s
+    p = p * s - float32(5.37397155531e-2)
+    p = p * s + float32(1.33314422036e-1)
+    p = p * s - float32(3.33332819422e-1)
+    by_exp = float32(1) - float32(2) * e / (float32(1) + e)
+    return p * s * x + x if s < float32(0.390625) else (by_exp if x > 0 else -by_exp)
 
 
 @intrinsic
-def sums(typing, a, a_row, a_column, b, b_row, depth, c, c_row, add):
-    """c [ROWS, COLUMNS] = a [ROWS, depth] b [depth, COLUMNS], or c += a b: addresses, and strides in bytes."""
+def multiply_block(typing, a, a_row, a_column, b, b_row, depth, c, c_row, add):
+    """c [BLOCK_ROWS, BLOCK_COLUMNS] = a [BLOCK_ROWS, depth] b [depth, BLOCK_COLUMNS], or c += a b if `add`.
+
+    a, b and c are addresses; a_row, a_column, b_row and c_row are strides in bytes.
+    """
 
     def generate(context, builder, signature, arguments):
         a, a_row, a_column, b, b_row, depth, c, c_row, add = arguments
-        zero = ir.Constant(VECTOR, [0.0] * LANES)
+        zero = ir.Constant(FLOAT_VECTOR, [0.0] * LANES)
         fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+            builder.module, ir.FunctionType(FLOAT_VECTOR, [FLOAT_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
         )
 
-        def at(base, type, vector=0):
-            return builder.inttoptr(builder.add(base, ir.Constant(base.type, 4 * LANES * vector)), type.as_pointer())
+        def pointer(address, type, vector=0):
+            """A pointer to the vector of this index behind `address`."""
+            offset = ir.Constant(address.type, 4 * LANES * vector)
+            return builder.inttoptr(builder.add(address, offset), type.as_pointer())
 
-        def rows_of(base, stride):
-            for _ in range(ROWS):
-                yield base
-                base = builder.add(base, stride)
+        def row_addresses(address, stride):
+            for _ in range(BLOCK_ROWS):
+                yield address
+                address = builder.add(address, stride)
 
-        def everywhere(number):
-            one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, ir.Constant(WORD, 0))
-            return builder.shuffle_vector(one, one, ir.Constant(LANE_NUMBERS, [0] * LANES))
+        def broadcast(number):
+            vector = builder.insert_element(ir.Constant(FLOAT_VECTOR, ir.Undefined), number, ir.Constant(INT_TYPE, 0))
+            return builder.shuffle_vector(vector, vector, ir.Constant(INT_VECTOR, [0] * LANES))
 
-        totals = [[cgutils.alloca_once_value(builder, zero) for _ in range(VECTORS)] for _ in range(ROWS)]
-        starts = list(rows_of(a, a_row))
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(BLOCK_VECTORS)] for _ in range(BLOCK_ROWS)]
+        a_rows = list(row_addresses(a, a_row))
         with cgutils.for_range(builder, depth) as loop:
-            place, row = builder.mul(loop.index, a_column), builder.add(b, builder.mul(loop.index, b_row))
-            numbers = [builder.load(at(row, VECTOR, vector), align=4) for vector in range(VECTORS)]
-            for start, its in zip(starts, totals):
-                one = everywhere(builder.load(at(builder.add(start, place), SINGLE)))
-                for number, total in zip(numbers, its):
-                    builder.store(builder.call(fma, [number, one, builder.load(total)]), total)
-        for row, its in zip(rows_of(c, c_row), totals):
-            for vector, total in enumerate(its):
-                before = builder.select(add, builder.load(at(row, VECTOR, vector), align=4), zero)
-                builder.store(builder.fadd(before, builder.load(total)), at(row, VECTOR, vector), align=4)
+            a_offset = builder.mul(loop.index, a_column)
+            b_address = builder.add(b, builder.mul(loop.index, b_row))
+            b_vectors = [builder.load(pointer(b_address, FLOAT_VECTOR, i), align=4) for i in range(BLOCK_VECTORS)]
+            for address, row_sums in zip(a_rows, sums):
+                a_vector = broadcast(builder.load(pointer(builder.add(address, a_offset), FLOAT_TYPE)))
+                for b_vector, total in zip(b_vectors, row_sums):
+                    builder.store(builder.call(fma, [b_vector, a_vector, builder.load(total)]), total)
+        for address, row_sums in zip(row_addresses(c, c_row), sums):
+            for vector, total in enumerate(row_sums):
+                c_pointer = pointer(address, FLOAT_VECTOR, vector)
+                before = builder.select(add, builder.load(c_pointer, align=4), zero)
+                builder.store(builder.fadd(before, builder.load(total)), c_pointer, align=4)
         return context.get_dummy_value()
 
     return types.void(*(types.intp,) * 8, types.boolean), generate
@@ -142,11 +154,14 @@ def sums(typing, a, a_row, a_column, b, b_row, depth, c, c_row, add):
 
 @njit(**LOOP)
 def multiply(a, b, c, depth, add):
-    """c = a b over the first `depth` columns of a, or c += a b; rows of b and c are contiguous."""
+    """c = a b, or c += a b if `add`, with the first `depth` columns of a and rows of b.
+
+    a [rows, >= depth] may have any strides; rows of b [>= depth, columns] and of c [rows, columns] are contiguous.
+    """
     a_row, a_column = a.strides
-    for j in range(0, c.shape[1], COLUMNS):
-        for i in range(0, c.shape[0], ROWS):
-            sums(
+    for j in range(0, c.shape[1], BLOCK_COLUMNS):
+        for i in range(0, c.shape[0], BLOCK_ROWS):
+            multiply_block(
                 a.ctypes.data + i * a_row,
                 a_row,
                 a_column,
@@ -159,334 +174,358 @@ def multiply(a, b, c, depth, add):
             )
 
 
-# -- softmax attention -------------------------------------------------------------------------------------------------
-# Scores are turned, [keys of a panel, rows of a tile], so that a row's maximum and sum are taken across no lanes.
+# -- softmax attention: o = softmax(q k^T) v ---------------------------------------------------------------------------
+# G query heads share a key head. Row g * tokens + t of a tile is head g's query of the tile's token t. Scores have the
+# shape [keys of a panel, rows of a tile]: a vector holds rows, so a row's maximum and sum need no work across lanes.
 @njit(**LOOP)
-def gather(x, first, count, scale, to):
-    """to [rows, D] = scale times the tokens from `first` on of x [G, T, D]."""
+def copy_tokens(x, first, tokens, scale, tile):
+    """Fills rows of tile [rows, D] with scale times `tokens` tokens of x [G, T, D], from token `first` on."""
     for g in range(x.shape[0]):
-        for t in range(count):
+        for t in range(tokens):
             for c in range(x.shape[2]):
-                to[g * count + t, c] = scale * x[g, first + t, c]
+                tile[g * tokens + t, c] = scale * x[g, first + t, c]
 
 
 @njit(**LOOP)
-def gather_numbers(x, first, count, to):
-    """Copy a chunk's tokens of x [G, T]."""
-    for row in range(x.shape[0] * count):
-        to[row] = x[row // count, first + row % count]
+def copy_token_scalars(x, first, tokens, tile):
+    """Copies `tokens` tokens of x [G, T], from token `first` on, to tile [rows]."""
+    for row in range(x.shape[0] * tokens):
+        tile[row] = x[row // tokens, first + row % tokens]
 
 
 @njit(**LOOP)
-def seen(first_key, last_key, first, count, rows, keys):
-    """keys [2, rows'] = the first key that each row sees and the one behind the last, none of rows beyond `rows`; the
-    same for all rows together.
+def tile_key_ranges(first_key, last_key, first, tokens, rows, key_ranges):
+    """Fills key_ranges [2, padded rows]: the first key that each row sees, and the key after the last one.
+
+    Padding rows see no key. Returns the smallest range that holds the ranges of all rows.
     """
     begin, end = first_key[first], last_key[first]
-    for row in range(keys.shape[1]):
-        t = first + row % count
-        keys[0, row], keys[1, row] = first_key[t], last_key[t] if row < rows else 0
+    for row in range(key_ranges.shape[1]):
+        t = first + row % tokens
+        key_ranges[0, row], key_ranges[1, row] = first_key[t], last_key[t] if row < rows else 0
         begin, end = min(begin, first_key[t]), max(end, last_key[t])
     return begin, end
 
 
 @njit(**LOOP)
-def hide(s, key, keys, rows):
-    """-inf in place of scores s [keys, rows] that are not seen, `key` being the first."""
-    whole = True
+def mask_scores(scores, first, key_ranges, rows):
+    """Sets scores [PANEL, padded rows] to -inf if the row does not see the key; the panel begins with key `first`."""
+    all_visible = True
     for i in range(rows):
-        whole &= keys[0, i] <= key and key + s.shape[0] <= keys[1, i]
-    if not whole:
-        for j in range(s.shape[0]):
-            for i in range(s.shape[1]):
-                s[j, i] = s[j, i] if (keys[0, i] <= key + j) & (key + j < keys[1, i]) else single(-np.inf)
+        all_visible &= key_ranges[0, i] <= first and first + scores.shape[0] <= key_ranges[1, i]
+    if not all_visible:
+        for j in range(scores.shape[0]):
+            for i in range(scores.shape[1]):
+                visible = (key_ranges[0, i] <= first + j) & (first + j < key_ranges[1, i])
+                scores[j, i] = scores[j, i] if visible else float32(-np.inf)
 
 
 @njit(**LOOP)
-def zero_of(s):
-    """0, or NaN where a score is not finite; a sum that once overflowed is never finite again."""
-    total = single(0)
-    for j in range(s.shape[0]):
-        for i in range(s.shape[1]):
-            total += s[j, i] * single(0)
+def zero_or_nan(scores):
+    """0; NaN if a score is not finite: the maximum and exp would hide an overflow."""
+    total = float32(0)
+    for j in range(scores.shape[0]):
+        for i in range(scores.shape[1]):
+            total += scores[j, i] * float32(0)
     return total
 
 
 @njit(**LOOP)
-def cap(s, softcap):
-    for j in range(s.shape[0]):
-        for i in range(s.shape[1]):
-            s[j, i] = softcap * tanh(s[j, i] / softcap)
+def cap_scores(scores, softcap):
+    """scores = softcap tanh(scores / softcap), in place."""
+    for j in range(scores.shape[0]):
+        for i in range(scores.shape[1]):
+            scores[j, i] = softcap * tanh(scores[j, i] / softcap)
 
 
 @njit(**LOOP)
-def weigh(s, m, l, kept):
-    """Scores s [keys, rows] become exp(s - m); m and l [rows] are of all keys so far; o takes `kept` [rows]."""
-    for i in range(s.shape[1]):
-        kept[i] = m[i]
-    for j in range(s.shape[0]):
-        for i in range(s.shape[1]):
-            m[i] = larger(s[j, i], m[i])
-    for i in range(s.shape[1]):
-        kept[i] = exp(kept[i] - m[i])
-        l[i] *= kept[i]
-    for j in range(s.shape[0]):
-        for i in range(s.shape[1]):
-            s[j, i] = exp(s[j, i] - m[i])
-            l[i] += s[j, i]
+def weigh_scores(scores, maxima, sums, rescale):
+    """Replaces a panel's scores [PANEL, rows] by weights exp(score - row maximum), and updates the rows' statistics.
 
-
-@njit(**LOOP)
-def tokens_of_tile(G, first, stop):
-    """(tokens, rows, rows for whole vectors) of a tile from `first` on."""
-    count = min(stop - first, max(1, TILE // G))
-    return count, G * count, -(-G * count // COLUMNS) * COLUMNS
-
-
-@njit(**LOOP)
-def attend(heads, q, keys, values, first_key, last_key, first, stop, softcap, scale, o, m, l):
-    """`attend_head` for every head from heads[0] to before heads[1] of arrays with one more axis."""
-    well = True
-    for head in range(heads[0], heads[1]):
-        arrays, sums = (q[head], keys[head], values[head]), (o[head], m[head], l[head])
-        well &= attend_head(*arrays, first_key, last_key, first, stop, softcap, scale, *sums)
-    return well
-
-
-@njit(**LOOP)
-def attend_head(q, keys, values, first_key, last_key, first, stop, softcap, scale, o, m, l):
-    """Fills o [G, T, V] of the tokens `first` to `stop`, and tells whether it is finite; m and l [G, T] come in as they
-    are before any key. Where a score is not finite, o is NaN.
-
-    Of q [G, T, K]; keys [n, PANEL, K'] and values [n, PANEL, V'] are panels. Token t sees the keys from first_key[t] to
-    before last_key[t].
+    maxima, sums : [rows], each row's maximum score and sum of weights over all panels so far; updated in place
+    rescale : [rows], filled with exp(old maximum - new maximum), by which the caller multiplies earlier outputs
     """
-    G, K, check = q.shape[0], q.shape[2], single(0)
+    for i in range(scores.shape[1]):
+        rescale[i] = maxima[i]
+    for j in range(scores.shape[0]):
+        for i in range(scores.shape[1]):
+            maxima[i] = maximum(scores[j, i], maxima[i])
+    for i in range(scores.shape[1]):
+        rescale[i] = exp(rescale[i] - maxima[i])
+        sums[i] *= rescale[i]
+    for j in range(scores.shape[0]):
+        for i in range(scores.shape[1]):
+            scores[j, i] = exp(scores[j, i] - maxima[i])
+            sums[i] += scores[j, i]
+
+
+@njit(**LOOP)
+def tile_size(G, first, stop):
+    """(tokens, rows, padded rows) of the tile that begins with token `first` of the tokens up to `stop`."""
+    tokens = min(stop - first, max(1, TILE // G))
+    return tokens, G * tokens, -(-G * tokens // BLOCK_COLUMNS) * BLOCK_COLUMNS
+
+
+@njit(**LOOP)
+def attention_forward(heads, q, keys, values, first_key, last_key, first, stop, softcap, scale, o, maxima, sums):
+    """`head_forward` for the key heads heads[0] to heads[1] - 1, which are the first axis of its arrays."""
+    finite = True
+    for head in range(heads[0], heads[1]):
+        arrays, results = (q[head], keys[head], values[head]), (o[head], maxima[head], sums[head])
+        finite &= head_forward(*arrays, first_key, last_key, first, stop, softcap, scale, *results)
+    return finite
+
+
+@njit(**LOOP)
+def head_forward(q, keys, values, first_key, last_key, first, stop, softcap, scale, o, maxima, sums):
+    """Fills o [G, T, V] of the tokens `first` to `stop` - 1 for one key head. Returns whether these are all finite.
+
+    A tile's o is NaN if one of its scores is not finite.
+
+    q : [G, T, K]
+    keys, values : [panels, PANEL, K or V, rounded up to whole BLOCK_COLUMNS], padded with zeros
+    first_key, last_key : [T]; token t sees the keys from first_key[t] to last_key[t] - 1
+    softcap : scores are capped to +-softcap by tanh; 0 for none
+    maxima, sums : [G, T], each row's maximum score and sum of weights: on entry those of the attention sink (or the
+        lowest number and 0), on return those of all keys
+    """
+    G, K, check = q.shape[0], q.shape[2], float32(0)
     while first < stop:
-        count, rows, size = tokens_of_tile(G, first, stop)
-        turned, s, results = (
-            np.zeros((K, size), single),
-            np.empty((PANEL, size), single),
-            np.zeros((size, values.shape[2]), single),
-        )
-        highest, total, kept = np.zeros(size, single), np.ones(size, single), np.empty(size, single)
-        its = np.empty((2, size), np.int32)
-        gather(q, first, count, scale, turned.T)
-        gather_numbers(m, first, count, highest)
-        gather_numbers(l, first, count, total)
-        begin, end = seen(first_key, last_key, first, count, rows, its)
-        zero = single(0)
+        tokens, rows, padded_rows = tile_size(G, first, stop)
+        q_transposed, scores = np.zeros((K, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
+        o_tile = np.zeros((padded_rows, values.shape[2]), float32)
+        tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
+        rescale, key_ranges = np.empty(padded_rows, float32), np.empty((2, padded_rows), np.int32)
+        copy_tokens(q, first, tokens, scale, q_transposed.T)
+        copy_token_scalars(maxima, first, tokens, tile_maxima)
+        copy_token_scalars(sums, first, tokens, tile_sums)
+        begin, end = tile_key_ranges(first_key, last_key, first, tokens, rows, key_ranges)
+        zero = float32(0)
         for panel in range(begin // PANEL, -(-end // PANEL)):
-            multiply(keys[panel], turned, s, K, False)
-            zero += zero_of(s)
+            multiply(keys[panel], q_transposed, scores, K, False)
+            zero += zero_or_nan(scores)
             if softcap > 0:
-                cap(s, softcap)
-            hide(s, panel * PANEL, its, rows)
-            weigh(s, highest, total, kept)
+                cap_scores(scores, softcap)
+            mask_scores(scores, panel * PANEL, key_ranges, rows)
+            weigh_scores(scores, tile_maxima, tile_sums, rescale)
             for row in range(rows):
-                if kept[row] != 1:
-                    for c in range(results.shape[1]):
-                        results[row, c] *= kept[row]
-            multiply(s.T, values[panel], results, PANEL, True)
+                if rescale[row] != 1:
+                    for c in range(o_tile.shape[1]):
+                        o_tile[row, c] *= rescale[row]
+            multiply(scores.T, values[panel], o_tile, PANEL, True)
         for row in range(rows):
-            g, t = row // count, first + row % count
-            m[g, t], l[g, t] = highest[row], total[row]
-            share = zero + single(1) / (single(1) if its[0, row] >= its[1, row] else total[row])
+            g, t = row // tokens, first + row % tokens
+            maxima[g, t], sums[g, t] = tile_maxima[row], tile_sums[row]
+            sees_no_key = key_ranges[0, row] >= key_ranges[1, row]
+            inverse_sum = zero + float32(1) / (float32(1) if sees_no_key else tile_sums[row])
             for c in range(o.shape[2]):
-                o[g, t, c] = results[row, c] * share
-                check += o[g, t, c] * single(0)
-        first += count
+                o[g, t, c] = o_tile[row, c] * inverse_sum
+                check += o[g, t, c] * float32(0)
+        first += tokens
     return check == 0
 
 
 @njit(**LOOP)
-def pull(q, do, m, l, own, keys, values, first_key, last_key, softcap, scale, dq, dk, dv):
-    """Fills dq [G, T, K], adds to dk [n, PANEL, K'] and dv [n, PANEL, V'], and tells whether all are finite.
+def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last_key, softcap, scale, dq, dk, dv):
+    """The gradients of `head_forward`, whose arguments these are. Returns whether they are all finite.
 
-    The arrays are those of `attend`, and `own` [G, T] is do . o less L's gradient.
+    With the weights P = exp(score - maximum) / sum: dv = P^T do, dscore = P (do v^T - delta), dk = dscore^T q.
+
+    do : [G, T, V], the gradient of o
+    delta : [G, T] = <do, o> - dL, where dL is the gradient of L = maximum + log sum
+    dq : [G, T, K], filled with scale dscore k
+    dk, dv : like keys and values; the gradients are added
     """
-    (G, T, K), V, check, first = q.shape, do.shape[2], single(0), 0
+    (G, T, K), V, check, first = q.shape, do.shape[2], float32(0), 0
     while first < T:
-        count, rows, size = tokens_of_tile(G, first, T)
-        queries, turned = np.zeros((size, dk.shape[2]), single), np.zeros((K, size), single)
-        results, turned_results = np.zeros((size, dv.shape[2]), single), np.zeros((V, size), single)
-        p, ds, dqueries = (
-            np.empty((PANEL, size), single),
-            np.empty((PANEL, size), single),
-            np.zeros((size, dk.shape[2]), single),
-        )
-        highest, total, share = np.zeros(size, single), np.ones(size, single), np.zeros(size, single)
-        its = np.empty((2, size), np.int32)
-        gather(q, first, count, scale, queries)
-        gather(q, first, count, scale, turned.T)
-        gather(do, first, count, single(1), results)
-        gather(do, first, count, single(1), turned_results.T)
-        gather_numbers(m, first, count, highest)
-        gather_numbers(l, first, count, total)
-        gather_numbers(own, first, count, share)
-        begin, end = seen(first_key, last_key, first, count, rows, its)
+        tokens, rows, padded_rows = tile_size(G, first, T)
+        q_tile, q_transposed = np.zeros((padded_rows, dk.shape[2]), float32), np.zeros((K, padded_rows), float32)
+        do_tile, do_transposed = np.zeros((padded_rows, dv.shape[2]), float32), np.zeros((V, padded_rows), float32)
+        weights, dscores = np.empty((PANEL, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
+        dq_tile = np.zeros((padded_rows, dk.shape[2]), float32)
+        tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
+        tile_delta, key_ranges = np.zeros(padded_rows, float32), np.empty((2, padded_rows), np.int32)
+        copy_tokens(q, first, tokens, scale, q_tile)
+        copy_tokens(q, first, tokens, scale, q_transposed.T)
+        copy_tokens(do, first, tokens, float32(1), do_tile)
+        copy_tokens(do, first, tokens, float32(1), do_transposed.T)
+        copy_token_scalars(maxima, first, tokens, tile_maxima)
+        copy_token_scalars(sums, first, tokens, tile_sums)
+        copy_token_scalars(delta, first, tokens, tile_delta)
+        begin, end = tile_key_ranges(first_key, last_key, first, tokens, rows, key_ranges)
         for row in range(rows):
-            if its[0, row] >= its[1, row]:
-                total[row] = 1
+            if key_ranges[0, row] >= key_ranges[1, row]:  # sees no key: its sum may be 0
+                tile_sums[row] = 1
         for panel in range(begin // PANEL, -(-end // PANEL)):
-            multiply(keys[panel], turned, p, K, False)
-            multiply(values[panel], turned_results, ds, V, False)
+            multiply(keys[panel], q_transposed, weights, K, False)  # scores, until exp makes weights of them
+            multiply(values[panel], do_transposed, dscores, V, False)
             for j in range(PANEL):
-                for i in range(size):
-                    ds[j, i] -= share[i]
+                for i in range(padded_rows):
+                    dscores[j, i] -= tile_delta[i]
             if softcap > 0:
-                cap(p, softcap)
+                cap_scores(weights, softcap)
                 for j in range(PANEL):
-                    for i in range(size):
-                        ds[j, i] *= single(1) - (p[j, i] / softcap) * (p[j, i] / softcap)
-            hide(p, panel * PANEL, its, rows)
+                    for i in range(padded_rows):
+                        dscores[j, i] *= float32(1) - (weights[j, i] / softcap) * (weights[j, i] / softcap)
+            mask_scores(weights, panel * PANEL, key_ranges, rows)
             for j in range(PANEL):
-                for i in range(size):
-                    p[j, i] = exp(p[j, i] - highest[i]) / total[i]
-                    ds[j, i] *= p[j, i]
-            multiply(p, results, dv[panel], rows, True)
-            multiply(ds, queries, dk[panel], rows, True)
-            multiply(ds.T, keys[panel], dqueries, PANEL, True)
+                for i in range(padded_rows):
+                    weights[j, i] = exp(weights[j, i] - tile_maxima[i]) / tile_sums[i]
+                    dscores[j, i] *= weights[j, i]
+            multiply(weights, do_tile, dv[panel], rows, True)
+            multiply(dscores, q_tile, dk[panel], rows, True)
+            multiply(dscores.T, keys[panel], dq_tile, PANEL, True)
         for row in range(rows):
             for c in range(K):
-                dq[row // count, first + row % count, c] = scale * dqueries[row, c]
-                check += dqueries[row, c] * single(0)
-        first += count
-    for parts in (dk, dv):
-        for panel in range(parts.shape[0]):
+                dq[row // tokens, first + row % tokens, c] = scale * dq_tile[row, c]
+                check += dq_tile[row, c] * float32(0)
+        first += tokens
+    for gradient in (dk, dv):
+        for panel in range(gradient.shape[0]):
             for j in range(PANEL):
-                for c in range(parts.shape[2]):
-                    check += parts[panel, j, c] * single(0)
+                for c in range(gradient.shape[2]):
+                    check += gradient[panel, j, c] * float32(0)
     return check == 0
 
 
-# -- casts ------------------------------------------------------------------------------------------------------------
-CASTS = bool(binding.get_host_cpu_features().get("f16c"))  # without, LLVM calls functions that may not be there
+# -- casts between float16, as its bits, and float32: 1-D arrays -------------------------------------------------------
+HAS_CASTS = bool(binding.get_host_cpu_features().get("f16c"))  # without, LLVM calls functions that may be missing
 
 
 @njit(nogil=True)
-def widen(bits, to):
+def float16_to_float32(bits, x):
     for i in range(len(bits)):
-        to[i] = float32_of_half(bits[i])
+        x[i] = float32_of_half(bits[i])
 
 
 @njit(nogil=True)
-def narrow(x, bits):
+def float32_to_float16(x, bits):
     for i in range(len(x)):
         bits[i] = half_of_float32(x[i])
 
 
-# -- the gated family -------------------------------------------------------------------------------------------------
+# -- the gated recurrence: S_t = diag(e^g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t^T S_t --------------------------------
 @njit(**LOOP)
-def sums_from_middle(g, first, count, middle, c):
-    """c [tokens, K or 1] = the gates' sums from a chunk's middle token; the largest of them, NaN or inf if one is."""
-    worst, check = single(0), single(0)
+def sum_gates_from_middle(g, first, tokens, middle, gate_sums):
+    """Fills gate_sums [tokens, K or 1]: row t is the gates' sum from after token `middle` to token t, of a chunk of
+    `tokens` tokens of g [T, K or 1] that begins at `first`; before `middle` minus the sum of the gates in between.
+
+    Returns the largest absolute value in gate_sums; NaN if one of them is infinite or NaN.
+    """
+    largest, check = float32(0), float32(0)
     for i in range(g.shape[1]):
-        c[middle, i] = 0
-    for t in range(middle + 1, count):
+        gate_sums[middle, i] = 0
+    for t in range(middle + 1, tokens):
         for i in range(g.shape[1]):
-            c[t, i] = c[t - 1, i] + g[first + t, i]
+            gate_sums[t, i] = gate_sums[t - 1, i] + g[first + t, i]
     for t in range(middle - 1, -1, -1):
         for i in range(g.shape[1]):
-            c[t, i] = c[t + 1, i] - g[first + t + 1, i]
-    for t in range(count):
+            gate_sums[t, i] = gate_sums[t + 1, i] - g[first + t + 1, i]
+    for t in range(tokens):
         for i in range(g.shape[1]):
-            worst = larger(abs(c[t, i]), worst)
-            check += c[t, i] * single(0)
-    return worst + check
+            largest = maximum(abs(gate_sums[t, i]), largest)
+            check += gate_sums[t, i] * float32(0)
+    return largest + check
 
 
 @njit(**LOOP)
-def exp_of(x, count):
+def exponentiate_rows(x, count):
+    """e^x of the first `count` rows of x, in place."""
     for t in range(count):
         for i in range(x.shape[1]):
             x[t, i] = exp(x[t, i])
 
 
 @njit(**LOOP)
-def spread(x, count, to):
-    """to [tokens, K] = x [tokens, K or 1]."""
+def broadcast_rows(x, count, to):
+    """Copies the first `count` rows of x [tokens, K or 1] to to [tokens, K]."""
     for t in range(count):
         for i in range(to.shape[1]):
             to[t, i] = x[t, i] if x.shape[1] > 1 else x[t, 0]
 
 
 @njit(**LOOP)
-def chunks_of_row(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states):
-    """`chunked.streamed` of one row, all of whose chunks are weak and finite; whether they are."""
-    K, V, chunk, bonus = q.shape[1], v.shape[1], 0, u.shape[0] > 0
+def gated_row(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states):
+    """`gated_rows` for one row; its arrays come without their first axis. Returns whether the results can be used."""
+    K, V, padded_tokens, has_bonus = q.shape[1], v.shape[1], 0, u.shape[0] > 0
     for n in range(table.shape[0]):
-        chunk = max(chunk, -(-(table[n, 1] - table[n, 0]) // COLUMNS) * COLUMNS)
-    width = -(-K // COLUMNS) * COLUMNS
-    c, E = np.zeros((chunk, g.shape[1]), single), np.zeros((chunk, K), single)
-    queries, keys, turned = np.zeros((chunk, K), single), np.zeros((chunk, width), single), np.zeros((K, chunk), single)
-    values, A = np.zeros((chunk, -(-V // COLUMNS) * COLUMNS), single), np.zeros((chunk, chunk), single)
-    h, results, check = np.zeros((width, values.shape[1]), single), np.zeros(values.shape, single), single(0)
-    start = np.zeros(K, single)
+        padded_tokens = max(padded_tokens, -(-(table[n, 1] - table[n, 0]) // BLOCK_COLUMNS) * BLOCK_COLUMNS)
+    padded_K, padded_V = -(-K // BLOCK_COLUMNS) * BLOCK_COLUMNS, -(-V // BLOCK_COLUMNS) * BLOCK_COLUMNS
+    gate_sums, decays = np.zeros((padded_tokens, g.shape[1]), float32), np.zeros((padded_tokens, K), float32)
+    queries, keys = np.zeros((padded_tokens, K), float32), np.zeros((padded_tokens, padded_K), float32)
+    keys_transposed = np.zeros((K, padded_tokens), float32)
+    values, scores = np.zeros((padded_tokens, padded_V), float32), np.zeros((padded_tokens, padded_tokens), float32)
+    state, outputs, check = np.zeros((padded_K, padded_V), float32), np.zeros(values.shape, float32), float32(0)
+    half_decay = np.zeros(K, float32)  # from before the chunk's first token to after its middle token
     for n in range(table.shape[0]):
-        first, count = table[n, 0], table[n, 1] - table[n, 0]
+        first, tokens = table[n, 0], table[n, 1] - table[n, 0]
         if begins[n] >= 0:
             for i in range(K):
                 for j in range(V):
-                    h[i, j] = initial[begins[n], i, j]
+                    state[i, j] = initial[begins[n], i, j]
         if states.shape[0] > 0:
             for i in range(K):
                 for j in range(V):
-                    states[n, i, j] = h[i, j]
-        if not sums_from_middle(g, first, count, min(chunk // 2, count) - 1, c) <= limit:
+                    states[n, i, j] = state[i, j]
+        if not sum_gates_from_middle(g, first, tokens, min(padded_tokens // 2, tokens) - 1, gate_sums) <= limit:
             return False
         for i in range(K):
-            start[i] = exp(g[first, i if g.shape[1] > 1 else 0] - c[0, i if g.shape[1] > 1 else 0])
-        exp_of(c, count)
-        spread(c, count, E)
-        for t in range(count):
+            channel = i if g.shape[1] > 1 else 0
+            half_decay[i] = exp(g[first, channel] - gate_sums[0, channel])
+        exponentiate_rows(gate_sums, tokens)
+        broadcast_rows(gate_sums, tokens, decays)
+        for t in range(tokens):
             for i in range(K):
-                queries[t, i] = q[first + t, i] * E[t, i]
-                keys[t, i] = k[first + t, i] / E[t, i]
-                turned[i, t] = keys[t, i]
+                queries[t, i] = q[first + t, i] * decays[t, i]
+                keys[t, i] = k[first + t, i] / decays[t, i]
+                keys_transposed[i, t] = keys[t, i]
             for j in range(V):
                 values[t, j] = v[first + t, j]
         if exclusive:
-            for t in range(count - 1, -1, -1):
+            for t in range(tokens - 1, -1, -1):
                 for i in range(K):
-                    queries[t, i] = q[first + t, i] * (E[t - 1, i] if t > 0 else single(1) / start[i])
-        multiply(queries, turned, A, K, False)
-        for t in range(count):
-            for s in range(t + 1 - exclusive, chunk):
-                A[t, s] = 0
-            if bonus:
+                    queries[t, i] = q[first + t, i] * (decays[t - 1, i] if t > 0 else float32(1) / half_decay[i])
+        multiply(queries, keys_transposed, scores, K, False)
+        for t in range(tokens):
+            for s in range(t + 1 - exclusive, padded_tokens):  # later keys; with `exclusive` the token's own, too
+                scores[t, s] = 0
+            if has_bonus:
                 for i in range(K):
-                    A[t, t] += q[first + t, i] * u[i] * k[first + t, i]
+                    scores[t, t] += q[first + t, i] * u[i] * k[first + t, i]
             for i in range(K):
-                queries[t, i] *= start[i]
-                keys[t, i] *= E[count - 1, i]
-        multiply(A, values, results, count, False)
-        multiply(queries, h, results, K, True)
-        for t in range(count):
+                queries[t, i] *= half_decay[i]
+                keys[t, i] *= decays[tokens - 1, i]
+        multiply(scores, values, outputs, tokens, False)
+        multiply(queries, state, outputs, K, True)
+        for t in range(tokens):
             for j in range(V):
-                o[first + t, j] = scale * results[t, j]
-                check += results[t, j] * single(0)
+                o[first + t, j] = scale * outputs[t, j]
+                check += outputs[t, j] * float32(0)
         for i in range(K):
             for j in range(V):
-                h[i, j] *= start[i] * E[count - 1, i]
-        multiply(keys.T, values, h, count, True)
+                state[i, j] *= half_decay[i] * decays[tokens - 1, i]
+        multiply(keys.T, values, state, tokens, True)
         if ends[n] >= 0:
             for i in range(K):
                 for j in range(V):
-                    final[ends[n], i, j] = h[i, j]
-                    check += h[i, j] * single(0)
+                    final[ends[n], i, j] = state[i, j]
+                    check += state[i, j] * float32(0)
     return check == 0
 
 
 @njit(**LOOP)
-def chunks(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states, undone):
-    """The same of rows: q and k [rows, T, K], v and o [rows, T, V], g [rows, T, K or 1], u [rows, K or 0], the initial
-    and final states [rows, sequences, K, V], and `states` [rows, chunks or 0, K, V], those before each chunk. Tells
-    which rows are `undone` [rows].
+def gated_rows(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states, undone):
+    """Fills o and the final states by chunks, and undone [rows] with the rows whose results must not be used.
 
-    Chunk n holds the tokens from table[n, 0] to before table[n, 1]. It begins sequence begins[n] and ends sequence
-    ends[n], or none where that is -1.
+    Such a row has results that are not finite, or a gate sum from a chunk's middle that is not finite or over `limit`.
+
+    q, k, v, g, u, o : [rows, T, K], [rows, T, K], [rows, T, V], [rows, T, K or 1], [rows, K or 0], [rows, T, V]
+    table, begins, ends : [chunks, 2], [chunks], [chunks]; chunk n has the tokens table[n, 0] to table[n, 1] - 1,
+        begins[n] and ends[n] are the sequences that begin and end with it, or -1
+    exclusive : whether o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T), without the second term if u has no columns
+    initial, final : [rows, sequences, K, V]
+    states : [rows, chunks, K, V], filled with the state before each chunk; or [rows, 0, K, V]
     """
     for row in range(q.shape[0]):
-        of_row = q[row], k[row], v[row], g[row], u[row], table, begins, ends, limit, scale, exclusive
-        undone[row] = not chunks_of_row(*of_row, initial[row], o[row], final[row], states[row])
+        arguments = q[row], k[row], v[row], g[row], u[row], table, begins, ends, limit, scale, exclusive
+        undone[row] = not gated_row(*arguments, initial[row], o[row], final[row], states[row])

@@ -355,7 +355,7 @@ class Compiled:
 
     def panels(self, x):
         """x [B, HK, S, D] as [B HK, n, PANEL, D'], itself if that can be, else with zeros behind both."""
-        panel, columns, D = self.loops.PANEL, self.loops.COLUMNS, x.shape[-1]
+        panel, columns, D = self.loops.PANEL, self.loops.BLOCK_COLUMNS, x.shape[-1]
         if self.S % panel == D % columns == 0 and x.flags.c_contiguous:
             return x.reshape(len(self.q), -1, panel, D)
         found = np.zeros((len(self.q), -(-self.S // panel) * panel, -(-D // columns) * columns), np.float32)
@@ -377,7 +377,7 @@ class Compiled:
             heads = head, min(head + together, count)
             arrays = self.q, self.keys, self.values, self.first_key, self.last_key
             queries = first, min(first + step, self.T), self.softcap, self.scale
-            return loops.attend(heads, *arrays, *queries, found, m, l)
+            return loops.attention_forward(heads, *arrays, *queries, found, m, l)
 
         tasks = [(n, first) for first in reversed(range(0, self.T, step)) for n in range(0, count, together)]
         done = in_parallel(task, *zip(*tasks), caller=True)
@@ -401,7 +401,7 @@ class Compiled:
 
         def task(head):
             keys = self.keys[head], self.values[head], self.first_key, self.last_key
-            return loops.pull(
+            return loops.attention_backward(
                 self.q[head],
                 *(x[head] for x in of_rows),
                 *keys,

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..number_checks import real, shown
 from .names import blocks_of
-from .version import EPS, LAYER_NORM_EPS, Version
+from .version import LAYER_NORM_EPS, NORM_EPS_NAME, Version
 
 FLA_NORMS = ("attn_norm", "ffn_norm", "pre_norm", "model.norm")  # that have no bias where `norm_bias` says so
 
@@ -17,8 +17,8 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
     """`weights`, which have the names of Hugging Face or fla, with what their config says besides; official ones are
     left as they are.
 
-    The eps of the layer norms and of the group norm become the array EPS. ContractError for a field that asks for what
-    is not computed.
+    The eps of the layer norms and of the group norm become the array NORM_EPS_NAME. ContractError for a field that asks
+    for what is not computed.
     """
     prefix = blocks_of(weights)
     if config is None or prefix == "blocks.":
@@ -31,7 +31,7 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
                     f"config.json has {field} {shown(value)}, expected {shown(wanted)}: no other is computed"
                 )
         layer = eps(version, config, "norm_eps", version.fla_eps)
-        found[EPS] = np.array([layer, layer * version.fla_group_factor(weights)])
+        found[NORM_EPS_NAME] = np.array([layer, layer * version.fla_group_eps_factor(weights)])
         if not config.get("norm_bias", True):
             for name, array in weights.items():
                 norm, _, part = name.rpartition(".")
@@ -41,7 +41,7 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
     else:
         layer = eps(version, config, "layer_norm_epsilon", LAYER_NORM_EPS)
         divisor = eps(version, config, "head_size_divisor", 8)
-        found[EPS] = np.array([layer, LAYER_NORM_EPS * divisor**2])
+        found[NORM_EPS_NAME] = np.array([layer, LAYER_NORM_EPS * divisor**2])
         table, head = "rwkv.embeddings.weight", "head.weight"
     if config.get("tie_word_embeddings") and table in found:
         found[head] = found[table]

@@ -12,7 +12,7 @@ from .numpy_layers import FLOAT32
 
 def cpu_layers(kind, weights, sizes, dtype, state_dtype, loaded):
     """The layers of a model of the class `kind`."""
-    kind.version.one_of(state_dtype, (FLOAT32,), " for the state on the CPU")
+    kind.version.checked_dtype(state_dtype, (FLOAT32,), " for the state on the CPU")
     dtype = format_of(kind.version, weights, dtype)
     if dtype == "float32" and not has_loops():
         return kind.numpy_layers(weights, sizes, dtype, loaded)

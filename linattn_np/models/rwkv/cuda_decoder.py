@@ -91,15 +91,15 @@ class CudaDecoder(NotCopied):
     ):
         self.device = device = device or current_device()
         version, (weights, sizes) = self.version, names.parameters(self.version, weights)
-        self.matrices = version.one_of(dtype, DTYPES)
-        self.state_dtype = version.one_of(state_dtype, STATE_DTYPES, " for the state")
+        self.matrices = version.checked_dtype(dtype, DTYPES)
+        self.state_dtype = version.checked_dtype(state_dtype, STATE_DTYPES, " for the state")
         self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices  # of what meets them
         if self.matrices == INT8 and device.capability != 90:
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = fitting(version, sizes, self.matrices, self.most)
         self.layer_eps, self.group_eps = version.norm_eps(weights)
         load = partial(stacked, device, version, weights, loaded)
-        self.whole = apart(version.whole_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
+        self.whole = apart(version.model_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
         self.all_layers = apart(
             version.layer_arrays("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices))
         )

@@ -9,7 +9,7 @@ from ..devices import NotCopied
 from ..locks import Turns
 from .cuda_decoder import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prompts import Prompts
-from .version import tuned
+from .version import initial_states
 
 MOST_KEPT = 8  # batch sizes whose buffers are kept, and packings of prompts whose plans are
 STATES = 16  # of a batch size, whose graphs are kept
@@ -28,8 +28,8 @@ class CudaLayers(NotCopied):
         self.decoder.compile()  # which takes longest; a prompt mostly comes first
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))
-        self.tuned = [self.asarray(array.astype(FLOAT32)) for array in tuned(weights)]
-        for array in tuned(weights):
+        self.tuned = [self.asarray(array.astype(FLOAT32)) for array in initial_states(weights)]
+        for array in initial_states(weights):
             loaded(array)
         self.turn = Turns(self.device)
 
@@ -103,6 +103,6 @@ class Steps:
 def dtype_of(version, weights, dtype):
     """`dtype`, or the weights' own if that is a half-precision one."""
     if dtype is not None:
-        return version.one_of(dtype, DTYPES)
+        return version.checked_dtype(dtype, DTYPES)
     own = weights["head.weight"].dtype
     return own if own in DTYPES else FLOAT32

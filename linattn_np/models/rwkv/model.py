@@ -29,7 +29,7 @@ from .cpu_layers import cpu_layers
 from .numpy_layers import NumpyLayers
 from .parameters import Layout
 from .state import STATE, Rows, State, check_state
-from .version import EPS, Version
+from .version import NORM_EPS_NAME, Version
 
 Device = Literal["cpu", "cuda"]
 
@@ -364,7 +364,7 @@ class Model:
 
 def counted(weights, progress):
     """A function to call with every array that is loaded: tells `progress` the bytes so far, and those in all."""
-    done, total = 0, sum(array.nbytes for name, array in weights.items() if name != EPS)
+    done, total = 0, sum(array.nbytes for name, array in weights.items() if name != NORM_EPS_NAME)
 
     def loaded(array):
         nonlocal done

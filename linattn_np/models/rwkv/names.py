@@ -9,7 +9,7 @@ from ...array_kinds import FLOATS
 from ...errors import ContractTypeError
 from ..checkpoint import refuse as refuse_file
 from ..number_checks import shown
-from .version import EPS, Version
+from .version import NORM_EPS_NAME, Version
 
 BLOCKS = ("rwkv.blocks.", "model.layers.", "blocks.")  # the blocks of Hugging Face, of fla, and the official ones
 TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
@@ -100,8 +100,8 @@ def official(version: Version, weights: Mapping) -> dict:
     blocks, origin = version.naming(weights)
     layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
     tuned = any(name.endswith(".time_state") for name in weights)
-    origins = {name: origin(name) for name in version.declared(layers, tuned)}
-    origins |= {EPS: (EPS, same)} if EPS in weights else {}
+    origins = {name: origin(name) for name in version.parameter_axes(layers, tuned)}
+    origins |= {NORM_EPS_NAME: (NORM_EPS_NAME, same)} if NORM_EPS_NAME in weights else {}
     wanted = dict(origins.values())
     unread = {origin(f"blocks.0.{name}")[0] for name in version.first_layer_lacks}
     missing = [name for name in wanted if name not in weights]
@@ -133,7 +133,8 @@ def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]
     weights = official(version, weights)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
     sizes = {"1": 1, "5": 5, "L": layers}
-    for name, declaration in version.declared(layers, tuned="blocks.0.att.time_state" in weights).items():
+    declared = version.parameter_axes(layers, has_initial_state="blocks.0.att.time_state" in weights)
+    for name, declaration in declared.items():
         axes, shape = declaration.split(), tuple(weights[name].shape)
         if len(shape) == len(axes):
             for axis, size in zip(axes, shape):
@@ -148,8 +149,9 @@ def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]
         version.refuse(f"{bonus} has H={H} heads of N={N}, expected H x N = D = {D}")
     if "5A" in sizes and sizes["5A"] != 5 * sizes["A"]:
         version.refuse(f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']}")
-    if EPS in weights and (weights[EPS].shape != (2,) or not all(0 < number < inf for number in weights[EPS])):
-        version.refuse(f"{EPS} is {weights[EPS].dtype} {weights[EPS].shape}, expected two numbers above 0")
+    eps = weights.get(NORM_EPS_NAME)
+    if eps is not None and (eps.shape != (2,) or not all(0 < number < inf for number in eps)):
+        version.refuse(f"{NORM_EPS_NAME} is {eps.dtype} {eps.shape}, expected two numbers above 0")
     return weights, sizes
 
 

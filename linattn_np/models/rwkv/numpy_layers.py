@@ -13,7 +13,7 @@ import numpy as np
 from .. import array_math
 from ..devices import on_host
 from .state import Rows
-from .version import Version, stacked, tuned
+from .version import Version, initial_states, stacked
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -40,10 +40,10 @@ class NumpyLayers:
         version = self.version
         self.layer_eps, self.group_eps = version.norm_eps(weights)
         array_of = partial(loaded_array, version, weights, loaded, kept)
-        self.whole = version.whole_arrays(array_of)
+        self.whole = version.model_arrays(array_of)
         self.layers = [version.layer_arrays(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
-        self.tuned = [array.astype(FLOAT32) for array in tuned(weights)]
-        for array in tuned(weights):
+        self.tuned = [array.astype(FLOAT32) for array in initial_states(weights)]
+        for array in initial_states(weights):
             loaded(array)
 
     def __repr__(self):
@@ -71,7 +71,7 @@ class NumpyLayers:
 
 
 def loaded_array(version, weights, loaded, kept, field, weight, names):
-    array = kept(field, weight, version.plain(weights, names))
+    array = kept(field, weight, version.without_leading_ones(weights, names))
     for name in names:
         loaded(weights[name])
     return array

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .version import Version, in_block
+from .version import Version, name_in_block
 
 
 class Layout:
@@ -21,7 +21,7 @@ class Layout:
 
     @classmethod
     def sizes_of(cls, layers: int, width: int, head_size: int, vocabulary: int = 256) -> dict[str, int]:
-        """The size of every axis that `Version.declared` has; ContractError where they do not go together.
+        """The size of every axis that `Version.parameter_axes` has; ContractError where they do not go together.
 
         The ranks of a version and its channel mix's width follow the width.
         """
@@ -42,7 +42,7 @@ class Layout:
     def __init__(self, sizes, weights=None):
         """`weights`, by official name, are what a training starts from; without them, first values."""
         version, self.weights = self.version, weights
-        self.sizes, self.axes = sizes, version.declared(sizes["L"])
+        self.sizes, self.axes = sizes, version.parameter_axes(sizes["L"])
         is_matrix, place = version.is_matrix, self.place
         self.shapes = {
             name: tuple(sizes[axis] for axis in self.axes[name].split()) for name in sorted(self.axes, key=place)
@@ -77,7 +77,7 @@ class Layout:
             stack = whose[first:last].reshape(len(names), *shape)[slice(None) if names[1:] else 0]
             return stack if not weight.matrix or weight.inputs_first or field == "embedding" else stack.swapaxes(-1, -2)
 
-        tree = self.version.whole_arrays(array_of)
+        tree = self.version.model_arrays(array_of)
         tree.layers = [self.version.layer_arrays(f"blocks.{i}.", array_of) for i in range(self.sizes["L"])]
         return tree
 
@@ -105,4 +105,4 @@ class Layout:
         """What sorts the parameters: matrices before the others, in their order within a layer."""
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
         matrix = self.version.is_matrix(name)
-        return (0, layer, self.version.matrices.index(in_block(name))) if matrix else (1, layer, 0)
+        return (0, layer, self.version.matrices.index(name_in_block(name))) if matrix else (1, layer, 0)

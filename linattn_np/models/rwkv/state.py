@@ -15,7 +15,7 @@ from ..devices import on_host
 from ..files import mapped, replaced
 from ..number_checks import shown
 from ..stored_zip import MAX_INDEX
-from .version import TUNED
+from .version import INITIAL_STATE_PARAMETER
 
 
 @dataclass
@@ -93,7 +93,7 @@ class State:
     @classmethod
     def tuned(cls, weights) -> State:
         """Of tuned states by name, value by key as files have them."""
-        names = [f"blocks.{i}.{name}" for name in TUNED for i in range(len(weights) or 1)]
+        names = [f"blocks.{i}.{name}" for name in INITIAL_STATE_PARAMETER for i in range(len(weights) or 1)]
         if odd := sorted(set(weights) ^ set(names)):
             refuse(f"has {shown(odd[0])}, expected att.time_state of every block and nothing else")
         shape = weights[names[0]].shape

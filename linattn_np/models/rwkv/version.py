@@ -1,7 +1,11 @@
 """The tables in which versions of RWKV differ: parameters, their names in files, and the arrays that the layers take.
 
-One set of tables for all: the layers on the CPU, those on the GPU, and the views of the parameters that a training
-changes. Each of them decides on its own how an array is kept.
+The layers on the CPU, the layers on the GPU, and training (whose arrays are views of one parameter vector) read the
+same tables. Each of them decides by itself in which dtype and layout it keeps an array.
+
+A *block* is the parameters of one layer, as files name them: ``blocks.0.att.key.weight`` is of block 0. An official
+name is that of the RWKV project's own files. Axes are letters with spaces between, such as ``"H N N"``: V tokens of the
+vocabulary, D channels, H heads of N channels; 1 for an axis that files have with one element.
 """
 
 from __future__ import annotations
@@ -17,17 +21,17 @@ from ...errors import ContractError, ContractTypeError
 
 LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5  # whatever the head size is
-EPS = "norm_eps"  # may be among the weights, [2]: the eps of layer norms and of the group norm, unless official ones
-TUNED = {"att.time_state": "H N N"}  # in every block or in none: a tuned initial state, value by key
+NORM_EPS_NAME = "norm_eps"  # entry [2] of a model's weights: eps of layer norms and of the group norm, if not these two
+INITIAL_STATE_PARAMETER = {"att.time_state": "H N N"}  # trained initial state, value by key; in every block or in none
 
 
 @dataclass(frozen=True)
 class Weight:
-    """An array that the layers take. Several parameters become a stack along a first axis, in this order.
+    """An array that the layers read, made of one parameter, or of several that are stacked along a new first axis.
 
-    names : of the parameters, within a layer's block or in the whole model
-    matrix : whether a product takes it; matrices are what half precision, weight decay and quantisation are for
-    inputs_first : whether files have the matrix as (in, out), as those of low rank; the others are (out, in)
+    names : the parameters, in the order of the stack; names within a block, or full names outside the layers
+    matrix : whether it is an operand of a matrix product; half precision, weight decay and quantisation are for these
+    inputs_first : whether files store the matrix as (in, out), as they do low-rank matrices; the others are (out, in)
     """
 
     names: tuple[str, ...]
@@ -51,7 +55,7 @@ def low_rank(name) -> Weight:
     return Weight((name,), matrix=True, inputs_first=True)
 
 
-# Of every version: the parameters of the whole model with their axes, and the arrays that the layers take of them.
+# Alike in every version: {parameter: axes} before the layers and after them, {field: Weight} of the arrays from these.
 EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
 MODEL = {
@@ -66,19 +70,19 @@ MODEL = {
 class Version:
     """A version of RWKV.
 
-    owner : the class of its models, which errors begin with
+    owner : the class of its models, with which errors begin
     title : what errors call the version
-    block : every parameter of a layer's block and its axes; an axis gets its size where it is first named. Linear
-        weights are (out, in)
-    layer : the arrays that a layer takes, by field
-    first_layer_lacks : parameters of a block that the first block does not have; files may bring them, unread
-    naming : of weights the prefix of their blocks, and a function from an official name to the name in the file and
-        what makes the official array of the file's
-    others : of weights, the parts of names that give other versions away, with these versions
-    fla_fields : flash-linear-attention's fields that change what is computed, with the one value of each that is
-        computed here
-    fla_eps : of its norms, where its config says nothing
-    fla_group_factor : of weights with its names, the group norm's eps as a multiple of the layer norms'
+    block : {parameter of a block: axes}. The first parameter with an axis, in the order EMBEDDING, blocks, HEAD, gives
+        the axis its size
+    layer : {field: Weight}, the arrays of a layer
+    first_layer_lacks : parameters of a block that the first block does not have; files may contain them, unread
+    naming : a function of the weights in a file. It returns (the prefix of block names in the file, a function of an
+        official name, which returns (the name in the file, the function that converts the file's array))
+    others : a function of the weights in a file. It returns {part of a name: the other version that has such names}
+    fla_fields : {field of flash-linear-attention's config: the only value that is supported}
+    fla_eps : flash-linear-attention's eps of norms if its config has none
+    fla_group_eps_factor : a function of weights with flash-linear-attention's names: the group norm's eps divided by
+        the layer norms'
     """
 
     owner: str
@@ -89,28 +93,28 @@ class Version:
     others: Callable[[Mapping], Mapping[str, str]]
     fla_fields: dict[str, object]
     fla_eps: float
-    fla_group_factor: Callable[[Mapping], float]
+    fla_group_eps_factor: Callable[[Mapping], float]
     first_layer_lacks: frozenset[str] = frozenset()
 
     # -- refusals ----------------------------------------------------------------------------------------------------
     def refuse(self, complaint: str, error=ContractError) -> NoReturn:
         raise error(f"{self.owner}: {complaint}")
 
-    def one_of(self, dtype, accepted, where=""):
-        """`dtype` as NumPy's, once it is one of those `accepted`."""
+    def checked_dtype(self, dtype, accepted, purpose=""):
+        """`dtype` as a NumPy dtype; ContractTypeError if it is none of `accepted`. `purpose` ends the error's text."""
         try:
             found = np.dtype(dtype)
         except TypeError:
             found = repr(dtype)
         if not any(found == one for one in accepted):
-            expected = f"expected {', '.join(map(str, accepted))}{where}"
+            expected = f"expected {', '.join(map(str, accepted))}{purpose}"
             self.refuse(f"dtype is {found}, {expected}", ContractTypeError)
         return found
 
     # -- parameters --------------------------------------------------------------------------------------------------
-    def declared(self, layers, tuned=False) -> dict[str, str]:
-        """Official names of all the parameters of a model, and their axes."""
-        block = self.block | TUNED if tuned else self.block
+    def parameter_axes(self, layers, has_initial_state=False) -> dict[str, str]:
+        """{official name: axes} of all parameters of a model with so many layers."""
+        block = self.block | INITIAL_STATE_PARAMETER if has_initial_state else self.block
         blocks = {
             f"blocks.{i}.{name}": axes
             for i in range(layers)
@@ -121,24 +125,24 @@ class Version:
 
     @property
     def matrices(self) -> list[str]:
-        """The names of all matrices, in a layer's block or in the whole model, in the order of the tables."""
+        """The names of all matrices, within a block or outside the layers, in the order of `layer` and MODEL."""
         weights = (*self.layer.values(), *MODEL.values())
         return [name for weight in weights if weight.matrix for name in weight.names]
 
     def is_matrix(self, name) -> bool:
-        return in_block(name) in self.matrices
+        return name_in_block(name) in self.matrices
 
     def linears(self, layers: int) -> list[str]:
-        """The names of the large matrices, all of them (out, in), but not the embedding."""
-        found = ["head.weight"]
+        """The full names of the matrices that files store as (out, in), without the embedding: none of low rank."""
+        names = ["head.weight"]
         for weight in self.layer.values():
             if weight.matrix and not weight.inputs_first:  # the first block lacks none of them
-                found += [f"blocks.{i}.{name}" for i in range(layers) for name in weight.names]
-        return found
+                names += [f"blocks.{i}.{name}" for i in range(layers) for name in weight.names]
+        return names
 
     # -- arrays ------------------------------------------------------------------------------------------------------
     def layer_arrays(self, prefix: str, array_of: Callable) -> SimpleNamespace:
-        """The arrays of a layer: ``array_of(field, weight, full names)`` makes each of them."""
+        """The arrays of a layer whose names begin with `prefix`: ``array_of(field, weight, full names)`` makes each."""
         lacking = self.first_layer_lacks if prefix == "blocks.0." else frozenset()
         return SimpleNamespace(
             **{
@@ -148,42 +152,42 @@ class Version:
             }
         )
 
-    def whole_arrays(self, array_of: Callable) -> SimpleNamespace:
-        """The arrays of a model outside its layers."""
+    def model_arrays(self, array_of: Callable) -> SimpleNamespace:
+        """The arrays of the model outside its layers, made by ``array_of`` as in `layer_arrays`."""
         return SimpleNamespace(
             **{field: array_of(field, weight, list(weight.names)) for field, weight in MODEL.items()}
         )
 
-    def plain(self, weights, names) -> list:
-        """The named parameters, without the leading axes of 1 that files have."""
-        ones = self.block.get(in_block(names[0]), "").split().count("1")
+    def without_leading_ones(self, weights, names) -> list:
+        """The named parameters of a block, without the axes of size 1, which files have before all others."""
+        ones = self.block.get(name_in_block(names[0]), "").split().count("1")
         return [weights[name].reshape(weights[name].shape[ones:]) for name in names]
 
     def norm_eps(self, weights) -> tuple[float, float]:
-        """Of the layer norms and of the group norm."""
-        found = weights.get(EPS, (LAYER_NORM_EPS, GROUP_NORM_EPS))
-        return float(found[0]), float(found[1])
+        """(the eps of the layer norms, the eps of the group norm)."""
+        eps = weights.get(NORM_EPS_NAME, (LAYER_NORM_EPS, GROUP_NORM_EPS))
+        return float(eps[0]), float(eps[1])
 
 
-def in_block(name: str) -> str:
+def name_in_block(name: str) -> str:
     """A name without its block's prefix."""
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def stacked(arrays):
-    """A new array of one array, or of several as a stack: a model's weights are neither a file's nor the caller's."""
+    """A copy of one array, or a stack of several: a model does not share memory with a file or with the caller."""
     return np.stack(arrays) if len(arrays) > 1 else np.array(arrays[0])
 
 
-def tuned(weights) -> list:
-    """Initial states, [H, N, N] of each layer, or none; files have value by key, states key by value."""
+def initial_states(weights) -> list:
+    """The trained initial state [H, N, N], key by value, of each layer, or an empty list; files have value by key."""
     return [array.swapaxes(1, 2) for name, array in weights.items() if name.endswith("time_state")]
 
 
 def output_scale(dtype) -> float:
-    """The scale of the recurrence where its result is kept in `dtype`, whose numbers may be few: float16 ends at 65504.
+    """The factor of the recurrence's result if this is stored in `dtype`: float16 ends at 65504.
 
-    It is a power of two, and a group norm with its square times eps takes it away again.
+    A power of two, so exact. The group norm that follows removes it; its eps is multiplied by the factor's square.
     """
     return 2.0**-6 if dtype == np.float16 else 1.0
 

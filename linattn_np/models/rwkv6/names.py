@@ -126,6 +126,6 @@ VERSION = Version(
     others=lambda weights: {} if of_web_rwkv(weights) else OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None},
     fla_eps=1e-6,
-    fla_group_factor=lambda weights: 1,
+    fla_group_eps_factor=lambda weights: 1,
 )
 official, parameters = partial(names.official, VERSION), partial(names.parameters, VERSION)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..rwkv import parameters
-from ..rwkv.version import in_block
+from ..rwkv.version import name_in_block
 from .names import VERSION
 
 # What the first outputs of a layer are scaled by: at first the residual passes everything by.
@@ -45,7 +45,7 @@ class Layout(parameters.Layout):
 
 def initial(name, shape, sizes, rng):
     """The first value of a parameter, or what broadcasts to it (Peng et al., "Eagle and Finch", 2024, appendix)."""
-    D, L, part = sizes["D"], sizes["L"], in_block(name)
+    D, L, part = sizes["D"], sizes["L"], name_in_block(name)
     depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
     rising, falling = depth / max(1, L - 1), 1 - depth / L  # 0 to 1, and 1 to almost 0
     channel = np.arange(D) / D

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..rwkv.names import blocks_of, fla, official_first, row, same, transposed
-from ..rwkv.version import Version, in_block
+from ..rwkv.version import Version, name_in_block
 from .weights import LAYER
 
 # Every parameter of a block and its axes; an axis gets its size where it is first named. D n_embd, H heads, N head
@@ -62,7 +62,7 @@ PACKED = "rwkvag"  # the order of the six mixes in fla's older files, which have
 
 def shape_of(name):
     """What makes an official array of one that may lack axes of 1."""
-    return row if BLOCK.get(in_block(name)) == "1 1 D" else same
+    return row if BLOCK.get(name_in_block(name)) == "1 1 D" else same
 
 
 def official(name):
@@ -116,6 +116,6 @@ VERSION = Version(
     others=lambda weights: OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "norm_first": True, "attn": None},
     fla_eps=1e-5,
-    fla_group_factor=head_size,
+    fla_group_eps_factor=head_size,
     first_layer_lacks=frozenset({"att.v0", "att.v1", "att.v2"}),
 )

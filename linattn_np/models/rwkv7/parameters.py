@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..rwkv import parameters
-from ..rwkv.version import in_block
+from ..rwkv.version import name_in_block
 from .names import VERSION
 
 RANKS = {"W": 2.5, "A": 2.5, "Q": 1.7, "G": 5.0}  # of the low-rank matrices, times the root of the width
@@ -38,7 +38,7 @@ class Layout(parameters.Layout):
 
 def initial(name, shape, sizes, rng):
     """The first value of a parameter, or what broadcasts to it (Peng et al., "RWKV-7 'Goose'", 2025, appendix)."""
-    D, L, N, part = sizes["D"], sizes["L"], sizes["N"], in_block(name)
+    D, L, N, part = sizes["D"], sizes["L"], sizes["N"], name_in_block(name)
     depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
     rising, falling = depth / max(1, L - 1), 1 - depth / L  # 0 to 1, and 1 to almost 0
     channel, place = np.arange(D) / D, np.arange(D) / max(1, D - 1)
