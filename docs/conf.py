@@ -23,6 +23,7 @@ exclude_patterns = ["_build", "gallery"]
 html_theme = "furo"
 html_title = "linattn_np"
 myst_enable_extensions = ["colon_fence"]
+myst_fence_as_directive = ["math"]  # GitHub's form of an equation, for MathJax here
 myst_heading_anchors = 3
 suppress_warnings = ["config.cache"]
 autodoc_member_order = "bysource"

@@ -5,7 +5,7 @@ import pytest
 from conftest import SINGLE
 from reference import assert_close, draw, draw_states, exact, same_bits, stated, with_value_heads
 
-from linattn_np import ContractError, explain, gla, gla_step, softmax_attention, vjp
+from linattn_np import ContractError, explain, gla, gla_step, softmax_attention, value_heads, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.dispatch import choose
 from linattn_np.ops import OPS
@@ -267,3 +267,11 @@ def test_heads_that_do_not_fit_are_refused(rng):
         gla_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], g[:, :, 0], np.zeros((2, 4, 16, 8)))
     with pytest.raises(ContractError, match="softmax_attention: v has HK=4, but HK=2 elsewhere"):
         softmax_attention(q, k, v)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_rows_of_any_length_are_folded(dtype, columns, rng):
+    x = rng.random((2, 6, 5, columns)).astype(dtype)
+    wanted = np.concatenate([x[:, g::3] for g in range(3)], -1)
+    assert same_bits(value_heads.fold(x, 3), wanted) and same_bits(value_heads.unfold(wanted, 3), x)

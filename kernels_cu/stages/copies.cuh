@@ -38,8 +38,8 @@ __device__ __noinline__ void copy_small_pieces(T* tile, const T* from, i64 strid
   else if (bytes == 4) copy_pieces<4, ROWS, COLS, LD>(tile, from, stride, rows, width);
   else copy_pieces<sizeof(T), ROWS, COLS, LD>(tile, from, stride, rows, width);
 }
-// The same from row `first` and column `column` of (batch, head) on; zeros from row `stop` on. All rows are whole pieces
-// of `bytes`: 16, 8, 4 or 2.
+// Starts to copy [ROWS, COLS] of (batch, head) of `x` from row `first` and column `column` on; zeros from row `stop`
+// and column `width` on. All rows of x are whole pieces of `bytes`: 16, 8, 4 or 2.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_tile(T* tile, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
                                           i64 column, i64 width, i64 bytes) {

@@ -4,8 +4,8 @@
 // shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C] float32, zero above the diagonal
 // grid      a block for every (batch, head, chunk, ROWS rows of it), batch slowest; a warp has 16 rows
 // smem      Shared
-// barriers  five for every 16 keys: they have arrived | numbers and decays stand | the diagonal's scores stand | queries
-//           and keys are decayed | they are read
+// barriers  for every 16 keys: keys have arrived, and the last ones are read | they and their decays are float32 in
+//           shared memory | the diagonal's scores are | queries and keys are multiplied by decays
 // numerics  on the diagonal decays are multiplied token by token; below it a pair's decay is a factor of the query,
 //           from the end of the key's sub-chunk, times a factor of the key, to that end, so that no exponent is
 //           positive for g <= 0; products as in copies.cuh
@@ -53,7 +53,8 @@ template <typename T> __device__ __forceinline__ float2 pair_of(const T* x) {
 }
 
 // scores[i, j] of the 16 x 16 pairs of a sub-chunk, zero above the diagonal. Decays `a` are multiplied one after the
-// other, as the recurrence does: exact for any gate. An eighth of a warp's lanes, and so of the channels, has a key.
+// other, as the recurrence does: exact for any gate. Eight neighbouring lanes have a key, each an eighth of its
+// channels.
 template <class ReadOrder, int BK>
 __device__ void diagonal_scores(float* scores, const float* q, const float* k, const float* a, const float* u) {
   constexpr int LANES = THREADS / SUB;
@@ -88,7 +89,8 @@ __device__ void diagonal_scores(float* scores, const float* q, const float* k, c
   }
 }
 
-// Multiplies query i of a sub-chunk by the decay from its start to the state that token i reads. A thread has a channel.
+// Multiplies query i of a sub-chunk by the decay from the sub-chunk's start to the state that token i reads. A thread
+// has a channel.
 template <class ReadOrder, int BK> __device__ __forceinline__ void decay_queries(float* q, const float* a) {
   for (int c = threadIdx.x; c < BK; c += THREADS) {
     float decay = 1.f;
@@ -101,7 +103,8 @@ template <class ReadOrder, int BK> __device__ __forceinline__ void decay_queries
   }
 }
 
-// Multiplies key j of a sub-chunk by the decay after token j; `total` is the decay of all of it. A thread has a channel.
+// Multiplies key j of a sub-chunk by the decay from token j to the sub-chunk's end; `total` becomes the decay over the
+// sub-chunk. A thread has a channel.
 template <int BK> __device__ __forceinline__ void decay_keys(float* k, const float* a, float* total) {
   for (int c = threadIdx.x; c < BK; c += THREADS) {
     float decay = 1.f;

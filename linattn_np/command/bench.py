@@ -15,8 +15,8 @@ from functools import partial
 from .. import NotSupported, vjp
 from ..ops import OPS
 from .first_loops import compiling
-from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
-from .terminal import bar, meant, put, say, status, whole
+from .measuring import chosen, drawn, median_ms, ms_of_a_byte
+from .terminal import add_device, bar, meant, put, say, status, whole
 
 TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}  # no single steps
 
@@ -24,7 +24,7 @@ TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.ou
 def declare(parser):
     add = parser.add_argument
     add("operators", nargs="*", metavar="OPERATOR", help=f"which (default: all, {', '.join(TIMED)})")
-    declare_device(add)
+    add_device(add)
     add("--batch", type=whole(1), default=1, help="sequences (default: 1)")
     add("--heads", type=whole(1), default=8, help="(default: 8)")
     add("--tokens", type=whole(1), help="of a sequence (default: 1024 on the CPU, 4096 on a GPU)")

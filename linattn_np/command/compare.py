@@ -24,9 +24,9 @@ from ..backends.numpy.cores import workers
 from ..ops import OPS
 from .blas_threads import blas_threads
 from .first_loops import compiling
-from .measuring import Cpu, chosen, declare_device, drawn, median_ms, ms_of_a_byte
+from .measuring import Cpu, chosen, drawn, median_ms, ms_of_a_byte
 from .palette import GLA, INK, RETENTION, RWKV6, SOFTMAX, STYLE, TORCH, label_ends
-from .terminal import bar, put, status, whole
+from .terminal import add_device, bar, put, status, whole
 
 # Name, colour, width and size of the markers: a line that another covers is wider, and shows on both sides of it.
 LINES = {
@@ -53,7 +53,7 @@ class Curve:
 
 def declare(parser):
     add = parser.add_argument
-    declare_device(add)
+    add_device(add)
     add(
         "--longest",
         type=whole(SHORTEST),

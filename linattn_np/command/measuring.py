@@ -63,15 +63,6 @@ class Cuda:
             return call(), pool.total_bytes()
 
 
-def declare_device(add):
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: cuda where CuPy can use it, else cpu (default)",
-    )
-
-
 def chosen(name):
     """ImportError where the device that was asked for is not there, or what drives it."""
     if name == "cpu":

@@ -9,10 +9,10 @@ Every matrix W becomes W + (alpha / rank) B A, in its own dtype, under the offic
 import shlex
 
 from ..models import checkpoint
-from ..models.files import check_writable, same_file, write_arrays
+from ..models.files import write_arrays
 from ..models.rwkv.adapters import merged
 from ..models.versions import kind_of
-from .terminal import say, status
+from .terminal import check_out, say, status
 
 
 def declare(parser):
@@ -24,12 +24,7 @@ def declare(parser):
 
 
 def run(options):
-    if not options.out.endswith(".safetensors"):
-        raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
-    for name in ("model", "adapter"):
-        if same_file(options.out, checkpoint.located(getattr(options, name))):
-            raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
-    check_writable(options.out)
+    check_out(options, "model", "adapter")
     with status("merging ..."):
         weights, adapter = checkpoint.read(options.model), checkpoint.read(options.adapter)
         config = checkpoint.config(options.model)

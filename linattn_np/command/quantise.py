@@ -11,14 +11,14 @@ import os
 from pathlib import Path
 
 from ..models import austen, checkpoint, load
-from ..models.files import check_writable, same_file, write_arrays
+from ..models.files import write_arrays
 from ..models.matrices import loops
 from ..models.versions import kind_of
 from .blas_threads import blas_for
 from .evaluate import loss
 from .first_loops import compiling
 from .generate import tokenizer_of
-from .terminal import add_tokenizer, say, status, whole
+from .terminal import add_tokenizer, check_out, say, status, whole
 
 
 def declare(parser):
@@ -44,12 +44,7 @@ def declare(parser):
 
 def run(options):
     options.model = Path(options.model) if options.model else austen()
-    if not options.out.endswith(".safetensors"):
-        raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
-    for name in ("model", "text"):
-        if same_file(options.out, checkpoint.located(getattr(options, name))):
-            raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
-    check_writable(options.out)
+    check_out(options, "model", "text")
     if options.dtype != "bfloat16":
         loops()  # what reads the file again, before anything is written
     with status("loading ...") as show, compiling(show):

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 
+from ..models.checkpoint import located
+from ..models.files import check_writable, same_file
 from ..models.number_checks import shown
 from .signals import Ended, handled
 
@@ -254,8 +256,18 @@ def whole(least, most=10**18):
     return number
 
 
+def check_out(options, *inputs):
+    """ValueError or OSError where --out cannot be written, is no .safetensors, or is the file of one of `inputs`."""
+    if not options.out.endswith(".safetensors"):
+        raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
+    for name in inputs:
+        if same_file(options.out, located(getattr(options, name))):
+            raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
+    check_writable(options.out)
+
+
 def add_device(add):
-    """--device, of what computes a model."""
+    """--device, of what computes."""
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),

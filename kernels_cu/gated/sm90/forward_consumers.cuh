@@ -176,7 +176,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       for (u32 chunk = 0; chunk < SLOTS; ++chunk) fetch_backwards(chunk);
     else if (thread == 0)
       for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
-    __syncwarp();  // else CUDA 13.0's assembler keeps this thread apart from its warp, up to barriers for whole warps
+    __syncwarp();  // else CUDA 13.0's assembler keeps this thread apart from its warp: see tests/convergence.py
   }
 
   __device__ __forceinline__ int first_column() const { return work.column + warpgroup * PANEL; }

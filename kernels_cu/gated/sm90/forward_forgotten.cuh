@@ -34,6 +34,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
     float total = 0.f, most = 0.f;  // most: the largest of the gates that this thread has read
     int stop = (at.tokens + CHUNK - 1) / CHUNK;
     if (thread == 0 && stop) fetch(stop);
+    __syncwarp();  // as in forward_consumers.cuh, where an assembler kept such a thread apart from its warp
     for (u32 batch = 0; stop; ++batch) {
       const int count = min(stop, BOXES);
       float x[8] = {};

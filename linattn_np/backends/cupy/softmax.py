@@ -19,11 +19,10 @@ from ... import varlen
 from . import softmax_tiles
 from .arguments import members
 from .gated_kernels import SM90
-from .kernel import FLOATS, HALF, Kernel, no_kernels, padded
+from .kernel import FLOATS, HALF, Kernel, no_kernels
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 from .softmax_tiles import STATISTICS
 
-WORK_BYTES = 4 * softmax_tiles.WORDS  # the description of a tile
 IN_ROWS = "q k v o g dq dk dv".split()  # arrays that have a row for every token
 
 
@@ -69,11 +68,6 @@ class SoftmaxForward(SoftmaxSquare):
     def QUERIES(self):
         return 64 if self.D == 128 and self.capped else 128
 
-    @property
-    def shared_bytes(self):
-        stages = 2  # of keys and values
-        return padded(2 * self.D * (self.QUERIES + 2 * stages * self.KEYS) + WORK_BYTES, 128)
-
 
 class SoftmaxBackwardQueries(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_queries", 128, 32
@@ -82,11 +76,6 @@ class SoftmaxBackwardQueries(SoftmaxSquare):
         "reals scale softcap, integers vectors"
     )
 
-    @property
-    def shared_bytes(self):
-        stages, statistics = 2, 2 * 4 * self.QUERIES  # lse and delta of each query
-        return padded(2 * self.D * (2 * self.QUERIES + 2 * stages * self.KEYS) + statistics + WORK_BYTES, 128)
-
 
 class SoftmaxBackwardKeys(SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/backward_keys", STATISTICS, 64
@@ -94,12 +83,6 @@ class SoftmaxBackwardKeys(SoftmaxSquare):
         "rows q k v g dk dv, pointers works statistics, integers H group K V left right chunks, reals scale softcap, "
         "integers vectors"
     )
-
-    @property
-    def shared_bytes(self):
-        stages = 2  # of queries and their gradients
-        statistics = stages * 2 * 4 * self.QUERIES  # lse and delta of each query
-        return padded(2 * self.D * (2 * self.KEYS + 2 * stages * self.QUERIES) + statistics + WORK_BYTES, 128)
 
 
 # -- on Hopper ---------------------------------------------------------------------------------------------------------
@@ -112,10 +95,6 @@ class SoftmaxSm90(Softmax):
     def tokens_of(self, name) -> int:
         """Tokens of a tensor copy of an array."""
         return self.STORED if name in self.RESULTS else self.BOX
-
-    def with_barriers(self, used, barriers, works=3) -> int:
-        """Shared memory that has `used` bytes, the descriptions of `works` tiles and so many barriers."""
-        return padded(used + works * WORK_BYTES + 8 * barriers, 1024)
 
     def given(self, arrays):
         maps = {
@@ -155,13 +134,6 @@ class SoftmaxForwardSm90(SoftmaxSm90):
     def KEYS(self):
         return 96 if self.K > 128 else 128
 
-    @property
-    def shared_bytes(self):
-        slots = 2 if self.K > 128 else 3  # of queries
-        stages = 4 if self.K == 64 else 2  # of keys and values
-        tiles = 2 * (slots * self.QUERIES * self.K + stages * self.KEYS * (self.K + self.V))
-        return self.with_barriers(tiles, 2 * slots + 4 * stages, slots + 1)
-
 
 class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_queries", 128, 64
@@ -171,11 +143,6 @@ class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
         "reals scale softcap"
     )
 
-    @property
-    def shared_bytes(self):
-        stages = 4 + (4 if self.D == 64 else 3)  # of keys, and of values
-        return self.with_barriers(2 * self.D * (3 * self.QUERIES + stages * self.KEYS), 3 + 2 * stages)
-
 
 class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_keys", STATISTICS, 128
@@ -184,13 +151,6 @@ class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
         "maps q k v g dk dv, rows dk_out dv_out, pointers works statistics, integers H group K V left right chunks, "
         "reals scale softcap"
     )
-
-    @property
-    def shared_bytes(self):
-        stages = 3  # of queries and their gradients
-        statistics = stages * 2 * 4 * self.QUERIES  # lse and delta of each query
-        tiles = 2 * self.D * (2 * 2 * self.KEYS + 2 * stages * self.QUERIES)
-        return self.with_barriers(tiles + statistics, 2 * 2 + 4 * stages)
 
 
 # -- without tensor cores ----------------------------------------------------------------------------------------------

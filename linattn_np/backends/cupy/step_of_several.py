@@ -10,7 +10,7 @@ from ...declarations import MOST_PENDING
 from .arguments import members
 from .delta import Inputs
 from .delta import unsupported as unsupported_rows
-from .delta_kernels import DPLR, GATED_DELTA
+from .delta_kernels import DPLR
 from .gated_kernels import channels
 from .kernel import DOUBLE, Kernel
 from .plan import FLOAT32, Draft, aligned16, has_rows
@@ -50,15 +50,6 @@ class StepOfSeveral(Kernel):
     @property
     def threads(self):
         return 512 if self.BK == 128 and self.real == FLOAT32 else 256
-
-    @property
-    def shared_bytes(self):
-        own, few = self.rule == DPLR, 16 // self.real.itemsize
-        gates = few if self.rule == GATED_DELTA else self.BK
-        pending = gates + (1 + own) * (self.BK + self.BV)
-        token = gates + (1 + own) * self.BK + self.BK + own * self.BK + self.BV + 2 + own
-        numbers = self.TOKENS * (pending + token) + (1 - own) * few + 2 * self.BV * (self.threads // 32 + 1)
-        return -(-numbers * self.real.itemsize // 16) * 16
 
 
 def unsupported(problem) -> str | None:

@@ -162,12 +162,12 @@ def multiply(a, b, c, depth, add):
 # -- softmax attention -------------------------------------------------------------------------------------------------
 # Scores are turned, [keys of a panel, rows of a tile], so that a row's maximum and sum are taken across no lanes.
 @njit(**LOOP)
-def gather(x, first, count, to):
-    """to [rows, D] = the tokens from `first` on of x [G, T, D]."""
+def gather(x, first, count, scale, to):
+    """to [rows, D] = scale times the tokens from `first` on of x [G, T, D]."""
     for g in range(x.shape[0]):
         for t in range(count):
             for c in range(x.shape[2]):
-                to[g * count + t, c] = x[g, first + t, c]
+                to[g * count + t, c] = scale * x[g, first + t, c]
 
 
 @njit(**LOOP)
@@ -203,6 +203,16 @@ def hide(s, key, keys, rows):
 
 
 @njit(**LOOP)
+def zero_of(s):
+    """0, or NaN where a score is not finite; a sum that once overflowed is never finite again."""
+    total = single(0)
+    for j in range(s.shape[0]):
+        for i in range(s.shape[1]):
+            total += s[j, i] * single(0)
+    return total
+
+
+@njit(**LOOP)
 def cap(s, softcap):
     for j in range(s.shape[0]):
         for i in range(s.shape[1]):
@@ -234,12 +244,22 @@ def tokens_of_tile(G, first, stop):
 
 
 @njit(**LOOP)
-def attend(q, keys, values, first_key, last_key, first, stop, softcap, o, m, l):
-    """Fills o [G, T, V] of the tokens `first` to `stop`, and tells whether it is finite; m and l [G, T] come in as they
-    are before any key.
+def attend(heads, q, keys, values, first_key, last_key, first, stop, softcap, scale, o, m, l):
+    """`attend_head` for every head from heads[0] to before heads[1] of arrays with one more axis."""
+    well = True
+    for head in range(heads[0], heads[1]):
+        arrays, sums = (q[head], keys[head], values[head]), (o[head], m[head], l[head])
+        well &= attend_head(*arrays, first_key, last_key, first, stop, softcap, scale, *sums)
+    return well
 
-    q [G, T, K] is scaled, keys [n, PANEL, K'] and values [n, PANEL, V'] are panels. Token t sees the keys from
-    first_key[t] to before last_key[t].
+
+@njit(**LOOP)
+def attend_head(q, keys, values, first_key, last_key, first, stop, softcap, scale, o, m, l):
+    """Fills o [G, T, V] of the tokens `first` to `stop`, and tells whether it is finite; m and l [G, T] come in as they
+    are before any key. Where a score is not finite, o is NaN.
+
+    Of q [G, T, K]; keys [n, PANEL, K'] and values [n, PANEL, V'] are panels. Token t sees the keys from first_key[t] to
+    before last_key[t].
     """
     G, K, check = q.shape[0], q.shape[2], single(0)
     while first < stop:
@@ -250,13 +270,15 @@ def attend(q, keys, values, first_key, last_key, first, stop, softcap, o, m, l):
             np.zeros((size, values.shape[2]), single),
         )
         highest, total, kept = np.zeros(size, single), np.ones(size, single), np.empty(size, single)
-        its = np.empty((2, size), np.int64)
-        gather(q, first, count, turned.T)
+        its = np.empty((2, size), np.int32)
+        gather(q, first, count, scale, turned.T)
         gather_numbers(m, first, count, highest)
         gather_numbers(l, first, count, total)
         begin, end = seen(first_key, last_key, first, count, rows, its)
+        zero = single(0)
         for panel in range(begin // PANEL, -(-end // PANEL)):
             multiply(keys[panel], turned, s, K, False)
+            zero += zero_of(s)
             if softcap > 0:
                 cap(s, softcap)
             hide(s, panel * PANEL, its, rows)
@@ -269,7 +291,7 @@ def attend(q, keys, values, first_key, last_key, first, stop, softcap, o, m, l):
         for row in range(rows):
             g, t = row // count, first + row % count
             m[g, t], l[g, t] = highest[row], total[row]
-            share = single(1) / (single(1) if its[0, row] >= its[1, row] else total[row])
+            share = zero + single(1) / (single(1) if its[0, row] >= its[1, row] else total[row])
             for c in range(o.shape[2]):
                 o[g, t, c] = results[row, c] * share
                 check += o[g, t, c] * single(0)
@@ -294,11 +316,11 @@ def pull(q, do, m, l, own, keys, values, first_key, last_key, softcap, scale, dq
             np.zeros((size, dk.shape[2]), single),
         )
         highest, total, share = np.zeros(size, single), np.ones(size, single), np.zeros(size, single)
-        its = np.empty((2, size), np.int64)
-        gather(q, first, count, queries)
-        gather(q, first, count, turned.T)
-        gather(do, first, count, results)
-        gather(do, first, count, turned_results.T)
+        its = np.empty((2, size), np.int32)
+        gather(q, first, count, scale, queries)
+        gather(q, first, count, scale, turned.T)
+        gather(do, first, count, single(1), results)
+        gather(do, first, count, single(1), turned_results.T)
         gather_numbers(m, first, count, highest)
         gather_numbers(l, first, count, total)
         gather_numbers(own, first, count, share)

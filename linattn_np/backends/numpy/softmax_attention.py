@@ -8,7 +8,7 @@ maximum m is in these units too.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -83,12 +83,16 @@ class Attention:
         heads = B * HK if self.is_few else LARGEST_TILES // max(rows * min(self.size, S), 1)
         self.blocks = row_blocks(B, HK, max(1, heads)) if HK else []
         self.m, self.l = np.empty((2, B, H, T), self.dtype)
-        self.lengths = np.sqrt(np.vecdot(self.k, self.k))  # of keys [B, HK, S]
         self.exponents, self.sinks = np.zeros((B, H, T), np.int32), None
         if "sinks" in problem.arrays:
             self.sinks = np.broadcast_to(problem["sinks"].astype(self.dtype)[:, None, None], (B, H, T, 1))
         found = loops(B * H * T * S) if self.dtype == np.float32 and not self.is_few else None
         self.compiled = found and Compiled(self, found)
+
+    @cached_property
+    def lengths(self):
+        """Of keys [B, HK, S]."""
+        return np.sqrt(np.vecdot(self.k, self.k))
 
     def finals(self):
         if not self.problem.output_final_state:
@@ -331,9 +335,9 @@ class Compiled:
     def __init__(self, attention, loops):
         self.attention, self.loops, problem = attention, loops, attention.problem
         self.B, self.HK, self.T, self.S = problem.shape("B HK T S")
-        self.q = self.by_head(attention.scaled(attention.q, None))
+        self.q = self.by_head(attention.q)
         self.keys, self.values = self.panels(attention.k), self.panels(attention.v)
-        self.softcap = attention.dtype.type(attention.softcap)
+        self.softcap, self.scale = np.float32(attention.softcap), np.float32(problem.scale)
         left, right = attention.window
         spans, key_spans, t = problem.spans, problem.options["key_spans"], np.arange(self.T)
         place, first, last = (
@@ -350,8 +354,10 @@ class Compiled:
         return x.reshape(self.B * self.HK, -1, *x.shape[2:])
 
     def panels(self, x):
-        """x [B, HK, S, D] as [B HK, n, PANEL, D'], with zeros behind its keys and its columns."""
+        """x [B, HK, S, D] as [B HK, n, PANEL, D'], itself if that can be, else with zeros behind both."""
         panel, columns, D = self.loops.PANEL, self.loops.COLUMNS, x.shape[-1]
+        if self.S % panel == D % columns == 0 and x.flags.c_contiguous:
+            return x.reshape(len(self.q), -1, panel, D)
         found = np.zeros((len(self.q), -(-self.S // panel) * panel, -(-D // columns) * columns), np.float32)
         found[:, : self.S, :D] = x.reshape(-1, self.S, D)
         return found.reshape(len(found), -1, panel, found.shape[-1])
@@ -359,22 +365,21 @@ class Compiled:
     def forward(self, o):
         """Fills o, m and l; for which rows [B, H, T] that did not do."""
         attention, loops = self.attention, self.loops
-        if not np.sqrt(np.vecdot(self.q, self.q)).max() * attention.lengths.max() < attention.range.max / 2:
-            return np.ones(attention.m.shape, bool)
         attention.m[...], attention.l[...] = (
             (attention.range.min, 0) if attention.sinks is None else (attention.sinks[..., 0], 1)
         )
         filled = o if o.dtype == np.float32 and o.flags.c_contiguous else np.empty(o.shape, np.float32)
         m, l, found = (self.by_head(x) for x in (attention.m, attention.l, filled))
-        step = self.count(found.shape[1])
+        step, count = self.count(found.shape[1]), len(found)
+        together = max(1, count // (TASKS * workers())) if step >= self.T else 1  # heads of a task
 
         def task(head, first):
-            arrays = self.q[head], self.keys[head], self.values[head], self.first_key, self.last_key
-            queries = first, min(first + step, self.T), self.softcap
-            return loops.attend(*arrays, *queries, found[head], m[head], l[head])
+            heads = head, min(head + together, count)
+            arrays = self.q, self.keys, self.values, self.first_key, self.last_key
+            queries = first, min(first + step, self.T), self.softcap, self.scale
+            return loops.attend(heads, *arrays, *queries, found, m, l)
 
-        firsts = range(0, self.T, step)
-        tasks = [(head, first) for first in reversed(firsts) for head in range(len(found))]
+        tasks = [(n, first) for first in reversed(range(0, self.T, step)) for n in range(0, count, together)]
         done = in_parallel(task, *zip(*tasks), caller=True)
         if filled is not o:
             assign(o, filled)
@@ -392,7 +397,7 @@ class Compiled:
             return attention.blocks
         dkeys, dvalues = np.zeros_like(self.keys), np.zeros_like(self.values)
         of_rows = [self.by_head(x) for x in (do, attention.m, attention.l, own)]
-        found, scale = self.by_head(dq), np.float32(attention.problem.scale)
+        found = self.by_head(dq)
 
         def task(head):
             keys = self.keys[head], self.values[head], self.first_key, self.last_key
@@ -401,7 +406,7 @@ class Compiled:
                 *(x[head] for x in of_rows),
                 *keys,
                 self.softcap,
-                scale,
+                self.scale,
                 found[head],
                 dkeys[head],
                 dvalues[head],
