@@ -1,7 +1,7 @@
 """The delta rules: what a state holds for a token's key is erased before the token is written.
 
-A call goes by the first of `FORWARD_WAYS` that takes it, the last of which takes every call, token by token. Gradients
-go in chunks where `why_not_in_chunks` has no reason against it, and else token by token.
+A call goes by the first of `FORWARD_WAYS` that has no reason against it; `explain` tells those of the ways before it.
+Gradients go in chunks where `why_not_in_chunks` has no reason against it, and else token by token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ... import declarations
-from .delta_hopper import ScalarOnHopper
+from .delta_hopper import ScalarOnHopper, why_no_chunks
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -28,10 +28,11 @@ from .delta_kernels import (
 from .elementwise_kernels import sum_of_parts
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, TILES
-from .kernel import FLOATS, HALF, no_kernels
+from .kernel import FLOATS, no_kernels
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # where an operator has another name for an array than the kernels
+IN_CHUNKS = "in chunks"  # the way's name in explanations
 KEYS = ("q", "k", "a", "b")  # arrays that may have fewer heads than values
 
 
@@ -44,14 +45,10 @@ def unsupported(problem) -> str | None:
 
 def why_not_in_chunks(problem, device) -> str | None:
     """Why a call goes token by token on every card; None where it does not."""
-    if problem.mode == "recurrent":
-        return "mode='recurrent' is token by token"
     if problem.op is declarations.RWKV7:
         return "what is erased has a key of its own"
-    if problem.dtype not in HALF:
-        return f"the data are {problem.dtype}, and tensor cores multiply half precision"
-    if problem.sizes["K"] > TILES[-1]:
-        return f"K={problem.sizes['K']} is over {TILES[-1]}"
+    if reason := why_no_chunks(problem):
+        return reason
     if forward_kernel(problem, device).shared_bytes > device.shared_per_block:
         return f"the card has no shared memory for {problem.sizes['K']} channels with gates of their own"
     return None
@@ -77,13 +74,13 @@ def gate_dtype(problem):
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
-def against(reason) -> dict:
-    """What `explain` says about a way that is not taken for this reason, if there is one."""
-    return {} if reason is None else {"in chunks": reason}
-
-
 def plan(problem, device):
-    return next(way for way in FORWARD_WAYS if way.takes(problem, device)).plan(problem, device)
+    against = {}
+    for way in FORWARD_WAYS:
+        reason = way.why_not(problem, device)
+        if reason is None:
+            return replace(way.plan(problem, device), against=against)
+        against[way.name] = reason
 
 
 class Inputs:
@@ -134,9 +131,11 @@ class Inputs:
 class TokenByToken:
     """Any call, by one kernel."""
 
+    name = "token by token"
+
     @staticmethod
-    def takes(problem, device) -> bool:
-        return True
+    def why_not(problem, device) -> None:
+        return None
 
     @staticmethod
     def plan(problem, device):
@@ -144,16 +143,13 @@ class TokenByToken:
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         kernel = recurrent_kernel(inputs, problem.shape("N H"), device)
         launch_recurrent(draft, inputs, kernel, inputs.arrays, initial=draft.initial(problem), o=o, final=final)
-        how = {"mode": "recurrent", "tiles": kernel.tiles, "against": against(why_not_in_chunks(problem, device))}
-        return draft.plan(draft.results(problem, o, final), **how)
+        return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
 
 
 class InChunks:
     """Delta rules of data in half precision and at most 128 channels: on tensor cores."""
 
-    @staticmethod
-    def takes(problem, device) -> bool:
-        return why_not_in_chunks(problem, device) is None
+    name, why_not = IN_CHUNKS, staticmethod(why_not_in_chunks)
 
     @staticmethod
     def plan(problem, device):
@@ -193,13 +189,15 @@ def plan_vjp(problem, device, do, dht, saved=()):
 
 class Gradients:
     """Of a call, of some heads at a time, by `launch`: what is kept between a way's kernels then takes no more memory
-    than the inputs."""
+    than MOST times the inputs."""
 
+    MOST = 1
     kernel: GradientKernel  # that which computes most of them
 
     def __init__(self, problem, device, do, dht):
         self.problem, self.device, draft = problem, device, Draft()
-        self.why_not = why_no_gradients_in_chunks(problem, device)
+        reason = why_no_gradients_in_chunks(problem, device)
+        self.against = {} if reason is None else {IN_CHUNKS: reason}
         self.draft, self.inputs = draft, Inputs(draft, problem)
         self.do, dht = draft.cotangents(problem, do, dht)
         self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
@@ -207,12 +205,12 @@ class Gradients:
 
     def plan(self):
         inputs, H, group = self.inputs, self.problem.sizes["H"], self.inputs.group
-        read = sum(x.nbytes for x in inputs.arrays.values())
+        read = self.MOST * sum(x.nbytes for x in inputs.arrays.values())
         heads = group * heads_at_once(H // group, self.kernel.kept_bytes(self.problem, inputs), read)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
         found = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
-        return self.draft.plan(found, tiles=self.kernel.tiles, against=against(self.why_not))
+        return self.draft.plan(found, tiles=self.kernel.tiles, against=self.against)
 
     def of_heads(self, first, heads):
         """(states, do and dv of some heads)."""
@@ -265,6 +263,10 @@ class GradientsByToken(Gradients):
 class GradientsInChunks(Gradients):
     """Of what is computed in chunks: one kernel goes from chunk to chunk in both directions, and keeps states and what
     else hangs on them; one then computes all chunks at the same time."""
+
+    MOST = (
+        3  # 2.6 times are kept at 128 channels and columns: heads in turns would leave multiprocessors without blocks
+    )
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)

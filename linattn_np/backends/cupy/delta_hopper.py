@@ -9,14 +9,33 @@ from .kernel import HALF
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_copied
 
 
+def why_no_chunks(problem) -> str | None:
+    """Why no card computes a call in chunks, whatever its gates are; None where one may."""
+    if problem.mode == "recurrent":
+        return "mode='recurrent' is token by token"
+    if problem.dtype not in HALF:
+        return f"the data are {problem.dtype}, and tensor cores multiply half precision"
+    if problem.sizes["K"] > TILES[-1]:
+        return f"K={problem.sizes['K']} is over {TILES[-1]}"
+    return None
+
+
 class ScalarOnHopper:
     """A call in half precision whose tensor maps Hopper's kernel can have."""
 
+    name = "by Hopper's own kernel"
+
     @staticmethod
-    def takes(problem, device) -> bool:
-        known = problem.op in (DELTA_RULE, GATED_DELTA_RULE) and problem.dtype in HALF and problem.mode == "chunk"
-        fits = known and device.capability == 90 and problem.sizes["K"] <= TILES[-1]
-        return fits and mappable_once_copied([problem[name] for name in "qkv"])
+    def why_not(problem, device) -> str | None:
+        if device.capability != 90:
+            return "the card is another, or kernels of every card are asked for"
+        if problem.op not in (DELTA_RULE, GATED_DELTA_RULE):
+            return "every channel has a gate of its own"
+        if reason := why_no_chunks(problem):
+            return reason
+        if not mappable_once_copied([problem[name] for name in "qkv"]):
+            return "rows are no whole pieces of 16 bytes, or there are none"
+        return None
 
     @staticmethod
     def plan(problem, device):

@@ -310,7 +310,7 @@ def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, s
         layout="bthd",
         reverse=False,
         state_v_first=False,
-        mode="auto",
+        mode="chunk",
         chunk_size=None,
         materialize=None,
         precision="float32",
