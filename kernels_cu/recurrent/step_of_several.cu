@@ -55,7 +55,7 @@ template <typename T, typename G, typename S> struct Args {
 };
 
 // Columns at a time, and threads: so that a lane's numbers of the state leave it registers.
-template <typename R, int BK> constexpr int THREADS_OF = BK == 64 || sizeof(R) == 8 ? 256 : 512;
+template <typename R, int BK> constexpr int THREADS_OF = BK == 128 && sizeof(R) == 4 ? 512 : 256;
 template <typename R, int BK> constexpr int COLUMNS = THREADS_OF<R, BK> / (BK == 256 && sizeof(R) == 8 ? 8 : 4);
 
 template <class Rule, typename R, int BK, int BV> struct Shared {

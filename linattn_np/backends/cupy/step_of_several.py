@@ -49,7 +49,7 @@ class StepOfSeveral(Kernel):
 
     @property
     def threads(self):
-        return 256 if self.BK == 64 or self.real == DOUBLE else 512
+        return 512 if self.BK == 128 and self.real == FLOAT32 else 256
 
 
 def unsupported(problem) -> str | None:
