@@ -218,10 +218,6 @@ class Wrong(gated_kernels.Recurrent):
     more_shared: ClassVar[int] = 0
 
     @property
-    def template(self):
-        return super().template[:4]
-
-    @property
     def shared_bytes(self):
         return super().shared_bytes + self.more_shared
 
