@@ -1,4 +1,6 @@
-"""RWKV models in GGUF files, as llama.cpp's converter writes them: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""RWKV models in GGUF files, as llama.cpp's converter writes them.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 Parameters come back under the official names and in the official shapes: matrices in float32, float16 and bfloat16 as
 the file has them, quantised ones (Q8_0, Q4_0 and what else the `gguf` package widens) in float32.

@@ -25,7 +25,7 @@ class CudaProducts:
         from ..backends.cupy.device import CupyDevice
 
         self.dtype, self.device = np.dtype(dtype), CupyDevice()
-        self.product = self.device.library.product
+        self.product = self.device.cublas.product
 
     def cast(self, x):
         """`x` as products take it."""

@@ -170,10 +170,10 @@ class CupyDevice:
 
     def product(self, w, x, y, add: bool):
         """A function that enqueues y = x w^T, or adds it to y, as `plan.Product` describes it."""
-        return self.library.prepared(x, w.swapaxes(1, 2), y, add)
+        return self.cublas.prepared(x, w.swapaxes(1, 2), y, add)
 
     @cached_property
-    def library(self):
+    def cublas(self):
         """cuBLAS with a workspace of this object's own: products of two on different streams run at the same time."""
         from .blas import Cublas
 
