@@ -201,7 +201,7 @@ def tuned_on(device, made, kind, rng):
     """What is trained, the layout and float64 values of its parameters, and tokens."""
     layout, vector, tokens = model(rng, kind=kind)
     tuned = made(Base(kind, layout.named(vector.astype(np.float32)), layout.sizes))
-    tuned.vector_on_device, own = device.upload(tuned.vector), tuned.trainable(2, 32, 16)
+    own = tuned.trainable(2, 32, 16)
     return tuned, own, own.initial(0) + 0.05 * rng.standard_normal(own.size), tokens
 
 

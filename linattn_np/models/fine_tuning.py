@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,8 @@ class OfBase:
     def __init__(self, base: Base):
         self.base = base
         self.layout = base.kind.layout(base.sizes)
-        self.vector = self.layout.vector(base.weights)
+        self.vector: np.ndarray = self.layout.vector(base.weights)
+        self.on_device: Any = None  # the same vector there, from the first loss on
 
     @cached_property
     def beside(self) -> bytes:
@@ -99,16 +101,13 @@ class OfBase:
     def trainable(self, layers, width, head_size):
         return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, self.constants())
 
-    @cached_property
-    def vector_on_device(self):
-        """The model's vector on the current device."""
-        from ..backends.cupy.device import CupyDevice
-
-        return CupyDevice().upload(self.vector)
-
     def vector_for(self, products):
         """The model's vector where `products` are computed."""
-        return self.vector if isinstance(products, HostProducts) else self.vector_on_device
+        if isinstance(products, HostProducts):
+            return self.vector
+        if self.on_device is None:
+            self.on_device = products.device.upload(self.vector)
+        return self.on_device
 
     def tree(self, vector, products):
         """The model's tree of `vector`, with matrices as products take them."""
