@@ -329,10 +329,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   constexpr bool RECOMPUTES_WORK = SINCE_SM100 && !(M::SPLIT && RWKV6);
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, strip = 16 * warp;  // strip: the warp's first channel
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   // Everywhere below: this lane has channels lane_channel + 8 octet, octet 0 or 1, of the warp's 16, and tokens
-  // 2 lane_pair and 2 lane_pair + 1 of every sub-chunk of 8.
-  const int lane_channel = lane >> 2, lane_pair = lane & 3;
+  // 2 lane_pair and 2 lane_pair + 1 of every sub-chunk of 8. strip: the warp's first channel.
+  const int lane_channel = lane >> 2, lane_pair = lane & 3, strip = 16 * warp;
   const int tiles = int((shape.K + TILE - 1) / TILE);
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
   const auto work_of = [&](u32 block) -> ChannelTile {
