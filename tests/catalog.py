@@ -243,8 +243,8 @@ def of_models():
             yield norm(T, *how)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
-        for width in rwkv6.GatedNorm.WIDTHS:
-            yield rwkv6.GatedNorm(T, width)
+        for width, bonus in product(rwkv6.GatedNorm.WIDTHS, (False, True)):
+            yield rwkv6.GatedNorm(T, width, bonus)
         for threads in model_products.Matvec.THREADS:
             yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
@@ -270,8 +270,8 @@ def of_models():
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
         yield from (rwkv7.Openings.of_step(X), rwkv7.Openings.of_prompt(X))
-        for cls, width in product((rwkv7.Keys, rwkv7.BonusNorm), rwkv7.Keys.WIDTHS):
-            yield cls(X, width)
+        for width in rwkv7.Keys.WIDTHS:
+            yield rwkv7.Keys(X, width)
         for S, terms in product(CTYPES, terms_of(X)):
             yield rwkv7.TimeMixOfToken(X, S, terms)
 

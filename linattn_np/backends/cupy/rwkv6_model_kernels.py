@@ -268,20 +268,29 @@ class LogDecay(ModelKernel):
         return low_rank_blocks(self.TILES, tokens, D)
 
 
-class GatedNorm(ModelKernel):
-    file = "rwkv6/gated_norm"
-    arguments = members("pointers o gate weight bias y, integers rows H N, reals eps")
+class OfHeads(ModelKernel):
+    """A warp has a head of a token."""
+
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 64 channels
     threads = 256
     X: np.dtype
     PAIRS: int
 
     @classmethod
-    def fitting(cls, X, N):
-        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width))
+    def fitting(cls, X, N, **more):
+        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width), **more)
 
     def blocks(self, rows) -> int:
         return ceil_div(rows * 32, self.threads)
+
+
+class GatedNorm(OfHeads):
+    file = "rwkv6/gated_norm"
+    arguments = members(
+        "pointers o, pointers? r k v, pointers gate weight bias, pointers? bonus, pointers y, "
+        "integers rows H N, reals eps"
+    )
+    BONUS: bool  # of RWKV-7, whose gate is open already
 
 
 class GatedAdd(OfElements):
@@ -289,6 +298,12 @@ class GatedAdd(OfElements):
     arguments = members("pointers x gate value, integers count")
     EACH = 4
     X: np.dtype
+
+
+def affine(norm) -> dict:
+    """The arguments of a kernel that applies a norm's weight and bias."""
+    weight, bias = norm
+    return {"weight": weight, "bias": bias}
 
 
 def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, scale):

@@ -5,15 +5,13 @@ X is the dtype of what a kernel hands to the next product, Y that of what data o
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from ...array_kinds import BFLOAT16
 from .arguments import members
 from .kernel import ModelKernel
-from .plan import FLOAT32, ceil_div
-from .rwkv6_model_kernels import GatedNorm, low_rank_blocks
+from .plan import FLOAT32
+from .rwkv6_model_kernels import OfHeads, low_rank_blocks
 
 DOWNS = 4  # matrices of low rank: of the decay, the learning rate, the gate and the value
 
@@ -52,22 +50,6 @@ class TimeMixOfToken(ModelKernel):
     TERMS: int
 
 
-class Keys(ModelKernel):
+class Keys(OfHeads):
     file = "rwkv7/keys"
     arguments = members("pointers k v rate share first a b removal replacement, integers rows H N")
-    WIDTHS: ClassVar[tuple[int, ...]] = GatedNorm.WIDTHS
-    threads = 256
-    X: np.dtype
-    PAIRS: int
-
-    @classmethod
-    def fitting(cls, X, N):
-        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width))
-
-    def blocks(self, rows) -> int:
-        return ceil_div(rows * 32, self.threads)
-
-
-class BonusNorm(Keys):
-    file = "rwkv7/bonus_norm"
-    arguments = members("pointers o r k v gate weight bias bonus y, integers rows H N, reals eps")

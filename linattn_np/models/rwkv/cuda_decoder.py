@@ -278,23 +278,22 @@ class Step:
     """Draws the plan of one token; `seen`: the descriptions of the decoder's and the caller's arrays."""
 
     def __init__(self, decoder, seen):
-        self.my, self.draft, self.device = decoder, Draft(), decoder.device
+        self.my, self.device = decoder, decoder.device
+        self.draft = Draft(**decoder.sizes, B=decoder.batch, tokens=decoder.batch)
         self.model, self.layers, self.buffers, self.state = seen.model, seen.layers, seen.buffers, seen.state
         self.tokens, self.slots = seen.call.tokens, seen.call.slots
         self.gate = getattr(self.buffers, "gate", None)  # of the channel mix, in versions that have one
 
     def steps(self, greedy, layers) -> tuple:
         """The steps of the plan, in order."""
-        my, buffers, (weight, bias) = self.my, self.buffers, self.model.ln0
+        my, buffers = self.my, self.buffers
         self.draft.launch(
             kernels.ChosenNorm(my.dtype, FLOAT32),
             my.batch,
             chosen=self.tokens,
             x=self.model.embedding,
-            weight=weight,
-            bias=bias,
+            **kernels.affine(self.model.ln0),
             y=buffers.x,
-            D=my.sizes["D"],
             eps=my.layer_eps,
         )
         if my.kernel:
@@ -302,7 +301,7 @@ class Step:
         else:
             self.every_product(layers)
         if greedy and not my.kernel:
-            self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens, V=my.sizes["V"])
+            self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens)
         return tuple(self.draft.steps)
 
     def every_product(self, layers):
@@ -356,7 +355,7 @@ class Step:
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
         """`squares`: whether `added` is the channel mix's product."""
-        buffers, (weight, bias), (terms, C, B, D) = self.buffers, norm, mixed.shape
+        buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
         self.draft.launch(
             kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms),
@@ -364,16 +363,13 @@ class Step:
             x=buffers.x,
             value=added,
             gate=self.gate if squares and parts else None,
-            weight=weight,
-            bias=bias,
+            **kernels.affine(norm),
             maa=maa,
             shift=shift,
             slots=self.slots,
             xx=xx,
             d=None if xx is None else buffers.d,
             mixed=mixed,
-            B=B,
-            D=D,
             C=C,
             P=parts,
             squares=squares,
@@ -385,7 +381,7 @@ class Step:
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
         if self.my.by_rows:
-            self.by_rows(products, B, K)
+            self.by_rows(products, K)
         elif kernel := self.batch_product([w for w, *_ in products], B, K):
             kernel.launch(self.draft, products, B, K)
         elif len(named) > 1:
@@ -399,7 +395,7 @@ class Step:
         rows = [w.shape[:2] for w in matrices]
         return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
 
-    def by_rows(self, products, B, K):
+    def by_rows(self, products, K):
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
             for stack, _, vectors, sums, finish in products
@@ -411,7 +407,6 @@ class Step:
             model_products.Matvec.fitting(self.my.dtype, blocks, self.my.device),
             blocks,
             products=listed + [none] * (model_products.PRODUCTS - len(listed)),
-            B=B,
             K=K,
         )
 

@@ -94,7 +94,7 @@ class Prompts:
     def compiled(self, draw, arrays: dict) -> CompiledPlan:
         """The compiled plan that `draw` makes for arrays of these shapes, strides and dtypes."""
         seen, given, _ = describe_parts(self.device, every=arrays)
-        draft = Draft()
+        draft = Draft(**self.my.sizes, T=self.x.shape[0], tokens=self.x.shape[0])
         draw(draft, seen.every)
         return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
 
@@ -118,16 +118,13 @@ class Prompts:
         draft.product(head, normed, seen.logits[None])
 
     def norm(self, draft, chosen, x, norm, y):
-        weight, bias = norm
         draft.launch(
             kernels.ChosenNorm(x.dtype, y.dtype),
             chosen.size,
             chosen=chosen,
             x=x,
-            weight=weight,
-            bias=bias,
+            **kernels.affine(norm),
             y=y,
-            D=self.my.sizes["D"],
             eps=self.my.layer_eps,
         )
 
@@ -186,15 +183,13 @@ class Pieces:
         raise NotImplementedError
 
     def shift_mix(self, layer, norm, maa, x, shift):
-        (weight, bias), maa, (T, D) = getattr(layer, norm), getattr(layer, maa), x.shape
-        mixed, xx, d = self.mixes[norm]
+        (T, D), (mixed, xx, d) = x.shape, self.mixes[norm]
         self.draft.launch(
             kernels.ShiftMix.fitting(mixed.dtype, D),
             T,
             x=x,
-            weight=weight,
-            bias=bias,
-            maa=maa,
+            **kernels.affine(getattr(layer, norm)),
+            maa=getattr(layer, maa),
             before=shift.before,
             shift=shift.after,
             starts=self.starts,
@@ -202,8 +197,6 @@ class Pieces:
             xx=xx,
             d=d,
             mixed=mixed,
-            T=T,
-            D=D,
             C=mixed.shape[0],
             eps=self.layer_eps,
         )

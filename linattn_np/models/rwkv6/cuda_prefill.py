@@ -40,9 +40,6 @@ class Pieces(cuda_prompts.Pieces):
             xx=xx,
             d=d,
             mixed=self.mixed,
-            tokens=T,
-            D=D,
-            A=self.sizes["A"],
             P=1,
         )
         return self.mixed
@@ -56,9 +53,6 @@ class Pieces(cuda_prompts.Pieces):
             up=layer.decay_up,
             decay=layer.decay,
             w=self.w,
-            tokens=T,
-            D=D,
-            W=self.sizes["W"],
         )
         return self.w
 
@@ -68,19 +62,15 @@ class Pieces(cuda_prompts.Pieces):
         return self.o
 
     def gated_norm(self, layer, o, gate):
-        (weight, bias), (H, N) = layer.ln_x, (self.sizes["H"], self.sizes["N"])
-        kernel = kernels.GatedNorm.fitting(self.dtype, N)
+        kernel, rows = kernels.GatedNorm.fitting(self.dtype, self.sizes["N"], BONUS=False), self.T * self.sizes["H"]
         self.draft.launch(
             kernel,
-            kernel.blocks(self.T * H),
+            kernel.blocks(rows),
             o=o,
             gate=gate,
-            weight=weight,
-            bias=bias,
+            **kernels.affine(layer.ln_x),
             y=self.normed,
-            rows=self.T * H,
-            H=H,
-            N=N,
+            rows=rows,
             eps=self.group_eps * self.scale**2,
         )
         return self.normed[0]
