@@ -255,17 +255,29 @@ class ShiftMix(ModelKernel):
         return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
-class LogDecay(ModelKernel):
-    file = "rwkv6/log_decay"
-    arguments = members("pointers low up decay w, integers tokens D W")
-    shared = ("LowRank<{dtype}, TILES, PARTS>",)
-    TILES: ClassVar[int] = 2
-    PARTS: ClassVar[int] = 2
+class Openings(ModelKernel):
+    """What data open by MATRICES of low rank: the decay, and of RWKV-7, which has four, three more. Y: their dtype."""
+
+    file = "rwkv6/openings"
+    arguments = members("pointers low up bases w, pointers? openings, integers tokens D R")
+    shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
     dtype: np.dtype
+    Y: np.dtype
+    PARTS: int
+    TILES: int
+    MATRICES: int
+
+    @classmethod
+    def of_step(cls, dtype, matrices):
+        return cls(dtype, FLOAT32, 3 if dtype == BFLOAT16 else 2, 1, matrices)
+
+    @classmethod
+    def of_prompt(cls, dtype, matrices):
+        return cls(dtype, dtype, 2, 2, matrices)
 
     def blocks(self, tokens, D) -> int:
-        return low_rank_blocks(self.TILES, tokens, D)
+        return self.MATRICES * low_rank_blocks(self.TILES, tokens, D)
 
 
 class OfHeads(ModelKernel):

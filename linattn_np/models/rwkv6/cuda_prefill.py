@@ -45,15 +45,8 @@ class Pieces(cuda_prompts.Pieces):
         return self.mixed
 
     def log_decay(self, layer, low):
-        kernel, (T, D) = kernels.LogDecay(self.dtype), self.w.shape
-        self.draft.launch(
-            kernel,
-            kernel.blocks(T, D),
-            low=low,
-            up=layer.decay_up,
-            decay=layer.decay,
-            w=self.w,
-        )
+        kernel, arrays = kernels.Openings.of_prompt(self.dtype, 1), {"low": low, "up": layer.decay_up}
+        self.draft.launch(kernel, kernel.blocks(*self.w.shape), **arrays, bases=layer.decay, w=self.w, R=low.shape[-1])
         return self.w
 
     def recurrence(self, layer, kvr, w, wkv):

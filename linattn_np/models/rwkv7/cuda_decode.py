@@ -9,7 +9,7 @@ import numpy as np
 
 from ...backends.cupy import rwkv7_model_kernels as kernels
 from ...backends.cupy.model_products import RELU_SQUARED, WRITE
-from ...backends.cupy.rwkv6_model_kernels import affine
+from ...backends.cupy.rwkv6_model_kernels import Openings, affine
 from ..rwkv import cuda_decoder
 from ..rwkv.cuda_weights import FLOAT32
 from ..rwkv.version import Weight, linear, vector
@@ -40,7 +40,7 @@ class Step(cuda_decoder.Step):
             ("vkr", buffers.mixed[:, 3:], buffers.vkr, WRITE),
             ("down", buffers.mixed[:, :4], buffers.low, WRITE),
         )
-        opening, (w, openings) = kernels.Openings.of_step(my.dtype), (buffers.w, buffers.openings)
+        opening, (w, openings) = Openings.of_step(my.dtype, kernels.DOWNS), (buffers.w, buffers.openings)
         arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases, "w": w, "openings": openings}
         self.draft.launch(opening, opening.blocks(B, D), **arrays, R=my.rank)
         v, k, r = buffers.vkr

@@ -36,7 +36,7 @@ class Pieces(cuda_prompts.Pieces):
         mixed, _, _ = self.shift_mix(layer, "ln1", "mix", x, shift)
         v, k, r = self.product(layer, "vkr", mixed[3:])
         low = self.product(layer, "down", mixed[:4])
-        opening, (rate, gate, share) = kernels.Openings.of_prompt(self.dtype), self.openings
+        opening, (rate, gate, share) = rwkv6_model_kernels.Openings.of_prompt(self.dtype, kernels.DOWNS), self.openings
         arrays = {"low": low, "up": layer.up, "bases": layer.bases, "w": self.w, "openings": self.openings}
         self.draft.launch(opening, opening.blocks(T, D), **arrays, R=low.shape[-1])
         keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # whose products are done
