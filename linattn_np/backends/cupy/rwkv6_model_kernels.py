@@ -171,6 +171,11 @@ class ChosenNorm(ModelKernel):
     X: np.dtype
     Y: np.dtype
 
+    @classmethod
+    def launch(cls, draft: Draft, chosen, x, norm, y, eps):
+        """The `norm` of the rows of x that are `chosen`, to y."""
+        draft.launch(cls(x.dtype, y.dtype), chosen.size, chosen=chosen, x=x, **affine(norm), y=y, eps=eps)
+
 
 LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile
 

@@ -27,7 +27,7 @@ from . import names
 from .cuda_prompts import Pieces
 from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
 from .state import DTYPES as STATE_DTYPES
-from .state import STATE, State, check_state
+from .state import STATE, State, check_state, shapes_and_dtypes
 from .version import Version
 
 INT64 = np.dtype(np.int64)
@@ -176,9 +176,7 @@ class CudaDecoder(NotCopied):
 
     def initial_state(self, rows: int | None = None) -> State:
         """The state before the first token: `rows` for a pool, otherwise one a sequence."""
-        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
-        P, zeros = self.batch if rows is None else rows, self.device.zeros
-        return State(zeros((L, P, D), FLOAT32), zeros((L, P, H, N, N), self.state_dtype), zeros((L, P, D), FLOAT32))
+        return State.made(self.device.zeros, self.sizes, self.batch if rows is None else rows, self.state_dtype)
 
     def step(self, tokens, state: State, slots=None, greedy: bool = False):
         """``logits`` [B, V] after `tokens`, enqueued on the current stream; `state` is updated in place.
@@ -203,7 +201,7 @@ class CudaDecoder(NotCopied):
         import cupy
 
         zeros = self.device.zeros
-        small = State(*(zeros((1, self.batch, *array.shape[2:]), array.dtype) for array in state.arrays))
+        small = State.made(zeros, self.sizes | {"L": 1}, self.batch, self.state_dtype)
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
         with stream:  # what products need is loaded before the graph: one layer has them all
@@ -252,10 +250,8 @@ class CudaDecoder(NotCopied):
 
     def compile(self):
         """Start to compile the kernels of a step, while the caller does something else."""
-        D, H, N = (self.sizes[axis] for axis in "DHN")
-        shapes = dict(zip(STATE, ((1, 1, D), (1, 1, H, N, N), (1, 1, D))))
-        dtypes = {"wkv": self.state_dtype}
-        state = State(**{name: contiguous(name, shape, dtypes.get(name, FLOAT32)) for name, shape in shapes.items()})
+        parts = shapes_and_dtypes(self.sizes | {"L": 1}, 1, self.state_dtype)
+        state = State(**{name: contiguous(name, *how) for name, how in parts.items()})
         plan, _ = self.plan_of(contiguous("tokens", (self.batch,), INT64), state, None, False, 1)
         self.device.compile(plan.kernels)
 
@@ -287,15 +283,8 @@ class Step:
     def steps(self, greedy, layers) -> tuple:
         """The steps of the plan, in order."""
         my, buffers = self.my, self.buffers
-        self.draft.launch(
-            kernels.ChosenNorm(my.dtype, FLOAT32),
-            my.batch,
-            chosen=self.tokens,
-            x=self.model.embedding,
-            **kernels.affine(self.model.ln0),
-            y=buffers.x,
-            eps=my.layer_eps,
-        )
+        norm = self.model.ln0
+        kernels.ChosenNorm.launch(self.draft, self.tokens, self.model.embedding, norm, buffers.x, my.layer_eps)
         if my.kernel:
             self.all_at_once(layers, greedy)
         else:
