@@ -17,6 +17,7 @@ import numpy as np
 from ...contract import CHUNK
 
 FLOAT32 = np.dtype(np.float32)
+WORTH_A_LAUNCH = 1 << 20  # bytes of copied arrays
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -218,6 +219,16 @@ def mappable_once_copied(arrays) -> bool:
     return all(x.size and x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
 
 
+def token_arrays(problem) -> list:
+    """The arrays of a call that have a row for every token."""
+    return [x for name, x in problem.arrays.items() if "T" in problem.op.arrays[name].split()]
+
+
+def are_worth_a_launch(arrays) -> bool:
+    """Whether copies of the arrays, none of which is empty, take much longer than a launch."""
+    return all(x.size for x in arrays) and sum(x.nbytes for x in arrays) >= WORTH_A_LAUNCH
+
+
 # -- steps -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class TensorMap:
@@ -388,6 +399,10 @@ class Draft:
         axes = sorted(range(len(shape)), key=lambda axis: -abs(prototype.strides[axis]))
         ordered = Buffer(tuple(shape), np.dtype(dtype), tuple(axes))
         return self.empty(shape, dtype, ordered.axes if has_rows(whole(ordered)) else None)
+
+    def with_shape(self, x: Array, shape) -> Array:
+        """`x` if it has the shape, or new memory in the same order."""
+        return x if x.shape == shape else self.like(x, shape=shape)
 
     def table(self, host) -> Array:
         table = Table(np.ascontiguousarray(host))
