@@ -21,7 +21,7 @@ def kernels(backend, monkeypatch):
     """A backend of kernels, which thinks copies worth it whatever the size."""
     if not isinstance(backend, Kernels):
         pytest.skip("NumPy has no kernels")
-    monkeypatch.setattr(aligned_copies, "WORTH_COPIES", 1)
+    monkeypatch.setattr("linattn_np.backends.cupy.plan.WORTH_A_LAUNCH", 1)
     return backend
 
 

@@ -13,7 +13,7 @@ from test_gradient_kernels import Call, Case, large
 from linattn_np import gla, retention, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments as cuts
-from linattn_np.backends.cupy.aligned_copies import rows
+from linattn_np.backends.cupy.plan import token_arrays
 from linattn_np.declarations import GLA, LINEAR_ATTENTION, RETENTION, RWKV6, SIMPLE_GLA
 
 CASES = {  # on both sides of the tiles' edges; each for one operator, since every instance takes seconds to compile
@@ -83,7 +83,7 @@ def test_tiles_of_segments_add_up(hopper, rng, monkeypatch):
 
 
 def test_rows_that_are_not_whole_pieces_are_copied(hopper, rng, monkeypatch):
-    monkeypatch.setattr("linattn_np.backends.cupy.aligned_copies.WORTH_COPIES", 0)
+    monkeypatch.setattr("linattn_np.backends.cupy.plan.WORTH_A_LAUNCH", 0)
     call = WideCall("gla", Case(T=40, K=130, V=131, H=1, dtype="bfloat16"), rng)
     assert planned.plan_of(call.problem(hopper), hopper).tiles["tiles"] == 4
     call.assert_close("uneven rows", call.pulled(hopper), call.exact[1])
@@ -116,7 +116,7 @@ def test_few_tokens_take_the_kernels_for_every_card(H, T, taken, monkeypatch):
     """Each tile has launches of its own, and one block a head goes through all tokens of a segment."""
     monkeypatch.undo()
     problem = large(GLA, K=256, V=256, T=T, H=H)
-    assert bool(cuts.tiles_segments(problem, EmulatedDevice(90), rows(problem))) == taken
+    assert bool(cuts.tiles_segments(problem, EmulatedDevice(90), token_arrays(problem))) == taken
     assert ("tiles" in planned.plan_of(problem, EmulatedDevice(90)).tiles) == taken
 
 

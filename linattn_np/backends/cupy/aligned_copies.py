@@ -9,37 +9,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .elementwise_kernels import CopyRows
-from .plan import Copy, Draft, aligned16, arrays_in, ceil_div, common_bytes, has_rows, is_contiguous
+from .plan import (
+    Copy,
+    Draft,
+    aligned16,
+    are_worth_a_launch,
+    arrays_in,
+    ceil_div,
+    common_bytes,
+    has_rows,
+    is_contiguous,
+    token_arrays,
+)
 
 PIECE = 16  # bytes
-WORTH_COPIES = 1 << 20  # bytes of arrays from which on the copies' launches are a small part of a call
-
-
-def rows(problem) -> list:
-    """The arrays of a call that have a row for every token."""
-    return [x for name, x in problem.arrays.items() if "T" in problem.op.arrays[name].split()]
-
-
-def many(arrays) -> bool:
-    return all(x.size for x in arrays) and sum(x.nbytes for x in arrays) >= WORTH_COPIES
-
-
-def forward_gains(problem) -> bool:
-    """Whether the one-pass kernels take longer than copies and they together: where they load 2 bytes at a time."""
-    arrays = rows(problem)
-    return many(arrays) and "final_state" not in problem.options and common_bytes(*arrays) == 2
-
-
-def backward_gains(problem, do) -> bool:
-    """Whether the backward kernels gain by copies: wherever a row is no whole number of 16-byte pieces (10x slower)."""
-    arrays = [*rows(problem), do]
-    return many(arrays) and not aligned16(*arrays)
 
 
 def widened(problem, plan, do=None, dht=None):
     """(a draft, the plan that `plan` draws of a wider problem and its cotangents, not yet a part of the draft)."""
     sizes, draft, copies = dict(problem.sizes), Draft(), {}
-    numbers = PIECE // min(x.dtype.itemsize for x in rows(problem))
+    numbers = PIECE // min(x.dtype.itemsize for x in token_arrays(problem))
     for axis in "KV":
         sizes[axis] = numbers * ceil_div(sizes[axis], numbers)
 
@@ -70,17 +59,12 @@ def plan_on_copies(problem, plan, *cotangents):
     draft, found = widened(problem, plan, *cotangents)
     results, states = draft.include(found)
     if cotangents:
-        wanted = tuple(narrower(draft, x, of.shape) for x, of in zip(results, problem.arrays.values(), strict=True))
+        wanted = tuple(draft.with_shape(x, of.shape) for x, of in zip(results, problem.arrays.values(), strict=True))
     else:
         wanted = draft.output(problem, fits=lambda out: True)
-    state = states and (narrower(draft, states[0], problem.shape(problem.op.state[0])),)
+    state = states and (draft.with_shape(states[0], problem.shape(problem.op.state[0])),)
     copy_rows(draft, zip(arrays_in((results, states)), arrays_in((wanted, state)), strict=True))
     return draft.plan((wanted, state), mode=found.mode, tiles=found.tiles)
-
-
-def narrower(draft, x, shape):
-    """`x` if it has the shape, or new memory in the same order."""
-    return x if x.shape == shape else draft.like(x, shape=shape)
 
 
 def copy_rows(draft, pairs, reason=""):
@@ -92,7 +76,7 @@ def copy_rows(draft, pairs, reason=""):
         if not fills_memory(to):
             draft.copy(x[tuple(map(slice, to.shape))], to)
     for n in range(0, len(together), CopyRows.COPIES):
-        launch(draft, together[n : n + CopyRows.COPIES], reason)
+        launch_copies(draft, together[n : n + CopyRows.COPIES], reason)
 
 
 def with_fast_copies(plan):
@@ -101,7 +85,7 @@ def with_fast_copies(plan):
     draft, pairs, reasons = Draft(), [], []
 
     def move():
-        if many([x for x, _ in pairs]):
+        if are_worth_a_launch([x for x, _ in pairs]):
             copy_rows(draft, pairs, "; ".join(reason for reason in reasons if reason))
         else:
             for pair, reason in zip(pairs, reasons):
@@ -150,7 +134,7 @@ def in_memory_order(x, of):
     return x.transpose((*axes, x.ndim - 1))
 
 
-def launch(draft, pairs, reason):
+def launch_copies(draft, pairs, reason):
     copies, blocks = [], 0
     for x, to in pairs:
         copies.append(copy_of(in_memory_order(x, to), in_memory_order(to, to)) | {"first": blocks})

@@ -214,9 +214,9 @@ def on_hopper(draft, backward, cut, kept=(), starts=None):
         initial, dht = launches.between_segments(cut.summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": checkpoints, "P": P, "joined": int(short > 0)}
     both |= {"adds": backward.adds}
-    launches.launch(queries, cut.blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
+    launches.launch_mapped(queries, cut.blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
     both |= {"adds_dv": backward.adds_dv, "dh0": backward.dh0}
-    launches.launch(keys, cut.blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, **both)
+    launches.launch_mapped(keys, cut.blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
@@ -259,7 +259,7 @@ class HopperBackward:
         self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
-    def launch(self, kernel, blocks, mapped, **more):
+    def launch_mapped(self, kernel, blocks, mapped, **more):
         """Launches so many blocks. The arrays `mapped` are given as tensor maps and as rows."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
@@ -310,5 +310,5 @@ class HopperBackward:
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
         arrays = {"initial": initial, "dht": dht, "states": states, "decays": decays}
-        self.launch(summary, 2 * P * N * H * ceil_div(K, summary.BK), mapped, **arrays, P=P, **more)
+        self.launch_mapped(summary, 2 * P * N * H * ceil_div(K, summary.BK), mapped, **arrays, P=P, **more)
         return states, decays

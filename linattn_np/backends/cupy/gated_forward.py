@@ -13,15 +13,16 @@ from .gated_kernels import PANEL, SPLIT_CHANNELS, ScanSegments, read_order
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes
 from .rank_summary import RankSummary
-from .segments import HOPPER, PORTABLE, SMALL, WIDE
+from .segments import COPIED, HOPPER, PORTABLE, SMALL, WIDE
 from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 
 def plan_in_chunks(problem, device, kept=()):
     """The plan of mode "chunk". `kept`: what `plan_summary` of the same tokens has left."""
-    if aligned_copies.forward_gains(problem):
+    cut = segments.forward_cut(problem, device)
+    if cut.way == COPIED:
         return aligned_copies.plan_on_copies(problem, lambda wide: plan_in_chunks(wide, device))
-    draft, cut = Draft(), segments.forward_cut(problem, device)
+    draft = Draft()
     o, final = draft.output(problem, cut.fits), draft.final(problem)
     inputs = draft.mapped_inputs(problem, cut.fits) if cut.way == HOPPER else draft.inputs(problem)
     launches = PASSES[cut.way](draft, problem, cut, inputs, o)

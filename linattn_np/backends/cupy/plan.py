@@ -17,6 +17,7 @@ import numpy as np
 from ...contract import CHUNK
 
 FLOAT32 = np.dtype(np.float32)
+WORTH_A_LAUNCH = 1 << 20  # bytes of copied arrays
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -218,6 +219,16 @@ def mappable_once_copied(arrays) -> bool:
     return all(x.size and x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
 
 
+def token_arrays(problem) -> list:
+    """The arrays of a call that have a row for every token."""
+    return [x for name, x in problem.arrays.items() if "T" in problem.op.arrays[name].split()]
+
+
+def are_worth_a_launch(arrays) -> bool:
+    """Whether copies of the arrays, none of which is empty, take much longer than a launch."""
+    return all(x.size for x in arrays) and sum(x.nbytes for x in arrays) >= WORTH_A_LAUNCH
+
+
 # -- steps -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class TensorMap:
@@ -351,10 +362,13 @@ def arrays_in(tree) -> list:
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
 class Draft:
-    """A plan while it is drawn."""
+    """A plan while it is drawn.
 
-    def __init__(self):
-        self.buffers, self.steps, self.made_plain = [], [], {}
+    numbers : of a kernel's arguments by their names; a launch that does not name one of them takes it from here
+    """
+
+    def __init__(self, **numbers):
+        self.buffers, self.steps, self.made_plain, self.numbers = [], [], {}, numbers
 
     def plan(self, results, **more) -> Plan:
         return Plan(tuple(self.buffers), tuple(self.steps), results, **more)
@@ -386,13 +400,18 @@ class Draft:
         ordered = Buffer(tuple(shape), np.dtype(dtype), tuple(axes))
         return self.empty(shape, dtype, ordered.axes if has_rows(whole(ordered)) else None)
 
+    def with_shape(self, x: Array, shape) -> Array:
+        """`x` if it has the shape, or new memory in the same order."""
+        return x if x.shape == shape else self.like(x, shape=shape)
+
     def table(self, host) -> Array:
         table = Table(np.ascontiguousarray(host))
         self.steps.append(Upload(table))
         return whole(table)
 
     def launch(self, kernel, blocks: int, /, reason="", more_shared=0, together=False, **args):
-        self.steps.append(Launch(kernel, blocks, kernel.complete(args), reason, more_shared, together))
+        numbers = {name: self.numbers[name] for name in kernel.names & self.numbers.keys()}
+        self.steps.append(Launch(kernel, blocks, kernel.complete(numbers | args), reason, more_shared, together))
 
     def product(self, w: Array, x: Array, y: Array, add=False):
         self.steps.append(Product(w, x, y, add))

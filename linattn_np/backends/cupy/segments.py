@@ -19,7 +19,6 @@ from math import inf
 from typing import Any
 
 from ...array_kinds import BFLOAT16
-from . import aligned_copies
 from .gated_kernels import (
     CLUSTER_SPLIT_K,
     CLUSTER_SPLIT_V,
@@ -43,7 +42,18 @@ from .gated_kernels import (
     GatedSegmentStates,
     read_order,
 )
-from .plan import FLOAT32, ceil_div, has_rows, mappable, mappable_either_way, mappable_once_copied
+from .plan import (
+    FLOAT32,
+    aligned16,
+    are_worth_a_launch,
+    ceil_div,
+    common_bytes,
+    has_rows,
+    mappable,
+    mappable_either_way,
+    mappable_once_copied,
+    token_arrays,
+)
 from .scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
 from .small_head_kernels import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
 from .wide_head_kernels import GatedWideForward, GatedWideOperands
@@ -166,19 +176,20 @@ NO_PULLBACK = BackwardSegments()
 
 @dataclass(frozen=True, eq=False)
 class ForwardCut:
-    """How a forward pass is computed: `kernel` gives o, `summary` what a segment does to a state."""
+    """How a forward pass is computed: `kernel` gives o, `summary` what a segment does to a state. The way COPIED has
+    neither: the cut of the copies has them."""
 
     way: str
-    kernel: Any
-    summary: Any
-    segments: int  # of every sequence
-    first: int  # tokens of the first of two segments of which the second has the rest; 0 for equal segments
-    spans: Any  # the token ranges of all segments
-    parts: tuple[int, int]  # of each segment that is summarised: of all but a sequence's last one, or of all
-    starts_are_the_backwards: bool  # whether the pullback's segments start from the same states
-    marks: int  # chunks between the states that the kernel leaves on its way, at which the pullback's segments start: a
-    # power of two; 0 for none
-    backward_segments: int  # of the pullback that may take over states
+    kernel: Any = None
+    summary: Any = None
+    segments: int = 1  # of every sequence
+    first: int = 0  # tokens of the first of two segments of which the second has the rest; 0 for equal segments
+    spans: Any = None  # the token ranges of all segments
+    parts: tuple[int, int] = (1, 1)  # of each summarised segment: of all but a sequence's last one, or of all
+    starts_are_the_backwards: bool = False  # whether the pullback's segments start from the same states
+    marks: int = 0  # chunks between the states that the kernel leaves on its way, at which the pullback's segments
+    # start: a power of two; 0 for none
+    backward_segments: int = 0  # of the pullback that may take over states
 
     @property
     def fits(self):
@@ -227,13 +238,15 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
     return cut_into(problem, device, cut.way, cut.kernel, cut.summary, 1) if cut.first else cut
 
 
-def forward_cut(problem, device, backward=None) -> ForwardCut:
-    """For gates of every channel. `backward`: the segments of the pullback, if these are known already."""
+def forward_cut(problem, device) -> ForwardCut:
+    """For gates of every channel. Where kernels would load 2 bytes at a time, copies and they together are faster."""
+    arrays = token_arrays(problem)
+    if are_worth_a_launch(arrays) and "final_state" not in problem.options and common_bytes(*arrays) == 2:
+        return ForwardCut(COPIED)
     if are_small(problem, device):
         return small_forward_cut(problem, device)
-    if fits_hoppers_forward(problem, device, aligned_copies.rows(problem)):
-        if backward is None:
-            backward = hoppers_backward_segments(problem, device) if problem.gradient else NO_PULLBACK
+    if fits_hoppers_forward(problem, device, arrays):
+        backward = hoppers_backward_segments(problem, device) if problem.gradient else NO_PULLBACK
         return hoppers_forward_cut(problem, device, backward)
     return portable_forward_cut(problem, device)
 
@@ -400,17 +413,17 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) 
 
     `saved`: as `gated_backward.plan_vjp` has it. `kept`: the segments are summarised already.
     """
-    found = hoppers_backward_segments(problem, device)
+    found, arrays = hoppers_backward_segments(problem, device), token_arrays(problem)
     if found.count:
-        forward = forward_cut(problem, device, found) if found.count > 1 and saved == () and not kept else None
+        forward = hoppers_forward_cut(problem, device, found) if found.count > 1 and saved == () and not kept else None
         if forward is not None and not forward.gives_starts:
             forward = None
         return hoppers_backward_cut(problem, device, found, bool(saved) or forward is not None, kept, forward)
     if gate != SHARED_GATE:
-        P = tiles_segments(problem, device, aligned_copies.rows(problem))
+        P = tiles_segments(problem, device, arrays)
         if P:
             return BackwardCut(TILED, device, P, short=short_segment_of(problem, device, P))
-    if aligned_copies.backward_gains(problem, do):
+    if are_worth_a_launch([*arrays, do]) and not aligned16(*arrays, do):  # copies and all are 10 times as fast
         return BackwardCut(COPIED, device)
     if are_small(problem, device):
         return small_backward_cut(problem, device)
@@ -441,7 +454,7 @@ def portable_backward_cut(problem, device, gate):
 
 def hoppers_backward_segments(problem, device) -> BackwardSegments:
     (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
-    if are_small(problem, device) or not fits_hoppers_backward(problem, device, aligned_copies.rows(problem)):
+    if are_small(problem, device) or not fits_hoppers_backward(problem, device, token_arrays(problem)):
         return BackwardSegments()
     P = backward_segments(N * H, longest, device.multiprocessors, K, V)
     return BackwardSegments(P, short_segment_of(problem, device, P))

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.plan import FLOAT32, ceil_div
-from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm
+from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm, affine
 from ..array_math import library_of
 from ..single_process import WHOLE
 from .grad import layer_norm
@@ -184,7 +184,7 @@ class Step:
         y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
         moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D)
         embedded = change.kind == "Embedded"
-        self.launch(
+        self.run_kernel(
             kernels.AddNorm(self.T, self.threads, change.kind),
             self.tokens,
             x=x,
@@ -192,13 +192,10 @@ class Step:
             value=change.value,
             table=change.first if embedded else None,
             read=self.read,
-            weight=norm[0],
-            bias=norm[1],
+            **affine(norm),
             y=None if y is x else y,
             moments=moments,
             xx=xx,
-            T_=self.context,
-            D=self.D,
             drop=self.dropped(change),
             eps=LAYER_NORM_EPS,
         )
@@ -208,16 +205,13 @@ class Step:
         """xx + d (maa + m), [n, tokens, D] for maa [n, D]; `before` is what comes before the first tokens."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
         kernel = kernels.MixForward(self.T, maa.size // self.D)
-        self.launch(
+        self.run_kernel(
             kernel,
             self.elementwise(kernel),
             xx=xx,
             maa=maa,
             m=m,
             mixed=mixed,
-            tokens=self.tokens,
-            T_=self.context,
-            D=self.D,
         )
         if before is not None:
             x, share = self.first(xx), maa[..., None, :] + (0 if m is None else self.first(m))
@@ -227,32 +221,30 @@ class Step:
     def activated(self, kind, x):
         """`x`, in place."""
         kernel = Activation(kind, self.T, self.T)
-        self.launch(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
+        self.run_kernel(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
         return x
 
     def log_decay(self, low, decay):
         w, kernel = self.empty(*low.shape, dtype=FLOAT32), kernels.LogDecayForward(self.T)
-        self.launch(kernel, self.elementwise(kernel), low=low, decay=decay, w=w, count=low.size, D=self.D)
+        self.run_kernel(kernel, self.elementwise(kernel), low=low, decay=decay, w=w, count=low.size)
         return w
 
     def gated_norm(self, o, gate, norm, N):
-        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.T, N), self.D // N
-        arrays, rows = {"o": o, "gate": gate, "weight": norm[0], "bias": norm[1], "y": y}, self.tokens * heads
+        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.T, N, BONUS=False), self.D // N
+        arrays, rows = {"o": o, "gate": gate, "y": y, **affine(norm)}, self.tokens * heads
         eps = GROUP_NORM_EPS * self.scale**2
-        self.launch(kernel, kernel.blocks(rows), **arrays, rows=rows, H=heads, N=N, eps=eps)
+        self.run_kernel(kernel, kernel.blocks(rows), **arrays, rows=rows, H=heads, N=N, eps=eps)
         return y
 
     def cross_entropy(self, logits):
         """The mean; the logits become its gradient."""
         losses, kernel = self.empty(self.tokens, dtype=FLOAT32), kernels.CrossEntropy(self.T)
-        self.launch(
+        self.run_kernel(
             kernel,
             ceil_div(self.tokens, kernel.TOKENS),
             logits=logits,
             read=self.read,
             losses=losses,
-            tokens=self.tokens,
-            T_=self.context,
             V=self.V,
             share=1 / self.tokens,
         )
@@ -266,7 +258,7 @@ class Step:
         gated = change.kind == "Gated"
         dchange = [self.empty(self.tokens, self.D) for _ in range(1 + gated)]
         parts = self.parts(2 + C)
-        self.launch(
+        self.run_kernel(
             kernels.NormBackward(self.T, self.threads, "Gated" if gated else "Added", C),
             self.blocks,
             dxx=pulled.dxx,
@@ -284,10 +276,6 @@ class Step:
             dfirst=dchange[0],
             dvalue=dchange[1] if gated else None,
             parts=parts,
-            tokens=self.tokens,
-            T_=self.context,
-            D=self.D,
-            each=self.each,
             drop=self.dropped(change),
         )
         self.sum(parts, to, pulled.to)
@@ -298,7 +286,7 @@ class Step:
     def mix_backward(self, dmixed, m, maa, xx, before, to):
         """The gradients of m, in its place, of xx and of d; `to` gets that of maa."""
         dxx, dd, parts = self.empty(*xx.shape), self.empty(*xx.shape), self.parts(5)
-        self.launch(
+        self.run_kernel(
             kernels.MixBackward(self.T, self.threads),
             self.blocks,
             dmixed=dmixed,
@@ -308,10 +296,6 @@ class Step:
             dxx=dxx,
             dd=dd,
             parts=parts,
-            tokens=self.tokens,
-            T_=self.context,
-            D=self.D,
-            each=self.each,
         )
         self.sum(parts, to)
         if before is not None:
@@ -322,36 +306,30 @@ class Step:
     def activation_backward(self, kind, dy, y):
         """`dy`, in place."""
         kernel = kernels.ActivationBackward(kind, self.T)
-        self.launch(kernel, self.elementwise(kernel, y.size), dy=dy, y=y, count=y.size)
+        self.run_kernel(kernel, self.elementwise(kernel, y.size), dy=dy, y=y, count=y.size)
         return dy
 
     def log_decay_backward(self, dw, w, to):
         dlow, parts = self.empty(*w.shape), self.parts(1)
         kernel = kernels.LogDecayBackward(self.T, self.threads)
-        self.launch(
-            kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts, tokens=self.tokens, D=self.D, each=self.each
-        )
+        self.run_kernel(kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts)
         self.sum(parts, to)
         return dlow
 
     def gated_norm_backward(self, dy, o, gate, norm, N, to):
         """The gradients of o and of the gate; `to` gets that of the norm."""
         dout, dgate, parts = self.empty(*o.shape), self.empty(*o.shape), self.parts(2)
-        self.launch(
+        self.run_kernel(
             kernels.GatedNormBackward(self.T, self.threads),
             self.blocks,
             dy=dy,
             o=o,
             gate=gate,
-            weight=norm[0],
-            bias=norm[1],
+            **affine(norm),
             do_=dout,
             dgate=dgate,
             parts=parts,
-            tokens=self.tokens,
-            D=self.D,
             N=N,
-            each=self.each,
             eps=GROUP_NORM_EPS * self.scale**2,
         )
         self.sum(parts, to)
@@ -396,7 +374,7 @@ class Step:
     def sum(self, parts, first, rest=None):
         """The sums over `parts`, of which `first` takes as many as it holds."""
         columns, kernel = parts.shape[1], kernels.ColumnSums()
-        self.launch(
+        self.run_kernel(
             kernel,
             ceil_div(columns, kernel.COLUMNS),
             parts=parts,
@@ -418,5 +396,8 @@ class Step:
     def empty(self, *shape, dtype=None):
         return self.device.empty(shape, self.T if dtype is None else dtype)
 
-    def launch(self, kernel, blocks, **fields):
-        kernels.launch(self.device, kernel, blocks, **fields)
+    def run_kernel(self, kernel, blocks, **fields):
+        """`fields` are those of the kernel's argument, but for the step's sizes."""
+        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "each": self.each}
+        known = {name: sizes[name] for name in kernel.names & sizes.keys()}
+        kernels.launch(self.device, kernel, blocks, **(known | fields))
