@@ -23,7 +23,7 @@ from .elementwise_kernels import (
     FeatureGradient,
     FeatureMap,
     GateGradient,
-    sum_of_parts,
+    sum_arrays,
 )
 from .gated_forward import ForwardPass, HopperForward
 from .gated_kernels import PANEL
@@ -216,7 +216,7 @@ def gradient_of_gate(draft, problem, dg):
     if dg.ndim == 3:
         fill(draft, found[:, :, None], dg[:, :, None], None)  # its tokens side by side as channels are
     else:
-        by_token(draft, problem, GateGradient(found.dtype), x=dg, y=found[..., None], C=dg.shape[-1])
+        by_token(draft, problem, GateGradient(found.dtype), dg_channels=dg, dg=found[..., None], C=dg.shape[-1])
     return found
 
 
@@ -359,7 +359,7 @@ def sums_tile_after_tile(draft, whole, device):
     if parts is None:
         return None, sizes[0] | {"tiles": len(tiles)}
     dg = draft.empty(shape, FLOAT32)
-    sum_of_parts(draft, parts, dg)
+    sum_arrays(draft, parts, dg)
     return dg, sizes[0] | {"tiles": len(tiles)}
 
 
