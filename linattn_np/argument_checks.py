@@ -39,7 +39,7 @@ class Declaration:
     transition: Transition = Transition.NONE  # what a token does to the state before it
     keywords: type = MaskedOptions  # a TypedDict of its keyword arguments
     second_result: str = "output_final_state"  # the keyword argument that asks for a second result; "" for none
-    derived: Any = None  # a `derived.KeyFromGate` where backends compute another operator, from more arrays
+    derived: Any = None  # of `derived`, where backends compute another operator
     differentiable = True  # by a function of this name in linattn_np.interop
 
     @property

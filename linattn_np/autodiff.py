@@ -16,8 +16,8 @@ from .conversions import (
     to_caller,
     with_output,
 )
+from .derived import inner_call
 from .dispatch import backend_module, choose
-from .key_from_gate import with_key
 from .ops import declaration
 from .typing import Array, Backend, Pullback
 from .value_heads import grouped_axes
@@ -60,7 +60,7 @@ def vjp_of(op: Op, arrays, *, backend="auto", kept=(), **arguments):
     """`vjp` of a declared operator; `kept` is what `dispatch.summarise` kept of the same call."""
     problem = bind(op, arrays, arguments)
     backend_vjp = backend_module(choose(problem, backend)).vjp
-    (o, final_state), pull = backend_vjp(with_key(with_output(problem)), *([kept] if kept else []))
+    (o, final_state), pull = backend_vjp(inner_call(with_output(problem)), *([kept] if kept else []))
     result = in_kind(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
         result = (result, states_to_caller(problem, final_state))
@@ -70,7 +70,7 @@ def vjp_of(op: Op, arrays, *, backend="auto", kept=(), **arguments):
 def pullback_of(op: Op, arrays, *, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
-    return CheckedPullback(problem, backend_module(choose(problem, backend)).pullback(with_key(problem)))
+    return CheckedPullback(problem, backend_module(choose(problem, backend)).pullback(inner_call(problem)))
 
 
 def bind(op: Op, arrays, arguments):

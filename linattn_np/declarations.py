@@ -16,8 +16,8 @@ from . import array_kinds, varlen
 from .accepted_arrays import host_array
 from .argument_checks import is_int, is_real
 from .contract import CHUNK, Op
+from .derived import KeyFromGate, KeysOfEveryHead
 from .errors import ContractTypeError, NotSupported
-from .key_from_gate import KeyFromGate
 from .messages import kind_of, shown
 from .summary import Transition
 from .typing import (
@@ -53,6 +53,28 @@ QGV = {"q": TOKENS, "g": TOKENS, "v": "B H T V"}
 QKV = KEYS | {"v": "B H T V"}
 
 
+# -- fewer heads of keys -----------------------------------------------------------------------------------------------
+class SharedHeadsOp(Op):
+    """The declaration of an operator whose arrays `shared` may have HK heads, a divisor of the H of the others: head h
+    takes theirs of number ``h // (H // HK)``."""
+
+    shared: ClassVar[tuple[str, ...]]
+
+    def groups(self, views, layout):
+        return 1  # every head has a column block of its own
+
+    def callers_axes(self, name, groups):
+        axes = super().callers_axes(name, groups)
+        return axes.replace("H", "HK") if name in self.shared else axes
+
+    def sizes(self, views, layout, groups=1):
+        sizes = super().sizes(views, layout, groups)
+        H, HK = sizes["H"], sizes["HK"]
+        if H % HK if HK else H:
+            self.refuse_heads(H, HK)
+        return sizes
+
+
 # -- gated operators ---------------------------------------------------------------------------------------------------
 class ValueGateOp(Op):
     """The declaration of a call with a gate for the values, too."""
@@ -81,7 +103,26 @@ RWKV6 = gated(
 )
 KEY_OF_HGRN2 = KeyFromGate(GLA, key=lambda g: -np.expm1(g), slope=lambda g: -np.exp(g))  # 1 - exp g
 HGRN2 = gated(Op("hgrn2", QGV, gates=("g",), derived=KEY_OF_HGRN2))
-SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
+
+
+class SimpleGlaOp(SharedHeadsOp):
+    """The declaration of an operator with a scalar gate: q and k may have fewer heads than v and the gate, as in
+    Mamba-2, or all of them fewer than v."""
+
+    shared = ("q", "k")
+    groups = Op.groups
+
+    def check(self, inputs, **arguments):
+        problem = super().check(inputs, **arguments)
+        H, HK = problem.shape("H HK")
+        return problem if H == HK else problem.replace(op=SIMPLE_GLA_SHARED)
+
+    def refuse_heads(self, H, HK):
+        self.refuse("g", f"and v have {H} heads, expected as many as q and k, {HK}, or a multiple of it")
+
+
+SIMPLE_GLA = SimpleGlaOp("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
+SIMPLE_GLA_SHARED = replace(SIMPLE_GLA, derived=KeysOfEveryHead(SIMPLE_GLA))
 
 
 class RetentionOp(Op):
@@ -135,28 +176,6 @@ class LinearAttentionOp(Op):
 
 LINEAR_ATTENTION = LinearAttentionOp("linear_attention", QKV, keywords=LinearAttentionOptions)
 NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
-
-
-# -- fewer heads of keys -----------------------------------------------------------------------------------------------
-class SharedHeadsOp(Op):
-    """The declaration of an operator whose arrays `shared` may have HK heads, a divisor of the H of the others: head h
-    takes theirs of number ``h // (H // HK)``."""
-
-    shared: ClassVar[tuple[str, ...]]
-
-    def groups(self, views, layout):
-        return 1  # every head has a column block of its own
-
-    def callers_axes(self, name, groups):
-        axes = super().callers_axes(name, groups)
-        return axes.replace("H", "HK") if name in self.shared else axes
-
-    def sizes(self, views, layout, groups=1):
-        sizes = super().sizes(views, layout, groups)
-        H, HK = sizes["H"], sizes["HK"]
-        if H % HK if HK else H:
-            self.refuse_heads(H, HK)
-        return sizes
 
 
 # -- the delta rule ----------------------------------------------------------------------------------------------------

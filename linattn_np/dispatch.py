@@ -21,8 +21,8 @@ from importlib import import_module
 
 from .contract import Op
 from .conversions import in_kind, state_to_caller, states_to_caller, to_caller, with_output
+from .derived import blank_inner_call, inner_call
 from .errors import NotSupported
-from .key_from_gate import with_blank_key, with_key
 from .problem import Problem
 
 ORDER = ("numpy", "cupy", "numba")
@@ -35,7 +35,7 @@ def backend_module(name: str):
 
 def reasons_against(problem: Problem) -> dict[str, str | None]:
     """Each backend's reason not to run, None for those that can."""
-    problem = with_blank_key(problem)
+    problem = blank_inner_call(problem)
     return {name: backend_module(name).why_not(problem) for name in ORDER}
 
 
@@ -48,7 +48,7 @@ def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
 
 def choose(problem: Problem, backend: str = "auto") -> str:
     """The backend's name, or NotSupported with every reason."""
-    against, asked = {}, with_blank_key(problem)
+    against, asked = {}, blank_inner_call(problem)
     for name in candidates(problem, backend):  # a backend that is not needed is not even imported
         against[name] = backend_module(name).why_not(asked)
         if against[name] is None:
@@ -61,7 +61,7 @@ def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
     op, arrays = op.fitting(arrays)
     problem = op.bind(arrays, **arguments)
     o, final_state = backend_module(choose(problem, backend)).run(
-        with_key(with_output(problem)), *([kept] if kept else [])
+        inner_call(with_output(problem)), *([kept] if kept else [])
     )
     o = handed_out(problem, to_caller(problem, o, op.out), arguments.get("out"))
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
@@ -100,7 +100,7 @@ def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **
     problem = op.bind(arrays, gradient=gradient, **arguments)
     module = backend_module(choose(problem, backend))
     possible = hasattr(module, "summarise") and (getattr(module, "KEEPS", False) or not ahead)
-    found = module.summarise(with_key(problem)) if possible else None
+    found = module.summarise(inner_call(problem)) if possible else None
     if found is None:
         return None
     (final, decays), kept = found

@@ -166,7 +166,8 @@ class Call:
         for what, x, y in zip(("result", "gradient"), found, wanted, strict=True):
             for number, (a, b) in enumerate(zip(x, y, strict=True)):
                 assert a.shape == b.shape
-                assert_close(f"{what} {number}", a, b, dtype, factor=factor)
+                # Keys made of gates are rounded: a row of a few numbers that cancels carries the errors of its terms.
+                assert_close(f"{what} {number}", a, b, dtype, factor=factor, rows=5 if self.name == "hgrn2" else 1)
 
 
 def all_of(function, parts):

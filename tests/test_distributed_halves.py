@@ -9,7 +9,7 @@ from reference import LIMITS, assert_close, draw, errors, same_bits, size_of_gra
 from test_distributed import VARIANTS, Call
 
 import linattn_np
-from linattn_np import distributed, key_from_gate
+from linattn_np import derived, distributed
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import PLANNERS, execute
 from linattn_np.backends.cupy import segments as cuts
@@ -60,7 +60,7 @@ def test_a_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
     _, moved = function(*arrays, initial_state=initial, **more)
     by = decay_of(op, own, decays)
     assert_close("the state", by * initial + final, moved, np.dtype(np.float32))
-    problem = key_from_gate.with_key(op.bind(arrays, **own)).replace(memo=None)
+    problem = derived.inner_call(op.bind(arrays, **own)).replace(memo=None)
     plan = execute.plan_of(PLANNERS[problem.op], problem, hopper.device, kept)
     assert not any(is_summary(kernel) for kernel in plan.kernels)
     assert any(map(is_summary, execute.plan_of(PLANNERS[problem.op], problem, hopper.device).kernels))

@@ -87,6 +87,9 @@ def test_gradients(backend, rng, variant, case):
     arrays = draw(op, rng, sizes, dtype, gate, gate_dtype)
     if variant == "normalized":
         arrays[:2] = map(np.abs, arrays[:2])  # else a sum near 0 makes everything large
+    elif variant == "relu-normalized":  # so may the sum of a first token, whose gradients are a difference of equals
+        for x in arrays[:2]:
+            x[..., ::2] = np.abs(x[..., ::2])
     declared = stated(op, options)
     parts = tuple(map(np.abs, draw_states(declared, rng, sizes, np.float32)))
     ends = draw_states(declared, rng, sizes, np.float32)
@@ -153,7 +156,7 @@ def test_scalar_decay_is_read_in_place(device, rng):
             ["scalar_decay_sm90_weighted_sums"] if one_pass else ["elementwise_feature_map", "gated_forward"]
         )
         assert (plan.copies == ()) == one_pass
-        assert_close(op.name, planned.host(o), wanted, BFLOAT16)
+        assert_close(op.name, planned.host(o), wanted, BFLOAT16, terms=size_of_terms(OPS[op], host))
 
 
 @pytest.mark.parametrize(

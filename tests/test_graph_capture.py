@@ -9,9 +9,9 @@ import pytest
 
 from linattn_np import NotSupported
 from linattn_np.conversions import array_to_backend
-from linattn_np.declarations import GLA, HGRN2
+from linattn_np.declarations import GLA, HGRN2, SIMPLE_GLA
+from linattn_np.derived import inner_call
 from linattn_np.graph_capture import lasting_memory
-from linattn_np.key_from_gate import with_key
 
 
 class Cupy:
@@ -54,18 +54,21 @@ def calls(rng):
     derived = HGRN2.bind((q, g, v)).replace(home="cuda:0")
     gradients = [x.copy() for x in (q, k, v, g)]
     yield "gla: mask cannot be captured", lambda: array_to_backend(masked, q, "B H T K")
-    yield "hgrn2: g cannot be captured", lambda: with_key(derived)
+    yield "hgrn2: g cannot be captured", lambda: inner_call(derived)
     yield "hgrn2: g cannot be captured", lambda: HGRN2.derived.gradients(derived, gradients)
+    shared = SIMPLE_GLA.bind((q[:, :1], k[:, :1], v, g[..., 0])).replace(home="cuda:0")
+    yield "simple_gla: q cannot be captured", lambda: inner_call(shared)
+    yield "simple_gla: q cannot be captured", lambda: shared.op.derived.gradients(shared, [q, k, v, g[..., 0]])
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(5))
 def test_copies_that_a_graph_would_lose(number, capturing, rng):
     message, call = list(calls(rng))[number]
     with pytest.raises(NotSupported, match=message) if capturing else nullcontext():
         call()
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(5))
 def test_copies_in_a_pool_that_lasts(number, capturing, rng):
     """As `linattn_np.distributed` calls; torch's allocator is another of the kind."""
     kept = []

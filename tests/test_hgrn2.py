@@ -6,14 +6,14 @@ from reference import exact, exact_vjp, rms
 
 from linattn_np import explain, hgrn2, vjp
 from linattn_np.declarations import HGRN2
-from linattn_np.key_from_gate import with_key
+from linattn_np.derived import inner_call
 
 
 def test_the_key_of_a_weak_gate_keeps_its_digits(rng):
     """1 - exp(-1e-6) in float32 has two digits; every mode is as good as float32 can be."""
     q, v = rng.standard_normal((2, 1, 2, 40, 8)).astype(np.float32)
     g = (-1e-6 * rng.random((1, 2, 40, 8))).astype(np.float32)
-    k = with_key(HGRN2.bind((q, g, v)))["k"]
+    k = inner_call(HGRN2.bind((q, g, v)))["k"]
     np.testing.assert_allclose(k, -np.expm1(g.astype(np.float64)), rtol=3e-7)
     for mode in HGRN2.modes:
         wanted = exact(hgrn2, [q, g, v])[0]

@@ -31,10 +31,13 @@ def press_ctrl_c(times=1):
 
 
 class Tasks:
-    """Slow ones, counted: begun and done."""
+    """Slow ones, counted: begun and done. Those of other threads than the main one end once all keys are pressed: a
+    key pressed later would end the test itself.
+    """
 
     def __init__(self, pause=0.15):
-        self.begun, self.done, self.pause, self.some = [], [], pause, threading.Event()
+        self.begun, self.done, self.pause = [], [], pause
+        self.some, self.pressed = threading.Event(), threading.Event()
 
     def __call__(self, n):
         self.begun.append(n)
@@ -45,6 +48,7 @@ class Tasks:
                 time.sleep(self.pause / 50)
         else:
             time.sleep(self.pause)
+            self.pressed.wait(10)
             self.done.append(n)
 
 
@@ -52,7 +56,13 @@ class Tasks:
 @pytest.mark.parametrize("caller", [False, True])
 def test_ctrl_c_waits_for_those_at_work(caller, presses):
     tasks = Tasks()
-    finger = threading.Thread(target=lambda: tasks.some.wait(10) and press_ctrl_c(presses))
+
+    def press():
+        tasks.some.wait(10)
+        press_ctrl_c(presses)
+        tasks.pressed.set()
+
+    finger = threading.Thread(target=press)
     finger.start()
     with pytest.raises(KeyboardInterrupt):
         cores.in_parallel(tasks, range(100), caller=caller)

@@ -101,7 +101,7 @@ def test_text_of_another_model():
 class Frequencies:
     """Another kind of model to train: logits that are the parameters, whatever was read."""
 
-    trains_on, beside = ("cpu", "cuda"), b""
+    beside = b""
 
     @staticmethod
     def trainable(layers, width, head_size):

@@ -13,6 +13,7 @@ from linattn_np.backends.cupy import rwkv6_training_kernels as kernels
 from linattn_np.distributed import SequenceParallel, run_threads
 from linattn_np.models import RWKV6, RWKV7, training, training_steps
 from linattn_np.models.dropout import Dropout, keep
+from linattn_np.models.fine_tuning import Base, LowRank, States
 from linattn_np.models.rwkv import cuda_grad
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import CudaProducts, HostProducts
@@ -190,6 +191,77 @@ def test_contexts_that_are_cut_over_ranks(device, dtype, recompute, kind, rng):
         return (np.mean(losses), np.mean(gradients, 0)), on_host(layout, vector, tokens), layout
 
     mostly_close(draw, dtype)
+
+
+# -- adapters and states ----------------------------------------------------------------------------------------------
+FINE_TUNED = {"adapter": lambda base: LowRank(base, 3, alpha=6), "state": States}
+
+
+def tuned_on(device, made, kind, rng):
+    """What is trained, the layout and float64 values of its parameters, and tokens."""
+    layout, vector, tokens = model(rng, kind=kind)
+    tuned = made(Base(kind, layout.named(vector.astype(np.float32)), layout.sizes))
+    own = tuned.trainable(2, 32, 16)
+    return tuned, own, own.initial(0) + 0.05 * rng.standard_normal(own.size), tokens
+
+
+def pulled(device, dtype, tuned, own, vector, tokens, **how):
+    """The loss and the gradient on the device."""
+    products, gradient = products_on(device, dtype), device.empty((own.size,), np.float32)
+    tree = own.tree(device.upload(vector.astype(np.float32)))
+    value, pull = tuned.loss(tree, device.upload(tokens), products, None, **how)
+    pull(own.tree(gradient))
+    return float(value), host(gradient)
+
+
+@pytest.mark.pairwise
+@versions
+@pytest.mark.parametrize("made", FINE_TUNED.values(), ids=FINE_TUNED)
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_gradients_of_adapters_and_states(device, recompute, made, kind, rng):
+    tuned, own, vector, tokens = tuned_on(device, made, kind, rng)
+    found = pulled(device, DTYPES[0], tuned, own, vector, tokens, recompute=recompute)
+    tuned.vector, gradient = tuned.vector.astype(np.float64), np.full(own.size, np.nan)
+    value, pull = tuned.loss(own.tree(vector), tokens, HostProducts(), keep)
+    pull(own.tree(gradient))
+    close(found, (float(value), gradient), 2e-5, own)
+
+
+@pytest.mark.pairwise
+@versions
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_an_adapters_gradient_is_that_of_the_merged_matrices(device, dtype, kind, rng):
+    tuned, own, vector, tokens = tuned_on(device, FINE_TUNED["adapter"], kind, rng)
+    found = pulled(device, dtype, tuned, own, vector, tokens)
+    merged = host(tuned.merged(own.tree(device.upload(vector.astype(np.float32))), products_on(device, dtype)))
+    value, whole = on_device(device, dtype, tuned.layout, merged, tokens)
+    adapter, gradient = own.tree(vector), np.full(own.size, np.nan)
+    parts, dW = own.tree(gradient), tuned.layout.named(whole.astype(np.float64))
+    for name in tuned.matrices:
+        A, B = (name.replace("weight", part) for part in ("lora_A", "lora_B"))
+        parts[A][...] = 6 / 3 * adapter[B].T @ dW[name]
+        parts[B][...] = 6 / 3 * dW[name] @ adapter[A].T
+    close(found, (value, gradient), 1e-6, own)
+
+
+@pytest.mark.pairwise
+@versions
+def test_a_states_gradient_in_half_precision(device, kind, rng):
+    def draw():
+        tuned, own, vector, tokens = tuned_on(device, States, kind, rng)
+        return [pulled(device, dtype, tuned, own, vector, tokens) for dtype in (BFLOAT16, DTYPES[0])] + [own]
+
+    mostly_close(draw, BFLOAT16)
+
+
+@pytest.mark.pairwise
+@versions
+@pytest.mark.parametrize("made", FINE_TUNED.values(), ids=FINE_TUNED)
+def test_fine_tuning_learns_as_on_the_cpu(card, made, kind):
+    layout, vector, _ = model(np.random.default_rng(0), kind=kind, width=64, head_size=32, vocabulary=256)
+    base = Base(kind, layout.named(vector.astype(np.float32)), layout.sizes)
+    how = [losses(Training(TEXT, SMALL, device, "float32", made(base)), 12) for device in ("cuda", "cpu")]
+    np.testing.assert_allclose(*how, atol=1e-4)
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------

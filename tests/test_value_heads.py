@@ -1,11 +1,12 @@
-"""Grouped value heads are the call with q, k and the gate repeated for each value head, whatever the backend."""
+"""Grouped value heads are the call with what they share repeated for each of them, whatever the backend: q and k, and
+the gate where it has no more heads."""
 
 import numpy as np
 import pytest
 from conftest import SINGLE
 from reference import assert_close, draw, draw_states, exact, same_bits, stated, with_value_heads
 
-from linattn_np import ContractError, explain, gla, gla_step, softmax_attention, value_heads, vjp
+from linattn_np import ContractError, explain, gla, gla_step, simple_gla, softmax_attention, value_heads, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.dispatch import choose
 from linattn_np.ops import OPS
@@ -267,6 +268,16 @@ def test_heads_that_do_not_fit_are_refused(rng):
         gla_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], g[:, :, 0], np.zeros((2, 4, 16, 8)))
     with pytest.raises(ContractError, match="softmax_attention: v has HK=4, but HK=2 elsewhere"):
         softmax_attention(q, k, v)
+
+
+def test_gates_of_simple_gla_have_the_heads_of_v_or_of_q(rng):
+    q, k, v, g = draw(VARIANTS["simple_gla"][0], rng, {**SIZES, "H": 4})
+    of_few = simple_gla(q[:, :2], k[:, :2], v, g[:, :2])
+    assert_close("o", of_few, simple_gla(q[:, :2], k[:, :2], v, np.repeat(g[:, :2], 2, axis=1)), np.float64)
+    assert explain(simple_gla, q[:, :2], k[:, :2], v, g).copies == ("q, k: one for every head of v",)
+    for keys, values, gates in ((3, 4, 4), (2, 4, 1), (2, 3, 3), (0, 4, 4)):
+        with pytest.raises(ContractError, match=r"simple_gla: g (and v have|has H=)"):
+            simple_gla(q[:, :keys], k[:, :keys], v[:, :values], g[:, :gates])
 
 
 @pytest.mark.parametrize("columns", [1, 2, 4, 8])

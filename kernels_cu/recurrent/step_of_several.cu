@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
 #pragma unroll
       for (int i = 0; i < N; ++i) state[n][i] = to_real(piece.x[i]);
     }
+#pragma unroll 1  // else addresses of several passes stand beside the state, which fills the registers
     for (int at = threadIdx.x; at < TOKENS * BK; at += BLOCK) {
       const int t = at / BK, c = at % BK;
       const bool kept = t < taken && c < K, mine = t < tokens && c < K;

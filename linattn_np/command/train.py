@@ -116,7 +116,7 @@ def trained_of(options) -> Trained:
 
 def run(options):
     trained = trained_of(options)
-    device = device_of(options.device, trained.kind)
+    device = device_of(options.device)
     comm = connect(device)
     ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
@@ -294,8 +294,8 @@ def command(options) -> str:
     return shlex.join([*words, *flags, "--resume"])
 
 
-def device_of(wanted, kind) -> str:
-    if wanted == "cpu" or wanted == "auto" and "cuda" not in kind.trains_on:
+def device_of(wanted) -> str:
+    if wanted == "cpu":
         return "cpu"
     try:
         check_device("Training", "cuda")

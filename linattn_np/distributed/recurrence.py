@@ -124,6 +124,8 @@ class Recurrence:
         """
         problem = self.problem
         q, *_ = arrays
+        if q.shape[1] != self.heads["K"]:  # heads of the gate share it
+            q = np.repeat(q, self.heads["K"] // q.shape[1], axis=1)
         gates = [x for name, x in zip(problem.op.arrays, arrays) if name in problem.op.decays]
         dtype = q.dtype if do.dtype == q.dtype else self.dtype  # do may have more digits than o
         given = given | {"reverse": not given["reverse"]}
@@ -135,8 +137,9 @@ class Recurrence:
                     q = (at_least_float32(q) * (decay if g.ndim == 4 else decay[..., None])).astype(dtype)
             gates = [g if g.dtype == dtype else g.astype(self.dtype)]
         q, do = q.astype(dtype, copy=False), do.astype(dtype, copy=False)
-        as_gla = problem.op.reads_before_write or problem.op.derived is not None
-        (dS,) = self.final_state(GLA if as_gla else self.declared, (q, q, do, *gates), given)
+        derived = problem.op.derived
+        inner = derived.inner if derived else GLA if problem.op.reads_before_write else self.declared
+        (dS,) = self.final_state(inner, (q, q, do, *gates), given)
         dS = dS * problem.scale
         if "log_decay" in problem.options:  # one decay a head: exact after the sum
             dS = Summary(Transition.SCALAR, (), (self.power_of_gamma(1),)).moved(dS)

@@ -11,11 +11,13 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ..errors import ContractError
 from . import checkpoint
+from .array_math import library_of
 from .number_checks import real, whole
 from .quantised import Stored
 from .rwkv.adapters import ALPHA, A, B, adapter
@@ -70,7 +72,7 @@ class Whole:
     beside = b""
 
     def __init__(self, base: Base):
-        self.base, self.loss, self.trains_on = base, base.kind.loss, base.kind.trains_on
+        self.base, self.loss = base, base.kind.loss
 
     def trainable(self, layers, width, head_size):
         return self.base.kind.layout(self.base.sizes, self.base.weights)
@@ -83,13 +85,13 @@ class Whole:
 class OfBase:
     """Base of those that train a few parameters of their own and leave the model's as they are."""
 
-    trains_on = ("cpu",)
     constants: Callable[[], dict[str, np.ndarray]]  # what files have beside the parameters
 
     def __init__(self, base: Base):
         self.base = base
         self.layout = base.kind.layout(base.sizes)
-        self.vector = self.layout.vector(base.weights)
+        self.vector: np.ndarray = self.layout.vector(base.weights)
+        self.on_device: Any = None  # the same vector there, from the first loss on
 
     @cached_property
     def beside(self) -> bytes:
@@ -98,6 +100,18 @@ class OfBase:
 
     def trainable(self, layers, width, head_size):
         return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, self.constants())
+
+    def vector_for(self, products):
+        """The model's vector where `products` are computed."""
+        if isinstance(products, HostProducts):
+            return self.vector
+        if self.on_device is None:
+            self.on_device = products.device.upload(self.vector)
+        return self.on_device
+
+    def tree(self, vector, products):
+        """The model's tree of `vector`, with matrices as products take them."""
+        return self.layout.tree(vector, products.cast(vector[: self.layout.matrices]))
 
 
 class LowRank(OfBase):
@@ -132,33 +146,38 @@ class LowRank(OfBase):
     def first(self, name, shape, rng):
         return rng.normal(0, shape[1] ** -0.5, shape) if name.endswith(A) else 0
 
-    def merged(self, own):
+    def merged(self, own, products):
         """The vector of the whole model's parameters, with the adapter added."""
-        vector = self.vector.astype(own[adapter(self.matrices[0], A)].dtype)
+        vector = self.vector_for(products).astype(own[adapter(self.matrices[0], A)].dtype)
         views = self.layout.named(vector)
         for name in self.matrices:
-            views[name] += self.alpha / self.rank * (own[adapter(name, B)] @ own[adapter(name, A)])
+            views[name] += self.factor * products.matmul(own[adapter(name, B)], own[adapter(name, A)])
         return vector
 
-    def loss(self, weights, tokens, products: HostProducts, drop, **how):
-        own, vector = weights, self.merged(weights)
-        value, pull = self.base.kind.loss(self.layout.tree(vector), tokens, products, drop, **how)
+    def loss(self, weights, tokens, products, drop, **how):
+        """As `protocols.Trainable` has it. The adapter is float32 on every device."""
+        own, vector = weights, self.merged(weights, products)
+        value, pull = self.base.kind.loss(self.tree(vector, products), tokens, products, drop, **how)
 
         def pull_own(gradients, done=lambda part: None):
-            whole = np.zeros_like(vector)
+            whole = library_of(vector).zeros_like(vector)
             pull(self.layout.tree(whole))
             views = self.layout.named(whole)
             for name in self.matrices:
-                dW = self.alpha / self.rank * views[name]
-                gradients[adapter(name, A)][...] = own[adapter(name, B)].T @ dW
-                gradients[adapter(name, B)][...] = dW @ own[adapter(name, A)].T
+                down, up = adapter(name, A), adapter(name, B)
+                gradients[down][...] = self.factor * products.matmul(own[up].T, views[name])
+                gradients[up][...] = self.factor * products.matmul(views[name], own[down].T)
             for i in range(self.base.sizes["L"]):
                 done(i)
 
         return value, pull_own
 
+    @property
+    def factor(self):
+        return self.alpha / self.rank
+
     def model_weights(self, layout, vector) -> dict:
-        return self.layout.named(self.merged(layout.tree(vector)))
+        return self.layout.named(self.merged(layout.tree(vector), HostProducts()))
 
 
 class States(OfBase):
@@ -179,14 +198,15 @@ class States(OfBase):
     def first(self, name, shape, rng):
         return 0
 
-    def loss(self, weights, tokens, products: HostProducts, drop, **how):
-        tree = self.layout.tree(self.vector)
+    def loss(self, weights, tokens, products, drop, **how):
+        vector = self.vector_for(products)
+        tree = self.tree(vector, products)
         for layer, start in zip(tree.layers, weights.values()):
             layer.start = start.swapaxes(1, 2)
         value, pull = self.base.kind.loss(tree, tokens, products, drop, **how)
 
         def pull_own(gradients, done=lambda part: None):
-            whole = self.layout.tree(np.zeros(self.layout.size, self.vector.dtype))
+            whole = self.layout.tree(library_of(vector).zeros_like(vector))
             for layer, start in zip(whole.layers, gradients.values()):
                 layer.start = start.swapaxes(1, 2)
             pull(whole)
@@ -217,6 +237,7 @@ class Parameters:
         self.parts = [(its[0][0], its[-1][1]) if decays else (0, 0) for its in spans]
 
     def tree(self, vector, matrices=None) -> dict:
+        """Views of `vector` by name; `matrices`, which are rounded, are not used."""
         return {name: vector[slice(*self.spans[name])].reshape(shape) for name, shape in self.shapes.items()}
 
     def named(self, vector) -> dict:

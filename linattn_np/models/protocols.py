@@ -69,10 +69,6 @@ class Trainable(Protocol):
     """A kind of model that can be trained: a class, or an object of `fine_tuning`."""
 
     @property
-    def trains_on(self) -> tuple[str, ...]:
-        """The devices on which `loss` can be computed."""
-
-    @property
     def beside(self) -> bytes:
         """A digest of what the loss depends on and no training changes; `Training.restore` wants the same."""
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from ..errors import ContractError, NotSupported
+from ..errors import ContractError
 from . import checkpoint, pth_files
 from .devices import check_device
 from .files import FileError, json_object, write_arrays
@@ -123,11 +123,6 @@ class Training:
         ranks=None,
     ):
         check_device("Training", device)
-        if device not in kind.trains_on:
-            refuse(
-                f"device is {device!r}, expected {kind.trains_on[0]!r} for what is trained",
-                NotSupported,
-            )
         if recompute and device == "cpu":
             refuse("recompute is for device 'cuda'")
         self.ranks = ranks or OneProcess()
@@ -386,5 +381,5 @@ def checked(stored, kind) -> Settings:
     return settings
 
 
-def refuse(complaint: str, error=ContractError) -> NoReturn:
-    raise error(f"Training: {complaint}")
+def refuse(complaint: str) -> NoReturn:
+    raise ContractError(f"Training: {complaint}")

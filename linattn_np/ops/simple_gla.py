@@ -14,10 +14,12 @@ def simple_gla():
 
     Parameters
     ----------
-    q, k : [B, H, T, K], v : [B, H, T, V]
-        Query, key and value.
+    q, k : [B, HK, T, K], v : [B, H, T, V]
+        Query, key and value. H is a multiple of HK; head h of v takes the query and the key of head ``h // (H // HK)``,
+        as Mamba-2's heads take C and B of their group. q and k are copied for every head where HK < H.
     g : [B, H, T] (``[B, T, H]`` with ``layout="bthd"``)
-        The log of the decay, natural base.
+        The log of the decay, natural base, of every head of v. With HK heads, the heads of v that share a query and a
+        key share the gate, too, and nothing is copied for it with ``layout="bthd"``.
 
     Example
     -------
@@ -27,5 +29,9 @@ def simple_gla():
     >>> g = -rng.random((1, 2, 50))
     >>> full_gate = np.repeat(g[..., None], 8, axis=-1)
     >>> bool(np.allclose(linattn_np.simple_gla(q, k, v, g), linattn_np.gla(q, k, v, full_gate)))
+    True
+    >>> o = linattn_np.simple_gla(q[:, :1], k[:, :1], v, g)                # both heads share a query and a key
+    >>> q, k = (np.repeat(x[:, :1], 2, axis=1) for x in (q, k))
+    >>> bool(np.allclose(o, linattn_np.simple_gla(q, k, v, g)))
     True
     """

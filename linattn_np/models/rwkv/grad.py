@@ -7,8 +7,6 @@ where the gradients of the piece's weights go, that returns the gradient of the 
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..array_math import affine, beside, fused, lerp, library_of, relu_squared
 from ..single_process import WHOLE
 from .version import LAYER_NORM_EPS
@@ -68,20 +66,9 @@ class Recorded:
         return y
 
     def recurrence_of(self, layer, operator, *arrays):
-        """`operator` from zeros, or from the layer's `start` [H, N, N] where it has one; see `pull_recurrence`."""
-        how = {"scale": 1.0, "layout": "bthd"}
-        if hasattr(layer, "start"):
-            how["initial_state"] = np.tile(layer.start, (len(arrays[0]), 1, 1, 1)).astype(arrays[0].dtype, copy=False)
-        o, self.pull_operator = self.cut.vjp_of(operator, *arrays, **how)
+        """`operator` as `vjp_from_start` has it; `pull_recurrence(do, to)` gives the gradients of its arrays."""
+        o, self.pull_recurrence = vjp_from_start(self.cut, layer, operator, *arrays, scale=1.0)
         return o
-
-    def pull_recurrence(self, do, to):
-        """The gradients of the operator's arrays; that of a `start` goes to `to`."""
-        gradients = self.pull_operator(do)
-        if hasattr(to, "start"):
-            *gradients, dstart = gradients
-            to.start[...] = dstart.sum(axis=0)
-        return gradients
 
     def relu_squared(self, x):
         self.hidden = x
@@ -93,6 +80,26 @@ class Recorded:
     def add(self, x, change):
         change, self.pull_drop = self.drop(change)
         return x + change
+
+
+def vjp_from_start(cut, layer, operator, *arrays, scale):
+    """The result of `operator` and its pullback, from zeros, or from the layer's `start` [H, N, N] where it has one.
+
+    The pullback takes the result's gradient and where that of a `start` goes, and returns those of the arrays.
+    """
+    how = {}
+    if hasattr(layer, "start"):
+        how["initial_state"] = library_of(layer.start).tile(layer.start, (len(arrays[0]), 1, 1, 1))
+    o, pull_operator = cut.vjp_of(operator, *arrays, **how, scale=scale, layout="bthd")
+
+    def pull(do, to):
+        gradients = pull_operator(do)
+        if how:
+            *gradients, dstart = gradients
+            to.start[...] = dstart.sum(axis=0)
+        return gradients
+
+    return o, pull
 
 
 # -- pieces with weights ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ...array_kinds import BFLOAT16
 from ...errors import ContractError, ContractTypeError, NotSupported
 from ...typing import Integers, Result
 from .. import checkpoint
-from ..devices import DEVICES, check_device, on_host
+from ..devices import check_device, on_host
 from ..prompt_reading import read
 from ..quantised import collected, of_bits
 from ..sampling import Sampling
@@ -40,7 +40,6 @@ class Model:
     version : its tables
     numpy_layers : its layers by NumPy alone
     layout : of its parameters in a training
-    trains_on : the devices on which its gradients are computed
     beside : as `protocols.Trainable` has it: nothing, as all is trained
     folder : the name of its package, which has `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
     """
@@ -49,7 +48,6 @@ class Model:
     numpy_layers: ClassVar[type[NumpyLayers]]
     layout: ClassVar[type[Layout]]
     folder: ClassVar[str]
-    trains_on: ClassVar[tuple[str, ...]] = DEVICES
     beside: ClassVar[bytes] = b""
 
     def __init__(

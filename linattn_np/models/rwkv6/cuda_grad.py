@@ -8,6 +8,7 @@ from ...backends.cupy.rwkv6_training_kernels import HEADS
 from ...ops.functions import rwkv6
 from ..rwkv import cuda_grad
 from ..rwkv.cuda_grad import Change, Mix, Pulled, transposed
+from ..rwkv.grad import vjp_from_start
 from .names import VERSION
 
 
@@ -30,7 +31,7 @@ class TimeMix(Mix):
         k, v, r, self.gate = do.product(self.mixed[1:], layer.kvrg)
         heads = (-1, do.context, *layer.bonus.shape)
         r, k, v, w = (array.reshape(heads) for array in (r, k, v, self.w))
-        o, self.pull_recurrence = do.cut.vjp_of(rwkv6, r, k, v, w, layer.bonus, scale=do.scale, layout="bthd")
+        o, self.pull_recurrence = vjp_from_start(do.cut, layer, rwkv6, r, k, v, w, layer.bonus, scale=do.scale)
         self.o = o.reshape(do.tokens, -1)
         self.y = do.gated_norm(self.o, self.gate, layer.ln_x, layer.bonus.shape[1])
         return Change("Added", do.product(self.y, layer.output), site=site)
@@ -41,7 +42,7 @@ class TimeMix(Mix):
         do.gradient(self.y, dchange, to.output)
         dy = do.product(dchange, transposed(layer.output))
         dout, dgate = do.gated_norm_backward(dy, self.o, self.gate, layer.ln_x, layer.bonus.shape[1], to.ln_x)
-        dr, dk, dv, dw, du = self.pull_recurrence(dout.reshape(-1, do.context, *layer.bonus.shape))
+        dr, dk, dv, dw, du = self.pull_recurrence(dout.reshape(-1, do.context, *layer.bonus.shape), to)
         to.bonus[...] = du
         dr, dk, dv, dw = (array.reshape(do.tokens, -1) for array in (dr, dk, dv, dw))
 
