@@ -225,7 +225,7 @@ def tile_after_tile(draft, whole, cut):
     parts of du)."""
     problem = whole.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
-    memory, sizes, found = Reused(draft), [], segments.BackwardSegments(cut.segments, cut.short)
+    memory, sizes, backward_segments = Reused(draft), [], segments.BackwardSegments(cut.segments, cut.short)
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
     bonus = {}  # by a tile's first channel
     if u is not None:
@@ -233,7 +233,7 @@ def tile_after_tile(draft, whole, cut):
     for tile in tiles:
         own = memory.again()
         backward = whole.of_tile(tile, own, bonus.get(tile.channels.start))
-        tile_cut = segments.hoppers_backward_cut(backward.problem, cut.device, found, known=False)
+        tile_cut = segments.hoppers_backward_cut(backward.problem, cut.device, backward_segments, starts_known=False)
         of_tile, partial_du = on_hopper(own, backward, tile_cut)
         sizes.append(of_tile)
         if whole.dh0 is not None:
