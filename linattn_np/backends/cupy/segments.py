@@ -469,7 +469,7 @@ def hoppers_backward_segments(problem, device) -> BackwardSegments:
 
 def hoppers_backward_cut(problem, device, backward, starts_known, kept=False, forward=None) -> BackwardCut:
     """The cut of Hopper's own kernels. `starts_known`: the states at the starts of equal segments are saved, or a
-    forward pass gives them. `kept`: the segments are summarised already, with an empty one before and one after them."""
+    forward pass gives them. `kept`: the segments are summarised already, between two empty ones."""
     N, H, K, V = problem.shape("N H K V")
     short = 0 if starts_known or kept else backward.short
     P = 3 if short else backward.count + 2 * kept
