@@ -31,7 +31,7 @@ def parser() -> Parser:
         epilog=f"{NAME} COMMAND --help tells a command's options.\n{CODES}",
     )
     made.add_argument("--version", action="version", version=f"{NAME} {__version__}", help="tell the version, and end")
-    made.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    made.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
     return made
 
 
