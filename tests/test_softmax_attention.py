@@ -342,7 +342,7 @@ def test_a_long_call_on_the_cpu(compiled, packed, rng, monkeypatch):
         o = found
     for what, x, y in zip(("o", "dq", "dk", "dv"), (o, *pull(do)), (wanted, *gradients)):
         count = y.shape[2] if what != "o" or not packed else 93
-        # dk has the rounding of do . v - do . o times q, which is 300 times as large for query 5 as for the others: over
+        # dk has the rounding of do . v - do . o times q, which query 5 has 300 times as large as the others: over
         # 300 seeds the worst row was at 1.7 times the limit of others.
         factor = 10 if what == "dk" else 1
         assert_close(what, x[:, :, :count], y[:, :, :count], np.float32, factor=factor)
