@@ -315,7 +315,8 @@ def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=Fal
     return {
         **{name: TensorMap(x, PANEL, WeightedSums.CHUNK, True) for name, x in arrays.items()},
         **{f"{name}_rows": x for name, x in arrays.items()},
-        **{"initial": initial, "final": final, "read": read, "write": write, "backwards": backwards, "adds": adds},
+        **{"initial": initial, "final": final, "output_scale": read, "value_scale": write},
+        **{"backwards": backwards, "adds_to_o": adds},
         **{"K": K, "V": V, "state_k": 1 if turned else V, "state_v": K if turned else 1},
     }
 
