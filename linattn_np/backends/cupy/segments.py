@@ -249,8 +249,8 @@ def forward_cut(problem, device) -> ForwardCut:
     if are_small(problem, device):
         return small_forward_cut(problem, device)
     if fits_hoppers_forward(problem, device, arrays):
-        backward = hoppers_backward_segments(problem, device) if problem.gradient else NO_PULLBACK
-        return hoppers_forward_cut(problem, device, backward)
+        follows = problem.gradient and fits_a_tile(problem)  # a pullback by Hopper's own kernels: all else fits, too
+        return hoppers_forward_cut(problem, device, segments_of_pullback(problem, device) if follows else NO_PULLBACK)
     return portable_forward_cut(problem, device)
 
 
@@ -460,9 +460,15 @@ def portable_backward_cut(problem, device, gate):
 
 
 def hoppers_backward_segments(problem, device) -> BackwardSegments:
-    (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
+    """The segments of Hopper's own backward kernels, none if these cannot compute the problem."""
     if are_small(problem, device) or not fits_hoppers_backward(problem, device, token_arrays(problem)):
-        return BackwardSegments()
+        return NO_PULLBACK
+    return segments_of_pullback(problem, device)
+
+
+def segments_of_pullback(problem, device) -> BackwardSegments:
+    """The segments of Hopper's own backward kernels, which can compute the problem."""
+    (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
     P = backward_segments(N * H, longest, device.multiprocessors, K, V)
     return BackwardSegments(P, short_segment_of(problem, device, P))
 
@@ -485,7 +491,12 @@ def hoppers_backward_cut(problem, device, backward, starts_known, kept=False, fo
 
 def fits_hoppers_backward(problem, device, arrays) -> bool:
     """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
-    return max(problem.shape("K V")) <= TILES[-1] and fits_hoppers_tiles(problem, device, arrays)
+    return fits_a_tile(problem) and fits_hoppers_tiles(problem, device, arrays)
+
+
+def fits_a_tile(problem) -> bool:
+    """Whether a problem has at most the channels and columns of one tile of the state."""
+    return max(problem.shape("K V")) <= TILES[-1]
 
 
 def fits_hoppers_tiles(problem, device, arrays) -> bool:
