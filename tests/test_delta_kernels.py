@@ -75,7 +75,16 @@ CASES = {
     "kda-float64": Case(KDA, dtype=DOUBLE, gate="spikes-40"),
     "rwkv7": Case(RWKV7, B=2),
     "rwkv7-wide": Case(RWKV7, K=130, V=66, H=1, dtype=BFLOAT16, gate_dtype=SINGLE, gate="some-inf"),
-    "rwkv7-packed": Case(RWKV7, K=64, dtype=HALF, options={"reverse": True} | PACKED),
+    "rwkv7-packed": Case(
+        RWKV7,
+        H=1,
+        T=70,
+        K=71,
+        V=67,
+        dtype=HALF,
+        gate="some-inf",
+        options={"cu_seqlens": [0, 0, 33, 34, 70], "reverse": True},
+    ),
     "rwkv7-float64": Case(RWKV7, dtype=DOUBLE, gate="weak"),
 }
 
@@ -194,6 +203,19 @@ def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
     limit = HARD_LIMITS[dtype] * (1 if op is GATED_DELTA_RULE else 1.3)
     for what, x, y in zip(("o", "state"), found, wanted, strict=True):
         assert rms(double(backend.tohost(x)) - y) < limit * rms(y), what
+
+
+def test_chunks_that_enlarge_a_state(backend, rng):
+    """Transitions of a chunk beyond float16. Each of 32 tokens enlarges what was rounded before: their errors add up."""
+    arrays, start, *_ = Case(RWKV7, H=1, T=32, K=64, dtype=BFLOAT16, gate="weak", gate_dtype=SINGLE).drawn(rng)
+    a, b = ((8 * double(x)).astype(BFLOAT16) for x in arrays[4:])
+    arrays = (*arrays[:4], a, b)
+    wanted, state = linattn_np.rwkv7(*map(double, arrays), initial_state=double(start), output_final_state=True)
+    options = {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "chunk"}
+    found = [backend.tohost(x) for x in backend.run(linattn_np.rwkv7, *map(backend.asarray, arrays), **options)]
+    assert rms(state) > 1e7
+    for x, y in zip(found, (wanted, state), strict=True):
+        assert rms(double(x) - y) < 32 * 2**-9 * rms(y)
 
 
 @pytest.mark.pairwise

@@ -12,7 +12,6 @@
 // numerics  as channel_forward.cu. N and L are scaled by powers of 2, since a and b of any size may stand in them
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
-#include "cards.cuh"
 #include "delta/channel_chunk.cuh"
 
 constexpr int LDS = C + 2;  // a row of a float matrix of tokens
@@ -278,8 +277,7 @@ __device__ __forceinline__ void make_wide(DplrShared<T, G, BK, BV>& s) {
 }
 
 template <typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, blocks_with_room<DplrShared<T, G, BK, BV>>(BV == 64 ? 2 : 1))
-    delta_dplr_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(2 * BV) delta_dplr_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV;
   auto& s = *reinterpret_cast<DplrShared<T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
