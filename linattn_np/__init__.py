@@ -1,5 +1,6 @@
 """linattn_np: linear attention for arrays. GLA, RWKV-6 and their family on NumPy and CuPy, without torch."""
 
+from .command import loading  # noqa: F401  # isort: skip  # before NumPy is imported
 from . import layers, ops, stages
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError, NotSupported

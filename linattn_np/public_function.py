@@ -9,7 +9,7 @@ from typing import Any
 
 from .contract import Op
 from .dispatch import call
-from .shared_documentation import NOTES, PARAMETERS, RAISES, RETURNS
+from .shared_documentation import NOTES, PARAMETERS, RAISES, RETURNS, RETURNS_OF_STEP
 
 SECTION = re.compile(r"^(\w+)\n-+\n", re.MULTILINE)  # a heading of a docstring, underlined
 
@@ -29,6 +29,8 @@ def public_function(op: Op, compute: Callable[..., Any] = call):
         if op.state and op.out == "B H T V":  # an operator with a state, not a step or a stage
             doc.add("Returns", RETURNS)
             doc.add("Notes", NOTES)
+        elif op.out == "B H V":  # a step
+            doc.add("Returns", RETURNS_OF_STEP)
         function.__doc__ = doc.text()
         return function
 

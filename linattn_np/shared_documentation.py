@@ -66,6 +66,10 @@ RETURNS = """
 o : [B, H, T, V], the dtype and memory order of q; or ``(o, final_state)``
 """
 
+RETURNS_OF_STEP = """
+o : [B, H, V], the dtype of the first array
+"""
+
 RAISES = """
 ContractError (a ValueError)
     Shapes or options that do not fit; ContractTypeError (also a TypeError) for dtypes, devices and things

@@ -238,14 +238,14 @@ def terms_of(X) -> tuple[int, ...]:
 
 def of_models():
     for T in CTYPES:
-        yield rwkv6.LogDecay(T)
+        yield rwkv6.Openings.of_prompt(T, 1)
         norm = rwkv6.NormShift
         for how in product(norm.WIDTHS, norm.PARTS_AT_MOST, terms_of(T), norm.MIXES_AT_MOST):
             yield norm(T, *how)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
-        for width in rwkv6.GatedNorm.WIDTHS:
-            yield rwkv6.GatedNorm(T, width)
+        for width, bonus in product(rwkv6.GatedNorm.WIDTHS, (False, True)):
+            yield rwkv6.GatedNorm(T, width, bonus)
         for threads in model_products.Matvec.THREADS:
             yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
@@ -270,9 +270,9 @@ def of_models():
     yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
-        yield from (rwkv7.Openings.of_step(X), rwkv7.Openings.of_prompt(X))
-        for cls, width in product((rwkv7.Keys, rwkv7.BonusNorm), rwkv7.Keys.WIDTHS):
-            yield cls(X, width)
+        yield from (how(X, rwkv7.DOWNS) for how in (rwkv6.Openings.of_step, rwkv6.Openings.of_prompt))
+        for width in rwkv7.Keys.WIDTHS:
+            yield rwkv7.Keys(X, width)
         for S, terms in product(CTYPES, terms_of(X)):
             yield rwkv7.TimeMixOfToken(X, S, terms)
 

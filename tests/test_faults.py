@@ -91,6 +91,23 @@ def test_a_signal_while_a_class_is_built_is_a_signal(capsys, monkeypatch):
     assert code == 2 and "a/b: No space left on device" in lines[0]
 
 
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        ("KeyboardInterrupt", "interrupted while it was loading"),  # which OpenBLAS raises where it gets no threads
+        ("OSError(24, 'Too many open files')", "cannot be loaded: OSError: [Errno 24] Too many open files"),
+    ],
+)
+def test_an_end_while_numpy_is_imported_is_one_line(error, line, tmp_path):
+    (tmp_path / "numpy.py").write_text(f"raise {error}")
+    paths = os.pathsep.join((str(tmp_path), str(Path(terminal.PACKAGE).parent)))
+    command = [sys.executable, "-m", "linattn_np", "info"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode and done.stderr == f"linattn-np: {line}\n"
+
+
 def test_an_error_of_a_thread_and_a_warning_are_one_line(capsys, monkeypatch):
     import warnings
 

@@ -18,10 +18,6 @@ def gla_step():
     q, k, g : [B, H, K], v : [B, H, V]
         As in `gla`, without the time axis; g is the natural log of the decay.
 
-    Returns
-    -------
-    o : [B, H, V], the dtype of q
-
     Example
     -------
     >>> import numpy as np, linattn_np
@@ -55,10 +51,6 @@ def rwkv6_step():
     r, k, w : [B, H, K], v : [B, H, V], u : [H, K]
         As in `rwkv6`, without the time axis; w is the natural log of the decay.
 
-    Returns
-    -------
-    o : [B, H, V], the dtype of q
-
     Example
     -------
     >>> import numpy as np, linattn_np
@@ -78,10 +70,6 @@ def delta_rule_step():
     ----------
     q, k : [B, HK, K], v : [B, H, V], beta : [B, H]
         As in `delta_rule`, without the time axis.
-
-    Returns
-    -------
-    o : [B, H, V], the dtype of q
 
     Example
     -------
@@ -103,10 +91,6 @@ def gated_delta_rule_step():
     q, k : [B, HK, K], v : [B, H, V], g : [B, H], beta : [B, H]
         As in `gated_delta_rule`, without the time axis; g is the natural log of the decay.
 
-    Returns
-    -------
-    o : [B, H, V], the dtype of q
-
     Example
     -------
     >>> import numpy as np, linattn_np
@@ -126,10 +110,6 @@ def kda_step():
     ----------
     q, k : [B, HK, K], v : [B, H, V], g : [B, H, K], beta : [B, H]
         As in `kda`, without the time axis; g is the natural log of the decay.
-
-    Returns
-    -------
-    o : [B, H, V], the dtype of q
 
     Example
     -------
@@ -154,10 +134,6 @@ def rwkv7_step():
     ----------
     r, w, k, a, b : [B, H, K], v : [B, H, V]
         As in `rwkv7`, without the time axis; w is the natural log of the decay.
-
-    Returns
-    -------
-    o : [B, H, V], the dtype of r
 
     Example
     -------

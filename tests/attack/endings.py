@@ -6,18 +6,20 @@ import functools
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from attack.harness import holds_for, require
+from attack.harness import Refused, holds_for, require
 from linattn_np.models import RWKV6, RWKV7, checkpoint
 from linattn_np.models.fine_tuning import Base, LowRank
 
@@ -47,11 +49,13 @@ TROUBLES = {
     "no folder for Numba": {"NUMBA_CACHE_DIR": "/proc/nowhere"},
     "no compiler": {"NUMBA_DISABLE_JIT": "1"},
     "few files": {"limit": (resource.RLIMIT_NOFILE, 40)},
-    "no threads": {"limit": (resource.RLIMIT_NPROC, 1)},  # of which root does not hear
+    "no threads": {"limit": (resource.RLIMIT_NPROC, 1)},
     "C locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "no temporary folder": {"TMPDIR": "/proc/nowhere"},
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
+# Root has no limit of processes. Another user, who may read root's files, has.
+NOBODY, AS_NOBODY = 65534, "setpriv --reuid=65534 --inh-caps=-all,+dac_override --ambient-caps=-all,+dac_override"
 PATIENCE = 60  # seconds that the process may take, on a machine with much else to do
 
 
@@ -65,6 +69,7 @@ class Ending:
     closed: tuple = ()
     full: tuple = ()
     room: int | None = None  # bytes that a file may have
+    disk: int | None = None  # bytes that are left in the folder
     trouble: str = "none"
 
 
@@ -78,6 +83,7 @@ def endings(machine):
         streams,
         streams,
         st.none() | st.sampled_from((0, 100, 10_000, 100_000)),
+        st.none() | st.sampled_from((0, 1 << 13, 1 << 16)),
         st.sampled_from(list(TROUBLES)),
     )
 
@@ -97,10 +103,7 @@ def models():
 @holds_for(endings, machines=("numpy",), round=3, patience=2 * PATIENCE)
 def ends(case, machine):
     """A documented exit code, no traceback, and files that are whole."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "in").write_text(LINES)
-        for name, content in models().items():
-            (Path(folder) / name).write_bytes(content)
+    with tempfile.TemporaryDirectory() as parent, disk_of(parent, case.disk) as folder:
         code, messages = ended(case, folder)
         killed = -signal.SIGKILL in (code, *(-number for number in case.signals))
         wanted = {0, 2, *(128 + number for number in case.signals), *(-number for number in case.signals)}
@@ -112,11 +115,42 @@ def ends(case, machine):
         whole(Path(folder))
 
 
+@contextmanager
+def disk_of(parent, left):
+    """A folder with what the commands read; `left`: on a disk of its own that has so many bytes more, where one may be
+    mounted."""
+    if left is not None and not mounts(parent, "-t", "tmpfs", "none"):
+        raise Refused("no disk may be mounted here")
+    try:
+        (Path(parent) / "in").write_text(LINES)
+        for name, content in models().items():
+            (Path(parent) / name).write_bytes(content)
+        if left is not None:
+            disk = os.statvfs(parent)
+            mounts(parent, "-o", f"remount,size={(disk.f_blocks - disk.f_bfree) * disk.f_bsize + left}")
+        yield parent
+    finally:
+        if left is not None:
+            subprocess.run(["umount", parent], check=True)
+
+
+def mounts(folder, *how) -> bool:
+    """Whether `mount` does this to the folder."""
+    try:
+        return subprocess.run(["mount", *how, folder], stderr=subprocess.DEVNULL).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
 def ended(case, folder):
     """The exit code and what was written on stderr."""
 
     trouble = dict(TROUBLES[case.trouble])
     python, limit = trouble.pop("python", []), trouble.pop("limit", None)
+    user = []
+    if case.trouble == "no threads" and os.geteuid() == 0 and shutil.which("setpriv"):
+        user = AS_NOBODY.split()
+        os.chown(folder, NOBODY, -1)
 
     def surroundings():
         if limit:
@@ -129,7 +163,7 @@ def ended(case, folder):
         for number in case.closed:
             os.close(number)
 
-    command = [sys.executable, *python, "-m", "linattn_np", *WORK[case.work].split()]
+    command = [*user, sys.executable, *python, "-m", "linattn_np", *WORK[case.work].split()]
     # Python would leave half a file of bytecode where files have no room.
     own = {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
     environment = os.environ | own | trouble

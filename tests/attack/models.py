@@ -305,6 +305,38 @@ def read(model, words, steps=3):
 
 
 @dataclass(frozen=True)
+class Sharers:
+    """Threads that join one batch, each with its own words, and step it as often."""
+
+    words: tuple = ((97,), (98,))
+    steps: int = 5
+
+
+SHARERS = st.builds(Sharers, st.lists(WORDS, min_size=2, max_size=6).map(tuple), st.integers(1, 8))
+
+
+@holds_for(lambda machine: SHARERS, machines=ON_HOST, round=15)
+def threads_on_a_batch(case, machine):
+    """Whichever thread steps it, each sequence gets the tokens that it gets alone."""
+    model, threads = of_dtype("float32"), len(case.words)
+    batch, start = Batch(model, threads), threading.Barrier(threads)
+
+    def work(words):
+        start.wait()
+        (slot,) = batch.join([list(words)], Sampling(temperature=0))
+        return slot, [batch.step() for _ in range(case.steps)]
+
+    with ThreadPoolExecutor(threads) as pool:
+        slots, steps = zip(*pool.map(work, case.words))
+    require(sorted(slots) == list(range(threads)), "threads: two sequences in one slot", str(slots))
+    for slot, words in zip(slots, case.words):
+        found = [step[slot] for of_thread in steps for step in of_thread if slot in step]
+        alone = islice(model.generate(list(words), temperature=0), len(found))
+        same = sorted(found) == sorted(alone)  # no thread knows the order of the others' steps
+        require(same, "threads: a batch gives other tokens than a sequence alone", f"{threads} threads")
+
+
+@dataclass(frozen=True)
 class Readers:
     """Threads that use one model, each with its own words and in its own way."""
 

@@ -110,9 +110,14 @@ class Kernel:
         """Blocks that can share a multiprocessor's registers."""
         return 1
 
+    @property
+    def names(self) -> set[str]:
+        """Of what its argument holds."""
+        return {member.name for member in self.arguments}
+
     def complete(self, args) -> dict:
         """What the kernel's argument holds, by name: `args` and null for the optional ones that they leave out."""
-        declared = {member.name for member in self.arguments}
+        declared = self.names
         complete = dict.fromkeys(member.name for member in self.arguments if member.optional) | args
         if declared != set(complete):
             raise TypeError(f"{self.name} takes {sorted(declared)}, got {sorted(args)}")

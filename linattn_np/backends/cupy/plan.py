@@ -362,10 +362,13 @@ def arrays_in(tree) -> list:
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
 class Draft:
-    """A plan while it is drawn."""
+    """A plan while it is drawn.
 
-    def __init__(self):
-        self.buffers, self.steps, self.made_plain = [], [], {}
+    numbers : of a kernel's arguments by their names; a launch that does not name one of them takes it from here
+    """
+
+    def __init__(self, **numbers):
+        self.buffers, self.steps, self.made_plain, self.numbers = [], [], {}, numbers
 
     def plan(self, results, **more) -> Plan:
         return Plan(tuple(self.buffers), tuple(self.steps), results, **more)
@@ -407,7 +410,8 @@ class Draft:
         return whole(table)
 
     def launch(self, kernel, blocks: int, /, reason="", more_shared=0, together=False, **args):
-        self.steps.append(Launch(kernel, blocks, kernel.complete(args), reason, more_shared, together))
+        numbers = {name: self.numbers[name] for name in kernel.names & self.numbers.keys()}
+        self.steps.append(Launch(kernel, blocks, kernel.complete(numbers | args), reason, more_shared, together))
 
     def product(self, w: Array, x: Array, y: Array, add=False):
         self.steps.append(Product(w, x, y, add))

@@ -171,6 +171,11 @@ class ChosenNorm(ModelKernel):
     X: np.dtype
     Y: np.dtype
 
+    @classmethod
+    def launch(cls, draft: Draft, chosen, x, norm, y, eps):
+        """The `norm` of the rows of x that are `chosen`, to y."""
+        draft.launch(cls(x.dtype, y.dtype), chosen.size, chosen=chosen, x=x, **affine(norm), y=y, eps=eps)
+
 
 LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile
 
@@ -255,33 +260,54 @@ class ShiftMix(ModelKernel):
         return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
-class LogDecay(ModelKernel):
-    file = "rwkv6/log_decay"
-    arguments = members("pointers low up decay w, integers tokens D W")
-    shared = ("LowRank<{dtype}, TILES, PARTS>",)
-    TILES: ClassVar[int] = 2
-    PARTS: ClassVar[int] = 2
+class Openings(ModelKernel):
+    """What data open by MATRICES of low rank: the decay, and of RWKV-7, which has four, three more. Y: their dtype."""
+
+    file = "rwkv6/openings"
+    arguments = members("pointers low up bases w, pointers? openings, integers tokens D R")
+    shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
     dtype: np.dtype
+    Y: np.dtype
+    PARTS: int
+    TILES: int
+    MATRICES: int
+
+    @classmethod
+    def of_step(cls, dtype, matrices):
+        return cls(dtype, FLOAT32, 3 if dtype == BFLOAT16 else 2, 1, matrices)
+
+    @classmethod
+    def of_prompt(cls, dtype, matrices):
+        return cls(dtype, dtype, 2, 2, matrices)
 
     def blocks(self, tokens, D) -> int:
-        return low_rank_blocks(self.TILES, tokens, D)
+        return self.MATRICES * low_rank_blocks(self.TILES, tokens, D)
 
 
-class GatedNorm(ModelKernel):
-    file = "rwkv6/gated_norm"
-    arguments = members("pointers o gate weight bias y, integers rows H N, reals eps")
+class OfHeads(ModelKernel):
+    """A warp has a head of a token."""
+
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 64 channels
     threads = 256
     X: np.dtype
     PAIRS: int
 
     @classmethod
-    def fitting(cls, X, N):
-        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width))
+    def fitting(cls, X, N, **more):
+        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width), **more)
 
     def blocks(self, rows) -> int:
         return ceil_div(rows * 32, self.threads)
+
+
+class GatedNorm(OfHeads):
+    file = "rwkv6/gated_norm"
+    arguments = members(
+        "pointers o, pointers? r k v, pointers gate weight bias, pointers? bonus, pointers y, "
+        "integers rows H N, reals eps"
+    )
+    BONUS: bool  # of RWKV-7, whose gate is open already
 
 
 class GatedAdd(OfElements):
@@ -289,6 +315,12 @@ class GatedAdd(OfElements):
     arguments = members("pointers x gate value, integers count")
     EACH = 4
     X: np.dtype
+
+
+def affine(norm) -> dict:
+    """The arguments of a kernel that applies a norm's weight and bias."""
+    weight, bias = norm
+    return {"weight": weight, "bias": bias}
 
 
 def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, scale):

@@ -1,43 +1,17 @@
 """The kernels that RWKV-7 models have besides those of RWKV-6 and of the operator.
 
-X is the dtype of what a kernel hands to the next product, Y that of what data open.
+X is the dtype of what a kernel hands to the next product.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
-from ...array_kinds import BFLOAT16
 from .arguments import members
 from .kernel import ModelKernel
-from .plan import FLOAT32, ceil_div
-from .rwkv6_model_kernels import GatedNorm, low_rank_blocks
+from .rwkv6_model_kernels import OfHeads
 
 DOWNS = 4  # matrices of low rank: of the decay, the learning rate, the gate and the value
-
-
-class Openings(ModelKernel):
-    file = "rwkv7/openings"
-    arguments = members("pointers low up bases w openings, integers tokens D R")
-    shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
-    threads = 256
-    dtype: np.dtype
-    Y: np.dtype
-    PARTS: int
-    TILES: int
-
-    @classmethod
-    def of_step(cls, dtype):
-        return cls(dtype, FLOAT32, 3 if dtype == BFLOAT16 else 2, 1)
-
-    @classmethod
-    def of_prompt(cls, dtype):
-        return cls(dtype, dtype, 2, 2)
-
-    def blocks(self, tokens, D) -> int:
-        return DOWNS * low_rank_blocks(self.TILES, tokens, D)
 
 
 class TimeMixOfToken(ModelKernel):
@@ -52,22 +26,6 @@ class TimeMixOfToken(ModelKernel):
     TERMS: int
 
 
-class Keys(ModelKernel):
+class Keys(OfHeads):
     file = "rwkv7/keys"
     arguments = members("pointers k v rate share first a b removal replacement, integers rows H N")
-    WIDTHS: ClassVar[tuple[int, ...]] = GatedNorm.WIDTHS
-    threads = 256
-    X: np.dtype
-    PAIRS: int
-
-    @classmethod
-    def fitting(cls, X, N):
-        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width))
-
-    def blocks(self, rows) -> int:
-        return ceil_div(rows * 32, self.threads)
-
-
-class BonusNorm(Keys):
-    file = "rwkv7/bonus_norm"
-    arguments = members("pointers o r k v gate weight bias bonus y, integers rows H N, reals eps")

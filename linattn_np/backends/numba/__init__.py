@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, GATED, STAGES, STEPS
+from ...declarations import DELTA_RULES, GATED, STAGES, STEPS
 from .modes import MODES, mode
 
 LONGEST_KEY = 256  # the recurrence keeps the state's columns in registers, up to this many channels
@@ -54,10 +54,9 @@ def run(problem):
 def describe(problem, bytes_moved) -> dict:
     from . import plans
 
-    walk = ("delta_rule" if problem.op in (*DELTA_RULES, *DELTA_RULE_STEPS) else "recurrent",)
     return {
         "mode": None if problem.op in STAGES else mode(problem),
-        "kernels": walk if mode(problem) == "recurrent" else KERNELS.get(problem.op.name, STAGED),
+        "kernels": ("recurrent",) if mode(problem) == "recurrent" else KERNELS.get(problem.op.name, STAGED),
         "tiles": plans.tiles(problem),
         "copies": plans.copies(problem),
         "floor_ms": plans.floor_ms(problem, bytes_moved),

@@ -21,6 +21,25 @@ SUB_EACH = SUB // GROUPS
 PADDED = INNER + 1  # so that the rows of a tile start in different banks
 
 
+@cuda.jit(device=True, inline="always")
+def load(tile, rows, columns, x, first, stop, channel):
+    """Copies rows first:stop of x [T, K], from `channel` on, to `tile`, and zeros for what lies beyond either end."""
+    for i in range(cuda.threadIdx.x, rows * columns, THREADS):
+        m, y = i // columns, i % columns
+        if first + m < stop and channel + y < x.shape[1]:
+            tile[m, y] = x[first + m, channel + y]
+        else:
+            tile[m, y] = 0
+
+
+@cuda.jit(device=True, inline="always")
+def load_decay(tile, rows, columns, g, first, stop, channel):
+    """exp(g), by the threads that copy g; a channel beyond the last one decays by 1."""
+    load(tile, rows, columns, g, first, stop, channel)
+    for i in range(cuda.threadIdx.x, rows * columns, THREADS):
+        tile[i // columns, i % columns] = math.exp(tile[i // columns, i % columns])
+
+
 @cuda.jit
 def chunk_cumsum(g, chunks, b, e):
     """Stage 1: the gate's inclusive prefix and exclusive suffix sums within each chunk. Real: b, e.
@@ -115,14 +134,8 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
         start, stop = chunks[c, 0], chunks[c, 1]
         for t0 in range(start, stop, INNER):
             cuda.syncthreads()  # the tile before this one has been read
-            for i in range(thread, INNER * ROWS, THREADS):
-                m, x = i // ROWS, i % ROWS
-                inside = t0 + m < stop and k0 + x < K
-                s_kg[m, x] = kg[row, head, t0 + m, k0 + x] if inside else real(0)
-            for i in range(thread, INNER * COLS, THREADS):
-                m, y = i // COLS, i % COLS
-                inside = t0 + m < stop and v0 + y < V
-                s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if inside else real(0)
+            load(s_kg, INNER, ROWS, kg[row, head], t0, stop, k0)
+            load(s_v, INNER, COLS, v[row, head], t0, stop, v0)
             if t0 == start:  # as many threads as rows
                 inside = k0 + thread < K
                 s_decay[thread] = real(math.exp(b[row, head, stop - 1, k0 + thread])) if inside else real(0)
@@ -241,12 +254,9 @@ def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
         s_part[group, i, j] = real(0)
 
     for k0 in range(0, K, INNER):
-        for p in range(thread, SUB * INNER, THREADS):
-            m, x = p // INNER, p % INNER
-            inside = start + m < stop and k0 + x < K
-            s_q[m, x] = real(q[row, head, start + m, k0 + x]) if inside else real(0)
-            s_k[m, x] = real(k[row, head, start + m, k0 + x]) if inside else real(0)
-            s_decay[m, x] = real(math.exp(real(g[row, head, start + m, k0 + x]))) if inside else real(0)
+        load(s_q, SUB, INNER, q[row, head], start, stop, k0)
+        load(s_k, SUB, INNER, k[row, head], start, stop, k0)
+        load_decay(s_decay, SUB, INNER, g[row, head], start, stop, k0)
         cuda.syncthreads()  # the three tiles are complete
         for x in range(group, min(INNER, K - k0), GROUPS):
             w = s_k[j, x]
@@ -305,14 +315,8 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
         r_o[r] = real(0)
 
     for k0 in range(0, K, INNER):  # qg h
-        for i in range(thread, ROWS * INNER, THREADS):
-            r, m = i // INNER, i % INNER
-            inside = t0 + r < stop and k0 + m < K
-            s_left[r, m] = qg[row, head, t0 + r, k0 + m] if inside else real(0)
-        for i in range(thread, INNER * COLS, THREADS):
-            m, y = i // COLS, i % COLS
-            inside = k0 + m < K and v0 + y < V
-            s_right[m, y] = h[row, head, c, k0 + m, v0 + y] if inside else real(0)
+        load(s_left, ROWS, INNER, qg[row, head], t0, stop, k0)
+        load(s_right, INNER, COLS, h[row, head, c], k0, K, v0)
         cuda.syncthreads()  # both tiles are complete
         for m in range(INNER):
             for r in range(ROWS_EACH):
@@ -320,14 +324,8 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
         cuda.syncthreads()  # both tiles have been read
 
     for j0 in range(0, min(stop, t0 + ROWS) - start, INNER):  # A v, up to the diagonal
-        for i in range(thread, ROWS * INNER, THREADS):
-            r, m = i // INNER, i % INNER
-            inside = t0 + r < stop and start + j0 + m < stop
-            s_left[r, m] = A[row, head, t0 + r, j0 + m] if inside else real(0)
-        for i in range(thread, INNER * COLS, THREADS):
-            m, y = i // COLS, i % COLS
-            inside = start + j0 + m < stop and v0 + y < V
-            s_right[m, y] = real(v[row, head, start + j0 + m, v0 + y]) if inside else real(0)
+        load(s_left, ROWS, INNER, A[row, head], t0, stop, j0)
+        load(s_right, INNER, COLS, v[row, head], start + j0, stop, v0)
         cuda.syncthreads()  # both tiles are complete
         for m in range(INNER):
             for r in range(ROWS_EACH):
@@ -341,31 +339,42 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
 
 
 @cache
-def recurrent(key_channels):
-    """The kernel for K up to `key_channels`, a multiple of 4: the registers of the state must be counted."""
+def recurrent(key_channels, delta):
+    """The kernel for K up to `key_channels`, a multiple of 4: the registers of the state must be counted.
+
+    `delta`: of the delta rules, which alone read a and b; all others read u.
+    """
     each = key_channels // GROUPS
-    tokens = min(INNER, 1024 // key_channels)
+    tokens = min(INNER // 2, 512 // key_channels) if delta else min(INNER, 1024 // key_channels)
+    delta_tokens = tokens if delta else 1
 
     @cuda.jit
-    def recurrent(q, k, v, g, u, bounds, slots, state, o, scale, exclusive):
+    def recurrent(q, k, v, g, u, a, b, bounds, slots, state, o, scale, exclusive):
         """The recurrence, token by token. Real: u, scale.
 
             S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,      o_t = scale q_t^T S_t
             `exclusive` (RWKV-6): o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T)
 
+        With `delta` b_t (a_t^T S')^T is added to S_t, where S' is diag(exp g_t) S_{t-1}, or if `exclusive` (RWKV-7)
+        S_{t-1}, and o_t = scale q_t^T S_t always.
+
         `state` [N, H, K, V], or a pool with sequence n in row slots[n], is read first and overwritten with
         the final state; sequence s of a row has the tokens bounds[s]:bounds[s+1].
 
         grid: one block a (sequence, head, tile of 16 value channels). A thread keeps every fourth channel of
-        one column of S in registers; the four of a column add their parts of q^T S through shared memory.
-        shared memory: `tokens` tokens (4 for K = 256, 32 up to K = 32) and their partial sums, up to 45 KiB.
+        one column of S in registers; the four of a column add their parts of q^T S and a^T S' through shared memory.
+        shared memory: `tokens` tokens (4 for K = 256, 32 up to K = 32; with `delta` half as many) and their partial
+        sums, up to 45 KiB.
         """
         real = u.dtype.type
         s_q = cuda.shared.array((tokens, key_channels), u.dtype)
         s_k = cuda.shared.array((tokens, key_channels), u.dtype)
+        s_a = cuda.shared.array((delta_tokens, key_channels), u.dtype)
+        s_b = cuda.shared.array((delta_tokens, key_channels), u.dtype)
         s_decay = cuda.shared.array((tokens, key_channels), u.dtype)
         s_v = cuda.shared.array((tokens, COLS), u.dtype)
         s_part = cuda.shared.array((tokens, GROUPS, COLS), u.dtype)
+        s_read = cuda.shared.array((2, GROUPS, COLS), u.dtype)  # of a^T S', for tokens in turn
         s_u = cuda.shared.array(key_channels, u.dtype)
         r_s = cuda.local.array(each, u.dtype)
 
@@ -390,24 +399,35 @@ def recurrent(key_channels):
         start, stop = bounds[s], bounds[s + 1]
         for t0 in range(start, stop, tokens):
             count = min(tokens, stop - t0)
-            for i in range(thread, count * key_channels, THREADS):
-                m, x = i // key_channels, i % key_channels
-                s_q[m, x] = real(q[row, head, t0 + m, x]) if x < K else real(0)
-                s_k[m, x] = real(k[row, head, t0 + m, x]) if x < K else real(0)
-                s_decay[m, x] = real(math.exp(real(g[row, head, t0 + m, x]))) if x < K else real(0)
-            for i in range(thread, count * COLS, THREADS):
-                m, y = i // COLS, i % COLS
-                s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if v0 + y < V else real(0)
+            load(s_q, count, key_channels, q[row, head], t0, stop, 0)
+            load(s_k, count, key_channels, k[row, head], t0, stop, 0)
+            load_decay(s_decay, count, key_channels, g[row, head], t0, stop, 0)
+            load(s_v, count, COLS, v[row, head], t0, stop, v0)
+            if delta:
+                load(s_a, count, key_channels, a[row, head], t0, stop, 0)
+                load(s_b, count, key_channels, b[row, head], t0, stop, 0)
             cuda.syncthreads()  # the tokens are here, the parts before are summed
             for m in range(count):
+                read = real(0)
+                if delta:
+                    part = real(0)
+                    for r in range(each):
+                        x = group + r * GROUPS
+                        part += s_a[m, x] * (r_s[r] if exclusive else s_decay[m, x] * r_s[r])
+                    s_read[m % 2, group, col] = part
+                    cuda.syncthreads()  # the four parts are there; those of the token before have been read
+                    for quarter in range(GROUPS):
+                        read += s_read[m % 2, quarter, col]
                 part = real(0)
                 for r in range(each):
                     x = group + r * GROUPS
                     write = s_k[m, x] * s_v[m, col]
-                    if exclusive:
+                    if exclusive and not delta:
                         part += s_q[m, x] * (r_s[r] + s_u[x] * write)
+                    if delta:
+                        write += s_b[m, x] * read
                     r_s[r] = s_decay[m, x] * r_s[r] + write
-                    if not exclusive:
+                    if delta or not exclusive:
                         part += s_q[m, x] * r_s[r]
                 s_part[m, group, col] = part
             cuda.syncthreads()  # every part is there, the tokens have been read
@@ -425,98 +445,3 @@ def recurrent(key_channels):
                 state[slot, head, x, v0 + col] = r_s[r]
 
     return recurrent
-
-
-@cache
-def delta_rule(key_channels):
-    """The kernel of the delta rules for K up to `key_channels`, a multiple of 4."""
-    each = key_channels // GROUPS
-    tokens = min(INNER // 2, 512 // key_channels)
-
-    @cuda.jit
-    def delta_rule(q, k, v, g, a, b, bounds, slots, state, o, scale, before):
-        """The recurrence, token by token. Real: a, b, scale.
-
-            S_t = diag(exp g_t) S_{t-1} + b_t (a_t^T S')^T + k_t v_t^T,       o_t = scale q_t^T S_t
-
-        S' is diag(exp g_t) S_{t-1}, or with `before` (RWKV-7) S_{t-1}. `state`, `slots` and `bounds` as in `recurrent`.
-
-        grid: one block a (sequence, head, tile of 16 value channels). A thread keeps every fourth channel of
-        one column of S in registers; the four of a column add their parts of a^T S' and q^T S through shared memory.
-        shared memory: `tokens` tokens (2 for K = 256, 16 up to K = 32) and their partial sums, up to 31 KiB.
-        """
-        real = b.dtype.type
-        s_q = cuda.shared.array((tokens, key_channels), b.dtype)
-        s_k = cuda.shared.array((tokens, key_channels), b.dtype)
-        s_a = cuda.shared.array((tokens, key_channels), b.dtype)
-        s_b = cuda.shared.array((tokens, key_channels), b.dtype)
-        s_decay = cuda.shared.array((tokens, key_channels), b.dtype)
-        s_v = cuda.shared.array((tokens, COLS), b.dtype)
-        s_part = cuda.shared.array((tokens, GROUPS, COLS), b.dtype)
-        s_read = cuda.shared.array((2, GROUPS, COLS), b.dtype)  # of a^T S', for tokens in turn
-        r_s = cuda.local.array(each, b.dtype)
-
-        _, H, _, K = q.shape
-        V = v.shape[3]
-        S = bounds.shape[0] - 1
-        v_tiles = (V + COLS - 1) // COLS
-        block = cuda.blockIdx.x
-        v0, head, n = block % v_tiles * COLS, block // v_tiles % H, block // (v_tiles * H)
-        row, s = n // S, n % S
-        slot = slots[n]
-        thread = cuda.threadIdx.x
-        col, group = thread % COLS, thread // COLS
-
-        for r in range(each):
-            x = group + r * GROUPS
-            r_s[r] = real(state[slot, head, x, v0 + col]) if x < K and v0 + col < V else real(0)
-
-        start, stop = bounds[s], bounds[s + 1]
-        for t0 in range(start, stop, tokens):
-            count = min(tokens, stop - t0)
-            for i in range(thread, count * key_channels, THREADS):
-                m, x = i // key_channels, i % key_channels
-                s_q[m, x] = real(q[row, head, t0 + m, x]) if x < K else real(0)
-                s_k[m, x] = real(k[row, head, t0 + m, x]) if x < K else real(0)
-                s_a[m, x] = real(a[row, head, t0 + m, x]) if x < K else real(0)
-                s_b[m, x] = real(b[row, head, t0 + m, x]) if x < K else real(0)
-                s_decay[m, x] = real(math.exp(real(g[row, head, t0 + m, x]))) if x < K else real(0)
-            for i in range(thread, count * COLS, THREADS):
-                m, y = i // COLS, i % COLS
-                s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if v0 + y < V else real(0)
-            cuda.syncthreads()  # the tokens are here, the parts before are summed
-            for m in range(count):
-                part = real(0)
-                for r in range(each):
-                    x = group + r * GROUPS
-                    if before:
-                        part += s_a[m, x] * r_s[r]
-                    r_s[r] *= s_decay[m, x]
-                    if not before:
-                        part += s_a[m, x] * r_s[r]
-                s_read[m % 2, group, col] = part
-                cuda.syncthreads()  # the four parts are there; those of the token before have been read
-                read = real(0)
-                for quarter in range(GROUPS):
-                    read += s_read[m % 2, quarter, col]
-                part = real(0)
-                for r in range(each):
-                    x = group + r * GROUPS
-                    r_s[r] += s_b[m, x] * read + s_k[m, x] * s_v[m, col]
-                    part += s_q[m, x] * r_s[r]
-                s_part[m, group, col] = part
-            cuda.syncthreads()  # every part is there, the tokens have been read
-            for i in range(thread, count * COLS, THREADS):
-                m, y = i // COLS, i % COLS
-                total = real(0)
-                for quarter in range(GROUPS):
-                    total += s_part[m, quarter, y]
-                if v0 + y < V:
-                    o[row, head, t0 + m, v0 + y] = scale * total
-
-        for r in range(each):
-            x = group + r * GROUPS
-            if x < K and v0 + col < V:
-                state[slot, head, x, v0 + col] = r_s[r]
-
-    return delta_rule

@@ -92,29 +92,30 @@ class NumbaLaunches:
         """The recurrence over [B, H, T, ...]; `state` is updated in place."""
         out, op = self.problem.out, self.problem.op
         out = out if out is None or out.ndim == 4 else out[:, :, None]
-        if op in (*DELTA_RULES, *DELTA_RULE_STEPS):
-            made, how, arrays = kernels.delta_rule, op in (RWKV7, RWKV7_STEP), self.general_form(*arrays)
-        else:
-            q, k, v, g, *u = arrays
-            made, how, arrays = kernels.recurrent, self.exclusive, (q, k, v, g, self.bonus(*u))
-        q, _, v, *_ = arrays
+        delta = op in (*DELTA_RULES, *DELTA_RULE_STEPS)
+        q, k, v, g, u, a, b = self.general_form(*arrays) if delta else self.gated_form(*arrays)
         o, (N, H, V) = self.output(q, v.shape, out), self.problem.shape("N H V")
-        kernel, blocks = made(key_channels(self.problem)), N * H * tiles_of(V, kernels.COLS)
+        kernel, blocks = kernels.recurrent(key_channels(self.problem), delta), N * H * tiles_of(V, kernels.COLS)
         scale = self.real(self.problem.scale)
-        launch(kernel, blocks, kernels.THREADS, *arrays, bounds, rows, state, o, scale, how)
+        exclusive = op in (RWKV7, RWKV7_STEP) if delta else self.exclusive
+        launch(kernel, blocks, kernels.THREADS, q, k, v, g, u, a, b, bounds, rows, state, o, scale, exclusive)
         return self.finished(o, out)
 
+    def gated_form(self, q, k, v, g, *u):
+        """The kernel's arrays; it reads neither a nor b."""
+        return q, k, v, g, self.bonus(*u), k, k
+
     def general_form(self, *arrays):
-        """q, k, v, g, a, b of the delta rules' kernel: of the delta rule a = -k, and beta k is b and the key."""
+        """The kernel's arrays, but u, which it does not read: of the delta rule a = -k, and beta k is b and the key."""
         if self.problem.op in (RWKV7, RWKV7_STEP):
             r, w, k, v, a, b = arrays
-            return r, k, v, w, a.astype(self.real, copy=False), b.astype(self.real, copy=False)
+            return r, k, v, w, self.bonus(), a, b
         q, k, v, *g, beta = arrays
         q, k = self.of_every_head(q), self.of_every_head(k)
         written = beta.astype(self.real)[..., None] * k
         g = g[0] if g else self.xp.zeros((), self.real)
         g = self.xp.broadcast_to(g if g.ndim in (0, 4) else g[..., None], k.shape)
-        return q, written, v, g, -k, written
+        return q, written, v, g, self.bonus(), -k, written
 
     def of_every_head(self, x):
         """The query or key of every head, divided by its length where the call asks for it."""

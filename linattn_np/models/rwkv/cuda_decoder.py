@@ -27,7 +27,7 @@ from . import names
 from .cuda_prompts import Pieces
 from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
 from .state import DTYPES as STATE_DTYPES
-from .state import STATE, State, check_state
+from .state import STATE, State, check_state, shapes_and_dtypes
 from .version import Version
 
 INT64 = np.dtype(np.int64)
@@ -176,9 +176,7 @@ class CudaDecoder(NotCopied):
 
     def initial_state(self, rows: int | None = None) -> State:
         """The state before the first token: `rows` for a pool, otherwise one a sequence."""
-        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
-        P, zeros = self.batch if rows is None else rows, self.device.zeros
-        return State(zeros((L, P, D), FLOAT32), zeros((L, P, H, N, N), self.state_dtype), zeros((L, P, D), FLOAT32))
+        return State.made(self.device.zeros, self.sizes, self.batch if rows is None else rows, self.state_dtype)
 
     def step(self, tokens, state: State, slots=None, greedy: bool = False):
         """``logits`` [B, V] after `tokens`, enqueued on the current stream; `state` is updated in place.
@@ -203,7 +201,7 @@ class CudaDecoder(NotCopied):
         import cupy
 
         zeros = self.device.zeros
-        small = State(*(zeros((1, self.batch, *array.shape[2:]), array.dtype) for array in state.arrays))
+        small = State.made(zeros, self.sizes | {"L": 1}, self.batch, self.state_dtype)
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
         with stream:  # what products need is loaded before the graph: one layer has them all
@@ -252,10 +250,8 @@ class CudaDecoder(NotCopied):
 
     def compile(self):
         """Start to compile the kernels of a step, while the caller does something else."""
-        D, H, N = (self.sizes[axis] for axis in "DHN")
-        shapes = dict(zip(STATE, ((1, 1, D), (1, 1, H, N, N), (1, 1, D))))
-        dtypes = {"wkv": self.state_dtype}
-        state = State(**{name: contiguous(name, shape, dtypes.get(name, FLOAT32)) for name, shape in shapes.items()})
+        parts = shapes_and_dtypes(self.sizes | {"L": 1}, 1, self.state_dtype)
+        state = State(**{name: contiguous(name, *how) for name, how in parts.items()})
         plan, _ = self.plan_of(contiguous("tokens", (self.batch,), INT64), state, None, False, 1)
         self.device.compile(plan.kernels)
 
@@ -278,31 +274,23 @@ class Step:
     """Draws the plan of one token; `seen`: the descriptions of the decoder's and the caller's arrays."""
 
     def __init__(self, decoder, seen):
-        self.my, self.draft, self.device = decoder, Draft(), decoder.device
+        self.my, self.device = decoder, decoder.device
+        self.draft = Draft(**decoder.sizes, B=decoder.batch, tokens=decoder.batch)
         self.model, self.layers, self.buffers, self.state = seen.model, seen.layers, seen.buffers, seen.state
         self.tokens, self.slots = seen.call.tokens, seen.call.slots
         self.gate = getattr(self.buffers, "gate", None)  # of the channel mix, in versions that have one
 
     def steps(self, greedy, layers) -> tuple:
         """The steps of the plan, in order."""
-        my, buffers, (weight, bias) = self.my, self.buffers, self.model.ln0
-        self.draft.launch(
-            kernels.ChosenNorm(my.dtype, FLOAT32),
-            my.batch,
-            chosen=self.tokens,
-            x=self.model.embedding,
-            weight=weight,
-            bias=bias,
-            y=buffers.x,
-            D=my.sizes["D"],
-            eps=my.layer_eps,
-        )
+        my, buffers = self.my, self.buffers
+        norm = self.model.ln0
+        kernels.ChosenNorm.launch(self.draft, self.tokens, self.model.embedding, norm, buffers.x, my.layer_eps)
         if my.kernel:
             self.all_at_once(layers, greedy)
         else:
             self.every_product(layers)
         if greedy and not my.kernel:
-            self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens, V=my.sizes["V"])
+            self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens)
         return tuple(self.draft.steps)
 
     def every_product(self, layers):
@@ -356,7 +344,7 @@ class Step:
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
         """`squares`: whether `added` is the channel mix's product."""
-        buffers, (weight, bias), (terms, C, B, D) = self.buffers, norm, mixed.shape
+        buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
         self.draft.launch(
             kernels.NormShift.fitting(mixed.dtype, D, C, parts, terms),
@@ -364,16 +352,13 @@ class Step:
             x=buffers.x,
             value=added,
             gate=self.gate if squares and parts else None,
-            weight=weight,
-            bias=bias,
+            **kernels.affine(norm),
             maa=maa,
             shift=shift,
             slots=self.slots,
             xx=xx,
             d=None if xx is None else buffers.d,
             mixed=mixed,
-            B=B,
-            D=D,
             C=C,
             P=parts,
             squares=squares,
@@ -385,7 +370,7 @@ class Step:
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
         if self.my.by_rows:
-            self.by_rows(products, B, K)
+            self.by_rows(products, K)
         elif kernel := self.batch_product([w for w, *_ in products], B, K):
             kernel.launch(self.draft, products, B, K)
         elif len(named) > 1:
@@ -399,7 +384,7 @@ class Step:
         rows = [w.shape[:2] for w in matrices]
         return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
 
-    def by_rows(self, products, B, K):
+    def by_rows(self, products, K):
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
             for stack, _, vectors, sums, finish in products
@@ -411,7 +396,6 @@ class Step:
             model_products.Matvec.fitting(self.my.dtype, blocks, self.my.device),
             blocks,
             products=listed + [none] * (model_products.PRODUCTS - len(listed)),
-            B=B,
             K=K,
         )
 

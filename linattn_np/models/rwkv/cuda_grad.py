@@ -11,7 +11,7 @@ from typing import Any
 
 from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.plan import FLOAT32, ceil_div
-from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm
+from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm, affine
 from ..array_math import library_of
 from ..single_process import WHOLE
 from .grad import layer_norm
@@ -192,13 +192,10 @@ class Step:
             value=change.value,
             table=change.first if embedded else None,
             read=self.read,
-            weight=norm[0],
-            bias=norm[1],
+            **affine(norm),
             y=None if y is x else y,
             moments=moments,
             xx=xx,
-            T_=self.context,
-            D=self.D,
             drop=self.dropped(change),
             eps=LAYER_NORM_EPS,
         )
@@ -215,9 +212,6 @@ class Step:
             maa=maa,
             m=m,
             mixed=mixed,
-            tokens=self.tokens,
-            T_=self.context,
-            D=self.D,
         )
         if before is not None:
             x, share = self.first(xx), maa[..., None, :] + (0 if m is None else self.first(m))
@@ -232,12 +226,12 @@ class Step:
 
     def log_decay(self, low, decay):
         w, kernel = self.empty(*low.shape, dtype=FLOAT32), kernels.LogDecayForward(self.T)
-        self.run_kernel(kernel, self.elementwise(kernel), low=low, decay=decay, w=w, count=low.size, D=self.D)
+        self.run_kernel(kernel, self.elementwise(kernel), low=low, decay=decay, w=w, count=low.size)
         return w
 
     def gated_norm(self, o, gate, norm, N):
-        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.T, N), self.D // N
-        arrays, rows = {"o": o, "gate": gate, "weight": norm[0], "bias": norm[1], "y": y}, self.tokens * heads
+        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.T, N, BONUS=False), self.D // N
+        arrays, rows = {"o": o, "gate": gate, "y": y, **affine(norm)}, self.tokens * heads
         eps = GROUP_NORM_EPS * self.scale**2
         self.run_kernel(kernel, kernel.blocks(rows), **arrays, rows=rows, H=heads, N=N, eps=eps)
         return y
@@ -251,8 +245,6 @@ class Step:
             logits=logits,
             read=self.read,
             losses=losses,
-            tokens=self.tokens,
-            T_=self.context,
             V=self.V,
             share=1 / self.tokens,
         )
@@ -284,10 +276,6 @@ class Step:
             dfirst=dchange[0],
             dvalue=dchange[1] if gated else None,
             parts=parts,
-            tokens=self.tokens,
-            T_=self.context,
-            D=self.D,
-            each=self.each,
             drop=self.dropped(change),
         )
         self.sum(parts, to, pulled.to)
@@ -308,10 +296,6 @@ class Step:
             dxx=dxx,
             dd=dd,
             parts=parts,
-            tokens=self.tokens,
-            T_=self.context,
-            D=self.D,
-            each=self.each,
         )
         self.sum(parts, to)
         if before is not None:
@@ -328,9 +312,7 @@ class Step:
     def log_decay_backward(self, dw, w, to):
         dlow, parts = self.empty(*w.shape), self.parts(1)
         kernel = kernels.LogDecayBackward(self.T, self.threads)
-        self.run_kernel(
-            kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts, tokens=self.tokens, D=self.D, each=self.each
-        )
+        self.run_kernel(kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts)
         self.sum(parts, to)
         return dlow
 
@@ -343,15 +325,11 @@ class Step:
             dy=dy,
             o=o,
             gate=gate,
-            weight=norm[0],
-            bias=norm[1],
+            **affine(norm),
             do_=dout,
             dgate=dgate,
             parts=parts,
-            tokens=self.tokens,
-            D=self.D,
             N=N,
-            each=self.each,
             eps=GROUP_NORM_EPS * self.scale**2,
         )
         self.sum(parts, to)
@@ -419,4 +397,7 @@ class Step:
         return self.device.empty(shape, self.T if dtype is None else dtype)
 
     def run_kernel(self, kernel, blocks, **fields):
-        kernels.launch(self.device, kernel, blocks, **fields)
+        """`fields` are those of the kernel's argument, but for the step's sizes."""
+        sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "each": self.each}
+        known = {name: sizes[name] for name in kernel.names & sizes.keys()}
+        kernels.launch(self.device, kernel, blocks, **(known | fields))

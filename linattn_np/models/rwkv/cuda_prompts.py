@@ -18,7 +18,7 @@ from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts
 from ...varlen import Spans
 from .cuda_weights import FLOAT32, SCALES, widened
-from .state import STATE, State
+from .state import STATE, State, shapes_and_dtypes
 from .version import output_scale
 
 PLACES = 4  # addresses for which launches, then a graph, are kept
@@ -30,11 +30,9 @@ class Prompts:
     def __init__(self, decoder, rows, last: bool):
         self.my, self.device, self.bounds = decoder, decoder.device, rows.bounds
         self.wanted = rows.last if last else np.arange(rows.bounds[-1])
-        D, H, N = (decoder.sizes[axis] for axis in "DHN")
-        count = len(rows.first)
-        parts = dict(zip(STATE, ((count, D), (count, H, N, N), (count, D))))
-        self.state = {f"{name}_{when}": shape for when in ("before", "after") for name, shape in parts.items()}
-        self.x = contiguous("x", (int(rows.bounds[-1]), D), FLOAT32)
+        parts = shapes_and_dtypes(decoder.sizes, len(rows.first), FLOAT32)
+        self.state = {f"{name}_{when}": shape[1:] for when in ("before", "after") for name, (shape, _) in parts.items()}
+        self.x = contiguous("x", (int(rows.bounds[-1]), decoder.sizes["D"]), FLOAT32)
         self.carried = decoder.pieces.carried(decoder, self.x.shape[0])
         given = {name: contiguous(name, shape, FLOAT32) for name, shape in self.state.items()}
         given |= {name: contiguous(name, *array) for name, array in self.carried.items()}
@@ -94,13 +92,13 @@ class Prompts:
     def compiled(self, draw, arrays: dict) -> CompiledPlan:
         """The compiled plan that `draw` makes for arrays of these shapes, strides and dtypes."""
         seen, given, _ = describe_parts(self.device, every=arrays)
-        draft = Draft()
+        draft = Draft(**self.my.sizes, T=self.x.shape[0], tokens=self.x.shape[0])
         draw(draft, seen.every)
         return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
 
     # -- the plans: `seen` has an `Array` for each of the arrays -----------------------------------------------------
     def draw_start(self, draft: Draft, seen):
-        self.norm(draft, seen.tokens, seen.embedding, seen.ln0, seen.x)
+        kernels.ChosenNorm.launch(draft, seen.tokens, seen.embedding, seen.ln0, seen.x, self.my.layer_eps)
 
     def draw_layer(self, draft: Draft, seen):
         do = self.my.pieces(self.my, draft, self.bounds, seen)
@@ -111,25 +109,12 @@ class Prompts:
 
     def draw_head(self, draft: Draft, seen):
         normed = draft.empty((1, len(self.wanted), self.my.sizes["D"]), self.my.dtype)
-        self.norm(draft, draft.table(self.wanted), seen.x, seen.ln_out, normed)
+        wanted = draft.table(self.wanted)
+        kernels.ChosenNorm.launch(draft, wanted, seen.x, seen.ln_out, normed, self.my.layer_eps)
         head = seen.head
         if head.dtype == INT8:
             head = widened(draft, head, seen.head_scales, draft.empty(head.shape, self.my.dtype), self.my.dtype)
         draft.product(head, normed, seen.logits[None])
-
-    def norm(self, draft, chosen, x, norm, y):
-        weight, bias = norm
-        draft.launch(
-            kernels.ChosenNorm(x.dtype, y.dtype),
-            chosen.size,
-            chosen=chosen,
-            x=x,
-            weight=weight,
-            bias=bias,
-            y=y,
-            D=self.my.sizes["D"],
-            eps=self.my.layer_eps,
-        )
 
 
 def buffer(shape, dtype=FLOAT32) -> Buffer:
@@ -186,15 +171,13 @@ class Pieces:
         raise NotImplementedError
 
     def shift_mix(self, layer, norm, maa, x, shift):
-        (weight, bias), maa, (T, D) = getattr(layer, norm), getattr(layer, maa), x.shape
-        mixed, xx, d = self.mixes[norm]
+        (T, D), (mixed, xx, d) = x.shape, self.mixes[norm]
         self.draft.launch(
             kernels.ShiftMix.fitting(mixed.dtype, D),
             T,
             x=x,
-            weight=weight,
-            bias=bias,
-            maa=maa,
+            **kernels.affine(getattr(layer, norm)),
+            maa=getattr(layer, maa),
             before=shift.before,
             shift=shift.after,
             starts=self.starts,
@@ -202,8 +185,6 @@ class Pieces:
             xx=xx,
             d=d,
             mixed=mixed,
-            T=T,
-            D=D,
             C=mixed.shape[0],
             eps=self.layer_eps,
         )

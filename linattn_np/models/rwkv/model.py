@@ -170,11 +170,8 @@ class Model:
 
     def initial_state(self, batch: int = 1) -> State:
         """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
-        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
-        zeros = self.layers.zeros
         with self.turn():
-            wkv = zeros((L, batch, H, N, N), self.layers.state_dtype)
-            state = State(zeros((L, batch, D), np.float32), wkv, zeros((L, batch, D), np.float32))
+            state = State.made(self.layers.zeros, self.sizes, batch, self.layers.state_dtype)
             for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
                 wkv[...] = start
         return state

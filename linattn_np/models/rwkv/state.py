@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -43,6 +43,11 @@ class State:
     def arrays(self):
         """The three arrays, on the host or on the device."""
         return self.att_shift, self.wkv, self.ffn_shift
+
+    @classmethod
+    def made(cls, array: Callable, sizes: dict[str, int], rows: int, wkv) -> State:
+        """Of ``array(shape, dtype)``; the recurrent state has the dtype `wkv`."""
+        return cls(**{name: array(*how) for name, how in shapes_and_dtypes(sizes, rows, wkv).items()})
 
     def copy(self) -> State:
         return State(*(array.copy() for array in self.arrays))
@@ -114,6 +119,13 @@ def refuse(complaint: str, error=ContractError) -> NoReturn:
 
 # The axes of a state's parts: L layers, B sequences (or rows of a pool), D channels, H heads of N.
 STATE = {"att_shift": "L B D", "wkv": "L B H N N", "ffn_shift": "L B D"}
+
+
+def shapes_and_dtypes(sizes: dict[str, int], rows: int, wkv) -> dict[str, tuple]:
+    """Of a state's parts by name; the recurrent state has the dtype `wkv`."""
+    sizes = sizes | {"B": rows}
+    shapes = {name: tuple(sizes[axis] for axis in axes.split()) for name, axes in STATE.items()}
+    return {name: (shape, wkv if name == "wkv" else FLOAT32) for name, shape in shapes.items()}
 
 
 def check_state(state, sizes, kinds=None, wkv=FLOAT32, refuse=refuse):

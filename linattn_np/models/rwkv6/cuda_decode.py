@@ -25,7 +25,6 @@ class Step(cuda_decoder.Step):
     def all_at_once(self, layers, greedy):
         """All layers and the head, in one launch if all blocks can run at the same time, else in one a phase."""
         kernel, more_shared = self.my.kernel
-        sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
         buffers = vars(self.buffers) | {"kvrg_out": self.buffers.kvrg} | vars(self.layers) | vars(self.state)
         tokens = self.tokens if greedy else None
         found = buffers | vars(self.model) | {"slots": self.slots, "tokens": tokens}
@@ -39,7 +38,6 @@ class Step(cuda_decoder.Step):
                 more_shared=more_shared,
                 together=self.device.cooperative,
                 **fields,
-                **sizes,
                 L=layers,
                 P=self.state.wkv.shape[1],
                 staged=kernel.staged(more_shared),
@@ -63,7 +61,7 @@ class Step(cuda_decoder.Step):
             ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
         )
-        (k, v, r, gate), (weight, bias) = buffers.kvrg[0], layer.ln_x
+        k, v, r, gate = buffers.kvrg[0]
         self.draft.launch(
             kernel,
             kernel.blocks(B, H),
@@ -76,15 +74,10 @@ class Step(cuda_decoder.Step):
             up=layer.decay_up,
             decay=layer.decay,
             u=layer.bonus,
-            weight=weight,
-            bias=bias,
+            **kernels.affine(layer.ln_x),
             state=wkv,
             slots=self.slots,
             y=buffers.y,
-            B=B,
-            H=H,
-            N=N,
-            W=W,
             **({"P": parts} if batch else {}),
             eps=my.group_eps,
         )
@@ -101,13 +94,13 @@ class Step(cuda_decoder.Step):
         return self.addend(layer, "ffn_value", buffers.activated)
 
     def data_mix(self, layer):
-        my, buffers, (D, A), B = self.my, self.buffers, (self.my.sizes[axis] for axis in "DA"), self.my.batch
+        my, buffers, D, B = self.my, self.buffers, self.my.sizes["D"], self.my.batch
         X, terms = buffers.mixed.dtype, buffers.mixed.shape[0]
         arrays = {"low": buffers.low, "up": layer.maa_up, "maa": layer.maa, "xx": buffers.xx, "d": buffers.d}
         arrays["mixed"] = buffers.mixed
         mix = kernels.DataMix.of_step(my.dtype, X, B, terms)
         parts = self.in_parts(layer, buffers.low.shape[0], ("maa_down", buffers.mixed_x, buffers.low))
-        self.draft.launch(mix, mix.blocks(B, D), **arrays, tokens=B, D=D, A=A, P=parts)
+        self.draft.launch(mix, mix.blocks(B, D), **arrays, P=parts)
 
 
 class CudaDecoder(cuda_decoder.CudaDecoder):

@@ -40,26 +40,13 @@ class Pieces(cuda_prompts.Pieces):
             xx=xx,
             d=d,
             mixed=self.mixed,
-            tokens=T,
-            D=D,
-            A=self.sizes["A"],
             P=1,
         )
         return self.mixed
 
     def log_decay(self, layer, low):
-        kernel, (T, D) = kernels.LogDecay(self.dtype), self.w.shape
-        self.draft.launch(
-            kernel,
-            kernel.blocks(T, D),
-            low=low,
-            up=layer.decay_up,
-            decay=layer.decay,
-            w=self.w,
-            tokens=T,
-            D=D,
-            W=self.sizes["W"],
-        )
+        kernel, arrays = kernels.Openings.of_prompt(self.dtype, 1), {"low": low, "up": layer.decay_up}
+        self.draft.launch(kernel, kernel.blocks(*self.w.shape), **arrays, bases=layer.decay, w=self.w, R=low.shape[-1])
         return self.w
 
     def recurrence(self, layer, kvr, w, wkv):
@@ -68,19 +55,15 @@ class Pieces(cuda_prompts.Pieces):
         return self.o
 
     def gated_norm(self, layer, o, gate):
-        (weight, bias), (H, N) = layer.ln_x, (self.sizes["H"], self.sizes["N"])
-        kernel = kernels.GatedNorm.fitting(self.dtype, N)
+        kernel, rows = kernels.GatedNorm.fitting(self.dtype, self.sizes["N"], BONUS=False), self.T * self.sizes["H"]
         self.draft.launch(
             kernel,
-            kernel.blocks(self.T * H),
+            kernel.blocks(rows),
             o=o,
             gate=gate,
-            weight=weight,
-            bias=bias,
+            **kernels.affine(layer.ln_x),
             y=self.normed,
-            rows=self.T * H,
-            H=H,
-            N=N,
+            rows=rows,
             eps=self.group_eps * self.scale**2,
         )
         return self.normed[0]

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...backends.cupy import rwkv7_model_kernels as kernels
 from ...backends.cupy.model_products import RELU_SQUARED, WRITE
+from ...backends.cupy.rwkv6_model_kernels import Openings, affine
 from ..rwkv import cuda_decoder
 from ..rwkv.cuda_weights import FLOAT32
 from ..rwkv.version import Weight, linear, vector
@@ -32,17 +33,17 @@ class Step(cuda_decoder.Step):
     """Draws the plan of one token."""
 
     def time_mix(self, layer, shift, wkv, added):
-        my, buffers, B, (D, H, N) = self.my, self.buffers, self.my.batch, (self.my.sizes[axis] for axis in "DHN")
+        my, buffers, B, (D, H) = self.my, self.buffers, self.my.batch, (self.my.sizes[axis] for axis in "DH")
         self.norm_shift(layer.ln1, buffers.mixed, layer.mix, shift, added, squares=True)
         self.matmul(
             layer,
             ("vkr", buffers.mixed[:, 3:], buffers.vkr, WRITE),
             ("down", buffers.mixed[:, :4], buffers.low, WRITE),
         )
-        opening, (w, openings) = kernels.Openings.of_step(my.dtype), (buffers.w, buffers.openings)
+        opening, (w, openings) = Openings.of_step(my.dtype, kernels.DOWNS), (buffers.w, buffers.openings)
         arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases, "w": w, "openings": openings}
-        self.draft.launch(opening, opening.blocks(B, D), **arrays, tokens=B, D=D, R=my.rank)
-        (v, k, r), (weight, bias) = buffers.vkr, layer.ln_x
+        self.draft.launch(opening, opening.blocks(B, D), **arrays, R=my.rank)
+        v, k, r = buffers.vkr
         self.draft.launch(
             kernels.TimeMixOfToken(buffers.y.dtype, my.state_dtype, buffers.y.shape[0]),
             B * H,
@@ -55,14 +56,10 @@ class Step(cuda_decoder.Step):
             removal=layer.removal,
             replacement=layer.replacement,
             bonus=layer.bonus,
-            weight=weight,
-            bias=bias,
+            **affine(layer.ln_x),
             state=wkv,
             slots=self.slots,
             y=buffers.y,
-            B=B,
-            H=H,
-            N=N,
             eps=my.group_eps,
         )
         return self.addend(layer, "output", buffers.y, buffers.x)

@@ -36,18 +36,19 @@ class Pieces(cuda_prompts.Pieces):
         mixed, _, _ = self.shift_mix(layer, "ln1", "mix", x, shift)
         v, k, r = self.product(layer, "vkr", mixed[3:])
         low = self.product(layer, "down", mixed[:4])
-        opening, (rate, gate, share) = kernels.Openings.of_prompt(self.dtype), self.openings
+        opening, (rate, gate, share) = rwkv6_model_kernels.Openings.of_prompt(self.dtype, kernels.DOWNS), self.openings
         arrays = {"low": low, "up": layer.up, "bases": layer.bases, "w": self.w, "openings": self.openings}
-        self.draft.launch(opening, opening.blocks(T, D), **arrays, tokens=T, D=D, R=low.shape[-1])
+        self.draft.launch(opening, opening.blocks(T, D), **arrays, R=low.shape[-1])
         keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # whose products are done
         arrays = {"k": k, "v": v, "rate": rate, "share": share, "first": self.seen.first, "a": a, "b": b}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
-        self.draft.launch(keys, keys.blocks(T * H), **arrays, rows=T * H, H=H, N=N)
+        self.draft.launch(keys, keys.blocks(T * H), **arrays, rows=T * H)
         self.recurrent(RWKV7, {"r": r, "w": self.w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
-        norm, (weight, bias) = kernels.BonusNorm.fitting(self.dtype, N), layer.ln_x
-        arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "weight": weight, "bias": bias, "bonus": layer.bonus}
+        norm = rwkv6_model_kernels.GatedNorm.fitting(self.dtype, N, BONUS=True)
+        arrays = {"o": o, "r": r, "k": k, "v": v, "gate": gate, "bonus": layer.bonus, "y": self.y}
+        arrays |= rwkv6_model_kernels.affine(layer.ln_x)
         eps = self.group_eps * self.scale**2
-        self.draft.launch(norm, norm.blocks(T * H), **arrays, y=self.y, rows=T * H, H=H, N=N, eps=eps)
+        self.draft.launch(norm, norm.blocks(T * H), **arrays, rows=T * H, eps=eps)
         return self.add_product(layer, "output", x, self.y[0])
 
     def channel_mix(self, layer, x, shift):

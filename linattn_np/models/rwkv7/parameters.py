@@ -33,37 +33,33 @@ class Layout(parameters.Layout):
         return {"F": 4 * width, **ranks}
 
     def first(self, name, shape, rng):
-        return initial(name, shape, self.sizes, rng)
-
-
-def initial(name, shape, sizes, rng):
-    """The first value of a parameter, or what broadcasts to it (Peng et al., "RWKV-7 'Goose'", 2025, appendix)."""
-    D, L, N, part = sizes["D"], sizes["L"], sizes["N"], name_in_block(name)
-    depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
-    rising, falling = depth / max(1, L - 1), 1 - depth / L  # 0 to 1, and 1 to almost 0
-    channel, place = np.arange(D) / D, np.arange(D) / max(1, D - 1)
-    zigzag = 2 * (np.arange(D) % N) / max(1, N - 1) - 1  # in every head from -1 to 1, most of it near 0
-    zigzag *= np.abs(zigzag)
-    module, _, leaf = part.rpartition(".")
-    if part == "emb.weight":
-        return rng.normal(0, 0.1, shape)
-    if module == "att" and leaf in ("w1", "a1", "v1", "g1"):
-        return 0
-    if module == "att" and leaf in ("w2", "a2", "v2", "g2"):
-        return rng.normal(0, 0.1 * shape[-1] ** -0.5, shape)
-    if VERSION.is_matrix(name):
-        return rng.normal(0, shape[-1] ** -0.5, shape) * SCALES.get(part, 1)
-    if module == "att" and leaf.startswith("x_"):
-        return 1 - channel ** (MIX_POWERS[leaf[-1]] * falling)
-    if part == "ffn.x_k":
-        return 1 - channel ** (falling**4)
-    values = {
-        "att.w0": -5.5 + 6 * place ** (1 + rising**0.3) + 2.5 * zigzag,
-        "att.a0": -0.19 + 0.3 * zigzag + 0.4 * (place - 0.5),
-        "att.v0": 0.73 - 0.4 * (place - 0.5),
-        "att.k_k": 0.71 - 0.1 * (place - 0.5),
-        "att.k_a": 1.02,
-        "att.r_k": -0.04,
-        "att.ln_x.weight": ((1 + depth) / L) ** 0.7,
-    }
-    return values.get(part, float(part.endswith("weight")))  # of a norm; its bias is 0
+        """The first value of a parameter, or what broadcasts to it (Peng et al., "RWKV-7 'Goose'", 2025, appendix)."""
+        D, L, N, part = self.sizes["D"], self.sizes["L"], self.sizes["N"], name_in_block(name)
+        depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
+        rising, falling = depth / max(1, L - 1), 1 - depth / L  # 0 to 1, and 1 to almost 0
+        channel, place = np.arange(D) / D, np.arange(D) / max(1, D - 1)
+        zigzag = 2 * (np.arange(D) % N) / max(1, N - 1) - 1  # in every head from -1 to 1, most of it near 0
+        zigzag *= np.abs(zigzag)
+        module, _, leaf = part.rpartition(".")
+        if part == "emb.weight":
+            return rng.normal(0, 0.1, shape)
+        if module == "att" and leaf in ("w1", "a1", "v1", "g1"):
+            return 0
+        if module == "att" and leaf in ("w2", "a2", "v2", "g2"):
+            return rng.normal(0, 0.1 * shape[-1] ** -0.5, shape)
+        if VERSION.is_matrix(name):
+            return rng.normal(0, shape[-1] ** -0.5, shape) * SCALES.get(part, 1)
+        if module == "att" and leaf.startswith("x_"):
+            return 1 - channel ** (MIX_POWERS[leaf[-1]] * falling)
+        if part == "ffn.x_k":
+            return 1 - channel ** (falling**4)
+        values = {
+            "att.w0": -5.5 + 6 * place ** (1 + rising**0.3) + 2.5 * zigzag,
+            "att.a0": -0.19 + 0.3 * zigzag + 0.4 * (place - 0.5),
+            "att.v0": 0.73 - 0.4 * (place - 0.5),
+            "att.k_k": 0.71 - 0.1 * (place - 0.5),
+            "att.k_a": 1.02,
+            "att.r_k": -0.04,
+            "att.ln_x.weight": ((1 + depth) / L) ** 0.7,
+        }
+        return values.get(part, float(part.endswith("weight")))  # of a norm; its bias is 0

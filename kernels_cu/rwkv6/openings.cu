@@ -1,18 +1,20 @@
-// what      What data open of every token and channel: the log of the decay, the learning rate, the gate, and the share
-//           of the first layer's value.
-// math      w = -exp(-1/2) sigmoid(base_w + tanh(low_w) up_w);  rate = sigmoid(base_a + low_a up_a)
+// what      What data open of every token and channel: the log of the decay, and with four MATRICES (RWKV-7) the
+//           learning rate, the gate, and the share of the first layer's value.
+// math      RWKV-6, one matrix: w = -exp(base_w + tanh(low_w) up_w)
+//           RWKV-7: w = -exp(-1/2) sigmoid(base_w + tanh(low_w) up_w);  rate = sigmoid(base_a + low_a up_a)
 //           gate = sigmoid(low_g) up_g;  share = sigmoid(base_v + low_v up_v), or -1 in the first layer
-// shapes    low [4, T, R], up [4, R, D] in the order w a g v; bases [3, D] of w a v, where v's are -inf in the first
-//           layer; w [T, D], openings [3, T, D]: rate, gate, share. T tokens of prompts, or sequences
-// grid      a block for every (16 TILES tokens, one of the four, 128 channels), tokens slowest; 256 threads
+// shapes    low [MATRICES, T, R], up [MATRICES, R, D] in the order w a g v; bases [3, D] of w a v, where v's are -inf
+//           in the first layer, or [1, D]; w [T, D], openings [3, T, D]: rate, gate, share. T tokens of prompts, or
+//           sequences
+// grid      a block for every (16 TILES tokens, one of MATRICES, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
 // barriers  two a pass over 32 of the rank: the tiles may change, and are there
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once
-// source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
+// source    Peng et al., 2024, "Eagle and Finch", eq. 16-17; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    D a multiple of 8
 #include "rwkv6/low_rank.cuh"
 
-enum Kind { DECAY, RATE, GATE, SHARE, KINDS };
+enum Kind { DECAY, RATE, GATE, SHARE };
 
 template <typename T, typename Y> struct Args {
   const float* low;
@@ -23,13 +25,13 @@ template <typename T, typename Y> struct Args {
   i64 tokens, D, R;
 };
 
-template <typename T, typename Y, int PARTS, int TILES>
-__global__ void __launch_bounds__(THREADS) rwkv7_openings(const Args<T, Y> args) {
+template <typename T, typename Y, int PARTS, int TILES, int MATRICES>
+__global__ void __launch_bounds__(THREADS) rwkv6_openings(const Args<T, Y> args) {
   constexpr float DECAY_SCALE = 0.6065306597126334f;
   auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
   launch_next();
   const i64 R = args.R, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
-  const i64 kind = blockIdx.x / across % KINDS, first = blockIdx.x / across / KINDS * (TILES * TILE_TOKENS);
+  const i64 kind = blockIdx.x / across % MATRICES, first = blockIdx.x / across / MATRICES * (TILES * TILE_TOKENS);
   const i64 tokens = args.tokens - first;
   const auto activate = [&](float x) {
     return kind == DECAY ? Tanh<T>()(x) : kind == GATE ? 0.5f * Tanh<T>()(0.5f * x) + 0.5f : x;
@@ -41,6 +43,7 @@ __global__ void __launch_bounds__(THREADS) rwkv7_openings(const Args<T, Y> args)
   if (j >= D) return;
   const float4 base = kind == GATE ? float4{} : load4(args.bases + (kind - (kind == SHARE)) * D + j);
   const auto opened = [&](float x, float base) {
+    if constexpr (MATRICES == 1) return -expf(base + x);
     if (kind == GATE) return x;
     if (base < -3e38f) return -1.f;
     const float opening = sigmoid(base + x);
