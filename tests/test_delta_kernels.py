@@ -206,7 +206,7 @@ def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
 
 
 def test_chunks_that_enlarge_a_state(backend, rng):
-    """Transitions of a chunk beyond float16. Each of 32 tokens enlarges what was rounded before: their errors add up."""
+    """Transitions of a chunk beyond float16. Each of 32 tokens enlarges what was rounded before."""
     arrays, start, *_ = Case(RWKV7, H=1, T=32, K=64, dtype=BFLOAT16, gate="weak", gate_dtype=SINGLE).drawn(rng)
     a, b = ((8 * double(x)).astype(BFLOAT16) for x in arrays[4:])
     arrays = (*arrays[:4], a, b)

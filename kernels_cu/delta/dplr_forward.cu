@@ -1,7 +1,7 @@
 // what      RWKV-7's recurrence in chunks: a delta rule that erases by keys of its own.
-// math      kd is a decayed from the chunk's start to the token before, qd q from the start; ke and be are k and b
-//           decayed to the chunk's end. Axy_ij is the product of x_i and y_j under the decays between, of a those before
-//           its token. N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L
+// math      kd is a decayed from the chunk's start to the token before, qd q from the start. ke and be are k and b
+//           decayed to the chunk's end. Axy_ij is the product of x_i and y_j under the decays between, of a those
+//           before its own. N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L
 //           W = qd + H kd, Zb = N^T be, Zk = ke + L^T be
 //           X = kd S;   o = scale (W S + B v),   S <- diag(decay) S + Zb^T X + Zk^T v
 // shapes    q k a b g [B, H, T, K], v o [B, H, T, V], initial and final state [N, H, K, V] float32
@@ -277,7 +277,7 @@ __device__ __forceinline__ void make_wide(DplrShared<T, G, BK, BV>& s) {
 }
 
 template <typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV) delta_dplr_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(2 * BV, 1) delta_dplr_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV;
   auto& s = *reinterpret_cast<DplrShared<T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;

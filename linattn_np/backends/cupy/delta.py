@@ -35,7 +35,6 @@ from .plan import FLOAT32, Draft, ceil_div, common_bytes
 KERNEL_NAMES = {"r": "q", "w": "g"}  # where an operator has another name for an array than the kernels
 IN_CHUNKS = "in chunks"  # the way's name in explanations
 KEYS = ("q", "k", "a", "b")  # arrays that may have fewer heads than values
-CHANNEL_GATES = {declarations.KDA: DeltaChannelForward, declarations.RWKV7: DeltaDplrForward}  # their kernels in chunks
 
 
 def unsupported(problem) -> str | None:
@@ -56,7 +55,7 @@ def why_not_in_chunks(problem, device) -> str | None:
 
 def why_no_gradients_in_chunks(problem, device) -> str | None:
     """The same of gradients."""
-    if problem.op in CHANNEL_GATES:
+    if problem.op in (declarations.KDA, declarations.RWKV7):
         return "every channel has a gate of its own"
     return why_not_in_chunks(problem, device)
 
@@ -64,7 +63,8 @@ def why_no_gradients_in_chunks(problem, device) -> str | None:
 def forward_kernel(problem, device):
     """That of chunks."""
     N, H, K, V = problem.shape("N H K V")
-    return CHANNEL_GATES.get(problem.op, DeltaForward).fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)
+    kinds = {declarations.KDA: DeltaChannelForward, declarations.RWKV7: DeltaDplrForward}
+    return kinds.get(problem.op, DeltaForward).fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)
 
 
 def gate_dtype(problem):
