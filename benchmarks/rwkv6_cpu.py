@@ -1,12 +1,14 @@
-"""RWKV-6 on the CPU in float32, bfloat16, int8 and int4, beside the `rwkv` package and rwkv.cpp.
+"""RWKV-6 or RWKV-7 on the CPU in float32, bfloat16, int8 and int4, beside the `rwkv` package and rwkv.cpp.
 
-    python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--seconds 150] [--rwkv-cpp LIBRARY] [--out FILE]
+    python benchmarks/rwkv6_cpu.py [--version 7] [--threads 2] [--rounds 15] [--seconds 150] [--rwkv-cpp LIBRARY]
+        [--out FILE]
 
 The models are synthetic ones. The floor is every weight but the embedding once, in float32, at the speed at which one
 large matrix is read, by the loops of this package: BLAS takes up to twice the time.
 Everything takes turns, so that a busy machine is busy for all, and a ratio is the median of the ratios within a round.
 Times are medians, the best beside them. Logits are compared before anything is timed. No round of a model begins after
-`--seconds`. The `rwkv` package, which needs torch, and rwkv.cpp, which has to be built, are optional.
+`--seconds`. The `rwkv` package, which needs torch, and rwkv.cpp, which has to be built, are optional; rwkv.cpp is
+measured with RWKV-6 alone.
 """
 
 import argparse
@@ -38,8 +40,9 @@ def main():
     os.sched_setaffinity(0, cpus)  # before NumPy is loaded: its BLAS counts the CPUs once
     import numpy as np
 
-    print(f"RWKV-6, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
-    about = {"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL, "note": args.note}
+    print(f"RWKV-{args.version}, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
+    about = {"version": args.version, "device": cpu(), "numpy": np.__version__, "threads": len(cpus)}
+    about |= {"prefill": PREFILL, "note": args.note}
     about["kernels"] = kernels()
     print(about["kernels"])
     rows = []
@@ -51,13 +54,17 @@ def main():
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", type=int, default=6, choices=(6, 7), help="of RWKV")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of each model's rounds")
     parser.add_argument("--rwkv-cpp", metavar="LIBRARY", help="its librwkv.so, to be measured too")
     parser.add_argument("--note", default="", help="a sentence for the table: what was unusual while this was measured")
     parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.rwkv_cpp and args.version == 7:
+        parser.error("argument --rwkv-cpp: is measured with --version 6 only")
+    return args
 
 
 def cpu():
@@ -80,12 +87,12 @@ def kernels():
 
 
 def measure(np, sizes, threads, args):
-    from linattn_np.models import RWKV6
+    from linattn_np.models.versions import VERSIONS
 
-    weights = synthetic(np, sizes)
+    weights = synthetic(np, sizes, args.version)
     weight_bytes = sum(x.nbytes for name, x in weights.items() if name != "emb.weight")
-    models = {dtype: RWKV6(weights, dtype=dtype) for dtype in DTYPES}
-    model, peers = models["float32"], rwkv_package(weights, threads)
+    models = {dtype: VERSIONS[args.version](weights, dtype=dtype) for dtype in DTYPES}
+    model, peers = models["float32"], rwkv_package(weights, threads, args.version)
     if args.rwkv_cpp:
         import rwkv_cpp
 
@@ -151,31 +158,40 @@ def memory(model):
     return sum(array.nbytes for array in arrays)
 
 
-def synthetic(np, sizes):
+def synthetic(np, sizes, version):
     from rwkv6_synthetic import scaled, shapes
 
     rng = np.random.default_rng(0)
-    return {name: scaled(name, rng.standard_normal(shape, np.float32)) for name, shape in shapes(**sizes).items()}
+    named = shapes(**sizes, version=version)
+    return {name: scaled(name, rng.standard_normal(shape, np.float32)) for name, shape in named.items()}
 
 
-def rwkv_package(weights, threads):
+def rwkv_package(weights, threads, version):
     """The same model in the `rwkv` package, by strategy."""
+    os.environ["RWKV_V7_ON"] = str(int(version == 7))  # which the package reads when it is imported
     try:
         import torch
-        from rwkv.model import RWKV
+        from rwkv import model as package
     except ImportError as error:
         print(f"the rwkv package is not measured: {error}")
         return {}
     torch.set_num_threads(threads)
 
-    def peer(model):
+    def peer(strategy, path):
+        model = package.RWKV(path, strategy, **({} if version == 7 else {"verbose": False}))
+        dtype = getattr(package, "DTYPE", None)  # of new states of RWKV-7: the dtype of the model that was loaded last
+
+        def forward(tokens, state):
+            package.DTYPE = dtype
+            return model.forward(tokens, state)
+
         return SimpleNamespace(
-            step=lambda token, state: model.forward([token], state), prompt=lambda tokens: model.forward(tokens, None)
+            step=lambda token, state: forward([token], state), prompt=lambda tokens: forward(tokens, None)
         )
 
     with tempfile.TemporaryDirectory() as folder:
         torch.save({name: torch.from_numpy(x) for name, x in weights.items()}, f"{folder}/model.pth")
-        return {f"rwkv {strategy}": peer(RWKV(f"{folder}/model", strategy, verbose=False)) for strategy in STRATEGIES}
+        return {f"rwkv {strategy}": peer(strategy, f"{folder}/model") for strategy in STRATEGIES}
 
 
 def difference(np, model, tokens, prompt, step):

@@ -16,7 +16,10 @@ def main(arguments=None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
 
     def work():
-        command = parser().parse_args(arguments[:1] or ["--help"]).command
+        own = parser()
+        command = own.parse_args(arguments[:1] or ["--help"]).command
+        if command is None:
+            own.error(f"{arguments[0]} is no command, expected one of {', '.join(COMMANDS)}")
         return run(command, f"{NAME} {command}", arguments[1:])
 
     return guarded(NAME, work)

@@ -90,16 +90,16 @@ def call_stage(op, arrays, *, backend="auto", **arguments):
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **arguments):
+def summarise(op: Op, arrays, *, backend="auto", gradient=False, only_kept=False, **arguments):
     """(the final state's parts from zero, decays as the backend has them or None, kept) of a call, without its o.
 
-    None if the backend has no way that is cheaper than the call itself. `ahead`: only `kept` is wanted, so that the
-    result is None, too, if the backend keeps nothing. `kept` is an argument of `call` on the same arrays, or, with
+    None if the backend has no way that is cheaper than the call itself. `only_kept`: nothing else is wanted, so that
+    the result is None, too, if the backend keeps nothing. `kept` is an argument of `call` on the same arrays, or, with
     `gradient`, of `vjp`.
     """
     problem = op.bind(arrays, gradient=gradient, **arguments)
     module = backend_module(choose(problem, backend))
-    possible = hasattr(module, "summarise") and (getattr(module, "KEEPS", False) or not ahead)
+    possible = hasattr(module, "summarise") and (getattr(module, "KEEPS", False) or not only_kept)
     found = module.summarise(inner_call(problem)) if possible else None
     if found is None:
         return None

@@ -24,7 +24,7 @@ def public_function(op: Op, compute: Callable[..., Any] = call):
     def decorate(documented):
         function = defined(op, op.signature, compute, documented.__globals__)
         doc, names = Docstring(documented.__doc__), list(op.signature.parameters)
-        doc.describe(PARAMETERS, [name for name in names if name not in doc.entries()])
+        doc.replace_entries(PARAMETERS, [name for name in names if name not in doc.entries()])
         doc.add("Raises", RAISES)
         if op.state and op.out == "B H T V":  # an operator with a state, not a step or a stage
             doc.add("Returns", RETURNS)
@@ -73,8 +73,8 @@ class Docstring:
         """{name: entry} of the parameters. An entry that describes several has the first one's name."""
         return entries_of(self.sections.get("Parameters", ""))
 
-    def describe(self, text: str, names):
-        """Adds or replaces the descriptions of parameters `names` by those in `text`."""
+    def replace_entries(self, text: str, names):
+        """Replaces the entries of parameters `names`, or adds them, by those that `text` has."""
         known = entries_of(text)
         described = self.entries() | {name: known[name] for name in names if name in known}
         self.sections["Parameters"] = "\n".join(described.values())

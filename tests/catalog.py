@@ -207,7 +207,7 @@ def element_by_element():
         yield passes.FeatureMap(phi, T, Y)
         if phi != "Identity":
             yield passes.FeatureGradient(phi, T, Y)
-    for T, cls in product(CTYPES, (passes.Divide, passes.DivideGradient, passes.BonusGradient, passes.GateGradient)):
+    for T, cls in product(CTYPES, (passes.Divide, passes.DivideGradient, passes.SumArrays, passes.GateGradient)):
         yield cls(T)
 
 
@@ -227,7 +227,7 @@ def in_float64():
         yield passes.FeatureMap(phi, DOUBLE, DOUBLE)
         if phi != "Identity":
             yield passes.FeatureGradient(phi, DOUBLE, DOUBLE)
-    for cls in (passes.Divide, passes.DivideGradient, passes.BonusGradient, passes.GateGradient):
+    for cls in (passes.Divide, passes.DivideGradient, passes.SumArrays, passes.GateGradient):
         yield cls(DOUBLE)
 
 

@@ -78,7 +78,8 @@ def test_lines_that_coincide_stay_visible():
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("--out", "no/such/folder/x.png"), "there is no folder"),
+        (("--out", "no/such/folder/x.png"), "No such file or directory"),
+        (("--out", "."), "Is a directory"),
         (("--longest", "511"), "expected a whole number from 512 up"),
         (("--heads", "0"), "expected a whole number from 1 up"),
         (("--device", "tpu"), "invalid choice"),

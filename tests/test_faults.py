@@ -91,6 +91,14 @@ def test_a_signal_while_a_class_is_built_is_a_signal(capsys, monkeypatch):
     assert code == 2 and "a/b: No space left on device" in lines[0]
 
 
+def test_hostile_words_are_one_line(capsys, tmp_path):
+    """A command that is none, and a text that has no end."""
+    assert called(capsys, "--")[0] == 2
+    train = ("train", "--device", "cpu", "--out", str(tmp_path), "--text")
+    code, said = called(capsys, *train, "/dev/zero")
+    assert code == 2 and "/dev/zero: is a device, expected a file or a pipe" in said[-1]
+
+
 @pytest.mark.parametrize(
     "error, line",
     [

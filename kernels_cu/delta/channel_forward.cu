@@ -14,22 +14,9 @@
 #include "cards.cuh"
 #include "delta/channel_chunk.cuh"
 
-template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v;
-  Rows<const G> g, beta;  // a token's beta is a row of one number
-  Rows<T> o;
-  const float* initial;  // or null
-  float* final;          // or null
-  Shape shape;           // its H are the heads of values
-  i64 group;             // so many of them share a head of queries and keys
-  double scale;
-  i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 bytes;       // all rows of q, k, v, g and o are whole pieces of so many: 16, 8, 4 or 2
-};
-
 template <typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV, blocks_with_room<ChannelShared<T, G, BK, BV>>(BV == 64 ? 2 : 1))
-    delta_channel_forward(const Args<T, G> args) {
+    delta_channel_forward(const ForwardArgs<T, G> args) {
   constexpr int THREADS = 2 * BV;
   auto& s = *reinterpret_cast<ChannelShared<T, G, BK, BV>*>(dynamic_smem());
   Scored& of = s.of;

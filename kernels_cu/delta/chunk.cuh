@@ -13,7 +13,19 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-template <int BK> using State = float[BK / 8][4];
+template <typename T, typename G> struct ForwardArgs {
+  Rows<const T> q, k, v;
+  Rows<const G> g, beta;  // a token's beta is a row of one number, as is its g where all channels have one gate
+  Rows<T> o;
+  const float* initial;  // or null
+  float* final;          // or null
+  Shape shape;           // its H are the heads of values
+  i64 group;             // so many of them share a head of queries and keys
+  double scale;
+  i64 normalized;  // whether queries and keys are divided by their lengths
+  i64 bytes;  // all rows of q, k, v and o, and of g where channels have gates, are whole pieces of so many: 16 to 2
+};
+
 using Columns = float[C / 16][2][4];  // of a warp: all tokens of a chunk, 16 columns
 
 __device__ __forceinline__ float2 unpack_pair(const bf16* x) {
@@ -237,23 +249,6 @@ __device__ __forceinline__ void make_wide(DeltaShared<T, BK, BV>& s, const T* q,
 }
 
 // ---- products with a state ------------------------------------------------------------------------------------------
-
-// Calls f(value, its index in the array of states, whether it is inside that array) for this lane's values of a state
-// whose channels are the rows from `row` on of all states' rows of V values. The block has `channels` channels, and
-// `columns` columns from v_tile on.
-template <int BK, class F>
-__device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
-  const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
-  i64 at = (row + 2 * t) * V + v_tile + 16 * warp + g;
-#pragma unroll
-  for (int c = 0; c < BK / 8; ++c) {
-#pragma unroll
-    for (int x = 0; x < 4; ++x)
-      f(S[c][x], at + (x & 1) * V + 8 * (x >> 1),
-        8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
-    at += 8 * opaque(int(V));  // keeps the compiler from computing all addresses at once, which takes many registers
-  }
-}
 
 // d += rows S.
 template <int BK, typename T>

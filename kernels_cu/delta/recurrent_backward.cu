@@ -38,7 +38,7 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   Tokens<Rule, T, G, BK, BV, TOKENS> in;
   T do_[TOKENS * BV];
   R decays[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(R)];
-  Said<R> said[TOKENS];
+  TokenScalars<R> scalars[TOKENS];
   R found[TOKENS * BV];              // e, or of Dplr p
   R of_tokens[TOKENS][WARPS][2];     // parts of dbeta and of a token's dg
   R slots[TOKENS * SLOT * THREADS];  // the state before a token, then its parts of sums over columns
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
   constexpr int SLOT = Storage::SLOT, NEAR = EACH < 4 ? EACH : 4;  // neighbouring channels of a lane
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const Place at(shape, BV);
+  const BlockWork at(shape, BV);
   const int K = int(shape.K), left = int(shape.V) - at.tile, tokens = int(at.span.stop - at.span.start);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
   const auto channel = [&](int i) { return NEAR * (lane + 32 * (i / NEAR)) + i % NEAR; };
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
     x = args.dht.p && inside ? args.dht.row(at.n, at.h, of)[at.tile + at_column] : R(0);
   });
 
-  TokenNumbers<Rule, R> next;
+  TokenGates<Rule, R> next;
   const int chunks = (tokens + TOKENS - 1) / TOKENS;
   const i64 first_chunk = (i64(at.b) * shape.H + at.h) * shape.NC + chunks_of(shape, at.n % u32(shape.count)).start;
   const auto fetch = [&](int chunk) {
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
     s.in.fetch(args, at, first, rows);
     copy_tile<TOKENS, BV>(s.do_, args.do_.row(at.b, at.h, first) + at.tile, args.do_.t, rows, left, args.bytes);
-    next.ask(args, at, first, rows);
+    next.load(args, at, first, rows);
     cp_async_commit();
     const R* from = args.kept + (first_chunk + chunk) * shape.K * shape.V + at.tile;
     each(S, [&](R& x, int of, int at_column, bool inside) { x = inside ? from[of * shape.V + at_column] : R(0); });
@@ -93,24 +93,25 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
     const i64 first = at.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
     cp_async_wait<0>();
-    next.put(s.said, rows);
+    next.store(s.scalars, rows);
     __syncthreads();  // the chunk has arrived; the last one's parts are added up
-    look_at(s.said, s.decays, s.in, rows, args.normalized);
+    prepare_tokens(s.scalars, s.decays, s.in, rows, args.normalized);
     __syncthreads();  // all that is to know of its tokens stands
 
     R q[EACH], k[EACH], a[EACH], b[EACH], decay[EACH];
     const auto load = [&](int r) {
-      const Said<R>& of = s.said[r];
+      const TokenScalars<R>& of = s.scalars[r];
 #pragma unroll
       for (int i = 0; i < EACH; i += NEAR) {
         const int place = r * BK + channel(i);
-        load_near<NEAR>(q + i, s.in.q + place), load_near<NEAR>(k + i, s.in.k + place);
-        if constexpr (Rule::own_erasure) load_near<NEAR>(a + i, s.in.a + place), load_near<NEAR>(b + i, s.in.b + place);
-        if constexpr (Rule::channel_gates) load_near<NEAR>(decay + i, s.decays + place);
+        load_neighbours<NEAR>(q + i, s.in.q + place), load_neighbours<NEAR>(k + i, s.in.k + place);
+        if constexpr (Rule::own_erasure)
+          load_neighbours<NEAR>(a + i, s.in.a + place), load_neighbours<NEAR>(b + i, s.in.b + place);
+        if constexpr (Rule::channel_gates) load_neighbours<NEAR>(decay + i, s.decays + place);
       }
 #pragma unroll
       for (int i = 0; i < EACH; ++i) {
-        q[i] *= of.q, k[i] *= of.k;
+        q[i] *= of.inverse_q_length, k[i] *= of.inverse_k_length;
         if constexpr (!Rule::channel_gates) decay[i] = of.decay;
       }
     };
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
       for (int c = 0; c < COLUMNS; ++c) {
         const R v = to_real(s.in.v[r * BV + column + c]);
         if constexpr (!Rule::own_erasure) found[c] = v - found[c];
-        written[c] = Rule::own_erasure ? v : s.said[r].beta * found[c];
+        written[c] = Rule::own_erasure ? v : s.scalars[r].beta * found[c];
         if (lane == 0) s.found[r * BV + column + c] = found[c];
       }
 #pragma unroll
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
       if constexpr (Rule::own_erasure) sum(dp);
       R dbeta = 0, of_gate = 0;
       if constexpr (!Rule::own_erasure) {
-        const R beta = s.said[r].beta;
+        const R beta = s.scalars[r].beta;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
           dbeta = fma(dv[c], found[c], dbeta);

@@ -1,15 +1,24 @@
-// what      The delta rules token by token, as the equations stand: outputs, and states on the way.
-// math      GatedDelta, Kda: S' = D S, e = beta (v - S'^T k), S = S' + k e^T, o = scale (S'^T q + (q . k) e)
-//           Dplr: p = S^T a, S = D S + b p^T + k v^T, o = scale ((D S)^T q + (q . b) p + (q . k) v)
+// what      Forward pass of the delta rules, token by token: outputs, final states, and states before every so many
+//           tokens.
+// math      Template argument Rule. D = diag(exp g), g log gates of channels; for GatedDelta one g for all channels. S
+//           is the state before the token, S' = D S its decay, S+ the state after the token:
+//           GatedDelta, Kda: e = beta (v - S'^T k), S+ = S' + k e^T, o = scale (S'^T q + (q . k) e)
+//           Dplr (diagonal plus low rank, RWKV-7): p = S^T a, S+ = S' + b p^T + k v^T,
+//                 o = scale (S'^T q + (q . b) p + (q . k) v)
+//           If args.normalized, q and k above are the given ones divided by their Euclidean lengths. The kernel works
+//           with the given ones and multiplies sums by the inverse lengths
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
-//           state [N, HV, K, V], kept [B, HV, chunks, K, V]
-// grid      a block for every (sequence, head of values, BV columns), sequence slowest; BK / 16 neighbouring lanes have
-//           COLUMNS columns, 16 channels each
-// smem      Shared: two stages of tokens, decays and what else is to know of one
-// barriers  two a stage of tokens: they have arrived, and nobody reads the last ones | decays and sums over channels
-//           stand
-// numerics  float32, of float64 data float64. What a column's key and query find in the state is summed over lanes at
-//           once: one wait a token
+//           state [N, HV, K, V], kept [B, HV, chunks, K, V]. HV, the number of value heads, is shape.H; every
+//           args.group value heads share a head of q, k, a and b
+// grid      a block for every (sequence, value head, BV columns of V), sequence slowest. BK / 16 neighbouring lanes
+//           share COLUMNS columns: each of them holds 16 channels of these columns' state in registers
+// smem      Shared: two stages of tokens as they are in memory, zeros beyond K, V and the sequence; and decays and
+//           scalars (`TokenScalars`) of the tokens of one stage
+// barriers  two for each stage of tokens. First: the tokens have arrived, and no thread reads the previous stage's
+//           tokens, decays or scalars any more, which are then overwritten. Second: decays and scalars of this stage
+//           are written
+// numerics  float32; float64 for float64 data. S^T a or S'^T k, and S'^T q, are summed over lanes in the same shuffles,
+//           so that a token waits for shuffles once
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; COLUMNS of 1, 4
 #include "delta/tokens.cuh"
@@ -17,74 +26,85 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-constexpr int CHANNELS = 16;                                                            // of a lane
-template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / sizeof(T);  // of a stage
+constexpr int CHANNELS = 16;  // of a lane
+// Tokens of a stage: the stage's q, and its k, are at most 4 KB for every type and BK.
+template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / sizeof(T);
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
-  Rows<T> o;            // null where no output is wanted
-  Rows<Real<T>> final;  // or null
-  Real<T>* kept;        // the states before every `every` tokens, or null
+  Rows<T> o;            // null: no output is wanted
+  Rows<Real<T>> final;  // null: no final state is wanted
+  Real<T>* kept;        // the states before every `every`-th token of a sequence, or null
   i64 every;
 };
 
 template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared {
-  static constexpr int LANES = BK / CHANNELS, BV = THREADS / LANES * COLUMNS;
+  static constexpr int LANES = BK / CHANNELS;           // lanes that share columns
+  static constexpr int BV = THREADS / LANES * COLUMNS;  // columns of a block
+  static_assert(COLUMNS <= LANES);                      // each column's output is stored by a lane of its own
   Tokens<Rule, T, G, BK, BV, TOKENS<T, BK>> stages[2];
+  // exp g [TOKENS, BK]; without gates of channels unused, 16 bytes long since an array must not be empty.
   Real<T> decays[Rule::channel_gates ? TOKENS<T, BK> * BK : 16 / sizeof(Real<T>)];
-  Said<Real<T>> said[TOKENS<T, BK>];
+  TokenScalars<Real<T>> scalars[TOKENS<T, BK>];
 };
 
 template <class Rule, typename T, typename G, int BK, int COLUMNS>
 __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args<T, G> args) {
   using R = Real<T>;
   using Storage = Shared<Rule, T, G, BK, COLUMNS>;
-  constexpr int LANES = Storage::LANES, BV = Storage::BV, SLAB = TOKENS<T, BK>;
+  constexpr int LANES = Storage::LANES, BV = Storage::BV, STAGE_TOKENS = TOKENS<T, BK>;
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const Place at(shape, BV);
-  const int K = int(shape.K), left = int(shape.V) - at.tile, tokens = int(at.span.stop - at.span.start);
+  const BlockWork work(shape, BV);
+  const int K = int(shape.K), columns_left = int(shape.V) - work.tile, tokens = int(work.span.stop - work.span.start);
+  // `lane` counts the LANES lanes that share columns; `column`: the lane's first column in the block's tile.
   const int lane = threadIdx.x % LANES, column = threadIdx.x / LANES * COLUMNS;
+  // The i-th of this lane's channels: four neighbouring ones at a time.
   const auto channel = [&](int i) { return 4 * (lane + LANES * (i / 4)) + i % 4; };
 
   R S[CHANNELS][COLUMNS];
+  // Calls f(number, channel, column in the tile, whether both are inside K and V) for this lane's numbers of S.
   const auto each = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i)
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) f(S[i][c], channel(i), column + c, channel(i) < K && column + c < left);
+      for (int c = 0; c < COLUMNS; ++c) f(S[i][c], channel(i), column + c, channel(i) < K && column + c < columns_left);
   };
-  each([&](R& x, int of, int at_column, bool inside) {
-    x = args.initial.p && inside ? args.initial.row(at.n, at.h, of)[at.tile + at_column] : R(0);
+  each([&](R& x, int state_row, int tile_column, bool inside) {
+    x = args.initial.p && inside ? args.initial.row(work.n, work.h, state_row)[work.tile + tile_column] : R(0);
   });
 
-  TokenNumbers<Rule, R> next;
+  TokenGates<Rule, R> next;
+  // Starts the copies of a stage's tokens, and the loads of their gates and write strengths to registers.
   const auto fetch = [&](int token, int stage) {
-    const int rows = min(tokens - token, SLAB);
-    s.stages[stage].fetch(args, at, at.span.start + token, rows);
-    next.ask(args, at, at.span.start + token, rows);
+    const int rows = min(tokens - token, STAGE_TOKENS);
+    s.stages[stage].fetch(args, work, work.span.start + token, rows);
+    next.load(args, work, work.span.start + token, rows);
     cp_async_commit();
   };
   if (tokens) fetch(0, 0);
-  const i64 chunk = ((i64(at.b) * shape.H + at.h) * shape.NC + chunks_of(shape, at.n % u32(shape.count)).start);
+  // The index of the sequence's first state in `kept`. shape.count: packed sequences in a batch row.
+  const i64 first_kept =
+      ((i64(work.b) * shape.H + work.h) * shape.NC + chunks_of(shape, work.n % u32(shape.count)).start);
 #pragma unroll 1
-  for (int token = 0, stage = 0; token < tokens; token += SLAB, stage ^= 1) {
+  for (int token = 0, stage = 0; token < tokens; token += STAGE_TOKENS, stage ^= 1) {
     const auto& in = s.stages[stage];
-    const int rows = min(tokens - token, SLAB);
+    const int rows = min(tokens - token, STAGE_TOKENS);
     cp_async_wait<0>();
-    __syncthreads();  // the tokens have arrived; nobody reads the last ones, nor what was said of them
-    next.put(s.said, rows);
-    if (token + SLAB < tokens) fetch(token + SLAB, stage ^ 1);
-    look_at(s.said, s.decays, in, rows, args.normalized);
-    __syncthreads();  // all that is to know of them stands
+    __syncthreads();  // this stage's tokens have arrived; no thread reads the previous stage or its scalars any more
+    next.store(s.scalars, rows);
+    if (token + STAGE_TOKENS < tokens) fetch(token + STAGE_TOKENS, stage ^ 1);
+    prepare_tokens(s.scalars, s.decays, in, rows, args.normalized);
+    __syncthreads();  // decays and scalars of this stage's tokens are written
 #pragma unroll 1
     for (int r = 0; r < rows; ++r) {
       if (args.kept && (token + r) % int(args.every) == 0) {
-        R* to = args.kept + (chunk + (token + r) / int(args.every)) * shape.K * shape.V + at.tile;
-        each([&](R& x, int of, int at_column, bool inside) {
-          if (inside) to[of * shape.V + at_column] = x;
+        R* to = args.kept + (first_kept + (token + r) / int(args.every)) * shape.K * shape.V + work.tile;
+        each([&](R& x, int state_row, int tile_column, bool inside) {
+          if (inside) to[state_row * shape.V + tile_column] = x;
         });
       }
-      const Said<R> of = s.said[r];
+      const TokenScalars<R> token_scalars = s.scalars[r];
+      // By column, first over this lane's channels, then over all: erased is S'^T k, of Dplr p = S^T a; read is S'^T q.
       R k[CHANNELS], b[Rule::own_erasure ? CHANNELS : 1], erased[COLUMNS] = {}, read[COLUMNS] = {}, v[COLUMNS];
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) v[c] = to_real(in.v[r * BV + column + c]);
@@ -92,16 +112,16 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
       for (int i = 0; i < CHANNELS; i += 4) {
         const int place = r * BK + channel(i);
         R q[4], a[4], decay[4];
-        load_near<4>(q, in.q + place), load_near<4>(k + i, in.k + place);
-        if constexpr (Rule::own_erasure) load_near<4>(a, in.a + place), load_near<4>(b + i, in.b + place);
-        if constexpr (Rule::channel_gates) load_near<4>(decay, s.decays + place);
+        load_neighbours<4>(q, in.q + place), load_neighbours<4>(k + i, in.k + place);
+        if constexpr (Rule::own_erasure) load_neighbours<4>(a, in.a + place), load_neighbours<4>(b + i, in.b + place);
+        if constexpr (Rule::channel_gates) load_neighbours<4>(decay, s.decays + place);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
           for (int c = 0; c < COLUMNS; ++c) {
             R& x = S[i + j][c];
             if constexpr (Rule::own_erasure) erased[c] = fma(a[j], x, erased[c]);
-            x *= Rule::channel_gates ? decay[j] : of.decay;
+            x *= Rule::channel_gates ? decay[j] : token_scalars.decay;
             if constexpr (!Rule::own_erasure) erased[c] = fma(k[i + j], x, erased[c]);
             read[c] = fma(q[j], x, read[c]);
           }
@@ -113,12 +133,15 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
           erased[c] += __shfl_xor_sync(0xffffffffu, erased[c], distance);
           read[c] += __shfl_xor_sync(0xffffffffu, read[c], distance);
         }
-      R written[COLUMNS], o = 0;  // what k is multiplied by; of one column, the lane's own to store
+      R written[COLUMNS];  // e of the given k, of Dplr v: S+ = S' + k written^T (of Dplr + b p^T)
+      R o = 0;             // the output of the lane's column number `lane`, which this lane stores
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        written[c] = Rule::own_erasure ? v[c] : of.k * of.beta * (v[c] - of.k * erased[c]);
-        R sum = fma(of.qk, written[c], read[c]);
-        if constexpr (Rule::own_erasure) sum = fma(of.qb, erased[c], sum);
+        written[c] = Rule::own_erasure ? v[c]
+                                       : token_scalars.inverse_k_length * token_scalars.beta *
+                                             (v[c] - token_scalars.inverse_k_length * erased[c]);
+        R sum = fma(token_scalars.q_dot_k, written[c], read[c]);
+        if constexpr (Rule::own_erasure) sum = fma(token_scalars.q_dot_b, erased[c], sum);
         o = lane == c ? sum : o;
       }
 #pragma unroll
@@ -128,13 +151,13 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
           S[i][c] = fma(k[i], written[c], S[i][c]);
           if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], erased[c], S[i][c]);
         }
-      if (args.o.p && lane < COLUMNS && column + lane < left)
-        args.o.row(at.b, at.h, at.span.start + token + r)[at.tile + column + lane] =
-            from_real<T>(R(args.scale) * of.q * o);
+      if (args.o.p && lane < COLUMNS && column + lane < columns_left)
+        args.o.row(work.b, work.h, work.span.start + token + r)[work.tile + column + lane] =
+            from_real<T>(R(args.scale) * token_scalars.inverse_q_length * o);
     }
   }
   if (args.final.p)
-    each([&](R& x, int of, int at_column, bool inside) {
-      if (inside) args.final.row(at.n, at.h, of)[at.tile + at_column] = x;
+    each([&](R& x, int state_row, int tile_column, bool inside) {
+      if (inside) args.final.row(work.n, work.h, state_row)[work.tile + tile_column] = x;
     });
 }

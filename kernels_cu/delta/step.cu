@@ -43,7 +43,7 @@ template <class Rule, typename R, int BK> struct Shared {
   R q[BK], k[BK], a[Rule::own_erasure ? BK : 16 / sizeof(R)], b[Rule::own_erasure ? BK : 16 / sizeof(R)];
   R decays[Rule::channel_gates ? BK : 16 / sizeof(R)];
   R parts[STEP_WARPS][2][STEP_COLUMNS];  // of what the key finds, and the query
-  Said<R> said;
+  TokenScalars<R> scalars;
 };
 
 template <class Rule, typename T, typename G, typename S, int BK>
@@ -90,8 +90,9 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     }
     qq = sum_over_lanes<32>(qq), kk = sum_over_lanes<32>(kk), qk = sum_over_lanes<32>(qk), qb = sum_over_lanes<32>(qb);
     if (lane == 0) {
-      s.said.q = args.normalized ? inverse_root(qq + R(LEAST_SQUARE)) : R(1), s.said.qk = qk, s.said.qb = qb;
-      s.said.k = args.normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
+      s.scalars.inverse_q_length = args.normalized ? inverse_root(qq + R(LEAST_SQUARE)) : R(1), s.scalars.q_dot_k = qk,
+      s.scalars.q_dot_b = qb;
+      s.scalars.inverse_k_length = args.normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
     }
   }
   R decay = 1, erased[N] = {}, read[N] = {};
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   }
   __syncthreads();  // the parts stand, and the products of the token's rows
 
-  const Said<R>& said = s.said;
+  const TokenScalars<R>& scalars = s.scalars;
   const R beta = Rule::own_erasure ? R(1) : R(to_real(*args.beta.row(b, h, 0)));
   const auto found = [&](int which, int at) {
     R sum = 0;
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   // what the token writes to a column behind its key
   const auto written = [&](R erased, int at) {
     const R v = to_real(args.v.row(b, h, 0)[start + at]);
-    return Rule::own_erasure ? v : said.k * beta * (v - said.k * erased);
+    return Rule::own_erasure ? v : scalars.inverse_k_length * beta * (v - scalars.inverse_k_length * erased);
   };
   R write[N];
 #pragma unroll
@@ -158,8 +159,8 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   const int at = threadIdx.x;
   if (at < STEP_COLUMNS && at < left) {
     const R p = found(0, at);
-    R o = fma(said.qk, written(p, at), found(1, at));
-    if constexpr (Rule::own_erasure) o = fma(said.qb, p, o);
-    args.o.row(b, h, 0)[start + at] = from_real<T>(Real<T>(R(args.scale) * said.q * o));
+    R o = fma(scalars.q_dot_k, written(p, at), found(1, at));
+    if constexpr (Rule::own_erasure) o = fma(scalars.q_dot_b, p, o);
+    args.o.row(b, h, 0)[start + at] = from_real<T>(Real<T>(R(args.scale) * scalars.inverse_q_length * o));
   }
 }

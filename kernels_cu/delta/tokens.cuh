@@ -1,15 +1,16 @@
-// what      Tokens of the delta rules in shared memory, and what a block finds out about each before a state meets it.
-// math      GatedDelta, Kda: S' = D S, S = S' + k (beta (v - S'^T k))^T.   Dplr: S = D S + b (S^T a)^T + k v^T.
-//           D is diag(exp g): of GatedDelta one number a token
-// numerics  float32, of float64 data float64
+// what      Tokens of the delta rules in shared memory, and what a block computes once for each token, before it
+//           updates its columns of the state.
+// math      S before the token, S+ after it, S' = D S, D = diag(exp g); GatedDelta has one log gate g for all channels.
+//           GatedDelta, Kda: S+ = S' + k (beta (v - S'^T k))^T.   Dplr: S+ = S' + b (S^T a)^T + k v^T.
+// numerics  float32; float64 for float64 data
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 #include "delta/lengths.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
 #include "tensor.cuh"
 
-// The recurrences. A gate is a number of every channel or of the token; erased is what the token's key finds, or what a
-// key of its own finds before the decay.
+// The recurrences. channel_gates: every channel has a gate, else the token has one. own_erasure: what is taken from the
+// state is found by a vector `a` of its own in the state before its decay, else by the key in the decayed state.
 struct GatedDelta {
   static constexpr bool channel_gates = false, own_erasure = false;
 };
@@ -22,37 +23,38 @@ struct Dplr {
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
-// What every kernel of the recurrences reads.
+// The arguments that every kernel of the recurrences reads.
 template <typename T, typename G> struct DeltaArgs {
-  Rows<const T> q, k, v, a, b;  // a and b of Dplr alone
-  Rows<const G> g, beta;        // beta of the others alone; a token's gate is a row of one number
-  Rows<const Real<T>> initial;  // [N, H, K, V], null where it is 0
-  Shape shape;                  // its H are the heads of values
-  i64 group;                    // so many of them share a head of queries and keys
+  Rows<const T> q, k, v, a, b;  // a and b are for Dplr only
+  Rows<const G> g, beta;        // beta is not for Dplr; a gate of a token is a row of one number
+  Rows<const Real<T>> initial;  // [N, H, K, V], null for zeros
+  Shape shape;                  // H is the number of value heads
+  i64 group;                    // value heads that share a head of queries and keys
   double scale;
-  i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 bytes;       // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 normalized;  // whether the kernel divides queries and keys by their Euclidean lengths
+  i64 bytes;       // every row starts on, and is a multiple of, this many bytes: 16, 8, 4 or 2
 };
 
-// Which tokens, head and columns a block has.
-struct Place {
+// A block's work: sequence n, in batch row b; value head h; columns from `tile` on; the sequence's tokens.
+struct BlockWork {
   u32 n, b, h, tile;
   Span span;
-  __device__ __forceinline__ Place(const Shape& shape, int columns) {
+  __device__ __forceinline__ BlockWork(const Shape& shape, int columns) {
     const u32 tiles = u32((shape.V + columns - 1) / columns), pair = blockIdx.x / tiles, count = u32(shape.count);
     tile = blockIdx.x % tiles * columns, h = pair % u32(shape.H), n = pair / u32(shape.H), b = n / count;
     span = tokens_of(shape, n % count);
   }
 };
 
-// The sum over neighbouring lanes, LANES of them, the same bits in each.
+// The sum over LANES neighbouring lanes; each lane gets the same bits.
 template <int LANES, typename R> __device__ __forceinline__ R sum_over_lanes(R x) {
 #pragma unroll
   for (int distance = 1; distance < LANES; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;
 }
 
-// Starts to copy [ROWS, COLS] from rows of `width` numbers; zeros behind `rows` and `width`.
+// Starts to copy a tile [ROWS, COLS] in pieces of BYTES bytes; zeros from row `rows` and column `width` on. Numbers of
+// two bytes are copied at once, since cp.async takes four bytes at least.
 template <int BYTES, int ROWS, int COLS, typename T>
 __device__ __forceinline__ void copy_pieces(T* to, const T* from, i64 stride, int rows, int width) {
   constexpr int PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
@@ -78,7 +80,7 @@ __device__ __forceinline__ void copy_tile(T* to, const T* from, i64 stride, int 
   else copy_slowly<ROWS, COLS>(to, from, stride, rows, width, int(bytes));
 }
 
-// Some tokens as they came. An array that a recurrence has not takes one piece of 16 bytes.
+// Tokens of one stage, as they are in memory. An array that a recurrence does not have is 16 bytes long.
 template <class Rule, typename T, typename G, int BK, int BV, int TOKENS> struct alignas(16) Tokens {
   static constexpr int PIECE = 16 / sizeof(T);
   T q[TOKENS * BK], k[TOKENS * BK];
@@ -86,8 +88,8 @@ template <class Rule, typename T, typename G, int BK, int BV, int TOKENS> struct
   G g[Rule::channel_gates ? TOKENS * BK : 16 / sizeof(G)];
   T v[TOKENS * BV];
 
-  // Starts to copy those from `first` on, of which there are `rows`.
-  __device__ __forceinline__ void fetch(const DeltaArgs<T, G>& args, const Place& at, i64 first, int rows) {
+  // Starts to copy `rows` tokens, from token `first` of the batch row on; zeros for the others.
+  __device__ __forceinline__ void fetch(const DeltaArgs<T, G>& args, const BlockWork& at, i64 first, int rows) {
     const int K = int(args.shape.K), head = at.h / u32(args.group);
     copy_tile<TOKENS, BK>(k, args.k.row(at.b, head, first), args.k.t, rows, K, args.bytes);
     copy_tile<TOKENS, BK>(q, args.q.row(at.b, head, first), args.q.t, rows, K, args.bytes);
@@ -102,33 +104,35 @@ template <class Rule, typename T, typename G, int BK, int BV, int TOKENS> struct
   }
 };
 
-// What a token says once for all columns.
-template <typename R> struct Said {
-  R decay, beta;  // of GatedDelta; of it and Kda
-  R q, k;         // 1 / lengths, or 1
-  R qk, qb;       // q . k and q . b of rows as they came
+// The numbers of a token that all columns of the state use.
+template <typename R> struct TokenScalars {
+  R decay, beta;                         // decay: GatedDelta only; beta: GatedDelta and Kda
+  R inverse_q_length, inverse_k_length;  // 1 if not normalized
+  R q_dot_k, q_dot_b;                    // of the given q, k and b, without the inverse lengths; q_dot_b: Dplr only
 };
 
-// The gate and the write strength of a token that a thread has asked for, TOKENS threads one each.
-template <class Rule, typename R> struct TokenNumbers {
+// The log gate and the write strength beta of one token of a stage: thread i has token i. They are loaded to registers
+// while the previous stage is computed, and stored to shared memory when no thread reads that stage's any more.
+template <class Rule, typename R> struct TokenGates {
   R gate = 0, beta = 0;
 
   template <typename T, typename G>
-  __device__ __forceinline__ void ask(const DeltaArgs<T, G>& args, const Place& at, i64 first, int rows) {
+  __device__ __forceinline__ void load(const DeltaArgs<T, G>& args, const BlockWork& at, i64 first, int rows) {
     if (int(threadIdx.x) >= rows) return;
     if constexpr (!Rule::channel_gates) gate = to_real(*args.g.row(at.b, at.h, first + threadIdx.x));
     if constexpr (!Rule::own_erasure) beta = to_real(*args.beta.row(at.b, at.h, first + threadIdx.x));
   }
-  __device__ __forceinline__ void put(Said<R>* said, int rows) const {
-    if (int(threadIdx.x) < rows) said[threadIdx.x].decay = decay_of(gate), said[threadIdx.x].beta = beta;
+  __device__ __forceinline__ void store(TokenScalars<R>* scalars, int rows) const {
+    if (int(threadIdx.x) < rows) scalars[threadIdx.x].decay = decay_of(gate), scalars[threadIdx.x].beta = beta;
   }
 };
 
-// All that is to know of the tokens that have arrived, `rows` of them: `decays` [TOKENS, BK] where channels have gates.
-// A warp has a token.
+// Computes, of the `rows` tokens that have arrived in a stage, the decays of channels [TOKENS, BK], if channels have
+// gates, and the scalars that TokenGates does not store. A warp has one token at a time.
 template <class Rule, typename T, typename G, int BK, int BV, int TOKENS>
-__device__ __forceinline__ void look_at(Said<Real<T>>* said, Real<T>* decays,
-                                        const Tokens<Rule, T, G, BK, BV, TOKENS>& in, int rows, bool normalized) {
+__device__ __forceinline__ void prepare_tokens(TokenScalars<Real<T>>* scalars, Real<T>* decays,
+                                               const Tokens<Rule, T, G, BK, BV, TOKENS>& in, int rows,
+                                               bool normalized) {
   using R = Real<T>;
   const int lane = threadIdx.x & 31;
   for (int row = threadIdx.x >> 5; row < rows; row += WARPS) {
@@ -146,19 +150,20 @@ __device__ __forceinline__ void look_at(Said<Real<T>>* said, Real<T>* decays,
     if constexpr (Rule::own_erasure) qb = sum_over_lanes<32>(qb);
     if (normalized) qq = sum_over_lanes<32>(qq), kk = sum_over_lanes<32>(kk);
     if (lane == 0) {
-      Said<R>& of = said[row];
-      of.q = normalized ? inverse_root(qq + R(LEAST_SQUARE)) : R(1), of.qk = qk, of.qb = qb;
-      of.k = normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
+      TokenScalars<R>& token = scalars[row];
+      token.inverse_q_length = normalized ? inverse_root(qq + R(LEAST_SQUARE)) : R(1);
+      token.q_dot_k = qk, token.q_dot_b = qb;
+      token.inverse_k_length = normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
     }
   }
 }
 
-// Neighbouring numbers of a row, 2 or 4.
-template <int N, typename T, typename R> __device__ __forceinline__ void load_near(R* to, const T* from) {
-  struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Near {
+// Loads N neighbouring numbers, 2 or 4, from shared memory by one load.
+template <int N, typename T, typename R> __device__ __forceinline__ void load_neighbours(R* to, const T* from) {
+  struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
     T x[N];
   };
-  const Near near = *reinterpret_cast<const Near*>(from);
+  const Neighbours neighbours = *reinterpret_cast<const Neighbours*>(from);
 #pragma unroll
-  for (int i = 0; i < N; ++i) to[i] = to_real(near.x[i]);
+  for (int i = 0; i < N; ++i) to[i] = to_real(neighbours.x[i]);
 }

@@ -1,6 +1,6 @@
 // what      The gradient of a gate that all channels of a token share, from those of the channels.
-// math      y = sum_c x_c
-// shapes    x [B, H, T, C] float32 or float64; y [B, H, T, 1]
+// math      dg = sum_c dg_channels_c
+// shapes    dg_channels [B, H, T, C] float32 or float64; dg [B, H, T, 1]
 // grid      a warp for every token
 // smem      none
 // barriers  none
@@ -12,8 +12,8 @@
 #include "tensor.cuh"
 
 template <typename T> struct Args {
-  Rows<const Real<T>> x;
-  Rows<T> y;
+  Rows<const Real<T>> dg_channels;
+  Rows<T> dg;
   i64 B, H, T_, C;
 };
 
@@ -21,10 +21,10 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_gate_gr
   const i64 row = i64(blockIdx.x) * 4 + threadIdx.x / 32, t = row % args.T_, h = row / args.T_ % args.H;
   const i64 b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const Real<T>* x = args.x.row(b, h, t);
+  const Real<T>* channels = args.dg_channels.row(b, h, t);
   Real<T> sum = 0;
-  for (i64 c = threadIdx.x % 32; c < args.C; c += 32) sum += x[c];
+  for (i64 c = threadIdx.x % 32; c < args.C; c += 32) sum += channels[c];
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  if (threadIdx.x % 32 == 0) *args.y.row(b, h, t) = from_real<T>(sum);
+  if (threadIdx.x % 32 == 0) *args.dg.row(b, h, t) = from_real<T>(sum);
 }

@@ -1,44 +1,68 @@
-// what      GLA and RWKV-6 backward, all that has channels: dq, dk and dg of a chunk, and its share of du.
-// math      S the state before the chunk of 64, C the gradient of that after it, dA_ij = scale do_i . v_j, j < i:
-//           dq_i = scale start_i (S do_i) + sum_j dA_ij decay_ij k_j + dA_ii k_i  (RWKV-6: u k_i)
-//           dk_j = end_j (C v_j) + sum_i dA_ij decay_ij q_i + dA_jj q_j  (RWKV-6: u q_j);   du = sum_i dA_ii q_i k_i
-//           dg_t = what passes gate t, gathered and not subtracted: queries from t on (RWKV-6: after t) with S, keys
-//           before t with C, S with C, and the pairs of a key before t and a query from t on. Pairs meet at the borders
-//           of 32, 16 and 8 tokens between them, or in the middle of their sub-chunk: there alone queries count from t
-//           on less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32.
-//           Where gates of a warp's channels grow, these pairs are summed one by one (growth.cuh)
-// shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, parts of du [B, NC, H, K] float32
-//           kept: as backward_states leaves it
+// what      Backward pass of GLA and RWKV-6, the gradients with a channel axis: dq, dk and dg of one chunk of 64
+//           tokens, and the chunk's term of du.
+// math      a_t = exp g_t, a decay for each channel. S [K, V] is the state before the chunk, C [K, V] the gradient of
+//           the state after it. dA_ij = scale do_i . v_j for j <= i.
+//             start_i  = product of a_m from the chunk's first token through m = i        (RWKV-6: through m = i - 1)
+//             end_j    = product of a_m from m = j + 1 through the chunk's last token
+//             decay_ij = product of a_m from m = j + 1 through m = i, for j < i           (RWKV-6: through m = i - 1)
+//             dq_i = scale start_i (S do_i) + sum_{j<i} dA_ij decay_ij k_j + dA_ii k_i    (RWKV-6: dA_ii u k_i)
+//             dk_j = end_j (C v_j) + sum_{i>j} dA_ij decay_ij q_i + dA_jj q_j             (RWKV-6: dA_jj u q_j)
+//             du   = sum_i dA_ii q_i k_i                                                  (RWKV-6 only)
+//           dg_t is the sum of all terms that have a_t as a factor:
+//             q_i scale start_i (S do_i) of the queries i >= t                            (RWKV-6: i > t)
+//             k_j end_j (C v_j) of the keys j < t
+//             sum over V of S C, times the product of all a_m of the chunk
+//             dA_ij q_i decay_ij k_j of the pairs j < t <= i                              (RWKV-6: j < t < i)
+//           A sub-chunk is 8 tokens. A pair (query i, key j) of two sub-chunks is computed by way of a border between
+//           them, the one of 32 tokens, else 16, else 8: the key is decayed to the border and the query from it. A pair
+//           within one sub-chunk is computed by way of the sub-chunk's middle, where some factors are inverse decays
+//           (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t less the terms of all
+//           keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same rounded operands, so that
+//           these pairs cancel up to float32's rounding. All other terms of dg are added, without a difference.
+//           If a log gate g of a warp's channels exceeds GROWTH, inverse decays could overflow: then the pairs of a
+//           sub-chunk are summed one by one (growth.cuh).
+// shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
+//           chunks of a batch row. kept: every chunk's S and C, as backward_states.cu writes them (`tile_at`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
-// smem      q, k, g; two stages of v and do, where dA stands later, and what both halves of the chunk need
-// barriers  two for every 32 columns of V: they have arrived | they are read; then: dA stands | results stand
-// numerics  products as fragments.cuh has it, of sums in float32, which factors outside of products multiply.
-//           Columns may have gates of their own: then v and do come decayed to the chunk's end and from its start, and
-//           dA comes made, so that the same kernel gives dq, dk and dg of GLA with a value gate; and, turned over, of
-//           values for keys, what queries and keys are there
-// source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
+// smem      q, k, g; beside them two stages of 32 columns of v and do, later overwritten by dA and by the operands that
+//           both halves of the chunk need
+// barriers  two for every 32 columns of V: the columns have arrived | all warps have read them.
+//           Then: dA is in shared memory | dq, dk and dg are in shared memory
+// numerics  matrix products as in fragments.cuh, with sums in float32. Scales and decays that are not part of an
+//           operand multiply these sums. tf32 operands are truncated, which makes them smaller on average;
+//           TF32_CORRECTION (fragments.cuh) multiplies that away, 1 for operands that are not truncated.
+//           Columns of V may have gates, too (template argument Columns). Then v comes decayed to the chunk's end, do
+//           decayed from its start, and dA is computed by value_gate/backward_scores.cu. GatedTurned computes the
+//           gradients on the values' side with K and V swapped: the host gives do as q, v as k and gv as g, and dk and
+//           dg are then dv and dgv
+// source    Yang et al., 2024, "Gated Linear Attention Transformers", section 4.4; Peng et al., 2024, "Eagle and
+//           Finch", eq. 18-19
 // limits    none
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 #include "cards.cuh"
 #include "growth.cuh"
 
-constexpr int COLUMNS = 32, STEPS = COLUMNS / 16;  // of V, that are there at once
-constexpr int BLOCKS = CHUNK / 16;                 // of 16 tokens
-constexpr int OWN = 3;                             // most 16 x 16 blocks of dA that a warp makes
-constexpr float MOST = 3.4028235e38f;              // of float32
-constexpr float CANCELLED = 1.f / 512;  // the share of its terms up to which a sum of float32 data is made anew
+constexpr int COLUMNS = 32;            // columns of V in one stage of shared memory
+constexpr int STEPS = COLUMNS / 16;    // a matrix product contracts 16 columns
+constexpr int BLOCKS = CHUNK / 16;     // blocks of 16 tokens, two sub-chunks each
+constexpr int BLOCKS_PER_WARP = 3;     // the 10 blocks [16, 16] of dA on and below the diagonal, over 4 warps
+constexpr float MOST = 3.4028235e38f;  // the largest float32
+// float32 data: a difference that is less than this share of the sum of its terms' absolute values has cancelled too
+// much, and is computed again as a sum of pairs.
+constexpr float CANCELLED = 1.f / 512;
 
-// What gates columns have: none, which values and their gradients are read under as they came; or of their own.
+// The template argument Columns. Ungated: columns of V have no gates, and v and do are the call's arrays, of type T.
 struct Ungated {
   static constexpr bool gated = false, turned = false;
-  template <typename T, typename Stored> using Type = T;  // of v and do
+  template <typename T, typename Stored> using Type = T;  // the type of v and do in memory
 };
+// Gated: columns of V have gates. v and do come with decays multiplied in, of the type `Stored` that products take.
 struct Gated {
   static constexpr bool gated = true, turned = false;
   template <typename T, typename Stored> using Type = Stored;
 };
-// The same with values for keys: states are read with rows for columns.
+// Gated, with K and V swapped: the kernel reads the transposes of S and C.
 struct GatedTurned : Gated {
   static constexpr bool turned = true;
 };
@@ -53,16 +77,18 @@ template <typename T, typename G, typename E> struct Args {
   const void* kept;
   float* partial_du;  // null for GLA
   Shape shape;
-  i64 first, heads;  // the heads at hand
+  i64 first, heads;  // this launch computes the heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows are whole pieces of 16 bytes
-  // of gated columns, null for others: dA [B, heads, NC, 64, 64], the diagonal apart [B, heads, NC, 64], what columns
-  // decay by over the chunk [B, heads, NC, V], what rows and columns grow by [B, heads, NC], and v, do and their gates
-  // as they came
+  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
+  // The members from here on are used if Columns is gated. The host leaves them null otherwise.
+  // dA [B, heads, NC, 64, 64], without its diagonal, pairs within a sub-chunk times NEAR_SCALE
   const void* pairs;
-  const float *own, *decays, *row_growth, *column_growth;
-  Rows<const T> given_v, given_do;
-  Rows<const G> gv;
+  const float* own;            // dA's diagonal [B, heads, NC, 64]
+  const float* decays;         // the product of each column's decays over the chunk [B, heads, NC, padded V]
+  const float* row_growth;     // the largest sum of positive log gates of a channel over the chunk [B, heads, NC], or 0
+  const float* column_growth;  // the same of a column
+  Rows<const T> given_v, given_do;  // v and do of the call, without decays
+  Rows<const G> gv;                 // log gates of columns [B, H, T, V]
 };
 
 template <typename T> struct alignas(16) Values {
@@ -71,12 +97,15 @@ template <typename T> struct alignas(16) Values {
 };
 constexpr int LDV = COLUMNS + 8, LDA = CHUNK + 8;
 
-template <class M> struct TokenPairs {
-  typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query, key before it
-  float own[CHUNK];                    // the diagonal
-  Held<M> halves[BLOCKS][THREADS];     // tokens as they meet those beyond the chunk's middle
-  float decays[SUBS][TILE];            // over sub-chunks
-  float all_pass[2][THREADS];          // what a lane has of S C
+// What overwrites the columns of v and do once all products with them are done.
+template <class M> struct PairData {
+  typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query i, key j < i; zeros elsewhere
+  float diagonal[CHUNK];               // dA_ii
+  // By block of 16 tokens and thread: the keys of the chunk's first half decayed to the chunk's middle, the queries of
+  // its second half decayed from the middle.
+  Held<M> halves[BLOCKS][THREADS];
+  float decays[SUBS][TILE];       // the product of a channel's decays over each sub-chunk
+  float state_terms[2][THREADS];  // dg's term of S and C: this lane's share, of its two channels
 };
 
 template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16) Shared {
@@ -84,41 +113,43 @@ template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16
   T k[CHUNK * LD<T, TILE>];  // then dk
   G g[CHUNK * LD<G, TILE>];  // then dg
   union {
-    Values<typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> values[2];
-    TokenPairs<Math<T, PRODUCTS>> pairs;
+    Values<typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> values[2];  // two stages
+    PairData<Math<T, PRODUCTS>> pairs;
   };
 };
 
-__device__ __forceinline__ float2 size_of(float2 x) { return {fabsf(x.x), fabsf(x.y)}; }
+__device__ __forceinline__ float2 absolute(float2 x) { return {fabsf(x.x), fabsf(x.y)}; }
 
-// Which 16 x 16 block of the lower triangle comes n-th.
+// The row and the column, in blocks of 16 tokens, of the n-th block on or below dA's diagonal, counted row by row.
 __device__ __forceinline__ int row_of(int n) { return n < 1 ? 0 : n < 3 ? 1 : n < 6 ? 2 : 3; }
 __device__ __forceinline__ int column_of(int n) {
   const int row = row_of(n);
   return n - row * (row + 1) / 2;
 }
 
-// A lane's part of S and of C, 16 channels by COLUMNS.
+// This lane's fragments of S and of C: 16 channels by COLUMNS columns, 16 columns for each index m.
 template <class M, bool TURNED> struct States {
   using Stored = typename M::Stored;
-  struct alignas(2 * sizeof(Stored)) Two {
+  struct alignas(2 * sizeof(Stored)) Neighbours {  // of one channel, in two neighbouring columns
     Stored x, y;
   };
-  Two S[STEPS][4], C[STEPS][4];
+  Neighbours S[STEPS][4], C[STEPS][4];
 
-  static __device__ __forceinline__ Two two(const Stored* from, int row, int column) {
+  // A tile [64, 64] of a state is stored as 8 x 8 matrices. `row` and `column` count these matrices; if TURNED, the
+  // tile in memory is [column, row]. Returns the lane's pair: channel lane / 4, columns 2 (lane % 4) and the next.
+  static __device__ __forceinline__ Neighbours load_pair(const Stored* tile, int row, int column) {
     const int lane = threadIdx.x & 31;
-    if (!TURNED) return *reinterpret_cast<const Two*>(from + matrix_at(row, column) + 2 * lane);
-    const Stored* matrix = from + matrix_at(column, row) + 2 * (lane & 3) * 8 + (lane >> 2);
+    if (!TURNED) return *reinterpret_cast<const Neighbours*>(tile + matrix_at(row, column) + 2 * lane);
+    const Stored* matrix = tile + matrix_at(column, row) + 2 * (lane & 3) * 8 + (lane >> 2);
     return {matrix[0], matrix[8]};
   }
 
-  // Of 16 columns, the matrices from `row` and `column` on.
-  __device__ __forceinline__ void load(int m, const Stored* S_from, const Stored* C_from, int row, int column) {
+  // Fills index m from 2 x 2 of the 8 x 8 matrices of the tiles of S and C, from (row, column) on.
+  __device__ __forceinline__ void load(int m, const Stored* S_tile, const Stored* C_tile, int row, int column) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      S[m][p] = two(S_from, row + (p & 1), column + (p >> 1));
-      C[m][p] = two(C_from, row + (p & 1), column + (p >> 1));
+      S[m][p] = load_pair(S_tile, row + (p & 1), column + (p >> 1));
+      C[m][p] = load_pair(C_tile, row + (p & 1), column + (p >> 1));
     }
   }
 };
@@ -128,47 +159,51 @@ template <typename E> struct Element<E*> {
   using type = E;
 };
 
-// The channels of a chunk that a block computes.
+// What a block computes: 64 channels of a chunk.
 struct ChannelTile {
-  int tile;  // of channels
-  i64 c, h, b;
-  Span span;
+  int tile;     // the tile's number: channels 64 tile ... 64 tile + 63
+  i64 c, h, b;  // chunk, head, batch
+  Span span;    // the chunk's tokens
 };
 
 constexpr int HALF = SUBS / 2;  // sub-chunks of half a chunk
 
-// Of the gates of a lane's channel in half a chunk: what passes them within their sub-chunk, and the lane's share of
-// what does from other sub-chunks.
-struct Passing {
-  float2 dg[HALF];
-  float share[HALF];
+// Terms of dg of one channel of this lane, for each sub-chunk of half a chunk. `within`: of the gates of this lane's
+// two tokens, all terms with a query or key of the gates' own sub-chunk. `across`: the terms that every gate of the
+// sub-chunk has alike, summed over this lane's tokens only; the sum over four lanes is still to be taken.
+struct GateTerms {
+  float2 within[HALF];
+  float across[HALF];
 };
 
-// Where gates grow: what a lane's tokens have of the pairs of their sub-chunks, in dq, dk and dg.
-struct OfPairs {
+// If gates grow: the terms of the pairs within sub-chunks in dq, dk and dg of 16 tokens. Index p as in
+// `load_channels` (fragments.cuh): channel lane / 4 + 8 (p % 2), sub-chunk p / 2 of the two, this lane's two tokens.
+struct GradientsWithin {
   float2 dq[4], dk[4], dg[4];
 };
+// q, k and gates: 64 tokens, from the warp's first channel on. dA: 64 x 64.
 template <class ReadOrder, class M, typename T, typename G, typename Stored>
-__device__ __noinline__ void sum_one_by_one(OfPairs (&sums)[BLOCKS], const T* q, const T* k, const G* gates,
+__device__ __noinline__ void sum_one_by_one(GradientsWithin (&sums)[BLOCKS], const T* q, const T* k, const G* gates,
                                             const Stored* dA) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int lane = threadIdx.x & 31, lane_channel = lane >> 2, lane_pair = lane & 3;
 #pragma unroll 1
   for (int at = 0; at < 8 * BLOCKS; ++at) {
-    const int m = at / 8, p = at / 2 % 4, token = at % 2, channel = g + 8 * (p & 1), first = 16 * m + 8 * (p >> 1);
+    const int m = at / 8, p = at / 2 % 4, token = at % 2;
+    const int channel = lane_channel + 8 * (p & 1), first = 16 * m + 8 * (p >> 1);  // first: of the sub-chunk's tokens
     const PairGradients x = gradients_of_pairs<ReadOrder>(
-        2 * t + token, [&](int i) { return to_float(q[(first + i) * LD<T, TILE> + channel]); },
+        2 * lane_pair + token, [&](int i) { return to_float(q[(first + i) * LD<T, TILE> + channel]); },
         [&](int j) { return to_float(k[(first + j) * LD<T, TILE> + channel]); },
-        [&](int m) { return decay_of(to_float(gates[(first + m) * LD<G, TILE> + channel])); },
-        [&](int i, int j) { return 1 / CUT_BOTH<M> * to_float(dA[(first + i) * LDA + first + j]); });
-    const auto put = [&](float2& two, float one) { (token ? two.y : two.x) = one; };
+        [&](int i) { return decay_of(to_float(gates[(first + i) * LD<G, TILE> + channel])); },
+        [&](int i, int j) { return 1 / TF32_CORRECTION_OF_BOTH<M> * to_float(dA[(first + i) * LDA + first + j]); });
+    const auto put = [&](float2& pair, float value) { (token ? pair.y : pair.x) = value; };
     put(sums[m].dq[p], x.dq), put(sums[m].dk[p], x.dk), put(sums[m].dg[p], x.dg);
   }
 }
 
-// Of a lane's channel, whose tokens of a sub-chunk are this lane's pair and those of the three beside it: what passes
-// the gates of its pair, a pair of tokens after the other.
+// Returns dg's terms of the pairs within a sub-chunk, for this lane's two tokens and one channel, summed pair by pair.
+// q, k and gates are the lane's two tokens; the other six are in the three lanes with the same lane / 4. dA: 8 x 8.
 template <class ReadOrder, typename Stored>
-__device__ __noinline__ float2 passing_pairs(float2 q, float2 k, float2 gates, const Stored* dA) {
+__device__ __noinline__ float2 gate_terms_one_by_one(float2 q, float2 k, float2 gates, const Stored* dA) {
   const int lane = threadIdx.x & 31, first = 2 * (lane & 3), base = lane & ~3;
   const auto of_token = [&](float2 x, int token) {
     return __shfl_sync(0xffffffffu, token % 2 ? x.y : x.x, base + token / 2);
@@ -178,7 +213,7 @@ __device__ __noinline__ float2 passing_pairs(float2 q, float2 k, float2 gates, c
 #pragma unroll 1
   for (int i = 1; i < SUB; ++i) {
     const float query = of_token(q, i);
-    const int last = ReadOrder::reads_before_write ? i - 1 : i;  // whose gate comes before it reads
+    const int last = ReadOrder::reads_before_write ? i - 1 : i;  // the last token whose decay query i's state has had
     float decay = ReadOrder::reads_before_write ? 1.f : of_token(a, i);
 #pragma unroll 1
     for (int j = i - 1; j >= 0; --j) {
@@ -191,14 +226,17 @@ __device__ __noinline__ float2 passing_pairs(float2 q, float2 k, float2 gates, c
   return sum;
 }
 
-// What a pair of columns decays by over the chunk.
+// The products of the decays of columns `column` and `column` + 1 over the chunk; 1 for columns without gates.
 template <class Columns>
 __device__ __forceinline__ float2 decays_of_columns(const float* decays, int column, int width) {
   if (!Columns::gated) return {1.f, 1.f};
   return column < width ? *reinterpret_cast<const float2*>(decays + column) : float2{0.f, 0.f};
 }
 
-// Likewise a lane's share of sum_v S C, decayed before it is multiplied: S C alone may leave the range of float32.
+// Returns this lane's share of dg's term of S and C: the sum over V of decay S C, for channels lane / 4 + 8 n, n = 0,
+// 1. S is multiplied by the decay before it is multiplied by C, since S C alone may overflow. `decay`: of the two
+// channels over the chunk; `decays`: of the columns; `row`: in 8 x 8 matrices; `parts`: stages of COLUMNS columns;
+// `next_tile`: the distance of tiles of columns in memory.
 template <class M, class Columns>
 __device__ __noinline__ float2 decayed_states(const typename M::Stored* S, const typename M::Stored* C, int row,
                                               int parts, float2 decay, const float* decays, int width, int next_tile) {
@@ -206,27 +244,29 @@ __device__ __noinline__ float2 decayed_states(const typename M::Stored* S, const
 #pragma unroll 1
   for (int n = 0; n < parts * STEPS; ++n) {
     States<M, Columns::turned> states;
-    const int at = n * 16 / TILE * next_tile;
-    states.load(0, S + at, C + at, row, n * 16 % TILE / 8);
+    const int offset = n * 16 / TILE * next_tile;
+    states.load(0, S + offset, C + offset, row, n * 16 % TILE / 8);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const auto &x = states.S[0][p], &y = states.C[0][p];
-      float& of = p & 1 ? sum.y : sum.x;
+      float& channel_sum = p & 1 ? sum.y : sum.x;
       const int column = 16 * n + 8 * (p >> 1) + 2 * (threadIdx.x & 3);
       const float2 by = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(decays, column, width);
-      of = fmaf(by.x * to_float(x.x), to_float(y.x), fmaf(by.y * to_float(x.y), to_float(y.y), of));
+      channel_sum = fmaf(by.x * to_float(x.x), to_float(y.x), fmaf(by.y * to_float(x.y), to_float(y.y), channel_sum));
     }
   }
   return sum;
 }
 
-// Where a chunk of gated columns grows: dq, dk and dg of a warp's channels, token by token, from the chunk's states.
+// Computes and stores dq, dk and dg of a chunk token by token, for columns with gates whose log gates are so large that
+// products of decays may overflow. A warp has one channel at a time, a lane one column at a time. Starts from the
+// chunk's S and C, and reads v and do without decays.
 template <bool TURNED, typename Stored, typename T, typename G, typename E>
 __device__ __noinline__ void go_by_token(const Args<T, G, E>& args, const Stored* S_kept, const Stored* C_kept,
-                                         int next_tile, const ChannelTile& place) {
-  const int lane = threadIdx.x & 31, rows = int(place.span.stop - place.span.start);
-  const int first = place.tile * TILE, channels = int(args.shape.K), columns = int(args.shape.V);
-  const auto tokens_of = [&](const auto& x) { return tokens_at(x, place.b, place.h, place.span.start, 0); };
+                                         int next_tile, const ChannelTile& work) {
+  const int lane = threadIdx.x & 31, tokens = int(work.span.stop - work.span.start);
+  const int first = work.tile * TILE, channels = int(args.shape.K), columns = int(args.shape.V);
+  const auto tokens_of = [&](const auto& x) { return tokens_at(x, work.b, work.h, work.span.start, 0); };
   const auto q = tokens_of(args.q), k = tokens_of(args.k), v = tokens_of(args.given_v), do_ = tokens_of(args.given_do);
   const auto g = tokens_of(args.g), gv = tokens_of(args.gv);
   const float scale = float(args.scale);
@@ -234,39 +274,41 @@ __device__ __noinline__ void go_by_token(const Args<T, G, E>& args, const Stored
   for (int row = threadIdx.x >> 5; row < TILE && first + row < channels; row += WARPS) {
     const int channel = first + row;
     float dq[2] = {}, dk[2] = {}, dg[2] = {};  // of tokens lane and 32 + lane
-    const auto sum = [&](float (&to)[2], int token, float x) {
+    // Adds the sum of x over the warp to the token's number, which one lane has.
+    const auto add_over_warp = [&](float (&to)[2], int token, float x) {
 #pragma unroll 1
       for (int distance = 1; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
       if (token % 32 == lane) (token < 32 ? to[0] : to[1]) += x;
     };
 #pragma unroll 1
     for (int start = 0; start < columns; start += 32) {
-      const int column = start + lane, across = column % TILE;
-      const int at = column / TILE * next_tile + (TURNED ? matrix_at(across / 8, row / 8) + across % 8 * 8 + row % 8
-                                                         : matrix_at(row / 8, across / 8) + row % 8 * 8 + across % 8);
+      const int column = start + lane, in_tile = column % TILE;
+      const int at = column / TILE * next_tile + (TURNED ? matrix_at(in_tile / 8, row / 8) + in_tile % 8 * 8 + row % 8
+                                                         : matrix_at(row / 8, in_tile / 8) + row % 8 * 8 + in_tile % 8);
       float S = column < columns ? to_float(S_kept[at]) : 0.f, C = column < columns ? to_float(C_kept[at]) : 0.f;
-      float before[CHUNK];  // states that the tokens decay
+      float decayed[CHUNK];  // the state after token i's decay, before its key and value are added
+                             // grown(x, sum) of tensor.cuh is x exp(sum), without overflow of exp(sum) alone.
 #pragma unroll 1
-      for (int i = 0; i < rows; ++i) {
-        before[i] = grown(S, g.at(i, channel, channels) + gv.at(i, column, columns));
-        S = fmaf(k.at(i, channel, channels), v.at(i, column, columns), before[i]);
-        sum(dq, i, scale * S * do_.at(i, column, columns));
+      for (int i = 0; i < tokens; ++i) {
+        decayed[i] = grown(S, g.at(i, channel, channels) + gv.at(i, column, columns));
+        S = fmaf(k.at(i, channel, channels), v.at(i, column, columns), decayed[i]);
+        add_over_warp(dq, i, scale * S * do_.at(i, column, columns));
       }
 #pragma unroll 1
-      for (int i = rows - 1; i >= 0; --i) {
+      for (int i = tokens - 1; i >= 0; --i) {
         C = fmaf(scale * q.at(i, channel, channels), do_.at(i, column, columns), C);
-        sum(dk, i, v.at(i, column, columns) * C);
-        sum(dg, i, before[i] * C);
+        add_over_warp(dk, i, v.at(i, column, columns) * C);
+        add_over_warp(dg, i, decayed[i] * C);
         C = grown(C, g.at(i, channel, channels) + gv.at(i, column, columns));
       }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const i64 token = place.span.start + 32 * half + lane;
-      if (token >= place.span.stop) continue;
-      if (!TURNED) args.dq.row(place.b, place.h, token)[channel] = from_float<T>(dq[half]);
-      args.dk.row(place.b, place.h, token)[channel] = from_float<T>(dk[half]);
-      args.dg.row(place.b, place.h, token)[channel] = from_float<G>(dg[half]);
+      const i64 token = work.span.start + 32 * half + lane;
+      if (token >= work.span.stop) continue;
+      if (!TURNED) args.dq.row(work.b, work.h, token)[channel] = from_float<T>(dq[half]);
+      args.dk.row(work.b, work.h, token)[channel] = from_float<T>(dk[half]);
+      args.dg.row(work.b, work.h, token)[channel] = from_float<G>(dg[half]);
     }
   }
 }
@@ -277,58 +319,68 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   using E = typename Columns::template Type<T, Stored>;
-  using Block = float[2][4];  // 16 channels by 16 tokens
-  constexpr bool BEFORE = ReadOrder::reads_before_write;
+  using Block = float[2][4];  // this lane's accumulators of a product [16 channels, 16 tokens]: [sub-chunk][number]
+  constexpr bool RWKV6 = ReadOrder::reads_before_write;
   // Products of split operands are so many instructions that unrolled loops take a second longer to compile, and run no
   // faster.
   constexpr int UNROLLED = M::SPLIT ? 1 : 2;
-  // Whether the block's place is made anew where it is asked for, for want of registers. RWKV-6 in float32 spills more
-  // by that.
-  constexpr bool ANEW = SINCE_SM100 && !(M::SPLIT && BEFORE);
+  // Whether `work` is computed again from blockIdx where it is needed, which frees registers. RWKV-6 in float32 spills
+  // more registers if it is.
+  constexpr bool RECOMPUTES_WORK = SINCE_SM100 && !(M::SPLIT && RWKV6);
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 16 * warp;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  // Everywhere below: this lane has channels lane_channel + 8 octet, octet 0 or 1, of the warp's 16, and tokens
+  // 2 lane_pair and 2 lane_pair + 1 of every sub-chunk of 8. strip: the warp's first channel.
+  const int lane_channel = lane >> 2, lane_pair = lane & 3, strip = 16 * warp;
   const int tiles = int((shape.K + TILE - 1) / TILE);
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
-  const auto channel_tile = [&](u32 block) -> ChannelTile {
+  const auto work_of = [&](u32 block) -> ChannelTile {
     const u32 tile = block % tiles, chunk = block / tiles;
     const i64 c = chunk % NC, h = args.first + chunk / NC % heads, b = chunk / NC / heads;
     return {int(tile), c, h, b, chunk_tokens(shape, c)};
   };
-  const ChannelTile place = channel_tile(blockIdx.x);
-  const int tile = place.tile;
-  const i64 c = place.c, h = place.h, b = place.b;
-  const Span span = place.span;
+  const ChannelTile work = work_of(blockIdx.x);
+  const int tile = work.tile;
+  const i64 c = work.c, h = work.h, b = work.b;
+  const Span span = work.span;
   const float scale = float(args.scale);
-  constexpr float CUT_STATES = CUT<M> * CUT<M, E>;  // of products with do and v
+  // for truncated operands of S do and of C v
+  constexpr float STATE_CORRECTION = TF32_CORRECTION<M> * TF32_CORRECTION<M, E>;
   const bool vectors = args.vectors;
 
-  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;
+  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;  // among the chunks of this launch
   const float* decays = args.decays + chunk * padded_width(shape.V);
-  const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;  // of v and do
+  const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;  // columns of v and do in memory
+  // Starts the copies of columns 32 n ... 32 n + 31 of v and do to stage n % 2.
   const auto fetch = [&](int n) {
     Values<E>& to = s.values[n & 1];
-    const ChannelTile at = ANEW && M::SPLIT ? channel_tile(opaque(blockIdx.x)) : place;
+    const ChannelTile at = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
     const i64 head = Columns::gated ? at.h - args.first : at.h, column = n * COLUMNS;
-    const bool pieces = Columns::gated || vectors;
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, at.b, head, at.span.start, at.span.stop, column, width, pieces);
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, at.b, head, at.span.start, at.span.stop, column, width, pieces);
+    const bool aligned = Columns::gated || vectors;
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, at.b, head, at.span.start, at.span.stop, column, width, aligned);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, at.b, head, at.span.start, at.span.stop, column, width, aligned);
   };
-  States<M, Columns::turned> states;  // those of columns at hand, then of the next ones
-  Shape kept = shape;
-  if (Columns::turned) kept.K = shape.V, kept.V = shape.K;
+  // A queue of two: index 0 has the 16 columns of the next product. Each product shifts index 1 to index 0 and loads
+  // the 16 columns after those to index 1.
+  static_assert(STEPS == 2);
+  States<M, Columns::turned> states;
+  Shape kept_shape = shape;
+  if (Columns::turned) kept_shape.K = shape.V, kept_shape.V = shape.K;
   const Stored* S_kept =
       static_cast<const Stored*>(args.kept) +
-      tile_at(kept, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
-  const Stored* C_kept = S_kept + tile_at(kept, heads, true, 0, 0, 0, 0, 0);
+      tile_at(kept_shape, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
+  const Stored* C_kept = S_kept + tile_at(kept_shape, heads, true, 0, 0, 0, 0, 0);
+  // from a tile of columns to the next one's numbers
   const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
+  // Loads the 16 columns m of stage n to index `slot` of the queue.
   const auto fetch_states = [&](int slot, int n, int m) {
-    const int at = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
-    states.load(slot, S_kept + at, C_kept + at, 2 * warp, column);
+    const int offset = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
+    states.load(slot, S_kept + offset, C_kept + offset, 2 * warp, column);
   };
-  if constexpr (Columns::gated)
+  if constexpr (Columns::gated)  // the condition is the same for the whole block: no thread waits at a barrier
     if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
-      return go_by_token<Columns::turned>(args, S_kept, C_kept, next_tile, place);
+      return go_by_token<Columns::turned>(args, S_kept, C_kept, next_tile, work);
   fetch(0);
   cp_async_commit();
 #pragma unroll
@@ -337,16 +389,17 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
 
-  // S do and C v: channels by tokens; dA; and sum_v S C of channels g and g + 8, the lane's share
-  Block dq[BLOCKS] = {}, dk[BLOCKS] = {}, dA[OWN] = {};
-  float both[2] = {};
+  // dq: S do and dk: C v, [16 channels, 64 tokens], without decays as yet; this warp's blocks of dA, [16, 16] each; and
+  // this lane's share of the sum over V of S C, by octet.
+  Block dq[BLOCKS] = {}, dk[BLOCKS] = {}, dA[BLOCKS_PER_WARP] = {};
+  float state_terms[2] = {};
   const int parts = int((shape.V + COLUMNS - 1) / COLUMNS);
 #pragma unroll 1
   for (int n = 0; n < parts; ++n) {
     if (n + 1 < parts) fetch(n + 1);
     cp_async_commit();
     cp_async_wait<1>();
-    __syncthreads();  // these columns have arrived
+    __syncthreads();  // the columns of stage n have arrived, copied by all threads
     const Values<E>& in = s.values[n & 1];
 #pragma unroll UNROLLED
     for (int m = 0; m < STEPS; ++m) {
@@ -356,61 +409,67 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         const float2 x = {to_float(states.S[0][p].x), to_float(states.S[0][p].y)};
         const float2 y = {to_float(states.C[0][p].x), to_float(states.C[0][p].y)};
         states.S[0][p] = states.S[1][p], states.C[0][p] = states.C[1][p];
-        const float2 by = decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * t, int(width));
-        both[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, both[p & 1]));
+        const float2 by =
+            decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * lane_pair, int(width));
+        state_terms[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, state_terms[p & 1]));
         S.take(p, x), C.take(p, y);
       }
       if (n + 1 < parts) fetch_states(1, n + 1, m);
 #pragma unroll
       for (int x = 0; x < BLOCKS; ++x) {
-        RightData<M, E> read[2], values[2];
-        load_right<true>(read, in.do_ + 16 * x * LDV + 16 * m, LDV);
-        load_right<true>(values, in.v + 16 * x * LDV + 16 * m, LDV);
-        multiply(dq[x], S, read, dk[x], C, values);
+        RightData<M, E> do_operand[2], v_operand[2];
+        load_right<true>(do_operand, in.do_ + 16 * x * LDV + 16 * m, LDV);
+        load_right<true>(v_operand, in.v + 16 * x * LDV + 16 * m, LDV);
+        multiply(dq[x], S, do_operand, dk[x], C, v_operand);
       }
 #pragma unroll
-      for (int x = 0; x < OWN; ++x) {
+      for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
         const int which = warp + WARPS * x;
         if (Columns::gated || which >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
-        LeftData<M, E> queries;
-        RightData<M, E> keys[2];
-        load_left<false>(queries, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
-        load_right<true>(keys, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
-        multiply(dA[x], queries, keys);
+        LeftData<M, E> do_rows;
+        RightData<M, E> v_rows[2];
+        load_left<false>(do_rows, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
+        load_right<true>(v_rows, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
+        multiply(dA[x], do_rows, v_rows);
       }
     }
-    __syncthreads();  // they are read
+    __syncthreads();  // all warps have read stage n, which the next iteration's copies overwrite
   }
   cp_async_wait<0>();
   if constexpr (Columns::gated) {
-    constexpr int PIECE = 16 / sizeof(Stored);
-    const Stored* pairs = static_cast<const Stored*>(args.pairs) + chunk * (CHUNK * CHUNK);
+    constexpr int PIECE = 16 / sizeof(Stored);  // numbers that one copy moves; none above the diagonal, zeros instead
+    const Stored* dA_from = static_cast<const Stored*>(args.pairs) + chunk * (CHUNK * CHUNK);
 #pragma unroll 1
     for (int at = threadIdx.x * PIECE; at < CHUNK * CHUNK; at += THREADS * PIECE)
-      cp_async<16>(s.pairs.dA + at / CHUNK * LDA + at % CHUNK, pairs + at, at % CHUNK <= at / CHUNK);
-    if (threadIdx.x < CHUNK) s.pairs.own[threadIdx.x] = args.own[chunk * CHUNK + threadIdx.x];
+      cp_async<16>(s.pairs.dA + at / CHUNK * LDA + at % CHUNK, dA_from + at, at % CHUNK <= at / CHUNK);
+    if (threadIdx.x < CHUNK) s.pairs.diagonal[threadIdx.x] = args.own[chunk * CHUNK + threadIdx.x];
     cp_async_commit();
     cp_async_wait<0>();
   }
 #pragma unroll
-  for (int x = 0; x < OWN; ++x) {
+  for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
     const int which = warp + WARPS * x;
     if (Columns::gated || which >= BLOCKS * (BLOCKS + 1) / 2) continue;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int right = 0; right < 2; ++right)  // the block's right 8 columns, or its left ones
 #pragma unroll
-      for (int lower = 0; lower < 2; ++lower) {
-        const int i = 16 * row_of(which) + g + 8 * lower, j = 16 * column_of(which) + 8 * half + 2 * t;
-        const float2 own = CUT_BOTH<M, E> * scale * float2{dA[x][half][2 * lower], dA[x][half][2 * lower + 1]};
-        const float2 two = CUT_BOTH<M> * own;  // as it is multiplied
-        put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? two.x : 0.f, j + 1 < i ? two.y : 0.f});
-        if (i == j) s.pairs.own[i] = own.x;
-        if (i == j + 1) s.pairs.own[i] = own.y;
+      for (int lower = 0; lower < 2; ++lower) {  // its lower 8 rows, or its upper ones
+        const int i = 16 * row_of(which) + lane_channel + 8 * lower,
+                  j = 16 * column_of(which) + 8 * right + 2 * lane_pair;
+        // dA_ij and dA_i(j+1). dA below the diagonal is an operand of two more products, which truncate it and their
+        // other operand: it carries the correction for both. The diagonal is multiplied in float32.
+        const float2 exact =
+            TF32_CORRECTION_OF_BOTH<M, E> * scale * float2{dA[x][right][2 * lower], dA[x][right][2 * lower + 1]};
+        const float2 operand = TF32_CORRECTION_OF_BOTH<M> * exact;
+        put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? operand.x : 0.f, j + 1 < i ? operand.y : 0.f});
+        if (i == j) s.pairs.diagonal[i] = exact.x;
+        if (i == j + 1) s.pairs.diagonal[i] = exact.y;
       }
   }
-  __syncthreads();  // dA stands; so do q, k and g
+  __syncthreads();  // dA is in shared memory, and q, k and g have arrived for all warps
 
-  // A warp's channels, 16 tokens after the other: pair p is of row p % 2 and of sub-chunk 2 m + p / 2.
+  // From here on a warp needs its own 16 channels only. In arrays of four, index p is octet p % 2 and sub-chunk
+  // 2 m + p / 2 of block m. Calls f(p, log gates of this lane's two tokens).
   const auto gates_of_block = [&](int m, auto f) {
     float2 gates[4];
     load_channels(gates, s.g + 16 * m * LD<G, TILE> + strip, LD<G, TILE>);
@@ -418,64 +477,77 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     for (int p = 0; p < 4; ++p) f(p, gates[p]);
   };
   const auto gates_of_pair = [&](int m, int p) {
-    const G* gate = s.g + (16 * m + 8 * (p >> 1) + 2 * t) * LD<G, TILE> + strip + g + 8 * (p & 1);
+    const G* gate = s.g + (16 * m + 8 * (p >> 1) + 2 * lane_pair) * LD<G, TILE> + strip + lane_channel + 8 * (p & 1);
     return float2{to_float(gate[0]), to_float(gate[LD<G, TILE>])};
   };
-  float all[2][SUBS], most = 0.f;  // decays of whole sub-chunks; the largest gate
+  // by octet: the product of decays over each sub-chunk; the largest log gate
+  float sub_decays[2][SUBS], largest = 0.f;
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m)
     gates_of_block(m, [&](int p, float2 gates) {
-      all[p & 1][2 * m + (p >> 1)] = whole_decay(gates);
-      most = at_least(gates.x, at_least(gates.y, most));
+      sub_decays[p & 1][2 * m + (p >> 1)] = whole_decay(gates);
+      largest = at_least(gates.x, at_least(gates.y, largest));
     });
-  const bool grows = __any_sync(0xffffffffu, !(most <= GROWTH));  // then pairs do not meet in the middle
-  OfPairs pairs_of[BLOCKS];
-  if (grows) sum_one_by_one<ReadOrder, M>(pairs_of, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
+  // Then pairs within sub-chunks are summed one by one, not by way of the sub-chunk's middle. True for NaN, too.
+  const bool grows = __any_sync(0xffffffffu, !(largest <= GROWTH));
+  GradientsWithin one_by_one[BLOCKS];  // set only if gates grow
+  if (grows) sum_one_by_one<ReadOrder, M>(one_by_one, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
 
 #pragma unroll
-  for (int m = 0; m < BLOCKS; ++m) {
+  for (int m = 0; m < BLOCKS; ++m) {  // keys decayed to the chunk's middle, then queries decayed from it
     float2 x[4];
-    Held<M> half;
+    Held<M> operand;
     load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
     gates_of_block(m, [&](int p, float2 gates) {
       const Decays<ReadOrder> decays(decays_of(gates));
       const int n = 2 * m + (p >> 1);
-      const float far = m < BLOCKS / 2 ? product_of(all[p & 1], n + 1, HALF) : product_of(all[p & 1], HALF, n);
-      half.set(p, far * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
+      const float between = m < BLOCKS / 2 ? product_of(sub_decays[p & 1], n + 1, HALF)
+                                           : product_of(sub_decays[p & 1], HALF, n);  // of the sub-chunks between
+      operand.set(p, between * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
     });
-    s.pairs.halves[m][threadIdx.x] = half;
+    s.pairs.halves[m][threadIdx.x] = operand;
   }
-  const auto decay_over = [&](int n, int row) -> float& { return s.pairs.decays[n][strip + g + 8 * row]; };
-  if (t == 0) {
+  const auto decay_over = [&](int n, int octet) -> float& {
+    return s.pairs.decays[n][strip + lane_channel + 8 * octet];
+  };
+  if (lane_pair == 0) {
 #pragma unroll
-    for (int n = 0; n < SUBS; ++n) decay_over(n, 0) = all[0][n], decay_over(n, 1) = all[1][n];
+    for (int n = 0; n < SUBS; ++n) decay_over(n, 0) = sub_decays[0][n], decay_over(n, 1) = sub_decays[1][n];
   }
-  __syncwarp();  // decays stand
+  __syncwarp();  // one lane in four has written the decays that all four read
 
-  const float2 whole = {product_of(all[0], 0, SUBS), product_of(all[1], 0, SUBS)};
-  both[0] *= whole.x, both[1] *= whole.y;
-  if (grows || __any_sync(0xffffffffu, !(fabsf(both[0]) + fabsf(both[1]) <= MOST))) {
+  const float2 chunk_decay = {product_of(sub_decays[0], 0, SUBS), product_of(sub_decays[1], 0, SUBS)};  // by octet
+  state_terms[0] *= chunk_decay.x, state_terms[1] *= chunk_decay.y;
+  // Again, with another order of multiplications, if S C or a decay may have left float32's range.
+  if (grows || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= MOST))) {
     const float2 sum =
-        decayed_states<M, Columns>(S_kept, C_kept, 2 * warp, parts, whole, decays, int(width), next_tile);
-    both[0] = sum.x, both[1] = sum.y;
+        decayed_states<M, Columns>(S_kept, C_kept, 2 * warp, parts, chunk_decay, decays, int(width), next_tile);
+    state_terms[0] = sum.x, state_terms[1] = sum.y;
   }
-  s.pairs.all_pass[0][threadIdx.x] = both[0], s.pairs.all_pass[1][threadIdx.x] = both[1];
-  // A lane's pair of a channel and sub-chunk: of a product, of the diagonal; to where results stand.
-  const auto pair_of = [](const float (&d)[4], int row) { return float2{d[2 * row], d[2 * row + 1]}; };
-  constexpr float one = Columns::gated ? 1 / NEAR : 1.f;  // by which sums of pairs of one sub-chunk become true
+  s.pairs.state_terms[0][threadIdx.x] = state_terms[0], s.pairs.state_terms[1][threadIdx.x] = state_terms[1];
+  // The numbers of this lane's two tokens in a product [16 channels, 8 tokens], by octet.
+  const auto tokens_of = [](const float (&d)[4], int octet) { return float2{d[2 * octet], d[2 * octet + 1]}; };
+  // If columns have gates, dA of pairs within a sub-chunk comes times NEAR_SCALE: sums over such pairs are multiplied
+  // by UNSCALED to undo it.
+  constexpr float UNSCALED = Columns::gated ? 1 / NEAR_SCALE : 1.f;
+  // Sets a product [16 channels, 16 tokens] of this lane from numbers by index p.
   const auto put_pairs = [](Block& d, const float2(&x)[4]) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) d[p >> 1][2 * (p & 1)] = x[p].x, d[p >> 1][2 * (p & 1) + 1] = x[p].y;
   };
-  const auto own_of = [&](int n) { return *reinterpret_cast<const float2*>(s.pairs.own + 8 * n + 2 * t); };
-  const auto put_tokens = [&](auto* tile, int n, int row, float2 x) {
+  // The diagonal of dA at this lane's two tokens of sub-chunk n.
+  const auto diagonal_of = [&](int n) {
+    return *reinterpret_cast<const float2*>(s.pairs.diagonal + 8 * n + 2 * lane_pair);
+  };
+  // Stores x of this lane's two tokens of sub-chunk n in a tile [64 tokens, 64 channels] of shared memory.
+  const auto put_tokens = [&](auto* tile, int n, int octet, float2 x) {
     using E = typename Element<decltype(tile)>::type;
-    E* to = tile + (8 * n + 2 * t) * LD<E, TILE> + strip + g + 8 * row;
+    E* to = tile + (8 * n + 2 * lane_pair) * LD<E, TILE> + strip + lane_channel + 8 * octet;
     to[0] = from_float<E>(x.x), to[LD<E, TILE>] = from_float<E>(x.y);
   };
-  const i64 channel = tile * TILE + strip + g;
-  float u[2] = {1.f, 1.f};
-  if (BEFORE) {
+  const i64 channel = tile * TILE + strip + lane_channel;
+  float u[2] = {1.f, 1.f};  // by octet: RWKV-6's bonus, 1 for GLA
+  if (RWKV6) {
     float du[2] = {};
 #pragma unroll 1
     for (int m = 0; m < BLOCKS; ++m) {
@@ -484,36 +556,43 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const float2 weights = own_of(2 * m + (p >> 1)) * q[p] * k[p];
-        du[p & 1] += weights.x + weights.y;
+        const float2 terms = diagonal_of(2 * m + (p >> 1)) * q[p] * k[p];
+        du[p & 1] += terms.x + terms.y;
       }
     }
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const bool there = channel + 8 * row < shape.K;
-      const float sum = sums(du[row]).all;
-      if (there && t == 0) args.partial_du[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * row] = sum;
-      u[row] = there ? args.u[h * shape.K + channel + 8 * row] : 0.f;
+    for (int octet = 0; octet < 2; ++octet) {
+      const bool there = channel + 8 * octet < shape.K;
+      const float sum = sums(du[octet]).all;  // over the four lanes of the channel
+      if (there && lane_pair == 0)
+        args.partial_du[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * octet] = sum;
+      u[octet] = there ? args.u[h * shape.K + channel + 8 * octet] : 0.f;
     }
   }
 
-  // A half of the chunk after the other. What belongs to the half at hand stands first: dq and dk move up.
-  float before[2] = {1.f, 1.f};                  // decays from the chunk's start to this half
-  float beyond[2] = {};                          // the lane's share of what passes all gates of this half, but for S C
-  float2 low[2][HALF] = {}, high[2][HALF] = {};  // dg
+  // The first half of the chunk, then the second. The indices dq[0], dq[1], dk[0], dk[1] are the half's two blocks: the
+  // end of each iteration moves the other half's numbers there.
+  float decay_to_half[2] = {1.f, 1.f};  // by octet: the product of decays from the chunk's start to this half
+  // By octet, this lane's share of the terms of dg that every gate of the other half has: of the first half's keys with
+  // C, then of the second half's queries with S.
+  float other_half[2] = {};
+  float2 first_dg[2][HALF] = {}, dg_of_half[2][HALF] = {};  // dg of the previous half, and of the last one computed
 #pragma unroll UNROLLED
   for (int half = 0; half < 2; ++half) {
-    float decays_here[2][HALF];  // over the sub-chunks of this half
+    float half_decays[2][HALF];  // by octet: products of decays over the sub-chunks of this half
 #pragma unroll
-    for (int n = 0; n < 2 * HALF; ++n) decays_here[n & 1][n >> 1] = decay_over(HALF * half + n / 2, n & 1);
-    Passing passing[2];
+    for (int n = 0; n < 2 * HALF; ++n) half_decays[n & 1][n >> 1] = decay_over(HALF * half + n / 2, n & 1);
+    GateTerms gate_terms[2];  // by octet
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    for (int octet = 0; octet < 2; ++octet) {
 #pragma unroll
-      for (int n = 0; n < HALF; ++n) passing[row].share[n] = s.pairs.all_pass[row][threadIdx.x] + beyond[row];
-      beyond[row] = 0.f;  // from here on of the other half
+      for (int n = 0; n < HALF; ++n)
+        gate_terms[octet].across[n] = s.pairs.state_terms[octet][threadIdx.x] + other_half[octet];
+      other_half[octet] = 0.f;
     }
-    Held<M> quarters[2];  // tokens as they meet those beyond the middle of this half
+    // The keys of this half's first block decayed to the half's middle, the queries of its second block decayed from
+    // it.
+    Held<M> quarters[2];
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const int m = 2 * half + x;
@@ -521,8 +600,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       load_channels(y, (x ? s.q : s.k) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
       gates_of_block(m, [&](int p, float2 gates) {
         const Decays<ReadOrder> decays(decays_of(gates));
-        const float far = x == 0 && p < 2 ? decays_here[p & 1][1] : x == 1 && p >= 2 ? decays_here[p & 1][2] : 1.f;
-        quarters[x].set(p, far * (x ? decays.start : decays.end) * y[p]);
+        const float between = x == 0 && p < 2 ? half_decays[p & 1][1] : x == 1 && p >= 2 ? half_decays[p & 1][2] : 1.f;
+        quarters[x].set(p, between * (x ? decays.start : decays.end) * y[p]);
       });
     }
 #pragma unroll
@@ -531,28 +610,36 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       float2 q[4], k[4];
       load_channels(q, s.q + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
       load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
-      float2 start[4], end[4], query[4], key[4];
+      // By index p. Decays from the sub-chunk's start to the states that the queries read, and from the keys to its
+      // end; factors of queries from its middle and of keys to it (some are inverse decays).
+      float2 from_start[4], to_end[4], query_factor[4], key_factor[4];
+      // Operands: queries and keys times these factors; and, for the border between the block's two sub-chunks, the
+      // first one's keys decayed to it and the second one's queries decayed from it.
       Held<M> queries, keys, eights;
       gates_of_block(m, [&](int p, float2 gates) {
         const float2 a = decays_of(gates);
         const Decays<ReadOrder> decays(a);
         const Middle<ReadOrder> middle(a);
-        start[p] = decays.start, end[p] = decays.end, query[p] = middle.queries, key[p] = middle.keys;
-        queries.set(p, query[p] * q[p]);
-        keys.set(p, key[p] * k[p]);
-        eights.set(p, p < 2 ? end[p] * k[p] : start[p] * q[p]);
+        from_start[p] = decays.start, to_end[p] = decays.end;
+        query_factor[p] = middle.queries, key_factor[p] = middle.keys;
+        queries.set(p, query_factor[p] * q[p]);
+        keys.set(p, key_factor[p] * k[p]);
+        eights.set(p, p < 2 ? to_end[p] * k[p] : from_start[p] * q[p]);
       });
-      if (grows) {
+      if (grows) {  // the products about the middle become 0, and sums taken one by one take their place
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          query[p] = key[p] = {1.f, 1.f};
+          query_factor[p] = key_factor[p] = {1.f, 1.f};
           queries.set(p, float2{0.f, 0.f}), keys.set(p, float2{0.f, 0.f});
         }
       }
       const Stored* dA = s.pairs.dA + 16 * m * LDA;
-      float2 from_queries[4];  // what passes the gates of this sub-chunk from the queries' side
-      float2 near_queries[4];  // of it, what meets in the middle
+      // q dq of the queries' terms, by index p, of which dg is made. query_terms: of all keys before the query, those
+      // of its sub-chunk included unless operands are split; near_query_terms: of the keys of its sub-chunk.
+      float2 query_terms[4], near_query_terms[4];
       {
+        // dA times keys, [16 channels, 16 queries], without the queries' factors: of keys of the same sub-chunk, and by
+        // way of the borders of 8, 16 and 32 tokens.
         Block P = {}, P16 = {}, P32 = {};
         float P8[4] = {};
         Right<M> dAs[2];
@@ -560,7 +647,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         multiply_half(P[0], keys.left(), dAs[0], 0);
         multiply_half(P[1], keys.left(), dAs[1], 1);
         multiply_half(P8, eights.left(), dAs[1], 0);
-        if (grows) put_pairs(P, pairs_of[m].dq);
+        if (grows) put_pairs(P, one_by_one[m].dq);
         if (x) {
           load_right<true>(dAs, dA + 16 * (m - 1), LDA);
           multiply(P16, quarters[0].left(), dAs);
@@ -570,35 +657,43 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           load_right<true>(dAs, dA + 16 * other, LDA);
           multiply(P32, s.pairs.halves[other][threadIdx.x].left(), dAs);
         }
-        __syncwarp();  // q is read, where dq comes
+        __syncwarp();  // all lanes have read q of this block, which dq overwrites
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const int row = p & 1, lower = p >> 1, at = 2 * x + lower, n = HALF * half + at;
-          const float2 pairs = pair_of(P[lower], row), near = CUT<M> * one * (queries.get(p) * pairs);
-          float2 sum = one * (query[p] * pairs), from = {0.f, 0.f};
-          const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of keys before the border
-            const float2 part = by * pair_of(d, row), weight = q[p] * part;
-            sum = sum + part, from = from + weight;
+          // at: the sub-chunk's number in this half; n: in the chunk.
+          const int octet = p & 1, second = p >> 1, at = 2 * x + second, n = HALF * half + at;
+          const float2 product = tokens_of(P[second], octet),
+                       near = TF32_CORRECTION<M> * UNSCALED * (queries.get(p) * product);
+          float2 sum = UNSCALED * (query_factor[p] * product), terms = {0.f, 0.f};
+          // Adds `factor` d, of keys before the sub-chunk `border` of this half, to dq and to the terms of dg: the
+          // gates of the sub-chunks from the border to this one lie between key and query. Returns the lane's sum of
+          // the terms.
+          const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
+            const float2 part = factor * tokens_of(d, octet), term = q[p] * part;
+            sum = sum + part, terms = terms + term;
 #pragma unroll
-            for (int to = border; to < at; ++to) passing[row].share[to] += weight.x + weight.y;
-            return weight.x + weight.y;
+            for (int to = border; to < at; ++to) gate_terms[octet].across[to] += term.x + term.y;
+            return term.x + term.y;
           };
-          const float within = product_of(decays_here[row], 0, at);
-          const float passed =
-              passes(CUT_STATES * scale * product_of(decays_here[row], 0, at, before[row]) * start[p], dq[x][lower], 0);
+          const float from_half = product_of(half_decays[octet], 0, at);  // from this half's start to the sub-chunk
+          const float state_term = add_part(
+              STATE_CORRECTION * scale * product_of(half_decays[octet], 0, at, decay_to_half[octet]) * from_start[p],
+              dq[x][second], 0);
           if (half) {
-            beyond[row] += passed;
-            passes(within * start[p], P32[lower], 0);
+            other_half[octet] += state_term;
+            add_part(from_half * from_start[p], P32[second], 0);
           }
-          if (x) passes(product_of(decays_here[row], 2, at) * start[p], P16[lower], 2);
-          if (lower) passes(start[p], P8, at);
-          from_queries[p] = M::SPLIT ? from : from + near;
-          near_queries[p] = near;
-          put_tokens(s.q, n, row, sum + u[row] * own_of(n) * k[p]);
+          if (x) add_part(product_of(half_decays[octet], 2, at) * from_start[p], P16[second], 2);
+          if (second) add_part(from_start[p], P8, at);
+          query_terms[p] = M::SPLIT ? terms : terms + near;
+          near_query_terms[p] = near;
+          put_tokens(s.q, n, octet, sum + u[octet] * diagonal_of(n) * k[p]);
         }
       }
       {
-        load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);  // again: registers are few
+        // loaded again, which frees registers meanwhile
+        load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+        // dA^T times queries, [16 channels, 16 keys], without the keys' factors: as P above.
         Block R = {}, R16 = {}, R32 = {};
         float R8[4] = {};
         Right<M> dAs[2];
@@ -606,7 +701,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         multiply_half(R[0], queries.left(), dAs[0], 0);
         multiply_half(R[1], queries.left(), dAs[1], 1);
         multiply_half(R8, eights.left(), dAs[0], 1);
-        if (grows) put_pairs(R, pairs_of[m].dk);
+        if (grows) put_pairs(R, one_by_one[m].dk);
         if (!x) {
           load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
           multiply(R16, quarters[1].left(), dAs);
@@ -616,69 +711,75 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           load_right<false>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
           multiply(R32, s.pairs.halves[other][threadIdx.x].left(), dAs);
         }
-        __syncwarp();  // k is read, where dk comes
+        __syncwarp();  // all lanes have read k of this block, which dk overwrites
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const int row = p & 1, lower = p >> 1, at = 2 * x + lower, n = HALF * half + at;
-          const float2 pairs = pair_of(R[lower], row), near = CUT<M> * one * (keys.get(p) * pairs);
-          float2 sum = one * (key[p] * pairs), from = {0.f, 0.f};
-          const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of queries behind the border
-            const float2 part = by * pair_of(d, row), weight = k[p] * part;
-            sum = sum + part, from = from + weight;
+          const int octet = p & 1, second = p >> 1, at = 2 * x + second, n = HALF * half + at;
+          const float2 product = tokens_of(R[second], octet),
+                       near = TF32_CORRECTION<M> * UNSCALED * (keys.get(p) * product);
+          float2 sum = UNSCALED * (key_factor[p] * product), terms = {0.f, 0.f};
+          // As above, of queries from the sub-chunk `border` on: the gates of the sub-chunks after this one and before
+          // the border lie between key and query.
+          const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
+            const float2 part = factor * tokens_of(d, octet), term = k[p] * part;
+            sum = sum + part, terms = terms + term;
 #pragma unroll
-            for (int to = at + 1; to < border; ++to) passing[row].share[to] += weight.x + weight.y;
-            return weight.x + weight.y;
+            for (int to = at + 1; to < border; ++to) gate_terms[octet].across[to] += term.x + term.y;
+            return term.x + term.y;
           };
-          float to_end = product_of(decays_here[row], at + 1, HALF, CUT_STATES);
+          // from the sub-chunk's end
+          float to_chunk_end = product_of(half_decays[octet], at + 1, HALF, STATE_CORRECTION);
           if (!half) {
 #pragma unroll
-            for (int n = HALF; n < SUBS; ++n) to_end *= decay_over(n, row);
+            for (int later = HALF; later < SUBS; ++later) to_chunk_end *= decay_over(later, octet);
           }
-          const float passed = passes(to_end * end[p], dk[x][lower], HALF);
+          const float state_term = add_part(to_chunk_end * to_end[p], dk[x][second], HALF);
           if (!half) {
-            beyond[row] += passed;
-            passes(product_of(decays_here[row], at + 1, HALF) * end[p], R32[lower], HALF);
+            other_half[octet] += state_term;
+            add_part(product_of(half_decays[octet], at + 1, HALF) * to_end[p], R32[second], HALF);
           }
-          if (!x) passes(product_of(decays_here[row], at + 1, 2) * end[p], R16[lower], 2);
-          if (!lower) passes(end[p], R8, at + 1);
-          put_tokens(s.k, n, row, sum + u[row] * own_of(n) * q[p]);
-          // Of queries behind the gates, less what keys behind them have.
-          const auto pass = [](float2 queries, float2 keys) -> float2 {
-            const float2 later = queries + -1.f * keys;
-            const float behind = sums(later.x + later.y).behind;
-            if (BEFORE) return {later.y + behind - keys.x, behind - keys.y};
-            return {later.x + later.y + behind, later.y + behind};
+          if (!x) add_part(product_of(half_decays[octet], at + 1, 2) * to_end[p], R16[second], 2);
+          if (!second) add_part(to_end[p], R8, at + 1);
+          put_tokens(s.k, n, octet, sum + u[octet] * diagonal_of(n) * q[p]);
+          // For the gates t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t)
+          // of the sub-chunk, less the sum of key_terms over its keys j >= t.
+          const auto terms_from = [](float2 query_terms, float2 key_terms) -> float2 {
+            const float2 difference = query_terms + -1.f * key_terms;
+            const float later_lanes = sums(difference.x + difference.y).behind;
+            if (RWKV6) return {difference.y + later_lanes - key_terms.x, later_lanes - key_terms.y};
+            return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
           };
-          const float before = sums(from.x + from.y).before;
-          float2& dg = passing[row].dg[at];
+          const float earlier_keys = sums(terms.x + terms.y).before;  // of the lanes with earlier tokens
+          float2& dg = gate_terms[octet].within[at];
           if constexpr (M::SPLIT) {
-            float2 pairs_pass = pass(near_queries[p], near);
-            const float2 size = pass(size_of(near_queries[p]), -1.f * size_of(near));
-            const bool x = fabsf(pairs_pass.x) < CANCELLED * size.x, y = fabsf(pairs_pass.y) < CANCELLED * size.y;
-            if (__any_sync(0xffffffffu, x || y)) {
-              const float2 one_by_one =
-                  one * passing_pairs<ReadOrder>(q[p], k[p], gates_of_pair(m, p), dA + 8 * lower * (LDA + 1) + 16 * m);
-              if (x) pairs_pass.x = one_by_one.x;
-              if (y) pairs_pass.y = one_by_one.y;
+            float2 near_terms = terms_from(near_query_terms[p], near);
+            const float2 size = terms_from(absolute(near_query_terms[p]), -1.f * absolute(near));
+            const bool cancelled_x = fabsf(near_terms.x) < CANCELLED * size.x;
+            const bool cancelled_y = fabsf(near_terms.y) < CANCELLED * size.y;
+            if (__any_sync(0xffffffffu, cancelled_x || cancelled_y)) {
+              const float2 again = UNSCALED * gate_terms_one_by_one<ReadOrder>(q[p], k[p], gates_of_pair(m, p),
+                                                                               dA + 8 * second * (LDA + 1) + 16 * m);
+              if (cancelled_x) near_terms.x = again.x;
+              if (cancelled_y) near_terms.y = again.y;
             }
-            dg = pass(from_queries[p], {0.f, 0.f}) + pairs_pass;
+            dg = terms_from(query_terms[p], {0.f, 0.f}) + near_terms;
           } else {
-            dg = pass(from_queries[p], near);
+            dg = terms_from(query_terms[p], near);
           }
-          dg = dg + float2{before, from.x + before};
+          dg = dg + float2{earlier_keys, terms.x + earlier_keys};
         }
       }
     }
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    for (int octet = 0; octet < 2; ++octet) {
 #pragma unroll
       for (int n = 0; n < HALF; ++n) {
-        float2 dg = passing[row].dg[n];
-        if (grows) dg = dg + one * pairs_of[2 * half + n / 2].dg[n % 2 * 2 + row];
-        const float others = sums(passing[row].share[n]).all;
-        low[row][n] = high[row][n], high[row][n] = dg + float2{others, others};
+        float2 dg = gate_terms[octet].within[n];
+        if (grows) dg = dg + UNSCALED * one_by_one[2 * half + n / 2].dg[n % 2 * 2 + octet];
+        const float across = sums(gate_terms[octet].across[n]).all;
+        first_dg[octet][n] = dg_of_half[octet][n], dg_of_half[octet][n] = dg + float2{across, across};
       }
-      before[row] = product_of(decays_here[row], 0, HALF);
+      decay_to_half[octet] = product_of(half_decays[octet], 0, HALF);
     }
 #pragma unroll
     for (int x = 0; x < BLOCKS / 2; ++x) {
@@ -689,24 +790,25 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       }
     }
   }
-  __syncwarp();  // g is read, where dg comes
+  __syncwarp();  // all lanes have read g, which dg overwrites
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const float others = sums(beyond[row]).all;
+  for (int octet = 0; octet < 2; ++octet) {
+    // The second half's queries with S: every gate of the first half has these terms.
+    const float from_second_half = sums(other_half[octet]).all;
 #pragma unroll
     for (int n = 0; n < HALF; ++n) {
-      put_tokens(s.g, n, row, low[row][n] + float2{others, others});
-      put_tokens(s.g, HALF + n, row, high[row][n]);
+      put_tokens(s.g, n, octet, first_dg[octet][n] + float2{from_second_half, from_second_half});
+      put_tokens(s.g, HALF + n, octet, dg_of_half[octet][n]);
     }
   }
-  __syncthreads();  // the results stand
-  const ChannelTile end = ANEW ? channel_tile(opaque(blockIdx.x)) : place;
+  __syncthreads();  // dq, dk and dg are in shared memory, written by all warps
+  const ChannelTile stored = RECOMPUTES_WORK ? work_of(opaque(blockIdx.x)) : work;
   const auto store = [&](const auto& to, const auto* tile) {
     using E = typename Element<decltype(tile)>::type;
-    store_rows<CHUNK, TILE, LD<E, TILE>>(to, tile, end.b, end.h, end.span.start, end.span.stop, end.tile * TILE,
-                                         shape.K, vectors);
+    store_rows<CHUNK, TILE, LD<E, TILE>>(to, tile, stored.b, stored.h, stored.span.start, stored.span.stop,
+                                         stored.tile * TILE, shape.K, vectors);
   };
-  if (!Columns::turned) store(args.dq, s.q);
+  if (!Columns::turned) store(args.dq, s.q);  // turned: dq would be the gradient of do
   store(args.dk, s.k);
   store(args.dg, s.g);
 }

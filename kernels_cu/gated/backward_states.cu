@@ -214,7 +214,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), row = p & 1;
         const float far =
-            CUT<M> * CUT<M, T> *
+            TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
             (backwards ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS));
         a.take(p, far * factors[n][row] * x[p]);
       }

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(
                  m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
         put_pair(s.operands.halves + at,
                  m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
-        put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS, CUT_BOTH<M>) * end);
+        put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
         if (m % 4 == 3) sum_channels(s.own[warp], weights, m - 3);
       }
     }
@@ -184,8 +184,9 @@ __global__ void __launch_bounds__(
   }
   cp_async_wait<0>();
   __syncthreads();  // the operands have been read; do and own are in shared memory
-  // The factor of A, which is multiplied by do. Scores that are products are multiplied by CUT_BOTH, too.
-  const float scale = CUT<M> * CUT<M, T> * float(args.scale);
+  // The factor of A, which is multiplied by do. Scores that are products are multiplied by TF32_CORRECTION_OF_BOTH,
+  // too.
+  const float scale = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> * float(args.scale);
   const auto put = [&](const float (&d)[2][4], int row, int column, float by) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(
     for (int x = 0; x < 4; ++x) {
       const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
       float& score = scores.diagonal[half][x];
-      score = CUT_BOTH<M> * (half == 0 && x >= 2 ? scores.eights[x] : score);
+      score = TF32_CORRECTION_OF_BOTH<M> * (half == 0 && x >= 2 ? scores.eights[x] : score);
       if (j > i) score = 0.f;
       if (j == i) {
         score = 0.f;
@@ -209,8 +210,8 @@ __global__ void __launch_bounds__(
       }
     }
   put(scores.diagonal, warp, warp, 1.f);
-  put(scores.halves, scores.half_row, scores.half_column, CUT_BOTH<M>);
-  if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter, CUT_BOTH<M>);
+  put(scores.halves, scores.half_row, scores.half_column, TF32_CORRECTION_OF_BOTH<M>);
+  if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter, TF32_CORRECTION_OF_BOTH<M>);
   if (s.grows) {
     __syncwarp();  // the scores that are replaced have been stored
 #pragma unroll 1

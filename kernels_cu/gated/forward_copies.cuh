@@ -1,4 +1,5 @@
-// what      Copies of rows of inputs to tiles in shared memory; of aligned rows in the background (cp.async).
+// what      Copies of rows of inputs to tiles in shared memory; of aligned rows in the background (cp.async). Where the
+//           numbers of a warp's state are in memory.
 // limits    a tile's rows are whole pieces of 16 bytes
 #include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
@@ -29,4 +30,23 @@ __device__ __noinline__ void copy_slowly(T* tile, const T* from, i64 stride, int
   if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
   else if (bytes == 4) copy_rows<4, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
   else copy_rows<sizeof(T), 8, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+}
+
+template <int BK> using State = float[BK / 8][4];  // of a warp, [16 columns, BK], transposed
+
+// Calls f(value, its index in the array of states, whether it is inside that array) for this lane's values of a state
+// whose channels are the rows from `row` on of all states' rows of V values. The block has `channels` channels, and
+// `columns` columns from v_tile on.
+template <int BK, class F>
+__device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
+  const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
+  i64 at = (row + 2 * t) * V + v_tile + 16 * warp + g;
+#pragma unroll
+  for (int c = 0; c < BK / 8; ++c) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      f(S[c][x], at + (x & 1) * V + 8 * (x >> 1),
+        8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
+    at += 8 * opaque(int(V));  // keeps the compiler from computing all addresses at once, which takes many registers
+  }
 }

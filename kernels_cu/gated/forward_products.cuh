@@ -178,25 +178,7 @@ __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, 
     }
 }
 
-template <int BK> using State = float[BK / 8][4];                 // of a warp, [16 columns, BK], transposed
 template <typename T> using Output = float[CHUNK<T> / 16][2][4];  // of a warp, [CHUNK, 16 columns]
-
-// Calls f(value, its index in the array of states, whether it is inside that array) for this lane's values of a state
-// whose channels are the rows from `row` on of all states' rows of V values. The block has `channels` channels, and
-// `columns` columns from v_tile on.
-template <int BK, class F>
-__device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
-  const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
-  i64 at = (row + 2 * t) * V + v_tile + 16 * warp + g;
-#pragma unroll
-  for (int c = 0; c < BK / 8; ++c) {
-#pragma unroll
-    for (int x = 0; x < 4; ++x)
-      f(S[c][x], at + (x & 1) * V + 8 * (x >> 1),
-        8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
-    at += 8 * opaque(int(V));  // keeps the compiler from computing all addresses at once, which takes many registers
-  }
-}
 
 // o += (q decayed) S.
 template <int PRODUCTS, typename T, int BK>

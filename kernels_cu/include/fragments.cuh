@@ -8,7 +8,7 @@
 //           pairs of a left operand: two results side by side are one without any move.
 // numerics  bfloat16 data: one product in bfloat16. Other data: in tf32, which has float32's range and float16's
 //           fraction: one product, or three of operands split in two tf32 numbers, which keep 21 bits. Operands of
-//           gradients are cut off to tf32, not rounded, for which CUT makes up.
+//           gradients are cut off to tf32, not rounded, for which TF32_CORRECTION makes up.
 #include "tf32.cuh"
 
 // How data of type T are multiplied: by PRODUCTS products, of operands that are stored in shared memory as `Stored`.
@@ -21,11 +21,13 @@ template <> struct Math<bf16, 1> {
   static constexpr bool SPLIT = false;
 };
 
-// CUT makes up for the average that cutting off takes from an operand of type E; CUT_BOTH for both operands of a
-// product.
+// TF32_CORRECTION makes up for the average that cutting off takes from an operand of type E; TF32_CORRECTION_OF_BOTH
+// for both operands of a product.
 template <class M, typename E = typename M::Stored>
-constexpr float CUT = sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? 1.f + 0.7213f / 2048 : 1.f;
-template <class M, typename E = typename M::Stored> constexpr float CUT_BOTH = CUT<M, E> * CUT<M, E>;
+constexpr float TF32_CORRECTION =
+    sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? 1.f + 0.7213f / 2048 : 1.f;
+template <class M, typename E = typename M::Stored>
+constexpr float TF32_CORRECTION_OF_BOTH = TF32_CORRECTION<M, E> * TF32_CORRECTION<M, E>;
 
 __device__ __forceinline__ float2 unpack(u32 two, bf16) {
   return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};

@@ -588,7 +588,7 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) {
 }
 
 // Of two pairs of signed 16-bit numbers the larger ones.
-__device__ __forceinline__ u32 larger_signed(u32 a, u32 b) {
+__device__ __forceinline__ u32 larger_of_halves(u32 a, u32 b) {
   u32 y;
   asm("max.s16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;

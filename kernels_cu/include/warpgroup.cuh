@@ -1,6 +1,9 @@
-// what      What Hopper's kernels share whose warpgroups hold states while one warp moves chunks: how chunks come and
-//           go, states, products with them. CHUNK, the tokens of a chunk, is the including kernel's.
-// limits    sm_90a; bfloat16
+// what      For Hopper's kernels whose warpgroups hold states in registers while one warp copies chunks of tokens
+//           between memory and shared memory: these copies, and the products with states and with pairs of tokens.
+//           The including kernel defines CHUNK, the tokens of a chunk, a multiple of 16, before it includes this file.
+// shapes    A warpgroup holds 64 rows of a state, called channels below, and BV columns: S[channel, column]. A warp has
+//           16 of the channels. Tiles in shared memory are [token, column]; operands in registers are [channel, token]
+// limits    sm_90a; products of bfloat16 numbers
 #include "wgmma.cuh"
 #include "swizzled.cuh"
 #include "tensor.cuh"
@@ -9,12 +12,17 @@
 template <typename X> constexpr int PANEL = 128 / sizeof(X);
 template <typename X, int D> using Tile = X[D / PANEL<X>][CHUNK][PANEL<X>];
 
-// Where a block works: a (sequence, head), and its first chunk among those of all blocks.
+// A block's work: one head of one sequence. shape.count sequences are packed in a batch row of T tokens.
 struct WorkTile {
-  i32 sequence, batch, head, start, tokens, T;  // T: tokens that the arrays have
-  i64 pair, chunk;
+  i32 sequence, batch, head;
+  i32 start, tokens;  // the sequence's first token in the batch row, and its number of tokens
+  i32 T;              // tokens of a batch row
+  i64 pair;           // sequence * heads + head
+  i64 chunk;          // where the arrays that have a row for each chunk have the first chunk of this head and sequence
 };
 
+// A head has T / CHUNK + count rows for chunks, enough since each sequence may end within a chunk. A sequence's first
+// row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row.
 __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
   const u32 H = u32(shape.H), count = u32(shape.count), n = block / H, h = block % H;
   const Span span = tokens_of(shape, n % count);
@@ -28,45 +36,50 @@ __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
           (i64(n / count) * H + h) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count};
 }
 
-// ---- chunks come and go: one warp ----------------------------------------------------------------------------
+// ---- copies of chunks: all lanes of one warp
+// ----------------------------------------------------------------------------
 
-// Columns of a panel.
+// The columns of one panel of a tile.
 template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 columns_of(X (&)[PANELS][CHUNK][PANEL<X>]) {
   return PANEL<X>;
 }
 
-// Calls f(16 bytes of a tile, where they are in memory, whether they are among the first so many rows and columns); the
-// tile begins at `to`, rows `stride` apart. In few instructions, since one warp does all this.
+// Calls f(shared, global, inside) for every 16 bytes of a tile: their address in shared memory, their address in
+// memory, and whether they lie within the first `rows` rows and `columns` columns. `memory`: the address of the tile's
+// first element; its rows are `stride` elements apart. The loop is not unrolled, which keeps the code short.
 template <typename X, int PANELS, typename P, class F>
-__device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* to, i64 stride, int rows, int columns,
-                                           F f) {
+__device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* memory, i64 stride, int rows,
+                                           int columns, F f) {
   const int first = threadIdx.x >> 3 & 3, piece = threadIdx.x & 7;
 #pragma unroll 1
   for (int panel = 0; panel < PANELS; ++panel) {
-    const int column = panel * PANEL<X> + piece * (PANEL<X> / 8), inside = column < columns ? rows : 0;
-    int place = swizzled_offset(first, piece);
-    P* at = to + first * stride + column;
+    const int column = panel * PANEL<X> + piece * (PANEL<X> / 8), valid_rows = column < columns ? rows : 0;
+    int offset = swizzled_offset(first, piece);
+    P* address = memory + first * stride + column;
 #pragma unroll 1
-    for (int row = first; row < CHUNK; row += 4, at += 4 * stride, place = (place + 4 * 128) ^ 64)
-      f(reinterpret_cast<uint4*>(at_offset(tile[panel], place)), at, row < inside);
+    for (int row = first; row < CHUNK; row += 4, address += 4 * stride, offset = (offset + 4 * 128) ^ 64)
+      f(reinterpret_cast<uint4*>(at_offset(tile[panel], offset)), address, row < valid_rows);
   }
 }
 
-// Whether boxes of a chunk have tokens of its sequence alone. Behind an array's end copies read zeros, and store none.
+// Whether a chunk can be copied as whole boxes of CHUNK tokens, by tensor maps: either all these tokens are the
+// sequence's, or the sequence ends where the batch row ends. Beyond the row's end such copies read zeros and write
+// nothing.
 __device__ __forceinline__ bool fills_boxes(const WorkTile& at, int token) {
   return at.tokens - token >= CHUNK || at.start + at.tokens == at.T;
 }
 
-// Whether some array has its tokens backwards in memory, which tensor maps cannot have.
+// Whether an array has a negative stride of tokens, which tensor maps do not allow.
 template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays each_array) {
   bool found = false;
   each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, bool = false) { found |= rows.t < 0; });
   return found;
 }
 
-// Starts to copy a chunk to shared memory; `full`, at which all lanes arrive, ends its phase when all of it is there.
-// each_input calls f(tile, its map, its rows, its width, its first column). What lies behind the sequence's end becomes
-// zero.
+// Starts to copy a chunk to shared memory, from its first token `token` of the sequence. each_input(f) calls f(tile,
+// its tensor map, its rows, its width, its first column) for every array. `full` must be initialised for 32 arrivals:
+// all lanes arrive, lane 0 by barrier_expect, which also adds the bytes of the copies; the phase ends when all bytes
+// are there. Tokens after the sequence's end are zeros.
 template <class Inputs>
 __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, int token, Inputs each_input) {
   if (fills_boxes(at, token) && !runs_backwards(each_input)) {
@@ -84,16 +97,17 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
     const auto* const start = from.row(at.batch, at.head, at.start + token) + first;
     each_piece(
         tile, start, from.t, at.tokens - token, int(width) - first,
-        [](uint4* to, const auto* from, bool inside) { cp_async<16>(to, from, inside); });  // all under way at once
+        [](uint4* to, const auto* from, bool inside) { cp_async<16>(to, from, inside); });  // zeros if not inside
   });
   cp_async_commit();
   cp_async_wait<0>();
-  fence_async();
+  fence_async();  // wgmma reads shared memory by the asynchronous proxy
   barrier_arrive(full);
 }
 
-// Copies a chunk's results from shared memory, and returns when that may be filled again. each_output is as each_input
-// above, and may say last whether results add to what the array holds.
+// Copies a chunk's results from shared memory to memory, and returns when the shared memory may be overwritten.
+// each_output is as each_input above; its f may take one more argument: whether results are added to what the array
+// holds.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outputs each_output) {
   if (fills_boxes(at, token) && !runs_backwards(each_output)) {
@@ -119,27 +133,30 @@ __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outpu
     tensor_store_wait();
     fence_async();
   }
-  __syncwarp();
+  __syncwarp();  // no lane overwrites the tile before all copies have read it
 }
 
-// ---- two bfloat16 numbers, side by side or one that adds to the other --------------------------------------------
+// ---- two bfloat16 numbers in a register: two numbers, or one number as rounded value plus remainder -----------------
 
 __device__ __forceinline__ float low(u32 two) { return __uint_as_float(two << 16); }
 __device__ __forceinline__ float high(u32 two) { return __uint_as_float(two & 0xffff0000u); }
 
-// What rounding leaves over of two values.
+// The remainders, in bfloat16, of two values that were rounded to bfloat16.
 __device__ __forceinline__ u32 remainder_of(u32 rounded, float x, float y) {
   return pack<bf16>(x - low(rounded), y - high(rounded));
 }
 
-// ---- channels: a warp has 16 of them and all tokens ----------------------------------------------------------
-// With g = lane / 4 and t = lane % 4 a lane has channels g and g + 8 and of every 8 tokens 8n + 2t and 8n + 2t + 1:
-//   Values x:    x[4n + 2h + p] is channel g + 8h of token 8n + 2t + p, as a product's accumulators are
-//   Operand x:   x[s][m] two tokens 16s + 8(m / 2) + 2t, + 1 of channel g + 8(m % 2), as its operand A is
+// ---- layouts: a warp has 16 channels and all tokens of the chunk
+// ---------------------------------------------------------- With g = lane / 4 and t = lane % 4 a lane has channels g
+// and g + 8 and of every 8 tokens 8n + 2t and 8n + 2t + 1:
+//   Values x:    x[4n + 2h + p] is channel g + 8h, token 8n + 2t + p: the accumulators of a product [channel, token]
+//   Operand x:   x[s][m] is channel g + 8(m % 2), tokens 16s + 8(m / 2) + 2t and the next: a left operand that is
+//                multiplied over tokens
 using Values = float[CHUNK / 2];
 using Operand = u32[CHUNK / 16][4];
 
-// Calls f(where in Values the first of two tokens is, s, m).
+// Calls f(index, s, m) for each pair of tokens of this lane: Values x has it at x[index], x[index + 1], Operand x at
+// x[s][m].
 template <class F> __device__ __forceinline__ void each_two(F f) {
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n)
@@ -147,7 +164,8 @@ template <class F> __device__ __forceinline__ void each_two(F f) {
     for (int h = 0; h < 2; ++h) f(4 * n + 2 * h, n / 2, n % 2 * 2 + h);
 }
 
-// Where this lane's row begins of the four 8x8 matrices that are 16 rows from `row` on of the warp's 16 columns.
+// The address that this lane gives to ldmatrix or stmatrix for 16 rows from `row` on of the warp's 16 columns, as four
+// 8x8 matrices. `opaque` keeps the compiler from holding such addresses in registers between uses.
 template <typename X> __device__ __forceinline__ X* matrix_row(X* panel, int row) {
   const int thread = opaque(threadIdx.x);
   return swizzled(panel, row + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 % 4 * 2 + (thread >> 3 & 1));
@@ -161,43 +179,45 @@ __device__ __forceinline__ void store_channels(bf16 (&panel)[CHUNK][64], const O
   for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(matrix_row(panel[0], 16 * s), x[s]);
 }
 
-// The same of a float32 array; warpgroup's 64 channels are two panels.
+// Calls f(index, number) for this lane's numbers of a float32 tile [token, channel], whose 64 channels are two panels:
+// Values have the number at x[index].
 template <class F> __device__ __forceinline__ void each_float(float (*panels)[CHUNK][32], F f) {
   const int thread = threadIdx.x, g = thread >> 2 & 7, t = thread & 3, warp = thread / 32 % 4;
-  each_two([&](int at, int, int) {
+  each_two([&](int index, int, int) {
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const int c = 16 * (warp % 2) + g + 8 * (at / 2 % 2), token = 2 * t + p;
-      f(at + p, swizzled(panels[warp / 2][at / 4 * 8], token, c / 4)[c % 4]);
+      const int c = 16 * (warp % 2) + g + 8 * (index / 2 % 2), token = 2 * t + p;
+      f(index + p, swizzled(panels[warp / 2][index / 4 * 8], token, c / 4)[c % 4]);
     }
   });
 }
 __device__ __forceinline__ void load_values(Values& x, bf16 (*panels)[CHUNK][64]) {
-  Operand two;
-  load_channels(two, *panels);
-  each_two([&](int at, int s, int m) { x[at] = low(two[s][m]), x[at + 1] = high(two[s][m]); });
+  Operand packed;
+  load_channels(packed, *panels);
+  each_two([&](int index, int s, int m) { x[index] = low(packed[s][m]), x[index + 1] = high(packed[s][m]); });
 }
 __device__ __forceinline__ void load_values(Values& x, float (*panels)[CHUNK][32]) {
-  each_float(panels, [&](int at, float& value) { x[at] = value; });
+  each_float(panels, [&](int index, float& value) { x[index] = value; });
 }
 __device__ __forceinline__ void store_values(bf16 (*panels)[CHUNK][64], const Values& x) {
-  Operand two;
-  each_two([&](int at, int s, int m) { two[s][m] = pack<bf16>(x[at], x[at + 1]); });
-  store_channels(*panels, two);
+  Operand packed;
+  each_two([&](int index, int s, int m) { packed[s][m] = pack<bf16>(x[index], x[index + 1]); });
+  store_channels(*panels, packed);
 }
 __device__ __forceinline__ void store_values(float (*panels)[CHUNK][32], const Values& x) {
-  each_float(panels, [&](int at, float& value) { value = x[at]; });
+  each_float(panels, [&](int index, float& value) { value = x[index]; });
 }
-// A tile's panels of a warpgroup's 64 channels.
+// The panels of a tile [token, channel] that have the warpgroup's 64 channels.
 template <typename X, int PANELS>
 __device__ __forceinline__ auto own_panels(X (&tile)[PANELS][CHUNK][PANEL<X>], int warpgroup) {
   return tile + warpgroup * (64 / PANEL<X>);
 }
 
-// ---- states: a warpgroup has 64 channels and all columns of V ------------------------------------------------
+// ---- states: a warpgroup has 64 channels and all BV columns ------------------------------------------------
 
-// Calls f(two values, where they are in [K, V]) for those of this lane that exist. APART: by code of its own where all
-// columns do, without a branch for each.
+// Calls f(x, y, address) for each two neighbouring numbers of S of this lane that lie within [K, V]. V is a multiple of
+// 8, so that both or neither do. `state`: the state in memory; `channel`: the first of this lane's two channels, 64
+// warpgroup + 16 warp + g; the other one is 8 later. APART: if V is BV, code without a branch for each pair is used.
 template <int BV, bool APART = false, typename P, class F>
 __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
   const int t = threadIdx.x & 3;
@@ -213,16 +233,20 @@ __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, cons
       for (int n = 0; n < BV / 8; ++n)
         if (channel + 8 * h < shape.K && 8 * n < shape.V)
           f(S[4 * n + 2 * h], S[4 * n + 2 * h + 1], state + (channel + 8 * h) * shape.V + 8 * n + 2 * t);
-    __syncwarp();
+    __syncwarp();  // keeps the compiler from computing the addresses of both channels first, which takes more registers
   }
 }
 
-// S <- diag(by) S, and x[channel, token] = S x^T of that S, or of S before it where READ_FIRST, which is under way. S
-// goes in as the sum of two bfloat16 numbers, which are given to f(columns / 16, the first, the second); or as one
-// where not EXACT.
+// S <- diag(by) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with S before
+// it is multiplied by `by`, the factors of this lane's two channels. EXACT: S is multiplied as the sum of two bfloat16
+// numbers, and f(block, rounded, remainders) is called for every 16 columns `block`; otherwise S is rounded to one
+// bfloat16 number, and f is not called. The product is made in groups of PART blocks of 16 columns, two groups under
+// way at a time, so that registers hold the bfloat16 numbers of two groups only. When the function returns, the last
+// groups are still under way: the caller must call wgmma_wait before it reads x or overwrites `tokens`.
 template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
 __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&by)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
+  static_assert(BV / 16 % PART == 0);
   constexpr int PARTS = BV / 16 / PART;
   u32 rounded[2][PART][4], rest[2][PART][4];
   const auto copy = [&](int part) {
@@ -264,7 +288,7 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
   }
 }
 
-// S += x^T tokens, under way; x the warp's channels.
+// Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller waits for it.
 template <int BV>
 __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x, bf16 (&tokens)[BV / 64][CHUNK][64]) {
   const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
@@ -272,8 +296,10 @@ __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<bf16, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
 }
 
-// y[channel, i] (+)= sum_j x[channel, j] pairs[i, j], under way; BY_KEY: y[channel, j] with sum_i. REST: of their
-// second numbers, that lie 32 columns on.
+// Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`. `pairs` has a number for each query i
+// and key j of the chunk. BY_KEY: y[channel, j] = sum_i x[channel, i] pairs[i, j]. REST: with a chunk of 32 tokens a
+// panel may hold pairs as the sum of two bfloat16 numbers, rounded values in columns 0 to 31 and remainders in columns
+// 32 to 63; REST multiplies the remainders.
 template <bool BY_KEY, bool REST = false>
 __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {
   static_assert(!REST || CHUNK == 32);
@@ -283,32 +309,33 @@ __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16
     wgmma<bf16, CHUNK, BY_KEY>(y, x[s], b + s * (BY_KEY ? 16 * 128 : 32) / 16, accumulate || s);
 }
 
-// ---- scalar decays: one gate for all channels of a token; no gate is too strong --------------------
+// ---- scalar decays: one gate for all channels of a token ------------------------------------------------------------
 
-// The gate of a token of the sequence, as it comes, so that nothing waits for it yet; none before and behind the
-// sequence.
+// The log gate of a token of the sequence, in the array's type: a conversion here would wait for the load. 0, which is
+// no decay, for tokens before and after the sequence.
 template <typename G> __device__ __forceinline__ G gate_of(const Rows<const G>& gates, const WorkTile& at, int token) {
   return token >= 0 && token < at.tokens ? *gates.row(at.batch, at.head, at.start + token) : from_float<G>(0.f);
 }
 
-// A factor of this lane's tokens 8n + 2t + p: x[2n + p].
-__device__ __forceinline__ void load_tokens(float (&x)[CHUNK / 4], const float* from, float scale = 1.f) {
+// Loads one factor for each token of this lane, times `scale`: x[2n + p] is of token 8n + 2t + p.
+__device__ __forceinline__ void load_token_factors(float (&x)[CHUNK / 4], const float* from, float scale = 1.f) {
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n) {
-    const float2 two = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (threadIdx.x & 3));
-    x[2 * n] = scale * two.x, x[2 * n + 1] = scale * two.y;
+    const float2 factors = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (threadIdx.x & 3));
+    x[2 * n] = scale * factors.x, x[2 * n + 1] = scale * factors.y;
   }
 }
 
-// x times factors of two tokens each, in bfloat16, the sums of two such numbers.
-__device__ __forceinline__ void decay_tokens(Operand& x, const uint2 (&by)[CHUNK / 2]) {
+// Multiplies x by a factor for each token. factors[i] is of tokens 2i and 2i + 1, as the sum of two bfloat16 numbers:
+// .x has the rounded factors of both tokens, .y their remainders.
+__device__ __forceinline__ void decay_tokens(Operand& x, const uint2 (&factors)[CHUNK / 2]) {
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n) {
-    const uint2 its = by[4 * n + (threadIdx.x & 3)];
+    const uint2 factor = factors[4 * n + (threadIdx.x & 3)];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      u32& two = x[n / 2][n % 2 * 2 + h];
-      two = fma_bf16(two, its.x, fma_bf16(two, its.y, 0));
+      u32& tokens = x[n / 2][n % 2 * 2 + h];
+      tokens = fma_bf16(tokens, factor.x, fma_bf16(tokens, factor.y, 0));
     }
   }
 }

@@ -11,7 +11,8 @@
 // barriers  two for every 32 channels: they have arrived | operands stand; then: the diagonal stands
 // numerics  products as fragments.cuh has it; pairs of tokens meet as in gated/backward_channels.cu, q_i . k_i is
 //           float32; where gates grow, pairs of a sub-chunk are scored one by one (growth.cuh). Scores of one sub-chunk
-//           are times NEAR. `growth` is what the chunk grows by where a gate is above GROWTH, else 0 (by_token.cuh)
+//           are times NEAR_SCALE. `growth` is what the chunk grows by where a gate is above GROWTH, else 0
+//           (by_token.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "gated/backward_scores.cuh"
@@ -140,7 +141,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
         put_pair(to + (g + 8 * lower) * CHUNK + 8 * half + 2 * t,
-                 CUT_BOTH<M> * CUT_BOTH<M> * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+                 TF32_CORRECTION_OF_BOTH<M> * TF32_CORRECTION_OF_BOTH<M> * scale *
+                     float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     for (int x = 0; x < 4; ++x) {
       const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
       if (half == 0 && x >= 2) scores.diagonal[half][x] = scores.eights[x];
-      else scores.diagonal[half][x] *= NEAR;
+      else scores.diagonal[half][x] *= NEAR_SCALE;
       if (j >= i) scores.diagonal[half][x] = 0.f;
     }
   put(scores.diagonal, warp, warp);
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                                                     args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
       const TokenPair pair = pair_of(lane);
       Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
-      if (lane < PAIRS) *to = from_float<Stored>(NEAR * CUT_BOTH<M> * scale * score);
+      if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * TF32_CORRECTION_OF_BOTH<M> * scale * score);
     }
   }
   if (warp == 0) {

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       }
     }
     if (step % STEPS == STEPS - 1) {
-      const float by = CUT_BOTH<M> * (backwards ? float(args.scale) : 1.f);
+      const float by = TF32_CORRECTION_OF_BOTH<M> * (backwards ? float(args.scale) : 1.f);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll

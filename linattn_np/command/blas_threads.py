@@ -50,7 +50,8 @@ def blas_threads(device: str, size: int, why: str):
 def where(device: str, library: str) -> str:
     """What computes, in the first line of a subcommand's messages."""
     if device == "cpu":
-        return f"on the CPU ({count()} threads, {library})"
+        threads = count()
+        return f"on the CPU ({threads} thread{'s' * (threads > 1)}, {library})"
     import cupy
 
     return f"on the GPU ({cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)['name'].decode()})"

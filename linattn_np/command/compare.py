@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ..backends.numpy.cores import workers
+from ..models.files import check_writable
 from ..ops import OPS
 from .blas_threads import blas_threads
 from .first_loops import compiling
@@ -67,8 +68,7 @@ def declare(parser):
 
 
 def run(options):
-    if not options.out.absolute().parent.is_dir():
-        raise ValueError(f"argument --out: there is no folder {options.out.absolute().parent}")
+    check_writable(options.out)
     if not options.seconds > 0:
         raise ValueError(f"argument --seconds: is {options.seconds}, expected a number above 0")
     check_plots()  # before minutes of measuring

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from ..models import austen, checkpoint, load
-from ..models.files import write_arrays
+from ..models.files import contents, write_arrays
 from ..models.matrices import loops
 from ..models.versions import kind_of
 from .blas_threads import blas_for
@@ -51,7 +51,7 @@ def run(options):
         weights, config = checkpoint.read(options.model), checkpoint.config(options.model)
         model = kind_of(weights)(weights, config=config)
         model.warm_up((), 2)
-    tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[: options.tokens]
+    tokens = tokenizer_of(options, model).encode(contents(options.text))[: options.tokens]
     if len(tokens) < 2:
         raise ValueError(f"argument --text: has {len(tokens)} tokens, expected at least 2")
     with blas_for(model.device, model.sizes):

@@ -146,10 +146,11 @@ class HostEngine:
     def recv(self, x, source):
         message, frame = as_bytes(x), np.empty(FRAME, np.uint8)
         self.finish(self.fetch(frame, source, SENT), source)
-        (head,) = heads_of(frame[None])
+        (head,) = read_heads(frame[None])
         if head[0] != message.nbytes:
             raise RankLost(
-                f"rank {source} sent {head[0]} bytes where {message.nbytes} were expected: it is {place_of(head)}"
+                f"rank {source} sent {head[0]} bytes where {message.nbytes} were expected: "
+                f"it is {operation_in_words(head)}"
             )
         if message.nbytes > ROOM:
             self.finish(self.fetch(message, source, SENT_REST), source)
@@ -171,16 +172,16 @@ class HostEngine:
 
         Ranks that all begin an operation compare more of it in their messages: see `call_comparison`.
         """
-        heads = heads_of(frames)
+        heads = read_heads(frames)
         if len({(nbytes, begins) for nbytes, begins, *_ in heads}) == 1:
             return
-        by_place: dict = {}
+        senders: dict = {}  # ranks by what they say of themselves
         for rank, head in enumerate(heads):
-            by_place.setdefault(f"{place_of(head)}, with a message of {head[0]} bytes", []).append(rank)
-        words = [
-            f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in by_place.items()
+            senders.setdefault(f"{operation_in_words(head)}, with a message of {head[0]} bytes", []).append(rank)
+        groups = [
+            f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} {words}" for words, ranks in senders.items()
         ]
-        raise Disagreement(f"the ranks are in different operations: {'; '.join(words)}")
+        raise Disagreement(f"the ranks are in different operations: {'; '.join(groups)}")
 
 
 class Completion:
@@ -222,12 +223,13 @@ def begin(comm, operation):
         comm.begin(operation)
 
 
-def heads_of(frames):
+def read_heads(frames):
     """[(bytes, whether the operation begins, its number, its name)] from frames [n, FRAME]."""
     return frames[:, : HEAD.itemsize].copy().view(HEAD)[:, 0].tolist()
 
 
-def place_of(head):
+def operation_in_words(head):
+    """Where in which operation a rank was when it sent a message with this head."""
     _, begins, number, operation = head
     return f"{'at the beginning of' if begins else 'in or after'} {operation.decode(errors='ignore')} (call {number})"
 

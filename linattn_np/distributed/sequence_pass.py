@@ -7,7 +7,11 @@
 
 All orders ("before", "preceding", "continues") are those of the pass: the order in which the recurrence visits the
 tokens, or for gradients the opposite order. A *piece* is the tokens of one sequence in one segment. A state is a list
-of arrays: S [N, H, K, V], and for a normaliser z [N, H, K]; a backward pass carries the state's gradient instead.
+of arrays: S [N, H, K, V], and for a normaliser z [N, H, K]; a backward pass carries the state's gradient instead. F is
+a list of factors, one for each gate, or a matrix for a delta rule: see `summary.Summary`.
+
+With cu_seqlens each sequence is one row of N. Without, all B rows of the batch are cut at the same tokens: here they
+are one sequence, of B rows of N.
 """
 
 from __future__ import annotations
@@ -29,13 +33,14 @@ class Pass:
 
     call : this rank's arguments, checked
     comparison : the exchange by which ranks find out whether they make the same call and how many tokens each has
-    starting_states : the states [N, ...] with which the pass begins each of the N sequences, or None for zeros
-    kept : {segment index: what the backend has computed with the summary, and the segment's computation can reuse}
+    starting_states : the states [N, ...] before the first token of every row, or None for zeros
+    kept : {segment index: the arrays that the backend has made for the summary, and `compute` can use again}
 
     A derived class has
 
-    summary_message(segment, piece) returns [*S_added, *F], the arrays of the summary of a piece
-    prepare(segment)                fills `kept` while this rank would wait, for a segment without a summary
+    summary_message(segment, piece) returns [*S_added, *F], the arrays of the summary of a piece; may fill `kept`
+    prepare(segment)                fills `kept` for a segment of one piece that sends no summary but needs a state:
+                                    that work is done while the summaries of other ranks are on their way
     compute(segment, states)        returns (the segment's result, its sequences' final states or None)
     """
 
@@ -116,7 +121,7 @@ class Pass:
     def gather_final_states(self, final_states):
         """The final states [N, ...] of all sequences, on every rank, from those that `run` found on each rank."""
         call, places, counts = self.call, {}, [0] * self.call.comm.size
-        for segment, piece in self.cut.ending_pieces():  # the n-th sequence that ends on a rank is its message n
+        for segment, piece in self.cut.ending_pieces():  # message n of a rank: the n-th sequence that ends there
             places[piece.sequence] = segment.rank, counts[segment.rank]
             counts[segment.rank] += 1
         shapes = self.recurrence.state_shapes(call.rows_per_sequence)
@@ -145,7 +150,7 @@ class Forward(Pass):
     def result(self):
         """o, or (o, final states), of this rank's tokens, as arrays of the caller's kind and layout."""
         call, problem = self.call, self.call.problem
-        with lasting_memory(problem.home, execute.in_graphs):  # a CUDA graph under capture keeps what is allocated
+        with lasting_memory(problem.home, execute.in_graphs):  # a graph that is captured now uses this memory later
             results, final_states = self.run(self.comparison.remembered_lengths() or self.comparison.agreed_lengths())
             o = next(iter(results.values())) if self.o is None else self.o
             result = call.array_to_caller(o, problem.op.out) if call.out is None else call.given["out"]
@@ -164,7 +169,7 @@ class Forward(Pass):
 
     def prepare(self, segment):
         arrays, options = self.call.of_segment(segment)
-        if found := summarise(self.call.declared, arrays, gradient=self.call.gradient, ahead=True, **options):
+        if found := summarise(self.call.declared, arrays, gradient=self.call.gradient, only_kept=True, **options):
             *_, self.kept[segment.index] = found
 
     def compute(self, segment, states):
@@ -201,7 +206,7 @@ class Backward(Pass):
         call, self.pullbacks, self.forward_lengths = forward.call, forward.pullbacks, forward.lengths
         self.call = call
         comparison = CallComparison(call.comm, f"{call.problem.op.name}'s gradient", lambda _: self.check(do, dht))
-        self.do, dht = comparison.check_result
+        self.do, dht = comparison.check_result  # the constructor has called check
         super().__init__(call, comparison, dht)
 
     def check(self, do, dht):

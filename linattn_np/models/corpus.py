@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from ..errors import ContractError
-from .files import json_object, lines, mapped, opened
+from .files import contents, json_object, lines, mapped, opened
 from .number_checks import shown
 from .tokenizers import Tokenizer
 
@@ -33,7 +33,7 @@ def read(path, tokenizer: Tokenizer) -> np.ndarray:
             return of_lines(path, tokenizer)
         if path.suffix in (".bin", ".idx"):
             return of_binidx(path)
-        text = path.read_bytes()
+        text = contents(path)
         return np.frombuffer(text, np.uint8) if tokenizer.size == 256 else ids(tokenizer.encode(text), tokenizer)
     except ContractError as error:
         raise ContractError(f"{path}: {error}") from None

@@ -42,6 +42,14 @@ def opened(path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def contents(path) -> bytes:
+    """What a file or a pipe holds. FileError for a device, which could go on for ever."""
+    with open(path, "rb") as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
+            refuse("is a device", "a file or a pipe")
+        return file.read()
+
+
 def mapped(path, wanted: str) -> mmap.mmap:
     """The bytes of a regular file that is not empty, read as they are used."""
     with opened(path) as file:

@@ -75,7 +75,7 @@ inline u32 larger(u32 a, u32 b) {
   return of(a, b) | of(a >> 16, b >> 16) << 16;
 }
 
-inline u32 larger_signed(u32 a, u32 b) {
+inline u32 larger_of_halves(u32 a, u32 b) {
   const auto of = [](short a, short b) { return u32(u16(a > b ? a : b)); };
   return of(short(a), short(b)) | of(short(a >> 16), short(b >> 16)) << 16;
 }

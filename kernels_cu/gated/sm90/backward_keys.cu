@@ -81,7 +81,7 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   const int g = lane >> 2, t = lane & 3;
   const bool sixteen = warp % 2 == 0;
   const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
-  const float to_scores = CUT * CUT * scale;  // operands in tf32 were cut off
+  const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // operands in tf32 were cut off
   const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
   float within[2], across[4], own = 0.f;
   if (ReadOrder::reads_before_write) {
@@ -242,7 +242,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     float d[CHUNK / 2];
     barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // and dA has been read
     multiply_rows(d, in.do_, in.v);
-    const float by = CUT * scale;
+    const float by = TF32_CORRECTION * scale;
     const int behind = i - 2 * (lane & 3), at = pair_index(i, 2 * (lane & 3));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
@@ -496,7 +496,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       sums[h] = s.sums[iteration & 1][channel + 8 * h];
       end[h] = before[h] + sums[h];
     }
-    add_weights(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.z);
+    add_query_share(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.z);
     barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);

@@ -18,7 +18,7 @@ template <int BK> struct Lookups<0, BK> {
 };
 
 // PLACES: where queries and keys within go, and dA is; Counts::read. FROM_MIDDLE: Counts::read_from_middle and
-// written_to_middle. TOKENS: tokens_in_sum, ones_of_lane, Counts::written.
+// written_to_middle. TOKENS: tokens_in_sum, identity_of_lane, Counts::written.
 template <class ReadOrder, typename T, typename G, int BK> __device__ __forceinline__ uint4 made_anew(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
   const Counts<ReadOrder, G, true> counts;
@@ -35,7 +35,7 @@ template <class ReadOrder, typename T, typename G, int BK> __device__ __forceinl
   }
   u32 some[2];
   tokens_in_sum<false, false>(some);
-  return {some[0], some[1], ones_of_lane(), u32(counts.written)};  // two operands begin where a product takes them
+  return {some[0], some[1], identity_of_lane(), u32(counts.written)};  // two operands begin where a product takes them
 }
 
 // Counts, as they were looked up.

@@ -6,7 +6,7 @@
 //           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of
 //           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32; weight: in g's bytes (backward_weights.cuh); sums [chunk, K + FLAGS] float32: the state's share
+//           float32; weight: in g's bytes (query_share.cuh); sums [chunk, K + FLAGS] float32: the state's share
 //           over a whole chunk, with its unit, and a byte of every warp; ends: sum_v S_T dht; kept [B, H,
 //           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every multiple of CHECKPOINT_EVERY tokens of a
 //           sequence (kept_at)
@@ -134,7 +134,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
     barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     float d[2][4];
     pair_products(d, in.do_, in.v, block, lane);
-    const float by = CUT * scale;
+    const float by = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 2 * (lane & 3), behind = i - j;
@@ -381,7 +381,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       else sum_tokens_by_shuffles<true, true>(found.weight, sum);
       __syncwarp();  // all lanes have read the warp's channels of q and g
       store_chunk_values(&q_panel, found.dq, offset);
-      store_weights(g_panels, found.weight, unit, offset);
+      store_query_share(g_panels, found.weight, unit, offset);
     }
     wgmma_wait<0>();
     wgmma_keep(S);

@@ -36,7 +36,7 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
 
 // Products in tf32 cut off the last bits of their operands, since rounding takes four instructions. This factor undoes
 // the cut on average over all fractions.
-constexpr float CUT = 1.f + 0.7213f / 2048;
+constexpr float TF32_CORRECTION = 1.f + 0.7213f / 2048;
 
 // Calls f(n, h) for each pair of neighbouring tokens of this lane: in sub-chunk n, of channel g + 8h.
 template <class F> __device__ __forceinline__ void each_pair(F f) {

@@ -32,7 +32,7 @@ template <typename T> constexpr float CHUNK_GROWTH = COARSE<T> ? 32.f : 4.f;
 
 // Whether `most` is larger than another gate; of two side by side, whether one is.
 template <typename G> __device__ __forceinline__ bool exceeds(u32 most, u32 other) {
-  if (sizeof(G) == 2) return larger_signed(most, other) != other;
+  if (sizeof(G) == 2) return larger_of_halves(most, other) != other;
   return i32(most) > i32(other);
 }
 
@@ -52,7 +52,7 @@ template <bool READS, typename T, typename G, int BK>
 __device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, G, BK>& in,
                                             const ProducerCoord<BK>& me, float, int i) {
   const uint2 four = *reinterpret_cast<const uint2*>(in.g[me.first + i] + me.channel);
-  most = larger_signed(larger_signed(most, four.x), four.y);
+  most = larger_of_halves(larger_of_halves(most, four.x), four.y);
 }
 
 // Whether this lane's channels grow by more than that; true for NaN too.

@@ -5,7 +5,7 @@
 // numerics  Tensor cores need decays as two factors, which growth takes out of range: within a sub-chunk, where no gate
 //           counts as less than LEAST, e^(LEAST + growth) of what lies before a reset would pass, and float16 ends at
 //           e^11. Here everything overflows only where the recurrence does, and meets nothing else.
-#include "gated/sm90/backward_weights.cuh"
+#include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
 // What a chunk's gates above 0 may add up to, in nats, for its factors to hold: e^-10 passes a reset (float16: e^-12),
@@ -235,7 +235,7 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
           if (n == t) to_own = BEFORE ? before : between;
         }
         if (i < j + BEFORE) continue;
-        const float x = grown(pair_at(dA, i, j) * (key(j) / CUT), to_own);
+        const float x = grown(pair_at(dA, i, j) * (key(j) / TF32_CORRECTION), to_own);
         dq[m] += x;
         if (i > j) met[m] = fmaf(query(i), x, met[m]);
         if (i > j + BEFORE) passing += met[m];
@@ -338,7 +338,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
     float passing = before;
 #pragma unroll 1
     for (int row = 0; row < CHUNK; ++row) {
-      if (row % 4 == t) dg[row / 4] = weight_value(value_at(weight, row, channel), sums[channel], grew) + passing;
+      if (row % 4 == t) dg[row / 4] = query_share_value(value_at(weight, row, channel), sums[channel], grew) + passing;
       passing += token_of(written, row);
     }
     store_tokens(q, dk[h], channel);

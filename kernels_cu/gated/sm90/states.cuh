@@ -211,7 +211,7 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int m = 0; m < 4; ++m)
-      columns[n][m] = __float_as_uint(CUT * S[4 * (part * TILES + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
+      columns[n][m] = __float_as_uint(TF32_CORRECTION * S[4 * (part * TILES + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
   const u64 b = wgmma_tile(tokens, 16, 1024);
   wgmma_fence();
 #pragma unroll
@@ -281,7 +281,8 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
 #pragma unroll
   for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
-    for (int m = 0; m < 4; ++m) columns[n][m] = __float_as_uint(CUT * S[4 * n + (m == 1 ? 2 : m == 2 ? 1 : m)]);
+    for (int m = 0; m < 4; ++m)
+      columns[n][m] = __float_as_uint(TF32_CORRECTION * S[4 * n + (m == 1 ? 2 : m == 2 ? 1 : m)]);
   const u64 b = wgmma_tile(tokens, 16, 1024);
   wgmma_fence();
 #pragma unroll

@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     float decays[8];
     load_channels(x, in.x[0]);
-    load_tokens(decays, in.decays);
+    load_token_factors(decays, in.decays);
     decay_tokens(x, rest, decays);
   };
   u32 x[2][4], rest[2][4], later[2][4], later_rest[2][4];

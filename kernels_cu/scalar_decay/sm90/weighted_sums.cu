@@ -1,41 +1,47 @@
 // what      Outputs or gradients of a recurrence with one gate per token and head, in one pass on Hopper, by chunks of
 //           64 tokens. q, k and v enter the products undecayed; decays multiply the scores and the products' results.
 // math      per chunk, E_i the decay from its start through token i, L_j from after token j to its end, D_ij from after
-//           token j through token i:
+//           token j through token i; a decay is exp of the sum of the log gates g in between:
 //           o_i = scale (E_i S q_i + sum_{j<=i} A_ij v_j), A_ij = D_ij q_i . k_j;  S <- E_64 S + sum_j L_j v_j k_j^T
-//           A gradient is such a sum (struct WeightedSum), too, with other arrays in the roles of q, k and v:
+//           A gradient is such a sum (struct WeightedSum), too, with other arrays in the roles of q, k, v and o:
 //             dq: queries do, keys v, values k, forward in time
 //             dk: queries v, keys do, values q; dv: queries k, keys q, values do; both backward in time: they carry dS
 //             instead of S, j >= i, E and L change places, and `scale` multiplies what tokens add to dS
-//           dg_t = sum of (q_i . dq_i - k_i . dk_i) over i >= t in t's stretch of 256 tokens + <S, dS> at the stretch's
-//           end. Stretches bound the rounding errors that a longer sum would collect. Scores A_ii contribute to neither
-//           product: no gate multiplies them
+//           Below, q, k, v, o, K and V are the roles: in dq's sum "K" is the layer's V and "V" its K.
+//           dg_t = sum of (q_i . dq_i - k_i . dk_i) over i >= t in t's stretch of 256 tokens + <S, dS> after the
+//           stretch's last token. Stretches bound the rounding errors that a longer sum would collect. The terms of
+//           A_ii are left out of q . dq and of k . dk: no gate multiplies them. The array that a sum's o is multiplied
+//           by, q for dq and k for dk, is called its partner
 // shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
-//           float32; token_sums [B, H, parts, T] float32: q_i . dq_i over 64 columns of dq, or BV; dg [B, H, T] as g,
-//           or [B, H, T, column tiles of dk] float32, one part from each block
+//           float32; token_sums [B, H, tiles, T] float32: q_i . dq_i, over each tile of BV columns of dq; dg [B, H, T]
+//           as g, or [B, H, T, tiles] float32, from each block the part of its BV columns of dk, for the host to add
 // grid      a block for every (sequence, head, BV columns of V, WeightedSum), sequence slowest: a warpgroup for every
 //           64 columns, which holds their state transposed in registers; a warpgroup that computes A; a warp that moves
 //           chunks, one that sums gates, one that sums dg. GatedKeys with BK = BV = 128: the blocks of dk and dv form a
 //           cluster and load their chunks at about the same time, so that the second one finds them in L2
-// passes    Whole: o and final states. Summary: final states and decays alone, without q and o; for sequences that are
-//           cut into segments, and segments into parts, all computed as sequences: scan_segments.cu joins their states.
-//           Gradients: dq, dk and dv in one launch, without dg. Queries: dq; Keys: dk, dv. With dg: GatedQueries: dq,
-//           and writes token_sums and the states at stretches' ends; then GatedKeys: dk, dv, dg, which reads these
+// passes    Template argument Pass. Whole: o and final states. Summary: final states and decays alone, without q and o:
+//           if the caller's sequences are cut into pieces, so that more blocks work at a time, each piece is a sequence
+//           here, and scan_segments.cu joins the pieces' states. Gradients: dq, dk and dv in one launch, without dg.
+//           Queries: dq; Keys: dk, dv. With dg, two launches: GatedQueries gives dq, and writes token_sums and, for
+//           each stretch, the state S before the stretch's last chunk (`kept`); then GatedKeys reads both and gives dk,
+//           dv, dg
 // smem      weighted_sums_storage.cuh, which names the barriers, too
 // numerics  products of bfloat16 numbers in float32. S is multiplied as the sum of two bfloat16 numbers in Whole,
 //           rounded to one in gradients; A and the decayed v are rounded to one. The exponent of each decay is a sum of
 //           gates, never a difference of sums, so no gate is too strong. In dg the contributions of a pair (i, j)
 //           cancel: to float32 rounding in one chunk, since dq and dk use the same rounded A, otherwise to bfloat16
 //           rounding
-// source    Yang et al., 2024, sections 4 and 4.4; Sun et al., 2023, section 2.2
-// limits    sm_90a; bfloat16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
+// source    Yang et al., 2024, "Gated Linear Attention Transformers", sections 4 and 4.4; Sun et al., 2023, "Retentive
+//           Network", section 2.2
+// limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
+//           bytes. So for gradients the layer's K and V are both at most BK
 #include "scalar_decay/sm90/weighted_sums_storage.cuh"
 
 // ---- a warp that sums gates ---------------------------------------------------------------------------------------
 
-// Fills `to` from the gates of tokens `lane` and 32 + lane. Blocks of 1, 2, 4, ... tokens are joined in pairs:
+// Fills `to` from the log gates of tokens `lane` and 32 + lane. Blocks of 1, 2, 4, ... tokens are joined in pairs:
 // `to_token` sums the gates from the block's start through the token, `to_end` those from after the token to the
-// block's end.
+// block's end. Both are in units of log 2. output_factor and value_factor: what all factors are multiplied by.
 __device__ __forceinline__ void sum_gates(Gates& to, float gate0, float gate1, int lane, float output_factor,
                                           float value_factor, bool backwards) {
   float to_token[2] = {LOG2E * gate0, LOG2E * gate1}, to_end[2] = {0.f, 0.f};
@@ -61,19 +67,21 @@ __device__ __forceinline__ void sum_gates(Gates& to, float gate0, float gate1, i
     to.output_factors[token] = output_factor * (backwards ? to_chunk_end[half] : from_start[half]);
     const float x = value_factor * (backwards ? from_start[half] : to_chunk_end[half]);
     const bf16 rounded = from_float<bf16>(x);
-    bf16* const parts = reinterpret_cast<bf16*>(&to.value_factors[token / 2]) + token % 2;
-    parts[0] = rounded;
-    parts[2] = from_float<bf16>(fabsf(x) <= LARGEST_BF16 ? x - to_float(rounded) : 0.f);
+    // Of two neighbouring tokens: both factors rounded to bfloat16, then both remainders. Their sum has more bits.
+    bf16* const pair = reinterpret_cast<bf16*>(&to.value_factors[token / 2]) + token % 2;
+    pair[0] = rounded;
+    pair[2] = from_float<bf16>(fabsf(x) <= LARGEST_BF16 ? x - to_float(rounded) : 0.f);
   }
   if (lane == 31) to.chunk_decay = from_start[1];
 }
 
-// Fills s.gates for each chunk of the sequence.
+// Fills s.gates for each chunk of the sequence. Waits until the consumers have finished the chunk whose stage is
+// reused.
 template <typename G, class S>
-__device__ __forceinline__ void sum_chunks(S& s, const WeightedSum& sum, const Rows<const G>& gates,
-                                           const WorkTile& work, bool backwards) {
+__device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum, const Rows<const G>& gates,
+                                                    const WorkTile& work, bool backwards) {
   constexpr int STAGES = S::STAGES;
-  const float factors[2] = {float(sum.read), float(sum.write)};
+  const float factors[2] = {float(sum.output_scale), float(sum.value_scale)};
   const int lane = threadIdx.x & 31;
   G gate0, gate1;
   const auto load = [&](int iteration) {
@@ -92,7 +100,8 @@ __device__ __forceinline__ void sum_chunks(S& s, const WeightedSum& sum, const R
 
 // ---- a warp that sums dg --------------------------------------------------------------------------------------------
 
-// Returns <partner, o> of tokens 2 lane and 2 lane + 1: sums over what each warp's store_dot_products has stored.
+// Returns partner_i . o_i of tokens i = 2 lane and 2 lane + 1 over the block's columns: the sum of what each consumer
+// warp's store_dot_products has stored in the partner's place.
 template <int PANELS> __device__ __forceinline__ float2 sums_of_warps(bf16 (&partner)[PANELS][CHUNK][64], int lane) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
@@ -103,7 +112,8 @@ template <int PANELS> __device__ __forceinline__ float2 sums_of_warps(bf16 (&par
   return sum;
 }
 
-// GatedQueries: writes q_i . dq_i of each token to token_sums, for GatedKeys. `tile`: this block's tile of columns.
+// GatedQueries: writes q_i . dq_i of each token to token_sums, for GatedKeys. `tile`: the number of this block's tile
+// of columns, of args.parts tiles.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                             int tile) {
@@ -122,17 +132,20 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
   }
 }
 
-// The address in `args.kept` of the state at the end of a token's stretch. Each sequence may begin and end within a
-// stretch's length, so sequence n has its slots n places later than start / STRETCH alone would give.
+// The address in `args.kept` of the state of the stretch that `token` is in: S before the stretch's last chunk.
+// Stretches are counted from the start of each sequence, and the last one may be short. A sequence's first slot is its
+// start in the batch row divided by STRETCH, rounded down, plus its number in the row: so no two sequences share a
+// slot.
 template <int BK, class Args>
-__device__ __forceinline__ uint4* stretch_state(const Args& args, const WorkTile& work, int token) {
+__device__ __forceinline__ uint4* kept_state(const Args& args, const WorkTile& work, int token) {
   const i64 first_slot = (i64(work.batch) * args.shape.H + work.head) * (args.shape.T / STRETCH + args.shape.count);
   const int sequence_in_batch = work.sequence - work.batch * i32(args.shape.count);
   const i64 slot = first_slot + work.start / STRETCH + sequence_in_batch + token / STRETCH;
   return args.kept + slot * (BK / 16) * (BK / 16) * 32;
 }
 
-// GatedKeys: writes dg, or this block's part of it (of tile `tile` of `tiles` column tiles of dk).
+// GatedKeys: writes dg or, if dk has several tiles of BV columns, the part of this block's tile `tile`. Chunks come
+// backward in time. The sum over the later tokens of a stretch is carried from chunk to chunk.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                               int tile, int tiles) {
@@ -160,10 +173,10 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   load(first);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
-    // The consumers need the preceding stretch's state one chunk later; loading it from DRAM would take as long as a
-    // chunk.
+    // The consumers load the previous stretch's state in at most STRETCH / CHUNK iterations. From DRAM that would take
+    // as long as a chunk.
     if (lane == 0 && ends_stretch(first, work) && first >= STRETCH)
-      prefetch_l2(stretch_state<BK>(args, work, first - STRETCH) + tile * (BV / 16) * (BK / 16 * 32),
+      prefetch_l2(kept_state<BK>(args, work, first - STRETCH) + tile * (BV / 16) * (BK / 16 * 32),
                   BV * BK * sizeof(bf16));
     const bool has_first = first + 2 * lane < work.tokens, has_second = first + 2 * lane + 1 < work.tokens;
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
@@ -202,41 +215,45 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
     const int next = iteration + STAGES;
     auto& stage = s.stages[next % STAGES];
     if (iteration >= 0) {
-      barrier_wait((computes_gate_gradient<Pass>() ? s.summed : s.done)[iteration % STAGES], iteration / STAGES & 1);
+      barrier_wait((block_serves_gate_gradient<Pass>() ? s.summed : s.done)[iteration % STAGES],
+                   iteration / STAGES & 1);
       if constexpr (HAS_OUTPUTS<Pass>) {
-        // Orders the results, known by the barrier, before the copy engine's reads; consumers have less time for it.
+        // Orders the consumers' results, which the barrier has made visible to this warp, before the copy engine's
+        // reads. The consumers could do it, too, but have less time.
         fence_async();
         store_chunk(work, first_of(iteration, work, backwards),
-                    [&](auto f) { f(stage.v, sum.o, sum.o_rows, sum.V, column, sum.adds); });
+                    [&](auto f) { f(stage.v, sum.o, sum.o_rows, sum.V, column, sum.adds_to_o); });
       }
     }
     if (next * CHUNK >= work.tokens) continue;
     if constexpr (IN_CLUSTER<Pass, BK, BV>) {
-      const int earlier = next - CLUSTER_LEAD;  // the other block must have requested this chunk
+      // Wait until the other block has requested the chunk CLUSTER_LEAD before this one, then tell it of this request.
+      const int earlier = next - CLUSTER_LEAD;
       if (earlier >= 0) barrier_wait(s.requested[earlier % (2 * CLUSTER_LEAD)], earlier / (2 * CLUSTER_LEAD) & 1);
-      __syncwarp();  // all lanes have passed the wait
+      __syncwarp();  // all lanes have passed the wait, whose barrier the other block may then use again
       if ((threadIdx.x & 31) == 0) arrive_at_peer(s.requested[next % (2 * CLUSTER_LEAD)]);
     }
     fetch_chunk(s.full[next % STAGES], work, first_of(next, work, backwards), [&](auto f) {
       if constexpr (HAS_OUTPUTS<Pass>) f(stage.q, sum.q, sum.q_rows, sum.K, 0);
       f(stage.k, sum.k, sum.k_rows, sum.K, 0);
       f(stage.v, sum.v, sum.v_rows, sum.V, column);
-      if constexpr (HAS_GATE_GRADIENT<Pass>)
-        if (computes_gate_gradient<Pass>()) f(stage.partner, sum.partner, sum.partner_rows, sum.V, column);
+      if constexpr (SERVES_GATE_GRADIENT<Pass>)
+        if (block_serves_gate_gradient<Pass>()) f(stage.partner, sum.partner, sum.partner_rows, sum.V, column);
     });
-    __syncwarp();
+    __syncwarp();  // the copying lanes rejoin the warp
   }
 }
 
 // ---- a warpgroup that multiplies queries by keys --------------------------------------------------------------------
 
-// The two blocks of 8 queries that a warp has. Block n has n + 1 key blocks up to its diagonal: w and 7 - w have 9.
+// The two blocks of 8 queries that a warp has: blocks w and 7 - w for warp w. Block n has n + 1 blocks of 8 keys up to
+// its diagonal, so that each warp has 9.
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // Stores a warp's scores A = scale D q k^T, from products d = q k^T: a lane has query g of both blocks and keys 2t and
-// 2t + 1 of every 8. Scores of later keys (BACKWARDS: earlier keys) are 0. SEPARATE_OWN: a token's score with itself
-// goes to gates.own_scores, and is 0 in A. All warps run the same code, a quarter of the size of code for each warp; so
-// each computes some scores that are then replaced by 0.
+// 2t + 1 of every 8; g = lane / 4, t = lane % 4. Scores of later keys (BACKWARDS: earlier keys) are 0. SEPARATE_OWN: a
+// token's score with itself goes to gates.own_scores, and is 0 in A. All warps run the same code, a quarter of the size
+// of code for each warp; so each computes some scores that are then replaced by 0.
 // The decay between two tokens is 2^(to_token of the later + to_end of the earlier), at the level whose blocks separate
 // the two: blocks of 2^level tokens, side by side.
 template <bool BACKWARDS, bool SEPARATE_OWN>
@@ -246,8 +263,8 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
   const float *const to_token = gates.to_token[0], *const to_end = gates.to_end[0] - CHUNK;  // level 0 has none
   const float *const query_gates = BACKWARDS ? to_end : to_token, *const key_gates = BACKWARDS ? to_token : to_end;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
-  u32 other_half[HALF],
-      same_half[2][HALF];  // scores with keys in the other half of the chunk, and in the queries' half
+  // Scores of a query block with keys in the other half of the chunk, and with keys in the queries' half.
+  u32 other_half[HALF], same_half[2][HALF];
   float own_score[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -281,7 +298,9 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
     for (int m = 0; m < HALF; ++m) {
       const int n = HALF * half + m;
       u32 pair = 0;
-      if (m != (BACKWARDS ? 0 : HALF - 1)) {               // this block is on the diagonal, or all its scores are 0
+      // The last block of 8 keys in a half (BACKWARDS: the first) is on the diagonal or all its scores are 0: `pair`
+      // stays 0 for it, and the next line takes the diagonal's scores.
+      if (m != (BACKWARDS ? 0 : HALF - 1)) {
         pair = decayed(n, m / 2 ? 4 - upper : 3 + upper);  // blocks of 8 tokens in the same 16, else of 16
         if (BACKWARDS ? n < block : n > block) pair = 0;
       }
@@ -290,9 +309,9 @@ __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&d)[CH
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // not above: the compiler would load gates again after each store to A
-    const int block = block_of(warp, half), row = 8 * block + lane % 8, panel = lane / 8;
-    stmatrix_x4(swizzled(A[0], row, HALF * half + panel), same_half[half]);
-    if (BACKWARDS != (half == 1)) stmatrix_x4(swizzled(A[0], row, HALF * (1 - half) + panel), other_half);
+    const int block = block_of(warp, half), row = 8 * block + lane % 8, piece = lane / 8;
+    stmatrix_x4(swizzled(A[0], row, HALF * half + piece), same_half[half]);
+    if (BACKWARDS != (half == 1)) stmatrix_x4(swizzled(A[0], row, HALF * (1 - half) + piece), other_half);
     if (SEPARATE_OWN && t == g / 2)
       gates.own_scores[8 * block + g] =
           pack<bf16>(own_score[half] - to_float(from_float<bf16>(own_score[half])), own_score[half]);
@@ -322,9 +341,9 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
     wgmma_wait<0>();
     wgmma_keep(d);
     Gates& gates = s.gates[iteration % STAGES];
-    if (SUMS<Pass> == 2 || SUMS<Pass> > 2 && backwards)
-      store_scores<true, HAS_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
-    else store_scores<false, HAS_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
+    if (ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && backwards)
+      store_scores<true, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
+    else store_scores<false, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
     fence_async();
     barrier_arrive(s.scores[iteration % STAGES]);
   }
@@ -332,7 +351,8 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
 
 // ---- warpgroups with 64 columns of V each --------------------------------------------------------------------------
 
-// Calls f(value, its address in `state`) for this lane's values of the transposed state that lie within [K, V].
+// Calls f(value, its address in `state`) for this lane's values of S that lie within [K, V]. S is held transposed: a
+// lane has columns `column` and `column` + 8 of V, and channels 2t and 2t + 1 of every 8.
 template <int BK, typename P, class F>
 __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, const WeightedSum& sum, int column, F f) {
   const int t = threadIdx.x & 3;
@@ -348,7 +368,8 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
   }
 }
 
-// Calls f(c, channels 16 c to 16 c + 15 of the warp's 16 columns of S, in bfloat16 as an operand A).
+// Calls f(c, registers) for every 16 channels c of the warp's 16 columns of S, rounded to bfloat16 as the left operand
+// of a tensor core product [16 columns, 16 channels].
 template <int BK, class F> __device__ __forceinline__ void each_operand(const float (&S)[BK / 2], F f) {
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
@@ -359,13 +380,13 @@ template <int BK, class F> __device__ __forceinline__ void each_operand(const fl
   }
 }
 
-// A lane's part of the bfloat16 state [BK, the warp's 16 columns] that GatedQueries stores at a stretch's end.
-template <int BK> using StretchState = uint4[BK / 16];
+// A lane's part of the bfloat16 state [BK, the warp's 16 columns] that GatedQueries stores for each stretch, in the
+// register layout of each_operand.
+template <int BK> using KeptState = uint4[BK / 16];
 
 // This lane's share of <S, kept>, the sum of elementwise products over the warp's columns. It is the trace of S^T kept:
 // tensor cores compute that with fewer instructions, though only the product's diagonal is used.
-template <int BK>
-__device__ __forceinline__ float dot_with_kept(const float (&S)[BK / 2], const StretchState<BK>& kept) {
+template <int BK> __device__ __forceinline__ float dot_with_kept(const float (&S)[BK / 2], const KeptState<BK>& kept) {
   float columns0[2][4] = {}, columns8[2][4] = {};  // columns 0 to 7, 8 to 15; two sums each, for latency
   each_operand<BK>(S, [&](int c, const u32(&state)[4]) {
     mma_bf16(columns0[c % 2], state, {kept[c].x, kept[c].z});
@@ -377,7 +398,8 @@ __device__ __forceinline__ float dot_with_kept(const float (&S)[BK / 2], const S
   return (lane & 3) != g / 2 ? 0.f : g & 1 ? odd : even;
 }
 
-// Calls f(i, two numbers of a panel [token, channel]) where a lane's Values have these two tokens at i and i + 1.
+// Calls f(i, pair) for this lane's numbers of a panel [token, column], as two bfloat16 numbers of neighbouring tokens.
+// The accumulators of an output (Values) have the same column's same tokens at indices i and i + 1.
 template <class F> __device__ __forceinline__ void each_token_pair(bf16 (&panel)[CHUNK][64], F f) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) {
@@ -388,7 +410,8 @@ template <class F> __device__ __forceinline__ void each_token_pair(bf16 (&panel)
   }
 }
 
-// One step of a sum over 8 lane groups: two lanes exchange halves of their 2 HALF numbers, and each keeps HALF sums.
+// One step of a sum over the 8 lanes with the same lane % 4: two lanes exchange halves of their 2 HALF numbers, and
+// each keeps HALF sums. `upper`: whether this lane keeps the upper half.
 template <int HALF> __device__ __forceinline__ void exchange_halves(float (&x)[CHUNK / 4], bool upper) {
 #pragma unroll
   for (int n = 0; n < HALF; ++n) {
@@ -397,8 +420,9 @@ template <int HALF> __device__ __forceinline__ void exchange_halves(float (&x)[C
   }
 }
 
-// Replaces the warp's columns of `partner` (q of dq, or k of dk) by each token's <partner, o> over these columns. The
-// sum of `last_token_term` over lanes is added to the chunk's last token.
+// Replaces the warp's 16 columns of `partner` (q for dq, k for dk) by the products partner_i . o_i over these columns,
+// one number for each token i: row r of the panel gets those of tokens 2r and 2r + 1. The sum of `last_token_term` over
+// lanes is added to the chunk's last token.
 __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], const Values& o, float last_token_term) {
   const int thread = opaque(threadIdx.x), lane = thread & 31, g = lane >> 2;
   float x[CHUNK / 4] = {};  // x[2n + p] is of token 8n + 2t + p
@@ -409,13 +433,13 @@ __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], c
   last_token_term = warp_sum(last_token_term);
   exchange_halves<8>(x, g & 4), exchange_halves<4>(x, g & 2), exchange_halves<2>(x, g & 1);  // now x[p]: 8g + 2t + p
   if (lane == 31) x[1] += last_token_term;
-  __syncwarp();  // the partner has been read
+  __syncwarp();  // all lanes have read the partner, whose place the sums take
   *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
 }
 
-// o_i += own_i v_i for each token: products with diagonal matrices [8, 8], once for the high part of own_scores, once
-// for the low part. In these operands a lane has one element of the diagonal or none: byte_perm puts it first, second
-// or 0.
+// o_i += A_ii v_i for each token, where own_scores[i] is A_ii as the sum of two bfloat16 numbers: products of v with
+// diagonal matrices [8, 8], one for the high part of own_scores, one for the low part. In these operands a lane has one
+// element of the diagonal, as its first or second number, or none: byte_perm moves it there, or gives 0.
 __device__ __forceinline__ void add_own_scores(Values& o, bf16 (&panel)[CHUNK][64], const u32 (&own_scores)[CHUNK]) {
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2;
   const bool on_diagonal = (lane & 3) == g / 2;
@@ -435,41 +459,41 @@ __device__ __forceinline__ void add_own_scores(Values& o, bf16 (&panel)[CHUNK][6
   }
 }
 
-// A warpgroup with 64 columns of V: carries their state over all chunks, and computes their outputs.
+// A warpgroup with 64 columns of V: carries their state over all chunks, and computes their outputs. tile_column: the
+// block's first column.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WeightedSum& sum,
-                                        const WorkTile& work, int first, bool backwards) {
+                                        const WorkTile& work, int tile_column, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
-  // How many 16-channel pieces of S are converted for one group of products: all of S where registers suffice.
+  // How many blocks of 16 channels of S are converted to bfloat16 for one group of products: all if registers suffice.
   constexpr int CONVERTED = !SPLITS_STATE<Pass> && BK > BV ? BK / 16 : BK / 64;
-  const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
+  const int warpgroup = threadIdx.x / 128, column = tile_column + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = work.pair * sum.K * sum.V;
   float S[BK / 2] = {}, total_decay = 1.f;
   if (sum.initial)
     each_transposed<BK>(S, sum.initial + state, sum, column, [](float& value, const float* from) { value = *from; });
 
-  // The address of this lane's part of the state at a stretch's end; null if its warp's columns are beyond V.
+  // The address of this lane's part of the kept state of a token's stretch; null if its warp's columns are beyond V.
   const auto kept_address = [&](int token) {
-    const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
-    return 16 * tile < sum.V ? stretch_state<BK>(args, work, token) + tile * (BK / 16 * 32) + (threadIdx.x & 31)
-                             : nullptr;
+    const int tile = (tile_column + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
+    return 16 * tile < sum.V ? kept_state<BK>(args, work, token) + tile * (BK / 16 * 32) + (threadIdx.x & 31) : nullptr;
   };
-  constexpr bool USES_KEPT = HAS_GATE_GRADIENT<Pass> && SUMS<Pass> > 1;
+  constexpr bool USES_KEPT = WRITES_GATE_GRADIENT<Pass>;
   constexpr bool PREFETCHES =
-      USES_KEPT && !Registers<BK, BV>::SMALL;  // loads kept states a chunk ahead, if registers suffice
-  StretchState<BK> prefetched = {};
-  const uint4* next_kept = nullptr;  // of the stretch that comes next, backward in time
+      USES_KEPT && !Registers<BK, BV>::TWO_BLOCKS;  // loads kept states a chunk ahead, if registers suffice
+  KeptState<BK> prefetched = {};
+  const uint4* next_kept = nullptr;  // the kept state that load_kept loads next; earlier stretches come later
   if constexpr (USES_KEPT)
-    if (computes_gate_gradient<Pass>() && work.tokens)
+    if (block_serves_gate_gradient<Pass>() && work.tokens)
       next_kept = kept_address(first_of(0, work, backwards));  // the sequence's end ends a stretch
-  const auto load_kept = [&](StretchState<BK>& to) {
+  const auto load_kept = [&](KeptState<BK>& to) {
     if (!next_kept) return;
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c) to[c] = next_kept[32 * c];
     next_kept -= BK / 16 * (BK / 16) * 32;
   };
   if constexpr (PREFETCHES)
-    if (computes_gate_gradient<Pass>() && work.tokens) load_kept(prefetched);
+    if (block_serves_gate_gradient<Pass>() && work.tokens) load_kept(prefetched);
 
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
@@ -477,20 +501,26 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     const Gates& gates = s.gates[iteration % STAGES];
     const u32 phase = iteration / STAGES & 1;
     const bool is_stretch_end =
-        computes_gate_gradient<Pass>() && ends_stretch(first_of(iteration, work, backwards), work);
-    float end_term = 0.f;  // -<S, dS> at the stretch's end, over the warp's columns
-    if constexpr (HAS_GATE_GRADIENT<Pass>) {
+        block_serves_gate_gradient<Pass>() && ends_stretch(first_of(iteration, work, backwards), work);
+    // GatedKeys: becomes this lane's share of -<S, dS> after the stretch's last token. dS is there already: S below, as
+    // the sum goes backward in time. S is kept from before the last chunk, so S after it is E_64 S + sum_j L_j v_j
+    // k_j^T, and <S, dS> is the sum of two terms: E_64 times the product with the kept state, which is computed here,
+    // and the sum of k_j . (L_j dS v_j), added below: L_j dS v_j is the part of dk_j that comes from dS.
+    float end_term = 0.f;
+    if constexpr (SERVES_GATE_GRADIENT<Pass>) {
       if (is_stretch_end) {
         if constexpr (PREFETCHES) end_term = -dot_with_kept<BK>(S, prefetched);
         else if constexpr (USES_KEPT) {
-          StretchState<BK> loaded = {};
+          KeptState<BK> loaded = {};
           load_kept(loaded);
           end_term = -dot_with_kept<BK>(S, loaded);
-        } else if (uint4* const to = kept_address(first_of(iteration, work, backwards)))
+        } else if (uint4* const to =  // GatedQueries: stores S before the stretch's last chunk
+                   kept_address(first_of(iteration, work, backwards)))
           each_operand<BK>(S, [&](int c, const u32(&x)[4]) { to[32 * c] = {x[0], x[1], x[2], x[3]}; });
       }
     }
     barrier_wait(s.full[iteration % STAGES], phase);
+    // read_state multiplies a lane's two columns by decays of their own; here one decay is for all columns.
     const float chunk_decay = gates.chunk_decay, decays[2] = {chunk_decay, chunk_decay};
     Values o;
     if constexpr (HAS_OUTPUTS<Pass>) {
@@ -507,50 +537,52 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     decay_tokens(v, gates.value_factors);
     wgmma_keep(S);
     wgmma_fence();
-    write_state<BK>(S, v, in.k);
+    write_state<BK>(S, v, in.k);  // starts S += v k^T
     wgmma_commit();
     if constexpr (HAS_OUTPUTS<Pass>) {
       wgmma_wait<1>();
       wgmma_keep(o);
-      load_tokens(factors, gates.output_factors);
+      load_token_factors(factors, gates.output_factors);
       each_two([&](int i, int, int) { o[i] *= factors[i / 4 * 2], o[i + 1] *= factors[i / 4 * 2 + 1]; });
-      if constexpr (HAS_GATE_GRADIENT<Pass> && SUMS<Pass> > 1)
-        if (is_stretch_end) {
+      if constexpr (USES_KEPT)
+        if (is_stretch_end) {  // o is as yet the part of dk that comes from dS
           end_term *= chunk_decay;
           each_token_pair(in.partner[warpgroup],
                           [&](int i, u32 pair) { end_term -= low(pair) * o[i] + high(pair) * o[i + 1]; });
         }
       if constexpr (PREFETCHES) {
         const int next = first_of(iteration + 1, work, backwards);
-        if (computes_gate_gradient<Pass>() && next >= 0 && ends_stretch(next, work)) load_kept(prefetched);
+        if (block_serves_gate_gradient<Pass>() && next >= 0 && ends_stretch(next, work)) load_kept(prefetched);
       }
       load_channels(v, in.v[warpgroup]);
       barrier_wait(s.scores[iteration % STAGES], phase);
       wgmma_fence();
-      multiply_pairs<false>(o, v, in.A, true);
+      multiply_pairs<false>(o, v, in.A, true);  // starts o += v A^T
       wgmma_commit();
     }
     wgmma_wait<0>();
     wgmma_keep(S);
     if constexpr (HAS_OUTPUTS<Pass>) {
       wgmma_keep(o);
-      if constexpr (HAS_GATE_GRADIENT<Pass>) {
-        if (computes_gate_gradient<Pass>()) store_dot_products(in.partner[warpgroup], o, end_term);
+      if constexpr (SERVES_GATE_GRADIENT<Pass>) {
+        if (block_serves_gate_gradient<Pass>()) store_dot_products(in.partner[warpgroup], o, end_term);
         add_own_scores(o, in.v[warpgroup], gates.own_scores);
       }
-      __syncwarp();
+      __syncwarp();  // all lanes have read v, whose place o takes
       store_values(&in.v[warpgroup], o);
     }
     barrier_arrive(s.done[iteration % STAGES]);
   }
-  // In gradients of a sequence that is cut into args.of segments, only its first segment's final state is stored.
-  const bool cut = SUMS<Pass> > 1;
-  if (sum.final && !(cut && work.sequence % args.of)) {
-    const i64 pair = cut ? work.sequence / args.of * args.shape.H + work.head : work.pair;
-    each_transposed<BK>(S, sum.final + pair * sum.K * sum.V, sum, column, [](float& value, float* to) { *to = value; });
+  // Gradients: the caller's sequences are cut into args.of segments each, 1 if they are not cut. Only the first
+  // segment's last dS is stored, as the gradient of the initial state.
+  const bool first_segment_only = SUMS<Pass> > 1;
+  if (sum.final && !(first_segment_only && work.sequence % args.of)) {
+    const i64 state_index = first_segment_only ? work.sequence / args.of * args.shape.H + work.head : work.pair;
+    each_transposed<BK>(S, sum.final + state_index * sum.K * sum.V, sum, column,
+                        [](float& value, float* to) { *to = value; });
   }
   if constexpr (!HAS_OUTPUTS<Pass>)
-    for (i64 c = threadIdx.x; first == 0 && c < sum.K; c += CONSUMERS<BV>) {
+    for (i64 c = threadIdx.x; tile_column == 0 && c < sum.K; c += CONSUMERS<BV>) {  // as scan_segments.cu reads them
       float* const to = args.decays + work.pair * 2 * sum.K + c;
       to[0] = total_decay, to[sum.K] = 1.f;
     }
@@ -563,19 +595,21 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const WeightedSum& sum = args.sums[blockIdx.x % SUMS<Pass>];
+  // Sums of one launch may differ in V: all have as many blocks as the widest, and blocks without columns return.
   const i64 widest = SUMS<Pass> > 1 && sum.K > sum.V ? sum.K : sum.V;
-  // With dg the second launch takes blocks in reverse: the heads that the first launch read last are still in L2.
+  // GatedKeys takes blocks in reverse: the heads that GatedQueries read last are still in L2.
   const u32 tiles = tiles_of(widest, BV),
-            reversed = HAS_GATE_GRADIENT<Pass> && SUMS<Pass> > 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+            reversed = WRITES_GATE_GRADIENT<Pass> ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const u32 block = reversed / SUMS<Pass>;
   const WorkTile work = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
-  const bool backwards = SUMS<Pass> == 2 || SUMS<Pass> > 2 && sum.backwards;
-  // Summary: of every args.of parts only the first args.needed have states that are read.
+  const bool backwards = ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && sum.backwards;
+  // Summary: a sequence of the caller is cut into args.of pieces. scan_segments.cu reads the states of the first
+  // args.needed pieces of each; the others are not computed.
   if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.of >= args.needed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
+      barrier_init(s.full[stage], 2 * 32);  // the warp that moves chunks, and the warp that sums gates
       barrier_init(s.scores[stage], 128);
       barrier_init(s.done[stage], CONSUMERS<BV>);
       barrier_init(s.summed[stage], 32);
@@ -583,10 +617,11 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   if constexpr (IN_CLUSTER<Pass, BK, BV>)
     if (threadIdx.x == 0)
       for (Barrier& requested : s.requested) barrier_init(requested, 1);
-  // Scores of later keys (backwards: of earlier keys), as far as store_scores never writes them.
+  // Zeros for the scores of later keys (backwards: of earlier keys) that store_scores never writes.
   for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
   fence_async();
+  // The barriers are initialised and A is zero, in a cluster in both blocks.
   if constexpr (IN_CLUSTER<Pass, BK, BV>) cluster_sync();
   else __syncthreads();
   using RoleRegisters = Registers<BK, BV>;
@@ -596,21 +631,21 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   } else if (threadIdx.x < CONSUMERS<BV> + 128) {
     registers_down<RoleRegisters::SCORES>();
     if constexpr (HAS_OUTPUTS<Pass>)
-      compute_scores<Pass, BK, BV>(s, work.tokens, float(sum.read * sum.write), backwards);
+      compute_scores<Pass, BK, BV>(s, work.tokens, float(sum.output_scale * sum.value_scale), backwards);
   } else {
     registers_down<RoleRegisters::OTHERS>();
     const int warp = threadIdx.x / 32 % 4;
     if (warp == 0) {
-      if (computes_gate_gradient<Pass>())
-        move_chunks(s, args.sums[0], work, column, backwards);  // a constant index into args spares registers
+      if (block_serves_gate_gradient<Pass>())
+        move_chunks(s, args.sums[0], work, column, backwards);  // a constant index into args takes fewer registers
       else
-        move_chunks(s, args.sums[HAS_GATE_GRADIENT<Pass> ? SUMS<Pass> - 1 : blockIdx.x % SUMS<Pass>], work, column,
+        move_chunks(s, args.sums[SERVES_GATE_GRADIENT<Pass> ? SUMS<Pass> - 1 : blockIdx.x % SUMS<Pass>], work, column,
                     backwards);
-    } else if (warp == 1) sum_chunks(s, sum, args.g, work, backwards);
-    else if constexpr (HAS_GATE_GRADIENT<Pass>)
-      if (warp == 2 && computes_gate_gradient<Pass>()) {
+    } else if (warp == 1) sum_gates_of_chunks(s, sum, args.g, work, backwards);
+    else if constexpr (SERVES_GATE_GRADIENT<Pass>)
+      if (warp == 2 && block_serves_gate_gradient<Pass>()) {
         if constexpr (SUMS<Pass> == 1) sum_queries(s, args, work, column / BV);
-        else if constexpr (BK == BV) sum_gradients(s, args, work, 0, 1);  // compile-time tiles spare registers
+        else if constexpr (BK == BV) sum_gradients(s, args, work, 0, 1);  // constant tiles take fewer registers
         else sum_gradients(s, args, work, column / BV, tiles_of(sum.V, BV));
       }
   }

@@ -135,23 +135,24 @@ def in_memory_order(x, of):
 
 
 def launch_copies(draft, pairs, reason):
+    """One launch that copies the sources of the pairs (source, copy), at most `CopyRows.COPIES`."""
     copies, blocks = [], 0
     for x, to in pairs:
-        copies.append(copy_of(in_memory_order(x, to), in_memory_order(to, to)) | {"first": blocks})
-        blocks += ceil_div(to.nbytes, PIECE * CopyRows.PIECES)
-    nothing = dict.fromkeys(copies[0], 0) | {"from_": None, "to": None, "first": blocks}
+        copies.append(copy_of(in_memory_order(x, to), in_memory_order(to, to)) | {"first_block": blocks})
+        blocks += ceil_div(to.nbytes, CopyRows.BYTES_OF_BLOCK)
+    nothing = dict.fromkeys(copies[0], 0) | {"from_": None, "to": None, "first_block": blocks}
     copies += [nothing] * (CopyRows.COPIES - len(copies))
     draft.launch(CopyRows(), blocks, reason=reason, copies=copies)
 
 
 def copy_of(x, to) -> dict:
-    """The kernel's `Copy` of one array: neighbours that always move together count as one number."""
-    size = common_bytes(x, to) if has_rows(x) else x.dtype.itemsize
-    b, h, t, c = (stride // size for stride in x.strides)
-    rows_b, rows_h, rows_t, _ = x.shape
-    row, width = (array.shape[-1] * array.dtype.itemsize // size for array in (x, to))
-    return {
-        **{"from_": x, "b": b, "h": h, "t": t, "c": 1 if has_rows(x) else c},
-        **{"rows_b": rows_b, "rows_h": rows_h, "rows_t": rows_t, "row": row},
-        **{"to": to, "H": to.shape[1], "T": to.shape[2], "width": width, "numbers": to.nbytes // size, "size": size},
-    }
+    """The members of the kernel's struct `Copy` for one array. To the kernel, neighbours that always move together are
+    one number."""
+    in_rows = has_rows(x)
+    size = common_bytes(x, to) if in_rows else x.dtype.itemsize
+    size_c, C = (array.shape[-1] * array.dtype.itemsize // size for array in (x, to))
+    members = {f"stride_{axis}": stride // size for axis, stride in zip("bhtc", x.strides)}
+    members |= {f"size_{axis}": count for axis, count in zip("bht", x.shape)}
+    members |= {"stride_c": 1} if in_rows else {}
+    to_members = {"to": to, "H": to.shape[1], "T": to.shape[2], "C": C, "count": to.nbytes // size}
+    return members | to_members | {"from_": x, "size_c": size_c, "bytes": size}

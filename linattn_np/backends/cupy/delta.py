@@ -26,7 +26,7 @@ from .delta_kernels import (
     DeltaSumParts,
     GradientKernel,
 )
-from .elementwise_kernels import sum_of_parts
+from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, TILES
 from .kernel import FLOATS, no_kernels
@@ -257,7 +257,7 @@ class GradientsByToken(Gradients):
         for part, name in enumerate(("beta", "g")):
             if name in self.gradients and name not in kernel.kinds:
                 total = draft.empty((B, heads, T), real)
-                sum_of_parts(draft, token_parts[part], total)
+                sum_arrays(draft, token_parts[part], total)
                 draft.copy(total, self.gradients[name][:, first : first + heads])
 
 

@@ -20,14 +20,14 @@ SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that a kernel ma
 
 
 class CupyDevice:
-    """The current CUDA device. Kernels follow one another. A `portable` one looks like the oldest card to planners, so
-    that they plan the kernels of every card.
+    """The current CUDA device, on which a kernel begins when the one before it has ended. `portable`: planners are told
+    that it is the oldest card that is served, so that they plan the kernels of every card.
     """
 
     def __init__(self, portable: bool = False):
         self.portable = portable
 
-    # -- what it is --
+    # -- properties --
     @property
     def capability(self) -> int:
         """10 major + minor."""
@@ -49,13 +49,13 @@ class CupyDevice:
 
     @property
     def queue(self):
-        """What orders the work: the stream, and the thread, which has a default stream of its own when asked for."""
+        """Identifies the queue of work: the stream and the thread, as threads may have default streams of their own."""
         import cupy
 
         return cupy.cuda.get_current_stream().ptr, get_ident()
 
     def record(self, event=None):
-        """`event`, or a new one, behind all that has been enqueued on the current stream."""
+        """Records `event`, or a new one, after all that has been enqueued on the current stream, and returns it."""
         import cupy
 
         event = event or cupy.cuda.Event(disable_timing=True)
@@ -63,13 +63,13 @@ class CupyDevice:
         return event
 
     def wait(self, event):
-        """Has the current stream wait for what is before `event`."""
+        """Has the current stream wait until all work before `event` is done."""
         import cupy
 
         cupy.cuda.get_current_stream().wait_event(event)
 
     def finish(self, event):
-        """Waits for `event`."""
+        """Has the host wait for `event`."""
         event.synchronize()
 
     @property
@@ -101,23 +101,24 @@ class CupyDevice:
         return cupy.asarray(host)
 
     def lent(self, x) -> bool:
-        """Whether the memory of `x` is of another library's allocator, which knows what its own graphs need."""
+        """Whether another library has allocated the memory of `x`, and keeps it for its own CUDA graphs."""
         import cupy
 
         return isinstance(x.data.mem, cupy.cuda.UnownedMemory)
 
     def view(self, x, shape, strides, dtype, offset):
-        """An array in the memory of `x`, so many bytes behind its first number."""
+        """An array in the memory of `x`, `offset` bytes behind its first number."""
         import cupy
 
-        return cupy.ndarray(shape, dtype, x.data + offset if x.size else x.data, strides)  # of none there is no address
+        start = x.data + offset if x.size else x.data  # an empty array has no address
+        return cupy.ndarray(shape, dtype, start, strides)
 
     def copy(self, source, target):
-        """The bytes of a contiguous array into another one."""
+        """Copies the bytes of a contiguous array to another one."""
         target.data.copy_from_device_async(source.data, source.nbytes)
 
     def fill(self, x):
-        """Zeros for all of a contiguous array."""
+        """Writes zeros to a contiguous array."""
         x.data.memset_async(0, x.nbytes)
 
     def pointer(self, x) -> int:
@@ -129,12 +130,13 @@ class CupyDevice:
 
     # -- launches --
     def compile(self, kernels):
-        """Has other threads compile and load what is new of these kernels; who needs one waits for it."""
+        """Begins to compile and load the kernels that are not loaded yet, in other threads. A launch waits for its
+        kernel."""
         for kernel in kernels:
             loading(kernel, current())
 
     def wait_for(self, kernels):
-        """Until all of them are compiled and loaded."""
+        """Waits until all kernels are compiled and loaded."""
         self.compile(kernels)
         for kernel in kernels:
             load(kernel, current())
@@ -144,11 +146,11 @@ class CupyDevice:
     def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, together: bool = False):
         """A function that enqueues `blocks` blocks on grid x, with `args` and `smem` bytes of shared memory.
 
-        `together`, on a cooperative device: all at work at once, so that they may wait for each other.
+        `together`, on a cooperative device: all blocks run at the same time, so that they may wait for each other.
         """
         smem = kernel.shared_bytes if smem is None else smem
         function = ready(kernel, smem, current())
-        # CuPy hands a struct without fields on fastest: it looks at every field.
+        # CuPy looks at every field of a struct: one without fields takes it the least time.
         argument = args.view(np.dtype((np.void, args.nbytes)))
         return partial(function, (blocks,), (kernel.threads,), (argument,), shared_mem=smem)
 
@@ -157,7 +159,7 @@ class CupyDevice:
             self.prepared(kernel, blocks, args, smem)()
 
     def captured(self, launches):
-        """A function that enqueues all of these, which have run before, as one CUDA graph."""
+        """A function that enqueues all `launches`, which have run before, as one CUDA graph."""
         import cupy
 
         stream = cupy.cuda.Stream(non_blocking=True)
@@ -174,7 +176,7 @@ class CupyDevice:
 
     @cached_property
     def cublas(self):
-        """cuBLAS with a workspace of this object's own: products of two on different streams run at the same time."""
+        """cuBLAS with a workspace for this object alone: objects on different streams multiply at the same time."""
         from .blas import Cublas
 
         return Cublas()
@@ -201,16 +203,16 @@ def capability(device: int) -> int:
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
-LOADING: dict[tuple, Future] = {}  # by kernel and device
+LOADING: dict[tuple, Future] = {}  # the CuPy functions, also those still to come, by kernel and device
 LOADING_LOCK = Lock()
-BEGUN: set[tuple] = set()  # options of NVRTC
+BEGUN: set[tuple] = set()  # options with which NVRTC has compiled something
 BEGUN_LOCK = Lock()
 NOTHING = 'extern "C" __global__ void nothing() {}'
 
 
 @cache
 def compilers() -> ThreadPoolExecutor:
-    """NVRTC takes a core for seconds, and leaves Python's lock to other threads."""
+    """The threads that compile: NVRTC takes a core for seconds, without Python's lock."""
     return ThreadPoolExecutor(os.cpu_count(), "linattn-nvrtc")
 
 
@@ -228,13 +230,13 @@ def load(kernel, device: int):
     found = loading(kernel, device)
     try:
         return found.result()
-    except Exception:  # what fails now, as for want of memory, may do later
+    except Exception:  # what fails now, as for lack of memory, may succeed later
         LOADING.pop((kernel, device), None)
         raise
 
 
 def compiled(kernel, device: int):
-    """The same, by this thread; an instance a module compiles in 0.1 to 2 s."""
+    """Compiles and loads `kernel` in this thread, in 0.1 to 2 s; returns the CuPy function."""
     import cupy
 
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
@@ -248,6 +250,7 @@ def compiled(kernel, device: int):
 
 
 def function_of(kernel, options):
+    """The CuPy function of `kernel`, in a module of its own."""
     import cupy
 
     module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
@@ -255,10 +258,10 @@ def function_of(kernel, options):
 
 
 def begin_compiling(options):
-    """Compiles nothing with these options once, while other threads wait.
+    """Compiles an empty kernel with these options once, while other threads wait.
 
-    CuPy does so to know what compiles, and remembers it; threads that begin together would all do it, one after the
-    other.
+    CuPy compiles such a kernel before the first one of these options, and remembers its result. Threads that begin at
+    the same time would all do so, one after the other.
     """
     import cupy
 
@@ -270,7 +273,7 @@ def begin_compiling(options):
 
 @cache
 def ready(kernel, smem: int, device: int):
-    """What launches `kernel` with `smem` bytes of shared memory on `device`, which must be the current one."""
+    """CuPy's function that launches `kernel` with `smem` bytes of shared memory on `device`, which must be current."""
     function = load(kernel, device)
     if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
         function.max_dynamic_shared_size_bytes = smem
@@ -287,10 +290,10 @@ def driver():
     return ctypes.CDLL("libcuda.so.1")
 
 
-@lru_cache(1024)  # what a call costs is half of a small call's time; arrays come back to the same places
+@lru_cache(1024)  # without a cache: half of the time of a small call; calls reuse the same addresses
 def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, int], swizzled: bool) -> bytes:
     """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last; `box` of [D, T, H]."""
-    buffer = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
+    buffer = ctypes.create_string_buffer(128 + 64)  # the map has 128 bytes, and must start at a multiple of 64
     start = -ctypes.addressof(buffer) % 64
 
     def array(ctype, values):
@@ -318,7 +321,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, in
     return buffer.raw[start : start + 128]
 
 
-# -- launches that begin before the one before them ends ---------------------------------------------------------------
+# -- launches that overlap ---------------------------------------------------------------------------------------------
 OVERLAPPING_CAPABILITY = 90
 COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # of the driver's CUlaunchAttributeID
 
@@ -351,15 +354,16 @@ def attributes(*ids):
 def entry(kernel, smem, device):
     """The driver's handle of `kernel` on `device`, which must be the current one."""
     function = load(kernel, device)
-    if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):  # never less than others launch it with
+    if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):  # never less than other launches need
         function.max_dynamic_shared_size_bytes = smem
-    function.preferred_shared_memory_carveout = 100  # for all: only an empty multiprocessor can change it
+    # In percent, the same for all kernels: a multiprocessor changes the share only while it is empty.
+    function.preferred_shared_memory_carveout = 100
     return ctypes.c_void_p(function.kernel.ptr)
 
 
 class OverlappedDevice(CupyDevice):
-    """A kernel that waits for the one before it takes the room that this one leaves (programmatic dependent launch,
-    sm_90)."""
+    """The current CUDA device, on which blocks of a kernel with `overlaps` start as soon as blocks of the kernel before
+    it leave room (programmatic dependent launch, sm_90). Such a kernel itself waits for the results that it reads."""
 
     cooperative = True
 
@@ -372,7 +376,7 @@ class OverlappedDevice(CupyDevice):
         function, launch_kernel = entry(kernel, smem, current()), driver().cuLaunchKernelEx
         arguments = ctypes.byref(config), function, ctypes.byref(ctypes.c_void_p(args.ctypes.data)), None
 
-        def launch(args=args):  # which must live as long as its address is used
+        def launch(args=args):  # the default keeps `args` alive as long as `launch`, which uses its address
             config.stream = current_stream().ptr
             if status := launch_kernel(*arguments):
                 raise RuntimeError(f"{kernel.expression}: the driver refused the launch with CUresult {status}")
@@ -381,5 +385,5 @@ class OverlappedDevice(CupyDevice):
 
 
 def best_device():
-    """What launches fastest on the current CUDA device."""
+    """The device object that launches fastest on the current CUDA device."""
     return OverlappedDevice() if capability(current()) >= OVERLAPPING_CAPABILITY else CupyDevice()

@@ -1,4 +1,9 @@
-"""Instances of the kernels that go element by element, which several planners launch beside their own."""
+"""Kernels that compute every number, or every row, of an array by itself. Several planners launch them.
+
+A class declares one CUDA kernel: its fields are the arguments of the C++ template, and `arguments` lists the members of
+the struct that a launch passes. A member of kind "rows" is an array [B, H, T, channels] of any strides but the last;
+"pointers" are contiguous arrays, and "integers" sizes. T is called T_ there, as the template has a type T.
+"""
 
 from __future__ import annotations
 
@@ -11,74 +16,99 @@ from .arguments import members, structs
 from .kernel import Kernel
 from .plan import ceil_div
 
-FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
+FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}  # the kernels' names of feature maps
 
 
 class FeatureMap(Kernel):
+    """y = phi(x), of C channels. With `step` 0 the first channel of x stands for all C; else `step` is 1. With
+    `vectors` 1 a thread computes PIECE neighbours: rows of y, and of x if `step` is 1, must then allow 16-byte copies.
+    """
+
     file = "elementwise/feature_map"
     arguments = members("rows x y, integers B H T_ C step vectors")
     threads = 256
-    PIECE: ClassVar[int] = 8  # numbers that a thread moves at once
+    PIECE: ClassVar[int] = 8
     phi: str
-    dtype: np.dtype
-    result: np.dtype
+    dtype: np.dtype  # of x
+    result: np.dtype  # of y
 
 
 class FeatureGradient(Kernel):
+    """dx = dy phi'(x), of C channels."""
+
     file = "elementwise/feature_gradient"
     arguments = members("rows x dy dx, integers B H T_ C")
     threads = 256
     phi: str
-    dtype: np.dtype
-    result: np.dtype
+    dtype: np.dtype  # of x and dx
+    result: np.dtype  # of dy
 
 
 class GateGradient(Kernel):
+    """dg [B, H, T, 1] of a gate that C channels share: the sum of `dg_channels` [B, H, T, C] over the channels."""
+
     file = "elementwise/gate_gradient"
-    arguments = members("rows x y, integers B H T_ C")
+    arguments = members("rows dg_channels dg, integers B H T_ C")
     threads = 128
-    gate: np.dtype
+    dtype: np.dtype  # of dg
 
 
-class BonusGradient(Kernel):
-    file = "elementwise/bonus_gradient"
-    arguments = members("pointers partial_du du, integers N H K row")
+class SumArrays(Kernel):
+    """sum [H, K] = the sum of N `arrays` [N, H, K]; rows of `sum` lie `row_stride` numbers apart."""
+
+    file = "elementwise/sum_arrays"
+    arguments = members("pointers arrays sum, integers N H K row_stride")
     threads = 128
-    bonus: np.dtype
+    LANES: ClassVar[int] = 8  # threads that add the N values of one number
+    dtype: np.dtype  # of sum
 
 
 class Divide(Kernel):
+    """o = y / z, the normalisation of linear attention: y is columns 0 ... V - 1 of `yz`, and z is column V."""
+
     file = "elementwise/divide"
     arguments = members("rows yz o, integers B H T_ V")
     threads = 128
-    dtype: np.dtype
+    dtype: np.dtype  # of o
 
 
 class DivideGradient(Kernel):
+    """The gradient of `Divide`: `dyz` from `yz` and do. Both have `columns` columns; those behind column V pad rows,
+    and their gradient is 0."""
+
     file = "elementwise/divide_gradient"
     arguments = members("rows yz do_ dyz, integers B H T_ V columns")
     threads = 128
-    dtype: np.dtype
+    dtype: np.dtype  # of do
 
 
 class CopyRows(Kernel):
-    """Copies of arrays with longer or shorter rows, which it fills up with zeros."""
+    """Copies of up to COPIES arrays `from_` [size_b, size_h, size_t, size_c] to contiguous arrays `to` [B, H, T, C] of
+    `count` numbers. Zeros fill what `to` has and `from_` has not.
+
+    A number is an item of `bytes` bytes. Strides of `from_` are in numbers. An array's blocks begin at `first_block`.
+    """
 
     file = "elementwise/copy_rows"
     COPIES: ClassVar[int] = 8
     threads = 256
-    PIECES: ClassVar[int] = 4 * threads  # of 16 bytes, a block
-    constants = (("COPIES", "COPIES"), ("THREADS * AT_ONCE", "PIECES"))
+    PIECES: ClassVar[int] = 4 * threads  # of 16 bytes, that a block copies
+    BYTES_OF_BLOCK: ClassVar[int] = 16 * PIECES
+    constants = (("COPIES", "COPIES"), ("THREADS * AT_ONCE", "PIECES"))  # the compiler compares these pairs
     arguments = structs(
         "copies",
         COPIES,
-        members("pointers from_ to, integers b h t c H T width rows_b rows_h rows_t row numbers size first"),
+        members(
+            "pointers from_ to, integers stride_b stride_h stride_t stride_c H T C "
+            "size_b size_h size_t size_c count bytes first_block"
+        ),
     )
 
 
-def sum_of_parts(draft, parts, total):
-    """total [..., H, K], which may be a part of longer rows, of parts [N, ..., H, K] in float32 or float64."""
-    (N, *heads, K), kernel = parts.shape, BonusGradient(total.dtype)
-    sizes = {"N": N, "H": prod(heads), "K": K, "row": total.strides[-2] // total.dtype.itemsize}
-    blocks = ceil_div(8 * sizes["H"] * K, kernel.threads)
-    draft.launch(kernel, blocks, partial_du=parts, du=total, **sizes)
+def sum_arrays(draft, arrays, total):
+    """Adds to the plan `draft` a launch of total [..., H, K] = the sum of arrays [N, ..., H, K] in float32 or float64.
+    `total` may be a slice of an array with longer rows."""
+    (N, *heads, K), kernel = arrays.shape, SumArrays(total.dtype)
+    sizes = {"N": N, "H": prod(heads), "K": K, "row_stride": total.strides[-2] // total.dtype.itemsize}
+    blocks = ceil_div(kernel.LANES * sizes["H"] * K, kernel.threads)
+    draft.launch(kernel, blocks, arrays=arrays, sum=total, **sizes)

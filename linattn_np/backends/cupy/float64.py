@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import members
-from .elementwise_kernels import FeatureMap, sum_of_parts
+from .elementwise_kernels import FeatureMap, sum_arrays
 from .gated_kernels import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div
@@ -85,7 +85,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
     found = [x for x in (dq, dk, dv, dg, dgv) if x is not None]
     if sides.u:
         du = draft.empty((H, K), DOUBLE)
-        sum_of_parts(draft, partial_du, du)
+        sum_arrays(draft, partial_du, du)
         found.append(draft.cast(du, problem["u"].dtype))
     return draft.plan((tuple(found), draft.stored_gradient(problem, dh0)))
 

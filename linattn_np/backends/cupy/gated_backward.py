@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...problem import Problem
 from . import aligned_copies, segments
 from .backward_tiles import Reused, StateTile, tiles_of
-from .elementwise_kernels import sum_of_parts
+from .elementwise_kernels import sum_arrays
 from .gated_forward import HopperForward
 from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_bytes
@@ -52,7 +52,7 @@ def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
         tiles, partial_du = way(draft, whole, cut)
     if bonus is not None:
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
-        sum_of_parts(draft, partial_du, gradients[-1])
+        sum_arrays(draft, partial_du, gradients[-1])
     return draft.plan((gradients, draft.stored_gradient(problem, dh0)), tiles=tiles)
 
 
@@ -225,7 +225,7 @@ def tile_after_tile(draft, whole, cut):
     parts of du)."""
     problem = whole.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
-    memory, sizes, found = Reused(draft), [], segments.BackwardSegments(cut.segments, cut.short)
+    memory, sizes, backward_segments = Reused(draft), [], segments.BackwardSegments(cut.segments, cut.short)
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
     bonus = {}  # by a tile's first channel
     if u is not None:
@@ -233,13 +233,13 @@ def tile_after_tile(draft, whole, cut):
     for tile in tiles:
         own = memory.again()
         backward = whole.of_tile(tile, own, bonus.get(tile.channels.start))
-        tile_cut = segments.hoppers_backward_cut(backward.problem, cut.device, found, known=False)
+        tile_cut = segments.hoppers_backward_cut(backward.problem, cut.device, backward_segments, starts_known=False)
         of_tile, partial_du = on_hopper(own, backward, tile_cut)
         sizes.append(of_tile)
         if whole.dh0 is not None:
             draft.copy(backward.dh0, tile.state(whole.dh0))
         if du is not None:
-            sum_of_parts(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
+            sum_arrays(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
     return sizes[0] | {"tiles": len(tiles)}, du
 
 

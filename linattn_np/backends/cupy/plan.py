@@ -1,7 +1,7 @@
-"""A plan is data: the memory that a call needs, the steps that it takes in order, and what it gives back.
+"""A plan is data: the memory that a call needs, the steps that it takes in order, and the arrays that it returns.
 
-Planners draw plans with a `Draft`. They see arrays as `Array`, which says where numbers are and how they lie, and holds
-none. `execute` runs a plan on a device and runs it again on other arrays; `explain` and tests read it.
+Planners write plans with a `Draft`. They see arrays as `Array`, which has a shape, strides and a place in some memory,
+and no numbers. `execute` runs a plan on a device, again and again on other arrays; `explain` and tests read it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Memory that every execution allocates: contiguous, with the axes in the order `axes`, the slowest first."""
+    """Memory that every execution allocates, without gaps. `axes` is the memory order of the axes: the one with the
+    largest stride first."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -80,7 +81,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Ref:
-    """An address: so many bytes behind the start of some memory."""
+    """An address: `offset` bytes behind the start of `memory`."""
 
     memory: Given | Buffer | Table
     offset: int = 0
@@ -119,7 +120,7 @@ class Array:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its memory, seen as it was given or allocated."""
+        """Whether it has all numbers of its memory, with the shape and strides that the memory has."""
         return not self.offset and self.shape == self.memory.shape and self.strides == self.memory.strides
 
     def __getitem__(self, key) -> Array:
@@ -165,12 +166,13 @@ class Array:
 
 
 def whole(memory) -> Array:
+    """All of some memory as an array."""
     return Array(memory, memory.shape, memory.strides, memory.dtype)
 
 
 # -- how arrays lie ----------------------------------------------------------------------------------------------------
 def has_rows(x) -> bool:
-    """Kernels take any strides but the last, which must be that of neighbours."""
+    """Whether the numbers of a row are neighbours in memory, as kernels ask for; all other strides are free."""
     return x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1 or x.size == 0
 
 
@@ -184,38 +186,40 @@ def is_contiguous(x) -> bool:
 
 
 def aligned16(*arrays) -> bool:
-    """Whether every row starts on 16 bytes and is a whole number of them: what 16-byte copies need."""
+    """Whether every row of every array starts on 16 bytes and has a multiple of 16 bytes, as 16-byte copies need."""
     return not any(at % 16 for x in arrays for at in (x.start, *x.strides[:-1], x.shape[-1] * x.dtype.itemsize))
 
 
 def common_bytes(*arrays) -> int:
-    """The largest power of 2, at most 16, of which every row's start and length is a multiple: how many bytes copies
-    may move at once."""
+    """How many bytes copies may move at once: the largest power of 2, at most 16, of which the start and the length of
+    every row are multiples."""
     return gcd(16, *(at for x in arrays for at in (x.start, *x.strides[:-1], x.shape[-1] * x.dtype.itemsize)))
 
 
 def mappable(*arrays) -> bool:
-    """Whether tensor maps can describe the arrays: aligned, none empty, no axis repeated or backwards."""
-    return aligned16(*arrays) and no_axis_repeats(arrays)
+    """Whether tensor maps can describe the arrays: their rows allow 16-byte copies, and strides are positive."""
+    return aligned16(*arrays) and have_positive_strides(arrays)
 
 
 def mappable_either_way(x) -> bool:
-    """The same, or of the array with its tokens backwards: the kernels of recurrences then copy rows themselves."""
+    """Whether a tensor map can describe an array, or the array with its tokens in the opposite order. Then kernels copy
+    rows themselves."""
     return mappable(x) or mappable(forwards(x))
 
 
 def forwards(x):
-    """[B, H, T, D] with tokens in the order of memory."""
+    """[B, H, T, D] with tokens in the order of memory: reversed if their stride is negative."""
     return x[:, :, ::-1] if x.strides[2] < 0 else x
 
 
-def no_axis_repeats(arrays) -> bool:
-    """Nor runs backwards, nor is empty."""
+def have_positive_strides(arrays) -> bool:
+    """Whether no axis is repeated or runs backwards, and no array is empty."""
     return all(x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
 
 
 def mappable_once_copied(arrays) -> bool:
-    """Whether tensor maps can describe the arrays, or else copies of them: none is empty, rows are whole 16 bytes."""
+    """Whether tensor maps can describe the arrays or contiguous copies of them: none is empty, and rows have a multiple
+    of 16 bytes."""
     return all(x.size and x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
 
 
@@ -232,9 +236,11 @@ def are_worth_a_launch(arrays) -> bool:
 # -- steps -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """What a Hopper kernel's tensor copies know of [B, H, T, D]: boxes of so many columns, tokens and heads.
+    """The description of an array [B, H, T, D] from which Hopper's tensor copies (TMA) fetch boxes: each of `columns`
+    columns, `tokens` tokens and `heads` heads.
 
-    A box's rows stand side by side in shared memory, or, `swizzled`, 128 bytes each in the 128-byte swizzle.
+    In shared memory the rows of a box follow each other without gaps; or, if `swizzled`, each has 128 bytes in the
+    128-byte swizzle.
     """
 
     array: Array
@@ -246,7 +252,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Shape:
-    """The kernels' struct `Shape`, member by member: where the tokens are."""
+    """The kernels' struct `Shape`, member by member: the sizes of a problem, and which tokens each sequence has."""
 
     B: int
     H: int
@@ -254,11 +260,11 @@ class Shape:
     K: int
     V: int
     count: int  # sequences in a row of the batch
-    bounds: Ref | None
-    chunk: int
+    bounds: Ref | None  # the first token of every sequence, and the end of the last; null if all have T tokens
+    chunk: int  # tokens of a chunk
     NC: int  # chunks in a row of the batch
-    chunks: Ref | None
-    chunk_bounds: Ref | None
+    chunks: Ref | None  # of every chunk, its first token and its end
+    chunk_bounds: Ref | None  # the first chunk of every sequence, and the number of chunks
 
     @property
     def all_chunks(self) -> int:
@@ -276,9 +282,9 @@ class Launch:
     kernel: Any
     blocks: int
     args: dict
-    reason: str = ""  # what a caller's array is copied for, where the kernel does that
+    reason: str = ""  # why the kernel copies an array of the caller, if it does
     more_shared: int = 0  # bytes of shared memory behind those that the kernel declares
-    together: bool = False  # whether all blocks must be at work at once, to wait for each other
+    together: bool = False  # whether blocks wait for each other, so that the card must run all at the same time
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,11 +303,11 @@ class Copy:
 
     source: Array
     target: Array
-    reason: str = ""  # what a caller's array is copied for
+    reason: str = ""  # why an array of the caller is copied
 
     @property
     def is_of_bytes(self) -> bool:
-        """Whether it only moves bytes, one after the other."""
+        """Whether it copies one run of bytes to another, unchanged."""
         same = self.source.dtype == self.target.dtype and self.source.shape == self.target.shape
         return same and is_contiguous(self.source) and is_contiguous(self.target)
 
@@ -331,7 +337,7 @@ class Plan:
     given: tuple[Given, ...] = ()  # the caller's arrays, in the order in which `execute` is handed them
     mode: str | None = None
     tiles: dict = field(default_factory=dict)  # the sizes that the main kernels work in, for `explain`
-    against: dict = field(default_factory=dict)  # what other ways the call could have gone -> why it does not, likewise
+    against: dict = field(default_factory=dict)  # {another way of computing the call: why it is not taken}, likewise
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -348,7 +354,7 @@ class Plan:
 
     @property
     def scratch(self) -> int:
-        """Bytes that an execution takes besides what it gives back."""
+        """Bytes that an execution allocates besides the results and what the pullback needs."""
         kept = {id(x.memory) for x in arrays_in((self.results, self.saved))}
         return sum(buffer.nbytes for buffer in self.buffers if id(buffer) not in kept)
 
@@ -360,9 +366,9 @@ def arrays_in(tree) -> list:
     return [] if tree is None else [tree]
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
+# -- drafts ------------------------------------------------------------------------------------------------------------
 class Draft:
-    """A plan while it is drawn.
+    """A plan that is being written: its methods allocate buffers and append steps.
 
     numbers : of a kernel's arguments by their names; a launch that does not name one of them takes it from here
     """
@@ -374,7 +380,7 @@ class Draft:
         return Plan(tuple(self.buffers), tuple(self.steps), results, **more)
 
     def include(self, plan: Plan):
-        """All of another plan, at this place; its results."""
+        """Appends the buffers and steps of another plan, and returns its results."""
         self.buffers += plan.buffers
         self.steps += plan.steps
         return plan.results
@@ -394,7 +400,7 @@ class Draft:
         self.steps.append(Fill(x))
 
     def like(self, prototype: Array, dtype=None, shape=None) -> Array:
-        """New memory with the axes in the memory order of `prototype`, where that leaves rows."""
+        """A new array with the axes in the memory order of `prototype`; contiguous where `has_rows` would fail."""
         shape, dtype = prototype.shape if shape is None else shape, prototype.dtype if dtype is None else dtype
         axes = sorted(range(len(shape)), key=lambda axis: -abs(prototype.strides[axis]))
         ordered = Buffer(tuple(shape), np.dtype(dtype), tuple(axes))
@@ -457,11 +463,11 @@ class Draft:
 
     # -- a problem's arrays --
     def inputs(self, problem) -> tuple[Array, ...]:
-        """The arrays of the call except the bonus, with rows, in the order of the declaration."""
+        """The arrays of the call except the bonus u, in the order of the declaration; copies where `has_rows` fails."""
         return tuple(self.in_rows(x, name) for name, x in problem.arrays.items() if name != "u")
 
     def mapped_inputs(self, problem, fits=mappable_either_way) -> tuple[Array, ...]:
-        """The same, as tensor maps can describe them."""
+        """The same; copies where `fits` fails, by default where tensor maps cannot describe an array."""
         return tuple(self.mapped(x, name, fits) for name, x in problem.arrays.items() if name != "u")
 
     def bonus(self, problem) -> Array | None:
@@ -479,7 +485,7 @@ class Draft:
         return self.empty(problem.shape("N H K V"), problem.compute_dtype) if problem.output_final_state else None
 
     def stored(self, problem, final):
-        """The final state as the caller wants it."""
+        """(the final state in the dtype that the caller wants,), or None."""
         return None if final is None else (self.cast(final, problem.state_dtype),)
 
     def output(self, problem, fits=has_rows) -> Array:
@@ -489,6 +495,7 @@ class Draft:
         return self.like(next(iter(problem.arrays.values())), problem.dtype, problem.shape(problem.op.out))
 
     def give_back(self, problem, o) -> Array:
+        """The caller's `out`, to which o is copied if the kernels could not write there, or o if there is no `out`."""
         if problem.out is None or o is problem.out:
             return o
         self.copy(o, problem.out, "out: the kernels cannot write it as it lies")
@@ -500,7 +507,7 @@ class Draft:
 
     # -- the arrays of its pullback --
     def cotangents(self, problem, do, dht) -> tuple[Array, Array | None]:
-        """(do in the dtype of the inputs, with rows; the final state's gradient, contiguous, or None)."""
+        """(do in the dtype of the inputs, as `has_rows` asks for; the final state's gradient, contiguous, or None)."""
         do = self.in_rows(self.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
         return do, self.plain(None if dht is None else dht[0], "dht", problem.compute_dtype)
 
@@ -513,7 +520,7 @@ class Draft:
         return None if dh0 is None else (self.cast(dh0, problem.initial_state[0].dtype),)
 
     def shape(self, problem, spans=None, chunk=None, **changed) -> Shape:
-        """Where the tokens are; `spans` are the token ranges to take in place of the sequences."""
+        """The `Shape` of a problem. `spans`: token ranges that take the place of sequences; `changed`: other K or V."""
         B, H, T = problem.shape("B H T")
         dense, chunk = spans is None and not problem.varlen, chunk or problem.chunk_size or CHUNK
         spans = spans or problem.spans
@@ -545,8 +552,8 @@ def array_options(problem) -> list[str]:
 
 
 def describe(problem, device) -> tuple:
-    """(the problem with a settled mode and an `Array` for each of the caller's arrays, their memory in the order of
-    `arrays_of`)."""
+    """(the problem as planners see it: with an `Array` for each of the caller's arrays, and without the mode "auto";
+    the memory of these arrays, in the order of `arrays_of`)."""
     given = []
 
     def seen(name, x):
@@ -567,19 +574,20 @@ def describe(problem, device) -> tuple:
 
 
 def mode_of(problem) -> str:
-    """What "auto" stands for on a GPU: the one-pass kernels, or the stages if every chunk's state is to be kept."""
+    """The mode that "auto" stands for on a GPU: "chunk", or "staged" if the state of every chunk is asked for."""
     if problem.mode != "auto":
         return problem.mode
     return "staged" if problem.materialize else "chunk"
 
 
 def contiguous(name, shape, dtype) -> Given:
-    """Memory as a caller would give an array that is contiguous and aligned."""
+    """The description of a contiguous array of a caller that starts on 16 bytes."""
     buffer = Buffer(tuple(shape), dtype, tuple(range(len(shape))))
     return Given(name, buffer.shape, buffer.strides, dtype, 0)
 
 
 def describe_array(name, x, device) -> Given:
+    """The description of a caller's array `x`, or `x` if it is one."""
     if isinstance(x, Given):
         return x
     return Given(name, tuple(x.shape), tuple(x.strides), x.dtype, device.pointer(x) % 16)

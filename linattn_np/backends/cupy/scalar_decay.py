@@ -1,9 +1,10 @@
 """Scalar decays: simple_gla, retention and linear_attention, whose channels all share a gate.
 
-Hopper's own kernels read such a gate as it is. On other cards the gate is first copied to every channel, and `gated`
-plans the rest. A feature map is a pass over q and k. The normaliser z is computed as one more column of v, all ones:
-the state becomes S | z and the output y | z, both in float32, since z sums many tokens, and padded with zeros to whole
-pieces of 16 bytes. A last pass divides y by z.
+Each call becomes a problem of gla with a gate [B, H, T, 1]. Hopper's own kernels read such a gate as it is. On other
+cards the gate is first copied to every channel, and `gated` plans the rest. A feature map is a pass over q and k. The
+normaliser z is computed as one more column of v, all ones: the state becomes [S | z] and the output [y | z], columns
+side by side. Both are in float32, since z sums many tokens, and zeros fill their rows to a multiple of 16 bytes. A last
+pass divides y by z.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .elementwise_kernels import (
     FeatureGradient,
     FeatureMap,
     GateGradient,
-    sum_of_parts,
+    sum_arrays,
 )
 from .gated_forward import ForwardPass, HopperForward
 from .gated_kernels import PANEL
@@ -32,7 +33,8 @@ from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
 from .segments import HOPPER, PORTABLE, SHARED_GATE, TILED, UNWANTED_GATE
 
-WHOLE = 4  # float32 columns in 16 bytes: S | z has a multiple of so many columns
+WHOLE = 4  # float32 columns in 16 bytes: [S | z] has a multiple of them
+# Why the gate is copied to every channel, by operator, as `explain` prints it.
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
 NO_GATE = "a gate of 0: spread over tokens and channels"
 
@@ -45,6 +47,7 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device, kept=()):
+    """The plan of a forward pass. `kept`: what `plan_summary` of the same tokens has saved."""
     draft = Draft()
     gla = as_gla(draft, problem)
     inner = plan_gla(draft, gla, device, reason_to_spread(problem), kept)
@@ -59,7 +62,7 @@ def plan(problem, device, kept=()):
 
 
 def plan_summary(problem, device):
-    """As `gated.plan_summary`, by Hopper's kernels."""
+    """What `gated_forward.plan_summary` returns, by Hopper's kernels for a gate that channels share."""
     draft = Draft()
     gla = as_gla(draft, problem)
     cut = segments.scalar_forward_cut(gla, device)
@@ -72,7 +75,7 @@ def plan_summary(problem, device):
 
 
 def plan_summary_vjp(problem, device, do, saved=()):
-    """As `gated_backward.plan_summary_vjp`, by Hopper's kernels."""
+    """What `gated_backward.plan_summary_vjp` returns, by Hopper's kernels for a gate that channels share."""
     draft = Draft()
     gla = as_gla(draft, problem)
     cut = segments.scalar_backward_cut(gla, device)
@@ -87,6 +90,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
 
 
 def plan_vjp(problem, device, do, dht, saved=(), kept=()):
+    """The plan of a pullback. `kept`: what `plan_summary_vjp` of the same `do` has saved. `saved` is always empty."""
     draft = Draft()
     gla, reason = as_gla(draft, problem), reason_to_spread(problem)
     if normalized(problem):
@@ -98,7 +102,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
     inner = plan_gla_vjp(draft, gla, device, do, dht, reason, kept, exact_gate=bool(problem.op.gates))
     (dq, dk, dv, dg), dh0 = draft.include(inner)
     if phi := feature_map(problem):
-        dq, dk = (through(draft, phi, problem[name], x, name) for name, x in (("q", dq), ("k", dk)))
+        dq, dk = (feature_gradient(draft, phi, problem[name], x, name) for name, x in (("q", dq), ("k", dk)))
     if normalized(problem):
         dtypes = [part.dtype for part in problem.initial_state or ()]
         dv, dh0 = dv[..., : problem.sizes["V"]], dh0 and split(draft, problem, dh0[0], dtypes)
@@ -118,8 +122,8 @@ def normalized(problem) -> bool:
 
 
 def as_gla(draft, problem):
-    """The same call as a problem of gla, with a gate [B, H, T, 1]; the gate's other axes have size 1, too, if it is the
-    same along them."""
+    """The call as a problem of gla with a gate [B, H, T, 1], whose axes B, H and T have size 1 where the gate is the
+    same along them. Adds the passes that map q and k to features, and that append a column of ones to v."""
     B, N, H, T, K, V = problem.shape("B N H T K V")
     q, k, v = (problem[name] for name in "qkv")
     changed, phi = {"dtype": problem.dtype}, feature_map(problem)
@@ -142,6 +146,7 @@ def as_gla(draft, problem):
 
 
 def gate(draft, problem):
+    """The natural logarithm of the decay, [B, H, T, 1], or [1, H or 1, 1, 1] if tokens share it."""
     if problem.op.gates:
         return problem["g"][..., None]
     log_decay = np.asarray(problem.options.get("log_decay", [0.0]))
@@ -154,6 +159,7 @@ def dtype_of_sums(dtype):
 
 
 def reason_to_spread(problem) -> str:
+    """Why the gate is copied to every channel, for `explain`."""
     return SPREAD.get(problem.op.name, NO_GATE)
 
 
@@ -175,14 +181,14 @@ def in_float32(draft, gla):
 
 
 def joined_state(draft, problem, parts, name):
-    """S | z."""
+    """[S | z] of the state's `parts` S [N, H, K, V] and z [N, H, K]."""
     N, H, K, V = problem.shape("N H K V")
     S, z = (draft.plain(part, name, problem.compute_dtype) for part in parts)
     return with_last(draft, S, z[..., None], (N, H, K, ceil_div(V + 1, WHOLE) * WHOLE), "")
 
 
 def with_last(draft, x, last, shape, reason):
-    """x | last | 0, as wide as `shape`."""
+    """[x | last | zeros], columns side by side in an array of `shape`; `last` is one column."""
     V, rest, dtype = x.shape[-1], shape[-1] - x.shape[-1] - 1, dtype_of_sums(x.dtype)
     zeros = [(draft.table(np.zeros((1, 1, 1, 1), dtype)), rest)] if rest else []
     return beside(draft, [(x, V), (last, 1), *zeros], shape, dtype, None, reason)
@@ -203,26 +209,27 @@ def beside(draft, parts, shape, dtype, phi, reason):
 
 
 def split(draft, problem, joined, dtypes):
-    """S and z of S | z."""
+    """(S, z) of [S | z], in `dtypes`."""
     V = problem.sizes["V"]
     return tuple(draft.cast(x, dtype) for x, dtype in zip((joined[..., :V], joined[..., V]), dtypes))
 
 
 def gradient_of_gate(draft, problem, dg):
-    """The gradient [B, H, T] of a gate that all channels share, from itself or from parts [B, H, T, C] to be added."""
+    """The gradient [B, H, T] in the dtype of the gate, from `dg`: the same in another dtype, or [B, H, T, C], whose C
+    channels, or parts, are added."""
     if dg.ndim == 3 and dg.dtype == problem["g"].dtype:
         return dg
     found = draft.empty(problem.shape("B H T"), problem["g"].dtype)
     if dg.ndim == 3:
-        fill(draft, found[:, :, None], dg[:, :, None], None)  # its tokens side by side as channels are
+        fill(draft, found[:, :, None], dg[:, :, None], None)  # the tokens take the place of channels
     else:
-        by_token(draft, problem, GateGradient(found.dtype), x=dg, y=found[..., None], C=dg.shape[-1])
+        by_token(draft, problem, GateGradient(found.dtype), dg_channels=dg, dg=found[..., None], C=dg.shape[-1])
     return found
 
 
-# -- launches of kernels that go element by element --------------------------------------------------------------------
-def through(draft, phi, x, dy, name):
-    """dx of y = phi(x)."""
+# -- launches of elementwise kernels -----------------------------------------------------------------------------------
+def feature_gradient(draft, phi, x, dy, name):
+    """dx of y = phi(x), with x the array `name`."""
     dx, kernel = draft.empty(x.shape, x.dtype), FeatureGradient(FEATURE_MAPS[phi], x.dtype, dy.dtype)
     blocks, sizes = ceil_div(x.size, kernel.threads), dict(zip(("B", "H", "T_", "C"), x.shape))
     draft.launch(kernel, blocks, x=draft.in_rows(x, name), dy=dy, dx=dx, **sizes)
@@ -246,7 +253,8 @@ def fill(draft, y, x, phi, reason=""):
 
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
 def plan_gla(draft, gla, device, reason, kept=()):
-    """A plan of gla with a scalar decay: by Hopper's kernels where they can, else by `gated` with the gate spread."""
+    """A plan of gla with a scalar decay: by Hopper's kernels if they can, else by `gated` with a copy of the gate for
+    every channel, for the `reason` that `explain` prints."""
     if gla.dtype == DOUBLE and gla.mode != "staged":
         return float64.plan(gla, device)
     cut = segments.scalar_forward_cut(gla, device)
@@ -294,22 +302,28 @@ class SumsForward(ForwardPass):
 
 
 def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False, adds=False):
-    """The kernel's struct `WeightedSum` for arrays `parts`: queries, keys, values and the result.
+    """The kernel's struct `WeightedSum`. `parts`: the arrays in the places of queries, keys, values and the result.
 
-    States are [K, V] in memory; `turned`: the kernel's keys index their columns. `partner`: the array whose gradient
-    the sum is, if the gate's gradient is wanted. `adds`: the result holds the sums of other tiles.
+    read, write : factors of what a state gives to the result, and of what a token adds to the state
+    turned : the keys of this sum are the columns of the state in memory, not its rows
+    partner : the array whose gradient the sum is, if the gate's gradient is wanted
+    backwards : the sum runs from the last token to the first
+    adds : the result already has the sums of other tiles, to which these are added
     """
     arrays = dict(zip(("q", "k", "v", "o"), parts)) | {"partner": partner or parts[2]}
     K, V = arrays["k"].shape[-1], arrays["v"].shape[-1]
     return {
         **{name: TensorMap(x, PANEL, WeightedSums.CHUNK, True) for name, x in arrays.items()},
         **{f"{name}_rows": x for name, x in arrays.items()},
-        **{"initial": initial, "final": final, "read": read, "write": write, "backwards": backwards, "adds": adds},
+        **{"initial": initial, "final": final, "output_scale": read, "value_scale": write},
+        **{"backwards": backwards, "adds_to_o": adds},
         **{"K": K, "V": V, "state_k": 1 if turned else V, "state_v": K if turned else 1},
     }
 
 
 def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=1, needed=1, **gate):
+    """Launches `kernel` for so many `sums` of at most `widest` columns. Of `of` segments of each sequence the first
+    `needed` are computed. `gate`: the arrays of `gate_sums`, if the gate's gradient is wanted."""
     blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(widest, kernel.BV) * len(sums)
     gate = {"parts": 0} | gate
     draft.launch(kernel, blocks, sums=sums, g=g, shape=shape, decays=decays, of=of, needed=needed, **gate)
@@ -321,8 +335,9 @@ SUMS = {"dq": ("do_", "v", "k"), "dk": ("v", "do_", "q"), "dv": ("k", "q", "do_"
 
 
 def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
-    """A plan of gla's pullback under a scalar decay. Its dg is [B, H, T] as the kernels read g, or of parts
-    [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether dg is wanted."""
+    """A plan of gla's pullback with a scalar decay. Its dg is [B, H, T] in the dtype in which the kernels read g, or
+    [B, H, T, C] in float32, whose C parts are to be added, or None if tokens share the gate. `exact_gate`: whether dg
+    is wanted."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
     cut = segments.scalar_backward_cut(gla, device, bool(kept))
@@ -344,8 +359,8 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
 
 
 def sums_tile_after_tile(draft, whole, device):
-    """As `gated_backward.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share the
-    gate, too; the sizes of what runs for the first tile)."""
+    """Launches the kernels for one tile of the state after the other, as `gated_backward.tile_after_tile` does:
+    (the gate's gradient, or None if tokens share the gate; the sizes of the first tile's kernels)."""
     memory, tiles, sizes = Reused(draft), tiles_of(whole.problem), []
     shape, own_gates = whole.problem.shape("B H T"), segments.has_own_gates(whole.problem)
     parts = draft.empty((len(tiles), *shape), FLOAT32) if own_gates else None
@@ -359,15 +374,17 @@ def sums_tile_after_tile(draft, whole, device):
     if parts is None:
         return None, sizes[0] | {"tiles": len(tiles)}
     dg = draft.empty(shape, FLOAT32)
-    sum_of_parts(draft, parts, dg)
+    sum_arrays(draft, parts, dg)
     return dg, sizes[0] | {"tiles": len(tiles)}
 
 
 def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
-    """(the gate's gradient if tokens have gates of their own, the sizes of what runs).
+    """Launches `WeightedSums` for dq, dk and dv: (the gate's gradient, or None if tokens share the gate; the sizes of
+    the kernels).
 
-    Three sums, by one launch, or dq by the first of two launches. With the gate's gradient there are two: the first
-    leaves what the second makes the gradient of. A tile's goes to `dg` as a whole.
+    One launch computes all three sums, or the first of two launches dq. If the gate's gradient is wanted there are two
+    launches: the second computes it from what the first writes (`gate_sums`). `dg`: where one tile of the state writes
+    it.
     """
     gla, read, written = backward.problem, backward.read, backward.written
     (K, V), gate = gla.shape("K V"), cut.kernels[0].gives_gate
@@ -397,7 +414,8 @@ def gradients_by_sums(draft, backward, cut, kept=(), dg=None):
 
 
 def gate_sums(own, gla, shape, queries, keys):
-    """The arrays that the first kernel hands to the second for the gate, and dg, with a part for every tile of K."""
+    """The arrays that the kernel of dq writes for the kernel of dk and dv, which computes dg from them; and dg, with a
+    part for every tile of K."""
     B, H, T, K = gla.shape("B H T K")
     stretches, parts, tiles = T // queries.STRETCH + shape.count, ceil_div(K, queries.BV), ceil_div(K, keys.BV)
     return {

@@ -12,7 +12,7 @@ from .kernel import TiledKernel
 
 WEIGHTED_SUM = members(
     "maps q k v o partner, rows q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
-    "integers K V state_k state_v, reals read write, integers backwards adds"
+    "integers K V state_k state_v, reals output_scale value_scale, integers backwards adds_to_o"
 )
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 

@@ -6,7 +6,8 @@ result. A decision says how long a call takes, never what it computes.
 
 Few heads leave multiprocessors idle. Then sequences are cut into segments, which blocks compute at the same time: a
 first pass summarises what each segment does to a state, a scan joins the summaries, and the main pass starts every
-segment from its state. Where several cuts are possible, each candidate that the card can hold has a cost, and the
+segment from its state. Hopper is a card of compute capability 9.0, which has kernels of its own; portable kernels run
+on every card. Where several cuts are possible, each candidate that the card can hold has a cost, and the
 cheapest is taken. Costs are in tokens: the time in which one block of the pass's main kernel takes a token of 128
 channels and columns. `benchmarks/fit_segments.py` measures cuts that it forces, and fits the constants below to a card;
 these are an H200's, in bfloat16. tests/test_segments.py holds cuts to those that were measured.
@@ -92,9 +93,9 @@ MOST_IN_TURN = {1: 512, 2: 128}  # mean tokens up to which blocks take sequences
 # tokens and 4 to 256 heads; the choice costs 1 % more than the better way on average, 28 % at worst.
 TILE_START, SHARED_GATE_START = 20, 180  # the launches of a tile; of one whose channels share a gate
 NARROW_TILE = 0.8  # of a tile's time, for one with half of its channels or half of its columns
-OTHERS_START, OTHERS_SHARED_GATE_START = 160, 400  # the portable kernels' launches; with a gate to spread
-OTHERS_CHANNELS, OTHERS_COLUMNS = 0.25, 0.88  # portable, of a tile's time: 64 channels; and for every 128 columns
-OTHERS_FINER = 1.7  # times as long in tf32
+PORTABLE_START, PORTABLE_SHARED_GATE_START = 160, 400  # the portable kernels' launches; with a gate to spread
+PORTABLE_CHANNELS, PORTABLE_COLUMNS = 0.25, 0.88  # portable, of a tile's time: 64 channels; and for every 128 columns
+PORTABLE_FINER = 1.7  # times as long in tf32
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
@@ -104,10 +105,10 @@ def resident_blocks(kernel, device) -> int:
     return device.multiprocessors * max(1, min(kernel.resident, fitting))
 
 
-def segments_that_fill(blocks, longest, most, spared=0) -> int:
-    """Segments of a sequence, so that `blocks` blocks of the uncut problem become at most `most`; one if the cut
+def segments_that_fill(blocks, longest, capacity, spared=0) -> int:
+    """Segments of a sequence, so that `blocks` blocks of the uncut problem become at most `capacity`; one if the cut
     spares a block fewer tokens than `spared`."""
-    P = max(1, min(most // max(blocks, 1), longest // SEGMENT))
+    P = max(1, min(capacity // max(blocks, 1), longest // SEGMENT))
     return P if longest * (P - 1) >= spared * P else 1
 
 
@@ -123,11 +124,13 @@ def tf32_products(problem) -> int:
 
 
 # -- one problem -------------------------------------------------------------------------------------------------------
-SMALL, HOPPER, WIDE, PORTABLE = "small heads", "Hopper", "wide heads", "every card"  # ways of a pass
-TILED, COPIED = "tiles of the state", "wider copies"
+# The ways of computing a pass: by the kernels named, or as the comment says.
+SMALL, HOPPER, WIDE, PORTABLE = "small heads", "Hopper", "wide heads", "every card"
+TILED = "tiles of the state"  # Hopper's own backward kernels, for one tile of 128 channels and columns after the other
+COPIED = "wider copies"  # the same call on copies of its arrays whose rows are whole pieces of 16 bytes
 
 
-def longest_of(problem) -> int:
+def longest_sequence(problem) -> int:
     """Tokens of the longest sequence."""
     return int(problem.spans.lengths.max(initial=0))
 
@@ -138,7 +141,7 @@ def gate_dtype(problem):
 
 
 def are_small(problem, device) -> bool:
-    """Whether the kernels of small heads compute a problem."""
+    """Whether the kernels of small heads, a warp of which computes several, compute a problem."""
     B, H, T, K, V = problem.shape("B H T K V")
     on_hopper = device.capability == 90 and problem.dtype.itemsize == 2  # Hopper's own kernels need fewer tokens
     return max(K, V) <= SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
@@ -155,8 +158,8 @@ def are_wide(problem, device) -> bool:
 
 
 def fits_hoppers_forward(problem, device, arrays) -> bool:
-    """Whether Hopper's own kernel computes a problem from `arrays`: at most two blocks' channels, and arrays that
-    tensor maps can describe, or copies of them, which cost less than the portable kernels."""
+    """Whether Hopper's own kernel computes a problem from `arrays`: for at most the channels of two blocks, if tensor
+    maps can describe the arrays, or else copies of them: copies and this kernel cost less than the portable kernels."""
     arrays = [*arrays, *([] if problem.out is None else [problem.out])]
     own = device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
     return own and mappable_once_copied(arrays)
@@ -193,8 +196,8 @@ class ForwardCut:
 
     @property
     def fits(self):
-        """Says of an array whether the kernel of o reads or writes it where it lies: backwards too, but for
-        CLUSTER_SPLIT_K, which has no registers for that."""
+        """The function that says of an array whether the kernel of o reads or writes it without a copy. Hopper's
+        kernels do so even if tokens run backwards in memory, except for CLUSTER_SPLIT_K, which lacks the registers."""
         if self.way != HOPPER:
             return has_rows
         return mappable if getattr(self.kernel, "schedule", None) == CLUSTER_SPLIT_K else mappable_either_way
@@ -210,12 +213,12 @@ class ForwardCut:
 
 
 def cut_into(problem, device, way, kernel, summary, P, first=0, backward=NO_PULLBACK) -> ForwardCut:
-    """A cut into P equal segments, or into two with `first` tokens in the first one. `backward`: the segments of the
-    pullback that follows."""
+    """The cut into P equal segments; or into two, of which the first has `first` tokens, if that is not 0. `backward`:
+    the segments of the pullback that follows."""
     N, H, V = problem.shape("N H V")
     spans = problem.spans.split_at(first) if first else problem.spans.segments(P, summary.CHUNK)
     but_last, of_all = (
-        1 if way == SMALL else parts(summary, N * H, V, P, longest_of(problem), last, device) for last in (0, 1)
+        1 if way == SMALL else parts(summary, N * H, V, P, longest_sequence(problem), last, device) for last in (0, 1)
     )
     same_starts = not first and 1 < P == backward.count
     chunks = 0 if first or not backward.count or backward.short else marks(problem, P, backward.count)
@@ -225,7 +228,7 @@ def cut_into(problem, device, way, kernel, summary, P, first=0, backward=NO_PULL
 def marks(problem, P, backward_segments) -> int:
     """`ForwardCut.marks`: the chunks of a segment of the pullback, if all of its segments start within one of the
     forward pass's P segments or with one; else 0."""
-    shortest, longest, chunk = int(problem.spans.lengths.min()), longest_of(problem), GatedForwardSm90.CHUNK
+    shortest, longest, chunk = int(problem.spans.lengths.min()), longest_sequence(problem), GatedForwardSm90.CHUNK
     chunks, forward_chunks = (ceil_div(longest, count * chunk) for count in (backward_segments, P))
     same_ends = P == 1 or forward_chunks * P == chunks * backward_segments
     nested = backward_segments > P and backward_segments % P == 0 and same_ends
@@ -234,7 +237,7 @@ def marks(problem, P, backward_segments) -> int:
 
 
 def without_a_short_segment(problem, device, cut) -> ForwardCut:
-    """The same with whole sequences if its segments are unequal, for a pass that gives no o."""
+    """`cut`, or the cut into whole sequences if the segments of `cut` are unequal: for a pass that gives no o."""
     return cut_into(problem, device, cut.way, cut.kernel, cut.summary, 1) if cut.first else cut
 
 
@@ -246,14 +249,14 @@ def forward_cut(problem, device) -> ForwardCut:
     if are_small(problem, device):
         return small_forward_cut(problem, device)
     if fits_hoppers_forward(problem, device, arrays):
-        backward = hoppers_backward_segments(problem, device) if problem.gradient else NO_PULLBACK
-        return hoppers_forward_cut(problem, device, backward)
+        follows = problem.gradient and fits_a_tile(problem)  # a pullback by Hopper's own kernels: all else fits, too
+        return hoppers_forward_cut(problem, device, segments_of_pullback(problem, device) if follows else NO_PULLBACK)
     return portable_forward_cut(problem, device)
 
 
-def filled(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
-    """As many segments as fill the card."""
-    (N, H, V), longest = problem.shape("N H V"), longest_of(problem)
+def cut_that_fills(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
+    """The cut into as many segments as fill the card, if that spares each block at least `spared` tokens."""
+    (N, H, V), longest = problem.shape("N H V"), longest_sequence(problem)
     P = segments_that_fill(N * H * kernel.grid(V), longest, resident_blocks(kernel, device), spared)
     return cut_into(problem, device, way, kernel, summary, P)
 
@@ -261,14 +264,14 @@ def filled(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
 def small_forward_cut(problem, device):
     instance = read_order(problem.op), problem, gate_dtype(problem)
     kernel, summary = GatedSmallForward.fitting(*instance), GatedSmallStates.fitting(*instance)
-    return cut_into(problem, device, SMALL, kernel, summary, small_segments(kernel, problem, device))
+    return cut_into(problem, device, SMALL, kernel, summary, segments_of_small_heads(kernel, problem, device))
 
 
-def small_segments(kernel, problem, device) -> int:
-    """Segments of a sequence, a block of whose kernel has several heads."""
-    (N, H), longest = problem.shape("N H"), longest_of(problem)
-    most = resident_blocks(kernel, device) * kernel.heads
-    P = max(1, min(most // max(N * H, 1), longest // kernel.SEGMENT))
+def segments_of_small_heads(kernel, problem, device) -> int:
+    """Segments of a sequence for `kernel`, a block of which computes several heads."""
+    (N, H), longest = problem.shape("N H"), longest_sequence(problem)
+    capacity = resident_blocks(kernel, device) * kernel.heads
+    P = max(1, min(capacity // max(N * H, 1), longest // kernel.SEGMENT))
     return P if longest * (P - 1) >= SMALL_SPARED * P else 1
 
 
@@ -281,7 +284,7 @@ def portable_forward_cut(problem, device):
     else:
         kernel = GatedForward.fitting(read_order(problem.op), schedule, *instance)
     summary = GatedSegmentStates.fitting(*instance)
-    return filled(problem, device, WIDE if wide else PORTABLE, kernel, summary)
+    return cut_that_fills(problem, device, WIDE if wide else PORTABLE, kernel, summary)
 
 
 def hoppers_kernel(problem, schedule, gate, columns):
@@ -290,28 +293,29 @@ def hoppers_kernel(problem, schedule, gate, columns):
 
 
 def hoppers_forward_cut(problem, device, backward):
-    """As many segments as the pullback has, if a cut pays at all and a pullback follows: it takes over their states."""
-    (N, H, K, V), longest, gate = problem.shape("N H K V"), longest_of(problem), gate_dtype(problem)
-    half = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # bfloat16's clusters are better
+    """The cut of Hopper's own kernel. If cutting pays and a pullback follows, it has the segments of the pullback,
+    which then takes over the states at their starts."""
+    (N, H, K, V), longest, gate = problem.shape("N H K V"), longest_sequence(problem), gate_dtype(problem)
+    half = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # for bfloat16 clusters are faster
     columns = TILES[0] if half else V
     schedules = SINGLE_PASS, CLUSTER_SPLIT_V
-    alone, split = (hoppers_kernel(problem, schedule, gate, columns) for schedule in schedules)
+    unshared, shared = (hoppers_kernel(problem, schedule, gate, columns) for schedule in schedules)
     if K > TILES[-1]:
         kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, gate, V)
     else:
-        kernel = split if split_columns(N * H, V, longest, device, alone, split) else alone
-    blocks, most = N * H * kernel.grid(V), resident_blocks(kernel, device)
+        kernel = shared if split_columns(N * H, V, longest, device, unshared, shared) else unshared
+    blocks, capacity = N * H * kernel.grid(V), resident_blocks(kernel, device)
     summary = hoppers_kernel(problem, SEGMENT_STATE, gate, V)
     P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
-    if P > 1 and backward.count > 1 and blocks * backward.count <= most:
+    if P > 1 and backward.count > 1 and blocks * backward.count <= capacity:
         P = backward.count
     first = short_first_of(problem, device, kernel, backward) if P == 1 else 0
     return cut_into(problem, device, HOPPER, kernel, summary, 2 if first else P, first, backward)
 
 
 def short_first_of(problem, device, kernel, backward=NO_PULLBACK) -> int:
-    """Tokens of a short first segment, or 0, beside sequences that otherwise are whole. A pullback in equal segments
-    wants the states that whole sequences leave on their way."""
+    """Tokens of a short first segment, beside which the rest of a sequence is one segment; 0 for whole sequences: they
+    leave the states at the starts of equal segments, if the pullback has such."""
     if problem.varlen or backward.count > 1 and not backward.short:
         return 0
     N, H, T, V = problem.shape("N H T V")
@@ -336,29 +340,31 @@ def forward_cost(P, heads, blocks, longest, widest, multiprocessors) -> float:
     return start + (1 + CUT_TOKEN) * chunks * GatedForwardSm90.CHUNK + joining + of_heads
 
 
-def short_first_segment(blocks, T, most) -> int:
+def short_first_segment(blocks, T, capacity) -> int:
     """Tokens of the short first segment, beside which the other segment takes less time than whole sequences; or 0."""
-    cost, length = cut_in_two(blocks, T, most, SEGMENT, FORWARD_START, FORWARD_SUMMARY)
+    cost, length = cut_in_two(blocks, T, capacity, SEGMENT, FORWARD_START, FORWARD_SUMMARY)
     return length if HARDLY_MORE * (cost + PART_START) < T + FORWARD_START else 0
 
 
-def cut_in_two(blocks, T, most, aligned, start, summary) -> tuple[float, int]:
-    """(the least cost, the length of the short segments that has it): of the `most` blocks that the card holds `blocks`
-    take the long segments, the others all the short ones, which are summarised before."""
-    others = most - blocks
+def cut_in_two(blocks, T, capacity, aligned, start, summary) -> tuple[float, int]:
+    """(the least cost, the tokens of a short segment that has it), for sequences cut into a short and a long segment.
+    Of the `capacity` blocks that the card holds, `blocks` take the long segments. The others take the short ones, which
+    are summarised first."""
+    others = capacity - blocks
     if not others > 0:
         return inf, 0
 
     def cost(length):
         main = max(T - length + start, ceil_div(blocks, others) * (length + start))
-        return main + summary * blocks / most * length
+        return main + summary * blocks / capacity * length
 
     return min(((cost(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
 
 
 def parts(summary, heads, V, P, longest, last, device) -> int:
     """How many parts each of P segments is cut into for the pass that summarises them: the number with the least cost
-    in waves of blocks. last: whether a sequence's last segment is summarised, too."""
+    in waves of blocks (blocks that the card holds at once). `last`: whether a sequence's last segment is summarised,
+    too."""
     blocks, at_once = heads * ceil_div(V, summary.BV) * (P if last else P - 1), resident_blocks(summary, device)
 
     def cost(R):
@@ -367,23 +373,23 @@ def parts(summary, heads, V, P, longest, last, device) -> int:
     return min(range(1, max(1, min(MOST_PARTS, longest // P // SEGMENT)) + 1), key=cost)
 
 
-def split_columns(heads, V, longest, device, alone, split) -> bool:
-    """Whether two blocks of a cluster share a head's columns of V, and what the producers make of it.
+def split_columns(heads, V, longest, device, unshared, shared) -> bool:
+    """Whether the two blocks of a cluster compute one head, half of its columns of V each, and share the operands that
+    their producer warps make (kernel `shared`), or a block computes a head by itself (kernel `unshared`).
 
-    That is faster if the card holds all clusters and sequences need no cut, or are long and cut in two where blocks
-    alone have four segments; unless a cluster's block (`split`) has fewer producers than one that shares nothing
-    (`alone`)."""
-    blocks, most = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
-    P = segments_that_fill(blocks, longest, most, SPARED) if V > PANEL and blocks <= most else 0
-    fits = P == 1 or P == 2 and longest >= SPLIT_AND_CUT and segments_that_fill(blocks // 2, longest, most) <= 2 * P
-    return fits and split.producer_groups >= alone.producer_groups
+    Sharing is faster if the card holds all clusters, and sequences either need no cut or are long and cut in two, where
+    `unshared` would have four segments; but not if a block of `shared` has fewer producer warps."""
+    blocks, capacity = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
+    P = segments_that_fill(blocks, longest, capacity, SPARED) if V > PANEL and blocks <= capacity else 0
+    fits = P == 1 or P == 2 and longest >= SPLIT_AND_CUT and segments_that_fill(blocks // 2, longest, capacity) <= 2 * P
+    return fits and shared.producer_groups >= unshared.producer_groups
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:
-    """Whether blocks of 64 columns, all on the card at the same time, need no segments. They take two thirds of a wider
-    block's time, and no pass that summarises."""
-    blocks, most = heads * ceil_div(V, TILES[0]), device.multiprocessors
-    return blocks <= most and segments_that_fill(blocks, longest, most, SPARED) == 1
+    """Whether the card holds all blocks of 64 columns at once, and their sequences need no cut. Such a block takes two
+    thirds of the time of a wider one, and no pass summarises segments."""
+    blocks, capacity = heads * ceil_div(V, TILES[0]), device.multiprocessors
+    return blocks <= capacity and segments_that_fill(blocks, longest, capacity, SPARED) == 1
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
@@ -413,12 +419,13 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) 
 
     `saved`: as `gated_backward.plan_vjp` has it. `kept`: the segments are summarised already.
     """
-    found, arrays = hoppers_backward_segments(problem, device), token_arrays(problem)
-    if found.count:
-        forward = hoppers_forward_cut(problem, device, found) if found.count > 1 and saved == () and not kept else None
+    backward, arrays = hoppers_backward_segments(problem, device), token_arrays(problem)
+    if backward.count:
+        unsaved = backward.count > 1 and saved == () and not kept
+        forward = hoppers_forward_cut(problem, device, backward) if unsaved else None
         if forward is not None and not forward.gives_starts:
             forward = None
-        return hoppers_backward_cut(problem, device, found, bool(saved) or forward is not None, kept, forward)
+        return hoppers_backward_cut(problem, device, backward, bool(saved) or forward is not None, kept, forward)
     if gate != SHARED_GATE:
         P = tiles_segments(problem, device, arrays)
         if P:
@@ -433,7 +440,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) 
 def small_backward_cut(problem, device):
     instance = read_order(problem.op), problem, gate_dtype(problem)
     kernel, summary = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
-    P = 1 if problem.sizes["V"] % 4 else small_segments(kernel, problem, device)
+    P = 1 if problem.sizes["V"] % 4 else segments_of_small_heads(kernel, problem, device)
     return BackwardCut(SMALL, device, P, (kernel,), summary)
 
 
@@ -453,36 +460,47 @@ def portable_backward_cut(problem, device, gate):
 
 
 def hoppers_backward_segments(problem, device) -> BackwardSegments:
-    (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
+    """The segments of Hopper's own backward kernels, none if these cannot compute the problem."""
     if are_small(problem, device) or not fits_hoppers_backward(problem, device, token_arrays(problem)):
-        return BackwardSegments()
+        return NO_PULLBACK
+    return segments_of_pullback(problem, device)
+
+
+def segments_of_pullback(problem, device) -> BackwardSegments:
+    """The segments of Hopper's own backward kernels, which can compute the problem."""
+    (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
     P = backward_segments(N * H, longest, device.multiprocessors, K, V)
     return BackwardSegments(P, short_segment_of(problem, device, P))
 
 
-def hoppers_backward_cut(problem, device, found, known, kept=False, forward=None) -> BackwardCut:
-    """By Hopper's own kernels. `known`: somebody gives the states at the starts of equal segments. `kept`: the segments
-    are summarised already, with an empty one before and one after them."""
+def hoppers_backward_cut(problem, device, backward, starts_known, kept=False, forward=None) -> BackwardCut:
+    """The cut of Hopper's own kernels. `starts_known`: the states at the starts of equal segments are saved, or a
+    forward pass gives them. `kept`: the segments are summarised already, between two empty ones."""
     N, H, K, V = problem.shape("N H K V")
-    short = 0 if known or kept else found.short
-    P = 3 if short else found.count + 2 * kept
+    short = 0 if starts_known or kept else backward.short
+    P = 3 if short else backward.count + 2 * kept
     instance = read_order(problem.op), problem.dtype, gate_dtype(problem), K, V
     schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
     kernels = [kernel.fitting(*instance, schedule) for kernel in (GatedBackwardQueriesSm90, GatedBackwardKeysSm90)]
     blocks = resident_blocks(kernels[1], device) if schedule == IN_TURN else (2 if short else P) * N * H
-    summarised = (1 if known else 2) * (1 if short else P - 1) * N * H
-    most = summary_channels(K, summarised, device.multiprocessors)
-    summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
-    return BackwardCut(HOPPER, device, found.count, tuple(kernels), summary, short, blocks, forward)
+    summarised = (1 if starts_known else 2) * (1 if short else P - 1) * N * H
+    capacity = summary_channels(K, summarised, device.multiprocessors)
+    summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], capacity, V)
+    return BackwardCut(HOPPER, device, backward.count, tuple(kernels), summary, short, blocks, forward)
 
 
 def fits_hoppers_backward(problem, device, arrays) -> bool:
     """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
-    return max(problem.shape("K V")) <= TILES[-1] and fits_hoppers_tiles(problem, device, arrays)
+    return fits_a_tile(problem) and fits_hoppers_tiles(problem, device, arrays)
+
+
+def fits_a_tile(problem) -> bool:
+    """Whether a problem has at most the channels and columns of one tile of the state."""
+    return max(problem.shape("K V")) <= TILES[-1]
 
 
 def fits_hoppers_tiles(problem, device, arrays) -> bool:
-    """Whether they can read tiles of at most 128 channels and columns."""
+    """Whether Hopper's own backward kernels can read tiles of `arrays` of at most 128 channels and columns."""
     return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
@@ -493,15 +511,15 @@ def tiles_segments(problem, device, arrays, shared=False) -> int:
     if max(K, V) <= TILES[-1] or not fits_hoppers_tiles(problem, device, arrays):
         return 0
     sizes = min(K, TILES[-1]), min(V, TILES[-1])
-    P = backward_segments(N * H, longest_of(problem), device.multiprocessors, *sizes)
+    P = backward_segments(N * H, longest_sequence(problem), device.multiprocessors, *sizes)
     return P if worth_tiles(problem, P, device, shared) else 0
 
 
-def backward_segments(blocks, longest, most, K, V) -> int:
+def backward_segments(blocks, longest, capacity, K, V) -> int:
     """The fewest segments of a sequence that cost hardly more than the least, of `blocks` blocks of the uncut problem,
-    on a card of `most` multiprocessors."""
-    finest = min(ceil_div(longest, GatedBackwardSm90.CHUNK), MOST_WAVES * most // max(blocks, 1))
-    costs = [backward_cost(P, blocks, longest, most, K, V) for P in range(1, max(1, finest) + 1)]
+    on a card of `capacity` multiprocessors."""
+    finest = min(ceil_div(longest, GatedBackwardSm90.CHUNK), MOST_WAVES * capacity // max(blocks, 1))
+    costs = [backward_cost(P, blocks, longest, capacity, K, V) for P in range(1, max(1, finest) + 1)]
     return 1 + next(n for n, each in enumerate(costs) if each <= HARDLY_MORE * min(costs))
 
 
@@ -510,15 +528,15 @@ def backward_cost(P, *sizes) -> float:
     return main_cost(P, *sizes) + (joining_cost(P, *sizes) if P > 1 else 0)
 
 
-def main_cost(P, blocks, longest, most, K, V) -> float:
+def main_cost(P, blocks, longest, capacity, K, V) -> float:
     """The cost of the main kernels, in waves of blocks, and of the pass that summarises all segments but a sequence's
     last, which memory bounds."""
-    waves, length = ceil_div(blocks * P, most), longest if P == 1 else length_of_segments(P, longest)
-    of_wave = SHARED if waves > 1 and max(K, V) <= TILES[0] else 1
-    return waves * of_wave * (length + BLOCK_START) + SUMMARY * longest * blocks / most * (P - 1) / P
+    waves, length = ceil_div(blocks * P, capacity), longest if P == 1 else length_of_segments(P, longest)
+    wave_time = SHARED if waves > 1 and max(K, V) <= TILES[0] else 1
+    return waves * wave_time * (length + BLOCK_START) + SUMMARY * longest * blocks / capacity * (P - 1) / P
 
 
-def joining_cost(P, blocks, longest, most, K, V) -> float:
+def joining_cost(P, blocks, longest, capacity, K, V) -> float:
     """The cost of joining P segments."""
     chunks = length_of_segments(P, longest) // GatedBackwardSm90.CHUNK
     unsaved = UNSAVED if chunks & chunks - 1 else 0
@@ -538,57 +556,58 @@ def short_segment_of(problem, device, P) -> int:
     return short_segment(P, N * H, T, device.multiprocessors, *sizes, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
-def short_segment(P, blocks, T, most, K, V, aligned) -> int:
+def short_segment(P, blocks, T, capacity, K, V, aligned) -> int:
     """Tokens, a multiple of `aligned`, of the segment that each backward pass begins a sequence of T with, where the
     rest is one segment; 0 where P equal segments are faster. More than half of the card takes the long segments, the
     others the short ones meanwhile. Only the short ones are summarised, each in one direction."""
     if T % aligned:
         return 0
-    cost, length = cut_in_two(blocks, T, most, aligned, BLOCK_START, SUMMARY)
-    cost += joining_cost(2, blocks, T, most, K, V)
-    return length if HARDLY_MORE * cost < backward_cost(P, blocks, T, most, K, V) else 0
+    cost, length = cut_in_two(blocks, T, capacity, aligned, BLOCK_START, SUMMARY)
+    cost += joining_cost(2, blocks, T, capacity, K, V)
+    return length if HARDLY_MORE * cost < backward_cost(P, blocks, T, capacity, K, V) else 0
 
 
 def worth_tiles(problem, P, device, shared) -> bool:
-    """Whether Hopper's own backward kernels, a tile of the state after the other, cost less than the portable kernels,
-    which have chunks of 64 tokens, read every chunk again for every 64 channels, and make scores for 128 columns at a
-    time. If channels share a gate, tiles take half of the time, and the portable kernels twice as long, in float32."""
-    (B, N, H, K, V), most, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
-    sizes = P, N * H, int(lengths.max()), most, min(K, TILES[-1]), min(V, TILES[-1])
+    """Whether Hopper's own backward kernels, for one tile of the state after the other, cost less than the portable
+    kernels. Those have chunks of 64 tokens, read every chunk again for every 64 channels, and make scores for 128
+    columns at a time. If channels share a gate, a tile takes half of its time, and the portable kernels, which then
+    multiply in float32, take PORTABLE_FINER times theirs."""
+    (B, N, H, K, V), capacity, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
+    sizes = P, N * H, int(lengths.max()), capacity, min(K, TILES[-1]), min(V, TILES[-1])
     of_tile = main_cost(*sizes) / 2 + SHARED_GATE_START if shared else backward_cost(*sizes) + TILE_START
     chunks, columns = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
-    of_channels = B * H * chunks * 64 / most * (OTHERS_CHANNELS + OTHERS_COLUMNS * columns)
-    others = ceil_div(K, TILES[0]) * of_channels * (OTHERS_FINER if shared or problem.dtype != BFLOAT16 else 1)
-    start = OTHERS_SHARED_GATE_START if shared else OTHERS_START
-    return whole_tiles(K) * whole_tiles(V) * of_tile < start + others
+    of_channels = B * H * chunks * 64 / capacity * (PORTABLE_CHANNELS + PORTABLE_COLUMNS * columns)
+    portable = ceil_div(K, TILES[0]) * of_channels * (PORTABLE_FINER if shared or problem.dtype != BFLOAT16 else 1)
+    start = PORTABLE_SHARED_GATE_START if shared else PORTABLE_START
+    return whole_tiles(K) * whole_tiles(V) * of_tile < start + portable
 
 
 def whole_tiles(size) -> float:
-    """How many tiles side by side take as long as those of so many channels or columns."""
+    """How many whole tiles take as long as the tiles of `size` channels or columns, of which the last may be narrow."""
     whole, rest = divmod(size, TILES[-1])
     return whole + (0 if not rest else NARROW_TILE if rest <= TILES[0] else 1)
 
 
 def main_schedule(problem, P, in_turn, device) -> str:
-    """Whether each block of Hopper's main backward kernels, as `in_turn`, takes whole sequences in turn, or has one
-    segment. In turn if the card holds fewer blocks than there are sequences, so short that a block's start counts. A
-    second block on the multiprocessor hides a start in part. Blocks of one segment each are the faster program, and
-    fill a last wave better."""
+    """Whether each block of Hopper's main backward kernels takes whole sequences in turn, as the kernel `in_turn` does,
+    or one segment. Blocks of one segment are the faster program, and fill the last wave of blocks better. But if the
+    card holds fewer blocks than there are sequences, and these are so short that the start of a block counts, blocks
+    take sequences in turn. How short depends on whether a second block on the multiprocessor hides part of a start."""
     heads, lengths = problem.sizes["N"] * problem.sizes["H"], problem.spans.lengths
     short = lengths.mean() <= MOST_IN_TURN[in_turn.resident]
     return IN_TURN if P == 1 and heads > resident_blocks(in_turn, device) and short else ONE_EACH
 
 
-def summary_channels(K, blocks, most) -> int:
-    """Channels of a block that summarises a segment backward: half of them if `blocks` blocks of all channels leave
-    half of the card's `most` multiprocessors idle."""
-    return TILES[0] if ceil_div(K, TILES[0]) * blocks <= most else K
+def summary_channels(K, blocks, capacity) -> int:
+    """Channels of a block that summarises a segment backward: all, or 64 if `blocks` blocks of all channels leave half
+    of the card's `capacity` multiprocessors idle."""
+    return TILES[0] if ceil_div(K, TILES[0]) * blocks <= capacity else K
 
 
 def summarised_segments(kernel, blocks, problem, device) -> int:
-    """Segments of a sequence that a first pass of the same kernel has to summarise: at least four, since the two passes
-    and the scan take as long as two to three segments."""
-    P = segments_that_fill(blocks, longest_of(problem), resident_blocks(kernel, device))
+    """Segments of a sequence, if a first pass of the same `kernel` summarises them: one, or at least four, since the
+    two passes and the scan take as long as two to three segments."""
+    P = segments_that_fill(blocks, longest_sequence(problem), resident_blocks(kernel, device))
     return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
 
 
@@ -597,18 +616,18 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
     """For a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if they cannot."""
     if problem.mode != "chunk" or not fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"]):
         return None
-    (N, H, K, V), longest = problem.shape("N H K V"), longest_of(problem)
+    (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
     narrow = min(V, TILES[not narrow_blocks(N * H, V, longest, device)])
     if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # float16 has not the range of states
         gate = gate_dtype(problem)
         kernel, summary = WeightedSums.fitting("Whole", gate, K, narrow), WeightedSums.fitting("Summary", gate, K, V)
-        return filled(problem, device, HOPPER, kernel, summary, SPARED)
+        return cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
     if K > TILES[-1]:
         kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, SCALAR, V)
     else:
         kernel = hoppers_kernel(problem, SINGLE_PASS, SCALAR, narrow)
     summary = hoppers_kernel(problem, SEGMENT_STATE, SCALAR, V)
-    cut = filled(problem, device, HOPPER, kernel, summary, SPARED)
+    cut = cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
     first = short_first_of(problem, device, kernel) if cut.segments == 1 else 0
     return cut_into(problem, device, HOPPER, kernel, summary, 2, first) if first else cut
 
@@ -625,12 +644,13 @@ def scalar_backward_cut(problem, device, kept=False) -> BackwardCut:
 
 
 def sums_backward_cut(problem, device, kept=False, one_part=False) -> BackwardCut:
-    """For `WeightedSums`, of a problem or of one tile, whose gate's gradient is to be in `one_part`. The kernels read
-    the gate in bfloat16 if it is, and tokens have gates of their own and whole sequences."""
+    """The cut of the kernels `WeightedSums`, for a problem or for one tile of it. `one_part`: the gate's gradient must
+    not be left in parts for tiles of K. The kernels read a bfloat16 gate as it is if every token has a gate of its own
+    and sequences are whole; else a float32 copy."""
     (N, H, K, V), gate = problem.shape("N H K V"), has_own_gates(problem)
     kernels = 1 if gate else 3  # dq, dk and dv each by blocks of their own
     blocks = kernels * N * H * ceil_div(max(K, V), PANEL)
-    P = segments_that_fill(blocks, longest_of(problem), device.multiprocessors)
+    P = segments_that_fill(blocks, longest_sequence(problem), device.multiprocessors)
     dtype = BFLOAT16 if gate and P == 1 and not kept and gate_dtype(problem) == BFLOAT16 else FLOAT32
     sums = weighted_sums(problem, dtype, P + 2 * kept, device, gate, one_part)
     return BackwardCut(HOPPER, device, P, sums, ScalarBackwardSegments.fitting(V))
@@ -642,10 +662,10 @@ def has_own_gates(problem) -> bool:
 
 
 def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tuple[WeightedSums, ...]:
-    """The kernels of dq, dk and dv with the least cost in waves of blocks: one kernel for all three, of blocks as wide
-    as the channels, or of half as many, which take three quarters of the time; or one for dq, narrow, and one for dk
-    and dv, wide. With the gradient of the `gate` always one for dq and one for the others, which takes all of K where
-    dg is to be in `one_part`."""
+    """The kernels of dq, dk and dv with the least cost in waves of blocks. Without the gradient of the `gate`, one
+    kernel computes all three, by blocks of all columns or of 64, which take three quarters of the time; or one computes
+    dq by blocks of 64 columns, and another dk and dv by blocks of all. With it, one kernel computes dq, and another dk
+    and dv, by blocks of all columns if dg must be in `one_part`."""
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
 

@@ -141,7 +141,7 @@ def forward_cut(problem, device, gate):
     instance = problem.dtype, gate, segments.tf32_products(problem), *problem.shape("K V"), device.shared_per_block
     schedule = SPLIT_CHANNELS if problem.sizes["K"] > TILES[-1] else SINGLE_PASS
     kernels = (ValueGateForward.fitting(schedule, *instance) for schedule in (schedule, SEGMENT_STATE))
-    return segments.filled(problem, device, PORTABLE, *kernels)
+    return segments.cut_that_fills(problem, device, PORTABLE, *kernels)
 
 
 class ValueGateForwardPass(PortableForward):

@@ -33,6 +33,7 @@ EXPONENT_SHIFT = float32(1.5 * 2**23 + 127)  # n + EXPONENT_SHIFT has the expone
 LOWEST_EXPONENT = float32(-87)  # exp returns 0 below
 PANEL = 64  # keys of a panel
 TILE = 64  # query rows of a tile: tokens times the query heads that share a key head
+SHORT = 256  # tokens up to which the forward pass takes half a tile's rows: of fewer rows fewer scores are masked
 
 
 # -- instructions that Numba does not offer, as LLVM code -------------------------------------------------------------
@@ -260,9 +261,9 @@ def weigh_scores(scores, maxima, sums, rescale):
 
 
 @njit(**LOOP)
-def tile_size(G, first, stop):
-    """(tokens, rows, padded rows) of the tile that begins with token `first` of the tokens up to `stop`."""
-    tokens = min(stop - first, max(1, TILE // G))
+def tile_size(G, first, stop, most):
+    """(tokens, rows, padded rows) of the tile of `most` rows that begins with token `first` of those up to `stop`."""
+    tokens = min(stop - first, max(1, most // G))
     return tokens, G * tokens, -(-G * tokens // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
 
@@ -291,8 +292,8 @@ def head_forward(q, keys, values, first_key, last_key, first, stop, softcap, sca
     """
     G, K, check = q.shape[0], q.shape[2], float32(0)
     while first < stop:
-        tokens, rows, padded_rows = tile_size(G, first, stop)
-        q_transposed, scores = np.zeros((K, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
+        tokens, rows, padded_rows = tile_size(G, first, stop, TILE if q.shape[1] > SHORT else TILE // 2)
+        q_transposed, panel_scores = np.zeros((K, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
         o_tile = np.zeros((padded_rows, values.shape[2]), float32)
         tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
         rescale, key_ranges = np.empty(padded_rows, float32), np.empty((2, padded_rows), np.int32)
@@ -302,6 +303,8 @@ def head_forward(q, keys, values, first_key, last_key, first, stop, softcap, sca
         begin, end = tile_key_ranges(first_key, last_key, first, tokens, rows, key_ranges)
         zero = float32(0)
         for panel in range(begin // PANEL, -(-end // PANEL)):
+            count = min(PANEL, -(-(end - panel * PANEL) // BLOCK_ROWS) * BLOCK_ROWS)  # keys up to the last that is seen
+            scores = panel_scores[:count]
             multiply(keys[panel], q_transposed, scores, K, False)
             zero += zero_or_nan(scores)
             if softcap > 0:
@@ -312,7 +315,7 @@ def head_forward(q, keys, values, first_key, last_key, first, stop, softcap, sca
                 if rescale[row] != 1:
                     for c in range(o_tile.shape[1]):
                         o_tile[row, c] *= rescale[row]
-            multiply(scores.T, values[panel], o_tile, PANEL, True)
+            multiply(scores.T, values[panel], o_tile, count, True)
         for row in range(rows):
             g, t = row // tokens, first + row % tokens
             maxima[g, t], sums[g, t] = tile_maxima[row], tile_sums[row]
@@ -338,7 +341,7 @@ def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last
     """
     (G, T, K), V, check, first = q.shape, do.shape[2], float32(0), 0
     while first < T:
-        tokens, rows, padded_rows = tile_size(G, first, T)
+        tokens, rows, padded_rows = tile_size(G, first, T, TILE)
         q_tile, q_transposed = np.zeros((padded_rows, dk.shape[2]), float32), np.zeros((K, padded_rows), float32)
         do_tile, do_transposed = np.zeros((padded_rows, dv.shape[2]), float32), np.zeros((V, padded_rows), float32)
         weights, dscores = np.empty((PANEL, padded_rows), float32), np.empty((PANEL, padded_rows), float32)

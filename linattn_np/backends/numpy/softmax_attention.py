@@ -9,6 +9,7 @@ maximum m is in these units too.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 
 import numpy as np
 
@@ -24,6 +25,7 @@ FEW_ROWS = 16  # up to which BLAS shares each product among the cores, else the 
 PRODUCT = 1 << 18  # multiplications of a product that OpenBLAS gives one core
 LARGEST_TILES = 1 << 16  # scores of the tiles that are computed side by side
 TASKS = 8  # of a core, by Numba's loops: one more query of a causal call takes longer than one before
+LEAST_SCORES = 1 << 15  # of a task, by Numba's loops
 
 
 def run(problem, o):
@@ -338,15 +340,7 @@ class Compiled:
         self.q = self.by_head(attention.q)
         self.keys, self.values = self.panels(attention.k), self.panels(attention.v)
         self.softcap, self.scale = np.float32(attention.softcap), np.float32(problem.scale)
-        left, right = attention.window
-        spans, key_spans, t = problem.spans, problem.options["key_spans"], np.arange(self.T)
-        place, first, last = (
-            np.repeat(bounds, spans.lengths)
-            for bounds in (key_spans.bounds[1:] - spans.bounds[1:], key_spans.bounds[:-1], key_spans.bounds[1:])
-        )
-        place += t
-        self.first_key = first if left < 0 else np.maximum(first, place - left)
-        self.last_key = last if right < 0 else np.minimum(last, place + right + 1)
+        self.first_key, self.last_key = key_ranges(problem.spans, problem.options["key_spans"], attention.window)
 
     def by_head(self, x):
         """x [B, H, T, ...] as contiguous [B HK, G, T, ...], itself if that can be."""
@@ -370,8 +364,10 @@ class Compiled:
         )
         filled = o if o.dtype == np.float32 and o.flags.c_contiguous else np.empty(o.shape, np.float32)
         m, l, found = (self.by_head(x) for x in (attention.m, attention.l, filled))
-        step, count = self.count(found.shape[1]), len(found)
-        together = max(1, count // (TASKS * workers())) if step >= self.T else 1  # heads of a task
+        group, count, tasks = found.shape[1], len(found), self.tasks(found.shape[:2])
+        tile = max(1, loops.TILE // group)
+        step = -(-self.T * count // (tasks * tile)) * tile  # queries of a task
+        together = max(1, count // tasks) if step >= self.T else 1  # heads of a task
 
         def task(head, first):
             heads = head, min(head + together, count)
@@ -385,10 +381,10 @@ class Compiled:
             assign(o, filled)
         return np.zeros(1, bool) if all(done) else ~np.isfinite(filled).all(-1)
 
-    def count(self, group):
-        """Queries of a task: whole tiles, of which every core has a few, or many."""
-        tile = max(1, self.loops.TILE // group)
-        return -(-self.T * len(self.q) // (TASKS * workers() * tile)) * tile
+    def tasks(self, heads):
+        """How many: a few for every core, but none so short that beginning it takes longer than a tenth of it."""
+        most = prod(heads) * self.T * self.S // LEAST_SCORES
+        return max(1, min(TASKS * workers(), most))
 
     def backward(self, do, own, dq, dk, dv):
         """Fills the gradients; the blocks [(batch, key head)] that are left to do, and are 0 so far."""
@@ -459,6 +455,17 @@ def product(W, panels, seen):
     if seen is None or is_finite(out):
         return out
     return product_over(W, panels.reshape(*W.shape[:2], W.shape[-1], panels.shape[-1]), seen)[:, :, None]
+
+
+@lru_cache(maxsize=64)
+def key_ranges(spans, key_spans, window):
+    """(first, last): every query sees the keys from first [T] to last [T] - 1."""
+    (left, right), place = window, np.arange(spans.bounds[-1])
+    of_sequences = key_spans.bounds[1:] - spans.bounds[1:], key_spans.bounds[:-1], key_spans.bounds[1:]
+    ahead, first, last = (np.repeat(bounds, spans.lengths) for bounds in of_sequences)
+    place += ahead
+    first = first if left < 0 else np.maximum(first, place - left)
+    return first, last if right < 0 else np.minimum(last, place + right + 1)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,30 @@
+// what      The sum of arrays that lie one after the other: of u's gradients, which backward passes leave for every
+//           sequence or segment, and of a shared gate's gradients, which they leave for every tile of the state.
+// math      sum = sum_n array_n
+// shapes    arrays [N, H, K] float32 or float64; sum [H, K], whose rows may lie apart
+// grid      a warp for every 4 numbers of sum: each of 8 lanes adds every eighth array, then the 8 sums are
+//           added
+// smem      none
+// barriers  none
+// numerics  float32, of float64 float64, always in the same order
+// source    Peng et al., 2024, eq. 18-19
+// limits    none
+#include "ptx.cuh"
+#include "real.cuh"
+
+template <typename T> struct Args {
+  const Real<T>* arrays;
+  T* sum;
+  i64 N, H, K;
+  i64 row_stride;  // of sum, in numbers
+};
+
+template <typename T> __global__ void __launch_bounds__(128) elementwise_sum_arrays(const Args<T> args) {
+  const i64 size = args.H * args.K, at = i64(blockIdx.x) * 16 + threadIdx.x / 32 * 4 + threadIdx.x % 4;
+  Real<T> sum = 0;
+  if (at < size)
+    for (i64 n = threadIdx.x % 32 / 4; n < args.N; n += 8) sum += args.arrays[n * size + at];
+#pragma unroll
+  for (int distance = 16; distance >= 4; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  if (at < size && threadIdx.x % 32 < 4) args.sum[at / args.K * args.row_stride + at % args.K] = from_real<T>(sum);
+}
