@@ -152,6 +152,7 @@ def delta_rules():
         yield delta.DeltaForward(T, G, K, V)
         yield delta.DeltaBackwardStates(T, G, K, V)
         yield delta.DeltaChannelForward(T, G, K, V)
+        yield delta.DeltaDplrForward(T, G, K, V)
     for (T, G), K in product(GATES[1:], gated.TILES):
         yield delta.DeltaBackwardChunks(T, G, K)
     for T, (K, V) in product(HALF, WIDTHS):

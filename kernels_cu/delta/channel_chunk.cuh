@@ -137,10 +137,10 @@ template <int HALF> __device__ __forceinline__ float sum_in_turn(const float (&x
   else return sum_in_turn<HALF / 2>(half);
 }
 
-// Scores within a block of 8 tokens of queries, or of keys, with the keys before them, by one warp.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void score_block(ChannelShared<T, G, BK, BV>& s, const T* rows, const T* k, const G* g,
-                                            int first, bool queries) {
+// Calls f(i, j, score) for the rows of a block of 8 tokens and the keys before them, by one warp. BEFORE_GATE: a row
+// meets keys before they decay by its own gate.
+template <bool BEFORE_GATE, int BK, typename T, typename G, class F>
+__device__ __forceinline__ void score_block(const T* rows, const T* k, const G* g, int first, F f) {
   const int lane = own_lane();
   float sums[32] = {};
 #pragma unroll 1
@@ -151,9 +151,11 @@ __device__ __forceinline__ void score_block(ChannelShared<T, G, BK, BV>& s, cons
       const float2 a = decays_at<BK>(g, first + i, c), x = unpack_pair(place<BK>(rows, first + i, c));
 #pragma unroll
       for (int j = 0; j < i; ++j) {
-        keys[j] = times(keys[j], a);
+        const float2 before = keys[j];
+        keys[j] = times(before, a);
+        const float2 key = BEFORE_GATE ? before : keys[j];
         float& sum = sums[i * (i - 1) / 2 + j];
-        sum = fmaf(x.x, keys[j].x, fmaf(x.y, keys[j].y, sum));
+        sum = fmaf(x.x, key.x, fmaf(x.y, key.y, sum));
       }
       keys[i] = unpack_pair(place<BK>(k, first + i, c));
     }
@@ -161,9 +163,7 @@ __device__ __forceinline__ void score_block(ChannelShared<T, G, BK, BV>& s, cons
   const float score = sum_in_turn<16>(sums);
   int i = 1, j = lane;
   while (j >= i) j -= i++;  // the lane's pair
-  if (lane >= PAIRS_OF_BLOCK) return;
-  const int row = first + i, column = first + j;
-  (queries ? s.of.A : s.of.M)[row][column] = s.of.unit[(queries ? C : 0) + row] * s.of.unit[column] * score;
+  if (lane < PAIRS_OF_BLOCK) f(first + i, first + j, score);
 }
 
 // All that has decays, a warp a task. The block's threads pass a barrier before and after.
@@ -174,7 +174,11 @@ __device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, con
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 2 * PANELS + 8; task += THREADS / 32) {
     const int c = opaque(task / 2 * 64 + 2 * lane), block = task - 2 * PANELS;
-    if (block >= 0) score_block(s, block % 2 ? q : k, k, g, block / 2 * BLOCK, block % 2);
+    const bool queries = block % 2;
+    if (block >= 0)
+      score_block<false, BK>(queries ? q : k, k, g, block / 2 * BLOCK, [&](int i, int j, float score) {
+        (queries ? s.of.A : s.of.M)[i][j] = s.of.unit[(queries ? C : 0) + i] * s.of.unit[j] * score;
+      });
     else if (task % 2) decay_forwards(s, q, k, g, c);
     else decay_backwards(s, k, g, c);
   }

@@ -19,6 +19,7 @@ from .delta_kernels import (
     DeltaBackwardChunks,
     DeltaBackwardStates,
     DeltaChannelForward,
+    DeltaDplrForward,
     DeltaForward,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
@@ -45,8 +46,6 @@ def unsupported(problem) -> str | None:
 
 def why_not_in_chunks(problem, device) -> str | None:
     """Why a call goes token by token on every card; None where it does not."""
-    if problem.op is declarations.RWKV7:
-        return "what is erased has a key of its own"
     if reason := why_no_chunks(problem):
         return reason
     if forward_kernel(problem, device).shared_bytes > device.shared_per_block:
@@ -56,7 +55,7 @@ def why_not_in_chunks(problem, device) -> str | None:
 
 def why_no_gradients_in_chunks(problem, device) -> str | None:
     """The same of gradients."""
-    if problem.op is declarations.KDA:
+    if problem.op in (declarations.KDA, declarations.RWKV7):
         return "every channel has a gate of its own"
     return why_not_in_chunks(problem, device)
 
@@ -64,8 +63,8 @@ def why_no_gradients_in_chunks(problem, device) -> str | None:
 def forward_kernel(problem, device):
     """That of chunks."""
     N, H, K, V = problem.shape("N H K V")
-    kind = DeltaChannelForward if problem.op is declarations.KDA else DeltaForward
-    return kind.fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)
+    kinds = {declarations.KDA: DeltaChannelForward, declarations.RWKV7: DeltaDplrForward}
+    return kinds.get(problem.op, DeltaForward).fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)
 
 
 def gate_dtype(problem):
@@ -156,8 +155,10 @@ class InChunks:
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         kernel, (N, H, V) = forward_kernel(problem, device), problem.shape("N H V")
-        how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized}
-        how |= {"bytes": inputs.common_bytes(o), "initial": draft.initial(problem), "final": final}
+        how = {"scale": problem.scale, "bytes": inputs.common_bytes(o)}
+        if inputs.rule != DPLR:
+            how |= {"group": inputs.group, "normalized": inputs.normalized}
+        how |= {"initial": draft.initial(problem), "final": final}
         draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
 

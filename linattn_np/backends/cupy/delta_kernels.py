@@ -86,6 +86,14 @@ class DeltaChannelForward(DeltaForward):
     shared = ("ChannelShared<{dtype}, {gate}, {BK}, {BV}>",)
 
 
+class DeltaDplrForward(ChunkKernel):
+    """Of a rule that erases by keys of its own."""
+
+    file = "delta/dplr_forward"
+    arguments = members("rows q k v a b g o, pointers? initial final, shape, reals scale, integers bytes")
+    shared = ("DplrShared<{dtype}, {gate}, {BK}, {BV}>",)
+
+
 class GradientKernel(Kernel):
     """The kernel of a way to compute gradients which does most of it."""
 
