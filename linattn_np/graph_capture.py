@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 from .errors import NotSupported
 
+in_graphs: list = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
+
 
 def loses_memory(home: str) -> bool:
     """Whether the memory of an array that is made now, and freed after the call, is lost to a graph under capture.
@@ -36,13 +38,13 @@ def refuse_lost_memory(problem, argument: str, copied: str):
 
 
 @contextmanager
-def lasting_memory(home: str, keep: list) -> Iterator[None]:
-    """Gives a call under capture a memory pool of its own, which is added to `keep`: see `loses_memory`."""
+def lasting_memory(home: str) -> Iterator[None]:
+    """Gives a call under capture a memory pool of its own, which `in_graphs` keeps: see `loses_memory`."""
     if not loses_memory(home):
         yield
         return
     cupy = sys.modules["cupy"]
     pool = cupy.cuda.MemoryPool()
-    keep.append(pool)
+    in_graphs.append(pool)
     with cupy.cuda.using_allocator(pool.malloc):
         yield

@@ -11,9 +11,8 @@ from conftest import DOUBLE, HALF, SINGLE
 from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits, stated, with_value_heads
 
 import linattn_np
-from linattn_np import distributed
+from linattn_np import distributed, graph_capture
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import execute
 from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.distributed import Disagreement, RankLost, call_comparison, run_threads
 from linattn_np.errors import ContractError, ContractTypeError, NotSupported
@@ -304,7 +303,7 @@ def test_captured_calls(card, operator, ranks, rng, monkeypatch):
     cupy = card.cupy
     if cupy.cuda.runtime.getDeviceCount() < ranks:
         pytest.skip("there are too few CUDA devices")
-    monkeypatch.setattr(execute, "in_graphs", [])
+    monkeypatch.setattr(graph_capture, "in_graphs", [])
     call = Call(operator, rng, dtype=SINGLE, total=2048, states=False)
     lengths = [2048 // ranks] * ranks
 
@@ -345,7 +344,7 @@ def test_captured_calls(card, operator, ranks, rng, monkeypatch):
                 graph.launch(stream)
                 assert all(same_bits(card.tohost(x), y) for x, y in zip(found, bits_then, strict=True))
             assert all((other == 7).all() for other in others)
-        return len(execute.in_graphs)
+        return len(graph_capture.in_graphs)
 
     kept = [on_rank(distributed.Alone())] if ranks == 1 else run_threads(on_rank, 2, device="cuda", limit_s=30)
     assert all(kept)

@@ -23,9 +23,9 @@ from reference import (
     size_of_terms,
 )
 
-from linattn_np import NotSupported, explain, gla, rwkv6, vjp
+from linattn_np import NotSupported, explain, gla, graph_capture, rwkv6, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import execute, gated_backward, segments
+from linattn_np.backends.cupy import gated_backward, segments
 from linattn_np.declarations import GLA, RWKV6
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.layouts import swap_heads
@@ -470,7 +470,7 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
     """Replayed with strong gates, with others, and with those again: nothing is left over."""
     if card.name != "cupy":
         pytest.skip("Numba has no gradients")
-    monkeypatch.setattr(execute, "in_graphs", [])
+    monkeypatch.setattr(graph_capture, "in_graphs", [])
     call = Call(op, Case(T=T, K=32, V=32, H=3, dtype="bfloat16", initial=None), rng)
     bonus = [u.astype(np.float32) for u in call.arrays[4:]]  # else it is copied, and the plan drawn up at every call
     arrays, do = [card.asarray(x) for x in (*call.arrays[:4], *bonus)], card.asarray(call.do)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from linattn_np import NotSupported
+from linattn_np import NotSupported, graph_capture
 from linattn_np.conversions import array_to_backend
 from linattn_np.declarations import GLA, HGRN2, SIMPLE_GLA
 from linattn_np.derived import inner_call
@@ -69,9 +69,10 @@ def test_copies_that_a_graph_would_lose(number, capturing, rng):
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_copies_in_a_pool_that_lasts(number, capturing, rng):
+def test_copies_in_a_pool_that_lasts(number, capturing, rng, monkeypatch):
     """As `linattn_np.distributed` calls; torch's allocator is another of the kind."""
     kept = []
-    with lasting_memory("cuda:0", kept):
+    monkeypatch.setattr(graph_capture, "in_graphs", kept)
+    with lasting_memory("cuda:0"):
         list(calls(rng))[number][1]()
     assert len(kept) == capturing

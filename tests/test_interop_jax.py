@@ -76,7 +76,7 @@ def exactly(function, arrays):
 
 
 def compare(found, wanted, dtype, factor=10):
-    """A row has five numbers, which may cancel to far below their terms."""
+    """A row has few numbers, which may cancel to far below their terms."""
     for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
         assert_close(f"number {place}", np.asarray(x), np.asarray(y), dtype, factor=factor, rows=4)
 

@@ -9,9 +9,8 @@ from literal_operators import SIZES, VARIANTS, Call, pytest_generate_tests  # no
 from reference import assert_close, draw
 
 import linattn_np
-from linattn_np import ContractError, ContractTypeError
+from linattn_np import ContractError, ContractTypeError, graph_capture
 from linattn_np.array_kinds import BFLOAT16, from_native
-from linattn_np.backends.cupy import execute
 from linattn_np.declarations import GLA
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -71,7 +70,7 @@ def doubles(inputs):
 
 
 def compare(found, wanted, dtype, factor=10):
-    """A row has five numbers, which may cancel to far below their terms."""
+    """A row has few numbers, which may cancel to far below their terms."""
     name = str(dtype).removeprefix("torch.")
     for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
         x, y = (a if isinstance(a, np.ndarray) else a.detach().cpu().double().numpy() for a in (x, y))
@@ -318,10 +317,10 @@ def test_graphs_of_torch(home, option):
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    kept = len(execute.in_graphs)
+    kept = len(graph_capture.in_graphs)
     with torch.cuda.graph(graph):
         results = call()
-    assert sum(x.nbytes for x in execute.in_graphs[kept:]) < q.nbytes  # tables; the rest is in the graph's pool
+    assert sum(x.nbytes for x in graph_capture.in_graphs[kept:]) < q.nbytes  # tables; the rest is in the graph's pool
     for x in (q, k, v, g):
         x.copy_(torch.randn_like(x))
     graph.replay()

@@ -334,7 +334,14 @@ ROOMS = {
     ),
     "models/single_process": (["autodiff"], []),
     "models/training_steps": (
-        ["models.devices", "models.dropout", "models.training_products", "models.locks", "backends.cupy"],
+        [
+            "models.devices",
+            "models.dropout",
+            "models.training_products",
+            "models.locks",
+            "backends.cupy",
+            "graph_capture",
+        ],
         ["numpy", "cupy"],
     ),
     "models/training_products": (["backends.cupy"], ["numpy", "cupy"]),
@@ -381,7 +388,16 @@ ROOMS = {
     ),
     "backends/numpy/numba_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
     "backends/cupy": (
-        ["backends.cupy", "array_kinds", "contract", "declarations", "kernel_choice", "problem", "varlen"],
+        [
+            "backends.cupy",
+            "array_kinds",
+            "contract",
+            "declarations",
+            "graph_capture",
+            "kernel_choice",
+            "problem",
+            "varlen",
+        ],
         ["numpy", "cupy"],
     ),
     "backends/numba": (

@@ -11,7 +11,7 @@ import pytest
 from emulator import EmulatedDevice
 from reference import draw, same_bits
 
-from linattn_np import ContractError, ContractTypeError, gla, gla_step, retention, rwkv6_step
+from linattn_np import ContractError, ContractTypeError, gla, gla_step, graph_capture, retention, rwkv6_step
 from linattn_np.array_kinds import BFLOAT16, signature
 from linattn_np.backends.cupy import execute, segments
 from linattn_np.checked_calls import MEMOS
@@ -360,13 +360,13 @@ def test_pullbacks_of_other_gradients_share_nothing(monkeypatch):
 
 
 def test_a_pullbacks_graph_keeps_its_scratch(monkeypatch):
-    monkeypatch.setattr(execute, "in_graphs", [])
+    monkeypatch.setattr(graph_capture, "in_graphs", [])
     on = EmulatedDevice(90)
     on.capturing = True
     problem, do, _ = pull_problem(RWKV6, BFLOAT16, 0, T=33)
     gradients, _ = planned.replayed_pull(problem, on, do, None)
-    assert sum(x.nbytes for x in execute.in_graphs) == planned.plan_of(problem, on).scratch
-    assert not any(x is y for x in execute.in_graphs for y in gradients)
+    assert sum(x.nbytes for x in graph_capture.in_graphs) == planned.plan_of(problem, on).scratch
+    assert not any(x is y for x in graph_capture.in_graphs for y in gradients)
 
 
 def test_each_queue_has_tables_of_its_own():
@@ -379,28 +379,28 @@ def test_each_queue_has_tables_of_its_own():
 
 
 def test_a_graph_keeps_its_tables_and_scratch(monkeypatch):
-    monkeypatch.setattr(execute, "in_graphs", [])
+    monkeypatch.setattr(graph_capture, "in_graphs", [])
     on = EmulatedDevice()
     problem = GLA.bind(arrays(B=1), cu_seqlens=[0, 12, 40])
     planned.replayed(problem, on)
-    assert not execute.in_graphs
+    assert not graph_capture.in_graphs
     on.capturing = True
     o, _ = planned.replayed(problem, on)
-    (table,) = execute.in_graphs
+    (table,) = graph_capture.in_graphs
     assert table is not o and table.dtype == np.int64
     planned.replayed(GLA.bind(arrays(B=1), mode="staged"), on)
-    assert len(execute.in_graphs) == 1 + 6
+    assert len(graph_capture.in_graphs) == 1 + 6
 
 
 def test_a_graph_takes_the_tables_of_another_queue(monkeypatch):
     """While one is captured nothing can be sent."""
-    monkeypatch.setattr(execute, "in_graphs", [])
+    monkeypatch.setattr(graph_capture, "in_graphs", [])
     on = EmulatedDevice()
     problem = GLA.bind(arrays(B=1), cu_seqlens=[0, 13, 40])
     wanted, _ = planned.replayed(problem, on)
     on.queue, on.capturing, on.upload = 1, True, None
     found, _ = planned.replayed(problem, on)
-    assert same_bits(found, wanted) and len(execute.in_graphs) == 1
+    assert same_bits(found, wanted) and len(graph_capture.in_graphs) == 1
 
 
 def test_threads_share_plans():

@@ -19,7 +19,6 @@ from __future__ import annotations
 import numpy as np
 
 from ..autodiff import placed_cotangents, vjp_of
-from ..backends.cupy import execute
 from ..conversions import callers_sizes
 from ..dispatch import call as call_operator
 from ..dispatch import summarise
@@ -150,7 +149,7 @@ class Forward(Pass):
     def result(self):
         """o, or (o, final states), of this rank's tokens, as arrays of the caller's kind and layout."""
         call, problem = self.call, self.call.problem
-        with lasting_memory(problem.home, execute.in_graphs):  # a graph that is captured now uses this memory later
+        with lasting_memory(problem.home):  # a graph that is captured now uses this memory later
             results, final_states = self.run(self.comparison.remembered_lengths() or self.comparison.agreed_lengths())
             o = next(iter(results.values())) if self.o is None else self.o
             result = call.array_to_caller(o, problem.op.out) if call.out is None else call.given["out"]
@@ -283,7 +282,7 @@ class Backward(Pass):
 
 def gradients(forward, do, dht, summed):
     """`Backward.gradients` of a forward pass; in `operators.vjp` the result of pullback(do, dht, summed=summed)."""
-    with lasting_memory(forward.call.problem.home, execute.in_graphs):
+    with lasting_memory(forward.call.problem.home):
         return Backward(forward, do, dht).gradients(summed)
 
 

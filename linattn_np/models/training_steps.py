@@ -12,6 +12,7 @@ from threading import Lock
 
 import numpy as np
 
+from ..graph_capture import in_graphs
 from .devices import NotCopied
 from .dropout import Dropout, dropout, keep
 from .training_products import CudaProducts, HostProducts
@@ -203,8 +204,6 @@ class CudaSteps(NotCopied):
 
     def capture(self):
         """Makes the graph of a step, and runs nothing."""
-        from ..backends.cupy.execute import in_graphs
-
         with CAPTURING:
             others = len(in_graphs)
             self.stream.begin_capture()

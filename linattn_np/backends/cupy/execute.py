@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from ... import graph_capture
 from ...array_kinds import signature
 from .aligned_copies import with_fast_copies
 from .arguments import Packed
@@ -34,7 +35,6 @@ COMPILED = 16  # plans that are kept of calls alike: one for every stream, each 
 # of gradients that a pullback is given
 PLACES = 64  # sets of addresses whose arguments are kept: the layers of a model
 ALIGNED = 256  # bytes on which a buffer starts
-in_graphs: list = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
 
 
 def plan_of(planner, problem, device, kept=()) -> Plan:
@@ -150,7 +150,7 @@ class CompiledPlan:
             command(arrays)
         if self.hidden and self.device.capturing:
             lent, tables = self.device.lent, self.addressed
-            in_graphs.extend(arrays[n] for n in self.hidden if n >= tables or not lent(arrays[n]))
+            graph_capture.in_graphs.extend(arrays[n] for n in self.hidden if n >= tables or not lent(arrays[n]))
         return self.result(arrays)
 
     def commands(self, arrays) -> list:
