@@ -21,7 +21,7 @@ def cut(monkeypatch):
     """Cuts sequences into so many segments, however few tokens there are."""
     monkeypatch.setattr(segments, "SMALL_TOKENS", 0)
     monkeypatch.setattr(segments, "SMALL_TOKENS_ON_HOPPER", 0)
-    return lambda P: monkeypatch.setattr(segments, "small_segments", lambda *sizes: P)
+    return lambda P: monkeypatch.setattr(segments, "segments_of_small_heads", lambda *sizes: P)
 
 
 @pytest.mark.pairwise
