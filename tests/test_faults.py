@@ -116,6 +116,19 @@ def test_an_end_while_numpy_is_imported_is_one_line(error, line, tmp_path):
     assert done.returncode and done.stderr == f"linattn-np: {line}\n"
 
 
+@pytest.mark.parametrize("words", [["-m", "other"], ["-m", "other", "-m", "linattn_np"], ["-c", "import linattn_np"]])
+def test_an_end_of_another_program_keeps_its_traceback(words, tmp_path):
+    """Python's -m imports a package, and with it ours, before it tells which one it runs."""
+    (tmp_path / "numpy.py").write_text("raise OSError")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "__init__.py").write_text("import linattn_np")
+    paths = os.pathsep.join((str(tmp_path), str(Path(terminal.PACKAGE).parent)))
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=ENVIRONMENT | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode and done.stderr.startswith("Traceback")
+
+
 def test_an_error_of_a_thread_and_a_warning_are_one_line(capsys, monkeypatch):
     import warnings
 

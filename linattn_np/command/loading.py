@@ -13,5 +13,13 @@ def told(kind, error, trace):
         print(f"linattn-np: {' '.join(why.split())}", file=sys.stderr)
 
 
-if os.path.basename("".join(sys.argv[:1])) in ("linattn-np", "-m"):  # of Python's -m, whose file is not known as yet
+def is_command(argv, original) -> bool:
+    """Whether a process is the command: its script, or `python -m linattn_np`. While a package is imported for -m,
+    `argv` [-m, arguments] does not name it; the words of the whole line, `original`, have its name in that place."""
+    if argv[:1] == ["-m"]:
+        return original[-len(argv)] == "linattn_np"
+    return os.path.basename("".join(argv[:1])) == "linattn-np"
+
+
+if is_command(sys.argv, sys.orig_argv):
     sys.excepthook = told
