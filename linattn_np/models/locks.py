@@ -54,7 +54,7 @@ class Turns:
         with self.lock:
             if self.device.capturing:
                 raise NotSupported(
-                    "RWKV6: a model's calls cannot be captured in a CUDA graph; they make graphs themselves"
+                    "RWKV: a model's calls cannot be captured in a CUDA graph; they make graphs themselves"
                 )
             self.device.wait(self.event)  # on the same stream, too: one that is gone may have had its address
             try:
