@@ -172,11 +172,12 @@ def _same_on(text, expressions, virtual, other):
 
 
 def _functions(code):
-    """PTX without what names the target or the place in the source: from the first function to the debugger's data.
-    Nor with how many blocks share a multiprocessor, which bounds registers alone.
+    """PTX up to the debugger's data, without what names the target or the place in the source. Nor with how many blocks
+    share a multiprocessor, which bounds registers alone, or constants, whose uses are numbers.
     """
-    lines = code[code.index(".entry") :].split(".section", 1)[0].splitlines()
-    return "\n".join(line for line in lines if not line.lstrip().startswith((".loc", ".file", "//", ".minnctapersm")))
+    lines = code.split(".section", 1)[0].splitlines()
+    names = ".version", ".target", ".loc", ".file", "//", ".minnctapersm", ".global"
+    return "\n".join(line for line in lines if not line.lstrip().startswith(names))
 
 
 def _compiled(text, expressions, *options):

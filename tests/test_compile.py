@@ -59,7 +59,7 @@ def chosen(kernels, exhaustive, seed):
 
 def asks_for_the_card(kernel):
     """Models' kernels tell the next one to start, which cards have from 9.0 on."""
-    return kernel.file.startswith("rwkv6/")
+    return kernel.file.startswith(("rwkv6/", "rwkv7/"))
 
 
 def asks_for_shared_memory(kernel):
