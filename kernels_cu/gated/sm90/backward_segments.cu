@@ -73,7 +73,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   __device__ __forceinline__ void wait(int n) const {
     barrier_wait(s.full[stage(n)], (started + n) / STAGES & 1);  // the n-th chunk has been copied
   }
-  // The n-th vote, for all consumers, when they have read chunks 0 to n: whether any of them needs another one.
+  // The n-th vote, for all consumers, when they have read the chunks before the n-th: whether any of them needs more.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
     const int slot = (votes + n) % STAGES;
     fence_async();  // orders these reads before the next copies to the same stages
@@ -227,8 +227,9 @@ __device__ __forceinline__ void add_start(float (&S)[BV / 2], const float (&deca
   });
 }
 
-// ---- to the border: S <- D S + x^T y, whatever grows ---------------------------------------------------------------
+// ---- second walk, to the border: S <- D S + x^T y, for gates of any size -------------------------------------------
 
+// S: the state with which the segment starts, then the result. all: is multiplied by the segment's decay.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)[2], const Walk<T, G, BK, BV>& walk,
                                                 const Args<T, G>& args) {
