@@ -4,12 +4,13 @@
 // math      N, A, B, W, Z: chunk.cuh. Decays: D of the chunk, D_i from its start to token i, D_end from i to its end.
 //           Forwards: X = v - D_i k S, S <- D S + Z^T X. Backwards: Y = N^T D_end k C, w = Y + scale (A N)^T do,
 //           dv = beta w,   C <- D C + scale W^T do - (D_i k)^T beta Y
-// shapes    as in forward.cu; do dv [B, HV, T, V], dht dh0 [N, HV, K, V]; X w [B, HV, T, V padded to a multiple of 64];
-//           kept, S and C: backward_storage.cuh
+// shapes    q k [B, H, T, K], v do dv [B, HV, T, V], g beta [B, HV, T]; initial dht dh0 [N, HV, K, V] float32; X w [B,
+//           HV, T, V padded to a multiple of 64]; kept, S and C: backward_storage.cuh
 // grid      a block for every (direction, sequence, head of values, BV columns), directions slowest
-// smem      DeltaShared, as forward.cu
-// barriers  as forward.cu; backwards one more of each warp: its columns of Y are stored
-// numerics  as forward.cu; X, w and the kept states are rounded to T
+// smem      DeltaShared in chunk_storage.cuh
+// barriers  of the block, a chunk: it has arrived | M and A | N | B, of_W, of_Z, X | W and Z; backwards one of each
+//           warp: its columns of Y are stored
+// numerics  S and C in float32 accumulators; X, w and the kept states are rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "cards.cuh"

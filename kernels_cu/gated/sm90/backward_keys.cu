@@ -10,18 +10,17 @@
 //           C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and dh0
 //           [N, H, K, V] float32. weight, sums, ends, kept: as backward_queries stores them; weight may be dg itself
-// grid      as backward_queries. Warpgroups of a block: one for every 64 channels, called consumers; if BK = 128, one
-//           that makes A and dv; last, one that makes dA and copies chunks. If BK = 64, the last one makes A, and the
-//           consumers make dv
+// grid      a block for every (sequence, head), or for several of them (InTurn in states.cuh). Its warpgroups: one for
+//           every 64 channels (consumers); if BK = 128, one that makes A and dv; last, one that makes dA and copies
+//           chunks. If BK = 64, the last one makes A, too, and the consumers make dv
 // smem      backward_keys_storage.cuh
 // barriers  backward_keys_storage.cuh
-// numerics  as backward_queries. sum_v S C [K] is carried from chunk to chunk: the chunk's keys' terms are subtracted,
-//           its queries' terms added. If a channel forgets within a chunk (`forgets` in growth.cuh), the sum before it
-//           is set to 0: else dg, which there is far smaller than those terms, would be their rounding error. If gates
-//           above 0 come later, only a rest that may be rounding error is set to 0, since growth may make the others
-//           matter
+// numerics  A and dA are tf32; C: states.cuh. sum_v S C [K] is carried from chunk to chunk: the chunk's keys' terms are
+//           subtracted, its queries' terms added. If a channel forgets within a chunk (`forgets` in growth.cuh), the
+//           sum before it is set to 0: else dg, there far smaller than those terms, would be their rounding error. If
+//           gates above 0 come later, larger rests are kept, since growth may make them matter
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    as backward_queries
+// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }

@@ -4,21 +4,19 @@
 //           for C), L_j from key j to the chunk's end, E_i from the chunk's start to query i (decays.cuh).
 //           S, from the last chunk to the first: S += sum_j D L_j k_j v_j^T, D <- D times the chunk's decay, until D
 //           is almost 0. C, from the first chunk to the last: C += scale sum_i D E_i q_i do_i^T, D likewise.
-//           If gates are too far above 0: towards the border, as the passes: S <- (the chunk's decay) S + sum_j L_j
-//           k_j v_j^T
+//           If gates are too far above 0: towards the border, S <- (the chunk's decay) S + sum_j L_j k_j v_j^T
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: the S and, second, the C with which
 //           each of the N segments starts; decays [2, N, H, K]. `first` and `last` are meant in the direction of S or
-//           C. A sequence's first of P segments starts with initial or dht [N / P, H, K, V]; the second starts with the
-//           first one's result; a later one's slot gets the result of the segment before it alone, from zero, and
-//           scan_both_ways.cu joins these. The last segment's result is not needed
+//           C. A sequence's first of P segments starts with initial or dht [N / P, H, K, V], and its result is the
+//           second's start. Other segments start from zero: scan_both_ways.cu joins their results
 // grid      a block for every (direction, segment, head, BK channels), directions slowest. A warpgroup for every 64
 //           channels (consumers) and one warp that copies chunks
 // smem      Stage: a chunk's inputs
 // barriers  full: a chunk's inputs have been copied; WALK: consumers have read the previous chunk, and vote whether
 //           they need another one; voted: the vote's result is stored
-// numerics  as the two passes; tokens whose decay to the border is below e^-48 are left out
+// numerics  S and C in float32; tokens whose decay to the border is below e^-48 are left out
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    as the two passes
+// limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

@@ -10,13 +10,11 @@
 // grid      forward_schedules.cuh. A block's first warps are consumers, four for every 64 columns of V; the other warps
 //           are one or two groups of producers, which make the chunks in turn
 // smem      Shared, in forward_storage.cuh
-// barriers  forward_storage.cuh names them; forward_producers.cuh and forward_consumers.cuh say who waits for them and
-//           why
+// barriers  forward_storage.cuh lists them
 // numerics  S in float32 accumulators; no difference of cumulated gates; see forward_producers.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; float16 or bfloat16 data T; K and V multiples of 8; a block has at most BK channels of K and BV
-//           columns of V, BK and BV 64 or 128; rows start on 16 bytes. The program must fit in the instruction cache:
-//           see forward_producers.cuh
+//           columns of V, BK and BV 64 or 128; rows start on 16 bytes
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"

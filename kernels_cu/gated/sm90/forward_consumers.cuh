@@ -3,8 +3,7 @@
 // math      o = A v + (q decayed) S, S <- diag(decay) S + (k decayed)^T v, computed transposed: accumulators are
 //           [column of V, token] and [column of V, channel of K]. A and q contain `scale`
 // barriers  of a warpgroup, every chunk: o is in shared memory (SegmentState: v has been read). In a sequence's last
-//           chunk also: the rows of v after its end are 0. One more, before consume's inner loop, only keeps the
-//           compiler from merging two loops
+//           chunk also: the rows of v after its end are 0. One more only separates two loops, see `consume`
 // numerics  S in float32; o reads S rounded to bfloat16, or to tf32 if data are float16
 // limits    sm_90a
 #include "gated/sm90/forward_rows.cuh"
@@ -143,9 +142,8 @@ template <typename T> __device__ __forceinline__ void put_row(T* tile, const flo
   }
 }
 
-// Starts copying a chunk of v without a tensor map; for all threads of a warpgroup. A thread copies the 16-byte pieces
-// from which it stored o, so that it overwrites no piece that another thread still reads. Rows from `rows` on and
-// columns from `columns` on become zero.
+// Starts copying a chunk of v without a tensor map; for all threads of a warpgroup. A thread overwrites only pieces
+// that it has read itself to store o. Rows from `rows` on and columns from `columns` on become zero.
 template <typename T>
 __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* from, i64 stride, int rows, int columns,
                                             Barrier& loaded) {
@@ -199,9 +197,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
   }
   // The address that this lane gives to ldmatrix and stmatrix for four 8x8 matrices: 16 tokens from `token` on of this
-  // warp's 16 columns. It equals
-  // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)), in fewer
-  // instructions.
+  // warp's 16 columns. In fewer instructions it equals
+  // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)).
   __device__ __forceinline__ T* matrix_row(T* tile, int token) const {
     const int place = (thread & 7) * (128 + 16) ^ (thread & 96) ^ (thread << 1 & 16) ^ (thread << 6 & 1024);
     return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + place + token * 128);
@@ -303,8 +300,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     return one_by_one;
   }
 
-  // Multiplies a chunk's tokens one by one: the producers fill the stage once for each token, or twice
-  // (forward_growth.cuh).
+  // Multiplies a chunk's tokens one by one: the producers fill the stage for each token (forward_growth.cuh).
   __device__ __forceinline__ void take_tokens(u32 chunk) {
     int row = AGAIN;
 #pragma unroll 1
@@ -319,8 +315,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.numbers[stage].row[0] : 0, 0);
       if constexpr (Schedule::reads) {
         wgmma_keep(o);
-        // With K_RANKS blocks the thread is computed again, since registers are too few. Elsewhere that made an
-        // assembler serialise products.
+        // With K_RANKS blocks `thread` is computed again, to save registers; elsewhere an assembler then serialised.
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
         put_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup]
                    [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % SLOTS][0],
@@ -379,9 +374,8 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   using Me = Consumer<Schedule, T, G, BK, BV>;
   Me me(s, args);
   const u32 tokens = me.tokens;
-  // The inner loop has the common chunks only. Marks and single tokens, which few chunks need, are outside of it: their
-  // instructions inside would slow it down. The barrier keeps the compiler from merging both loops. With K_RANKS blocks
-  // registers are too few for two loops.
+  // The inner loop has the common chunks only: the instructions for marks and single tokens would slow it down. The
+  // barrier keeps the compiler from merging both loops. With K_RANKS blocks registers are too few for two loops.
   const u32 mask = u32(args.mark_every) - 1;
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     me.mark(chunk, mask);

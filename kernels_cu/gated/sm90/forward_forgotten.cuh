@@ -1,10 +1,8 @@
-// what      Finds the first tokens of a segment that its final state has forgotten, so that the pass that computes this
-//           state (SegmentState) skips them. It sums the segment's log gates backwards from the last token. Heads of
-//           most models forget within one or two thousand tokens.
-// math      the latest token from which on every channel's log gates sum to FORGOTTEN_NATS (-48) or less, and none is
-//           above 0
-// barriers  scan.loaded: a batch of gates is in shared memory; then, a batch: the sums are, and gates have been read |
-//           all threads know whether to go on
+// what      For Hopper's forward kernel that computes segments' final states: finds a segment's first tokens that its
+//           final state has forgotten, so that they are skipped, from sums of log gates backwards from the last token.
+//           Heads of most models forget within one or two thousand tokens.
+// math      the latest token from which on every channel's log gates sum to FORGOTTEN_NATS (-48) or less, none above 0
+// barriers  scan.loaded: a batch of gates is in shared memory; then sums are, and gates have been read | threads agree
 // numerics  the skipped part is e^-48 (1.4e-21) of a state: float32 drops it when it is added to a number of similar
 //           size. If a gate is above 0, earlier states may have grown more than they were forgotten since: then nothing
 //           is skipped.

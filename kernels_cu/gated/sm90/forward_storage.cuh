@@ -19,9 +19,8 @@ struct ScalarDecay {};
 template <typename G> constexpr int WIDTH = 4;  // gates of a producer thread, which has 4 channels, for each token
 template <> constexpr int WIDTH<ScalarDecay> = 1;
 
-// COARSE: whether T is bfloat16. It has float32's range and few digits: every operand is bfloat16, and a score is the
-// sum of two numbers. float16 has tf32's digits and a small range: operands whose decays may be large or small are
-// tf32. Wide<T>: the type of such operands.
+// COARSE: whether T is bfloat16, which has float32's range and few digits: scores are the sum of two numbers. float16
+// has tf32's digits and a small range. Wide<T>: the type of operands that may be far from 1: bfloat16, or else tf32.
 template <typename T> constexpr bool COARSE = false;
 template <> constexpr bool COARSE<bf16> = true;
 template <typename T> struct WideOf {
@@ -73,8 +72,8 @@ template <typename T, typename G> struct Args {
   float* decays;           // SegmentState: [N, H, 2, K]: the product of both rows is a part's decay
   i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence; SegmentState: computes only the first `computed` of them
-  float* marks;  // [N, marks_per_sequence, H, K, V]: the states before chunks 0, mark_every, 2 mark_every ...,
-                 // from which the backward pass starts; or null
+  float* marks;            // [N, marks_per_sequence, H, K, V]: the states before every mark_every-th chunk, from which
+                           // the backward pass starts; or null
   i64 mark_every, marks_per_sequence;  // mark_every: chunks, a power of two; 0 without marks
   i64 parts;                           // SegmentState: parts of a segment, each with a final state of its own
   const float* segment_states;         // [N, H, K, V]: the final states of segments, from which the next segments
@@ -82,8 +81,7 @@ template <typename T, typename G> struct Args {
   i64 backwards;  // whether the stride of tokens is negative, which tensor maps do not allow: threads copy rows
 };
 
-// Whether threads copy rows of a negative token stride. With K_RANKS blocks registers are too scarce for that code:
-// there the host copies such arrays first.
+// Whether threads copy rows. With K_RANKS blocks registers are too few for that: the host copies such arrays first.
 template <class Schedule, class Args> __device__ __forceinline__ bool runs_backwards(const Args& args) {
   return Schedule::K_RANKS == 1 && args.backwards;
 }
@@ -170,8 +168,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   static constexpr int K_RANKS = Schedule::K_RANKS;
   static constexpr int VALUE_SLOTS = READS && !COARSE<T> ? 2 : sizeof(G) <= 2 ? 4 : 3;  // chunks of v in shared memory
   // Producer groups of a block: two; one if the other block makes half of the operands, or if shared memory is too
-  // small for two. EXTRA: how many of these need more of it: float32 gates, float16 data, CHUNK_RANKS > 1. Two groups
-  // with BK = 128 leave room for one of them.
+  // small for two: if BK = 128 and two of these need more of it: float32 gates, float16 data, CHUNK_RANKS > 1.
   static constexpr int EXTRA = (sizeof(G) == 4) + !COARSE<T> + (Schedule::CHUNK_RANKS > 1);
   static constexpr int GROUPS = READS && (K_RANKS > 1 || BK == 128 && EXTRA > 1) ? 1 : 2;
   static constexpr int MAKERS = GROUPS * Schedule::CHUNK_RANKS;  // groups of the cluster that make chunks in turn

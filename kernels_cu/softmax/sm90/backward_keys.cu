@@ -1,22 +1,19 @@
 // what      Softmax attention's gradients of k and v on Hopper: one thread copies, two warpgroups multiply.
-// math      dv_j = sum_i p_ij do_i,   dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i,   p_ij = e^(s_ij - lse_i),
-//           over the queries of all heads that share the keys, with s_ij and lse_i as in forward.cu and delta_i =
-//           do_i . o_i - dlse_i; if scores are capped, each term of dk times 1 - (s_ij / cap)^2.
-//           In the code st holds s_ji and then p_ji (rows are keys), dp do_i . v_j, ds = p (dp - delta), L = lse in
-//           base 2, g = do
+// math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
+//           e^s_ij;  dv_j = sum_i p_ij do_i,  dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i, delta_i = do_i . o_i
+//           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
+//           cap)^2.  Code: st holds s, then p, with keys as rows, dp do_i . v_j, ds = p (dp - delta), g = do
 // shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
-//           64] float32: L, then delta, of every 64 queries (softmax_work.cuh), as backward_queries.cu writes them
+//           64] float32: lse in base 2 (L), then delta, of every 64 queries, as backward_queries.cu writes them
 // grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 keys
-// smem      Shared: two tiles of k and v; a ring of tiles of q, do and statistics. dk and dv are stored through the
-//           memory of their tile's k and v
+// smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
 // barriers  full: k and v have arrived; empty: dk and dv that overwrote them have been stored; q_full: q and statistics
 //           have arrived; g_full: do has; q_empty, g_empty: they have been read. Named: 1 + warpgroup in zero_rows:
 //           zeros are written
 // numerics  scores, weights and sums in float32; p and ds are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; products have keys as rows, so that p and ds go from one
-//           product to the next in registers. One loop over all tiles of the block: the next query tile may belong to
-//           other keys
+//           product to the next in registers
 // limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 

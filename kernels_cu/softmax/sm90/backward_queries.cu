@@ -1,22 +1,20 @@
 // what      Softmax attention's gradient of q on Hopper: one thread copies, two warpgroups multiply. Also writes the
 //           statistics of queries for the gradients of k and v.
-// math      dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j,   p_ij = e^(s_ij - lse_i),   delta_i = do_i . o_i -
-//           dlse_i, with s_ij and lse_i as in forward.cu; if scores are capped, each term times 1 - (s_ij / cap)^2.
-//           In the code p and dp hold p_ij and do_i . v_j, ds = p (dp - delta), L = lse in base 2, g = do
+// math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
+//           e^s_ij;  dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j, delta_i = do_i . o_i - dlse_i; with a cap each
+//           term times 1 - (s_ij / cap)^2.  Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta), g = do
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; L dL [B, H, Tq] float32: lse,
 //           its gradient or null; statistics: softmax_work.cuh
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 queries, and holds their q and do in registers
-// smem      Shared: a tile of q, of do, and of o; rings of k and v tiles of 64 keys. dq is stored through the memory of
-//           o
+// smem      Shared: a tile of q, of do, and of o, later of dq; rings of k and v tiles of 64 keys
 // barriers  full: q, do and o have arrived; empty: q and do are in registers; o_empty: o has been read, or dq that
 //           overwrote it has been stored; k_full, v_full: a tile has arrived; k_empty, v_empty: it has been read.
 //           Named: 1 + warpgroup in zero_rows: zeros are written
 // numerics  scores, weights and sums in float32; ds is rounded to T for its product with k. delta comes from the
 //           rounded o. A query with L above 2^24 in base 2 has weights of 0: see known_logarithm
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
-//           in registers. A key tile's product ds k runs together with the next tile's q k^T and do v^T, which may
-//           belong to other queries
+//           in registers
 // limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
@@ -183,8 +181,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     for (int n = 0; n < KEYS / 16; ++n) wgmma<T, D, true>(dq, ds[n], kt + n * (16 * 128 / 16), n > 0 || begun);
     wgmma_commit();
   };
-  // Waits for dq. To be called at the beginning of a branch that the whole warpgroup takes: the assembler moves a wait
-  // to the start of its basic block, before the computation that is to run during the product.
+  // Waits for dq. To be called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start
+  // of its basic block, before the computation that is to run during the product.
   auto end_adding = [&] {
     wgmma_wait<0>();
     wgmma_keep(dq);

@@ -9,8 +9,7 @@
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of
 //           `works`, in turn. Two warpgroups consume, three if K = 64 without a cap, each 64 queries of the tile;
 //           in one more warpgroup a single thread, the producer, copies
-// smem      Shared: rings of q, k and v tiles, and the Work of each tile in the ring of q. o is stored through the
-//           memory of q
+// smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; q_empty, k_empty, v_empty: all consuming warps have read it.
 //           Named: 1 + warpgroup in zero_rows: zeros are written; 4 + warpgroup: its turn to issue products
 // numerics  scores, m, l, o in float32; e^(S - m) is rounded to T. m is raised only if it would grow by more than SLACK
