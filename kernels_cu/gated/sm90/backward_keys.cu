@@ -362,7 +362,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    Chunk near_queries, near;
+    Chunk near_queries, near;  // decays of queries and of keys from their sub-chunk's middle
     const auto near_counts = counts();
     const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, near_counts, n); };
     // Sub-chunks whose decays are computed before the barriers; limited by registers.
@@ -386,7 +386,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     constexpr bool ACROSS_FIRST = false;
     Chunk dk, dg, far;
     SubChunkDecays decays;
-    Across read, met;
+    Across read, met;  // decayed queries; decayed keys
     const uint4 places = known(PLACES);
     const int queries_at = int(places.x), keys_at = int(places.y);
     const PairReader dA(values.dA, 0, int(places.z));

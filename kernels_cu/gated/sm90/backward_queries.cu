@@ -192,6 +192,7 @@ __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T,
                                             const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
+    // near, near_keys: decays of queries, keys; over_keys: sums over keys, for queries; over_queries: the reverse.
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
     float present[4] = {};  // RWKV-6: dq's terms of tokens with themselves
     const float2 own = ReadOrder::reads_before_write ? own_pair(pairs, n) : float2{};
@@ -226,7 +227,7 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
                                             T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
                                             float scale, bool& growth, int at, F write) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
-  Across read, met, over = {};
+  Across read, met, over = {};  // decayed queries; decayed keys; sums over keys, for queries
   StateOperand<T> written;
   Chunk far;
   if (!HELD) tokens.gates.load(g, at);

@@ -86,7 +86,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
     barrier_wait(s.voted[slot], (votes + n) / STAGES & 1);
     return s.wanted[slot];
   }
-  // Whether the walk has a chunk after the n-th, if a consumer needs one.
+  // Whether the walk goes on after the n-th chunk: a consumer needs another one, and the segment has it.
   __device__ __forceinline__ bool goes_on(int n, bool wanted) const { return wanted && n + 1 < chunks; }
   // How many chunks are copied if consumers use the first `taken`: the copying warp is STAGES - 2 ahead.
   __device__ __forceinline__ int coming(int taken) const { return min(chunks, taken + STAGES - 2); }
