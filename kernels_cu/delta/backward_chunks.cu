@@ -12,9 +12,9 @@
 //           [2, B, HV, T, K] float32 of each, of queries and keys after their division; dbeta dg [B, HV, T] float32
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
 // smem      Shared: the chunk's q and k; 64 columns of S, C, do, X and w at a time
-// barriers  q and k have arrived | decays and lengths | M and A | N | P; then three for every 64 columns: they have
-//           arrived | U is stored | they have been read; then: do X^T, w X^T and sums over channels | the matrices of
-//           dq and dk | sums for gates; with normalized rows: those sums have been read | rows times their gradients
+// barriers  q and k | decays and lengths | M and A | N are in shared memory; three for every 64 columns: they are, and
+//           P | U is | they have been read; then: do X^T, w X^T, sums over channels | matrices of dq and dk | sums of
+//           dg; with normalized rows: those have been read | rows times their gradients
 // numerics  products of T are summed in float32; U is rounded once; matrices [32, 32] that multiply q or k are the sum
 //           of two numbers of T, other products with them are float32. No division by a decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed

@@ -11,8 +11,7 @@
 //           k and b "columns", after their place in Axy
 // barriers  seven a chunk: it has arrived | norms' powers of 2 | decayed tokens | scores | N, L and qd | H, B and X | W
 //           and Z. Each: these are in shared memory
-// numerics  as channel_forward.cu. N and L are divided by powers of 2 before they are rounded to float16, since a and b
-//           may have any size
+// numerics  as channel_forward.cu; N and L, which may have any size, are divided by powers of 2 for float16
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "delta/channel_chunk.cuh"
@@ -140,8 +139,7 @@ __device__ __forceinline__ void decay_backwards(DplrShared<T, G, BK, BV>& s, int
   }
 }
 
-// Stores all decayed rows and columns, and computes scores within blocks of 8 tokens; a warp a task. The caller has a
-// barrier of the block before and after.
+// Stores all decayed rows and columns, and computes scores within blocks of 8 tokens; a warp a task.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_tokens(DplrShared<T, G, BK, BV>& s) {
   constexpr int PANELS = BK / 64;
@@ -164,8 +162,7 @@ __device__ __forceinline__ void decay_tokens(DplrShared<T, G, BK, BV>& s) {
   }
 }
 
-// Scores of pairs in different blocks of 8 tokens, by products of operands at borders; and those of tokens with
-// themselves.
+// Scores of pairs in different blocks of 8 tokens, by products at borders; and those of tokens with themselves.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void score_borders(DplrShared<T, G, BK, BV>& s) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;

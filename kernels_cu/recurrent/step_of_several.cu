@@ -12,15 +12,14 @@
 //           state in P; accepted [B]: how many pending tokens are; both may be null
 // grid      a block for every (sequence, head of values), sequence slowest. It takes BV columns at a time; a lane has
 //           16 bytes of columns, of EACH channels
-// smem      Shared: the pending tokens, this call's tokens, sums over the warps' channels
+// smem      Shared: pending tokens, this call's tokens, sums over the warps' channels
 // barriers  three every BV columns: all tokens are in shared memory | the products of their rows are | the last token
 //           has been read; two a token: the warps' sums are in shared memory | their totals are
 // numerics  float32, for every type of the stored state; float64 if the state or the data are float64
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19; 2025, eq. 17; as delta/tokens.cuh
 // limits    K <= BK; T <= TOKENS; the last axis of the state is contiguous
 //
-// A block has all columns of its head and is the only one that reads the head's pending tokens: so it may overwrite
-// them.
+// A block has all columns of its head. Only it reads the head's pending tokens, and so it may overwrite them.
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"

@@ -245,8 +245,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
   }
 
-  // Adds a lane's sums to its totals, and sets them to zero. Sums of digits are integers, multiples of a unit; each
-  // staged part of K has a unit of its own.
+  // Adds a lane's sums to its totals. Sums of digits are integers in a unit; each staged part of K has another unit.
   __device__ __forceinline__ void add_sums(float (&totals)[4], Sums& sums, int vector) const {
     const float unit = DIGITS ? s.units[vector][tid >> 5] * float(1u << (16 * (tid & 1))) : 1.f;
 #pragma unroll
@@ -383,8 +382,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   // -- phases without products by weights ----------------------------------------------------------------------------
   static constexpr int PASS = 16;  // rows of a low rank's second matrix that a thread loads at a time
 
-  // Computes `mixed`. A unit of work is 128 channels of one of the five inputs; a thread has a channel and every
-  // SPLITS-th row of `up`.
+  // Computes `mixed`. A unit is 128 channels of one of the five inputs; a thread has a channel, every SPLITS-th row.
   __device__ __forceinline__ void mix(i64 layer) {
     const int A = int(args.A), across = (D + CHANNELS - 1) / CHANNELS, units = 5 * across;
     const int split = tid / CHANNELS, channel = tid % CHANNELS;

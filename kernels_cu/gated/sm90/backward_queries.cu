@@ -218,9 +218,8 @@ __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T,
   __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
 }
 
-// Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; at: lane_offset(). Calls
-// write(keys decayed to the chunk's end) once these keys and `decays` are computed, to update the state. Sets `growth`:
-// whether the chunk must be computed token by token.
+// Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; at: lane_offset(). Sets `growth`,
+// whether the chunk must go token by token, and `decays`; then calls write(keys decayed to the chunk's end).
 template <bool HELD, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                             SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],

@@ -1,6 +1,5 @@
-// what      For the second pass of Hopper's backward of GLA and RWKV-6 (backward_keys.cu): products that compute scores
-//           of a chunk of 32 tokens (A, of queries and keys, and dA, of do and v), and the layouts of their operands in
-//           shared memory. Decays: decays.cuh
+// what      Products for scores of a chunk of 32 tokens: A, of decayed queries and keys, and dA, of do and v; and the
+//           layouts of their operands. For the second pass of Hopper's backward of GLA and RWKV-6 (backward_keys.cu)
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 
@@ -66,9 +65,8 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
 }
 
 // d[query, key] for the 8 queries and keys of a warp's sub-chunk, decayed from its middle. A lane loads 4 channels at
-// once, as depths t and t + 4 of two products: of queries, a[0] and a[2] (rows g) are channels 0 and 2, which the first
-// product multiplies by the keys' b; a[1] and a[3] (rows g + 8) are channels 1 and 3, for the second product. The other
-// 8 rows of each product are not used. keys_within has channels 1 and 2 swapped to fit.
+// once, as depths t and t + 4 of two products. Queries: rows g of the first one (a[0], a[2]) are channels 0 and 2, rows
+// g + 8 of the second one channels 1 and 3; other rows are not used. keys_within swaps channels 1 and 2 to fit.
 template <int BK, typename T, typename G, class Stage>
 __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& keys_within, Stage& in, int warp,
                                                 int lane) {

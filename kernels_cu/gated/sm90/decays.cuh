@@ -1,7 +1,6 @@
-// what      Queries and keys of a chunk of 32 tokens times their decays, and products of chunks' pairs of tokens, for
-//           Hopper's backward of GLA and RWKV-6.
-// math      g are the log gates; a chunk has four sub-chunks of 8 tokens. The decay between query i and key j < i is a
-//           factor of the query times a factor of the key, in one of three ways:
+// what      Hopper's backward of GLA and RWKV-6: decays of a chunk's queries and keys, products with pairs of tokens.
+// math      g are log gates; a chunk of 32 tokens has four sub-chunks of 8. The decay between query i and key j < i is
+//           a factor of the query times a factor of the key, in one of three ways:
 //           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: within gate 4, half of it before m):
 //                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g)
 //           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g after j to the end
@@ -120,8 +119,7 @@ template <> struct GateFormat<float> {
 
 // A chunk's gates of this lane's channels, of at least NOTHING, or LEAST if NEAR; float32 gates are multiplied by log2
 // e. A product of gates and Counts adds two halves, for the two numbers of ONE. MINUS: both factors of the second half
-// are negated, which changes no result. Otherwise an operand would have the same register twice, and the compiler would
-// copy it for each product; negated values take fewer instructions and more registers.
+// are negated: otherwise the compiler would copy the register that the operand then has twice, for each product.
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
@@ -259,9 +257,8 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
     for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
   });
 }
-// The same, computed from decays from the start of a sub-chunk and decays to its end. The product of a query's decay
-// and a key's covers every gate once, if the query is the lane's first token (its second one, if queries read before
-// the write) and the key its first one.
+// The same, from decays from the start of a sub-chunk and to its end: their product at a lane's first token (from the
+// start: at its second one, if queries read before the write) covers every gate once.
 template <class ReadOrder>
 __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start, const Chunk& end) {
   each_pair([&](int n, int h) { d.own[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
@@ -269,8 +266,7 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start,
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// x as an operand in tf32. EXACT: without the bits that the product ignores, since x is also used in float32, and both
-// uses must have the same value.
+// x as an operand in tf32. EXACT: without the bits that products ignore, so that uses in float32 have the same value.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
 // The decays of queries and of keys in sub-chunk n from its middle. LOADED_NEAR: `gates` were loaded with NEAR.
@@ -319,8 +315,7 @@ struct Across {
 };
 
 // Stores queries times their decays in `to`, and calls put(n, h, x, y) with two queries times their decays from the
-// chunk's start and `scale`, by which the state before the chunk is multiplied. far: decays from the start of a
-// sub-chunk; d: over sub-chunks.
+// chunk's start and `scale`, for products with a state. far: decays from the start of a sub-chunk; d: over sub-chunks.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& far, const SubChunkDecays& d,
                                               const float (&scale)[2], F put) {
@@ -365,8 +360,7 @@ __device__ __forceinline__ int pair_index(int query, int key) {
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
 // The value to store for a pair: rounded to tf32.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
-// One more float32 value for each token, at a place of Pairs whose key is after its query. A sub-chunk's values are
-// side by side.
+// One more float32 value for each token, at a place of Pairs without a pair; a sub-chunk's values are side by side.
 __device__ __forceinline__ float& own_at(Pairs& x, int token) {
   return x[token / BC][(CHUNK - BC ^ token / BC * BC) + token % BC];
 }

@@ -77,8 +77,7 @@ __device__ __noinline__ bool outgrows(const InputStage<READS, T, G, BK>& in, int
   }
   return found;
 }
-// The same for a ScalarDecay, of which a lane has one token's. A warp has the gates of its own sub-chunks only, so each
-// sub-chunk may have its share of CHUNK_GROWTH.
+// The same for a ScalarDecay, of which a lane has one token's: each sub-chunk may have its share of CHUNK_GROWTH.
 template <typename T> __device__ __forceinline__ bool outgrows(float scalar_gate) {
   float x = at_least(scalar_gate, 0.f);
   for (int distance = 1; distance < BC; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);

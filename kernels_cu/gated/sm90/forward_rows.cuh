@@ -1,6 +1,5 @@
-// what      Rows of a chunk in Hopper's forward kernel: a producer thread has 4 channels of the 8 tokens (rows) of a
-//           sub-chunk. How rows are copied from memory, where they are in tiles of operands, and how these are sent to
-//           the cluster's other block.
+// what      Rows, tokens of a chunk, in Hopper's forward kernel: how they are copied from memory, where they are in
+//           tiles of operands, and how these are sent to the cluster's other block.
 // limits    sm_90a; half data
 #include "gated/sm90/forward_storage.cuh"
 
@@ -21,8 +20,8 @@ __device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
   return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
 }
 
-// A producer thread's group, its number in the group, its sub-chunk, the chunk's row where that begins, and the first
-// of its 4 channels. BK / 4 lanes share a sub-chunk.
+// A producer thread's group, its number in the group, its sub-chunk of 8 rows, that one's first row, and the first of
+// the thread's 4 channels. BK / 4 lanes share a sub-chunk.
 template <int BK> struct ProducerCoord {
   static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
   int group, thread, subchunk, first, channel;
@@ -34,9 +33,8 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
-// The row of ScoreOperands where a sub-chunk's 8 queries decayed from the border before it, or its 8 keys decayed to
-// the border after it, begin. Queries of sub-chunk 3 and keys of sub-chunk 0 have one more copy, for the chunk's
-// middle.
+// The first row in ScoreOperands of a sub-chunk's queries decayed from the border before it, or keys decayed to the
+// border after it. Queries of sub-chunk 3 and keys of sub-chunk 0 have one more copy, for the chunk's middle.
 template <class Scores> __device__ __forceinline__ int near_queries(const Scores& s, int subchunk) {
   return subchunk == 2 ? s.HALF : s.NEAR + 4 * (subchunk - 1);  // sub-chunk 0 has none
 }
@@ -206,8 +204,7 @@ template <class S> __device__ __forceinline__ void send_operands(const S& s, int
   const auto& made = s.numbers[stage];
   copy_to_peer(q, sizeof q, full);
   copy_to_peer(k, sizeof k, full);
-  // Each of K_RANKS blocks writes numbers.row itself; blocks that make chunks in turn send it with the decays, which it
-  // follows in memory.
+  // Each of K_RANKS blocks writes numbers.row itself; blocks that make chunks in turn send it along with the decays.
   const u32 row = sizeof made.decay == sizeof made.decay[0] ? sizeof made.row : 0;
   copy_to_peer(made.decay[rank], sizeof made.decay[0] + row, full);
 }

@@ -33,9 +33,8 @@ __device__ __forceinline__ void put_scores(void* at, int flip, int offset, float
 constexpr u32 LEAST_SQUARE = 0x31800000, LARGEST_SQUARE = 0x4c800000;  // 2^-28 and 2^26
 
 // A warp's share of the scores: those within N of the four sub-chunks, and N of four tiles of 16 queries and 8 keys in
-// different sub-chunks. Two tiles have the queries of sub-chunks 1 and 3 and the keys of one of 0 and 2; only the half
-// with the key's neighbouring sub-chunk is used. Two tiles (`halves`) have the queries of sub-chunks 2 and 3 and the
-// keys of 0 or 1.
+// different sub-chunks. Two tiles have the queries of sub-chunks 1 and 3 and the keys of 0 or 2, of which the half with
+// neighbouring sub-chunks is used; two (`halves`) have the queries of sub-chunks 2 and 3 and the keys of 0 or 1.
 template <int WARPS> struct ScoreShare {
   static constexpr int N = NUM_SUBCHUNKS / WARPS;
   static_assert(N == 1 || N == 2);
@@ -183,8 +182,7 @@ template <int LANES, typename X, class Join> __device__ __forceinline__ X join_e
   return all;
 }
 
-// Multiplies this lane's scores of a tile by the inverses of the scales of its operands. queries, keys: the first row
-// of each in s.rows.
+// Multiplies a tile's scores by the inverses of its operands' scales. queries, keys: the first row of each in s.rows.
 template <typename M, typename B, int BK>
 __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<true, M, B, BK>& s, int queries, int keys,
                                             int lane) {
@@ -198,8 +196,7 @@ __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<tr
 }
 
 // Computes a warp's share of the scores, and stores it in A. flip: see Operands; direct: the sums of the warp's
-// DirectProducts, whose sub-chunks are the share's; itself: in RWKV-6 this lane's part of q_i . u k_i of its
-// sub-chunk's tokens. Their sums over lanes are made here, while the first products run.
+// DirectProducts; itself: in RWKV-6 this lane's part of q_i . u k_i of its sub-chunk's tokens.
 template <int WARPS, class Order, class Schedule, bool SCALED, typename M, typename B, typename T, int BK>
 __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& s,
                                             const Sums (&direct)[ScoreShare<WARPS>::N], float (&itself)[BC], int flip,

@@ -10,9 +10,8 @@
 #include "backward_tokens.cuh"
 
 // GROWN: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: e^-10 of a
-// token passes a reset (float16: e^-12), and float16 tokens grow by less than e^8. If every gate is below GROWTH, no
-// sum is made. With float16 data one gate of GROWTH makes a chunk go token by token: its query share has units only
-// there (query_share.cuh).
+// token passes a reset (float16: e^-12), and float16 tokens grow by less than e^8. No sum is made if every gate is
+// below GROWTH. With float16 data one gate of GROWTH is too large: the query share of other chunks has no units.
 constexpr float GROWN = 6.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
@@ -167,8 +166,8 @@ using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {
   return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
 }
-// Divides a channel's query share of dg by its unit, a power of 2, and returns the channel's sum with the unit in its
-// lowest bits (query_share.cuh). The unit is 1 unless the largest finite value exceeds float16's range.
+// Divides a channel's query share by its unit, a power of 2, and returns the channel's sum with the unit
+// (query_share.cuh). The unit is 1 unless the largest finite value exceeds float16's range.
 __device__ __forceinline__ float bring_to_units(Tokens& weight, float sum) {
   u32 largest = 0;
   for (int m = 0; m < CHUNK / 4; ++m) {
