@@ -27,7 +27,7 @@
 //           multiplies by, split into digits, and the products are exact
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split; Ootomo, Ozaki and
 //           Yokota, 2024, for digits; NVIDIA's NCCL, for data that carry their own flags
-// limits    one sequence: all blocks read all words, which for two sequences costs more than separate launches; D and F
+// limits    one sequence: all blocks read all words, which from two on costs more than a launch for each phase; D and F
 //           multiples of 8, D up to 8192, N a multiple of 4 up to 256, W up to 512; weights aligned to 16 bytes; at
 //           least two blocks; sm_90a
 #include "rwkv6/decode_operands.cuh"

@@ -1,5 +1,4 @@
-// what      The delta rule's forward pass on Hopper, with a gate for each token and head, or without gates, by chunks
-//           of 32 tokens
+// what      The delta rule's forward pass on Hopper, with a gate for each token and head, or none; chunks of 32 tokens
 // math      S' = e^g_t S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t.  For a chunk, S is
 //           the state before it; decays: D_ij over the gates of tokens j + 1 to i, E_i from the chunk's start to i, L_j
 //           from j + 1 to the chunk's end; matrices [32, 32] (rows i, columns j):

@@ -86,14 +86,14 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
                                                int lane) {
   constexpr int N = ScoreShare<WARPS>::N;
   constexpr int TURNS = N == 1 && sizeof(M) == 4 ? 2 : 1;
-  // The row whose address this lane gives to ldmatrix, of four 8x8 matrices with rows of 16 bytes. Of queries, lanes of
-  // matrices 0 and 1 have 16 rows, and those of 2 and 3 the next piece of the same rows. Of keys, matrices 0 and 1 are
-  // two pieces of 8 rows, 2 and 3 those of the next 8; if the tile has 8 keys, four pieces of them.
+  // The row whose address this lane gives to ldmatrix, of four 8x8 matrices with rows of 16 bytes. Of queries, matrices
+  // 0 and 1 are 16 rows (N = 1, within a sub-chunk: 8 queries and 8 keys), 2 and 3 the next piece of these rows. Of
+  // keys, 0 and 1 are two pieces of 8 rows, 2 and 3 those of the next 8; if the tile has 8 keys, four pieces of them.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
   const auto* const own = s.rows + BC * share.subchunk;
   const auto* const at = s.rows + (share.halves ? s.HALF : s.NEAR);
   const auto& row = own[N == 1 ? lane & 7 : lane & 15];
-  const char* const own_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);  // N 1: & keys
+  const char* const own_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);
   const char* const own_keys = piece_of(own[BC * key + (lane & 7)].middle_k, piece);
   const char* const queries = piece_of(at[lane & 15].border_q, lane >> 4);
   const char* const keys = piece_of(at[BC * (N == 1 ? share.keys : key) + (lane & 7)].border_k, piece);
