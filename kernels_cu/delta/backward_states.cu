@@ -8,8 +8,8 @@
 //           HV, T, V padded to a multiple of 64]; kept, S and C: backward_storage.cuh
 // grid      a block for every (direction, sequence, head of values, BV columns), directions slowest
 // smem      DeltaShared in chunk_storage.cuh
-// barriers  of the block, a chunk: it has arrived | decays and lengths | M and A | N | B, of_W, of_Z, X | W and Z are in
-//           shared memory; backwards one of each warp: its columns of Y are
+// barriers  of the block, a chunk: it has arrived | decays and lengths | M and A | N | B, of_W, of_Z, X | W and Z are
+//           in shared memory; backwards one of each warp: its columns of Y are
 // numerics  S and C in float32 accumulators; X, w and the kept states are rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128

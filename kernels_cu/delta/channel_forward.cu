@@ -9,7 +9,7 @@
 // smem      ChannelShared: inputs of two chunks; the matrices of one
 // barriers  seven a chunk: it has arrived | lengths | decayed tokens | M and A | N and qd | B and X | W and Z. Each:
 //           these are in shared memory
-// numerics  as forward.cu, and channel_chunk.cuh
+// numerics  S, M, A and N in float32; operands W, Z, X and S in T, B as the sum of two T; decays: channel_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "cards.cuh"

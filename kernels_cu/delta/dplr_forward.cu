@@ -11,7 +11,8 @@
 //           k and b "columns", after their place in Axy
 // barriers  seven a chunk: it has arrived | norms' powers of 2 | decayed tokens | scores | N, L and qd | H, B and X | W
 //           and Z. Each: these are in shared memory
-// numerics  as channel_forward.cu; N and L, which may have any size, are divided by powers of 2 for float16
+// numerics  S, scores, N and L in float32; operands kd, W, Z, X and S in T, H and B as the sum of two T; other decayed
+//           operands, N and L in float16, divided by powers of 2; decays: channel_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "delta/channel_chunk.cuh"
