@@ -9,7 +9,8 @@
 //           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, weight_t the query share of backward_queries
 //           C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and dh0
-//           [N, H, K, V] float32. weight, sums, ends, kept: as backward_queries stores them; weight may be dg itself
+//           [N, H, K, V] float32. From backward_queries: weight, which may be dg itself; sums [chunk, K + FLAGS], the
+//           queries' terms of sum_v S C, and ends [N, H, K], its value at the end; kept, states S (states.cuh)
 // grid      a block for every (sequence, head), or for several of them (InTurn in states.cuh). Its warpgroups: one for
 //           every 64 channels (consumers); if BK = 128, one that makes A and dv; last, one that makes dA and copies
 //           chunks. If BK = 64, the last one makes A, too, and the consumers make dv

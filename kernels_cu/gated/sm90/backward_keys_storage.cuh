@@ -5,7 +5,7 @@
 // barriers  full, arrived: the copies of a ChannelStage, a ValueStage have come; done: the chunk's results are stored;
 //           pairs: dA and, in float32, v are; operands: the decayed queries and keys and C for dv are, and the product
 //           of C and v has ended; within: the queries and keys within sub-chunks have been read; scores: A is stored
-// limits    as backward_keys.cu
+// limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 #include "gated/sm90/growth.cuh"
 #include "gated/sm90/backward_lookups.cuh"
 

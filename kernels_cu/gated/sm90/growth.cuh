@@ -20,10 +20,10 @@ template <> constexpr float GROWTH<f16> = 0.25f;
 // pass's sums over V. ROUNDING: the largest relative error of these sums.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
-// Whether the sum_v S C before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys,
-// whose size is `size`; decay: over the chunk. If it is below FORGOTTEN, `rest` is mostly rounding error, unless the
-// state had grown before and its gradient grows after the chunk: if that may be, `keep` is ROUNDING, and a rest above
-// keep times `size` is kept; else `keep` is infinite. No branches, since a warp's channels differ.
+// Whether the sum_v S C before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys;
+// size: the magnitude of both; decay: over the chunk. If it is below FORGOTTEN, `rest` is mostly rounding error, unless
+// the state had grown before and its gradient grows after the chunk: if that may be, `keep` is ROUNDING, and a rest
+// above keep times `size` is kept; else `keep` is infinite. No branches, since a warp's channels differ.
 __device__ __forceinline__ bool forgets(float decay, float rest, float size, float keep) {
   return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > keep * fabsf(size)));
 }
@@ -228,8 +228,8 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
     }
 #pragma unroll 1
     for (int j = 0; j < CHUNK; ++j) {
-      // between: the gates from key j on; passing: the terms of keys up to j with queries after them, which gate j + 1
-      // multiplies.
+      // between: the sum of the gates after key j; passing: the terms that gate j + 1 multiplies, of keys up to j with
+      // later queries.
       float between = 0.f, passing = 0.f;
 #pragma unroll 1
       for (int m = j / 4; m < CHUNK / 4; ++m) {
