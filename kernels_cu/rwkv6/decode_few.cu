@@ -58,7 +58,6 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
   typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
 
-  // Waits for one word and returns its number.
   __device__ __forceinline__ float take(const Word* from) const {
     Word found[1];
     const Word* const one[1] = {from};
