@@ -1,21 +1,23 @@
-// what      The delta rule backward, all that stays within a chunk: dq, dk, dbeta and dg.
-// math      S the state before the chunk, C the gradient of the state behind it, X and w as backward_states.cu has
-//           them, T = N diag(beta), U = T X, D_i and D_end decays from the chunk's start and to its end:
-//           dA = scale (do X^T) T^T, j <= i;   dM_ij = -beta_i n_ij, n = (w X^T) T^T, j < i
+// what      The delta rule backward, a block for each chunk of 32 tokens: dq, dk, dbeta and dg, from what
+//           backward_states.cu has computed from chunk to chunk.
+// math      S is the state [K, V] before the chunk, C the gradient of the state after it; X, w, N: backward_states.cu.
+//           Decays: D_ij from token j to i, D_i from the chunk's start to i, D_end from i to the chunk's end.
+//           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; P = N diag(beta); U = P X, with rows u_i
+//           dA = scale (do X^T) P^T, j <= i;   dM_ij = -beta_i n_ij, n = (w X^T) P^T, j < i
 //           dq_i = scale D_i S do_i + sum_j dA_ij D_ij k_j;   dbeta_i = w_i . X_i - sum_j M_ij n_ij
 //           dk_i = D_end C u_i - beta_i D_i S w_i + sum_j (dM_ij + dM_ji) D_ij k_j + sum_j dA_ji D_ji q_j
-//           dg_t = what passes gate t, gathered and not subtracted: reads of S from t on, writes that C has before t, S
-//           with C, and A dA + M dM of the pairs of a key before t and a row from t on
-// shapes    as backward_states.cu has them; dq dk [B, H, T, K], or parts [2, B, HV, T, K] float32 of each head of
-//           values, of queries and keys after their division; dbeta dg [B, HV, T] float32
+//           dg_t = the sum of all terms that gate t multiplies: of rows from t on that read S, of keys before t that C
+//           has, <S, C> times the chunk's decay, and A dA + M dM of pairs with j < t <= i. No differences of sums
+// shapes    as in backward_states.cu; dq dk [B, H, T, K]; or, if several heads of values share a head of queries, parts
+//           [2, B, HV, T, K] float32 of each, of queries and keys after their division; dbeta dg [B, HV, T] float32
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
-// smem      Shared: the chunk's tokens, 64 columns of states and of what has columns
-// barriers  the tokens have arrived | decays and lengths | M and A | N | T; then three for every 64 columns: they have
-//           arrived | U | they are read; then: what sums of columns are | matrices of tokens, sums over channels |
-//           of divided rows, sums over channels
-// numerics  products of T in float32; U rounded once; matrices of tokens that multiply tokens in two numbers of T, all
-//           else with them in float32. Nothing is divided by a decay or by beta
-// source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, turned over
+// smem      Shared: the chunk's q and k; 64 columns of S, C, do, X and w at a time
+// barriers  q and k | decays and lengths | M and A | N are in shared memory; three for every 64 columns: they are, and
+//           P | U is | they have been read; then: do X^T, w X^T, sums over channels | matrices of dq and dk | sums of
+//           dg; with normalized rows: those have been read | rows times their gradients
+// numerics  products of T are summed in float32; U is rounded once; matrices [32, 32] that multiply q or k are the sum
+//           of two numbers of T, other products with them are float32. No division by a decay or by beta
+// source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
 #include "delta/backward_storage.cuh"
@@ -23,16 +25,16 @@
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, do_, X, w;
-  Rows<const G> g, beta;  // a token's is a row of one number
-  const T* kept;
+  Rows<const G> g, beta;  // rows of one number, for each token
+  const T* kept;          // S and C: backward_storage.cuh
   Rows<T> dq, dk;
-  float* parts;           // null: dq and dk
-  Rows<float> dbeta, dg;  // a token's is a row of one number; dg null where there are no gates
-  Shape shape;            // its H are the heads of values
-  i64 group;              // so many of them share a head of queries and keys
+  float* parts;           // not null: gets dq and dk of each head of values
+  Rows<float> dbeta, dg;  // rows of one number, for each token; dg null without gates
+  Shape shape;            // H: heads of values
+  i64 group;              // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 bytes;       // all rows of q, k, do, dq and dk are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;       // 16, 8, 4 or 2: all rows of q, k, do, dq and dk start on multiples of it, and are multiples long
 };
 
 constexpr int COLUMNS = KEPT_COLUMNS;
@@ -43,7 +45,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   union {
     T states[2][COLUMNS * BK];  // S, C
     struct {
-      Matrix<T> of_dq, of_dk, of_queries;  // what multiplies keys, and queries
+      Matrix<T> of_dq, of_dk, of_queries;  // factors [token, token]: of keys for dq; of keys, of queries for dk
     };
   };
   union {
@@ -53,12 +55,12 @@ template <typename T, int BK> struct alignas(16) Shared {
     float products[2][C][LD];  // do X^T, w X^T
   };
   Matrix<T> of_U;
-  Scored of;                  // at the end, `between` holds what pairs of tokens give to gates
-  float reads[WARPS][2 * C];  // sums over a warp's channels: of rows that read S, of rows that C has
-  float own[WARPS][C], dots[WARPS];
+  Scored of;                  // M, A, N, decays; at the end `between` has A dA + M dM of each pair
+  float reads[WARPS][2 * C];  // sums over a warp's channels of dg's terms: rows that read S, then keys that C has
+  float own[WARPS][C], dots[WARPS];  // dg's terms of pairs, of a warp's rows; <S, C>, a warp's share
 };
 
-// Starts to copy what 64 columns have.
+// Starts copying 64 columns from `column` on of S, C, do, X and w.
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int column) {
@@ -77,7 +79,7 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
   cp_async_commit();
 }
 
-// d += rows [C, 64 columns] times the transpose of a state's 16 channels of the warp.
+// d [32 tokens, 16 channels of the warp] += rows [32 tokens, 64 columns] times the state's transpose.
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Columns& d, const T* rows, const T* state) {
   const int lane = own_lane(), matrix = lane >> 3;
@@ -97,6 +99,7 @@ __device__ __forceinline__ void multiply_states(Columns& d, const T* rows, const
   }
 }
 
+// Stores x as the sum of two numbers of T.
 template <typename T> __device__ __forceinline__ void put_one(Matrix<T>& M, int i, int j, float x) {
   const T first = from_float<T>(x);
   *M.at(i, j) = first;
@@ -125,22 +128,22 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   numbers.ask(args.g, args.beta, b, h, span.start, rows);
   numbers.put(of);
   cp_async_wait<1>();
-  __syncthreads();  // the tokens have arrived
+  __syncthreads();  // q and k have arrived, and `of` has decays and beta
   score_pairs<true, BK, THREADS>(of, s.q, s.k, args.normalized);
-  __syncthreads();  // M and A stand
+  __syncthreads();  // M and A are in shared memory
   if (warp == 0) solve_column(of);
-  __syncthreads();  // N stands
+  __syncthreads();  // N is in shared memory
   for (int at = 2 * threadIdx.x; at < C * C; at += 2 * THREADS) {
     const int i = at / C, j = at % C;
     put_two(s.of_U.at(i, j), of.beta[j] * of.N[i][j], of.beta[j + 1] * of.N[i][j + 1]);
   }
 
-  Columns of_q = {}, of_k = {}, of_end = {};  // S do, S w and C u
+  Columns of_q = {}, of_k = {}, of_end = {};  // S do, S w and C u; of_q and of_k become dq and dk
   float products[TASKS][2][4] = {}, dot = 0.f;
 #pragma unroll 1
   for (int column = 0;; column += COLUMNS) {
     cp_async_wait<0>();
-    __syncthreads();  // the columns have arrived, and T stands
+    __syncthreads();  // the columns have arrived, and P is in shared memory
 #pragma unroll
     for (int n = 0; n < 8 / WARPS; ++n) {
       const int task = warp + n * WARPS, row = task % 2 * 16, first = task / 2 * 16;
@@ -163,11 +166,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       const int task = warp + n * WARPS, key = task % 4 * 8, row = task / 4 % 2 * 16;
       if (key <= row + 15) multiply_rows<COLUMNS>(products[n], task < 8 ? s.do_ : s.w, s.X, row, key);
     }
-    __syncthreads();  // U stands
+    __syncthreads();  // U is in shared memory
     multiply_states<BK>(of_q, s.do_, s.states[0]);
     multiply_states<BK>(of_k, s.w, s.states[0]);
     multiply_states<BK>(of_end, s.U, s.states[1]);
-    __syncthreads();  // the columns are read
+    __syncthreads();  // the columns have been read: the next ones, or `products` and matrices, may overwrite them
     if (column + COLUMNS >= shape.V) break;
     fetch_columns<BK>(s, args, b, h, span, chunk, column + COLUMNS);
   }
@@ -180,7 +183,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     for (int x = 0; x < 4; ++x)
       s.products[task / 8][row + g + x / 2 * 8][key + 2 * t + x % 2] = products[n][0][x] + products[n][1][x];
   }
-  // What passes the chunk's borders: of_q and of_k become gradients, and the gates' sums over channels.
+  // The terms of S and C: of_q and of_k become these terms of dq and dk, and dg's sums over channels are stored.
 #pragma unroll
   for (int m = 0; m < C / 16; ++m)
 #pragma unroll
@@ -207,10 +210,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       read = sum_of_lanes<4>(read), written = sum_of_lanes<4>(written);
       if (t == 0) s.reads[warp][i] = read, s.reads[warp][C + i] = written;
     }
-  __syncthreads();  // sums over columns stand
+  __syncthreads();  // `products` and `reads` are in shared memory
   {
     constexpr int EACH = C * C / THREADS, ACROSS = C / EACH;
-    const int i = threadIdx.x / ACROSS, first = threadIdx.x % ACROSS;  // a thread has every ACROSS-th column
+    const int i = threadIdx.x / ACROSS, first = threadIdx.x % ACROSS;  // a thread has row i, every ACROSS-th column
     float dA[EACH] = {}, n[EACH] = {}, erased = 0.f;
 #pragma unroll 2
     for (int m = 0; m < C; m += 4) {
@@ -243,9 +246,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     erased = sum_of_lanes<ACROSS>(erased);
     if (first == 0 && i < rows) *args.dbeta.row(b, h, span.start + i) = s.products[1][i][i] - erased;
   }
-  __syncthreads();  // matrices of tokens stand, and sums over channels
+  __syncthreads();  // the matrices that multiply q and k, and of.between, are in shared memory
   if (args.dg.p) {
-    float passed = 0.f;  // of rows of this warp, what passes gate `lane`
+    float passed = 0.f;  // of this warp's rows, the terms of pairs that gate `lane` multiplies
     for (int i = warp; i < C; i += WARPS) {
       float row = 0.f;
 #pragma unroll 8
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     multiply_tokens<WHOLE, BK>(of_k[m], s.of_dk, s.k, 16 * m, channel);
     multiply_tokens<UPPER, BK>(of_k[m], s.of_queries, s.q, 16 * m, channel);
   }
-  __syncthreads();  // what passes gates stands
+  __syncthreads();  // dg's terms of pairs are in shared memory
   if (args.dg.p && warp == 0 && lane < rows) {
     float dg = 0.f, across = 0.f;
     for (int other = 0; other < WARPS; ++other) {
@@ -272,7 +275,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   }
   const bool divided = args.normalized && !args.parts;
   if (divided) {
-    __syncthreads();  // the gates' sums are read
+    __syncthreads();  // dg's sums have been read: the next lines overwrite `reads`
 #pragma unroll
     for (int m = 0; m < C / 16; ++m)
 #pragma unroll
@@ -289,9 +292,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
         queries = sum_of_lanes<4>(queries), keys = sum_of_lanes<4>(keys);
         if (t == 0) s.reads[warp][i] = keys, s.reads[warp][C + i] = queries;
       }
-    __syncthreads();  // rows times their gradients stand
+    __syncthreads();  // the products of rows and their gradients are in shared memory
   }
-  const auto store = [&](const Columns& d, const T* x, const Rows<T>& to, int kind) {  // kind 0: queries
+  // Stores a gradient; kind: 0 for queries, 1 for keys. If rows were divided by their lengths, the part along the row
+  // is removed, and the rest is divided by the length.
+  const auto store = [&](const Columns& d, const T* x, const Rows<T>& to, int kind) {
     each_pair([&](int i, int c, int m, int across, int down) {
       float one = d[m][across][2 * down], two = d[m][across][2 * down + 1];
       if (i >= rows) return;

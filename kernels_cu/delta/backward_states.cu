@@ -1,15 +1,17 @@
-// what      The delta rule backward, all that goes from chunk to chunk: the state before every chunk and what its
-//           values are less what it has of them (X); the gradient of the state behind every chunk, what a written value
-//           is worth (w), and dv.
-// math      chunk.cuh has N, B, W and Z. Forwards: X = v - D_i k S, S <- D S + Z^T X. Backwards, Y = N^T D_end k C:
-//           w = Y + scale (A N)^T do,   dv = beta w,   C <- D C + scale W^T do - (D_i k)^T beta Y
-// shapes    as forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V]; X w [B, HV, T, V in whole tiles of 64];
-//           kept as backward_storage.cuh has it
+// what      The delta rule backward, from chunk to chunk of 32 tokens. Forwards: the state S [K, V] before every chunk,
+//           and X, the values less what S returns for their keys. Backwards: the gradient C of the state after every
+//           chunk, the gradient w of each token's written value beta (v - S^T k), and dv = beta w.
+// math      N, A, B, W, Z: chunk.cuh. Decays: D of the chunk, D_i from its start to token i, D_end from i to its end.
+//           Forwards: X = v - D_i k S, S <- D S + Z^T X. Backwards: Y = N^T D_end k C, w = Y + scale (A N)^T do,
+//           dv = beta w,   C <- D C + scale W^T do - (D_i k)^T beta Y
+// shapes    q k [B, H, T, K], v do dv [B, HV, T, V], g beta [B, HV, T]; initial dht dh0 [N, HV, K, V] float32; X w [B,
+//           HV, T, V padded to a multiple of 64]; kept, S and C: backward_storage.cuh
 // grid      a block for every (direction, sequence, head of values, BV columns), directions slowest
-// smem      DeltaShared, as forward.cu
-// barriers  as forward.cu, but backwards a warp's own for its columns of Y
-// numerics  as forward.cu; X and w are kept in T, as are the states
-// source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, turned over
+// smem      DeltaShared in chunk_storage.cuh
+// barriers  of the block, a chunk: it has arrived | decays and lengths | M and A | N | B, of_W, of_Z, X | W and Z are
+//           in shared memory; backwards one of each warp: its columns of Y are
+// numerics  S and C in float32 accumulators; X, w and the kept states are rounded to T
+// source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "cards.cuh"
 #include "delta/backward_storage.cuh"
@@ -17,18 +19,20 @@
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, do_;
-  Rows<const G> g, beta;           // a token's is a row of one number
-  Rows<const float> initial, dht;  // null where they are 0
+  Rows<const G> g, beta;           // rows of one number, for each token
+  Rows<const float> initial, dht;  // null: zero
   Rows<float> dh0;                 // or null
   Rows<T> dv, X, w;
   T* kept;
-  Shape shape;  // its H are the heads of values
-  i64 group;    // so many of them share a head of queries and keys
+  Shape shape;  // H: heads of values
+  i64 group;    // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 bytes;       // all rows of q, k, v, do and dv are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;       // 16, 8, 4 or 2: all rows of q, k, v, do and dv start on multiples of it, and are multiples long
 };
 
+// Goes over the chunks of a sequence in one direction. S in the code is C if BACKWARDS. block: the number of the
+// (sequence, head, BV columns).
 template <bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void walk(DeltaShared<T, BK, BV>& s, const Args<T, G>& args, u32 block) {
   constexpr int THREADS = 2 * BV;
@@ -72,7 +76,7 @@ __device__ __forceinline__ void walk(DeltaShared<T, BK, BV>& s, const Args<T, G>
     const int token = C * chunk_of(step);
     cp_async_wait<0>();
     next.put(of);
-    __syncthreads();  // the chunk has arrived, and nobody reads the last one or what was made of it
+    __syncthreads();  // the chunk has arrived; the previous chunk and its matrices have been read
     if (step + 1 < chunks) fetch(C * chunk_of(step + 1), stage ^ 1);
     if (column < kept_columns) {
       T* to = kept + i64(chunk_of(step)) * BK * padded_columns(shape.V) + (v_tile + column) * BK;
@@ -85,11 +89,11 @@ __device__ __forceinline__ void walk(DeltaShared<T, BK, BV>& s, const Args<T, G>
     }
     score_pairs<BACKWARDS, BK, THREADS>(of, q, k, args.normalized);
     for (int c = threadIdx.x; c < BK; c += THREADS) s.whole[c] = of.start[C - 1];
-    __syncthreads();  // M and A stand
+    __syncthreads();  // M and A are in shared memory
     if (warp == 0) solve_column(of);
     Columns found = {};
     if constexpr (!BACKWARDS) read_state<BK>(found, S, k);
-    __syncthreads();  // N stands
+    __syncthreads();  // N is in shared memory
     multiply_scores<BACKWARDS, THREADS>(of, [&](int i, int j, float x, float y) {
       if constexpr (BACKWARDS) {
         put_two(s.B.at(i, j), x, y);
@@ -106,14 +110,14 @@ __device__ __forceinline__ void walk(DeltaShared<T, BK, BV>& s, const Args<T, G>
         const float *read = found[m][across] + 2 * down, from_start = of.unit[i] * of.start[i];
         put_pair(place<BV>(s.X, i, c), {value.x - from_start * read[0], value.y - from_start * read[1]});
       });
-    float strengths[C / 16][2];  // of a lane's tokens: a warp that is ahead puts those of the next chunk
+    float strengths[C / 16][2];  // beta of a lane's tokens; loaded here, before another warp stores the next chunk's
 #pragma unroll
     for (int m = 0; m < C / 16; ++m)
 #pragma unroll
       for (int down = 0; down < 2; ++down) strengths[m][down] = of.beta[16 * m + 8 * down + (threadIdx.x >> 2 & 7)];
-    __syncthreads();  // what multiplies keys stands, and X
+    __syncthreads();  // B, of_W, of_Z and X are in shared memory
     make_wide<BACKWARDS>(s, q, k, scale);
-    __syncthreads();  // W and Z stand
+    __syncthreads();  // W and Z are in shared memory
 
     if constexpr (BACKWARDS) {
       Columns worth = {};
@@ -131,7 +135,7 @@ __device__ __forceinline__ void walk(DeltaShared<T, BK, BV>& s, const Args<T, G>
           store_pair(args.dv.row(b, h, at) + v_tile, c, columns, bytes, beta * one, beta * two);
         }
       });
-      __syncwarp();  // Y stands
+      __syncwarp();  // the warp's columns of -D_i beta Y are stored in s.X
       write_state<BK, BV>(S, s.W, v, s.whole, column);
       write_state<BK, BV>(S, k, s.X, nullptr, column);
     } else {

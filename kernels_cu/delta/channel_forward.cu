@@ -1,14 +1,15 @@
-// what      The delta rule in chunks, under a gate for every channel (KDA).
-// math      kd and ke are k decayed from the chunk's start and to its end, qd is q from its start; channel_chunk.cuh
-//           has M and A. N = (I + diag(beta) M)^-1, B = A N diag(beta), W = qd - B kd, Z = diag(beta) N^T ke
-//           X = v - kd S;   o = scale (W S + B v),   S <- diag(decay) S + Z^T X
+// what      The delta rule with a gate for every channel (Kimi Delta Attention), in chunks of 32 tokens.
+// math      S' = diag(e^g_t) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t. For a chunk, S
+//           is the state before it; kd, qd: k and q decayed from the chunk's start; ke: k decayed to its end; M and A:
+//           channel_chunk.cuh. N = (I + diag(beta) M)^-1, B = A N diag(beta), W = qd - B kd, Z = diag(beta) N^T ke
+//           X = v - kd S;   o = scale (W S + B v),   S <- diag(the chunk's decay) S + Z^T X
 // shapes    q k [B, H, T, K], v o [B, HV, T, V], g [B, HV, T, K], beta [B, HV, T], initial and final state
 //           [N, HV, K, V] float32
 // grid      a block for every (sequence, head of values, BV columns), sequence slowest; a warp for every 16 columns
-// smem      ChannelShared: two chunks of inputs, what is made of the present one
-// barriers  seven a chunk: it has arrived | lengths | decayed tokens | M and A | N, and queries from the start | B, X |
-//           W and Z
-// numerics  as forward.cu, and channel_chunk.cuh
+// smem      ChannelShared: inputs of two chunks; the matrices of one
+// barriers  seven a chunk: it has arrived | lengths | decayed tokens | M and A | N and qd | B and X | W and Z. Each:
+//           these are in shared memory
+// numerics  S, M, A and N in float32; operands W, Z, X and S in T, B as the sum of two T; decays: channel_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "cards.cuh"
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<ChannelShared<T, G, B
 
   TokenNumbers next;
   const auto fetch = [&](int token, int stage) {
-    token = opaque(token);  // so that no array's address is carried from chunk to chunk
+    token = opaque(token);  // `opaque`: addresses are computed again for each chunk, which saves registers
     const int rows = tokens - token;
     const i64 at = span.start + token;
     copy_chunk<BK, THREADS>(s.k[stage], args.k.row(b, head, at), args.k.t, rows, channels, bytes);
@@ -51,19 +52,19 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<ChannelShared<T, G, B
     const G* g = s.g[stage];
     cp_async_wait<0>();
     next.put(of);
-    __syncthreads();  // the chunk has arrived, and nobody reads the last one or what was made of it
+    __syncthreads();  // the chunk has arrived; the previous chunk and its matrices have been read
     if (token + C < tokens) fetch(token + C, stage ^ 1);
     look_at<THREADS>(s, q, k, args.normalized);
-    __syncthreads();  // lengths stand
+    __syncthreads();  // lengths are in shared memory
     decay_tokens<THREADS>(s, q, k, g);
-    __syncthreads();  // decayed tokens stand
+    __syncthreads();  // decayed queries and keys are in shared memory
     score_borders<THREADS>(s);
     Columns found = {};
     read_state<BK>(found, S, s.kd);
-    __syncthreads();  // M and A stand, and nobody reads what they are made of
+    __syncthreads();  // M and A are in shared memory; their operands have been read, and qd may overwrite them
     if (threadIdx.x < 32) solve_column(of);
     else decay_queries<THREADS>(s, q, g);
-    __syncthreads();  // N stands, and queries from the chunk's start
+    __syncthreads();  // N and qd are in shared memory
     multiply_scores<true, THREADS>(of, [&](int i, int j, float x, float y) {
       put_two(s.B.at(i, j), of.beta[j] * x, of.beta[j + 1] * y);
       put_two(s.of_Z.at(i, j), of.beta[i] * of.N[j][i], of.beta[i] * of.N[j + 1][i]);
@@ -73,9 +74,9 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<ChannelShared<T, G, B
       const float* read = found[m][across] + 2 * down;
       put_pair(place<BV>(s.X, i, c), {value.x - read[0], value.y - read[1]});
     });
-    __syncthreads();  // B stands, and X
+    __syncthreads();  // B, of_Z and X are in shared memory
     make_wide<THREADS>(s);
-    __syncthreads();  // W and Z stand
+    __syncthreads();  // W and Z are in shared memory
 
     Columns o = {};
     read_state<BK>(o, S, s.kd);

@@ -1,20 +1,23 @@
-// what      RWKV-7's recurrence in chunks: a delta rule that erases by keys of its own.
-// math      kd is a decayed from the chunk's start to the token before, qd q from the start. ke and be are k and b
-//           decayed to the chunk's end. Axy_ij is the product of x_i and y_j under the decays between, of a those
-//           before its own. N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L
-//           W = qd + H kd, Zb = N^T be, Zk = ke + L^T be
-//           X = kd S;   o = scale (W S + B v),   S <- diag(decay) S + Zb^T X + Zk^T v
+// what      RWKV-7's recurrence in chunks of 32 tokens: a delta rule that erases with vectors a and b of its own.
+// math      S_t = (diag(e^g_t) + b_t a_t^T) S_{t-1} + k_t v_t^T, o_t = scale q_t^T S_t. For a chunk, S is the state
+//           before it. kd_i: a_i decayed from the chunk's start to token i - 1; qd_i: q_i decayed from the start to i;
+//           ke, be: k and b decayed to the chunk's end. Axy_ij = x_i . y_j with the decay between both, for x = q or a,
+//           y = k or b; q_i takes its own gate, j <= i; a_i does not, j < i.
+//           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   W = qd + H kd, Zb = N^T be, Zk = ke + L^T be
+//           X = kd S;   o = scale (W S + B v),   S <- diag(the chunk's decay) S + Zb^T X + Zk^T v
 // shapes    q k a b g [B, H, T, K], v o [B, H, T, V], initial and final state [N, H, K, V] float32
 // grid      a block for every (sequence, head, BV columns), sequence slowest; a warp for every 16 columns
-// smem      DplrShared: a chunk of inputs, values of two, what is made of the present one
-// barriers  seven a chunk: it has arrived | sizes | decayed tokens | scores | N and L, and queries from the start |
-//           H, B and X | W and Z
-// numerics  as channel_forward.cu. N and L are scaled by powers of 2, since a and b of any size may stand in them
+// smem      DplrShared: a chunk of inputs and the next chunk's v; the chunk's matrices. In the code q and a are "rows",
+//           k and b "columns", after their place in Axy
+// barriers  seven a chunk: it has arrived | norms' powers of 2 | decayed tokens | scores | N, L and qd | H, B and X | W
+//           and Z. Each: these are in shared memory
+// numerics  S, scores, N and L in float32; operands kd, W, Z, X and S in T, H and B as the sum of two T; other decayed
+//           operands, N and L in float16, divided by powers of 2; decays: channel_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "delta/channel_chunk.cuh"
 
-constexpr int LDS = C + 2;  // a row of a float matrix of tokens
+constexpr int LDS = C + 2;  // the row stride of a float matrix [token, token]
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, a, b;
@@ -24,42 +27,43 @@ template <typename T, typename G> struct Args {
   float* final;          // or null
   Shape shape;
   double scale;
-  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;  // 16, 8, 4 or 2: all rows start on multiples of it, and are multiples long
 };
 
-enum Rowed { OF_Q, OF_A };  // what rows of scores, and powers of 2, belong to
-enum Columned { WITH_K, WITH_B };
+enum Rowed { OF_Q, OF_A };         // x of Axy
+enum Columned { WITH_K, WITH_B };  // y of Axy
 
 template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared {
-  T rows[2][C * BK], columns[2][C * BK];  // as they came: q and a, k and b
+  T rows[2][C * BK], columns[2][C * BK];  // inputs: q and a, k and b
   G g[C * BK];
   T v[2][C * BV];
   union {
     struct {
-      f16 rows_8[C * BK], rows_16[C * BK];                      // behind a border: 8 of q and 8 of a twice; 16 and 16
-      f16 columns_8[2][C * BK / 2], columns_16[2][C * BK / 2];  // up to it
+      // Rows decayed from a border of 8 or 16 tokens before them: 8 of q and 8 of a, twice; 16 of q and 16 of a.
+      f16 rows_8[C * BK], rows_16[C * BK];
+      f16 columns_8[2][C * BK / 2], columns_16[2][C * BK / 2];  // columns decayed to the border after them
     };
     struct {
-      float from_start[C][BK + 8];  // queries
+      float from_start[C][BK + 8];  // qd
       T X[C * BV];
     };
   };
-  T kd[C * BK];  // then W
+  T kd[C * BK];  // later overwritten by W
   union {
-    f16 to_end[2][C * BK];  // columns
+    f16 to_end[2][C * BK];  // ke and be over `most`
     T Z[2][C * BK];
   };
-  float scores[3][C][LDS];  // of (q, k), (q, b), and (a, k), which becomes L
+  float scores[3][C][LDS];  // Aqk, Aqb, and Aak, later overwritten by L
   float N[C][LDS];
   union {
-    float M[C][LDS];  // of (a, b)
+    float M[C][LDS];  // Aab
     Matrix<T> H;
   };
   Matrix<T> B;
-  Matrix<f16> of_Z[2];                          // the transposes of L and N over their powers
-  float power_rows[2][C], power_columns[2][C];  // powers of 2 by which they are larger than what is rounded to float16
-  float own[2][C];                              // q . k and q . b of a token
-  float most[2], largest[2];                    // the largest powers of columns; the powers of L and N
+  Matrix<f16> of_Z[2];                          // the transposes of L and N over `largest`
+  float power_rows[2][C], power_columns[2][C];  // powers of 2 by which rows, columns are divided for float16
+  float own[2][C];                              // q_i . k_i and q_i . b_i
+  float most[2], largest[2];                    // the largest of power_columns; the powers of 2 of L and N
   float whole[BK];                              // the chunk's decays
 
   __device__ __forceinline__ float& score(int row_kind, int column_kind, int i, int j) {
@@ -67,7 +71,7 @@ template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared 
   }
 };
 
-// Powers of 2 of the rows and columns, and q . k and q . b of each token.
+// Computes power_rows, power_columns and own.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void look_at(DplrShared<T, G, BK, BV>& s) {
   const int lane = own_lane();
@@ -94,7 +98,7 @@ __device__ __forceinline__ void look_at(DplrShared<T, G, BK, BV>& s) {
   }
 }
 
-// Rows of two channels from c on, decayed from the chunk's start and from borders.
+// Stores rows decayed from the chunk's start (kd) and from borders, two channels from c on; and the chunk's decays.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_forwards(DplrShared<T, G, BK, BV>& s, int c) {
   const float2 one = {1.f, 1.f};
@@ -116,7 +120,7 @@ __device__ __forceinline__ void decay_forwards(DplrShared<T, G, BK, BV>& s, int 
   *reinterpret_cast<float2*>(s.whole + c) = all;
 }
 
-// Columns of a kind, two channels from c on, decayed to the chunk's end and to borders.
+// Stores columns of a kind decayed to the chunk's end and to borders, two channels from c on.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_backwards(DplrShared<T, G, BK, BV>& s, int kind, int c) {
   const float2 one = {1.f, 1.f};
@@ -136,7 +140,7 @@ __device__ __forceinline__ void decay_backwards(DplrShared<T, G, BK, BV>& s, int
   }
 }
 
-// All that has decays, a warp a task. The block's threads pass a barrier before and after.
+// Stores all decayed rows and columns, and computes scores within blocks of 8 tokens; a warp a task.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_tokens(DplrShared<T, G, BK, BV>& s) {
   constexpr int PANELS = BK / 64;
@@ -159,7 +163,7 @@ __device__ __forceinline__ void decay_tokens(DplrShared<T, G, BK, BV>& s) {
   }
 }
 
-// Scores of pairs that meet at borders, and of tokens with themselves.
+// Scores of pairs in different blocks of 8 tokens, by products at borders; and those of tokens with themselves.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void score_borders(DplrShared<T, G, BK, BV>& s) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
@@ -167,7 +171,7 @@ __device__ __forceinline__ void score_borders(DplrShared<T, G, BK, BV>& s) {
   for (int task = threadIdx.x >> 5; task < 12; task += THREADS / 32) {
     float d[2][4] = {};
     const bool near = task >= 8;
-    const int kind = task % 2, first = 8 * (task / 2 % 2), half = task / 4 % 2;  // of 16 rows: those of q, or of a
+    const int kind = task % 2, first = 8 * (task / 2 % 2), half = task / 4 % 2;  // half: rows of q, or of a
     if (near) multiply_rows<BK>(d, s.rows_8, s.columns_8[kind], 2 * first, first);
     else multiply_rows<BK>(d, s.rows_16, s.columns_16[kind], 16 * half, first);
 #pragma unroll
@@ -183,7 +187,7 @@ __device__ __forceinline__ void score_borders(DplrShared<T, G, BK, BV>& s) {
   }
 }
 
-// Column `lane` of N or, with WITH_K, of L.
+// Computes column `lane` of N or, if kind is WITH_K, of L, by forward substitution; for one warp.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void solve_column(DplrShared<T, G, BK, BV>& s, int kind) {
   const int column = threadIdx.x & 31;
@@ -202,7 +206,7 @@ __device__ __forceinline__ void solve_column(DplrShared<T, G, BK, BV>& s, int ki
   if (column == 0) s.largest[kind] = power_below(largest) * power_below(largest);
 }
 
-// Queries decayed from the chunk's start, in float32, by all warps but the first two.
+// Computes qd in float32; for all warps but the first two.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_queries(DplrShared<T, G, BK, BV>& s) {
 #pragma unroll 1
@@ -216,7 +220,7 @@ __device__ __forceinline__ void decay_queries(DplrShared<T, G, BK, BV>& s) {
   }
 }
 
-// H, B and the matrices that multiply columns.
+// Computes H, B and of_Z.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_scores(DplrShared<T, G, BK, BV>& s) {
   constexpr int EACH = C * C / THREADS;  // neighbouring columns
@@ -242,7 +246,7 @@ __device__ __forceinline__ void multiply_scores(DplrShared<T, G, BK, BV>& s) {
   }
 }
 
-// W over rows of a from the start, and Z over columns to the end; a warp has 16 channels of all tokens at a time.
+// Computes W, which overwrites kd, and Z, which overwrites to_end; a warp has 16 channels of all tokens at a time.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void make_wide(DplrShared<T, G, BK, BV>& s) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
@@ -256,7 +260,7 @@ __device__ __forceinline__ void make_wide(DplrShared<T, G, BK, BV>& s) {
       for (int kind = 0; kind < 2; ++kind)
         multiply_tokens<UPPER, BK>(z[kind][m], s.of_Z[kind], s.to_end[WITH_B], 16 * m, channel);
     }
-    __syncwarp();  // these channels are read
+    __syncwarp();  // all lanes have read these channels of kd and to_end
     const float of_b = s.most[WITH_B], of_k = s.most[WITH_K];
 #pragma unroll
     for (int m = 0; m < C / 16; ++m)
@@ -293,7 +297,7 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_dplr_forward(const Args<T, G>
   for (int at = threadIdx.x; at < 3 * C * LDS; at += THREADS) (&s.scores[0][0][0])[at] = 0.f;
 
   const auto fetch = [&](int token, int stage) {
-    token = opaque(token);  // so that no array's address is carried from chunk to chunk
+    token = opaque(token);  // `opaque`: addresses are computed again for each chunk, which saves registers
     const int rows = tokens - token;
     const i64 at = span.start + token;
     copy_chunk<BK, THREADS>(s.rows[OF_Q], args.q.row(b, h, at), args.q.t, rows, channels, bytes);
@@ -309,27 +313,27 @@ __global__ void __launch_bounds__(2 * BV, 1) delta_dplr_forward(const Args<T, G>
   for (int token = 0, stage = 0; token < tokens; token += C, stage ^= 1) {
     const T* v = s.v[stage];
     cp_async_wait<0>();
-    __syncthreads();  // the chunk has arrived, and nobody reads what was made of the last one
+    __syncthreads();  // the chunk has arrived; the previous chunk's matrices have been read
     look_at<THREADS>(s);
-    __syncthreads();  // sizes stand
+    __syncthreads();  // powers of 2 are in shared memory
     decay_tokens<THREADS>(s);
-    __syncthreads();  // decayed tokens stand
+    __syncthreads();  // decayed rows and columns are in shared memory
     score_borders<THREADS>(s);
     Columns found = {};
     read_state<BK>(found, S, s.kd);
-    __syncthreads();  // scores stand, and nobody reads what they are made of
+    __syncthreads();  // scores are in shared memory; their operands have been read, and qd may overwrite them
     if (threadIdx.x < 64) solve_column(s, threadIdx.x / 32);
     else decay_queries<THREADS>(s);
-    __syncthreads();  // N and L stand, and queries from the chunk's start; nobody reads inputs but values
+    __syncthreads();  // N, L and qd are in shared memory; inputs but v have been read: the next chunk is copied
     if (token + C < tokens) fetch(token + C, stage ^ 1);
     multiply_scores<THREADS>(s);
     each_pair([&](int i, int c, int m, int across, int down) {
       const float* read = found[m][across] + 2 * down;
       put_pair(place<BV>(s.X, i, c), {read[0], read[1]});
     });
-    __syncthreads();  // H and B stand, and X
+    __syncthreads();  // H, B, of_Z and X are in shared memory
     make_wide<THREADS>(s);
-    __syncthreads();  // W and Z stand
+    __syncthreads();  // W and Z are in shared memory
 
     Columns o = {};
     read_state<BK>(o, S, s.kd);

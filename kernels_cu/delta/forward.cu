@@ -1,10 +1,14 @@
-// what      The delta rule in chunks, under a gate for all channels of a token.
-// math      chunk.cuh has N, B, W and Z.  X = v - D_i k S;   o = scale (W S + B v),   S <- D S + Z^T X
+// what      The delta rule with one gate for all channels of a token, in chunks of 32 tokens.
+// math      S' = e^g_t S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t. For a chunk, S is
+//           the state before it, D the chunk's decay, D_i the decay from its start to token i; N, B, W, Z: chunk.cuh.
+//           X = v - D_i k S;   o = scale (W S + B v),   S <- D S + Z^T X
 // shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T], initial and final state [N, HV, K, V] float32
 // grid      a block for every (sequence, head of values, BV columns), sequence slowest; a warp for every 16 columns
-// smem      DeltaShared: two chunks of inputs, what is made of the present one
-// barriers  six a chunk: it has arrived | decays and lengths | M and A | N | B and what else multiplies keys | W, Z, X
-// numerics  S in float32 accumulators, N in float32; W, Z, X and S as it is read in T, matrices of tokens in two
+// smem      DeltaShared: inputs of two chunks; the matrices of one
+// barriers  six a chunk: it has arrived | decays and lengths | M and A | N | B, of_W and of_Z | W, Z and X. Each: these
+//           are in shared memory
+// numerics  S in float32 accumulators, N in float32; operands W, Z, X and S in T; matrices [32, 32] that multiply
+//           tokens are the sum of two numbers of T
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "cards.cuh"
@@ -43,15 +47,15 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<DeltaShared<T, BK, BV
     const T *q = s.q[stage], *k = s.k[stage], *v = s.v[stage];
     cp_async_wait<0>();
     next.put(of);
-    __syncthreads();  // the chunk has arrived, and nobody reads the last one or what was made of it
+    __syncthreads();  // the chunk has arrived; the previous chunk and its matrices have been read
     if (token + C < tokens) fetch(token + C, stage ^ 1);
     score_pairs<true, BK, THREADS>(of, q, k, args.normalized);
     for (int c = threadIdx.x; c < BK; c += THREADS) s.whole[c] = of.start[C - 1];
-    __syncthreads();  // M and A stand
+    __syncthreads();  // M and A are in shared memory
     if (threadIdx.x < 32) solve_column(of);
     Columns found = {};
     read_state<BK>(found, S, k);
-    __syncthreads();  // N stands
+    __syncthreads();  // N is in shared memory
     multiply_scores<true, THREADS>(of, [&](int i, int j, float x, float y) {
       x *= of.beta[j], y *= of.beta[j + 1];
       put_two(s.B.at(i, j), x, y);
@@ -59,14 +63,14 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<DeltaShared<T, BK, BV
       const float to_end = of.unit[j] * of.end[j], next_to_end = of.unit[j + 1] * of.end[j + 1];
       put_two(s.of_Z.at(i, j), of.beta[i] * of.N[j][i] * to_end, of.beta[i] * of.N[j + 1][i] * next_to_end);
     });
-    __syncthreads();  // B and what else multiplies keys stand
+    __syncthreads();  // B, of_W and of_Z are in shared memory
     make_wide<true>(s, q, k, 1.f);
     each_pair([&](int i, int c, int m, int across, int down) {
       const float2 value = unpack_pair(place<BV>(v, i, c));
       const float *read = found[m][across] + 2 * down, from_start = of.unit[i] * of.start[i];
       put_pair(place<BV>(s.X, i, c), {value.x - from_start * read[0], value.y - from_start * read[1]});
     });
-    __syncthreads();  // W and Z stand, and X
+    __syncthreads();  // W, Z and X are in shared memory
 
     Columns o = {};
     read_state<BK>(o, S, s.W);

@@ -1,21 +1,25 @@
-// what      A few tokens for B sequences. Each state takes the accepted tokens of the call before, which are pending,
-//           and is stored; it meets the tokens of this call in registers alone, and they are pending behind it.
-// math      A pending token: S = diag(decay) S + k u^T (+ b p^T). A token of this call:
-//           Gla: u = v, o = scale q^T S;   BeforeWrite: o = scale q^T (S before it + diag(bonus) k v^T)
-//           GatedDelta, Kda: u = beta (v - (decay S)^T k), o = scale q^T S
-//           Dplr: u = v, p = (S before it)^T a, o = scale q^T S
+// what      Decodes a few tokens for each of B sequences, of which the caller may later reject some (speculative
+//           decoding). First the tokens of the previous call that were accepted, the first ones of those pending, are
+//           applied to the state, and the state is stored. This call's tokens then change it in registers only, and are
+//           stored as pending.
+// math      S [K, V] is the state. Each token, pending or of this call: S <- diag(decay) S + k u^T (Dplr: + b p^T),
+//           decay = e^g. With S' = diag(decay) S and S after the token:
+//           Gla: u = v, o = scale q^T S;   BeforeWrite: u = v, o = scale q^T (S before the token + diag(bonus) k v^T)
+//           GatedDelta, Kda: u = beta (v - S'^T k), o = scale q^T S
+//           Dplr: u = v, p = (S before the token)^T a, o = scale q^T S
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], bonus [HV, K],
-//           state [P, HV, K, V], pending [P, HV, M, W] with rows decay | k | b | u | p, slots accepted [B] or null
-// grid      a block for every (sequence, head of values), sequence slowest; BV columns at a time, of which a lane has
-//           16 bytes of EACH channels
-// smem      Shared: the pending tokens, those of this call, what they find in the warps' channels
-// barriers  three every BV columns: all tokens stand | so do the products of their rows | the last token is read; two a
-//           token: its parts stand | so do their sums
-// numerics  float32, whatever the state is stored in; float64 where that or data are float64
+//           state [P, HV, K, V], pending [P, HV, M, W] with rows decay | k | b | u | p; slots [B]: each sequence's
+//           state in P; accepted [B]: how many pending tokens are; both may be null
+// grid      a block for every (sequence, head of values), sequence slowest. It takes BV columns at a time; a lane has
+//           16 bytes of columns, of EACH channels
+// smem      Shared: pending tokens, this call's tokens, sums over the warps' channels
+// barriers  three every BV columns: all tokens are in shared memory | the products of their rows are | the last token
+//           has been read; two a token: the warps' sums are in shared memory | their totals are
+// numerics  float32, for every type of the stored state; float64 if the state or the data are float64
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19; 2025, eq. 17; as delta/tokens.cuh
 // limits    K <= BK; T <= TOKENS; the last axis of the state is contiguous
 //
-// The block that has all columns of a head is the only one that reads its pending keys: so it may store the next ones.
+// A block has all columns of its head. Only it reads the head's pending tokens, and so it may overwrite them.
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
@@ -24,7 +28,8 @@
 constexpr int TOKENS = 8;
 template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());
 
-// The gated recurrences, beside those of delta/tokens.cuh.
+// The rule: a recurrence, here or in delta/tokens.cuh (GatedDelta, Kda, Dplr). channel_gates: a gate for each channel,
+// otherwise one for all; own_erasure: erases with vectors a and b.
 struct Gla {
   static constexpr bool channel_gates = true, own_erasure = false;
 };
@@ -34,27 +39,27 @@ struct BeforeWrite {
 template <class A, class B> constexpr bool SAME = false;
 template <class A> constexpr bool SAME<A, A> = true;
 template <class Rule> constexpr bool HAS_BONUS = SAME<Rule, BeforeWrite>;
-template <class Rule> constexpr bool GATED = HAS_BONUS<Rule> || SAME<Rule, Gla>;  // a token writes what came
-template <class Rule> constexpr int KEYS = Rule::own_erasure ? 2 : 1;             // that a token writes
+template <class Rule> constexpr bool GATED = HAS_BONUS<Rule> || SAME<Rule, Gla>;  // u = v
+template <class Rule> constexpr int KEYS = Rule::own_erasure ? 2 : 1;  // vectors by which a token writes: k, and b
 
 template <typename T, typename G, typename S> struct Args {
-  Rows<const T> q, k, v, a, b;  // a and b of Dplr alone
-  Rows<const G> g, beta;        // beta of GatedDelta and Kda alone
+  Rows<const T> q, k, v, a, b;  // a and b: only for Dplr
+  Rows<const G> g, beta;        // beta: only for GatedDelta and Kda
   Rows<T> o;
-  const Widest<T, S>* bonus;  // of BeforeWrite alone
-  Rows<S> state;              // rows are channels
+  const Widest<T, S>* bonus;  // only for BeforeWrite
+  Rows<S> state;              // rows are channels of K
   Rows<Widest<T, S>> pending;
-  const i64* slots;     // or null: sequence b has state b
-  const i64* accepted;  // or null: none is
-  i64 H, T_, K, V;      // H heads of values
-  i64 M;                // pending tokens that there is room for
-  i64 group;            // so many heads of values share one of queries and keys
+  const i64* slots;     // null: sequence b has state b
+  const i64* accepted;  // null: no token was accepted
+  i64 H, T_, K, V;      // H: heads of values; T_: tokens of this call
+  i64 M;                // the largest number of pending tokens
+  i64 group;            // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 pieces;      // whether every row of the state is whole pieces of 16 bytes
+  i64 pieces;      // whether every row of the state is aligned to 16 bytes, and a multiple of 16 bytes long
 };
 
-// Columns at a time, and threads: so that a lane's numbers of the state leave it registers.
+// Threads of a block, and columns at a time: chosen so that a lane's part of the state leaves enough registers.
 template <typename R, int BK> constexpr int THREADS_OF = BK == 128 && sizeof(R) == 4 ? 512 : 256;
 template <typename R, int BK> constexpr int COLUMNS = THREADS_OF<R, BK> / (BK == 256 && sizeof(R) == 8 ? 8 : 4);
 
@@ -63,8 +68,8 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
   R kept_decays[TOKENS][GATES], kept_keys[KEYS<Rule>][TOKENS][BK], kept_columns[KEYS<Rule>][TOKENS][BV];
   R decays[TOKENS][GATES], keys[KEYS<Rule>][TOKENS][BK], q[TOKENS][BK];
   R a[Rule::own_erasure ? TOKENS : 1][Rule::own_erasure ? BK : 16 / sizeof(R)], v[TOKENS][BV];
-  R parts[WARPS][2][BV], sums[2][BV];           // of what a token's key finds, and its query
-  R beta[TOKENS], weights[KEYS<Rule>][TOKENS];  // q . k and q . b
+  R parts[WARPS][2][BV], sums[2][BV];           // of a token: [0]: S'^T k, or S^T a; [1]: S^T q, before it writes
+  R beta[TOKENS], weights[KEYS<Rule>][TOKENS];  // weights: q . k (BeforeWrite: q . diag(bonus) k) and q . b
 };
 
 template <class Rule, typename T, typename G, typename S, int BK>
@@ -83,7 +88,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
   const i64 slot = args.slots ? args.slots[b] : b;
   const i64 asked = args.accepted ? args.accepted[b] : 0;
   const int taken = asked < 0 ? 0 : asked > args.M ? int(args.M) : int(asked);
-  // A pending token's numbers: decays, then its keys, then the columns behind each.
+  // The address of a pending token's numbers: decays, then its k and b, then its u and p.
   const auto pending = [&](int token) { return args.pending.row(slot, h, token); };
   const int columns_at = gates + KEYS<Rule> * K;
 
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
 #pragma unroll
       for (int i = 0; i < N; ++i) state[n][i] = to_real(piece.x[i]);
     }
-#pragma unroll 1  // else addresses of several passes stand beside the state, which fills the registers
+#pragma unroll 1  // unrolled, it would hold more addresses than the state leaves registers for
     for (int at = threadIdx.x; at < TOKENS * BK; at += BLOCK) {
       const int t = at / BK, c = at % BK;
       const bool kept = t < taken && c < K, mine = t < tokens && c < K;
@@ -135,9 +140,9 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
       if constexpr (!GATED<Rule> && !Rule::own_erasure)
         s.beta[t] = t < tokens ? R(to_real(*args.beta.row(b, h, t))) : R(0);
     }
-    __syncthreads();  // all tokens stand
+    __syncthreads();  // all tokens are in shared memory
 
-    // A warp has a token: its rows are divided by their lengths, and multiplied with each other.
+    // Each warp has tokens: it divides q and k by their lengths, and computes weights.
     for (int t = warp; t < tokens; t += STEP_WARPS) {
       if (args.normalized) {
         R qq = 0, kk = 0;
@@ -181,13 +186,13 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           piece.x[i] = from_real<S>(Real<S>(state[n][i]));
-          state[n][i] = to_real(piece.x[i]);  // what a later call will read
+          state[n][i] = to_real(piece.x[i]);  // rounded as a later call will load it
           if (!args.pieces && exists && column + i < left) to[i] = piece.x[i];
         }
         if (args.pieces && exists && column < left) *reinterpret_cast<Piece*>(to) = piece;
       }
     }
-    __syncthreads();  // the products of the tokens' rows stand
+    __syncthreads();  // normalized rows and weights are in shared memory
 
     for (int t = 0; t < tokens; ++t) {
       R erased[N] = {}, read[N] = {};
@@ -212,15 +217,15 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         }
         if (lane < ROWS) s.parts[warp][0][column + i] = erased[i], s.parts[warp][1][column + i] = read[i];
       }
-      __syncthreads();  // the parts stand
+      __syncthreads();  // all warps' parts are in shared memory
       if (const int which = threadIdx.x / BV, c = threadIdx.x % BV; which < 2) {
         R sum = 0;
 #pragma unroll
         for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][c];
         s.sums[which][c] = sum;
       }
-      __syncthreads();  // the sums stand
-      // What the token adds to column c behind its key n.
+      __syncthreads();  // their sums are in shared memory
+      // Column c of u (n = 0) or p (n = 1).
       const auto added = [&](int n, int c) {
         if constexpr (GATED<Rule>) return s.v[t][c];
         else if constexpr (Rule::own_erasure) return n ? s.sums[0][c] : s.v[t][c];
@@ -246,7 +251,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         args.o.row(b, h, t)[start + c] = from_real<T>(Real<T>(R(args.scale) * o));
       }
     }
-    __syncthreads();  // the last token is read
+    __syncthreads();  // all tokens have been read: the next columns' may overwrite them
   }
   for (int at = threadIdx.x; at < tokens * BK; at += BLOCK) {
     const int t = at / BK, c = at % BK;

@@ -1,30 +1,33 @@
-// what      All layers of one token for one sequence, its logits, and the likeliest token; every weight is read once.
-// math      phases of a layer: low = tanh(maa_down mix(LN x)) | mixed_c = xx + d (maa_c + up_c low_c) |
-//           decay_low = tanh(decay_down mixed_w), k v r g = W mixed | y = time mix, group norm |
-//           x += output (y silu(g)) | activated = relu(key mix(LN x))^2, gate = sigmoid(receptance mix(LN x)) |
-//           x += gate value activated;   after the last layer: logits = head LN x
+// what      Decodes one token of RWKV-6 for one sequence in one launch: all layers, the logits, and the likeliest next
+//           token. Every weight is read once.
+// math      phases of a layer, xx = LN(x), old = the previous token's xx, mix(xx) = xx + (old - xx) maa:
+//           low = tanh(maa_down mix(xx)) | mixed_c = xx + (old - xx) (maa_c + up_c low_c), c one of w k v r g |
+//           decay_low = tanh(decay_down mixed_w), k v r g = W mixed | y = group norm of the time mix |
+//           x += output (y silu(g)) | activated = relu(key mix(xx))^2, gate = sigmoid(receptance mix(xx)) |
+//           x += gate (value activated);   after the last layer: logits = head LN(x)
 // shapes    x [D], logits [V]; weights [L, n, rows, K], rows of a product padded to 16; states [L, P, ...], slots [1]
-//           or null; what blocks hand to each other are words: xx [6, D], LN(x) of both mixes, x as either has left it,
-//           and once more the last x, in 8 bytes a number; low [5 A], mixed [5, D], kvrg [4, D] with silu of the gate,
-//           decay_low [W], y [D] before the gate, activated [F], gate [D]; arrived [grid], the layers that a block has
-//           seen
-// grid      as many blocks as multiprocessors, all at work at once unless phases [first, last) are a single one. Of a
-//           block 256 threads compute: of 16 rows of a product a warp takes every 8th step of K, a lane its neighbours
-//           in two rows; one warp adds what they have multiplied, and COPIERS warps have weights copied
-// smem      Shared, then the staging area: the operands of D numbers, twice for two mixes of a norm, or of `staged`
-//           where a product has more, or what a head's time mix has
-// barriers  none of the grid: a word carries its layer, or whether that is odd, and who needs it reads it until it is
-//           there. A word is overwritten a layer later, by a block that has seen the work of all who read it: each of
-//           them has written a word since, and every word goes into every number of the next layer. A warp multiplies
-//           by columns of its own and waits for their words alone. mbarriers: full, empty (weights), summed, taken
-//           (parts of products). The block's where a comment says what is there.
-// numerics  float32 sums in a fixed order. Tensor cores take x and float32 weights as sums of two tf32 numbers. Other
-//           weights are taken as they are, and words are float32 without the last bit. Beside bfloat16 weights x is a
-//           sum of three bfloat16 numbers; beside int8 ones it is rounded to 31 bits of the largest that its warp has,
-//           and the products are exact
+//           or null. Blocks exchange results in global memory as words, numbers that carry their layer: xx [6, D]:
+//           LN(x) of both mixes, x after either mix, and the last layer's x in words of 8 bytes; low [5 A], mixed
+//           [5, D], kvrg [4, D] with silu of the gate, decay_low [W], y [D], activated [F], gate [D]. arrived [grid]:
+//           how many layers a block has computed so far, over all launches
+// grid      as many blocks as multiprocessors, all resident at once unless only one phase is launched. Of a block, 256
+//           threads compute: of a tile of 16 rows of a product, a warp takes every 8th step along K, and a lane
+//           neighbouring numbers of two rows; one warp, the finishing warp, adds the warps' sums; COPIERS warps copy
+//           weights
+// smem      Shared; then the staging area: the operands of D numbers, twice if a norm has two mixes; or those of
+//           `staged` numbers at a time if a product has more; or a head's time mix
+// barriers  none of the grid. A word holds the number of its layer, or its parity: a reader loads it again until the
+//           layer is the expected one. A word is overwritten a layer later, by a block that has seen results of all its
+//           readers: each of them has written a word since, and every word of a layer depends on all words before. A
+//           warp waits only for the words by which it multiplies. mbarriers: full, empty: stages of weights; summed,
+//           taken: sums of a tile. Barriers of the 256 threads: see the comments
+// numerics  float32 sums in a fixed order. Words are float32 without the last bit. Tensor cores take x and float32
+//           weights as sums of two tf32 numbers; other weights are exact. With bfloat16 weights x is a sum of three
+//           bfloat16 numbers; with int8 weights x is rounded to 31 bits relative to the largest number that its warp
+//           multiplies by, split into digits, and the products are exact
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split; Ootomo, Ozaki and
 //           Yokota, 2024, for digits; NVIDIA's NCCL, for data that carry their own flags
-// limits    one sequence: all blocks read all words, which costs more than launches from two sequences on; D and F
+// limits    one sequence: all blocks read all words, which from two on costs more than a launch for each phase; D and F
 //           multiples of 8, D up to 8192, N a multiple of 4 up to 256, W up to 512; weights aligned to 16 bytes; at
 //           least two blocks; sm_90a
 #include "rwkv6/decode_operands.cuh"
@@ -41,17 +44,18 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   typedef typename Block::Operands Operands;
   typedef typename Block::Up Up;
   typedef typename Block::Word Word;
-  int turn;           // of the parts of products: which of two places the next tile's have
-  u64 likeliest = 0;  // of the lane's tokens, behind its logit in the order of integers
+  int turn;           // tiles so far: their sums take two places in s.parts in turn
+  u64 likeliest = 0;  // key_of the lane's largest logit
 
   __device__ __forceinline__ DecodeFew(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0, int turn = 0)
       : Block(args, s, epoch, next), turn(turn) {}
 
-  static constexpr int GROUP = PACKED > 1 ? 2 : 1;           // stages multiplied at a time
-  static constexpr int CHAINS = sizeof(T) == 4 ? 1 : STEPS;  // of sums, so that products do not wait for one another
-  // Stages of a vector that a lane holds in registers: digits, where these are all, for all tiles that take it.
+  static constexpr int GROUP = PACKED > 1 ? 2 : 1;  // stages multiplied at a time
+  static constexpr int CHAINS =
+      sizeof(T) == 4 ? 1 : STEPS;  // independent sums, so that products do not wait for one another
+  // How many stages of a vector a lane holds in registers. Digits of a short vector are held for all its tiles.
   static constexpr int HELD = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
-  static constexpr int LANES = DIGITS ? 2 : 1;  // that add the parts of a row
+  static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
   typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
 
   __device__ __forceinline__ float take(const Word* from) const {
@@ -61,23 +65,23 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     return number(found[0]);
   }
 
-  // What products take of numbers [first, first + count) of an input.
+  // Waits for numbers [first, first + count) of an input, and stores their operands in the staging area.
   __device__ __forceinline__ void fetch(int phase, int input, int first, int pitch, int count) {
     const Word* const words = words_of(phase, input) + first;
-    __syncwarp();  // it has read what the staging area had
+    __syncwarp();  // the warp has read its part of the staging area, which is overwritten
     if (phase == OUTPUT) Block::template fetch<2, true>(words, args.kvrg_out + 3 * D + first, pitch, count);
     else if (count <= 8 * THREADS) Block::template fetch<2, false>(words, nullptr, pitch, count);
     else Block::template fetch<Block::NEIGHBOURS + 3, false>(words, nullptr, pitch, count);
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
-  // Of xx: LN(x) of a mix, and x as a mix has left it. Who needs the last x has not read those before: it has words of
-  // its own.
+  // Parts of xx: LN(x) of a mix; x after a mix; the last layer's x. The last one has words of its own, with all bits of
+  // the layer's number: a block that reads it may have read no earlier x, so that a parity could be an older layer's.
   __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
   __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
   __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
 
-  // floats = words of x
+  // Waits for the words of x, and stores their numbers in floats().
   template <typename W> __device__ __forceinline__ void take_x(const W* words, u32 epoch) {
     constexpr int NEIGHBOURS = 16 / sizeof(W), LOADS = 8 / NEIGHBOURS;
 #pragma unroll 1
@@ -105,10 +109,10 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     sync();  // the staging area is filled
   }
 
-  // Operands of xx + (shift - xx) maa with xx = LN(x), of each of the phase's mixes. The words of xx go to `xx` where
-  // that is not null.
+  // Stores the operands of xx + (shift - xx) maa, with xx = LN(x), for each of the phase's mixes. If the argument xx is
+  // not null, it gets the words of xx.
   __device__ __forceinline__ void normalise(i64 layer, int phase, Word* xx) {
-    constexpr int HELD = 2;  // times four channels, of which a thread has the parameters and the shift before x comes
+    constexpr int HELD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
     const bool twice = phase == FFN_INPUTS;
     const Norm norm = Block::norm_of(layer, phase, 0);
     const float inverse_D = 1.f / D;
@@ -154,7 +158,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     return phase == INPUTS ? args.mixed + input * D : phase == OUTPUT ? args.y : args.activated;
   }
 
-  // Row m of a tile, its sum.
+  // Stores the result of row m of a tile, from its sum. xx: LN(x) of the row's channel, for phases that add to x.
   __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int m, float sum, float xx) {
     switch (phase) {
       case MIX_DOWN:
@@ -185,7 +189,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
         if (m >= D) break;
         put_word(x_words(phase == FFN_VALUE) + m, sum, epoch);
         if (phase == FFN_VALUE && layer == args.L - 1) put_word(last_x_words() + m, sum, epoch);
-        args.x[m] = sum;  // for this thread itself
+        args.x[m] = sum;  // only this thread reads it
         (phase == FFN_VALUE ? args.ffn_shift : args.att_shift)[(layer * args.P + row()) * D + m] = xx;
         break;
       case HEAD:
@@ -197,13 +201,13 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     }
   }
 
-  // Larger for a larger logit, and of equals for a lower token.
+  // An integer that is larger for a larger logit, and for equal logits larger for the lower token.
   static __device__ __forceinline__ u64 key_of(float logit, int token) {
-    const u32 bits = __float_as_uint(logit + 0.f);  // there is one zero
+    const u32 bits = __float_as_uint(logit + 0.f);  // makes -0 a 0
     return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~u32(token);
   }
 
-  // Once the finishing warp has all of its logits.
+  // Finds the likeliest token of the grid; for the finishing warp, when it has all logits of the block.
   __device__ __forceinline__ void choose() {
     const u32 logit = __reduce_max_sync(0xffffffffu, u32(likeliest >> 32));
     const u32 token = __reduce_max_sync(0xffffffffu, likeliest >> 32 == logit ? u32(likeliest) : 0u);
@@ -212,7 +216,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       *args.tokens = ~u32(most);
   }
 
-  // The next N stages' 16 rows by these.
+  // Multiplies the next N stages of weights, 16 rows each, by x.
   template <int N> __device__ __forceinline__ void multiply_slots(Sums& sums, const Operands* x) {
     uint4 above[N][STEPS], below[N][STEPS];
     int stages[N];
@@ -233,15 +237,14 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
         Split<T>::multiply(sums[step % CHAINS], above[n][step], below[n][step], x[n][step]);
-    // This lane has read the stages, where bulk copies will write. A barrier alone does not order its plain reads
-    // before those copies: so each lane arrives itself, behind a fence of its own.
+    // Each lane arrives itself, after a fence of its own: a barrier alone would not order its plain reads of the stages
+    // before the bulk copies that overwrite them.
     fence_async();
 #pragma unroll
     for (int n = 0; n < N; ++n) barrier_arrive(s.empty[stages[n]]);
   }
 
-  // What a lane's sums add to its totals: those of digits are integers in a unit, which another part of K may have
-  // another one of.
+  // Adds a lane's sums to its totals. Sums of digits are integers in a unit; each staged part of K has another unit.
   __device__ __forceinline__ void add_sums(float (&totals)[4], Sums& sums, int vector) const {
     const float unit = DIGITS ? s.units[vector][tid >> 5] * float(1u << (16 * (tid & 1))) : 1.f;
 #pragma unroll
@@ -256,20 +259,20 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     }
   }
 
-  // The places of tiles' parts, which two tiles have in turn.
+  // The place of a tile's sums in s.parts, which has two of them, and the parity of the place's barriers.
   struct Place {
     int buffer;
     u32 parity;
   };
   static __device__ __forceinline__ Place place_of(int turn) { return {turn & 1, u32(turn) >> 1 & 1}; }
 
-  // What was in this tile's place has been read.
+  // Waits until the sums of the place's previous tile have been read.
   __device__ __forceinline__ void wait_for_place(int turn) {
     const Place place = place_of(turn);
     barrier_wait(s.taken[place.buffer], place.parity ^ 1);
   }
 
-  // This block's tiles of a phase that multiplies by weights.
+  // Computes the warps' sums for this block's tiles of a phase that multiplies by weights.
   __device__ __forceinline__ void products(i64 layer, int phase) {
     const Tiles tiles = s.tiles[phase];
     if (tiles.count() == 0) return;
@@ -277,9 +280,9 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     if (normed) ::normalise<T, S, STAGES>(args, s, layer, phase, epoch, tiles[0] == 0 && phase != HEAD);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
-    const int held = normed ? K : min(K, int(args.staged));  // numbers of a vector in the staging area at a time
+    const int held = normed ? K : min(K, int(args.staged));  // numbers that are staged at a time
     const bool whole = DIGITS && K <= HELD * Lane<T>::STAGE;
-    int staged = -1;  // the input whose vectors are in the staging area and, where they are `whole`, in registers
+    int staged = -1;  // the input that is in the staging area and, if `whole`, in registers
     Operands x[HELD];
 #pragma unroll 1
     for (int n = 0; n < tiles.count(); ++n, ++turn) {
@@ -326,11 +329,12 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     }
   }
 
-  // What one warp does meanwhile: it adds the parts of those tiles, a lane or two a row, and puts what comes of them.
+  // The same for the finishing warp: adds the warps' sums of each tile, with one or two lanes a row, and stores the
+  // results.
   __device__ __forceinline__ void finish_products(i64 layer, int phase) {
     const Tiles tiles = s.tiles[phase];
     const int m = tid & 31;
-    // A row's scale is asked for a tile ahead.
+    // The scale of a row of int8 weights; it is loaded one tile ahead.
     const auto scale_of = [&](int n) {
       if (sizeof(T) > 1 || n >= tiles.count() || m >= ROWS) return 1.f;
       return rows_of(args, layer, phase, tiles[n]).scales[m];
@@ -346,7 +350,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       float before = 0.f, gate = 1.f;
       if (adds) {
         load_words(xx, side), before = args.x[at];
-        if (channel_mix) gate = number(args.gate[at]);  // of this thread itself
+        if (channel_mix) gate = number(args.gate[at]);  // this thread has written it
         settle_words(xx, side, epoch);
       }
       const Place place = place_of(turn);
@@ -374,18 +378,18 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     }
   }
 
-  // -- what lies between products ------------------------------------------------------------------------------------
-  static constexpr int PASS = 16;  // of a low rank's second matrix at a time
+  // -- phases without products by weights ----------------------------------------------------------------------------
+  static constexpr int PASS = 16;  // rows of a low rank's second matrix that a thread loads at a time
 
-  // A unit is 128 channels of one of the five inputs; a thread has a channel and every SPLITS-th row of `up`.
+  // Computes `mixed`. A unit is 128 channels of one of the five inputs; a thread has a channel, every SPLITS-th row.
   __device__ __forceinline__ void mix(i64 layer) {
     const int A = int(args.A), across = (D + CHANNELS - 1) / CHANNELS, units = 5 * across;
     const int split = tid / CHANNELS, channel = tid % CHANNELS;
-    wait_for_place(turn), wait_for_place(turn + 1);  // this phase's shared memory is that of parts
+    wait_for_place(turn), wait_for_place(turn + 1);  // both places have been read: s.mix shares their memory
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
-      const bool inside = j < D, last = inside && split == 0;  // who adds the parts
+      const bool inside = j < D, last = inside && split == 0;  // last: this thread adds the channel's parts
       const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
       Up weight[PASS];
       Block::load_rows(weight, up, split, SPLITS, inside ? A : 0);
@@ -397,7 +401,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
 #pragma unroll 1
       for (int n = tid; n < A; n += THREADS) staging[n] = take(args.low + c * A + n);
       settle_words(xx, from_xx, epoch);
-      sync();  // `low` is in shared memory, and the parts of the unit before are free
+      sync();  // `low` is in shared memory, and the previous unit's parts have been read
       Block::mix_parts(weight, up, inside, split, channel, staging);
       sync();  // the parts are in shared memory
       if (!last) continue;
@@ -408,7 +412,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     }
   }
 
-  // A unit is a head; a thread has four columns of its state and every (4 THREADS / N)-th row.
+  // Computes y. A unit of work is a head; a thread has four columns of its state and every (4 THREADS / N)-th row.
   __device__ __forceinline__ void time_mix(i64 layer) {
     TimeMixScratch& s = *reinterpret_cast<TimeMixScratch*>(staging);
     const int N = int(args.N), W = int(args.W), H = int(args.H);
@@ -424,7 +428,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       float u = 0.f;
       if (tid < N) {
         own = Block::channel_of_head(layer, at);
-        own.gate = 1.f;  // who multiplies by `output` takes the gate, too
+        own.gate = 1.f;  // the next phase multiplies y by the gate
         u = args.bonus[layer * D + at + tid];
       }
       const StatePart part(state, N, tid, true);
@@ -435,7 +439,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       for (int n = 0; n < 3; ++n) from[n] = args.kvrg_out + n * D + at + min(tid, N - 1);
       from[3] = args.decay_low + min(tid, W - 1);
       take_words(words, from, epoch);
-      if (h != blockIdx.x) sync();  // what was there before is free
+      if (h != blockIdx.x) sync();  // the previous head's numbers have been read
       if (tid < N) s.k[tid] = number(words[0]), s.v[tid] = number(words[1]), s.r[tid] = number(words[2]), s.u[tid] = u;
       if (tid < W) s.low[tid] = number(words[3]);
 #pragma unroll 1
@@ -449,7 +453,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   }
 };
 
-// What goes on in a block need not be kept in registers meanwhile.
+// Not inlined, so that the caller's registers are saved meanwhile.
 template <typename T, typename S, int STAGES>
 __device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s, i64 layer, int phase, u32 epoch,
                                        bool first) {
@@ -457,15 +461,16 @@ __device__ __noinline__ void normalise(const Args<T, S>& args, Shared<STAGES>& s
   block.normalise(layer, phase, first ? block.normed_words(phase == FFN_INPUTS) : nullptr);
 }
 
-// Those that compute, copy, and finish products.
+// Threads that compute, that copy weights, and those of the finishing warp.
 template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;
 
+// Computes phases [first, last); for the 256 computing threads and the finishing warp.
 template <typename T, typename S, int STAGES>
 __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s) {
   const bool finishes = threadIdx.x >= THREADS;
   wait_for_previous();
   const u32 before = args.arrived[blockIdx.x];
-  int next = 0;  // the number of the stage that is next, and the parity of its `full`
+  int next = 0;  // twice the next stage of weights, plus the parity of its barrier `full`
   int turn = 0;
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
@@ -476,14 +481,14 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
       if (multiplies) block.finish_products(layer, phase);
       if (phase == HEAD && args.tokens) block.choose();
     } else {
-      if (n > args.first) sync();  // what the phase before had in shared memory was read
+      if (n > args.first) sync();  // the previous phase's shared memory has been read
       if (phase == MIX) block.mix(layer);
       else if (phase == TIME_MIX) block.time_mix(layer);
       else block.products(layer, phase);
     }
     next = block.stage * 2 + int(block.parity), turn = block.turn;
   }
-  barrier_sync(2, THREADS + 32);  // all threads know how many layers there were
+  barrier_sync(2, THREADS + 32);  // all threads have read args.arrived, which is overwritten
   if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);
 }
 

@@ -1,35 +1,34 @@
-// what      The delta rule's forward pass on Hopper, with a gate for each token and head, or without gates: chunks of
-//           32
-// math      S' = e^g_t S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t.  Of a chunk, with
-//           D_ij the decay from after token j through i, E_i from the chunk's start through i, L_j from after j to the
-//           chunk's end, and the chunk's matrices [32, 32] (rows i, columns j):
+// what      The delta rule's forward pass on Hopper, with a gate for each token and head, or none; chunks of 32 tokens
+// math      S' = e^g_t S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t.  For a chunk, S is
+//           the state before it; decays: D_ij over the gates of tokens j + 1 to i, E_i from the chunk's start to i, L_j
+//           from j + 1 to the chunk's end; matrices [32, 32] (rows i, columns j):
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1
 //           B = A N diag(beta);  W_i = scale E_i q_i - sum_j B_ij E_j k_j;  Z_j = beta_j sum_i N_ij L_i k_i
 //           X_j = v_j - E_j S^T k_j;  o = W S + B V;  S <- E_32 S + Z^T X
 // shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [N, HV, K, V] float32
-// grid      a block for every (sequence, head of v, BV columns of V), columns side by side, sequence slowest
+// grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, o and S.
 //           Operands: a warpgroup makes A and M of chunk n + 2, then B, W and Z of chunk n (BK = 128: A and M while the
-//           product for W runs). Of a last warpgroup, warp 0 moves chunks, warp 1 computes decays, and warps 2 and 3
-//           invert I + diag(beta) M, for even and odd chunks
+//           product for W runs). In a last warpgroup warp 0 copies chunks, warp 1 computes decays, and warps 2 and 3
+//           invert I + diag(beta) M of even and odd chunks
 // smem      scalar_forward_storage.cuh, which names the barriers, too
-// barriers  named 1: the warps of the operands' warpgroup
-// numerics  products of T in float32. q, k and v enter undecayed; S, W, X and Z are rounded to T; each element of A, B
-//           and N is the sum of two T ("split"): rounded, and the rest of the rounding. |W_i| <= scale |q_i| and
-//           |Z_j| <= beta_j |k_j| while gates are <= 0 and beta |k|^2 <= 2, whatever the keys: no large numbers cancel.
-//           N by substitution in float32 within 16 tokens. Each decay is a product of the decays of the tokens in
-//           between, never a quotient, so no gate is too strong
+// barriers  named 1, of the operands' warpgroup: minus_BE is written, and what W, B and Z overwrite has been read
+// numerics  products of T are summed in float32. q, k and v are used undecayed; S, W, X and Z are rounded to T; each
+//           element of A, B and N is the sum of two T ("split"): the rounded number and its rounding error. |W_i| <=
+//           scale |q_i| and |Z_j| <= beta_j |k_j| if gates are <= 0 and beta |k|^2 <= 2, for any keys: no large numbers
+//           cancel. N by substitution in float32 within 16 tokens. Each decay is a product of the decays of the tokens
+//           in between, never a quotient, so that gates may be any numbers <= 0, -inf too
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10; the chunk's form is the WY representation multiplied out
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_forward_storage.cuh"
 
-// x and y minus the two values they were rounded to, themselves rounded.
+// The rounding errors of x and y, which were rounded to the two numbers in `rounded`, rounded to T themselves.
 template <typename T> __device__ __forceinline__ u32 rounding_rest(u32 rounded, float x, float y) {
   const float2 values = unpack(rounded, T{});
   return pack<T>(x - values.x, y - values.y);
 }
 
-// A warp's arrival: of one lane for all, since arrivals at a barrier are counted one after the other.
+// A warp arrives by one lane: a barrier would count arrivals of 32 lanes one after the other.
 __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
   __syncwarp();
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
@@ -37,9 +36,9 @@ __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
 
 __device__ __forceinline__ float2 load_float2(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
-// ---- a warp that moves chunks -------------------------------------------------------------------------------------
+// ---- a warp that copies chunks ------------------------------------------------------------------------------------
 
-// Fills each stage with q and k, then v, of a chunk; before v, stores o of the chunk that had the stage.
+// Fills each stage with q and k, then v, of a chunk; before v, stores o of the stage's previous chunk.
 template <class S>
 __device__ __forceinline__ void move_chunks(S& s, const Args<typename S::T>& args, const WorkTile& work, int column) {
   WorkTile keys = work;
@@ -79,16 +78,16 @@ __device__ __forceinline__ int left_operand_offset(int lane) { return swizzled_o
 __device__ __forceinline__ int right_operand_offset(int lane) {
   return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
 }
-// The offset for the matrix at (row, column), multiples of 16, from that at (0, 0). A split matrix has its rests 32
-// columns after its rounded elements.
+// The offset for the matrix at (row, column), multiples of 16, from that at (0, 0). A split matrix has its rounding
+// errors 32 columns after its rounded elements.
 __device__ __forceinline__ int shifted_offset(int offset, int row, int column) {
   return (offset ^ 2 * column) + 128 * row;
 }
 
 // ---- a warp that computes decays ------------------------------------------------------------------------------------
 
-// Gates or betas of the next CHUNKS_AHEAD chunks, this lane's token of each. They are converted later: a conversion
-// here would wait for the loads.
+// Gates or betas of the next CHUNKS_AHEAD chunks, of this lane's token in each, as loaded. `value` converts them later:
+// `load` would wait for the memory.
 struct TokenScalars {
   u32 bits[CHUNKS_AHEAD];
 
@@ -134,7 +133,7 @@ __device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64],
   return norms[lane];
 }
 
-// Fills the stage's D, and its Gates: factors of queries and keys.
+// Fills each stage's D and Gates.
 template <class S>
 __device__ __forceinline__ void compute_decays(S& s, const Args<typename S::T>& args, const WorkTile& work) {
   using T = typename S::T;
@@ -147,7 +146,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args<typename S::T>& 
   for (int chunk = 0; chunk * CHUNK < work.tokens; ++chunk, ring.next()) {
     if (chunk % CHUNKS_AHEAD == 0) {
       const int next = (chunk + CHUNKS_AHEAD) * CHUNK + lane;
-      __syncwarp();  // all lanes have read the previous chunks' factors
+      __syncwarp();  // all lanes have read s.upcoming of the previous chunks
 #pragma unroll
       for (int n = 0; n < CHUNKS_AHEAD; ++n) {
         s.upcoming.decay[n][lane] = decay_of(g.value(n, is_float32[0], T{}));
@@ -202,9 +201,9 @@ __device__ __forceinline__ void compute_decays(S& s, const Args<typename S::T>& 
   }
 }
 
-// ---- split matrices: each element rounded, and the rest of the rounding --------------------------------------------
+// ---- split matrices: each element is a rounded number and its rounding error ---------------------------------------
 
-// Stores accumulators [16, 16 N] at `place`, split: rounded elements, and their rests 32 columns on.
+// Stores accumulators [16, 16 N] split at byte offset `place`: rounded elements, and rounding errors 32 columns later.
 template <typename T, int N>
 __device__ __forceinline__ void store_split(Panel<T>& to, int place, const float (&x)[2 * N][4]) {
 #pragma unroll
@@ -220,8 +219,8 @@ __device__ __forceinline__ void store_split(Panel<T>& to, int place, const float
   }
 }
 
-// d[16, 16] += a[16, 16] b[16, 16] of split matrices: [0] rounded, [1] rest. rest x rest is too small to matter;
-// rounded x rounded comes last, so that the small products do not get lost.
+// d[16, 16] += a[16, 16] b[16, 16] of split matrices: [0] rounded elements, [1] rests, the rounding errors. rest x rest
+// is too small to matter; rounded x rounded is added last, so that the sum of the small products is not rounded away.
 template <typename T>
 __device__ __forceinline__ void multiply_split(float (&d)[2][4], const u32 (&a)[2][4], const u32 (&b)[2][4]) {
 #pragma unroll
@@ -266,7 +265,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
   using T = typename S::T;
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
   const int left_place = left_operand_offset(lane);
-  const int column = swizzled_offset(lane, 2 * second_block);  // offset of the lane's key's row, where its block begins
+  const int column = swizzled_offset(lane, 2 * second_block);  // offset of key `lane`'s row at its block's first query
   Ring<S::STAGES> ring;
   if (first) ring.next();
 #pragma unroll 1
@@ -283,10 +282,10 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
         rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rounding_rest<T>(rounded[m], x[2 * m], x[2 * m + 1]);
       *reinterpret_cast<uint4*>(at_offset(to, place)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
       *reinterpret_cast<uint4*>(at_offset(to, place ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
-      __syncwarp();  // else the compiler computes all rows before it stores one, for which registers do not suffice
+      __syncwarp();  // keeps the compiler from computing all rows before it stores one, which takes too many registers
     };
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // of the block's rows i
+    for (int half = 0; half < 2; ++half) {  // 8 of the block's queries i
       float numbers[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) numbers[i] = gates.beta[lane] * x[8 * half + i];
@@ -299,7 +298,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
           *reinterpret_cast<uint4*>(at_offset(in.N_to_end, column ^ 32 ^ 16 * half ^ 64 * part)) = {0, 0, 0, 0};
     }
     __syncwarp();
-    // N11 diag(beta) transposed times -M21 transposed, then times N22 diag(beta): the betas are in the blocks of N.
+    // (N21 diag(beta))^T = (N11 diag(beta))^T (-M21)^T (N22 diag(beta))^T: M21 needs no beta, as N22's columns have it.
     u32 left[2][4], right[2][4];
     float y[2][4] = {};
 #pragma unroll
@@ -462,8 +461,8 @@ __device__ __forceinline__ void multiply_split_matrix(Values& y, const Operand& 
   for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], matrix + 2 * c, accumulate || c);
 }
 
-// In each iteration: scores of chunk + 2; Z = products of keys with N_to_end; B; W = scale E q + keys times minus_BE. W
-// replaces the queries, B replaces N_to_end, Z replaces M and (BK = 128) A.
+// In each iteration: A and M of chunk + 2; Z, the product of keys and N_to_end; B; W = scale E q + the product of keys
+// and minus_BE. W overwrites the queries, B overwrites N_to_end, Z overwrites M and (BK = 128) A.
 template <class S> __device__ __forceinline__ void make_operands(S& s, int tokens) {
   using T = typename S::T;
   constexpr int PANELS = S::BK / 64;
@@ -495,7 +494,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     if (SCORES_DURING_W) {
       if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
       wgmma_fence();
-      // Unconditional, to avoid a branch: at the end the current chunk's scores, which are not used.
+      // To avoid a branch, the last chunks compute scores, too: their own, which are not used.
       start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     }
     barrier_wait(s.inverse_ready[ring.stage], ring.parity);
@@ -511,7 +510,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_keep(z[p]);
     if (SCORES_DURING_W) wgmma_keep(d);
-    store_transposed(in.Z[0], place, z[0]);  // replaces M
+    store_transposed(in.Z[0], place, z[0]);  // overwrites M
 #pragma unroll
     for (int c = 0; c < CHUNK / 16; ++c) {
       const float2 factors[2] = {load_float2(gates.query_start_factors + 16 * c + 2 * (lane % 4)),
@@ -533,10 +532,10 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) multiply_split_matrix<T>(w[p], keys[p], minus_BE, true);
     wgmma_commit();
-    if constexpr (PANELS == 2) store_transposed(in.Z[1], place, z[1]);  // replaces A
+    if constexpr (PANELS == 2) store_transposed(in.Z[1], place, z[1]);  // overwrites A
     store_split<T, 1>(in.B, shifted_offset(left, row, column), B);
     if (SCORES_DURING_W && has_scores) {          // while the product for W runs
-      const int lane = opaque(threadIdx.x) & 31;  // the compiler computes offsets from it again: spares registers
+      const int lane = opaque(threadIdx.x) & 31;  // `opaque`: offsets are computed again, which saves registers
       store_scores(s, scores_ring, d, lane, warp, left_operand_offset(lane));
     }
     wgmma_wait<0>();
@@ -613,7 +612,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_fence();
     multiply_state(S_k, CHUNK), multiply_state(o, 0);
     const float chunk_decay = gates.chunk_decay;
-    if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this behind the wait for the products
+    if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this after the wait for the products
 #pragma unroll
       for (float& value : state) value *= chunk_decay;
     wgmma_wait<1>();
@@ -650,7 +649,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
   const WorkTile work = work_tile(args.shape, blockIdx.x / tiles);
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 32), barrier_init(s.values_full[stage], 32);  // lanes of the warp that moves chunks
+      barrier_init(s.full[stage], 32), barrier_init(s.values_full[stage], 32);  // lanes of the copying warp
       barrier_init(s.decays_ready[stage], 1), barrier_init(s.scores_ready[stage], 4),
           barrier_init(s.inverse_ready[stage], 1);  // warps
       barrier_init(s.operands_ready[stage], 4), barrier_init(s.outputs_ready[stage], CONSUMERS<BV> / 32);

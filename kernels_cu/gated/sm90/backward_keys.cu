@@ -1,54 +1,63 @@
-// what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, carrying the state's gradient C. Gives
-//           dk, dv, dg and dh0.
-// math      per chunk of 32, with the decays of decays.cuh:  A_ij = scale q_i D_ij k_j, dA_ij = scale do_i . v_j for
-//           j <= i (RWKV-6: j < i, and A_ii = scale sum q u k);
-//           dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j scale do_j . v_j);
-//           dv_j = sum_i A_ij do_i + (L_j k_j) C;
-//           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, S the state before the chunk and C that behind it;
+// what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient C [K, V] of the state
+//           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
+// math      per chunk of 32 tokens, C being the gradient of the state after it and S the state before it. Decays
+//           [K]: D over the chunk, D_ij from key j to query i, E_i from the chunk's start to query i, L_j from key j to
+//           the chunk's end (decays.cuh).
+//           A_ij = scale q_i . D_ij k_j, dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i, A_ii = scale q_i . u k_i)
+//           dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j scale do_j . v_j)
+//           dv_j = sum_i A_ij do_i + (L_j k_j) C
+//           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, weight_t the query share of backward_queries
 //           C <- D C + scale sum_i E_i q_i do_i^T
-// shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
-//           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
-// grid      as backward_queries; a warpgroup for every 64 channels, then one that makes dA and moves chunks. Two of 64
-//           channels have another beside them that makes A and dv; where there is one, it makes dv, and the one that
-//           makes dA makes A
+// shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and dh0
+//           [N, H, K, V] float32. From backward_queries: weight, which may be dg itself; sums [chunk, K + FLAGS], the
+//           queries' terms of sum_v S C, and ends [N, H, K], its value at the end; kept, states S (states.cuh)
+// grid      a block for every (sequence, head), or for several of them (InTurn in states.cuh). Its warpgroups: one for
+//           every 64 channels (consumers); if BK = 128, one that makes A and dv; last, one that makes dA and copies
+//           chunks. If BK = 64, the last one makes A, too, and the consumers make dv
 // smem      backward_keys_storage.cuh
 // barriers  backward_keys_storage.cuh
-// numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
-//           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding.
-//           What had grown before and grows behind may outweigh what is between: there 0 is what may be rounding alone
+// numerics  A and dA are tf32; C: states.cuh. sum_v S C [K] is carried from chunk to chunk: the chunk's keys' terms are
+//           subtracted, its queries' terms added. If a channel forgets within a chunk (`forgets` in growth.cuh), the
+//           sum before it is set to 0: else dg, there far smaller than those terms, would be their rounding error. If
+//           gates above 0 come later, larger rests are kept, since growth may make them matter
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    as backward_queries
+// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
-// Whether C for its product with v is tf32; or two bfloat16 numbers, or one of float16, by v as it came. With 128
-// channels two cost more instructions than a copy of v costs time. Gates in float32 want more of dg than the other two.
+// Whether C is tf32 in its product with v, which then needs a float32 copy of v. Otherwise C is the sum of two bfloat16
+// numbers, or one float16 number, and v is used as it is. With 128 channels two numbers cost more than the copy. With
+// float32 gates and float16 data C is tf32, since dg is stored in float32 and must be more accurate.
 template <typename T, typename G, int BK> constexpr bool TF32_READ = NARROW<T> ? sizeof(G) == 4 : BK == 128;
 
-// Whether a warpgroup of its own makes scores and dv. Two blocks of 64 channels leave no registers for one.
+// Whether a warpgroup of its own makes scores and dv. With BK = 64 a multiprocessor has two blocks, which leave no
+// registers for one.
 template <int BK> constexpr bool APART = BK == 128;
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + (APART<BK> ? 256 : 128);
-constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
+// The largest magnitude of C that float16 products take: C is scaled to float16's range, and numbers of size 1 must
+// still be normal numbers there.
+constexpr float TOO_LARGE = 0x1p29f;
 
-// The largest magnitude of all of C, from every warp's share.
+// The largest magnitude of C, from the largest ones of all warps.
 template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&parts)[WARPS]) {
   float x = parts[0];
   for (int other = 1; other < WARPS; ++other) x = fmaxf(x, parts[other]);
   return x;
 }
 
-// Whether the chunk at hand takes the way of growth.cuh: gates grow, or C is out of a NARROW type's range. All threads
-// find the same; the vote tells the compiler so.
+// Whether the chunk is computed token by token (growth.cuh): because its gates are too far above 0, or C exceeds a
+// NARROW type's range. All threads get the same result; the vote tells the compiler so.
 template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_token(const Shared& s, int iteration) {
   return __any_sync(0xffffffffu,
                     s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE);
 }
 
-// Whether gates grow in a segment behind this one; `thread` of COUNT looks at some chunks. All segments at once: one
-// after the other they take as long as their chunks, where these are few.
+// Whether a later segment of the sequence has a chunk with large growth, by the flags of backward_queries. Thread
+// `thread` of COUNT reads some chunks' flags and returns whether one is set. Threads share all segments at once: one
+// segment after the other would take a memory latency each.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread) {
   const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
@@ -64,35 +73,36 @@ __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread)
   return found;
 }
 
-// Calls f(iteration, first token of the chunk) for the chunks of a segment from the last to the first, behind so many
-// chunks of others.
+// Calls f(iteration, first token of the chunk) for the chunks of a segment, from the last to the first. chunks: how
+// many chunks of other segments this block has computed before; `iteration` counts on from there.
 template <class F> __device__ __forceinline__ void each_chunk(int tokens, int chunks, F f) {
   int iteration = chunks;
 #pragma unroll 1
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
 }
 
-// ---- a warpgroup that makes A and dv: a warp has 8 queries, then 16 columns of every 64 of V -----------------------
+// ---- a warpgroup that makes A and dv: a warp has 8 queries of A, and 16 of every 64 columns of dv ------------------
 
-// A; each warp makes as much of it as the others.
+// Computes A. Each warp multiplies its sub-chunk's queries and keys, and one block of queries and keys of different
+// sub-chunks: 16 by 8 for warps 0 and 2, 8 by 8 for the others.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
                                             int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool sixteen = warp % 2 == 0;
   const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
-  const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // operands in tf32 were cut off
+  const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // both tf32 operands are cut off
   const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
   float within[2], across[4], own = 0.f;
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
-      const float* shares = &s.own.of(in, other)[warp][0].x + 8 * t + g;  // those of each eighth lane are this token's
+      const float* shares = &s.own.of(in, other)[warp][0].x + 8 * t + g;  // every eighth number is of this token
       own += shares[0] + shares[32];
     }
     own = channel_sum(own);
   }
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
-  barrier_arrive(s.within);  // what lies where dk and dg will has been read
+  barrier_arrive(s.within);  // the queries within sub-chunks have been read: dk and dg may overwrite them
   multiply_across(across, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
   int at = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
@@ -107,7 +117,7 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   fence_async();
 }
 
-// 64 columns of dv, what keys have of C, under way.
+// Starts the state's term of 64 columns of dv: (L_j k_j) C. When it returns, the product still runs.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                              int panel) {
@@ -120,14 +130,14 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Sc
   wgmma_commit();
 }
 
-// With what queries have of do, in place of v. down: what C was not multiplied by.
+// Adds the scores' term, sum_i A_ij do_i, and stores dv over v. down: C was multiplied by 1 / down for the product.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
                                               int panel, float down, int offset) {
   u32 columns[SUBCHUNKS][4];
   Operand gradient;
   load_operand(gradient, in.do_[panel], offset);
-  each_pair([&](int n, int h) {  // as columns of A have queries
+  each_pair([&](int n, int h) {  // queries in the order of A's columns
     const float2 two = unpack<T>(pair_of(gradient, n, h));
     columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
   });
@@ -157,15 +167,15 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
   const auto by_chunk = [&](u32 iteration, int) {
-    forget(lane);  // addresses are cheaper made anew than held in registers
+    forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and C for dv, are in shared memory
     const bool by_token = goes_by_token<T>(s, iteration);
     if (by_token) barrier_arrive(s.within);
     else make_scores<ReadOrder>(s, in, float(args.scale), warp, lane);
     barrier_arrive(s.scores);
     if (!by_token) {
-      barrier_wait(s.scores, iteration & 1);  // A stands
+      barrier_wait(s.scores, iteration & 1);  // all of A is in shared memory
       const float down = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])).down : 1.f;
 #pragma unroll 1
       for (int panel = 0; panel < BV / 64; ++panel) {
@@ -179,18 +189,18 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
   each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { each_chunk(at.tokens, chunks, by_chunk); });
 }
 
-// ---- a warpgroup that makes dA and moves chunks: a warp has 8 queries, and one or two of the arrays -----------------
+// ---- a warpgroup that makes dA and copies chunks: a warp has 8 queries of dA, and one or two of the arrays ----------
 
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
-  // Known to be the same for all threads, unlike s.place.
+  // Computed again here: the compiler then knows that it is the same for all threads, unlike s.place.
   const int tokens = Schedule::in_turn ? 0 : segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
-  int lane = threadIdx.x & 31, count = 0;  // in turn: of the chunks that have been asked for
+  int lane = threadIdx.x & 31, count = 0;  // count: with InTurn, the chunks whose copies have been started
   const auto place_of = [&](int iteration) -> const WorkTile& {
     if constexpr (Schedule::in_turn) return s.places[warp].chunks[iteration % VALUE_STAGES];
     else return s.place;
@@ -217,8 +227,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   };
   const auto store = [&](int iteration, int token) {
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
-    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-    fence_async();  // here, where it costs nobody time, for all who wrote them
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, and inputs have been read
+    fence_async();  // orders the consumers' stores before this warp's copies; here, since this warp has time
     store_chunk(place_of(iteration), token, [&](auto f) {
       if (warp == 0) f(out.q, args.dk, args.dk_rows, K, 0, args.adds);
       if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V, 0, args.adds_dv);
@@ -228,19 +238,20 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const auto chunk_of = [&](int iteration) {
     return place_of(iteration).chunk + (Schedule::in_turn ? 0 : (tokens - 1) / CHUNK - iteration);
   };
-  const auto sum_of = [&](int iteration) {  // what the first pass leaves for a lane's channel
+  const auto sum_of = [&](int iteration) {  // the chunk's `sums` of this lane's channel
     const i64 chunk = chunk_of(iteration);
     return 32 * warp + lane < K ? args.sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
-  const auto growth_of = [&](int iteration) {  // likewise
+  const auto growth_of = [&](int iteration) {  // the chunk's flags
     const i64 chunk = chunk_of(iteration);
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
-  const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
+  const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // computes dA
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
     float d[CHUNK / 2];
-    barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // and dA has been read
+    // v and do are in shared memory; so the previous chunk in this stage has been stored, and its dA read.
+    barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     multiply_rows(d, in.do_, in.v);
     const float by = TF32_CORRECTION * scale;
     const int behind = i - 2 * (lane & 3), at = pair_index(i, 2 * (lane & 3));
@@ -255,7 +266,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
     if (TF32_READ<T, G, BK>) {
-      if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // C has read v of the chunk behind
+      if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // s.read of the previous iteration has been read
       put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     }
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
@@ -268,18 +279,18 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   __syncwarp();
   if (Schedule::in_turn ? count : tokens) gradients(0, sum_of(0), growth_of(0));
   const auto by_chunk = [&](int iteration, int token, bool goes_on) {
-    forget(lane);                                             // addresses are cheaper made anew than held in registers
-    const float sum = goes_on ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
+    forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
+    const float sum = goes_on ? sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
     const WarpFlags<BK> growth = goes_on ? growth_of(iteration + 1) : 0;
     if (!APART<BK>) {
-      barrier_wait(s.operands, iteration & 1);                       // the decayed queries and keys stand
-      if (goes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // nobody reads scores
+      barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys are in shared memory
+      if (goes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // no scores are needed
       else make_scores<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
       barrier_arrive(s.scores);
     }
     if (goes_on) gradients(iteration + 1, sum, growth);
     store(iteration, token);
-    fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
+    fetch(iteration + STAGES);  // each warp copies to the memory whose results it has just stored
     __syncwarp();
   };
   if constexpr (Schedule::in_turn) {
@@ -290,7 +301,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// A segment, behind so many chunks of others.
+// Computes a segment. chunks: how many chunks of other segments this block has computed before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
                                         int chunks) {
@@ -300,7 +311,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K;
-  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
   const auto known = [&](Lookup what) {
     return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : made_anew<ReadOrder, T, G, BK>(what);
@@ -314,25 +325,27 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   float& keep = s.keep[Schedule::in_turn ? warp : 0];
   if constexpr (Schedule::in_turn) {
-    __syncwarp();  // nobody reads that of the segment before
+    __syncwarp();  // all lanes have read `keep` of the previous segment
     if (lane == 0) keep = infinity();
   }
-  const bool joins = at.last != at.pair;    // then it ends where a state is kept
-  float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
+  const bool joins = at.last != at.pair;    // whether it has two segments: then a state is kept at its end
+  float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C after the chunk, of this lane's two channels
   load_state<BV>(C, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
     if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
     if (args.dht && inside[h] && !joins) end[h] = args.ends[at.pair * K + channel + 8 * h];
   }
 
-  const auto wait_for_values = [&](u32 iteration) {  // of the chunk behind: C for them has been read
+  const auto wait_for_values = [&](u32 iteration) {  // dv of the previous iteration is complete: s.C has been read
     if (APART<BK> && iteration) barrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
   };
-  const auto by_chunk = [&](u32 iteration, int token) {  // false: nothing but the waits at its start has been done
+  // Computes a chunk. Returns false, after the waits at its start only, if it must be computed token by token.
+  const auto by_chunk = [&](u32 iteration, int token) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
-    if (next % CHECKPOINT_EVERY == 0 && (next < at.tokens || joins)) {  // begin anew
+    // From a kept state S, sum_v S C is computed anew, so that its rounding errors do not add up.
+    if (next % CHECKPOINT_EVERY == 0 && (next < at.tokens || joins)) {
       const float4* from = kept_at<BK, BV>(args.kept, first_kept(args.shape, at) + next / CHECKPOINT_EVERY);
       end[0] = end[1] = 0.f;
 #pragma unroll
@@ -343,23 +356,24 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
     }
     if (NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(C);
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and weight are in shared memory
     Gates<G, true> gates;
     Operand q, k, keys;
     StateOperand<T> queries;
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    Chunk near_queries, near;
+    Chunk near_queries, near;  // decays of queries and of keys from their sub-chunk's middle
     const auto near_counts = counts();
     const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, near_counts, n); };
-    // Sub-chunks: as there are registers.
+    // Sub-chunks whose decays are computed before the barriers; limited by registers.
     constexpr int AHEAD = NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
 #pragma unroll
     for (int n = 0; n < AHEAD; ++n) decays_near(n);
-    if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all parts stand
-    else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read
-    barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // dA stands, and v for C
+    if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; s.largest is complete
+    else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read: put_within overwrites them
+    // dA, and v for its product with C, are in shared memory.
+    barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     if (goes_by_token<T>(s, iteration)) return false;
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     const bool scaled = NARROW<T> && range.up != 1.f;
@@ -367,12 +381,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
-    // Orders of which either is the faster one for some types.
+    // Whether products with dA come before the stores within a sub-chunk, and before C's product: what was measured to
+    // be faster.
     constexpr bool SUM_FIRST = NARROW<T> && !ReadOrder::reads_before_write;
     constexpr bool ACROSS_FIRST = false;
     Chunk dk, dg, far;
     SubChunkDecays decays;
-    Across read, met;
+    Across read, met;  // decayed queries; decayed keys
     const uint4 places = known(PLACES);
     const int queries_at = int(places.x), keys_at = int(places.y);
     const PairReader dA(values.dA, 0, int(places.z));
@@ -380,12 +395,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     for (int n = 0; n < SUBCHUNKS; ++n) {
       if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, C, s.read, n);
       else
-        read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // C for dv
+        read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // stores C for dv
           if (!APART<BK>) stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
         });
       if (n + AHEAD < SUBCHUNKS) decays_near(n + AHEAD);
       SubChunk within, keys_within, sum = {};
-      float present[4] = {}, scores[2] = {};  // of tokens with themselves
+      float present[4] = {}, scores[2] = {};  // RWKV-6: the terms of tokens with themselves
       const float2 own = ReadOrder::reads_before_write ? own_pair(values.dA, n) : float2{};
       const auto meet_itself = [&](int i, float query, float key) {
         if constexpr (ReadOrder::reads_before_write) {
@@ -413,7 +428,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       scale_state<BV>(C, range.down, range.down);
       for (float& x : from_state) x *= range.down;
     }
-    __syncwarp();  // else all is made at once: there are no registers for that
+    __syncwarp();  // keeps the compiler from computing all decays first, for which registers are too few
     Chunk start;
     decays_to_end(far, gates, counts());
     decays_from_start(start, gates, counts());
@@ -434,9 +449,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     });
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    barrier_arrive(s.operands);  // and v for C has been read
+    barrier_arrive(s.operands);  // decayed queries and keys, and C for dv, are stored; v for C has been read
 
-    Across over = {};  // sums of queries, for keys
+    Across over = {};  // sums over queries of other sub-chunks, for each key
     const auto sum_across = [&] {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
@@ -459,19 +474,19 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     constexpr int OWN = APART<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[OWN + !OWN];
     if (OWN) {
-      barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
-      fence_async();                               // here, where it costs less
+      barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C for dv and decayed keys of all warpgroups are in shared memory
+      fence_async();                               // orders these stores before wgmma; here, where it costs less
     }
 #pragma unroll
     for (int panel = 0; panel < OWN; ++panel) start_values(dv[panel], s, in, panel);
 
-    const auto add_across = [&] {  // to dk: what comes from other sub-chunks and the state
+    const auto add_across = [&] {  // adds to dk the terms of other sub-chunks' queries and of C
       each_pair([&](int n, int h) {
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
           const int i = 2 * h + p;
           const float x = from_state[4 * n + i];
-          float at_end = n == 3 ? x : decays.behind(n, h) * x;  // of its sub-chunk
+          float at_end = n == 3 ? x : decays.behind(n, h) * x;  // dk's terms without the decay to the sub-chunk's end
           if (n == 1) at_end += over.by16[1][i];
           if (n == 2) at_end += over.by8[1][i];
           if (n == 0) at_end += fmaf(decays.own[1][h], over.by16[0][i], over.by8[0][i]);
@@ -480,10 +495,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       });
     };
     float sums[2];
-    float before[2];  // of keys; then sum_v S C before the chunk, decayed
+    float before[2];  // sum_j k_j L_j C v_j; then D sum_v S C, S the state before the chunk
     const uint4 tokens = known(TOKENS);
-    // With a bonus the sums by products would stand behind the state's, and float16 has no registers for them. With 128
-    // channels there is time to add while they are under way.
+    // Sums by tensor cores would wait for C's products in RWKV-6, and need more registers than float16 leaves. With 128
+    // channels dk's terms are added while they run.
     constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
     if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false, false>(dg, before);
@@ -497,10 +512,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       end[h] = before[h] + sums[h];
     }
     add_query_share(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.z);
-    barrier_wait(s.within, iteration & 1);  // the queries within have been read
+    barrier_wait(s.within, iteration & 1);  // the queries within sub-chunks have been read: dk and dg overwrite them
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
-    if (OWN) barrier_wait(s.scores, iteration & 1);  // A stands
+    if (OWN) barrier_wait(s.scores, iteration & 1);  // A is in shared memory
 #pragma unroll
     for (int panel = 0; panel < OWN; ++panel) finish_values(dv[panel], s, values, panel, range.down, offset);
     wgmma_wait<0>();
@@ -513,17 +528,17 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_values(iteration);
     barrier_arrive(s.operands);
-    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) keep = ROUNDING;  // nobody reads it in this chunk
+    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) keep = ROUNDING;  // no thread reads it in this chunk
     const bool grew = reinterpret_cast<const bool*>(&s.growth[iteration & 1])[warp];
     grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
                                        in.weight, values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
-    barrier_wait(s.within, iteration & 1);  // as after any chunk
+    barrier_wait(s.within, iteration & 1);  // `within` and `scores` go through the same phases as for other chunks
     barrier_wait(s.scores, iteration & 1);
     barrier_arrive(s.done[iteration % STAGES]);
   };
   int iteration = chunks, token = (at.tokens - 1) / CHUNK * CHUNK;
 #pragma unroll 1
-  while (at.tokens && token >= 0) {  // what is rare is outside of the loop in which registers are scarce
+  while (at.tokens && token >= 0) {  // by_token is rare, and so outside of the loop in which registers are scarce
 #pragma unroll 1
     while (token >= 0 && by_chunk(iteration, token)) ++iteration, token -= CHUNK;
     if (token >= 0) by_token(iteration), ++iteration, token -= CHUNK;
@@ -535,6 +550,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   }
 }
 
+// ReadOrder: read_order.cuh; T: the type of q, k, v and do, float16 or bfloat16; G: the gates' type; Schedule:
+// states.cuh.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
@@ -550,18 +567,18 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     barrier_init(s.scores, 128);
   }
   for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS<BK>)
-    s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
+    s.A[i / CHUNK][i % CHUNK] = 0.f;  // scores of keys later than the query stay 0
   if constexpr (LOOKUPS<G, BK> > 0)
     if (threadIdx.x < CONSUMERS<BK>)
       for (int what = 0; what < LOOKUPS<G, BK>; ++what)
         s.lookups.at(what, threadIdx.x / 128, lane_offset()) = made_anew<ReadOrder, T, G, BK>(Lookup(what));
   bool grown = false;
   if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, THREADS<BK>>(args, threadIdx.x));
-  if (threadIdx.x == 0) s.keep[0] = grown ? ROUNDING : infinity();  // in turn each warp says so itself
+  if (threadIdx.x == 0) s.keep[0] = grown ? ROUNDING : infinity();  // with InTurn each warp sets its own
   fence_async();
-  __syncthreads();  // the barriers and zeros stand
+  __syncthreads();  // barriers are initialised; A's zeros, lookups and `keep` are in shared memory
   const int warpgroup = threadIdx.x / 128;
-  constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
+  constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise every warp has registers enough
   if (warpgroup < BK / 64) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 200>();
     each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });

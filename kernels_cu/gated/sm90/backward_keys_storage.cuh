@@ -1,40 +1,41 @@
-// what      What Hopper's second backward pass keeps in shared memory, and its arguments.
-// smem      ChannelStage: what a chunk's channels have, and results in place of it; ValueStage: likewise the columns of
-//           V; Shared: what meets in the chunk, A, and C for dv
-// barriers  full, arrived: a chunk's channels are there, and its columns; done: so are the results; pairs: dA stands,
-//           and v for C; operands: so do the decayed queries and keys and C for dv, and C has read v; within: these
-//           queries and keys have been read; scores: A stands
-// limits    as backward_keys.cu
+// what      The arguments and the shared memory of Hopper's second backward pass, backward_keys.cu. Its symbols: C, the
+//           gradient of the state; A, the scores of a chunk's queries and keys; dA, their gradient.
+// smem      ChannelStage: a chunk's arrays of K channels, which results overwrite; ValueStage: likewise its arrays of V
+//           columns; Shared: the decayed queries and keys of the chunk, A, and C as an operand for dv
+// barriers  full, arrived: the copies of a ChannelStage, a ValueStage have come; done: the chunk's results are stored;
+//           pairs: dA and, in float32, v are; operands: the decayed queries and keys and C for dv are, and the product
+//           of C and v has ended; within: the queries and keys within sub-chunks have been read; scores: A is stored
+// limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 #include "gated/sm90/growth.cuh"
 #include "gated/sm90/backward_lookups.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes: a chunk's tokens, 128 bytes each, swizzled
   Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows, weight_rows;
   Rows<T> dk_rows, dv_rows;
   Rows<G> dg_rows;
-  const float *u, *dht;  // null where there is none
+  const float *u, *dht;  // the bonus and the final state's gradient, or null
   const float *ends, *sums;
   float* kept;
   float* dh0;  // or null
   Shape shape;
   double scale;
   i64 P, joined;  // as backward_queries
-  i64 adds;       // whether dk and dg add to what they are for other columns
-  i64 adds_dv;    // whether dv adds to what it is for other channels
+  i64 adds;       // whether dk and dg are added to what they hold, of a launch for other columns of V
+  i64 adds_dv;    // whether dv is added to what it holds, of a launch for other channels of K
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
-  Tile<T, BK> q, k;       // q: half of the queries within, then dk; k: then what C has of them
-  Tile<G, BK> g, weight;  // g: then the other half of the queries within, then dg
+  Tile<T, BK> q, k;       // q: then half of the queries within sub-chunks, then dk; k: then keys decayed to the end
+  Tile<G, BK> g, weight;  // g: then the other half of the queries within sub-chunks, then dg
 };
 template <typename T, int BV> struct alignas(1024) ValueStage {
   Tile<T, BV> v, do_;  // v: then dv
-  Pairs dA;            // RWKV-6: that of a token with itself is its own_at
+  Pairs dA;            // RWKV-6: scale do_i . v_i of token i is at own_at(dA, i)
 };
 
-// A byte of every warp.
+// A byte of every consumer warp: whether the gates of the warp's channels have large growth.
 template <int BK> struct WarpFlagsOf {
   using Type = u64;
 };
@@ -43,8 +44,8 @@ template <> struct WarpFlagsOf<64> {
 };
 template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
 
-// RWKV-6: tokens' scores with themselves, of two tokens what each lane of a warp with channels has of them. Where gates
-// are float32, these lie where a warpgroup's second half of g was, which no queries take.
+// RWKV-6: the parts of q_i . u k_i over a lane's channels, of two tokens of each sub-chunk, for every consumer warp. If
+// gates are float32, they overwrite the second half of a warpgroup's g, which queries within sub-chunks do not need.
 using OwnShares = float2[SUBCHUNKS][32];
 template <typename G, int BK> struct OwnScores {
   OwnShares shares[BK / 16];
@@ -58,21 +59,21 @@ template <int BK> struct OwnScores<float, BK> {
 };
 
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
-  static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as there is room for
+  static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as fit
   ChannelStage<T, G, BK> channels[STAGES];
   ValueStage<T, BV> values[VALUE_STAGES];
   T C[BK / 64][BV][64];         // [column of V, channel], swizzled
   ReadTile<BV> read;            // v of the next chunk, for products with C in tf32
-  Tile<float, BK> keys_within;  // laid out by within_at, with channels 1 and 2 of four in each other's place
-  Tile<T, BK> by8, by16;        // Across: queries and keys have different sub-chunks
-  float A[CHUNK][CHUNK];        // [key, query], queries and keys by score_offset
+  Tile<float, BK> keys_within;  // at within_offset; of every four channels the middle two are swapped
+  Tile<T, BK> by8, by16;        // Across: queries in the rows of some sub-chunks, keys in those of the others
+  float A[CHUNK][CHUNK];        // [key, query], in the order of score_offset
   OwnScores<G, BK> own;
-  float largest[2][BK / 16];  // of C, every warp's share; chunks take turns
-  float sums[2][BK];          // of the chunk's queries, as the first pass leaves them; likewise
-  WarpFlags<BK> growth[2];    // whether gates of its channels grow; likewise
+  float largest[2][BK / 16];  // [iteration % 2]: the largest magnitude of each warp's part of C
+  float sums[2][BK];          // [iteration % 2]: the chunk's `sums` of backward_queries
+  WarpFlags<BK> growth[2];    // [iteration % 2]: the chunk's flags
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
-  float keep[Schedule::in_turn ? BK / 16 : 1];          // for `forgets`; in turn each warp's
-  WorkTile place;                                       // OneEach; here, since registers are scarce
-  ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // of each warp that moves chunks
+  float keep[Schedule::in_turn ? BK / 16 : 1];          // an argument of `forgets`; with InTurn, of each warp
+  WorkTile place;                                       // OneEach: the block's segment; registers are scarce
+  ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // InTurn: of each warp that copies chunks
   Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;
 };

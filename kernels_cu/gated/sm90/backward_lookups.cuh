@@ -1,15 +1,16 @@
-// what      What threads with channels know of their own places in a chunk, for the second pass of the Hopper backward
-//           of GLA and RWKV-6: looked up in shared memory.
+// what      A table in shared memory of offsets and masks that depend on the thread alone, for the consumer threads of
+//           the second pass of Hopper's backward of GLA and RWKV-6 (backward_keys.cu).
 #include "gated/sm90/backward_scores.cuh"
 
-// What a thread with channels would make anew in every chunk, 80 of 1,100 instructions, since to hold it takes
-// registers. The first ones of these are looked up: as many as there is room for; 64 channels gain nothing.
+// The entries. Registers are too scarce to hold them, and to compute them again takes 80 of 1,100 instructions a chunk.
+// LOOKUPS: how many entries, the first ones, are in the table: as many as fit. With 64 channels a table gains nothing.
 enum Lookup { PLACES, FROM_MIDDLE, TOKENS };
 template <typename G, int BK> constexpr int LOOKUPS = BK == 64 ? 0 : sizeof(G) == 2 ? 3 : 1;
 template <int COUNT, int BK> struct Lookups {
-  uint4 tables[COUNT - 1 + BK / 64][128];  // PLACES for each warpgroup, the others for both
+  uint4 tables[COUNT - 1 + BK / 64][128];  // PLACES of each warpgroup, the others of both
 
-  __device__ __forceinline__ uint4& at(int what, int warpgroup, int offset) {  // lane_offset, 16 bytes a thread
+  // offset: lane_offset(), which is a different multiple of 16 bytes for every thread of a warpgroup.
+  __device__ __forceinline__ uint4& at(int what, int warpgroup, int offset) {
     return *reinterpret_cast<uint4*>(at_offset(tables[what == PLACES ? warpgroup : what - 1 + BK / 64], offset));
   }
 };
@@ -17,14 +18,15 @@ template <int BK> struct Lookups<0, BK> {
   __device__ __forceinline__ uint4 at(int, int, int) { return {}; }
 };
 
-// PLACES: where queries and keys within go, and dA is; Counts::read. FROM_MIDDLE: Counts::read_from_middle and
-// written_to_middle. TOKENS: tokens_in_sum, identity_of_lane, Counts::written.
+// Computes an entry. PLACES: the offsets at which this thread stores queries and keys within sub-chunks (in bytes), its
+// index in dA, and Counts::read. FROM_MIDDLE: Counts::read_from_middle and written_to_middle. TOKENS: tokens_in_sum,
+// identity_of_lane and Counts::written.
 template <class ReadOrder, typename T, typename G, int BK> __device__ __forceinline__ uint4 made_anew(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
   const Counts<ReadOrder, G, true> counts;
   if (what == PLACES) {
     const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
-    const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // channels 1 and 2 of four change places
+    const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // swaps the middle two of four channels
     return {u32(queries_within<T, G, BK>(warp / 2) + within), u32(warp / 2 * CHUNK * 128 + (within ^ key_order)),
             u32(pair_index(2 * t, lane >> 2)), u32(counts.read)};
   }
@@ -35,10 +37,10 @@ template <class ReadOrder, typename T, typename G, int BK> __device__ __forceinl
   }
   u32 some[2];
   tokens_in_sum<false, false>(some);
-  return {some[0], some[1], identity_of_lane(), u32(counts.written)};  // two operands begin where a product takes them
+  return {some[0], some[1], identity_of_lane(), u32(counts.written)};  // in the registers that products take
 }
 
-// Counts, as they were looked up.
+// The functions of Counts (decays.cuh) that are needed here, from looked-up values.
 template <class ReadOrder, typename G> struct KnownCounts {
   using Order = ReadOrder;
   uint4 middle;

@@ -1,59 +1,60 @@
-// what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, carrying the state. Gives dq, du, and for
-//           the second pass what a chunk's queries have in dg.
-// math      per chunk of 32, with the decays of decays.cuh:  dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i);
-//           dq_i = sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i);
-//           S <- D S + sum_j L_j k_j v_j^T
-//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of
-//           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
+// what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, with the state S [K, V] in registers.
+//           Computes dq, du, and the query share `weight` of dg, the log gates' gradient, for the second pass.
+// math      per chunk of 32 tokens, S being the state before it. Decays [K]: D over the chunk, D_ij from key j to query
+//           i, E_i from the chunk's start to query i, L_j from key j to the chunk's end (decays.cuh).
+//           dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i)
+//           dq_i = sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i)
+//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j (RWKV-6: i > t) without the terms of pairs i = j and
+//           without the terms of dk_j that come from after the chunk
+//           du = sum_t q_t k_t scale do_t . v_t;  S <- D S + sum_j L_j k_j v_j^T
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32; weight: in g's bytes (query_share.cuh); sums [chunk, K + FLAGS] float32: the state's share
-//           over a whole chunk, with its unit, and a byte of every warp; ends: sum_v S_T dht; kept [B, H,
-//           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every multiple of CHECKPOINT_EVERY tokens of a
-//           sequence (kept_at)
-// grid      a block for every (sequence, head), sequence slowest, or for many (InTurn in states.cuh); a warpgroup for
-//           every 64 channels, then one of which three warps multiply tokens, and one moves chunks
-// smem      Stage: a chunk's tokens, and its results in place of them; InTurn: where the chunks on their way are
-// barriers  arrived: v and do are there; full: so are the channels' tokens; pairs: so are dA and do for the state;
-//           done: so are the results. Who waits for pairs waits for arrived too: they arrive who have waited for it
-// numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
-//           `weight`, of the same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The
-//           state: states.cuh
+//           float32. weight: stored as g's type (query_share.cuh). sums [chunk, K + FLAGS] float32: sum_i q_i scale
+//           E_i S do_i of each chunk, with its unit, and flags. ends: sum_v (final state) dht. kept [B, H,
+//           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every CHECKPOINT_EVERY-th token of a sequence
+// grid      a block for every (sequence, head), sequence slowest, or for several of them (InTurn in states.cuh). A
+//           warpgroup for every 64 channels (consumers), then one of which three warps make dA and one copies chunks
+// smem      Stage: a chunk's inputs, which results overwrite; InTurn: the places of the chunks that are being copied
+// barriers  arrived: v and do have been copied; full: q, k and g have; pairs: dA and do in float32 are stored; done:
+//           the chunk's results are. The warps that arrive at pairs have waited for arrived, so others need not
+// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. `weight` sums products of
+//           the same rounded numbers for queries and keys, so that terms of pairs with both tokens after t cancel but
+//           for float32's rounding. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, dq, weight;  // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, do_, g, dq, weight;  // boxes: a chunk's tokens, 128 bytes each, swizzled
   Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows;
   Rows<T> dq_rows;
   Rows<G> weight_rows;
-  const float *u, *initial, *dht;  // null where there is none
+  const float *u, *initial, *dht;  // or null
   float *ends, *sums, *du, *kept;
   Shape shape;
   double scale;
-  i64 P;       // segments a sequence
-  i64 joined;  // whether all but the first are one here, and in the second pass all but the last
-  i64 adds;    // whether dq adds to what it is for other columns
+  i64 P;       // segments of a sequence
+  i64 joined;  // P = 3: whether one block computes all but the first segment (second pass: all but the last)
+  i64 adds;    // whether dq is added to what it holds, of a launch for other columns of V
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
   Tile<T, BK> q, k;  // q: then dq
   Tile<G, BK> g;     // then weight
   Tile<T, BV> v, do_;
-  ReadTile<BV> read;  // do for products with the state
-  Pairs dA;           // RWKV-6: that of a token with itself is its own_at
+  ReadTile<BV> read;  // do in float32, for products with the state
+  Pairs dA;           // RWKV-6: scale do_i . v_i of token i is at own_at(dA, i)
 };
 
 constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
   ChunkPlaces<Schedule, false, STAGES + 1> places;
-  WorkTile place;  // of a block that has one segment
+  WorkTile place;  // OneEach: the block's segment
   Barrier arrived[STAGES], full[STAGES], pairs[STAGES], done[STAGES];
 };
 
-// ---- a warp that moves chunks --------------------------------------------------------------------------------------
+// ---- a warp that copies chunks -------------------------------------------------------------------------------------
 
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Ar
       f(out.g, args.weight, args.weight_rows, K);
     });
   };
-  const auto fetch_values = [&](int next, const WorkTile& at, int token) {  // first, since dA is waited for
+  const auto fetch_values = [&](int next, const WorkTile& at, int token) {  // copied first, since dA needs them
     Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
     fetch_chunk(s.arrived[next % STAGES], at, token, [&](auto f) {
       f(stage.do_, args.do_, args.do_rows, V);
@@ -82,11 +83,11 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Ar
     });
   };
   const auto wait = [&](int iteration) {
-    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-    fence_async();                                                     // here, since consumers have less time
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // results are stored, inputs have been read
+    fence_async();  // orders consumers' stores before this warp's copies; here, since consumers have less time
   };
   if constexpr (Schedule::in_turn) {
-    int count = 0;  // of the chunks that have been asked for
+    int count = 0;  // of the chunks whose copies have been started
     s.places.begin(args.shape);
 #pragma unroll 1
     for (int iteration = -STAGES; iteration < count; ++iteration) {
@@ -102,9 +103,9 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Ar
   } else {
     const WorkTile own = segment_of<false>(args.shape, args.P, args.joined);
     const WorkTile& at = ReadOrder::reads_before_write ? s.place : own;
-    const int tokens = own.tokens;  // known to be the same for all lanes, unlike s.place
+    const int tokens = own.tokens;  // the compiler knows that it is the same for all lanes, unlike s.place
     if constexpr (ReadOrder::reads_before_write) {
-      // RWKV-6 lacks registers: what this warp needs of them costs those with channels some, too.
+      // RWKV-6 lacks registers: those that this warp's code uses cost the consumers some, too.
       if ((threadIdx.x & 31) == 0) s.place = segment_of<false>(args.shape, args.P, args.joined);
       __syncwarp();
     }
@@ -121,17 +122,19 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Ar
   }
 }
 
-// ---- three warps that multiply tokens -------------------------------------------------------------------------------
+// ---- three warps that make dA ---------------------------------------------------------------------------------------
 
-// Of so many tokens, behind as many chunks.
+// Makes dA and the float32 copy of do for the chunks of a segment of `tokens` tokens. chunks: how many chunks of other
+// segments this block has computed before; block: the warp's number, 0 to 2, which selects its queries and keys.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks, float scale,
                                                 int block, int lane) {
 #pragma unroll 1
   for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration) {
-    forget(lane);  // addresses are cheaper made anew than held in registers
+    forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
+    // v and do are in shared memory; so this stage's previous chunk has been stored, and its dA read.
+    barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);
     float d[2][4];
     pair_products(d, in.do_, in.v, block, lane);
     const float by = TF32_CORRECTION * scale;
@@ -157,18 +160,18 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk. For RWKV-6 q dq
-// and k dk, the latter in `writing`: a query and the key before it count for the same token.
+// A lane's results of a chunk: dq, and weight: each token's q dq - k dk. In RWKV-6 `weight` has q dq and `writing` has
+// k dk, since dg_t counts queries from t + 1 on and keys from t on.
 struct Gradients {
   Chunk dq, weight, writing;
 };
 
-// A chunk's tokens: a warp's channels of them.
+// A lane's inputs of a chunk.
 template <typename T, typename G> struct TokenOperands {
   Gates<G> gates;
   Operand queries, keys;
 
-  // NEAR: gates for what meets in a sub-chunk alone.
+  // NEAR: gates count as LEAST at least, for decays within sub-chunks only.
   template <bool NEAR>
   __device__ __forceinline__ void load(G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64], int at) {
     gates.template load<NEAR>(g, at);
@@ -176,19 +179,22 @@ template <typename T, typename G> struct TokenOperands {
     load_operand(keys, k, at);
   }
 };
-// Whether there are registers for them until their last use; and whether they are loaded when the chunk before ends.
+// HELD: registers hold these inputs until their last use, otherwise they are loaded twice. EARLY: they are loaded at
+// the end of the previous chunk's iteration.
 template <typename G, int BV> constexpr bool HELD = sizeof(G) == 2 && BV == 64;
 template <class ReadOrder, typename G, int BV>
 constexpr bool EARLY = HELD<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
+// Sets d to the terms of pairs within sub-chunks, and adds to du. pairs: dA's memory.
 template <bool NEAR, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T, G>& tokens,
                                             const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
                                             const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
+    // near, near_keys: decays of queries, keys; over_keys: sums over keys, for queries; over_queries: the reverse.
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
-    float present[4] = {};  // of tokens with themselves
+    float present[4] = {};  // RWKV-6: dq's terms of tokens with themselves
     const float2 own = ReadOrder::reads_before_write ? own_pair(pairs, n) : float2{};
     const auto meet_itself = [&](int i, float q, float k) {
       if (!ReadOrder::reads_before_write) return;
@@ -209,17 +215,18 @@ __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T,
           ReadOrder::reads_before_write ? queries[i] * over_keys[i] : fmaf(queries[i], over_keys[i], -writing);
     }
   }
-  __syncwarp();  // else all is made at once: there are no registers for that
+  __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few
 }
 
-// from_state: S do. Calls write(what the state has of the keys) when that and its decays stand.
+// Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; at: lane_offset(). Sets `growth`,
+// whether the chunk must go token by token, and `decays`; then calls write(keys decayed to the chunk's end).
 template <bool HELD, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                             SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                             T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
                                             float scale, bool& growth, int at, F write) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
-  Across read, met, over = {};
+  Across read, met, over = {};  // decayed queries; decayed keys; sums over keys, for queries
   StateOperand<T> written;
   Chunk far;
   if (!HELD) tokens.gates.load(g, at);
@@ -259,7 +266,7 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
       const float x = from_state[4 * n + i];
-      float at_start = by * x;  // of its sub-chunk
+      float at_start = by * x;  // dq's terms without the decay from the sub-chunk's start
       if (n % 2) at_start += over.by8[n / 2][i];
       if (n == 2) at_start += over.by16[0][i];
       if (n == 3) at_start += decays.own[2][h] * over.by16[1][i];
@@ -285,10 +292,10 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
   __syncwarp();
 }
 
-// read_t <- sum_{i>t} read_i - sum_{j>=t} written_j over tokens of the chunk. all: over all of them.
+// read_t <- sum_{i>t} read_i - sum_{j>=t} written_j over tokens of the chunk. all: the sum over all tokens.
 __device__ __forceinline__ void sum_behind(Chunk& read, const Chunk& written, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
-  const bool next_counts = t % 2 == 0, far_counts = t / 2 == 0;  // the other lane of two; the other two
+  const bool next_counts = t % 2 == 0, far_counts = t / 2 == 0;  // of the other lane of a pair; of the other pair
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     all[h] = 0.f;
@@ -307,17 +314,17 @@ __device__ __forceinline__ void sum_behind(Chunk& read, const Chunk& written, fl
   }
 }
 
-// A segment, behind so many chunks of others.
+// Computes a segment. chunks: how many chunks of other segments this block has computed before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
                                         int chunks) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int kept = first_kept(args.shape, at);
-  // All in float16 with 128 columns has no registers for a lane's places.
+  // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets.
   const auto place = [](int x) { return NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : held(x); };
   const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = place(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
-  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
   const int pair_row = place(pair_index(lane >> 2, 2 * t)), pair_column = place(pair_index(2 * t, lane >> 2));
@@ -330,17 +337,18 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   Values from_state;
   TokenOperands<T, G> operands;
-  const auto begin = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
+  // Starts S do of a chunk, and loads its inputs if EARLY. After the last chunk the results are not used.
+  const auto begin = [&](int iteration) {
     if ((iteration - chunks) * CHUNK < tokens)
-      barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and do are there
+      barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and `read` are stored
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
     if ((iteration - chunks) * CHUNK < tokens)
-      barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // channels, too
+      barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k and g are in shared memory
     if (EARLY<ReadOrder, G, BV>)
       operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };
-  if (!Schedule::in_turn || tokens) begin(chunks);  // else another segment's tokens may be coming
+  if (!Schedule::in_turn || tokens) begin(chunks);  // else another segment's chunk may be copied to this stage just now
 #pragma unroll 1
   for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
@@ -351,11 +359,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA, pair_row, pair_column);
     if (!EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
-    wgmma_wait<0>();  // for from_state, under way since the chunk before
+    wgmma_wait<0>();  // for from_state, which `begin` started
     wgmma_keep(from_state);
     meet_within<!HELD<G, BV>, ReadOrder>(found, operands, counts, dA, in.dA, u, du);
-    const auto write = [&](StateOperand<T>& keys) {  // amid the chunk, so that nobody waits for the product at its end
-      if (growth) {                                  // what has been computed, and will be, may be anything
+    const auto write = [&](StateOperand<T>& keys) {  // in the middle of the chunk, so that its product is hidden
+      if (growth) {                                  // all else of this chunk may be infinite or NaN, and is not used
         grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
         each_pair([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.own[n][h] = 1.f; });
       }
@@ -385,7 +393,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    // The next chunk may be another segment's, whose tokens are just coming.
+    // After the last chunk `begin` takes the same stage again: the next one may be another segment's, still copied.
     begin(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
@@ -402,7 +410,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   wgmma_wait<0>();
   wgmma_keep(from_state);
   float end[2] = {};
-  const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else the second pass is not cut here
+  const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else no segment of the second pass ends here
   if (ends)
     each_of_state<BV, true>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,
                             [&](float& x, float& y, const float* from) {
@@ -433,8 +441,8 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
       barrier_init(s.done[stage], CONSUMERS);
     }
   fence_async();
-  __syncthreads();                               // the barriers stand
-  constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
+  __syncthreads();                               // barriers are initialised
+  constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise every warp has registers enough
   if (threadIdx.x < CONSUMERS) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 216 : 232>();
     each_segment<Schedule, false>(args,

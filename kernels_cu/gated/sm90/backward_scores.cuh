@@ -1,30 +1,31 @@
-// what      Scores of a chunk's queries and keys, and of do and v, for the second pass of the Hopper backward of GLA
-//           and RWKV-6: where they lie, and products that make them.
+// what      Products for scores of a chunk of 32 tokens: A, of decayed queries and keys, and dA, of do and v; and the
+//           layouts of their operands. For the second pass of Hopper's backward of GLA and RWKV-6 (backward_keys.cu)
 #include "half_products.cuh"
 #include "gated/sm90/states.cuh"
 
-// Where channel c of token `row` is in a panel of 32 channels, in bytes. Eight tokens of 4 channels, and 8 channels of
-// every second token, lie in different banks.
+// The byte offset of channel c of token `row` in a panel of 32 float32 channels. Eight tokens of 4 channels, and 8
+// channels of every second token, are in different banks.
 __device__ __forceinline__ int within_offset(int row, int c) {
   return row * 128 + (c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 16 + c % 4 * 4;
 }
-// Where in the second pass's stage of channels the panel with a warpgroup's 32 first or last channels of the queries
-// within is: nobody reads q and g of its 64 any more.
+// The byte offset in ChannelStage of panel `panel`, 32 channels, of the queries within sub-chunks. They overwrite q and
+// g, which have been read: a warpgroup's first 32 channels its panel of q, the other 32 its part of g.
 template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
   return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
 }
 
-// Where A has a lane's first pair of a block of scores, queries and keys multiples of 8, in bytes: query g, key 2t. Key
-// 2t + 1 is 16 XOR that and a row on; 8 queries on are 32 XOR that. A product in tf32 takes the operand that has 2t at
-// depth t of a sub-chunk, and 2t + 1 at t + 4; so have queries their columns.
+// The byte offset in A [key, query] of a lane's first score in a block of 8 queries and 8 keys: of query g and key 2t,
+// with g = lane / 4, t = lane % 4. queries, keys: the block's first ones. Key 2t + 1 is at offset XOR 16, a row later;
+// 8 queries later is offset XOR 32. Of a sub-chunk's queries, 2t is in column t and 2t + 1 in t + 4, as tf32 products
+// take them.
 __device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
   return swizzled_offset(keys + 2 * (lane & 3), queries / 4 + (lane >> 2 & 1)) + (lane >> 3) * 4;
 }
 
 __device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
 
-// D[query, key] = a b^T for a warp's 8 queries: of the 16 rows that a warp has of a product, 8 begin 512 bytes before
-// the next warp's and are nobody's.
+// d[query, key] = a b^T for a warp's 8 queries and all keys. A warp has 16 rows of the product. The stride of 512 bytes
+// between blocks of 8 rows makes the first 8 the warp's queries; the other 8 rows are not used.
 template <typename T, int PANELS>
 __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
                                               T (&b)[PANELS][CHUNK][64]) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
   wgmma_keep(d);
 }
 
-// D[query, key] of 16 queries from row `queries` on (or 8, twice) and 8 keys from row `keys` on of a tile.
+// d[query, key] of 16 queries from row `queries` on (or 8, twice, if not `sixteen`) and 8 keys from row `keys` on of x.
 template <typename T, int PANELS>
 __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries, bool sixteen,
                                                 int keys, int lane) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
   const int key = swizzled_offset(keys + (lane & 7), lane >> 3);
   const int query = swizzled_offset(queries + (lane & (sixteen ? 15 : 7)), lane >> 4);
 #pragma unroll
-  for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels
+  for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels a step
     const int flip = c % 2 * 64;
     u32 a[4], b[4];
     ldmatrix_x4(b, at_offset(x[c / 2], key ^ flip));
@@ -63,14 +64,14 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
   for (int i = 0; i < 4; ++i) d[i] += other[i];
 }
 
-// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle. A lane's 4 channels are depths t and
-// t + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
-// other halves nobody needs; keys have them in the order in which these do.
+// d[query, key] for the 8 queries and keys of a warp's sub-chunk, decayed from its middle. A lane loads 4 channels at
+// once, as depths t and t + 4 of two products. Queries: rows g of the first one (a[0], a[2]) are channels 0 and 2, rows
+// g + 8 of the second one channels 1 and 3; other rows are not used. keys_within swaps channels 1 and 2 to fit.
 template <int BK, typename T, typename G, class Stage>
 __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& keys_within, Stage& in, int warp,
                                                 int lane) {
   const int offset = within_offset(8 * warp + (lane >> 2), 4 * (lane & 3));
-  float sums[2][2][4] = {};  // since products of one sum wait for each other
+  float sums[2][2][4] = {};  // four sums, since products of one sum wait for each other
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
     const int at = offset ^ c % 2 * 64;
@@ -85,8 +86,8 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
   for (int i = 0; i < 2; ++i) d[i] = (sums[0][0][i] + sums[1][0][i]) + (sums[0][1][2 + i] + sums[1][1][2 + i]);
 }
 
-// A warp's 16 channels of what meets in sub-chunk n; `at`: where in `place` this lane's first value of sub-chunk 0 is,
-// in bytes. Its others are an XOR away, and the next token a row further.
+// Stores x, a warp's 16 channels of the queries or keys of sub-chunk n. at: the byte offset in `place` of this lane's
+// first value of sub-chunk 0. Its other channel is an XOR away; the next token is an XOR and a row away.
 template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int at, int n) {
   const auto put = [&](int flip, float value) {
     *reinterpret_cast<float*>(at_offset(place, (at ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
@@ -94,7 +95,8 @@ template <class Where> __device__ __forceinline__ void put_within(Where& place, 
   put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
 }
 
-// Queries and keys that meet across sub-chunks, each where it has rows.
+// Stores the operands of scores across sub-chunks. In each tile some sub-chunks have queries and the others keys: each
+// is stored in the rows of its own sub-chunk.
 template <typename T>
 __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
                                            int at) {
@@ -111,10 +113,10 @@ __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK]
   store_operand(by16, x, at);
 }
 
-// C for dv, transposed and rounded to T.
+// Stores C as an operand of dv: transposed, and rounded to T.
 template <typename T, int BV>
 __device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&C)[BV / 2], int warpgroup, int at) {
-  at = opaque(warpgroup * int(sizeof *to) + at);  // else it is made anew for each part
+  at = opaque(warpgroup * int(sizeof *to) + at);  // `opaque`: computed only once
 #pragma unroll
   for (int part = 0; part < BV / 16; ++part) {
     u32 columns[4];

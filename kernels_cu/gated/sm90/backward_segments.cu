@@ -1,33 +1,35 @@
-// what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: what each leaves behind in the state
-//           after it, and in the gradient of the state before it.
-// math      per chunk of 32, with the decays of decays.cuh, from the last one back: S += sum_j D L_j k_j v_j^T, and D,
-//           the decay so far, times the chunk's, until D is next to nothing; backwards from the first one on: C +=
-//           scale sum_i D E_i q_i do_i^T. Where gates grow the other way, as the passes: S <- D S + sum_j L_j k_j v_j^T
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C,
-//           that a segment starts from: of a sequence's P segments the first in either direction from the given one [N
-//           / P, H, K, V], the second from what that leaves, and the others from what the one before leaves by itself:
-//           scan_both_ways.cu joins them. Nobody needs what the last leaves
-// grid      a block for every (direction, segment, head, BK channels), directions slowest; a warpgroup for every 64
-//           channels, a warp that moves chunks
-// smem      Stage: a chunk's tokens
-// barriers  full: the tokens are there; WALK: consumers have read those of the chunk before, and vote whether they want
-//           others; voted: the result is there
-// numerics  as the two passes; but what has decayed to e^-48 before it reaches the segment's end counts as nothing
+// what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: computes, for each segment, its final
+//           state S and, in the other direction, the gradient C of the state before it; and the segment's decay.
+// math      per chunk of 32 tokens, with decays [K]: D from the chunk to the segment's border (its end for S, its start
+//           for C), L_j from key j to the chunk's end, E_i from the chunk's start to query i (decays.cuh).
+//           S, from the last chunk to the first: S += sum_j D L_j k_j v_j^T, D <- D times the chunk's decay, until D
+//           is almost 0. C, from the first chunk to the last: C += scale sum_i D E_i q_i do_i^T, D likewise.
+//           If gates are too far above 0: towards the border, S <- (the chunk's decay) S + sum_j L_j k_j v_j^T
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] float32: the S and, second, the C with which
+//           each of the N segments starts; decays [2, N, H, K]. `first` and `last` are meant in the direction of S or
+//           C. A sequence's first of P segments starts with initial or dht [N / P, H, K, V], and its result is the
+//           second's start. Other segments start from zero: scan_both_ways.cu joins their results
+// grid      a block for every (direction, segment, head, BK channels), directions slowest. A warpgroup for every 64
+//           channels (consumers) and one warp that copies chunks
+// smem      Stage: a chunk's inputs
+// barriers  full: a chunk's inputs have been copied; WALK: consumers have read the previous chunk, and vote whether
+//           they need another one; voted: the vote's result is stored
+// numerics  S and C in float32; tokens whose decay to the border is below e^-48 are left out
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    as the two passes
+// limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g;  // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, do_, g;  // boxes: a chunk's tokens, 128 bytes each, swizzled
   Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows;
-  const float *initial, *dht;  // null where there is none
+  const float *initial, *dht;  // or null
   float *states, *decays;
   Shape shape;
   double scale;
-  i64 P;      // segments a sequence
-  i64 first;  // direction: 1 where the states are known
-  i64 ends;   // whether nobody needs what segments between a sequence's first and last leave
+  i64 P;      // segments of a sequence
+  i64 first;  // 1 if the states are known, so that only the direction of C is computed; else 0
+  i64 ends;   // whether only a sequence's first segment in each direction is computed
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -40,7 +42,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   static constexpr int STAGES = sizeof(G) == 2 ? 4 : 3;
   Stage<T, G, BK, BV> stages[STAGES];
   Barrier full[STAGES];
-  Barrier voted[STAGES];  // consumers have read what came before, and `wanted` says whether any wants more
+  Barrier voted[STAGES];  // consumers have read the chunks before the vote, and `wanted` has its result
   u32 wanted[STAGES];
 };
 
@@ -49,8 +51,9 @@ template <int BK> __device__ __forceinline__ u32 tiles_of(const Shape& shape) { 
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
 
-// Consumers and the warp that moves chunks go over a segment together, as far as a consumer wants. `started` and
-// `votes`: how many chunks came in the walk before, whose stages this one goes on with, and how many votes were cast.
+// A walk over a segment's chunks, of the consumers and the copying warp together, until no consumer needs another
+// chunk. A segment takes one walk, or two. started, votes: of the first walk, the chunks that were copied and the votes
+// that were cast; the second one continues with the next stages and phases.
 template <typename T, typename G, int BK, int BV> struct Walk {
   static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   Shared<T, G, BK, BV>& s;
@@ -58,7 +61,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
 
   __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& at)
       : s(s), chunks((at.tokens + CHUNK - 1) / CHUNK), started(0), votes(0) {}
-  // The walk after this one, of which the first `taken` chunks were wanted, and the vote on it.
+  // The second walk, after a first one that used `taken` chunks, and the vote for a second one.
   __device__ __forceinline__ Walk again(int taken) const {
     Walk next = *this;
     next.started = coming(taken), next.votes = taken + 1;
@@ -66,30 +69,31 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   }
   __device__ __forceinline__ int stage(int n) const { return (started + n) % STAGES; }
   __device__ __forceinline__ void wait(int n) const {
-    barrier_wait(s.full[stage(n)], (started + n) / STAGES & 1);  // the n-th chunk is there
+    barrier_wait(s.full[stage(n)], (started + n) / STAGES & 1);  // the n-th chunk has been copied
   }
-  // The n-th vote, by consumers: whether any of them wants more. They have read the chunks before the n-th.
+  // The n-th vote, for all consumers, when they have read the chunks before the n-th: whether any of them needs more.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
     const int slot = (votes + n) % STAGES;
-    fence_async();  // the next copies to their stages come after these reads
+    fence_async();  // orders these reads before the next copies to the same stages
     const bool any = barrier_any(WALK, CONSUMERS<BK>, wanted);
     if (threadIdx.x == 0) s.wanted[slot] = any;
     barrier_arrive(s.voted[slot]);
     return any;
   }
-  // What it was, for the warp that moves chunks.
+  // The result of the n-th vote, for the copying warp.
   __device__ __forceinline__ bool result(int n) const {
     const int slot = (votes + n) % STAGES;
     barrier_wait(s.voted[slot], (votes + n) / STAGES & 1);
     return s.wanted[slot];
   }
-  // Whether a chunk follows the n-th where somebody wants it.
+  // Whether the walk goes on after the n-th chunk: a consumer needs another one, and the segment has it.
   __device__ __forceinline__ bool goes_on(int n, bool wanted) const { return wanted && n + 1 < chunks; }
-  // How many come where the first `taken` were wanted.
+  // How many chunks are copied if consumers use the first `taken`: the copying warp is STAGES - 2 ahead.
   __device__ __forceinline__ int coming(int taken) const { return min(chunks, taken + STAGES - 2); }
 };
 
-// The warp that moves chunks, of the channels from `first` on; how many were wanted.
+// The copying warp. first: the block's first channel; from_last: from the segment's last chunk to its first. Returns
+// how many chunks were used.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const WorkTile& at,
                                     int first, bool backwards, bool from_last) {
@@ -115,23 +119,24 @@ __device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T
   return n + 1;
 }
 
-// ---- from the border on: S += (what is left of x at the border)^T y ------------------------------------------------
+// ---- first walk, from the border: S += (x decayed to the border)^T y -----------------------------------------------
 
-constexpr float LOST = 1.4251641e-21f;  // e^-48, of which float32 adds nothing to a state of like size
-constexpr float MOST = 0x1p60f;         // how much may grow on its way
+constexpr float LOST = 1.4251641e-21f;  // e^-48: a state times it vanishes when it is added to one of similar size
+constexpr float MOST = 0x1p60f;         // the largest D that products take
 
-// Of two channels: the decay between a chunk and the border, over `down`, and S is over it, too: a NARROW type has
-// nothing that small.
+// D, the decay between a chunk and the border, of this lane's two channels: decay times down. S is stored divided by
+// `down`, too, a power of 2 for each channel, since a NARROW type has no numbers as small as D.
 struct Passed {
   float decay[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 
   __device__ __forceinline__ float all(int h) const { return decay[h] * down[h]; }
 };
 
-// Has what a chunk's first token is decayed by be near to 1. far: decays from the start of a sub-chunk, or to its end.
+// Changes `down`, and S with it, so that the decay of the chunk's tokens nearest to the border is near 1. FIRST_DECAYS:
+// the first token is decayed by its own gate, too. far: decays from the start of a sub-chunk, or to its end.
 template <bool FIRST_DECAYS, int BV>
 __device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, const Chunk& far) {
-  constexpr int LEAST_EXPONENT = -72;  // of `down`: about LOST
+  constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is about LOST
   float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -149,9 +154,9 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, co
   for (int h = 0; h < 2; ++h) passed.decay[h] *= up[h], passed.down[h] *= down[h];
 }
 
-// The segment's S from nothing, of as many chunks as some channel remembers. `decays`: over all of them, 0 where others
-// were left out. grown: whether gates were met that products cannot follow: then S is nothing to go by. How many were
-// wanted.
+// Computes S from zero, from the border on until every channel has forgotten the rest; BACKWARDS: C, likewise. decays:
+// over the segment, 0 if chunks were left out. grown: whether gates are too far above 0 for these products: then S is
+// not valid. Returns how many chunks were used.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& grown,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
@@ -174,7 +179,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     load_operand(loaded, in.x[warpgroup], offset);
     if (BACKWARDS) decays_from_start(far, gates, counts);
     else decays_to_end(far, gates, counts);
-    wgmma_wait<0>();  // the products of the chunk before, under way beside what comes before this line
+    wgmma_wait<0>();  // the previous chunk's products, which ran beside the lines above
     wgmma_keep(S);
     if (NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, passed, far);
     each_pair([&](int n, int h) {
@@ -198,11 +203,12 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= passed.down[i >> 1 & 1];
   for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : passed.all(h);
-  for (int late = n; late < walk.coming(n); ++late) walk.wait(late);  // nothing is under way any more
+  for (int late = n; late < walk.coming(n); ++late) walk.wait(late);  // no copies are under way any more
   return n;
 }
 
-// The same from the given state on, which it puts where the segment starts from.
+// If this is a sequence's first segment: adds the decayed given state to S, and stores the given state as the one with
+// which the segment starts.
 template <int BK, int BV, class Args>
 __device__ __forceinline__ void add_start(float (&S)[BV / 2], const float (&decays)[2], const Args& args,
                                           const WorkTile& at, bool backwards, int channel) {
@@ -219,8 +225,9 @@ __device__ __forceinline__ void add_start(float (&S)[BV / 2], const float (&deca
   });
 }
 
-// ---- to the border: S <- D S + x^T y, whatever grows ---------------------------------------------------------------
+// ---- second walk, to the border: S <- D S + x^T y, for gates of any size -------------------------------------------
 
+// S: the state with which the segment starts, then the result. all: is multiplied by the segment's decay.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)[2], const Walk<T, G, BK, BV>& walk,
                                                 const Args<T, G>& args) {
@@ -251,7 +258,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
       decays_to_end(far, gates, counts);
       decay_keys<false, T>(nowhere, x, far, decays, put);
     }
-    if (growth) {  // what has been computed may be anything, and nothing is left to do
+    if (growth) {  // token by token; x may hold infinities, and is replaced by zeros
       if (BACKWARDS)
         grow_backwards<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), own_channel(), [](int) {});
       else grow_forwards<T, G, BV>(S, in.x, in.g, in.y, own_channel());
@@ -278,7 +285,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   bool grown = false;
   const Walk walk(s, at);
   const int taken = sum_from_border<ReadOrder, BACKWARDS>(S, decays, grown, walk, args, channel);
-  if (walk.vote(taken, grown)) {  // all know it, and have read what has come
+  if (walk.vote(taken, grown)) {  // all consumers agree, and have read the chunks that were copied
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;
@@ -304,9 +311,9 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
     for (int stage = 0; stage < s.STAGES; ++stage)
       barrier_init(s.full[stage], 32), barrier_init(s.voted[stage], CONSUMERS<BK>);
   fence_async();
-  __syncthreads();  // the barriers stand, and tensor copies see them
+  __syncthreads();  // barriers are initialised, also for tensor copies
   const u32 tiles = tiles_of<BK>(args.shape), block = blockIdx.x / tiles, half = gridDim.x / tiles / 2;
-  const int first = blockIdx.x % tiles * BK;  // channel
+  const int first = blockIdx.x % tiles * BK;  // the block's first channel
   const bool backwards = block >= half;
   const WorkTile at = work_tile(args.shape, block - backwards * half);
   if (backwards < args.first || is_last(at, args.P, backwards)) return;

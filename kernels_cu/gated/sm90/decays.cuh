@@ -1,17 +1,17 @@
-// what      Queries and keys of a chunk times their decays, for the Hopper backward of GLA and RWKV-6.
-// math      g the gates, in sub-chunks of 8 tokens. The decay between query i and key j < i is a factor of the query
-//           times a factor of the key, in one of three ways:
+// what      Hopper's backward of GLA and RWKV-6: decays of a chunk's queries and keys, products with pairs of tokens.
+// math      g are log gates; a chunk of 32 tokens has four sub-chunks of 8. The decay between query i and key j < i is
+//           a factor of the query times a factor of the key, in one of three ways:
 //           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: within gate 4, half of it before m):
 //                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g)
-//           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g behind j to the end
+//           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g after j to the end
 //                                 of its sub-chunk): queries of sub-chunk 1 with keys of 0, and 3 with 2 (`by8`);
 //                                 queries of 2 and 3 with keys of 0 and 1 (`by16`: times the decay of the sub-chunk
 //                                 between them, if there is one)
 //           across chunks         the same from the chunk's start, and to the chunk's end
 //           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
 // numerics  Exponents across sub-chunks are sums of the gates between two tokens and never differences of sums, so that
-//           a gate of -inf leaves nothing of what lies before it. In a sub-chunk a gate below LEAST counts as LEAST, so
-//           that e^-16 (1e-7) of a token is left within its own sub-chunk. GLA's middle is within gate 4, so that 3.5
+//           a gate of -inf makes the decay exactly 0. In a sub-chunk a gate below LEAST counts as LEAST, so that e^-16
+//           (1e-7) of a token is left within its own sub-chunk. GLA's middle is within gate 4, so that 3.5
 //           gates, e^56 at most, are inverted; float32 ends at e^88. In RWKV-6 three gates are inverted, and four for
 //           the first query and the last key, which are in no pair of the sub-chunk. Sums of gates are products with 0,
 //           1, -1 and their halves, times log2 e as two numbers of the gate's type; float32 gates are two bfloat16
@@ -46,7 +46,7 @@ template <class F> __device__ __forceinline__ void each_pair(F f) {
     for (int h = 0; h < 2; ++h) f(n, h);
 }
 
-// The register of an operand that holds such a pair.
+// The register of operand x that holds the pair (n, h) of tokens.
 template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
 
 // Keeps x in a register of its own. `opaque` hides x from the compiler, but not from the assembler, which would compute
@@ -60,8 +60,8 @@ __device__ __forceinline__ int lane_offset() {
   return row * 128 + ((thread / 32 % 4 * 2 + (thread >> 3 & 1)) ^ (row & 7)) * 16;
 }
 
-// Load and store 16-bit values of a warp's 16 channels; panel: the tile's panel with the warpgroup's 64 channels; `at`:
-// lane_offset().
+// Load and store 16-bit values of a warp's 16 channels. panel: the tile's panel with the warpgroup's 64 channels; at:
+// lane_offset(), here and in all functions below.
 template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int at) {
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + at + 2048 * s);
@@ -117,9 +117,9 @@ template <> struct GateFormat<float> {
   static constexpr u32 HALVES = 0x80, ONE[2] = {0x3f80u, 0x3f80u};
 };
 
-// A chunk's gates of this lane's channels, at least NOTHING, or LEAST if NEAR; float32 gates are multiplied by log2 e.
-// MINUS: both factors of a product's second half are negated. An operand with the same register twice would be copied
-// for each product; negated values take fewer instructions and more registers.
+// A chunk's gates of this lane's channels, of at least NOTHING, or LEAST if NEAR; float32 gates are multiplied by log2
+// e. A product of gates and Counts adds two halves, for the two numbers of ONE. MINUS: both factors of the second half
+// are negated: otherwise the compiler would copy the register that the operand then has twice, for each product.
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
@@ -158,11 +158,12 @@ template <bool MINUS> struct Gates<float, MINUS> {
   }
 };
 
-// Operands B of the sums of gates: 0, 1, -1 or half of that for each gate of a sub-chunk in the sum of its token i.
-// They are made from masks at each use, since registers are scarce.
+// Operands B of the sums of gates: how often each gate of a sub-chunk counts in the sum of its token i = lane / 4: 0,
+// 1, -1 or half of that. They are made from masks at each use, since registers are scarce.
 template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   using Order = ReadOrder;
-  // Masks of two tokens each: those up to i; those up to where i reads; those before the middle.
+  // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads; early:
+  // gates before the middle.
   int written, read, early;
 
   __device__ __forceinline__ Counts() {
@@ -172,11 +173,13 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
     // GLA's gates 1 to 7 lie between tokens. Half of gate 4 is before the middle: its mask lacks the bit HALVES.
     if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
+  // b[half] = of(ONE[half] for both gates, negated if MINUS asks for it).
   template <class F> static __device__ __forceinline__ void make(u32 (&b)[2], F of) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       b[half] = of(GateFormat<G>::ONE[half] * 0x10001u ^ (half && MINUS && sizeof(G) == 2 ? SIGNS : 0));
   }
+  // Sums from the middle to the token of `mask`, with negative signs of gates before the middle; or minus these sums.
   __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask, bool negative = false) const {
     mask = opaque(mask);
     const u32 minus = (negative ? ~early : early) & 0x80008000u;
@@ -201,7 +204,7 @@ __device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], c
   mma_f16(d, a, b);
 }
 
-// Calls f(n, sums) for each sub-chunk n; sums: log2 of the decays.
+// Calls f(n, sums) for each sub-chunk n. b: an operand of Counts; sums: log2 of this lane's decays.
 template <bool NEAR, typename G, bool MINUS, class F>
 __device__ __forceinline__ void sum_gates(const Gates<G, MINUS>& g, const u32 (&b)[2], F f) {
 #pragma unroll
@@ -239,7 +242,8 @@ __device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, MINUS>& 
 struct SubChunkDecays {
   float own[SUBCHUNKS][2];
 
-  __device__ __forceinline__ float before(int n, int h) const {  // over all sub-chunks before n
+  // The decay over all sub-chunks before n, after n, and over the chunk.
+  __device__ __forceinline__ float before(int n, int h) const {
     return n == 0 ? 1.f : n == 1 ? own[0][h] : n == 2 ? own[0][h] * own[1][h] : own[0][h] * own[1][h] * own[2][h];
   }
   __device__ __forceinline__ float behind(int n, int h) const {
@@ -253,8 +257,8 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
     for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
   });
 }
-// The same from decays from the start of a sub-chunk and decays to its end: their product at a lane's first token (its
-// second one, if queries read before the write) covers every gate once.
+// The same, from decays from the start of a sub-chunk and to its end: their product at a lane's first token (from the
+// start: at its second one, if queries read before the write) covers every gate once.
 template <class ReadOrder>
 __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start, const Chunk& end) {
   each_pair([&](int n, int h) { d.own[n][h] = start[n][2 * h + ReadOrder::reads_before_write] * end[n][2 * h]; });
@@ -262,10 +266,10 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start,
 
 // ---- operands -------------------------------------------------------------------------------------------------------
 
-// x as an operand in tf32. EXACT: with the bits cut off that the product ignores, since x is used elsewhere too.
+// x as an operand in tf32. EXACT: without the bits that products ignore, so that uses in float32 have the same value.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
-// The factors of queries and of keys in sub-chunk n, from its middle.
+// The decays of queries and of keys in sub-chunk n from its middle. LOADED_NEAR: `gates` were loaded with NEAR.
 template <bool LOADED_NEAR = false, class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G, MINUS>& gates,
                                                    const Counts& counts, int n) {
@@ -286,7 +290,7 @@ __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& 
   }
 }
 
-// Queries and keys of sub-chunk n times their factors from its middle. Calls f(i, query, key) with the plain values.
+// Queries and keys of sub-chunk n times their decays from its middle. Calls f(i, query, key) with the values in memory.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, const SubChunk& near_queries,
                                              const SubChunk& near_keys, const Operand& q, const Operand& k, int n,
@@ -304,14 +308,14 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
   }
 }
 
-// Operands in tf32 of the pairs across sub-chunks. by8: queries of sub-chunks 1 and 3, or keys of 0 and 2; by16:
-// queries of 2 and 3, or keys of 0 and 1. Also the sums of products that belong to these queries or keys.
+// Operands in tf32 of pairs of tokens in different sub-chunks. by8: queries of sub-chunks 1 and 3, or keys of 0 and 2;
+// by16: queries of 2 and 3, or keys of 0 and 1. Also used for sums of products of these queries or keys.
 struct Across {
   SubChunk by8[2], by16[2];
 };
 
-// Queries times their decays, into `to`; calls put(n, h, x, y) with two queries times their decays from the chunk's
-// start, by which they read the state before the chunk. far: decays from the start of a sub-chunk.
+// Stores queries times their decays in `to`, and calls put(n, h, x, y) with two queries times their decays from the
+// chunk's start and `scale`, for products with a state. far: decays from the start of a sub-chunk; d: over sub-chunks.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& far, const SubChunkDecays& d,
                                               const float (&scale)[2], F put) {
@@ -328,7 +332,7 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
   });
 }
 
-// The same for keys; far: decays to the end of a sub-chunk; put gets two keys times their decays to the chunk's end.
+// The same for keys. far: decays to the end of a sub-chunk; put gets two keys times their decays to the chunk's end.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& far, const SubChunkDecays& d,
                                            F put) {
@@ -347,16 +351,16 @@ __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const C
 
 // ---- pairs of tokens ------------------------------------------------------------------------------------------------
 
-// Values of pairs [query, key] in tf32, for keys up to the query. A pair's place is such that two keys of each of eight
-// queries lie in different banks, and so do eight keys of every second query.
+// Values of pairs [query, key] in tf32, for keys up to the query. pair_index puts two keys of each of eight queries in
+// different banks, and also eight keys of every second query.
 using Pairs = float[CHUNK][CHUNK];
 __device__ __forceinline__ int pair_index(int query, int key) {
   return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
 }
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
-// A pair's value, rounded to tf32.
+// The value to store for a pair: rounded to tf32.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
-// The place of one more float32 value for each token, among places without a pair; a sub-chunk's are side by side.
+// One more float32 value for each token, at a place of Pairs without a pair; a sub-chunk's values are side by side.
 __device__ __forceinline__ float& own_at(Pairs& x, int token) {
   return x[token / BC][(CHUNK - BC ^ token / BC * BC) + token % BC];
 }
@@ -371,8 +375,8 @@ __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, c
   mma_tf32(d, a, b);
 }
 
-// A lane's place in the pairs of the first sub-chunk's queries and keys; its places in other sub-chunks differ by an
-// XOR and a sum.
+// Products of queries or keys and a chunk's Pairs. It holds a lane's indices for the first sub-chunk's queries and
+// keys; those for other sub-chunks differ by an XOR and a sum.
 struct PairReader {
   const float* pairs;
   int row, column;  // query g with key 2t; query 2t with key g
@@ -381,7 +385,7 @@ struct PairReader {
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
     row = opaque(pair_index(g, 2 * t)), column = opaque(pair_index(2 * t, g));
   }
-  // From places that the caller keeps from chunk to chunk.
+  // From indices that the caller keeps from chunk to chunk.
   __device__ __forceinline__ PairReader(Pairs& x, int row, int column) : pairs(&x[0][0]), row(row), column(column) {}
   // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
   __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {

@@ -1,18 +1,20 @@
 // what      GLA and RWKV-6 forward in one pass on Hopper: producer warps make the operands of a chunk (decayed queries
-//           and keys, scores), consumer warpgroups multiply them with v and the state. Chunks with a gate above 1, or
-//           above 1/8 in float16, go token by token (forward_growth.cuh).
-// math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
-// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32; where G is
-//           ScalarDecay, a gate [B, H, T] float32 for all channels, of any strides
-// grid      forward_schedules.cuh. A block's first warps are consumers, four for every 64 columns; then come one or two
-//           groups of producers, which take chunks in turn
+//           and keys, scores), consumer warpgroups multiply them by v and the state S [K, V]. A chunk whose log gates
+//           are so far above 0 that its operands would overflow is computed token by token (forward_growth.cuh).
+// math      per chunk of 32 tokens:  o = (scale q decayed from the chunk's start) S + A v, A [query, key] the scores
+//           times scale (forward_scores.cuh);  S <- diag(the chunk's decay) S + (k decayed to the chunk's end)^T v.
+//           The decay of several tokens is the product of their a_t = e^(g_t)
+// shapes    q k, log gates g [B, H, T, K], v o [B, H, T, V], RWKV-6's bonus u [H, K], initial and final state
+//           [N, H, K, V] float32. G, the type of g, may be ScalarDecay: one gate a token, [B, H, T] float32 of any
+//           strides, decays all channels
+// grid      forward_schedules.cuh. A block's first warps are consumers, four for every 64 columns of V; the other warps
+//           are one or two groups of producers, which make the chunks in turn
 // smem      Shared, in forward_storage.cuh
-// barriers  their names are in forward_storage.cuh; forward_producers.cuh and forward_consumers.cuh say who waits why
+// barriers  forward_storage.cuh lists them
 // numerics  S in float32 accumulators; no difference of cumulated gates; see forward_producers.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    sm_90a; float16 or bfloat16 data; K and V multiples of 8, K <= BK a launch, or a block of a cluster; BK
-//           and BV of 64, 128; rows start on 16 bytes. A larger program than the instruction cache is slower: see the
-//           producers
+// limits    sm_90a; float16 or bfloat16 data T; K and V multiples of 8; a block has at most BK channels of K and BV
+//           columns of V, BK and BV 64 or 128; rows start on 16 bytes
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"
@@ -25,6 +27,7 @@ template <int BV> constexpr int CONSUMER_THREADS = BV * 2;
 template <class Schedule, typename T, typename G, int BK, int BV>
 constexpr int ALL_THREADS = CONSUMER_THREADS<BV> + Shared<Schedule, T, G, BK, BV>::GROUPS * ProducerCoord<BK>::THREADS;
 
+// Order: read_order.cuh; Schedule: forward_schedules.cuh.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     __launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK + BV == 128 ? 2 : 1)
@@ -37,7 +40,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   if (!Schedule::reads && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
   if (threadIdx.x == 0) {
     s.work = work;
-    const bool backwards = runs_backwards<Schedule>(args);  // then all threads of a group arrive, or of a warpgroup
+    const bool backwards = runs_backwards<Schedule>(args);  // then all threads copy and arrive; else one thread
     for (int group = 0; group < S::GROUPS; ++group)
       barrier_init(s.gates[group], backwards ? MAKING : 1), barrier_init(s.rows[group], backwards ? MAKING : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) {
@@ -59,15 +62,16 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
         const i64 channel = (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0) + c;
         s.u[c] = channel < args.shape.K ? args.u[work.head * args.shape.K + channel] : 0.f;
       }
-    // Scores with a later key stay zero: producers write none of them.
+    // Scores of a key later than the query stay zero: producers write none of them.
     u32* const scores = reinterpret_cast<u32*>(s.operands.A);
     for (int i = threadIdx.x; i < sizeof s.operands.A / sizeof(u32); i += THREADS) scores[i] = 0;
   }
   fence_async();
-  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // both blocks' barriers are made, and A is zero
-  else __syncthreads();                                      // barriers are made, and A is zero
+  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // both blocks' barriers are initialised, and A is zero
+  else __syncthreads();                                      // barriers are initialised, and A is zero
   if constexpr (!Schedule::reads) narrow_work<THREADS>(s, args, work);
-  // WIDE: consumers get registers of the producers. NARROW: consumers, which have a small state, give registers away.
+  // WIDE: producers give registers to the consumers. NARROW: consumers, whose state is small, give registers to the
+  // producers.
   constexpr bool WIDE = THREADS == 384 && Schedule::K_RANKS > 1, NARROW = Schedule::reads && BK + BV == 128;
   if (threadIdx.x < CONSUMERS) {
     if constexpr (WIDE) registers_up<192>();
@@ -78,5 +82,5 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     if constexpr (NARROW) registers_up<144>();
     produce<Order>(s, args, threadIdx.x - CONSUMERS);
   }
-  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // the other block copies nothing here any more
+  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // the other block has copied its last data to this one
 }

@@ -1,15 +1,18 @@
-// what      The consumer warpgroups of Hopper's forward kernel: each holds 64 columns of the state, transposed, in its
-//           registers, and multiplies what the producers have made of a chunk.
-// math      o = A v + (q decayed) S, with scale in A and q, S <- diag(decay) S + (k decayed)^T v, all of it transposed
-// barriers  of a warpgroup, every chunk: o is in shared memory. In a sequence's last chunk also: the rows of v behind
-//           its end are 0. Before a stretch of chunks: one that only keeps the compiler from changing the loops
+// what      The consumer warpgroups of Hopper's forward kernel: each holds 64 columns of the state S [K, V] in its
+//           registers, transposed, and multiplies the operands of chunks that the producers have made.
+// math      o = A v + (q decayed) S, S <- diag(decay) S + (k decayed)^T v, computed transposed: accumulators are
+//           [column of V, token] and [column of V, channel of K]. A and q contain `scale`
+// barriers  of a warpgroup, every chunk: o is in shared memory (SegmentState: v has been read). In a sequence's last
+//           chunk also: the rows of v after its end are 0. One more only separates two loops, see `consume`
 // numerics  S in float32; o reads S rounded to bfloat16, or to tf32 if data are float16
 // limits    sm_90a
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 #include "wgmma.cuh"
 
-// Calls f(value, pointer to it) for every value of the transposed state that this lane holds and that exists.
+// Calls f(number of S, its address in `state`) for every number of the transposed state that this lane holds and that
+// lies within [K, V]. With t = lane % 4, g = lane / 4: S[4n + 2h + p] is channel 8n + 2t + p after `channel`, column
+// 16 warp + g + 8h after `column`.
 template <int BK, typename P, class F>
 __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& shape, i64 channel, i64 column, F f) {
   const int t = threadIdx.x & 3;
@@ -22,14 +25,15 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
       if (channel + 8 * n + 2 * t + (x & 1) < shape.K && column + 8 * (x >> 1) < shape.V)
         f(S[4 * n + x], row + (x & 1) * shape.V + 8 * (x >> 1));
     row += 8 * shape.V;
-    __syncwarp();  // else all addresses are made at once, and there are no registers for that
+    __syncwarp();  // keeps the compiler from computing all addresses first, for which registers are too few
   }
 }
 
-// Multiplies N / 4 groups of 8 channels of the state, from channel `first` on, by the chunk's decays.
+// Multiplies N / 4 groups of 8 channels of the state, from channel `first` on, by the chunk's decays, which put_decays
+// (forward_rows.cuh) has ordered by lanes: a float4 of each 16 channels. W: 4, or 1 if all channels have one decay.
 template <int W, int N>
 __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first = 0) {
-  const float shared = decays[0];  // by all channels, if W is 1
+  const float shared = decays[0];  // the decay of all channels if W is 1
   const int t = thread & 3;
 #pragma unroll
   for (int n = 0; n < N / 4; n += 2) {
@@ -48,7 +52,7 @@ __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, 
   }
 }
 
-// Starts o = A v.
+// Starts o = A v. TWO: A holds rounding errors too. v: two operands of 16 tokens.
 template <bool TWO, typename T, class Operands>
 __device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4], Operands& operands, int stage) {
   auto& tiles = operands.scores(stage);
@@ -62,11 +66,11 @@ __device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4]
   }
 }
 
-// Copies DEPTH channels of the state as an operand: in tf32, or in bfloat16.
+// `copy` makes a left operand of DEPTH channels of the state (number `tile`): in tf32, or in bfloat16 if T is.
 template <typename T> struct StateOperand {
   static constexpr int DEPTH = 8;
   using Format = tf32;
-  // In the order of `put_state_query`.
+  // Channels are in the order in which in_tile and put_state_query (forward_rows.cuh) store queries.
   static __device__ __forceinline__ void copy(u32 (&a)[4], const float* S, int tile) {
     const int swap = tile / 4 % 2 * 2;
     a[0 + swap] = copy_of(S[0]), a[1 + swap] = copy_of(S[2]), a[2 - swap] = copy_of(S[1]), a[3 - swap] = copy_of(S[3]);
@@ -81,13 +85,13 @@ template <> struct StateOperand<bf16> {
   }
 };
 
-// Starts o = A v + (q decayed) S; S <- diag(decay) S. The state is copied in parts of PART operands: the next part is
-// copied while the tensor cores multiply by the copy of the part before.
+// Starts o = A v + (q decayed) S, and computes S <- diag(decay) S. The state is copied in parts of PART operands: while
+// the tensor cores multiply one part, this thread copies the next one.
 template <bool TWO, int W, int PART, typename T, int N, class Operands>
 __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[N], const u32 (&v)[2][4],
                                                       Operands& operands, const float* decays, int stage, int thread) {
   using Copy = StateOperand<T>;
-  constexpr int DEPTH = Copy::DEPTH, PARTS = 2 * N / DEPTH / PART, ACROSS = 4;  // operands a panel
+  constexpr int DEPTH = Copy::DEPTH, PARTS = 2 * N / DEPTH / PART, ACROSS = 4;  // ACROSS: operands a panel
   u32 a[2][PART][4];
   u64 panels = wgmma_tile(operands.q[stage], 16, 1024);
   forget(panels);
@@ -124,7 +128,7 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
   }
 }
 
-// Stores row `row` of o in a tile.
+// Stores o of the chunk's token `row` in a tile.
 template <typename T> __device__ __forceinline__ void put_row(T* tile, const float (&o)[16], int row, int thread) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -138,7 +142,8 @@ template <typename T> __device__ __forceinline__ void put_row(T* tile, const flo
   }
 }
 
-// Starts copying a chunk of v without a tensor map, by all threads of a warpgroup: the pieces whose o they stored.
+// Starts copying a chunk of v without a tensor map; for all threads of a warpgroup. A thread overwrites only pieces
+// that it has read itself to store o. Rows from `rows` on and columns from `columns` on become zero.
 template <typename T>
 __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* from, i64 stride, int rows, int columns,
                                             Barrier& loaded) {
@@ -149,21 +154,22 @@ __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* fr
   copies_arrive(loaded);
 }
 
-// A thread of a consumer warpgroup.
+// The work of one thread of a consumer warpgroup.
 template <class Schedule, typename T, typename G, int BK, int BV> struct Consumer {
   using Storage = Shared<Schedule, T, G, BK, BV>;
   static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::VALUE_SLOTS, STAGES = Storage::STAGES;
   static constexpr int W = WIDTH<G>;
-  static constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;  // with many registers, few parts
+  // Of read_scores_and_state: two parts if there are many registers, else parts of one operand.
+  static constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;
   static constexpr bool MARKS = Schedule::reads && K_RANKS == 1;
 
   Storage& s;
   const Args<T, G>& args;
   const WorkTile& work;
   const u32 tokens;
-  int warpgroup, thread;           // thread: of the warpgroup
+  int warpgroup, thread;           // thread: its number in the warpgroup
   float S[K_RANKS * BK / 2] = {};  // the state
-  float total = 1.f;               // SegmentState: the decay of channel thread % BK over all chunks so far
+  float total = 1.f;  // SegmentState: the decay over all chunks so far of one channel: decays[thread % BK]'s
   float o[16];
   u32 v[2][4];
 
@@ -185,20 +191,20 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   template <typename P, class F> __device__ __forceinline__ void each_of_state(P* state, F f) {
     each<K_RANKS * BK>(S, state, args.shape, args.channel, first_column(), f);
   }
-  // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
+  // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread copies or clears.
   template <class F> __device__ __forceinline__ void each_piece(F f) {
 #pragma unroll
     for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
   }
-  // ldmatrix and stmatrix take four 8x8 matrices of 16 tokens and this warp's 16 columns: the address of this lane's
-  // row of them. That is
-  // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)), bit by bit.
+  // The address that this lane gives to ldmatrix and stmatrix for four 8x8 matrices: 16 tokens from `token` on of this
+  // warp's 16 columns. In fewer instructions it equals
+  // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)).
   __device__ __forceinline__ T* matrix_row(T* tile, int token) const {
     const int place = (thread & 7) * (128 + 16) ^ (thread & 96) ^ (thread << 1 & 16) ^ (thread << 6 & 1024);
     return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + place + token * 128);
   }
 
-  // Starts copying a chunk of v; by one thread of the warpgroup.
+  // Starts copying a chunk of v; for one thread of the warpgroup.
   __device__ __forceinline__ void fetch(u32 chunk) {
     const u32 slot = chunk % SLOTS;
     Barrier& loaded = s.values[warpgroup][slot];
@@ -206,7 +212,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     tensor_load(s.v[warpgroup][slot], args.v, loaded, first_column(), work.start + chunk * CHUNK, work.head,
                 work.batch);
   }
-  // The same by all threads of the warpgroup, where tokens lie backwards; none behind the sequence's end.
+  // The same if the token stride is negative; for all threads of the warpgroup. No chunk after the sequence's end.
   __device__ __forceinline__ void fetch_backwards(u32 chunk) {
     const u32 slot = chunk % SLOTS, token = chunk * CHUNK;
     if (token >= tokens) return;
@@ -215,10 +221,10 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
                 s.values[warpgroup][slot]);
   }
 
-  // Starts o = A v + (q decayed) S, and after it S <- diag(decay) S + (k decayed)^T v.
+  // Starts o = A v + (q decayed) S and then, as a group of products of its own, S <- diag(decay) S + (k decayed)^T v.
   __device__ __forceinline__ void multiply(u32 stage) {
     const float* const decays = s.numbers[stage].decay[0];
-    // Held in a register, or computed again if that was faster or registers are scarcer.
+    // `thread` costs a register, threadIdx.x computes it again. Each case has what was measured to be faster.
     const int lane = COARSE<T> && sizeof(G) == 2 && K_RANKS == 1 ? thread : int(threadIdx.x);
     if constexpr (Schedule::reads)
       read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART, T>(o, S, v, s.operands, decays, stage, lane);
@@ -232,12 +238,12 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     wgmma_commit();
   }
 
-  // Behind plain reads of what the other block copies here: its next copy comes after them.
+  // Orders this thread's reads of shared memory before the other block's next copy to it.
   __device__ __forceinline__ void before_peers_copy() const {
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
   }
 
-  // Tells the blocks that made a chunk's operands that this warp has read them; by one thread of a warp.
+  // Tells the blocks that made a chunk's operands that this warp has read them; for one lane of a warp.
   __device__ __forceinline__ void release(u32 chunk, u32 stage) {
     before_peers_copy();
     const bool made_here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();
@@ -245,19 +251,20 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     if (Schedule::K_RANKS > 1 || !made_here) arrive_at_peer(s.empty[stage]);
   }
 
-  // Multiplies a chunk's operands. Returns whether its tokens follow one by one: then these operands were zero.
+  // Multiplies a chunk's operands, reads v and writes o over it. Returns whether the producers send the chunk's tokens
+  // one by one: then these operands were zero.
   __device__ __forceinline__ bool take_chunk(u32 chunk) {
     const u32 token = chunk * CHUNK;
-    const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // uniform, and so are tiles' addresses
-    forget(thread);  // addresses are cheaper to compute again than to hold in registers
+    const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // the compiler sees that lanes agree
+    forget(thread);  // addresses are computed again, which is cheaper than to hold them in registers
     if constexpr (K_RANKS > 1) forget(warpgroup);
     barrier_wait(s.values[warpgroup][chunk % SLOTS], chunk / SLOTS & 1);
     T* const values = tile(chunk);
-    if (token + CHUNK > tokens) {  // rows behind the end may hold anything, and 0 times NaN is NaN
+    if (token + CHUNK > tokens) {  // rows after the end may hold NaN, and 0 times NaN is NaN
       each_piece([&](int row, int piece) {
         if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(values, row, piece)) = {0, 0, 0, 0};
       });
-      barrier_sync(VALUES + warpgroup, 128);  // these rows are zero
+      barrier_sync(VALUES + warpgroup, 128);  // all warps see zeros in these rows
     }
     ldmatrix_x4_trans(v[0], matrix_row(values, 0));
     ldmatrix_x4_trans(v[1], matrix_row(values, 16));
@@ -265,15 +272,15 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     multiply(stage);
 
     if constexpr (!Schedule::reads) {
-      fence_async();                          // the next copy of v comes after these reads
-      barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
+      fence_async();                          // orders these reads before the next copy of v
+      barrier_sync(VALUES + warpgroup, 128);  // every warp has read v: its slot may be filled again
     }
     if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !runs_backwards<Schedule>(args)) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
       fetch(chunk + SLOTS - 1);
     }
     __syncwarp();
-    if constexpr (Schedule::reads) {  // o takes the place of v
+    if constexpr (Schedule::reads) {  // o overwrites v
       wgmma_wait<1>();
       wgmma_keep(o);
       forget(thread);
@@ -285,7 +292,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       }
     }
     before_peers_copy();
-    // Read by the lane that releases the stage.
+    // Lane 0 reads it, since the same lane releases the stage after that.
     const bool one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.numbers[stage].row[0] != ALL_ROWS);
     wgmma_wait<0>();
     wgmma_keep(S);
@@ -293,7 +300,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     return one_by_one;
   }
 
-  // Multiplies the operands of a chunk's tokens, of which the producers hand over one at a time: forward_growth.cuh.
+  // Multiplies a chunk's tokens one by one: the producers fill the stage for each token (forward_growth.cuh).
   __device__ __forceinline__ void take_tokens(u32 chunk) {
     int row = AGAIN;
 #pragma unroll 1
@@ -304,24 +311,23 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       multiply(stage);
       wgmma_wait<0>();
       wgmma_keep(S);
-      // Read by the lane that releases the stage, from which the others get it.
+      // Lane 0 reads it, since the same lane releases the stage after that; the other lanes get it from lane 0.
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.numbers[stage].row[0] : 0, 0);
       if constexpr (Schedule::reads) {
         wgmma_keep(o);
-        // Computed again for K_RANKS blocks, which have no register for it; for others that made an assembler serialise
-        // products.
+        // With K_RANKS blocks `thread` is computed again, to save registers; elsewhere an assembler then serialised.
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
         put_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup]
                    [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % SLOTS][0],
                 o, row % AGAIN, lane);
       }
       before_peers_copy();
-      __syncwarp();  // all lanes have read decays
+      __syncwarp();  // all lanes have read the decays
       if (thread % 32 == 0) release(chunk, stage);
     }
   }
 
-  // Stores a chunk of o, which stands in the place of v.
+  // Stores a chunk of o from the slot of v.
   __device__ __forceinline__ void store(u32 chunk) {
     if constexpr (Schedule::reads) {
       fence_async();
@@ -342,7 +348,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     }
   }
 
-  // Stores the state before a chunk, if it is one of those that the backward pass starts from.
+  // Stores the state before a chunk if the backward pass needs it: if the chunk is a multiple of mask + 1 = mark_every.
   __device__ __forceinline__ void mark(u32 chunk, u32 mask) {
     if (MARKS && args.marks && (chunk & mask) == 0) {
       const i64 place = (work.sequence * args.marks_per_sequence + chunk / (mask + 1)) * args.shape.H + work.head;
@@ -350,11 +356,11 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     }
   }
 
-  // Stores the state behind the last chunk, and SegmentState's decays.
+  // Stores the state after the last chunk, and SegmentState's decays.
   __device__ __forceinline__ void finish() {
     tensor_store_wait();
     if constexpr (!Schedule::reads) {
-      // Of the place, see `put_decays`.
+      // The channel whose decay put_decays stores at decays[thread].
       const int channel = int(args.channel) + thread / 16 * 16 + thread / 2 % 2 * 8 + thread / 4 % 4 * 2 + thread % 2;
       float* const decays = args.decays + (i64(work.sequence) * args.shape.H + work.head) * 2 * args.shape.K + channel;
       if (first_column() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
@@ -368,9 +374,8 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   using Me = Consumer<Schedule, T, G, BK, BV>;
   Me me(s, args);
   const u32 tokens = me.tokens;
-  // Marks and single tokens, which few chunks need, stand outside of the loop that all others stay in: among its
-  // instructions they would cost it time. The barrier keeps the compiler from making one loop of two. K_RANKS blocks
-  // have no registers for that.
+  // The inner loop has the common chunks only: the instructions for marks and single tokens would slow it down. The
+  // barrier keeps the compiler from merging both loops. With K_RANKS blocks registers are too few for two loops.
   const u32 mask = u32(args.mark_every) - 1;
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     me.mark(chunk, mask);

@@ -1,40 +1,43 @@
-// what      Which tokens of a segment its end remembers: before a pass that summarises the segment, a look at its gates
-//           from the last one backwards. Most models' heads forget within a thousand tokens or two.
-// math      the last token from which on every channel's gates add up to FORGOTTEN_NATS at most, and none of them grows
-// barriers  scan.loaded: a batch of gates is there; then two of the block a batch
-// numerics  what is left out is e^-48 of a state (1.4e-21), which float32 adds to nothing of a size near to it. Where a
-//           gate grows, more may have grown before it than was forgotten since: then nothing is left out.
-// limits    sm_90a; the block's own channels; a gate that all channels share is not looked at
+// what      For Hopper's forward kernel that computes segments' final states: finds a segment's first tokens that its
+//           final state has forgotten, so that they are skipped, from sums of log gates backwards from the last token.
+//           Heads of most models forget within one or two thousand tokens.
+// math      the latest token from which on every channel's log gates sum to FORGOTTEN_NATS (-48) or less, none above 0
+// barriers  scan.loaded: a batch of gates is in shared memory; then sums are, and gates have been read | threads agree
+// numerics  the skipped part is e^-48 (1.4e-21) of a state: float32 drops it when it is added to a number of similar
+//           size. If a gate is above 0, earlier states may have grown more than they were forgotten since: then nothing
+//           is skipped.
+// limits    sm_90a; it looks at the block's own channels only, and not at gates that all channels share
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 
-// The first token that is remembered, a whole number of chunks behind the segment's start; 0 where nothing is
-// forgotten, or less than a quarter to judge by the gates so far. For all threads of a block that has nothing else yet.
+// The first token that is not forgotten, counted from the segment's start, a multiple of CHUNK. 0 if nothing is
+// forgotten, or if the mean of the gates seen so far says that less than a quarter of the tokens would be. For all
+// THREADS of the block, before its pipeline starts: it uses `inputs` and `operands` as memory of its own.
 template <int THREADS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                 const WorkTile& at) {
   if constexpr (WIDTH<G> == 1) return 0;
   else {
-    if (runs_backwards<Schedule>(args)) return 0;  // boxes are for tokens in order
+    if (runs_backwards<Schedule>(args)) return 0;  // tensor maps have no negative token stride
     using Box = G[CHUNK][BK];
-    constexpr int BOXES = sizeof s.inputs / sizeof(Box), ACROSS = BK / 8;  // threads of 8 channels each
+    constexpr int BOXES = sizeof s.inputs / sizeof(Box), ACROSS = BK / 8;  // ACROSS threads have 8 channels each
     constexpr int ROWS = THREADS >= CHUNK * ACROSS ? CHUNK : CHUNK / 2, WARPS = ROWS * ACROSS / 32;
     Box* const boxes = reinterpret_cast<Box*>(s.inputs);
     float (*const sums)[BK] = reinterpret_cast<float (*)[BK]>(&s.operands);
     static_assert(sizeof(float) * WARPS * BK <= sizeof s.operands && THREADS >= ROWS * ACROSS && THREADS >= BK);
     const int thread = threadIdx.x, row = thread / ACROSS, channel = thread % ACROSS * 8;
     const bool asked = thread < BK && args.channel + thread < args.shape.K;
-    const auto fetch = [&](int stop) {  // the boxes before `stop`, backwards; by one thread
+    const auto fetch = [&](int stop) {  // starts copying the gates of the chunks before `stop`, the last one first
       const int count = min(stop, BOXES);
       barrier_expect(s.scan.loaded, count * u32(sizeof(Box)));
       for (int box = 0; box < count; ++box)
         tensor_load(boxes[box], args.g, s.scan.loaded, i32(args.channel), at.start + (stop - 1 - box) * CHUNK, at.head,
                     at.batch);
     };
-    float total = 0.f, most = 0.f;  // most: the largest of the gates that this thread has read
+    float total = 0.f, most = 0.f;  // the sum of channel `thread`'s gates; the largest gate that this thread has read
     int stop = (at.tokens + CHUNK - 1) / CHUNK;
     if (thread == 0 && stop) fetch(stop);
-    __syncwarp();  // as in forward_consumers.cuh, where an assembler kept such a thread apart from its warp
+    __syncwarp();  // else CUDA 13.0's assembler keeps thread 0 apart from its warp
     for (u32 batch = 0; stop; ++batch) {
       const int count = min(stop, BOXES);
       float x[8] = {};
@@ -57,8 +60,8 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       if (row < ROWS && thread % 32 < ACROSS)
 #pragma unroll
         for (int c = 0; c < 8; ++c) sums[thread / 32][channel + c] = x[c];
-      fence_async();    // the next copies of gates come after these reads
-      __syncthreads();  // sums are in shared memory, and gates are read
+      fence_async();    // orders these reads before the next copies of gates
+      __syncthreads();  // sums are in shared memory, and all gates have been read
       stop -= count;
       if (thread == 0 && stop) fetch(stop);
       if (asked)
@@ -67,14 +70,15 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       const bool hopeless = most > 0.f || asked && !(total * (at.tokens - at.tokens / 4) <= FORGOTTEN_NATS * looked);
       const bool kept = barrier_any(VALUES, THREADS, most > 0.f || asked && !(total <= FORGOTTEN_NATS));
       if (kept && !barrier_any(VALUES, THREADS, hopeless)) continue;
-      if (stop) barrier_wait(s.scan.loaded, ~batch & 1);  // nothing comes any more
+      if (stop) barrier_wait(s.scan.loaded, ~batch & 1);  // the copies under way have ended: `inputs` is free
       return kept ? 0 : stop * CHUNK;
     }
     return 0;
   }
 }
 
-// Of a segment the part that this block summarises: as long as others, of what is remembered.
+// Sets s.work to the part of the segment that this block computes. The parts share the tokens that are not forgotten in
+// equal numbers of chunks. For all threads of the block.
 template <int THREADS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void narrow_work(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, WorkTile at) {
   const i32 first = first_remembered<THREADS>(s, args, at), parts = i32(args.parts), part = at.sequence % parts;
@@ -84,5 +88,5 @@ __device__ __forceinline__ void narrow_work(Shared<Schedule, T, G, BK, BV>& s, c
     s.work.start = at.start + begin, s.work.tokens = end - begin;
     s.scan.before = part == 0 && first > 0 ? 0.f : 1.f;
   }
-  __syncthreads();  // all know it
+  __syncthreads();  // s.work is set
 }

@@ -1,26 +1,25 @@
-// what      The producer warps of Hopper's forward kernel: they multiply queries and keys by decays, and compute the
-//           scores of pairs of tokens.
-// math      a_t = e^(g_t). Decays of several tokens are products of a_t from or to a border between sub-chunks, never
-//           differences of cumulated gates: so a reset (a_t = 0) is exact
-// barriers  a group's, two a chunk: the decays of all sub-chunks are in shared memory | all operands of scores are; one
-//           more before scores are sent to another block
-// numerics  Within a sub-chunk decays are measured from its middle, and clamped to at least LEAST: see below. If data
+// what      The producer warps of Hopper's forward kernel: they multiply queries and keys of a chunk (32 tokens, in 4
+//           sub-chunks of 8) by decays, and compute the scores of pairs of tokens.
+// math      a_t = e^(g_t). The decay over several tokens is a product of their a_t, from or to a border between
+//           sub-chunks, and never a quotient of cumulative decays: so a reset (a_t = 0) is exact
+// barriers  of a group, two a chunk: the decays over all sub-chunks are in shared memory | all operands of scores are;
+//           a third before scores are sent to another block; one more if gates are above a limit
+// numerics  Within a sub-chunk decays are measured from its middle, and each a_t is at least LEAST: see below. If data
 //           are bfloat16, operands at borders are float16, which has more digits; rows beyond its range are scaled
 // limits    sm_90a; K and V multiples of 8; rows start on 16 bytes
 //
-// A producer warp has a sub-chunk of 8 tokens (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All
-// warps run one program. (A program for each sub-chunk had a third fewer instructions a warp, but all of them together
-// exceeded the instruction cache, and the kernel took 1.5 times as long.) Gates are read first; queries and keys are
-// read row by row as they are needed, since registers are scarce. The score of a query and a key, by their distance:
-//   in different halves of the chunk       the query decayed from, the key decayed to the end of the first half
-//   in different sub-chunks of a half      the query decayed from, the key decayed to the end of the half's first
-//                                          sub-chunk
-//   in a sub-chunk                         both decayed to its middle, by inverse decays if the token is on the wrong
-//                                          side of it: of three tokens at most, so that for gates that decay the
-//                                          largest factor is e^(3 * 20)
+// A producer warp has a sub-chunk (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All warps run
+// one program. (A program for each sub-chunk took a third fewer instructions a warp, but all of them together exceeded
+// the instruction cache, and the kernel took 1.5 times as long.) Gates are read first; queries and keys are read row by
+// row as they are needed, since registers are scarce. The score of a query and a key, by their distance:
+//   in different halves of the chunk       the query decayed from the end of the first half, the key decayed to it
+//   in different sub-chunks of a half      the same, for the end of the half's first sub-chunk
+//   in a sub-chunk                         the same, for its middle; a query before the middle, and a key after it, is
+//                                          multiplied by an inverse decay, over three tokens at most: if no gate is
+//                                          above 0 the largest factor is e^(3 * 20)
 //   the same token                         q . k (GLA) or q . u k (RWKV-6): no gate, exact but for the sum
 //   RWKV-6: a key and the next query       q . k: no gate lies between
-// A clamped decay lets e^-20 of a token pass a reset, but only within its own sub-chunk.
+// Since a_t is at least LEAST there, e^-20 of a token passes a reset within its own sub-chunk.
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
@@ -28,9 +27,9 @@
 #include "gated/sm90/forward_scores.cuh"
 
 constexpr float LEAST = 2.0611536e-9f;  // e^-20
-constexpr int MIDDLE = BC / 2;          // a sub-chunk's middle is the border before this token
+constexpr int MIDDLE = BC / 2;          // a sub-chunk's middle is before this token
 
-// Stores 4 neighbouring values, given both as they were `loaded` and as floats x.
+// Stores 4 neighbouring values, which the caller has both as they were `loaded` (of type T) and as floats x.
 template <typename T> __device__ __forceinline__ void put_loaded(T* to, uint2 loaded, const float (&)[4]) {
   *reinterpret_cast<uint2*>(to) = loaded;
 }
@@ -40,8 +39,8 @@ __device__ __forceinline__ void put_loaded(float* to, uint2, const float (&x)[4]
 template <typename B> __device__ __forceinline__ uint2 packed(const float (&x)[4]) {
   return {pack<B>(x[0], x[1]), pack<B>(x[2], x[3])};
 }
-// Values x of row i rounded to B, times the row's scale. `loaded`: the row's values as they came from memory, which are
-// those of x if `same`.
+// x times the scale of row i, rounded to B. loaded: the row's 4 values in memory; same: whether x are these values, so
+// that no rounding is needed if T and B are one type.
 template <typename T, typename B, class Scales>
 __device__ __forceinline__ uint2 at_border(bool same, uint2 loaded, const float (&x)[4], const Scales& scales, int i) {
   if constexpr (SCALED<Scales>) {
@@ -51,7 +50,7 @@ __device__ __forceinline__ uint2 at_border(bool same, uint2 loaded, const float 
   return same && COARSE<T> == COARSE<B> ? loaded : packed<B>(x);
 }
 
-// The decays of whole sub-chunks, each of which one warp writes and all warps of the group read.
+// The decays over whole sub-chunks. The lanes of a sub-chunk write its decays, and all warps of the group read all.
 template <int BK> using Decays = float[NUM_SUBCHUNKS][BK];
 template <int BK>
 __device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& me, const float (&x)[4]) {
@@ -72,7 +71,7 @@ __device__ __forceinline__ void get_decay(float (&x)[1], const Decays<BK>& decay
   x[0] = decays[subchunk][0];
 }
 
-// decay *= a token's decays, of at least LEAST.
+// decay *= max(a, LEAST): extends a decay within a sub-chunk by one token.
 template <int W> __device__ __forceinline__ void go_on(float (&decay)[W], const float (&a)[W]) {
 #pragma unroll
   for (int c = 0; c < W; ++c) decay[c] *= fmaxf(a[c], LEAST);
@@ -82,8 +81,9 @@ template <int W> __device__ __forceinline__ void invert(float (&y)[W], const flo
   for (int c = 0; c < W; ++c) y[c] = inverse(x[c]);
 }
 
-// Multiplies 4 neighbouring values by the decays of the half's other sub-chunk. If data are bfloat16 and operands at
-// borders float16, both factors may be rounded to float16, which has three digits more.
+// `put` stores 4 neighbouring values times the decays over their half's other sub-chunk: the operands of the chunk's
+// middle. If data are bfloat16 and operands at borders float16, it multiplies in float16 (`four`: the rounded values),
+// which has three bits more than bfloat16; otherwise in float32 (x: the values).
 template <typename T, typename B, int W> struct PastNear {
   static constexpr bool ROUNDED = COARSE<T> && !COARSE<B>;
   float near[ROUNDED ? 1 : W];
@@ -107,8 +107,9 @@ template <typename T, typename B, int W> struct PastNear {
   }
 };
 
-// Stores keys, from the last token to the first: decayed to the end of the sub-chunk, of the half (by `near`), and of
-// the chunk (by `after`); and those before the middle decayed to it.
+// Stores the sub-chunk's keys, from the last token to the first: decayed to the end of the sub-chunk, of the half (by
+// `near`), and of the chunk (by `after`, the decay over all later sub-chunks); those before the middle decayed to it.
+// a: decays of single tokens.
 template <bool READS, typename T, int W, int BK, class Keys, class Scores, class Near, class Scales>
 __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded)[CHUNK][BK], const float (&a)[BC][W],
                                          const ProducerCoord<BK>& me, const Near& near, const float (&after)[W],
@@ -116,9 +117,10 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(loaded[me.first + i] + me.channel); };
   char* const first = in_tile(keys, me.first, me.channel);
   uint2 next = load(BC - 1);
-  // Keys of sub-chunk 0 meet later queries at two borders. A vote tells the compiler that a warp's lanes agree.
+  // Keys of sub-chunk 0 are stored for two borders. The vote tells the compiler that all lanes take the same branch; if
+  // the warp also has sub-chunk 1, its lanes store the same values again.
   bool two_borders = false;
-  char* border = nullptr;  // where this lane's values of the first row go
+  char* border = nullptr;  // the address of this lane's values of the first row
   if constexpr (READS) {
     two_borders = __any_sync(0xffffffffu, me.subchunk == 0);
     border = reinterpret_cast<char*>(&s.rows[near_keys(s, me.subchunk)].border_k[me.channel]);
@@ -153,9 +155,10 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
   }
 }
 
-// Stores queries, from the first token to the last: decayed from the start of the sub-chunk, of the half (by `near`),
-// and of the chunk (by `before`), and from or to the middle; also keys after the middle, by inverse decays. If queries
-// read before the write, `itself` becomes this lane's share of q . u k of each token.
+// Stores the sub-chunk's queries, from the first token to the last: decayed from the start of the sub-chunk, of the
+// half (by `near`), and of the chunk (by `before`, the decay over all earlier sub-chunks, times scale); and from the
+// middle, by inverse decays if they are before it. Also stores keys after the middle, by inverse decays. If queries
+// read before the write, itself[i] becomes this lane's part of q_i . u k_i. Between rows `direct` takes its steps.
 template <class Order, typename T, int W, int BK, class Queries, class Scores, class Near, class Scales, class Direct>
 __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T (&loaded)[CHUNK][BK],
                                             const T (&keys)[CHUNK][BK], const float (&a)[BC][W],
@@ -180,13 +183,13 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
   char* const first = in_tile(queries, me.first, me.channel);
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
   uint2 next = load(loaded, 0), next_key = load(keys, FIRST_KEY);
-  const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // as in put_keys, with earlier keys
+  const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // as in put_keys
   const int border = near_queries(s, me.subchunk);
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
     const uint2 own = next;
-    if (i == 0) direct.load(0);  // row 0 has two steps of these products, so that nothing waits for one at the end
+    if (i == 0) direct.load(0);  // row 0 takes two steps, so that the last step's result is not waited for
     else if (i + 1 < BC) direct.load(i + 1);
     unpack<T>(q, own);
     if (i + 1 < BC) next = load(loaded, i + 1);
@@ -224,25 +227,26 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
   }
 }
 
-// A group's turn to make a chunk.
+// One chunk that a producer group makes.
 struct Turn {
   int group, rank, chunk;
   int next;         // the group's next chunk
   int tokens;       // of the sequence
-  u32 stage, used;  // where the operands go, and how often that stage was used before
+  u32 stage, used;  // the stage for the operands, and how often it was filled before
   u32 parity;       // of gates[group] and rows[group]
 
   // The number of tokens in the sequence's last chunk if that is this one and not full; otherwise 0.
   __device__ __forceinline__ int partial() const { return chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0; }
 };
 
-// What make_chunk found. GROWS: nothing is made, since gates exceed the limit or an earlier chunk was BEYOND. BEYOND:
-// rows exceed float16's range, so that the operands made are wrong, and the next chunk's inputs are on their way. The
-// caller then makes the chunk by make_scaled or make_tokens.
+// The result of make_chunk. MADE: the operands are complete. GROWS: no operand was made, since a gate exceeds the limit
+// or an earlier chunk was BEYOND. BEYOND: a row exceeds float16's range, so that the operands are wrong, and the copies
+// of the next chunk's inputs have been started. After GROWS and BEYOND the caller calls make_scaled or make_tokens.
 enum class Chunk { MADE, GROWS, BEYOND };
 
-// Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as those of this one
-// have been read. gate, next_gate: this lane's ScalarDecay of this chunk and of the next. SCALE: rows are scaled.
+// Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as this chunk's have
+// been read. gate, next_gate: this lane's ScalarDecay of this chunk and of the next. SCALE: rows are scaled
+// (forward_scales.cuh). scaled: an earlier chunk was BEYOND. GROWS is returned only before any operand is stored.
 template <class Order, bool SCALE, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                             const ProducerCoord<BK>& me, const Turn& turn, float gate, float& next_gate,
@@ -271,8 +275,8 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     for (int c = 0; c < W; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[me.group], me, decay);
-  if constexpr (W == 4) fence_async();  // the next copy of gates comes after these reads
-  // The sub-chunks' decays are in shared memory; gates, and the previous chunk's operands of scores, have been read.
+  if constexpr (W == 4) fence_async();  // orders these reads before the next copy of gates
+  // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's `scores`.
   bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST || scaled);
   const bool grown = grows;
   if ((SCALE || !NARROWS<Schedule, T>) && grown) {
@@ -288,10 +292,10 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
   const auto fetch_next_rows = [&] { fetch_rows(s, args, me.thread, turn.group, turn.next, turn.tokens); };
   if constexpr (Schedule::K_RANKS > 1) {
     if (me.thread == 0) tell_both(s.votes, turn.rank, turn.stage, grows);
-  } else if (!grows) fetch_next_gates();  // not after the wait for the stage: how long gates are on their way shows
-  // near: the decay of the half's other sub-chunk; far: of the other half. The decay of all tokens of the chunk after
-  // this sub-chunk, or before it, is the product of one of these, of both or of none. outer: near for sub-chunks 0 and
-  // 3, whose operands also meet others at the chunk's middle; else 1, if a warp has two sub-chunks.
+  } else if (!grows) fetch_next_gates();  // before the wait for the stage, since the copy's latency is not hidden
+  // near: the decay over the half's other sub-chunk; far: over the other half. The decay over all sub-chunks after this
+  // one, or before it, is the product of none, one or both of them. outer: near for sub-chunks 0 and 3, whose keys and
+  // queries are also stored for the chunk's middle; 1 for the others if a warp has two sub-chunks: see two_borders.
   float near[W], far[W], across[W], outer[W];
   get_decay(near, decays, me, me.subchunk ^ 1);
   get_decay(far, decays, me, me.subchunk ^ 2);
@@ -308,7 +312,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
       if (half) across[c] *= near[c];
     }
   };
-  join(me.subchunk % 2 == 0, me.subchunk < 2);  // after this sub-chunk
+  join(me.subchunk % 2 == 0, me.subchunk < 2);  // across: the decay over all sub-chunks after this one
   const PastNear<T, Border, W> past_near(outer);
   if (turn.used) barrier_wait(s.empty[turn.stage], turn.used - 1 & 1);
   if constexpr (Schedule::K_RANKS > 1) grows = either_grows(s.votes, turn.stage, turn.used & 1);
@@ -320,7 +324,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
   constexpr bool BEFORE = Order::reads_before_write;
   const auto k_scales = scales_of<SCALE>(in.k, me, grown);
   put_keys<READS, T>(s.operands.k[turn.stage][turn.rank], scores, in.k, a, me, past_near, across, k_scales);
-  join(me.subchunk % 2 == 1, me.subchunk >= 2);  // before this sub-chunk
+  join(me.subchunk % 2 == 1, me.subchunk >= 2);  // across: the decay over all sub-chunks before this one
   if (me.subchunk == NUM_SUBCHUNKS - 1) {
     float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[W];
     get_decay(own, decays, me, me.subchunk);
@@ -335,7 +339,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     for (int c = 0; c < W; ++c) across[c] *= COARSE<T> ? scale : scale * TRUNCATED;
     if (BEFORE) unpack(u, &s.u[me.channel]);
     const int lane = u32(me.thread) % 32, warp = u32(me.thread) / 32;
-    __syncwarp();  // keys that other lanes have cleared are visible
+    __syncwarp();  // zeros that other lanes stored to keys after the sequence's end are visible
     const auto q_scales = scales_of<SCALE>(in.q, me, grown);
     if constexpr (SCALE) put_undo(scores, me, q_scales, k_scales);
     constexpr bool LOOK = NARROWS<Schedule, T> && !SCALE;
@@ -343,7 +347,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     put_queries<Order>(s.operands.q[turn.stage][turn.rank], scores, in.q, in.k, a, me, past_near, q_scales, across, u,
                        itself, direct);
     if (LOOK && direct.out_of_range(lane)) scores.beyond = true;
-    fence_async();                                   // the next copies of q and k come after these reads
+    fence_async();                                   // orders these reads before the next copies of q and k
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands are in shared memory; q and k have been read
     const bool beyond = LOOK && scores.beyond;
     fetch_next_rows();
@@ -353,32 +357,33 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     if (LOOK && __builtin_expect(__any_sync(0xffffffffu, beyond), false)) return Chunk::BEYOND;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
-      barrier_sync(PRODUCERS + me.group, P::THREADS);  // all scores are in shared memory
+      barrier_sync(PRODUCERS + me.group, P::THREADS);  // all scores are in shared memory: one thread may send them
       if (me.thread == 0) send_scores(s, turn.stage, turn.rank, full);
     }
   } else {
-    fence_async();                                   // likewise
+    fence_async();                                   // orders these reads before the next copy of k
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // keys and the sub-chunks' decays have been read
     fetch_next_rows();
   }
   return Chunk::MADE;
 }
 
-// Makes a chunk with rows beyond float16's range, or with gates between 1/8 and 1: rows are scaled. parity: of
-// rows[group]. again: make_chunk found the chunk BEYOND, so that its inputs must be copied once more.
+// Makes a chunk whose rows exceed float16's range, or which has gates above 1/8: rows are scaled; token by token if the
+// gates are too large for that. parity: of rows[group]. again: make_chunk returned BEYOND, so that the chunk's inputs
+// must be copied once more.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 used, u32 parity, bool again) {
   const ProducerCoord<BK> me(producer);
   if (again) fetch_again(s, args, me, chunk, parity);
-  else barrier_sync(PRODUCERS + me.group, me.THREADS);  // the decays, which make_chunk stores again, have been read
+  else barrier_sync(PRODUCERS + me.group, me.THREADS);  // all have read the decays, which make_chunk stores again
   const Turn turn{me.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), used, parity};
-  float next_gate;  // unused: the caller reads it itself
+  float next_gate;  // not used: the caller loads it itself
   if (make_chunk<Order, true>(s, args, me, turn, gate_of(s, args, me, chunk), next_gate, false) != Chunk::MADE)
     make_tokens<Order>(s, args, producer, chunk, stage, used, parity);
 }
 
-// The producers' loop over the chunks of their group. `thread`: among the block's producers.
+// The producers' loop over the chunks of their group. thread: the number among the block's producer threads.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread) {
   using P = ProducerCoord<BK>;
@@ -393,9 +398,11 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   fetch_rows(s, args, thread % P::THREADS, group, maker, tokens);
   float next_gate = gate_of(s, args, P(thread), maker);
   u32 iteration = 0;
-  bool scaled = false;  // whether a chunk was BEYOND: later ones are scaled at once, since making them twice is slow
+  bool scaled =
+      false;  // whether a chunk was BEYOND: later ones are scaled at once, since it is slow to make them twice
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
-    // `forget` has the compiler compute addresses again instead of holding them in registers, if these are scarce.
+    // `forget` hides a value's origin: the compiler computes addresses again instead of holding them in registers.
+    // PLENTY: these instances have registers enough.
     constexpr bool PLENTY = NARROWS<Schedule, T> && Schedule::CLUSTER_SIZE > 1 && BK + BV > 128 && sizeof(G) <= 2;
     if constexpr (!PLENTY) {
       if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) forget(thread);

@@ -1,9 +1,9 @@
-// what      A producer's part of a chunk in Hopper's forward kernel, 4 channels of 8 rows: how it is copied from
-//           memory, where it is in tiles of operands, and how these are sent to the cluster's other block.
+// what      Rows, tokens of a chunk, in Hopper's forward kernel: how they are copied from memory, where they are in
+//           tiles of operands, and how these are sent to the cluster's other block.
 // limits    sm_90a; half data
 #include "gated/sm90/forward_storage.cuh"
 
-// x = 4 neighbouring values.
+// x = 4 neighbouring values as float32.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
   const float4 four = *reinterpret_cast<const float4*>(from);
   x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -20,8 +20,8 @@ __device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
   return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
 }
 
-// A producer thread's group, its number in the group, its sub-chunk with the first token, and the first of its
-// channels.
+// A producer thread's group, its number in the group, its sub-chunk of 8 rows, that one's first row, and the first of
+// the thread's 4 channels. BK / 4 lanes share a sub-chunk.
 template <int BK> struct ProducerCoord {
   static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
   int group, thread, subchunk, first, channel;
@@ -33,8 +33,8 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
-// The row of ScoreOperands where a sub-chunk's queries, or keys, decayed to the nearest border begin. Queries of
-// sub-chunk 3, and keys of sub-chunk 0, are also decayed to the middle of the chunk.
+// The first row in ScoreOperands of a sub-chunk's queries decayed from the border before it, or keys decayed to the
+// border after it. Queries of sub-chunk 3 and keys of sub-chunk 0 have one more copy, for the chunk's middle.
 template <class Scores> __device__ __forceinline__ int near_queries(const Scores& s, int subchunk) {
   return subchunk == 2 ? s.HALF : s.NEAR + 4 * (subchunk - 1);  // sub-chunk 0 has none
 }
@@ -42,7 +42,7 @@ template <class Scores> __device__ __forceinline__ int near_keys(const Scores& s
   return subchunk == 1 ? s.HALF + BC : s.NEAR + 4 * subchunk;  // sub-chunk 3 has none
 }
 
-// y = x times factors of W channels.
+// y = x times a factor of each channel, or, if W is 1, one factor of all.
 template <int W> __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[W]) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) y[c] = x[c] * by[c % W];
@@ -56,27 +56,28 @@ template <typename T> __device__ __forceinline__ void put_four(T* to, const floa
   *reinterpret_cast<uint2*>(to) = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
 }
 
-// Stores decays of 4 neighbouring channels. Of each 16 channels those of one consumer lane are side by side: 2t, 2t +
-// 1, 8 + 2t, 9 + 2t.
+// Stores the decays of 4 neighbouring channels. Of each 16 channels the four that one consumer lane needs are side by
+// side: 2t, 2t + 1, 8 + 2t, 9 + 2t with t = lane % 4.
 __device__ __forceinline__ void put_decays(float* decays, u32 channel, const float (&x)[4]) {
   float* const to = decays + channel / 16 * 16 + channel % 8 * 2 + channel % 16 / 8 * 2;
   *reinterpret_cast<float2*>(to) = {x[0], x[1]}, *reinterpret_cast<float2*>(to + 4) = {x[2], x[3]};
 }
 
-// The address of this lane's channels in row `first`, a multiple of 8, of a swizzled tile.
+// The address of channels `channel` to `channel` + 3 in row `first`, a multiple of 8, of a swizzled tile.
 template <typename T, int PANELS>
 __device__ __forceinline__ char* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel) {
   return reinterpret_cast<char*>(tile) + channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
 }
-// The same of tf32 queries for the state: 8 channels are in the order of the state's registers, 0 2 4 6 1 3 5 7, and in
-// every second panel 1 3 5 7 0 2 4 6, so that stores to two panels are in different banks.
+// The same for tf32 queries that are multiplied by the state. Each 8 channels have the order in which registers hold
+// the state: 0 2 4 6 1 3 5 7, and in every second panel 1 3 5 7 0 2 4 6, so that stores to two panels are in different
+// banks.
 template <int PANELS>
 __device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int first, u32 channel) {
   const u32 place = (channel % 32 / 8 * 32 + channel % 8 * 2) ^ channel / 32 % 2 * 16;
   return reinterpret_cast<char*>(tile) + channel / 32 * (CHUNK * 128) + first * 128 + place;
 }
 
-// Stores row i of 8; row 0 is at `first`.
+// Stores 4 channels of the sub-chunk's row i. first: in_tile of row 0.
 template <typename T> __device__ __forceinline__ void put_key(char* first, int i, const float (&x)[4]) {
   store_flipped(first, i * 16, i * 128, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
 }
@@ -86,8 +87,8 @@ template <typename T> __device__ __forceinline__ void put_state_query(char* firs
   store_flipped(first, i * 16 ^ 16, i * 128, {__float_as_uint(x[1]), __float_as_uint(x[3])});
 }
 
-// The gates of the sub-chunk's token i: those of the producer's 4 channels, or the ScalarDecay that lane i of the
-// sub-chunk has read.
+// The log gates of the sub-chunk's token i: of this lane's 4 channels, or the ScalarDecay, which lane i of the
+// sub-chunk's lanes has read.
 template <bool READS, typename T, int BK>
 __device__ __forceinline__ void gates_of(float (&g)[1], const InputStage<READS, T, ScalarDecay, BK>&,
                                          const ProducerCoord<BK>&, float scalar_gate, int i) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ void gates_of(float (&g)[4], const InputStage<READS, 
   unpack(g, in.g[me.first + i] + me.channel);
 }
 
-// The ScalarDecay of one token of the sub-chunk, another one for each of 8 lanes; 0 behind the sequence's end.
+// The ScalarDecay of the sub-chunk's token thread % 8; 0, which is no decay, after the sequence's end.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ float gate_of(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                          const ProducerCoord<BK>& me, int chunk) {
@@ -110,14 +111,14 @@ __device__ __forceinline__ float gate_of(const Shared<Schedule, T, G, BK, BV>& s
   return WIDTH<G> == 1 && exists ? *args.scalar_gate.row(at.batch, at.head, at.start + row) : 0.f;
 }
 
-// Set to zero the gates, or the keys, of this sub-chunk's tokens behind the sequence's end, so that they change no
-// state. The outputs of such tokens are not stored.
+// Set to zero the gates, or the keys, of this sub-chunk's tokens from `tokens` on, which are after the sequence's end,
+// so that they change no state. The outputs of such tokens are not stored.
 template <bool READS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_gates(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
   if constexpr (WIDTH<G> == 4)
     for (int row = max(first, tokens); row < first + BC; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
-  fence_async();  // the copy of the next chunk to the same place comes after these stores
+  fence_async();  // orders these stores before the copy of the next chunk to the same place
 }
 template <bool READS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_keys(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
@@ -126,8 +127,8 @@ __device__ __noinline__ void clear_keys(InputStage<READS, T, G, BK>& in, int fir
   fence_async();  // likewise
 }
 
-// Starts copying a chunk's rows without a tensor map, by all threads of a group; `to` is filled up with zeros. Out of
-// line, since it is rare. tokens: of the sequence, from the chunk's first on.
+// Starts copying a chunk's rows without a tensor map; for all threads of a group. Rows from `tokens` on and channels
+// from `channels` on become zero. Not inlined, since it is rare. tokens: the sequence's tokens from this chunk on.
 template <int THREADS, typename X, int BK>
 __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 stride, int tokens, int channels,
                                        int thread) {
@@ -139,7 +140,8 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
   }
 }
 
-// Starts copying the gates, or queries and keys, of a group's chunk; for all threads of the group.
+// Start copying the gates, or the queries and keys, of the group's chunk `chunk`, if the sequence has it; for all
+// threads of the group. tokens: of the sequence.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {
@@ -193,15 +195,16 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   }
 }
 
-// Send this block's operands, or scores, to the cluster's other block; by one thread, after a barrier of all producers.
-constexpr int SENT = 4;  // copies of a chunk, three of operands and one of scores
+// Start copying this block's operands, or scores, to the cluster's other block, where each copy arrives at `full`; for
+// one thread, after a barrier of the group.
+constexpr int SENT = 4;  // copies of a chunk: q, k, decays and scores
 template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, Barrier& full) {
   const auto& q = s.operands.q[stage][rank];
   const auto& k = s.operands.k[stage][rank];
   const auto& made = s.numbers[stage];
   copy_to_peer(q, sizeof q, full);
   copy_to_peer(k, sizeof k, full);
-  // Each of K_RANKS blocks writes the row itself; blocks that make chunks in turn send it behind the decays.
+  // Each of K_RANKS blocks writes numbers.row itself; blocks that make chunks in turn send it along with the decays.
   const u32 row = sizeof made.decay == sizeof made.decay[0] ? sizeof made.row : 0;
   copy_to_peer(made.decay[rank], sizeof made.decay[0] + row, full);
 }

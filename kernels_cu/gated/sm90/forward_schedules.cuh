@@ -1,46 +1,50 @@
-// what      How the forward kernel of Hopper shares out sequences, channels, columns and chunks among blocks.
-// grid      a block for every (sequence or segment, head, BV columns of V). A cluster's blocks have neighbouring
-//           columns. The last sequences of a row of the batch have the first blocks: of unequal segments the last are
-//           the long ones
+// what      How Hopper's forward kernel distributes sequences, channels of K, columns of V and chunks over blocks.
+//           Terms: a batch row has one sequence, or several packed ones; the host may cut a sequence into segments, and
+//           a segment into parts, which different blocks compute.
+// grid      a block for every (sequence, segment or part; head; BV columns of V). The blocks of a cluster have
+//           neighbouring columns. The first blocks have the last sequences of the batch rows: if segments are unequal,
+//           the last ones are the longest, and should start first
 // limits    clusters of two
 #include "tensor.cuh"
 
 constexpr int CHUNK = 32, BC = 8, NUM_SUBCHUNKS = CHUNK / BC;  // tokens
 constexpr int PANEL = 64;                                      // columns of V a warpgroup
 
-// Everything by one block.
+// One block makes all operands of its chunks and multiplies them.
 struct SinglePass {
   static constexpr bool reads = true;  // whether there are queries and outputs
   static constexpr int CLUSTER_SIZE = 1;
-  static constexpr int K_RANKS = 1;      // blocks that make BK channels each of every chunk
-  static constexpr int CHUNK_RANKS = 1;  // blocks that make chunks in turn
+  static constexpr int K_RANKS = 1;      // K_RANKS blocks make the operands of BK channels each, of every chunk
+  static constexpr int CHUNK_RANKS = 1;  // CHUNK_RANKS blocks make chunks in turn
 };
-// More than BK channels: each of two blocks makes BK of them, for both; their scores add up.
+// For K > BK: each of the cluster's two blocks makes the operands of BK channels and copies them to the other block.
+// Each block multiplies all channels; a score is the sum of both blocks' scores.
 struct ClusterSplitK : SinglePass {
   static constexpr int CLUSTER_SIZE = 2, K_RANKS = 2;
 };
-// Few heads: two blocks have BV columns of V each; they make chunks in turn, for both.
+// For few heads: two blocks of BV columns each make the operands of the chunks in turn and copy them to each other.
 struct ClusterSplitV : SinglePass {
   static constexpr int CLUSTER_SIZE = 2, CHUNK_RANKS = 2;
 };
-// Only the state that tokens leave behind, and their decay: for sequences cut into segments and these into parts, whose
-// states scan_segments.cu then joins; a launch for every BK channels.
+// Computes only the final states of parts of segments, starting from zero, and their decays; no outputs.
+// scan_segments.cu joins them. One launch for every BK channels.
 struct SegmentState : SinglePass {
   static constexpr bool reads = false;
 };
 
-// Which of its cluster this block is.
+// This block's number in its cluster.
 template <class Schedule> __device__ __forceinline__ int rank_of() {
   return Schedule::CLUSTER_SIZE > 1 ? blockIdx.x % Schedule::CLUSTER_SIZE : 0;
 }
 
-// What this block computes: some tokens of a sequence, and some columns.
+// What this block computes: `tokens` tokens of a head from token `start` of the batch row on, and BV columns from
+// `column` on.
 struct WorkTile {
-  i32 sequence;  // or segment, or part
+  i32 sequence;  // the number of the sequence, of the segment or of the part, over the batch
   i32 batch, head, column, start;
-  i32 tokens;            // whole chunks if they end with the array: boxes read zeros and store nothing behind it
+  i32 tokens;            // a multiple of CHUNK if they end with the batch row, after which boxes read 0, store nothing
   const float* initial;  // the state before the tokens; null: zero
-  float* final;          // where the state behind them is stored; or null
+  float* final;          // where the state after the tokens is stored; null: it is not
 };
 
 template <class Schedule, int BV, class Args>
@@ -55,7 +59,7 @@ __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
   const bool continues = args.segment_states && segment % segments;
   const bool last = !Schedule::reads || segment % segments == segments - 1;
-  const bool of_sequences = args.segment_states || !Schedule::reads;  // whether `initial` has a state a sequence
+  const bool of_sequences = args.segment_states || !Schedule::reads;  // args.initial: a state a sequence, not a segment
   const i32 tokens = i32(span.stop - span.start), whole = (tokens + CHUNK - 1) / CHUNK * CHUNK;
   const float* const before = continues ? args.segment_states : args.initial;
   const u32 own = of_sequences ? segment / segments : segment, from = continues ? segment - 1 : own;

@@ -1,13 +1,14 @@
 // what      The scores of a chunk's pairs of tokens in Hopper's forward kernel. Every producer warp computes a share.
-// math      A[i, j] = sum_c (q_i decayed from z) (k_j decayed to z), z the middle of their sub-chunk or a border
-//           between theirs; q_i k_i as they came, and q_i k_(i - 1) in RWKV-6
-// numerics  operands about the middle in bfloat16 or tf32, operands at borders in float16 or, if two blocks' scores add
-//           up, T; sums in float32; a score in A is the sum of two bfloat16 numbers, or one float16 number
+// math      A[i, j] = scale sum_c (q_i decayed from z) (k_j decayed to z), j < i: z is the middle of their sub-chunk
+//           of 8 tokens or a border between their sub-chunks. No gate lies between q_i and k_i, nor, in RWKV-6, between
+//           q_i and k_(i - 1): these are q_i . k_i (RWKV-6: q_i . u k_i) and q_i . k_(i - 1) of undecayed rows
+// numerics  operands about a middle are bfloat16 or tf32; those at borders float16, or T if two blocks' scores are
+//           added; sums float32; a score in A is the sum of two bfloat16 numbers, or one float16 number
 // limits    sm_90a
 #include "gated/sm90/forward_storage.cuh"
 
-// Tensor cores cut off the last 13 bits of a tf32 operand, which reduces it by 2^-11 / (2 ln 2) on average. This factor
-// makes up for it in a product of two operands.
+// Tensor cores cut off the last 13 bits of a tf32 operand, which reduces it by a factor of 2^-11 / (2 ln 2) on average.
+// TRUNCATED compensates for that in a product of two operands.
 constexpr float TRUNCATED = 1.f + 2 * 3.522e-4f;
 
 using Sums = float[4];
@@ -17,8 +18,8 @@ __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[2], u32 b
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[2], u32 b) { mma_f16(d, a, b); }
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
-// Stores two scores `offset` bytes behind (address `at` XOR `flip`), and their rounding errors 32 columns on, which in
-// the swizzle is 64 bytes XOR.
+// Stores two neighbouring scores at (address `at` XOR `flip`) + `offset` bytes, and their rounding errors 32 columns
+// later, which in the swizzle is an XOR with 64 bytes.
 template <class Schedule, typename T>
 __device__ __forceinline__ void put_scores(void* at, int flip, int offset, float x, float y) {
   const u32 two = pack<T>(x, y);
@@ -27,28 +28,29 @@ __device__ __forceinline__ void put_scores(void* at, int flip, int offset, float
     store_flipped(at, flip ^ 64, offset, pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)})));
 }
 
-// The bits of the limits between which the sum of squares of a bfloat16 row must be, unless it is 0, for float16 to
-// hold the row: then 16 gates of 1/8 make no value infinite, and what underflows is less than bfloat16's rounding.
+// The bits of the limits of a bfloat16 row's sum of squares between which float16 holds the row: 16 gates of 1/8 then
+// make no number infinite, and what underflows is less than bfloat16's rounding error. A sum of 0 is allowed, too.
 constexpr u32 LEAST_SQUARE = 0x31800000, LARGEST_SQUARE = 0x4c800000;  // 2^-28 and 2^26
 
 // A warp's share of the scores: those within N of the four sub-chunks, and N of four tiles of 16 queries and 8 keys in
-// different sub-chunks. Two tiles have the queries of sub-chunks 1 and 3 and the keys of 0 or 2, of which half counts;
-// two have the second half's queries and the keys of sub-chunk 0 or 1.
+// different sub-chunks. Two tiles have the queries of sub-chunks 1 and 3 and the keys of 0 or 2, of which the half with
+// neighbouring sub-chunks is used; two (`halves`) have the queries of sub-chunks 2 and 3 and the keys of 0 or 1.
 template <int WARPS> struct ScoreShare {
   static constexpr int N = NUM_SUBCHUNKS / WARPS;
   static_assert(N == 1 || N == 2);
-  int subchunk, keys;  // the first; 8 keys
+  int subchunk, keys;  // the share's first sub-chunk; its first tile's 8 keys: 0 or 1 of the tiles of its kind
   bool halves;
   __device__ __forceinline__ ScoreShare(int warp)
       : subchunk(warp * N), keys(N == 1 ? warp & 1 : 0), halves(warp >= WARPS / 2) {}
 };
 
+// The address of a row's piece of 16 bytes.
 template <typename X> __device__ __forceinline__ const char* piece_of(const X* row, int piece) {
   return reinterpret_cast<const char*>(row) + piece * 16;
 }
 
-// One step along the channels of N tiles: queries and keys in X at byte `at` of their rows. One ldmatrix loads keys of
-// two tiles, or of two steps.
+// Adds one step along the channels to the sums of N tiles: queries and keys of type X at byte `at` of their rows. One
+// ldmatrix loads the keys of two tiles, or of one tile in two steps.
 constexpr int STEP = 32;  // bytes of a row
 template <typename X, int N>
 __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries, const char* keys, u32 (&k)[4],
@@ -64,19 +66,19 @@ __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries
   }
 }
 
-// The same within a sub-chunk. One ldmatrix loads its 8 queries and 8 keys, which are the product's 16 queries: the
-// products of keys with keys are not read.
+// The same within a sub-chunk. One ldmatrix loads its 8 queries and 8 keys. Both together are the product's 16 rows,
+// since a product has no fewer: the products of keys with keys are not used.
 template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1], const char* both, int at) {
   u32 x[4];
   ldmatrix_x4(x, both + at);
-  if constexpr (sizeof(X) == 2)  // as DirectProducts
+  if constexpr (sizeof(X) == 2)  // products of 8 channels, so that no register has to move
     multiply(X{}, to[0], {x[0], x[1]}, x[1]), multiply(X{}, to[0], {x[2], x[3]}, x[3]);
   else multiply(X{}, to[0], x, {x[1], x[3]});
 }
 
-// within[m]: sums for 8 queries and 8 keys of the share's sub-chunk m; the product's other 8 queries are the other
-// sub-chunk's, or the keys. border[m]: for 16 queries and 8 keys. A product waits for the previous product of its sum:
-// so a warp with many products, in tf32, adds in TURNS to two sums.
+// Computes within[m]: scores of 8 queries and 8 keys of the share's sub-chunk m (the product's other 8 rows, the other
+// sub-chunk's queries or this one's keys, are not used); border[m]: of the 16 queries and 8 keys of tile m. A product
+// waits for the previous product of the same sum: so a warp with many products, in tf32, adds to TURNS sums in turn.
 template <int WARPS, typename M, typename B, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],
@@ -84,13 +86,14 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
                                                int lane) {
   constexpr int N = ScoreShare<WARPS>::N;
   constexpr int TURNS = N == 1 && sizeof(M) == 4 ? 2 : 1;
-  // This lane's row of the 8x8 matrices, of 16 bytes a row: queries lie rows of 8, then pieces; keys the other way
-  // round, or, where they are 8, pieces alone.
+  // The row whose address this lane gives to ldmatrix, of four 8x8 matrices with rows of 16 bytes. Of queries, matrices
+  // 0 and 1 are 16 rows (N = 1, within a sub-chunk: 8 queries and 8 keys), 2 and 3 the next piece of these rows. Of
+  // keys, 0 and 1 are two pieces of 8 rows, 2 and 3 those of the next 8; if the tile has 8 keys, four pieces of them.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
   const auto* const own = s.rows + BC * share.subchunk;
   const auto* const at = s.rows + (share.halves ? s.HALF : s.NEAR);
   const auto& row = own[N == 1 ? lane & 7 : lane & 15];
-  const char* const own_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);  // N 1: both
+  const char* const own_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);
   const char* const own_keys = piece_of(own[BC * key + (lane & 7)].middle_k, piece);
   const char* const queries = piece_of(at[lane & 15].border_q, lane >> 4);
   const char* const keys = piece_of(at[BC * (N == 1 ? share.keys : key) + (lane & 7)].border_k, piece);
@@ -120,15 +123,16 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
     }
 }
 
-// Of queries and keys of N sub-chunks from `first` on, as they come: scores[.][0] and [1] have q . k of a token with
-// the one before (BEFORE) or with itself, in the places [i, i - 1] or [i, i] of a product; [2] and [3] have |k|^2 in
-// [i, i], and squares[.][0] and [1] |q|^2. Nobody asks for other places, so each row may begin with another of its
-// pieces of 16 bytes: 8 rows lie in all banks. A step for each row of queries, beside whose other work nothing waits
-// for it. In products of 8 channels no register has to move.
+// Products of undecayed queries and keys of N sub-chunks from `first` on. Numbers 0 and 1 of a lane's scores[m] have
+// q_i . k_i at place [i, i] of the product or, if BEFORE, q_i . k_(i - 1) at [i, i - 1]; numbers 2 and 3 have |k_i|^2
+// at [i, i]. If SQUARES, numbers 0 and 1 of squares[m] have |q_i|^2 there. Other places are not used, so that rows need
+// not agree in the order of their 16-byte pieces: each row begins with another piece, and 8 rows are in all banks.
+// There is one step for each row of queries, and the work on that row hides the step's latency. Each product is of 8
+// channels, so that no register has to move.
 template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectProducts {
-  static constexpr int STEPS = BK * sizeof(T) / STEP;  // of a sub-chunk
+  static constexpr int STEPS = BK * sizeof(T) / STEP;  // for each sub-chunk
   static_assert(N * STEPS == BC);
-  const char* both;  // queries and keys, which are the other 8 queries, too
+  const char* both;  // this lane's row of 8 queries and 8 keys, which are the product's 16 rows
   Sums scores[N] = {}, squares[N] = {};
   u32 x[4];
 
@@ -147,10 +151,10 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
       if (SQUARES) multiply(T{}, squares[step / STEPS], {x[half], x[half + 1]}, x[half]);
     }
   }
-  // Whether this lane has the square of a query or key that float16 might not hold.
+  // Whether this lane has the square of a query or key that float16 may not hold.
   __device__ __forceinline__ bool out_of_range(int lane) const {
     const int row = lane >> 2;
-    u32 largest = 0, least = ~0u;  // less 1: 0 does not count
+    u32 largest = 0, least = ~0u;  // least: of squares - 1, by which 0 becomes the largest number
     const auto look = [&](const float* own) {
       const u32 square = __float_as_uint(row & 1 ? own[1] : own[0]);
       largest = max(largest, square), least = min(least, square - 1);
@@ -161,7 +165,7 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
   }
 };
 
-// Each of 8 values joined over LANES lanes; lane l gets value l % 8.
+// Joins each of 8 values over LANES lanes by `join`, such as a sum; lane l returns the result of value l % 8.
 template <int LANES, typename X, class Join> __device__ __forceinline__ X join_each(X (&x)[8], int lane, Join join) {
 #pragma unroll
   for (int half = 4; half > 0; half /= 2) {
@@ -178,7 +182,7 @@ template <int LANES, typename X, class Join> __device__ __forceinline__ X join_e
   return all;
 }
 
-// What scores of this lane are multiplied by, of a tile of scaled operands at borders.
+// Multiplies a tile's scores by the inverses of its operands' scales. queries, keys: the first row of each in s.rows.
 template <typename M, typename B, int BK>
 __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<true, M, B, BK>& s, int queries, int keys,
                                             int lane) {
@@ -186,13 +190,13 @@ __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<tr
 #pragma unroll
   for (int x = 0; x < 4; ++x) {
     const float undo_q = s.rows[queries + (lane >> 2) + 8 * (x >> 1)].undo_q;
-    scores[x] *= fminf(undo_q * s.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k, LARGEST);  // 0 stays 0
+    scores[x] *=
+        fminf(undo_q * s.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k, LARGEST);  // 0 times infinity would be NaN
   }
 }
 
-// A warp's share of the scores, of sub-chunks that its own lanes have made; flip: see Operands; direct: of its
-// DirectProducts; itself: RWKV-6's scores of tokens with themselves, this lane's share, of its sub-chunk. Their sums
-// are made here, where products are waited for.
+// Computes a warp's share of the scores, and stores it in A. flip: see Operands; direct: the sums of the warp's
+// DirectProducts; itself: in RWKV-6 this lane's part of q_i . u k_i of its sub-chunk's tokens.
 template <int WARPS, class Order, class Schedule, bool SCALED, typename M, typename B, typename T, int BK>
 __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& s,
                                             const Sums (&direct)[ScoreShare<WARPS>::N], float (&itself)[BC], int flip,
@@ -201,7 +205,7 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   const int g = lane >> 2, t = lane & 3;
   const Share share(warp);
   Sums within[Share::N], border[Share::N];
-  constexpr int LANES = 32 / Share::N;  // of a sub-chunk
+  constexpr int LANES = 32 / Share::N;  // lanes that share a sub-chunk
   float sum = 0.f;
   if (Order::reads_before_write) sum = join_each<LANES>(itself, lane, [](float x, float y) { return x + y; });
   score_products<WARPS>(within, border, s, share, lane);
@@ -210,10 +214,10 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
 #pragma unroll
     for (int m = 0; m < Share::N; ++m) undo_scales(border[m], s, first, first + BC * (share.keys + m), lane);
   }
-  constexpr int ROWS = BC * 128;  // bytes of a sub-chunk's
-  // Of sub-chunks' queries and keys, or of the next queries.
+  constexpr int ROWS = BC * 128;  // bytes of the rows of a sub-chunk
+  // Stores two scores of the queries of sub-chunk `queries` + `next` and the keys of sub-chunk `keys`.
   const auto put = [&](int queries, int keys, int next, float x, float y) {
-    char* const at = reinterpret_cast<char*>(A) + queries * ROWS + g * (128 + 16) + t * 4;  // its piece XOR keys
+    char* const at = reinterpret_cast<char*>(A) + queries * ROWS + g * (128 + 16) + t * 4;  // XOR 16 keys: their piece
     put_scores<Schedule, T>(at, keys * 16 ^ flip, next * ROWS, scale * x, scale * y);
   };
 #pragma unroll

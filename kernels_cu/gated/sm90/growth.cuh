@@ -1,35 +1,37 @@
-// what      Chunks in which gates let the state grow by much, for the Hopper backward of GLA and RWKV-6: token by token
-//           in float32, as the recurrence.
-// math      S_t = e^g_t S_{t-1} + k_t v_t^T; C_{t-1} = e^g_t C_t + scale q_t do_t^T its gradient (GLA: C_{t-1} = e^g_t
-//           (C_t + scale q_t do_t^T)); pairs of tokens each by itself, from the sum of the gates between them
-// numerics  Tensor cores need decays as two factors, which growth takes out of range: within a sub-chunk, where no gate
-//           counts as less than LEAST, e^(LEAST + growth) of what lies before a reset would pass, and float16 ends at
-//           e^11. Here everything overflows only where the recurrence does, and meets nothing else.
+// what      Chunks with large growth, whose log gates are far above 0, for Hopper's backward of GLA and RWKV-6: which
+//           chunks these are, and their results, token by token in float32 as the recurrence has them.
+// math      S_t = e^g_t S_{t-1} + k_t v_t^T, and its gradient: RWKV-6: C_{t-1} = e^g_t C_t + scale q_t do_t^T, GLA:
+//           C_{t-1} = e^g_t (C_t + scale q_t do_t^T). The terms of each pair of tokens take the decay e^(the sum of the
+//           gates between both)
+// numerics  Products on tensor cores need this decay as two factors, which growth takes out of range: within a
+//           sub-chunk a gate counts as LEAST at least, so that e^(LEAST + growth) of a token would pass a reset, and
+//           float16 ends at e^11. The results here overflow only where the recurrence itself does.
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
-// What a chunk's gates above 0 may add up to, in nats, for its factors to hold: e^-10 passes a reset (float16: e^-12),
-// and float16's tokens stay below e^8. Float16's share of dg has units in chunks that go token by token alone: there a
-// gate of GROWTH is enough. Where every gate is less than GROWTH, nobody adds up.
+// GROWN: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: e^-10 of a
+// token passes a reset (float16: e^-12), and float16 tokens grow by less than e^8. No sum is made if every gate is
+// below GROWTH. With float16 data one gate of GROWTH is too large: the query share of other chunks has no units.
 constexpr float GROWN = 6.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
-// A decay over a chunk, about what rounding leaves of the second pass's sums over V; and what they may be off by at
-// most.
+// FORGOTTEN: a channel with a smaller decay over a chunk forgets: what passes is about the rounding error of the second
+// pass's sums over V. ROUNDING: the largest relative error of these sums.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
-// Whether the rest, from before a chunk, of such a sum of this size is rounding alone: more than `keep` times its size
-// is not. What grew before a strong decay and grows behind it may outweigh all between: then `keep` is ROUNDING,
-// otherwise infinite. No branches, since a warp's channels differ.
+// Whether the sum_v S C before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys;
+// size: the magnitude of both; decay: over the chunk. If it is below FORGOTTEN, `rest` is mostly rounding error, unless
+// the state had grown before and its gradient grows after the chunk: if that may be, `keep` is ROUNDING, and a rest
+// above keep times `size` is kept; else `keep` is infinite. No branches, since a warp's channels differ.
 __device__ __forceinline__ bool forgets(float decay, float rest, float size, float keep) {
   return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > keep * fabsf(size)));
 }
 
-// Whether the largest gate is; true for NaN too.
+// Whether the gate is GROWTH or more, or NaN.
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
 
-// Whether one of the gates that this lane holds does.
+// The same for the largest gate that this lane holds.
 template <typename T, typename G> __device__ __forceinline__ bool any_grows(const Gates<G>& gates) {
   u32 largest = gates.x[0][0];
   each_pair([&](int n, int h) { largest = at_least<G>(largest, pair_of(gates.x, n, h)); });
@@ -48,8 +50,8 @@ __device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, in
   return {gates.x[n][2 * h] / LOG2E, gates.x[n][2 * h + 1] / LOG2E};
 }
 
-// Whether gates of a channel of the warp add up to more; true for NaN too. Out of line, from shared memory: there are
-// no registers where this is asked for.
+// Whether gates above 0 of one of the warp's channels sum to more than GROWN; also true for NaN. Not inlined, and gates
+// are loaded again from shared memory, since the callers have no registers left.
 template <typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panels)[CHUNK][PANELS]) {
   Gates<G> gates;
   gates.load(panels, lane_offset());
@@ -67,22 +69,22 @@ __device__ __forceinline__ bool outgrows(const Gates<G>& gates, G (*panels)[CHUN
 
 // ---- a token --------------------------------------------------------------------------------------------------------
 
-// This lane's first channel, the other 8 on; and where it is among the four lanes of a channel. Made anew, since
-// registers are scarce where nothing grows.
+// This lane's first channel, whose second one is 8 later; and its number among the four lanes of a channel. `opaque`:
+// they are computed again each time, so that other code, where registers are scarce, does not hold them.
 __device__ __forceinline__ int own_channel() {
   const int thread = opaque(threadIdx.x);
   return thread / 32 * 16 + (thread >> 2 & 7);
 }
 __device__ __forceinline__ int own_quarter() { return opaque(threadIdx.x) & 3; }
 
-// Channel or column `column` of token `row` of a tile.
+// The element of channel or column `column` of token `row` in a tile.
 template <typename X, int PANELS>
 __device__ __forceinline__ X& value_at(X (&tile)[PANELS][CHUNK][PANEL<X>], int row, int column) {
   constexpr int PIECE = 16 / sizeof(X);
   return swizzled(tile[column / PANEL<X>][0], row, column % PANEL<X> / PIECE)[column % PIECE];
 }
 
-// Calls f(n, two columns 8n + 2t, + 1 of a token).
+// Calls f(n, the values of columns 8n + 2t and 8n + 2t + 1 of token `row`), t = lane % 4.
 template <typename T, int PANELS, class F>
 __device__ __forceinline__ void each_column(T (&tile)[PANELS][CHUNK][64], int row, F f) {
   const int first = swizzled_offset(row, 0) + own_quarter() * 4;
@@ -91,7 +93,7 @@ __device__ __forceinline__ void each_column(T (&tile)[PANELS][CHUNK][64], int ro
     f(n, unpack<T>(*reinterpret_cast<const u32*>(at_offset(tile[n / 8], first ^ n % 8 * 16))));
 }
 
-// x[h] = sum_v S token, of this lane's two channels.
+// x[h] = the sum over columns of S times token `row`, of this lane's two channels.
 template <typename T, int BV>
 __device__ __forceinline__ void read_token(float (&x)[2], const float (&S)[BV / 2], T (&tile)[BV / 64][CHUNK][64],
                                            int row) {
@@ -104,7 +106,7 @@ __device__ __forceinline__ void read_token(float (&x)[2], const float (&S)[BV / 
   for (int h = 0; h < 2; ++h) x[h] = channel_sum(x[h]);
 }
 
-// S <- diag(by) S + x token^T.
+// S <- diag(by) S + x token^T, of this lane's two channels and token `row`.
 template <typename T, int BV>
 __device__ __forceinline__ void write_token(float (&S)[BV / 2], float by0, float by1, float x0, float x1,
                                             T (&tile)[BV / 64][CHUNK][64], int row) {
@@ -114,7 +116,7 @@ __device__ __forceinline__ void write_token(float (&S)[BV / 2], float by0, float
   });
 }
 
-// Two values of a token, of this lane's channels.
+// The values of token `row` in this lane's two channels.
 template <typename X, int PANELS>
 __device__ __forceinline__ float2 channels_of(X (&tile)[PANELS][CHUNK][PANEL<X>], int row, int channel) {
   return {to_float(value_at(tile, row, channel)), to_float(value_at(tile, row, channel + 8))};
@@ -125,7 +127,7 @@ __device__ __forceinline__ float2 decays_of(G (&gates)[PANELS][CHUNK][PANEL<G>],
   return {exp2_approx(LOG2E * g.x), exp2_approx(LOG2E * g.y)};
 }
 
-// S behind a chunk from that before it; sum: of its gates.
+// S after a chunk, from S before it.
 template <typename T, typename G, int BV, int PANELS, int GATES>
 __device__ __forceinline__ void grow_forwards(float (&S)[BV / 2], T (&k)[PANELS][CHUNK][64],
                                               G (&g)[GATES][CHUNK][PANEL<G>], T (&v)[BV / 64][CHUNK][64], int channel) {
@@ -136,7 +138,7 @@ __device__ __forceinline__ void grow_forwards(float (&S)[BV / 2], T (&k)[PANELS]
   }
 }
 
-// From C behind a chunk to that before it. f(row) sees what has read the state behind token `row`.
+// C before a chunk, from C after it. Calls f(row) while C is the gradient of the state that token `row` has written.
 template <class ReadOrder, typename T, typename G, int BV, int PANELS, int GATES, class F>
 __device__ __forceinline__ void grow_backwards(float (&C)[BV / 2], T (&q)[PANELS][CHUNK][64],
                                                G (&g)[GATES][CHUNK][PANEL<G>], T (&do_)[BV / 64][CHUNK][64],
@@ -157,15 +159,15 @@ __device__ __forceinline__ void grow_backwards(float (&C)[BV / 2], T (&q)[PANELS
   }
 }
 
-// ---- what a chunk's tokens and pairs give ---------------------------------------------------------------------------
+// ---- results of a chunk --------------------------------------------------------------------------------------------
 
-// A value of every token, of one channel: this lane has tokens 4m + t.
+// A number of every token, of one channel: this lane has those of tokens 4m + t.
 using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {
   return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
 }
-// Brings a channel's share of dg to units and returns the channel's sum with its unit, which is 1 unless float16 would
-// not hold the largest finite value.
+// Divides a channel's query share by its unit, a power of 2, and returns the channel's sum with the unit
+// (query_share.cuh). The unit is 1 unless the largest finite value exceeds float16's range.
 __device__ __forceinline__ float bring_to_units(Tokens& weight, float sum) {
   u32 largest = 0;
   for (int m = 0; m < CHUNK / 4; ++m) {
@@ -179,14 +181,16 @@ __device__ __forceinline__ float bring_to_units(Tokens& weight, float sum) {
   return sum_with_unit(sum, unit);
 }
 
-// In place of what all four lanes of a channel read: shuffles alone keep no lane's stores behind another's loads.
+// Stores x over values that all four lanes of a channel have read. The __syncwarp orders their loads before these
+// stores, which shuffles alone do not.
 template <typename X, int PANELS>
 __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>], const Tokens& x, int channel) {
   __syncwarp();
   for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + own_quarter(), channel) = from_float<X>(x[m]);
 }
 
-// The first pass's chunk: its results in place of q and g, and `sums` of this lane's channels where they are INSIDE.
+// A chunk of the first pass (backward_queries.cu): S goes from before the chunk to after it; dq overwrites q, the query
+// share overwrites g. Stores `sums` of this lane's channels that are `inside` K. dA: times TF32_CORRECTION.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, const bool (&inside)[2], Tile<T, BK>& q,
                                              Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v, Tile<T, BV>& do_,
@@ -207,7 +211,7 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
     const auto gate = [&](int row) { return to_float(value_at(g, row, channel)); };
     const auto query = [&](int row) { return to_float(value_at(q, row, channel)); };
     const auto key = [&](int row) { return to_float(value_at(k, row, channel)); };
-    Tokens dq, share, met, weight;  // share: of q dq, the state's; met: of tokens' q dq, that of the keys so far
+    Tokens dq, share, met, weight;  // share: the state's term of q dq; met: q dq's terms of the keys so far
     float sum = 0.f;
 #pragma unroll 1
     for (int m = 0; m < CHUNK / 4; ++m) {
@@ -224,7 +228,9 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
     }
 #pragma unroll 1
     for (int j = 0; j < CHUNK; ++j) {
-      float between = 0.f, passing = 0.f;  // sum of gates; what passes the next gate
+      // between: the sum of the gates after key j; passing: the terms that gate j + 1 multiplies, of keys up to j with
+      // later queries.
+      float between = 0.f, passing = 0.f;
 #pragma unroll 1
       for (int m = j / 4; m < CHUNK / 4; ++m) {
         const int i = 4 * m + t;
@@ -258,8 +264,8 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
   }
 }
 
-// Of the second pass's dv what a warp's channels add to a token's row, for row `row` of `parts`: sum_v keys C, and
-// `present` do.
+// Stores in `parts` the sum over a warp's 16 channels that is its part of dv of token `row`: key C + present do. key,
+// present: of this lane's two channels.
 template <typename T, int BV>
 __device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV / 2], float2 key, float present,
                                                T (&do_)[BV / 64][CHUNK][64], int row) {
@@ -276,8 +282,9 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV
     *reinterpret_cast<float2*>(parts + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
 }
 
-// The second pass's chunk: its results in place of q, g and v. parts: [BC][BK / 16][BV]; barrier: of its 2 BK
-// threads; grew: whether the warp's weights are in G.
+// A chunk of the second pass (backward_keys.cu): C goes from after the chunk to before it; dk overwrites q, dg
+// overwrites g, dv overwrites v. end: sum_v S C, likewise; parts: [BC][BK / 16][BV] in shared memory; barrier: the
+// number of a named barrier of the 2 BK consumer threads; grew: see query_share_value.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* parts,
                                           Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,
@@ -307,19 +314,19 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
     if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
     put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, C, key, present, do_, row);
     if (row % BC) return;
-    barrier_sync(barrier, THREADS);  // all parts of a sub-chunk stand, and its v has been read
+    barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
     for (int at = opaque(threadIdx.x); at < BC * BV; at += THREADS) {
       const float* from = parts + at / BV * (WARPS * BV) + at % BV;
       float dv = 0.f;
       for (int other = 0; other < WARPS; ++other) dv += from[other * BV];
       value_at(v, row + at / BV, at % BV) = from_float<T>(dv);
     }
-    barrier_sync(barrier, THREADS);  // they have been read
+    barrier_sync(barrier, THREADS);  // the parts have been read: the next sub-chunk's may overwrite them
   });
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
-    Tokens written, dg;                      // written: k times what the gradient behind the chunk has of its dk
-    float sum = 0.f, all = 0.f, size = 0.f;  // size: of what adds up to all
+    Tokens written, dg;                      // written: k_j L_j C v_j of the C after the chunk
+    float sum = 0.f, all = 0.f, size = 0.f;  // of gates after a token; of `written`; of its magnitudes
 #pragma unroll 1
     for (int m = CHUNK / 4 - 1; m >= 0; --m) {
       float behind_own = 0.f;

@@ -1,5 +1,5 @@
-// what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
-//           sums over a chunk's tokens.
+// what      States [K, V] in the registers of warpgroups, for Hopper's backward of GLA and RWKV-6: products with them,
+//           sums over a chunk's tokens, and how segments of sequences are distributed over blocks.
 // numerics  A state is read in tf32, which has float32's range, or in two bfloat16 numbers, or in one float16 number.
 //           These roundings add up in the gate's gradient from chunk to chunk, so the first pass stores a state every
 //           CHECKPOINT_EVERY tokens, and the second pass starts again from each of them. A chunk's addition to a state
@@ -16,7 +16,7 @@ constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 __device__ __forceinline__ int first_kept(const Shape& shape, const WorkTile& at) {
   return int((at.batch * shape.H + at.head) * (shape.T / CHECKPOINT_EVERY + 1)) + at.start / CHECKPOINT_EVERY;
 }
-// This thread's first four values of stored state `which`; its next four are THREADS float4 further on.
+// This thread's first four values of stored state `which`; its next four are 2 BK float4 later.
 template <int BK, int BV> __device__ __forceinline__ float4* kept_at(float* kept, int which) {
   return reinterpret_cast<float4*>(kept + i64(which) * (BK * BV)) + threadIdx.x;
 }
@@ -72,7 +72,7 @@ __device__ __forceinline__ void each_segment(const Args& args, F f) {
 // Iterates over the chunks of all sequences of this block; in shared memory, since registers are scarce.
 template <bool BACKWARDS> struct Cursor {
   WorkTile at;
-  u32 block;  // the segment's index; at the end beyond the last one
+  u32 block;  // the segment's index; after the last chunk it is all_segments or more
   int token;  // the chunk's first token, counted from the segment's
 
   __device__ __forceinline__ bool at_end(const Shape& shape) const { return block >= all_segments(shape); }
@@ -120,7 +120,8 @@ template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT
 template <typename T> constexpr bool NARROW = false;
 template <> constexpr bool NARROW<f16> = true;
 
-// The power of 2 that takes `largest` to float16's upper end, and its inverse; 1 if it is between 2^-8 and 2^15.
+// The power of 2 by which `largest` becomes 2^13 to 2^14, near float16's largest number, and its inverse; both 1 if
+// `largest` is between 2^-8 and 2^15.
 struct Scale {
   float up, down;
 };
@@ -167,8 +168,8 @@ __device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale&
   if (!s.is_one) scale_state<BV>(S, s.down[0], s.down[1]);
 }
 
-// The largest magnitude of a warp's channels, or up to twice that: the largest sum of two neighbours' magnitudes, since
-// a maximum takes twice the time of a sum. The bits of floats that are not negative have the order of integers.
+// The largest magnitude of S in a warp's channels, or up to twice that: the largest sum of two neighbours' magnitudes,
+// since a maximum takes twice the time of a sum. Bits of floats that are not negative have the order of the floats.
 template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[BV / 2]) {
   float parts[4] = {};  // four independent chains of maxima, for their latency
 #pragma unroll
@@ -181,7 +182,7 @@ template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[B
 // ones.
 template <int BV> using ReadTile = Tile<float, BV>;
 
-// Writes such a tile from a copied one; warp `warp` of WARPS.
+// Writes such a tile from one that was copied from memory; for warp `warp` of WARPS, which share the rows.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
   // Pieces of 8 columns in a row; rows that a warp writes at a time; steps for 8 rows.
@@ -192,7 +193,8 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
             target = piece / 4 * CHUNK * 128 + swizzled_offset(row, piece % 4 * 2);
 #pragma unroll 1
   for (int step = warp; step < CHUNK / ROWS; step += WARPS) {
-    const int down = step / STEPS * 8 * 128, flip = step % STEPS * (128 + 16);  // of other rows, in bytes
+    const int down = step / STEPS * 8 * 128,
+              flip = step % STEPS * (128 + 16);  // from `row` to the step's row, in bytes
     const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, (source ^ flip) + down));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
     *reinterpret_cast<float4*>(at_offset(to, (target ^ flip) + down)) = {a.x, b.x, c.x, d.x};
@@ -200,8 +202,8 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
   }
 }
 
-// Starts part `part` of SUBCHUNKS of the product x[channel, token] = S tokens^T in tf32. Waits for the part before,
-// since both keep their copies of S in the same registers.
+// Starts part `part` of SUBCHUNKS parts of the product x[channel, token] = S tokens^T in tf32. columns: the copy of S.
+// It first waits for the previous part, whose copy of S is in the same registers.
 template <int BV>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           ReadTile<BV>& tokens, int part) {
@@ -249,8 +251,8 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
-// The same product with S, which is in float16's range, as one float16 number. Waits for the part before the previous
-// one.
+// The same product with S, which must be in float16's range, as one float16 number. It first waits for the part before
+// the previous one, whose copy of S is in the same registers.
 template <int BV, class Put>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           f16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
@@ -291,7 +293,7 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
   wgmma_commit();
 }
 
-// Starts S += x^T tokens; x the warp's channels.
+// Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column].
 template <typename T, int BV>
 __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x, T (&tokens)[BV / 64][CHUNK][64]) {
   const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
@@ -314,21 +316,23 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const StateOpera
   start_write<T, BV>(S, x.first, tokens);
   if (!NARROW<T>) start_write<T, BV>(S, x.rest, tokens);
 }
-// Two values as the state's product reads them. The other pass multiplies them by their gradients; these products
-// cancel in the gate's gradient with those of the state only if the values are the same.
+// Two queries or keys with the values that they have in the product which adds them to a state. The other pass
+// multiplies them by their gradients. In the gate's gradient these products cancel with the state's only if both passes
+// use the same values.
 template <typename T> __device__ __forceinline__ float2 state_values(float x, float y) {
   return NARROW<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
 }
 
-// S <- diag(up) D S.
+// S <- diag(up) diag(D) S, D the decay over the chunk.
 template <int BV>
 __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDecays& d, float up0 = 1.f,
                                             float up1 = 1.f) {
   scale_state<BV>(S, up0 * d.all(0), up1 * d.all(1));
 }
 
-// x[channel, i] <- the sum of x over the chunk's tokens behind token i (BEHIND) or before it. `some`, of tokens_in_sum,
-// decides whether i itself counts. all: the sum over all tokens. Products of ones with x as two tf32 numbers.
+// x[channel, i] <- the sum of x over the chunk's tokens after token i (BEHIND) or before it. some: from tokens_in_sum,
+// which decides whether i itself counts. all: the sum over all tokens. The sums are products of ones and x, which is
+// split into two tf32 numbers.
 template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2], const u32 (&some)[2]) {
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
   SubChunk sum = {};
@@ -352,7 +356,7 @@ template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void tokens_in
   const int bound = i + (BEHIND != INCLUSIVE);  // the first token that counts (BEHIND), or that does not
   some[0] = token >= bound == BEHIND ? one : 0, some[1] = token + 1 >= bound == BEHIND ? one : 0;
 }
-// The same sums without tensor cores, for places where those compute a state's products, which the sums would wait for.
+// The same sums without tensor cores: where these compute a state's products, sums on them would wait for those.
 template <bool BEHIND, bool INCLUSIVE>
 __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;

@@ -1,16 +1,19 @@
-// what      softmax_backward_keys on Hopper: one thread copies, two warpgroups multiply.
-// math      dv_j = sum_i p_ij do_i,   dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i,   p_ij = e^(s_ij - lse_i),
-//           over the queries of all heads that share the keys; of capped scores each term of dk times 1 - (s_ij /
-//           cap)^2
-// shapes    those of softmax_backward_keys
-// grid      as many blocks as multiprocessors; each takes the tiles of its column of `works`, in turn. A warpgroup has
-//           64 keys
-// smem      Shared: two tiles of keys and values, through which dk and dv leave; a ring of queries, do and statistics
-// barriers  full, empty: of the tiles of keys and values; q_full, g_full, q_empty, g_empty: of the ring, statistics
-//           with the queries. Named: 1 + warpgroup, zeros stand
-// numerics  those of softmax_backward_keys
-// source    Dao et al., "FlashAttention", 2022, algorithm 4; keys are the rows, so that p and its gradient go from one
-//           product to the next in registers. One loop over all tiles
+// what      Softmax attention's gradients of k and v on Hopper: one thread copies, two warpgroups multiply.
+// math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
+//           e^s_ij;  dv_j = sum_i p_ij do_i,  dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i, delta_i = do_i . o_i
+//           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
+//           cap)^2.  Code: st holds s, then p, with keys as rows, dp do_i . v_j, ds = p (dp - delta), g = do
+// shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
+//           64] float32: lse in base 2 (L), then delta, of every 64 queries, as backward_queries.cu writes them
+// grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
+//           in turn. A warpgroup has 64 keys
+// smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
+// barriers  full: k and v have arrived; empty: dk and dv that overwrote them have been stored; q_full: q and statistics
+//           have arrived; g_full: do has; q_empty, g_empty: they have been read. Named: 1 + warpgroup in zero_rows:
+//           zeros are written
+// numerics  scores, weights and sums in float32; p and ds are rounded to T for their products
+// source    Dao et al., "FlashAttention", 2022, algorithm 4; products have keys as rows, so that p and ds go from one
+//           product to the next in registers
 // limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
@@ -18,7 +21,7 @@ constexpr int KEYS = 128, QUERIES = STATISTICS;
 
 template <typename T> struct Args {
   TensorMap q, k, v, g, dk, dv;  // boxes of 64 columns and 64 tokens, of dk and dv 16; g is do
-  Rows<T> dk_out, dv_out;        // the same, for tiles that end within a sequence
+  Rows<T> dk_out, dv_out;        // dk, dv again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;             // [rounds, gridDim.x]
   const float* statistics;
   i64 H, group, K, V, left, right, chunks;
@@ -35,6 +38,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Barrier full[2], empty[2], q_full[STAGES], q_empty[STAGES], g_full[STAGES], g_empty[STAGES];
 };
 
+// The producing thread: copies the tiles of all of the block's work.
 template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
@@ -46,7 +50,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   while (true) {
     const Work work = take_work(s.coming, next);
     barrier_wait(s.empty[kv.stage], kv.parity ^ 1);
-    fence_async();  // after what consumers read and wrote there, before the copy engine writes
+    fence_async();  // orders the consumers' accesses to k and v, known by `empty`, before the copy engine's writes
     s.works[kv.stage] = work;
     if (!work.tiles) return barrier_arrive(s.full[kv.stage]);
     barrier_expect(s.full[kv.stage], 2 * sizeof s.k[0]);
@@ -60,7 +64,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
       for (int block = work.first_tile; block < work.first_tile + work.tiles; ++block) {
         const int token = work.other_start + block * QUERIES;
         barrier_wait(s.q_empty[r.stage], r.parity ^ 1);
-        fence_async();  // likewise
+        fence_async();  // likewise for q and statistics
         barrier_expect(s.q_full[r.stage], sizeof s.q[0] + sizeof s.statistics[0]);
         load_tile<64>(s.q[r.stage], args.q, s.q_full[r.stage], token, head, work.batch);
         copy_bulk(s.statistics[r.stage], args.statistics + (chunk + block) * (2 * STATISTICS), sizeof s.statistics[0],
@@ -74,31 +78,35 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   }
 }
 
+// A consuming warpgroup: its 64 keys of each of the block's key tiles. In a lane's accumulators of products [64, N],
+// numbers 4 n + 2 half + i are of key `row` + 8 half and column 8 n + 2 (lane % 4) + i.
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const int warpgroup = uniform(threadIdx.x / 128), own = 64 * warpgroup, lane = threadIdx.x & 31;
-  const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of a tile
+  const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows; own: the warpgroup's
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
   const float inner = __uint_as_float(opaque(__float_as_uint(float(args.scale) * inverse(float(args.softcap)))));
   Ring<2> kv;
   Ring<S::STAGES> r;
   float st[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];
   u32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
-  bool leaving = false;  // lane 0: this warp's dk and dv may still be read, in the tile of keys before
-  int blocks, ahead, end, heads, shift, length;  // of the tile at hand, from which on `ahead` end at tile `end`
+  bool leaving = false;  // lane 0: the copy engine may still read this warp's dk and dv of the previous key tile
+  // A head has `blocks` query tiles; the current one is end - ahead, the last one end - 1. heads: query heads that are
+  // left; shift: query position of the key tile's first row; length: number of queries of the sequence.
+  int blocks, ahead, end, heads, shift, length;
 
   auto leave = [&](Barrier& b) {
     if (lane == 0) barrier_arrive(b);
   };
-  auto hand_back = [&] {  // the place of the tile before, from which dk and dv have left
+  auto hand_back = [&] {  // lane 0: once dk and dv have been stored, the producer may copy the next k and v there
     if (leaving) {
       tensor_store_wait();
       barrier_arrive(s.empty[kv.stage ^ 1]);
       leaving = false;
     }
   };
-  auto skip = [&] {  // tiles of queries that see none of the warpgroup's keys, but for the last one
+  auto skip = [&] {  // skips query tiles that see none of the warpgroup's keys, but not the last one
     while (ahead > 1 && (end - ahead) * QUERIES + QUERIES - 1 < shift + own - int(args.right)) {
       barrier_wait(s.q_full[r.stage], r.parity);
       leave(s.q_empty[r.stage]);
@@ -113,7 +121,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     shift = uniform(work.diagonal), length = uniform(work.other_length);
     skip();
   };
-  auto start = [&] {  // the products of scores and of dp, turned over: a row a key
+  auto start = [&] {  // issues two products with keys as rows: st = k q^T, dp = v do^T
     const int valid = length - (end - ahead) * QUERIES;
     const u64 kt = wgmma_tile(s.k[kv.stage][0] + own * PANEL, 16, 1024),
               vt = wgmma_tile(s.v[kv.stage][0] + own * PANEL, 16, 1024);
@@ -148,7 +156,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[n][i] = pack<T>(x[8 * n + 2 * i], x[8 * n + 2 * i + 1]);
   };
-  // Calls f(a column's place in this lane's values, its L, its delta).
+  // Calls f(index of an element of this lane's accumulators, L and delta of the element's query).
   auto each_column = [&](auto f) {
     const float* const L = s.statistics[r.stage][0] + 2 * (lane & 3);
 #pragma unroll
@@ -177,27 +185,27 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto finish = [&](int slot) {
     const Work& work = s.works[slot];
     const float by = float(args.scale);
-    if (work.other_length == 0)  // the statistics were another sequence's, and 0 times its NaN is NaN
+    if (work.other_length == 0)  // the statistics were another sequence's, and 0 times NaN is NaN
 #pragma unroll
       for (int n = 0; n < D / 2; ++n) dk[n] = 0.f;
     store_rows(args.dk, args.dk_out, args.K, dk, by, by, s.k[slot], own, work);
     store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[slot], own, work);
     leaving = lane == 0;
   };
-  // The product of dv, and ds under it. `begun`: dv has something of this tile of keys.
+  // Issues dv = p do, or dv += p do if `begun`, and waits for dp.
   auto add_values = [&](bool begun) {
-    if (D == 128) wgmma_wait<0>();  // there are registers for p when those of ds are free
+    if (D == 128) wgmma_wait<0>();  // p gets the registers of ds, which the previous product reads
     round(p, st);
     if (CAPPED) each_column([&](int n, float L, float) { st[n] *= slope_of_cap(st[n], L, scale); });
     add(dv, p, s.g[r.stage][0], begun);
     wgmma_wait<1>();
     wgmma_keep(dp);
   };
-  auto end_step = [&] {
+  auto end_step = [&] {  // computes ds while dv's product runs, then waits for dv
     differ();
     round(ds, dp);
     wgmma_keep(ds);
-    before_next_copy();  // this warp has read the statistics; the wait stays behind what is above
+    before_next_copy();  // this warp has read the statistics; also keeps the wait after the computation of ds
     wgmma_wait<0>();
     wgmma_keep(dv);
     leave(s.g_empty[r.stage]);
@@ -212,11 +220,13 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   weigh();
   add_values(false);
   end_step();
-  int before = r.stage;  // the stage whose queries are still to be multiplied
-  bool begun = false;    // dk has something of its tile of keys
-  while (true) {         // products under way across a loop's end would be serialised: what is to overlap are operands
+  int before = r.stage;  // the stage of the previous query tile, whose product with ds is issued next
+  bool begun = false;    // dk holds sums of this key tile's earlier query tiles
+  // An iteration issues a query tile's scores and the previous tile's product with ds. It waits for both: the assembler
+  // would serialise products that are still running where the loop jumps back.
+  while (true) {
     r.next();
-    bool fresh = false;  // the next tile of queries is for other keys
+    bool fresh = false;  // the next query tile is for the block's next key tile
     if (--ahead == 0) {
       fresh = --heads == 0;
       if (fresh) {
@@ -233,7 +243,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     start();
     add(dk, ds, s.q[before][0], begun);
     if (!fresh) hand_back();
-    wgmma_wait<CAPPED && D == 128 ? 0 : 2>();  // caps leave no registers for ds
+    wgmma_wait<CAPPED && D == 128 ? 0 : 2>();  // with a cap, registers are too few for ds's product to run on
     wgmma_keep(st);
     weigh();
     if (fresh) {
@@ -265,9 +275,9 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __gri
       barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], 8);
       barrier_init(s.g_full[n], 1), barrier_init(s.g_empty[n], 8);
     }
-    fence_async();  // the copy engine sees the barriers
+    fence_async();  // makes the barriers visible to the copy engine
   }
-  __syncthreads();  // the barriers stand
+  __syncthreads();  // makes the barriers visible to all threads
   if (threadIdx.x < 256) {
     registers_up<240>();
     consume<T, D, CAPPED>(s, args);

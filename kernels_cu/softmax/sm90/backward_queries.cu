@@ -1,15 +1,20 @@
-// what      softmax_backward_queries on Hopper: one thread copies, two warpgroups multiply.
-// math      dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j,   p_ij = e^(s_ij - lse_i),   delta_i = do_i . o_i -
-//           dlse_i; of capped scores each term times 1 - (s_ij / cap)^2
-// shapes    those of softmax_backward_queries
-// grid      as many blocks as multiprocessors; each takes the tiles of its column of `works`, in turn. A warpgroup has
-//           64 queries, q and do of them in registers
-// smem      Shared: queries, do, and o, through which the last tile's dq leaves; rings of keys and values, 64 at a time
-// barriers  full: q, do and o have arrived; empty: q and do are in registers; o_empty: o is read, or dq has left;
-//           k_full, v_full, k_empty, v_empty: of the rings. Named: 1 + warpgroup, zeros stand
-// numerics  those of softmax_backward_queries
-// source    Dao et al., "FlashAttention", 2022, algorithm 4, its loops turned so that nothing is added in memory. The
-//           last tile's p (dp - delta) multiplies its keys under this tile's other products: one loop over all tiles
+// what      Softmax attention's gradient of q on Hopper: one thread copies, two warpgroups multiply. Also writes the
+//           statistics of queries for the gradients of k and v.
+// math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
+//           e^s_ij;  dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j, delta_i = do_i . o_i - dlse_i; with a cap each
+//           term times 1 - (s_ij / cap)^2.  Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta), g = do
+// shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; L dL [B, H, Tq] float32: lse,
+//           its gradient or null; statistics: softmax_work.cuh
+// grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
+//           in turn. A warpgroup has 64 queries, and holds their q and do in registers
+// smem      Shared: a tile of q, of do, and of o, later of dq; rings of k and v tiles of 64 keys
+// barriers  full: q, do and o have arrived; empty: q and do are in registers; o_empty: o has been read, or dq that
+//           overwrote it has been stored; k_full, v_full: a tile has arrived; k_empty, v_empty: it has been read.
+//           Named: 1 + warpgroup in zero_rows: zeros are written
+// numerics  scores, weights and sums in float32; ds is rounded to T for its product with k. delta comes from the
+//           rounded o. A query with L above 2^24 in base 2 has weights of 0: see known_logarithm
+// source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
+//           in registers
 // limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
@@ -17,10 +22,10 @@ constexpr int QUERIES = 128, KEYS = 64;
 
 template <typename T> struct Args {
   TensorMap q, k, v, o, g, dq;  // boxes of 64 columns and 64 tokens, of dq 16; g is do
-  Rows<T> out;                  // dq, for tiles that end within a sequence
+  Rows<T> out;                  // dq again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;            // [rounds, gridDim.x]
-  const float *L, *dL;
-  float* statistics;
+  const float *L, *dL;          // lse, natural logarithms; its gradient, or null
+  float* statistics;            // [B, H, chunks, 2, 64]: L in base 2, then delta, of every 64 queries
   i64 H, group, Tq, K, left, right, chunks;
   double scale, softcap;
 };
@@ -34,6 +39,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   Barrier full, empty, o_empty, k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 
+// The producing thread: copies the tiles of all of the block's work.
 template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
@@ -45,14 +51,14 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   for (u32 parity = 1;; parity ^= 1) {
     const Work work = take_work(s.coming, next);
     barrier_wait(s.empty, parity);
-    fence_async();  // after what consumers read and wrote there, before the copy engine writes
+    fence_async();  // orders the consumers' accesses to q and do, known by `empty`, before the copy engine's writes
     if (work.tiles) {
       load_tile<64>(s.q, args.q, s.full, work.start, work.head, work.batch);
       load_tile<64>(s.g, args.g, s.full, work.start, work.head, work.batch);
     }
     barrier_wait(s.o_empty, parity);
-    fence_async();           // likewise
-    s.works[parity] = work;  // whose last dq has left
+    fence_async();           // likewise for o
+    s.works[parity] = work;  // its previous entry is no longer read: that tile's dq has been stored
     if (!work.tiles) return barrier_arrive(s.full);
     barrier_expect(s.full, 3 * sizeof s.q);
     load_tile<64>(s.o, args.o, s.full, work.start, work.head, work.batch);
@@ -72,38 +78,43 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   }
 }
 
-// g . o of two pairs side by side, added to x.
+// x + the dot product of two neighbouring elements of g and o.
 template <typename T> __device__ __forceinline__ float add_dot(u32 g, u32 o, float x) {
   x = fmaf(to_float(T{u16(g)}), to_float(T{u16(o)}), x);
   return fmaf(to_float(T{u16(g >> 16)}), to_float(T{u16(o >> 16)}), x);
 }
 
+// A consuming warpgroup: its 64 rows of each of the block's query tiles. In a lane's accumulators of products [64, N],
+// numbers 4 n + 2 half + i are of row `row` + 8 half and column 8 n + 2 (lane % 4) + i.
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const int warpgroup = uniform(threadIdx.x / 128), own = 64 * warpgroup, lane = threadIdx.x & 31;
-  const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of a tile
+  const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows; own: the warpgroup's
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
   const float inner = __uint_as_float(opaque(__float_as_uint(float(args.scale) * inverse(float(args.softcap)))));
   Ring<S::K_STAGES> k;
   Ring<S::V_STAGES> v;
   u32 q[D / 16][4], g[D / 16][4], ds[KEYS / 16][4];
   float p[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
-  u32 parity = 0;                   // of the tile at hand
-  bool leaving = false;             // lane 0: this warp's dq may still be read, in o's place
-  int first, ahead, shift, length;  // of the tile at hand; it comes behind `ahead` others, from the last to the first
+  u32 parity = 0;        // of `full` for the current query tile
+  bool leaving = false;  // lane 0: the copy engine may still read this warp's dq, which has overwritten o
+  // The current key tile is first + ahead; `ahead` tiles follow it, down to `first`. shift: key position of the query
+  // tile's first row; length: number of keys of the sequence.
+  int first, ahead, shift, length;
 
   auto leave = [&](Barrier& b) {
     if (lane == 0) barrier_arrive(b);
   };
-  auto hand_back = [&] {  // o's place, from which dq has left
+  auto hand_back = [&] {  // lane 0: once dq has been stored, the producer may copy the next o
     if (leaving) {
       tensor_store_wait();
       barrier_arrive(s.o_empty);
       leaving = false;
     }
   };
-  // Take a tile's q, do and L, and make delta; behind the tile's end weights are to be 0.
+  // Loads a query tile's q, do and L, computes delta, and skips key tiles that the warpgroup's queries do not see. Rows
+  // after the tile's end get an infinite L, so that their weights are 0.
   auto take = [&](const Work& work) {
     load_rows(q, s.q, own);
     load_rows(g, s.g, own);
@@ -137,7 +148,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     }
     first = uniform(work.first_tile), ahead = uniform(work.tiles) - 1;
     shift = uniform(work.diagonal), length = uniform(work.other_length);
-    while (ahead > 0 && (first + ahead) * KEYS > shift + own + 63 + int(args.right)) {  // the warpgroup sees none of it
+    while (ahead > 0 && (first + ahead) * KEYS > shift + own + 63 + int(args.right)) {  // no query sees the key tile
       barrier_wait(s.k_full[k.stage], k.parity);
       leave(s.k_empty[k.stage]);
       k.next();
@@ -147,7 +158,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       --ahead;
     }
   };
-  auto start = [&] {  // the products of scores and of dp
+  auto start = [&] {  // issues two products: p = q k^T, dp = do v^T
     const u64 kt = wgmma_tile(s.k[k.stage][0], 16, 1024), vt = wgmma_tile(s.v[v.stage][0], 16, 1024);
     const int valid = length - (first + ahead) * KEYS;
     barrier_wait(s.k_full[k.stage], k.parity);
@@ -163,20 +174,20 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     for (int n = 0; n < D / 16; ++n) wgmma<T, KEYS, false>(dp, g[n], vt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
   };
-  auto add = [&](int stage, bool begun) {
+  auto add = [&](int stage, bool begun) {  // issues dq = ds k, or dq += ds k if `begun`, for the keys in `stage`
     const u64 kt = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < KEYS / 16; ++n) wgmma<T, D, true>(dq, ds[n], kt + n * (16 * 128 / 16), n > 0 || begun);
     wgmma_commit();
   };
-  // Call it at the beginning of a branch that the whole warpgroup takes: the assembler moves a wait to the beginning of
-  // its basic block, before what is to be computed under the product.
+  // Waits for dq. To be called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start
+  // of its basic block, before the computation that is to run during the product.
   auto end_adding = [&] {
     wgmma_wait<0>();
     wgmma_keep(dq);
   };
-  auto weigh = [&] {
+  auto weigh = [&] {  // replaces the scores p by weights, times the cap's slope if CAPPED
     if (CAPPED) {
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) p[n] = tanh_of(inner * p[n]);
@@ -190,17 +201,17 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) p[n] *= slope_of_cap(p[n], L[n / 2 % 2], scale);
   };
-  auto differ = [&] {
+  auto differ = [&] {  // p <- p (dp - delta)
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) p[n] *= dp[n] - delta[n / 2 % 2];
   };
-  auto round = [&] {
+  auto round = [&] {  // ds = p, rounded to T
 #pragma unroll
     for (int n = 0; n < KEYS / 16; ++n)
 #pragma unroll
       for (int r = 0; r < 4; ++r) ds[n][r] = pack<T>(p[8 * n + 2 * r], p[8 * n + 2 * r + 1]);
   };
-  auto finish = [&](const Work& work) {
+  auto finish = [&](const Work& work) {  // stores dq of a query tile
     const float by = float(args.scale);
     store_rows(args.dq, args.out, args.K, dq, by, by, s.o, own, work);
     leaving = lane == 0;
@@ -218,13 +229,15 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   wgmma_keep(dp);
   leave(s.v_empty[v.stage]);
   v.next();
-  int before = k.stage;  // the stage whose keys are still to be multiplied
+  int before = k.stage;  // the stage of the previous key tile, whose product with ds is issued next
   k.next();
   differ();
   round();
-  bool begun = false;  // dq has something of this tile
-  while (true) {       // products under way across a loop's end would be serialised: what is to overlap are operands
-    const bool fresh = ahead == 0;  // the next tile of keys is for other queries
+  bool begun = false;  // dq holds sums of this query tile's earlier key tiles
+  // An iteration issues a key tile's scores and the previous tile's product with ds. It waits for both: the assembler
+  // would serialise products that are still running where the loop jumps back.
+  while (true) {
+    const bool fresh = ahead == 0;  // the next key tile is for the block's next query tile
     if (fresh) {
       hand_back();
       parity ^= 1;
@@ -243,7 +256,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     leave(s.v_empty[v.stage]);
     v.next();
     differ();
-    wgmma_keep(p);  // else it is made behind the wait
+    wgmma_keep(p);  // otherwise the compiler moves `differ` after the wait
     if (fresh) {
       end_adding();
       finish(s.works[parity]);
@@ -268,9 +281,9 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_queries(const __
     barrier_init(s.full, 1), barrier_init(s.empty, 8), barrier_init(s.o_empty, 8);
     for (int n = 0; n < S::K_STAGES; ++n) barrier_init(s.k_full[n], 1), barrier_init(s.k_empty[n], 8);
     for (int n = 0; n < S::V_STAGES; ++n) barrier_init(s.v_full[n], 1), barrier_init(s.v_empty[n], 8);
-    fence_async();  // the copy engine sees the barriers
+    fence_async();  // makes the barriers visible to the copy engine
   }
-  __syncthreads();  // the barriers stand
+  __syncthreads();  // makes the barriers visible to all threads
   if (threadIdx.x < 256) {
     registers_up<240>();
     consume<T, D, CAPPED>(s, args);

@@ -1,15 +1,15 @@
 // what      Softmax attention on Hopper: one thread copies tiles of q, k and v, and whole warpgroups multiply them.
 // math      o = softmax(s) v,  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  lse_i = log sum_j e^s_ij; a
-//           head's sink is one more weight of every row, without a value. A query sees the keys from `left` before its
-//           own position to `right` behind it; the host replaces a limit that is missing by a large one
+//           head's sink is one more score of every row, without a value. A query sees the keys from `left` tokens
+//           before its own position to `right` tokens after it; the host replaces a missing limit by a large number
 //           A warpgroup holds 64 queries and visits their key tiles from the last to the first. For each: S = q k^T;
 //           mask; weights e^(S - m) with the running row maximum m; o = rescale * o + weights v. The product with v of
 //           one key tile runs while the weights of the next are computed
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], L [B, H, Tq] float32 or null: lse
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of
 //           `works`, in turn. Two warpgroups consume, three if K = 64 without a cap, each 64 queries of the tile;
-//           in one more warpgroup a single thread produces
-// smem      Shared: rings of q (through which o leaves, too), k and v tiles; the Work of each tile in the ring of q
+//           in one more warpgroup a single thread, the producer, copies
+// smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; q_empty, k_empty, v_empty: all consuming warps have read it.
 //           Named: 1 + warpgroup in zero_rows: zeros are written; 4 + warpgroup: its turn to issue products
 // numerics  scores, m, l, o in float32; e^(S - m) is rounded to T. m is raised only if it would grow by more than SLACK
@@ -23,10 +23,10 @@ constexpr float SLACK = 8.f;  // in base 2
 
 template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes [tokens, 64 columns] of q [64, 64], k and v [KEYS, 64], o [16, 64]
-  Rows<T> out;           // o, for rows that fill no whole box
+  Rows<T> out;           // o again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;     // [rounds, gridDim.x]
   float* L;              // lse, or null
-  const float* sinks;    // [H] or null
+  const float* sinks;    // [H]: the sinks' scores, or null
   i64 H, group, Tq, V, left, right;
   double scale, softcap;
 };
@@ -42,7 +42,8 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
       v_empty[KEY_STAGES];
 };
 
-// The producing thread: fills the rings with the tiles of all of the block's work. Values follow one key tile behind.
+// The producing thread: fills the rings with the tiles of all of the block's work. A tile of v is copied after the next
+// tile of k, as the consumers use them.
 template <typename T, class S> __device__ __forceinline__ void produce(S& s, const Args<T>& args) {
   const Work* next = args.works + blockIdx.x;
   fetch_work(s.coming, next);
@@ -60,7 +61,7 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
   };
   while (true) {
     const Work work = take_work(s.coming, next);
-    fetch_values();  // before a wait that may be long
+    fetch_values();  // before the wait for q_empty, which may be long
     barrier_wait(s.q_empty[q.stage], q.parity ^ 1);
     fence_async();  // orders the consumers' accesses to this stage, known by q_empty, before the copy engine's writes
     s.q_works[q.stage] = work;
@@ -106,7 +107,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   u32 weights[KEYS / 16][4];
   bool store_pending = false;  // lane 0: the copy engine may still read this warp's o, in stage previous_q_stage of q
   int previous_q_stage = 0;    // the stage of the last query tile that is complete
-  int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left more follow it
+  int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
   int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
   int valid_values;            // keys in the tile of v that is multiplied next; the rest belongs to other sequences
 
@@ -187,7 +188,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
         }
       sum[half] = partial[0] + partial[1];
     }
-    wgmma_keep(sum);  // otherwise the compiler moves the additions behind the wait for o
+    wgmma_keep(sum);  // otherwise the compiler moves the additions after the wait for o
   };
   auto round_weights = [&] {
 #pragma unroll
