@@ -25,8 +25,7 @@ PLACES = 4  # addresses for which launches, or a graph of them, are kept
 
 
 class Prompts:
-    """Computes prompts of the lengths in `rows` with a decoder's weights: logits of all, or only of the `last`
-    tokens."""
+    """Computes prompts of the lengths in `rows` with a decoder's weights; `last`: logits of last tokens only."""
 
     def __init__(self, decoder, rows, last: bool):
         self.my, self.device, self.bounds = decoder, decoder.device, rows.bounds
