@@ -269,8 +269,8 @@ class HopperBackward:
 
     `framed`: an empty segment is added before a sequence's segments and another after them. Summaries can then be
     computed before the final state's gradient is known: `resumed` inserts it for the last two segments. The initial
-    state's gradient is the one that the first, empty segment starts from. `short`: tokens of the first and the last of
-    three segments, if these are shorter than the middle one.
+    state's gradient is the one that the first, empty segment starts from. `short`: the tokens of the first and the
+    last of three segments per sequence; 0 for P segments of equal length.
     """
 
     def __init__(self, draft, problem, P, chunk, framed=False, short=0):
