@@ -311,7 +311,8 @@ class GradientsInChunks(Gradients):
 def add_up(draft, parts, total, normalized):
     """Launches total [B, H, T, K] = the sum of parts [tiles, B, heads, T, K] over tiles and heads of a group.
 
-    `normalized`: q or k, if the forward pass divided its rows by their norms; the sum is then taken through that.
+    `normalized`: q or k, if the forward pass divided its rows by their norms; the kernel then applies the pullback of
+    this division to the sum. None otherwise.
     """
     kernel, (tiles, _, heads, T, K), (B, H) = DeltaSumParts(total.dtype), parts.shape, total.shape[:2]
     sizes = {"B": B, "H": H, "T_": T, "K": K, "group": heads // max(H, 1), "tiles": tiles}
