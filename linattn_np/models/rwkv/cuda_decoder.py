@@ -354,7 +354,8 @@ class Step:
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
         """Adds the kernel that adds `added` to x, normalises x and mixes it with the previous token's by shares `maa`.
 
-        `squares`: whether `added` is the channel mix's product, which its gate multiplies.
+        `squares`: whether `added` is the channel mix's product, which is multiplied by that mix's gate, if there is
+        one.
         """
         buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
