@@ -4,7 +4,8 @@
 
 h_c [K, V] is the state before chunk c, decay_c the product of all decays of the chunk. Of its tokens i and j, qg_i is
 q_i times the decays since the chunk's start, kg_j is k_j times the decays until its end, and A_ij is q_i . k_j with the
-decays between them (0 for j > i, and with `exclusive`, that is, a read before the write, for j = i).
+decays between them, and 0 for j > i. If outputs read the state before the write (`exclusive`, RWKV-6), A_ii is the
+bonus sum_k q_ik u_k k_ik.
 
 Most of the work is products of small matrices, batched over chunks. Chunks are grouped into segments that fit in cache,
 and rows (pairs of batch entry and head) into blocks, the cores' tasks. The results do not depend on the grouping.
