@@ -77,7 +77,7 @@ class Attention:
         self.softcap, self.window = problem.options["softcap"], problem.options["window"]
         B, H, T, S, HK = problem.shape("B H T S HK")
         self.group, self.size = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
-        self.count = max(1, min(self.size, ROWS) // self.group)  # queries of a tile
+        self.count = max(1, min(self.size, ROWS) // self.group)  # queries of a tile, in each head
         rows = self.group * min(self.count, T)
         self.is_few = rows <= FEW_ROWS and S >= T
         width = max(problem.shape("K V"))
@@ -97,6 +97,7 @@ class Attention:
         return np.sqrt(np.vecdot(self.k, self.k))
 
     def finals(self):
+        """(L,), with L = m + log l in units of 1, if the problem asks for it, else ()."""
         if not self.problem.output_final_state:
             return ()
         return ((self.m if self.softcap else np.ldexp(self.m, self.exponents)) + np.log(self.l),)
@@ -122,15 +123,17 @@ class Attention:
         left, right = self.window
         for (start, stop), (first_key, last_key) in zip(self.problem.spans, self.problem.options["key_spans"]):
             ahead = last_key - stop
-            seeing = start if right < 0 else min(max(start, first_key - right - ahead), stop)
+            first_seeing = start if right < 0 else min(max(start, first_key - right - ahead), stop)
             if first_key == last_key:
-                seeing = stop
-            sequence = [Queries(slice(start, seeing), ahead, ())] if start < seeing else []
-            for first in range(seeing, stop, self.count):
+                first_seeing = stop
+            sequence = [Queries(slice(start, first_seeing), ahead, ())] if start < first_seeing else []
+            for first in range(first_seeing, stop, self.count):
                 last = min(first + self.count, stop)
-                begin = first_key if left < 0 else max(first_key, first + ahead - left)
-                end = last_key if right < 0 else min(last_key, last + ahead + right)
-                sequence.append(Queries(slice(first, last), ahead, tuple(self.tiles(first_key, last_key, begin, end))))
+                first_seen = first_key if left < 0 else max(first_key, first + ahead - left)
+                end_seen = last_key if right < 0 else min(last_key, last + ahead + right)
+                sequence.append(
+                    Queries(slice(first, last), ahead, tuple(self.tiles(first_key, last_key, first_seen, end_seen)))
+                )
             yield sequence
 
     def tiles(self, first_key, last_key, begin, end):
