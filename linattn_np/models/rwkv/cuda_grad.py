@@ -133,11 +133,13 @@ class Block:
         self.norm = getattr(mix.layer, mix.NORM)
 
     def forward(self, x, change):
+        """(the residual after adding `change`, the change that the mix adds next)."""
         self.x, self.moments, self.xx = self.do.add_norm(x, change, self.norm)
         self.before = self.do.before(self.xx)
         return self.x, self.changed()
 
     def changed(self):
+        """Runs the mix; returns its change of the residual."""
         self.change = self.mix.forward(self.xx, self.before, self.site)
         return self.change
 
@@ -147,6 +149,7 @@ class Block:
         self.mix = type(self.mix)(self.do, self.mix.layer)
 
     def forward_again(self):
+        """Computes again the arrays that `forget` has dropped."""
         if self.xx is None:
             _, self.moments, self.xx = self.do.add_norm(self.x, Change("Kept"), self.norm)
             self.changed()
