@@ -45,9 +45,8 @@ def plan_summary(problem, device):
     cut = segments.without_a_short_segment(problem, device, cut)
     draft = Draft()
     inputs = draft.mapped_inputs(problem)
-    launches = HopperForward(
-        draft, problem, cut, inputs, o=inputs[2]
-    )  # o is not written; v is passed for its tensor map
+    # o is not written; v is passed in its place for the tensor map
+    launches = HopperForward(draft, problem, cut, inputs, o=inputs[2])
     return launches.summary(problem.sizes["K"])
 
 
