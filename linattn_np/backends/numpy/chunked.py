@@ -55,45 +55,52 @@ def compiled(schedule, o, final, states):
     """
     member, chunking, (B, H) = schedule.member, schedule.chunking, o.shape[:2]
     begins, ends = (np.array([at.get(c, -1) for c in range(chunking.count)]) for at in (chunking.begins, chunking.ends))
-    how = chunking.table, begins, ends, np.float32(LIMIT), np.float32(member.scale), member.exclusive
-    left = np.ones((B, H), bool)
+    options = chunking.table, begins, ends, np.float32(LIMIT), np.float32(member.scale), member.exclusive
+    undone_rows = np.ones((B, H), bool)
 
     def rowwise(x):
+        """x [B, H, ...] as a contiguous array [B * H, ...] in the computing dtype."""
         return np.require(cast(x, schedule.dtype), None, "CW").reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def task(rows):
         arrays = [rowwise(x[rows]) for x in (member.q, member.k, member.v, member.g)]
         u = np.zeros((H, 0)) if member.u is None else member.u
         u = np.array(np.broadcast_to(u[rows[1]], (*o[rows].shape[:2], u.shape[1])), np.float32)
-        of_block = np.moveaxis(schedule.of_rows(final, rows), 1, 2)
-        to = o[rows]
-        found = rowwise(to if to.dtype == schedule.dtype else np.empty(to.shape, schedule.dtype))
-        initial = rowwise(of_block)
-        kept = np.empty((len(found), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
-        last, undone = initial.copy(), np.empty(left[rows].shape, bool)
-        schedule.loops.gated_rows(*arrays, rowwise(u), *how, initial, found, last, kept, undone.reshape(-1))
-        left[rows] = undone
-        of_block[~undone] = last[~undone.reshape(-1)]
-        if not np.may_share_memory(found, o):
-            assign(to, found.reshape(to.shape))
+        block_final = np.moveaxis(schedule.of_rows(final, rows), 1, 2)
+        o_block = o[rows]
+        o_rows = rowwise(o_block if o_block.dtype == schedule.dtype else np.empty(o_block.shape, schedule.dtype))
+        initial = rowwise(block_final)
+        block_states = np.empty((len(o_rows), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
+        last, undone = initial.copy(), np.empty(undone_rows[rows].shape, bool)
+        schedule.loops.gated_rows(
+            *arrays, rowwise(u), *options, initial, o_rows, last, block_states, undone.reshape(-1)
+        )
+        undone_rows[rows] = undone
+        block_final[~undone] = last[~undone.reshape(-1)]
+        if not np.may_share_memory(o_rows, o):
+            assign(o_block, o_rows.reshape(o_block.shape))
 
     in_parallel(task, row_blocks(B, H, max(1, B * H // (TASKS * workers()))), caller=True)
-    return schedule.blocks if left.all() else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(left).tolist()]
+    return (
+        schedule.blocks
+        if undone_rows.all()
+        else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(undone_rows).tolist()]
+    )
 
 
 def final_state(member):
     """The final state [N, H, K, V] from the state 0, without o; None if products alone do not give it accurately."""
     schedule, final = Schedule(member), member.state(None)
-    well = in_parallel(lambda rows: states_alone(schedule, rows, final), schedule.blocks)
-    return final if all(well) and by_token.is_finite(final) else None
+    accurate = in_parallel(lambda rows: states_alone(schedule, rows, final), schedule.blocks)
+    return final if all(accurate) and by_token.is_finite(final) else None
 
 
 def states_alone(schedule, rows, final):
     """Computes a block's states as `streamed` does, without o; returns whether no decay underflowed."""
     member, carried, scratch, in_range = schedule.member, None, thread_scratch(schedule.dtype), True
-    block = member.k[rows].shape[:2]
+    block_shape = member.k[rows].shape[:2]
     for first, segment in schedule.segments:
-        h, decay = schedule.states(block, segment.count, scratch)
+        h, decay = schedule.states(block_shape, segment.count, scratch)
         k, v, g = (segment.pack(x[rows], schedule.dtype) for x in (member.k, member.v, member.g))
         gates = Gates(g, scratch)
         kg = gated_keys(k, gates, decay, scratch)
@@ -179,10 +186,10 @@ class Schedule:
 
 def streamed(schedule, rows, o, final, states):
     """Computes a block of rows segment by segment, carrying the state; returns whether products gave o accurately."""
-    block, scratch, carried, accurate = o[rows].shape[:2], thread_scratch(schedule.dtype), None, True
+    block_shape, scratch, carried, accurate = o[rows].shape[:2], thread_scratch(schedule.dtype), None, True
     for first, segment in schedule.segments:
         n = segment.count
-        h, decay = schedule.states(block, n, scratch)
+        h, decay = schedule.states(block_shape, n, scratch)
         inside = within_chunks(schedule, rows, first, segment, h, decay, scratch)
         if carried is not None:
             h[:, :, 0] = carried
@@ -325,12 +332,16 @@ def vjp(member, o):
     final = forward(schedule, o, states)
 
     def pull(do, dstates):
-        gradients, of_final = Gradients(schedule), dstates.copy()
+        gradients, final_gradient = Gradients(schedule), dstates.copy()
         done = in_parallel(lambda rows: backward(schedule, rows, do, states, dstates, gradients), schedule.blocks)
         undone = [
-            rows for rows, well in zip(schedule.blocks, done) if not well or not schedule.finite_states(dstates, rows)
+            rows
+            for rows, accurate in zip(schedule.blocks, done)
+            if not accurate or not schedule.finite_states(dstates, rows)
         ]
-        in_parallel(lambda rows: backward_carefully(schedule, rows, do, states, of_final, dstates, gradients), undone)
+        in_parallel(
+            lambda rows: backward_carefully(schedule, rows, do, states, final_gradient, dstates, gradients), undone
+        )
         du = None if member.u is None else gradients.du.sum((0, 2))
         return (gradients.dq, gradients.dk, gradients.dv, gradients.dg, du), dstates
 
