@@ -98,9 +98,11 @@ class Prompts:
 
     # -- the plans: `seen` has an `Array` for each of the arrays -----------------------------------------------------
     def draw_start(self, draft: Draft, seen):
+        """Adds the embedding and its norm."""
         kernels.ChosenNorm.launch(draft, seen.tokens, seen.embedding, seen.ln0, seen.x, self.my.layer_eps)
 
     def draw_layer(self, draft: Draft, seen):
+        """Adds a layer's two mixes."""
         pieces = self.my.pieces(self.my, draft, self.bounds, seen)
         att_shift, wkv, ffn_shift = (
             Change(getattr(seen, f"{name}_before"), getattr(seen, f"{name}_after")) for name in STATE
@@ -108,6 +110,7 @@ class Prompts:
         pieces.channel_mix(seen, pieces.time_mix(seen, seen.x, att_shift, wkv), ffn_shift)
 
     def draw_head(self, draft: Draft, seen):
+        """Adds the last norm and the head for the tokens whose logits are wanted."""
         normed = draft.empty((1, len(self.wanted), self.my.sizes["D"]), self.my.dtype)
         wanted = draft.table(self.wanted)
         kernels.ChosenNorm.launch(draft, wanted, seen.x, seen.ln_out, normed, self.my.layer_eps)
@@ -165,9 +168,11 @@ class Pieces:
         return {}
 
     def time_mix(self, layer, x, shift, wkv):
+        """Adds a version's time mix; returns the residual x."""
         raise NotImplementedError
 
     def channel_mix(self, layer, x, shift):
+        """Adds a version's channel mix; returns the residual x."""
         raise NotImplementedError
 
     def shift_mix(self, layer, norm, maa, x, shift):
@@ -201,6 +206,7 @@ class Pieces:
         return widened(self.draft, w, getattr(layer, f"{name}{SCALES}"), self.wide, self.dtype)
 
     def product(self, layer, name, x):
+        """Adds the product of x and matrix `name`; returns it."""
         y, is_stack = self.results[name], x.ndim == 3
         self.draft.product(self.matrix(layer, name), x if is_stack else x[None], y)
         return y if is_stack else y[0]
@@ -211,6 +217,7 @@ class Pieces:
         return x
 
     def add_product(self, layer, name, x, y):
+        """Adds the product of y and matrix `name` to the residual x, in place."""
         self.draft.product(self.matrix(layer, name), y[None], x[None], add=True)
         return x
 
