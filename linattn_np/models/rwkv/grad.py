@@ -63,11 +63,13 @@ class Recorded:
         self.products, self.drop, self.cut, self.pulls = products, drop, cut, {}
 
     def shift_mix(self, layer, norm, maa, x, shift):
+        """(mixes xx + d maa, xx, d): xx is the normed x, d the difference from the previous token's xx."""
         xx, self.pull_norm = layer_norm(x, getattr(layer, norm))
         self.d, self.pull_shift = token_shift(xx, self.cut)
         return lerp(xx, self.d, beside(getattr(layer, maa), x)), xx, self.d
 
     def product(self, layer, name, x):
+        """The product of x and matrix `name`; stores its pullback in `pulls`."""
         y, self.pulls[name] = linear(x, getattr(layer, name), self.products)
         return y
 
@@ -84,6 +86,7 @@ class Recorded:
         return self.add(x, self.product(layer, name, y))
 
     def add(self, x, change):
+        """x plus a change, with dropout; stores the dropout's pullback."""
         change, self.pull_drop = self.drop(change)
         return x + change
 
