@@ -92,11 +92,11 @@ class Inputs:
     def __init__(self, draft, problem):
         self.draft, self.problem, axes = draft, problem, problem.op.arrays
         self.names = {KERNEL_NAMES.get(name, name): name for name in axes}
-        gates = "K" in axes.get(self.names.get("g"), "").split()
-        self.rule = DPLR if "a" in axes else KDA if gates else GATED_DELTA
+        has_channel_gates = "K" in axes.get(self.names.get("g"), "").split()
+        self.rule = DPLR if "a" in axes else KDA if has_channel_gates else GATED_DELTA
         self.group = max(1, problem.sizes["H"] // max(1, problem[next(iter(axes))].shape[1]))
         self.normalized = problem.options.get("qk_l2norm", False)
-        self.arrays = {name: self.rows_of(own) for name, own in self.names.items()}
+        self.arrays = {name: self.rows_of(name_in_call) for name, name_in_call in self.names.items()}
         self.gate = gate_dtype(problem)
         for name in ("g", "beta"):
             if name in self.arrays:
@@ -105,6 +105,7 @@ class Inputs:
             self.arrays["g"] = draft.table(np.zeros((1,) * self.arrays["beta"].ndim, self.gate))
 
     def rows_of(self, name):
+        """An array with rows of K or V numbers, or of 1 for a scalar per token and head."""
         x, last = self.problem[name], self.problem.op.arrays[name].split()[-1]
         return self.draft.in_rows(x, name) if last in "KV" else x[..., None]
 
@@ -171,6 +172,7 @@ FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
 
 
 def recurrent_kernel(inputs, pairs, device):
+    """The forward kernel that goes token by token; `pairs`: the numbers of sequences and of heads."""
     K, V = inputs.problem.shape("K V")
     return DeltaRecurrentForward.fitting(*inputs.instance, K, V, pairs[0] * pairs[1], device.multiprocessors)
 
