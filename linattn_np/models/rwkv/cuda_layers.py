@@ -61,7 +61,7 @@ class CudaLayers(NotCopied):
 
 
 def recent(kept, key, make, before_dropping=lambda: None, most=MOST_KEPT):
-    """The value of `key` in the cache `kept`, made if missing; of more than `most` the oldest in use is dropped."""
+    """The value of `key` in the cache `kept`, made if missing; beyond `most`, the least recently used goes."""
     found = kept.pop(key, None)
     kept[key] = make() if found is None else found
     if len(kept) > most:
