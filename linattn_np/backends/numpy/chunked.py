@@ -247,7 +247,8 @@ def carefully(schedule, rows, o, initial, final, states):
         if redo[0].size:
             options = rows_of_bonus(member, rows, redo), member.scale, member.exclusive
             stepwise, after[redo] = by_token.forward(*(x[redo] for x in inputs), *options, carried[redo])
-            overflowed = ~np.isfinite(stepwise) & np.isfinite(o_chunk[redo])  # in the state, not in A v
+            # Where the state of the token-by-token form overflows within the chunk, o from the scores is kept.
+            overflowed = ~np.isfinite(stepwise) & np.isfinite(o_chunk[redo])
             o_chunk[redo] = np.where(overflowed, o_chunk[redo], stepwise)
         segment.unpack_into(o[rows], o_chunk[:, :, None])
         carried = after
@@ -387,11 +388,11 @@ def backward(schedule, rows, do, states, dstates, gradients):
         if carried is not None:
             dh[:, :, -1] = carried
         schedule.chunking.scan_back(rows, first, scores.decay, dh, dstates)
-        found = list(gradients.memory(rows, segment, scratch))
+        gradient_parts = list(gradients.memory(rows, segment, scratch))
         h = states[rows][:, :, first : first + segment.count]
-        du = products.vjp(h, dh, found)
-        gradients.put(rows, segment, first, du, found)
-        accurate &= by_token.is_finite(*found) and not scores.gates.underflow(h, dh[:, :, 1:])
+        du = products.vjp(h, dh, gradient_parts)
+        gradients.put(rows, segment, first, du, gradient_parts)
+        accurate &= by_token.is_finite(*gradient_parts) and not scores.gates.underflow(h, dh[:, :, 1:])
         carried = dh[:, :, 0].copy()
     return accurate
 
