@@ -36,7 +36,7 @@ def to_backend(problem: Problem) -> Problem:
     if problem.out is not None and "out" not in problem.copied_arrays:
         out = folded(problem, in_time(problem, problem.out, problem.op.out), problem.op.out)
     mask = problem.mask
-    if mask is not None and problem.gradient:  # the pullback reads the mask, which the caller may change before
+    if mask is not None and problem.gradient:  # the caller may change the mask before the pullback reads it
         mask = mask.copy()
     return problem.replace(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
 
