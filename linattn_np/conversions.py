@@ -2,8 +2,9 @@
 
 A backend gets arrays [B, H, T, ...] in the recurrence's order of time, states [N, H, K, V], as many heads of v as of q,
 and no padding. The caller may pass [B, T, H, ...] (`layout`), time running backwards (`reverse`), states [N, H, V, K]
-(`state_v_first`), more heads of v (grouped value heads) and padding (`mask`). Conversions are views, but two copy:
-padding always, and grouped heads that do not lie side by side in memory.
+(`state_v_first`), more heads of v than of q (grouped value heads: a group's heads are folded into the columns of v)
+and padding (`mask`). Conversions are views, except for padding, which is filled in a copy, and for grouped heads that
+are not adjacent in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def is_transformed(problem: Problem) -> bool:
 
 
 def to_backend(problem: Problem) -> Problem:
-    """The problem with a backend's arrays; without `out` if the backend cannot write there without a copy."""
+    """The problem with a backend's arrays; its `out` is None if no view of the caller's `out` has a backend's axes."""
     arrays = {
         name: array_to_backend(problem, x, problem.op.arrays[name], padding.value_of_padding(problem, name))
         for name, x in problem.arrays.items()
@@ -35,7 +36,7 @@ def to_backend(problem: Problem) -> Problem:
     if problem.out is not None and "out" not in problem.copied_arrays:
         out = folded(problem, in_time(problem, problem.out, problem.op.out), problem.op.out)
     mask = problem.mask
-    if mask is not None and problem.gradient:  # a pullback reads it again
+    if mask is not None and problem.gradient:  # the caller may change the mask before the pullback reads it
         mask = mask.copy()
     return problem.replace(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
 
@@ -45,26 +46,26 @@ def with_output(problem: Problem) -> Problem:
     if not problem.reverse or problem.out is not None:
         return problem
     like = next(in_time(problem, x, axes) for x, axes in zip(problem.arrays.values(), problem.op.arrays.values()))
-    o = np.empty_like(like, shape=problem.shape(problem.op.out), dtype=problem.dtype)  # CuPy's for CuPy's
+    o = np.empty_like(like, shape=problem.shape(problem.op.out), dtype=problem.dtype)  # a CuPy array if `like` is one
     return problem.replace(out=in_time(problem, o, problem.op.out))
 
 
 def copied_arrays(problem: Problem) -> tuple[str, ...]:
-    """The names of the caller's arrays that are copied because a group's value heads do not lie side by side."""
+    """The names of the caller's arrays that are copied because a group's value heads are not adjacent in memory."""
     if problem.groups == 1:
         return ()
     state = problem.initial_state and state_in_order(problem, problem.initial_state[0])
-    wide = [(name, x) for name, x in problem.arrays.items() if value_heads.has_columns(problem.op.arrays[name])]
+    with_columns = [(name, x) for name, x in problem.arrays.items() if value_heads.has_columns(problem.op.arrays[name])]
     return tuple(
         name
-        for name, x in (*wide, ("initial_state", state), ("out", problem.out))
+        for name, x in (*with_columns, ("initial_state", state), ("out", problem.out))
         if x is not None and not value_heads.folds_in_place(x)
     )
 
 
 # -- from the caller to a backend -------------------------------------------------------------------------------------
 def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
-    """The backend's array of the caller's [B, H, T, ...]; its padding is filled with `fill`."""
+    """The caller's array [B, H, T, ...] as the backend's; its padding is filled with `fill`."""
     x = folded(problem, in_time(problem, x, axes), axes)
     if problem.mask is None or "T" not in axes.split():
         return x
@@ -73,49 +74,49 @@ def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
 
 
 def state_to_backend(problem: Problem, part, axes: str):
-    """The backend's array of a part of the caller's state, or of its gradient."""
+    """A part of the caller's state, or of its gradient, as the backend's array."""
     return folded(problem, state_in_order(problem, part), axes)
 
 
 # -- from a backend to the caller -------------------------------------------------------------------------------------
 def to_caller(problem: Problem, native, axes: str):
-    """The caller's array of a backend's; padding is 0."""
+    """A backend's array as the caller's; padding becomes 0."""
     if problem.mask is not None and "T" in axes.split():
         native = padding.fill(native, padding_of(problem))
     return swap_heads(unfolded(problem, in_time(problem, native, axes), axes), axes, problem.layout)
 
 
 def state_to_caller(problem: Problem, part, axes: str):
-    """The caller's array of a backend's part of a state, or of its gradient."""
+    """A part of a backend's state, or of its gradient, as the caller's array."""
     return state_in_order(problem, unfolded(problem, part, axes))
 
 
 def states_to_caller(problem: Problem, parts):
-    """All parts of a state, or their gradients, in the caller's kind of array: one array, or a tuple."""
+    """All parts of a state, or their gradients, as arrays of the caller's library: one array, or a tuple of several."""
     parts = tuple(in_kind(problem, state_to_caller(problem, part, axes)) for part, axes in zip(parts, problem.op.state))
     return parts if len(parts) > 1 else parts[0]
 
 
 def in_kind(problem: Problem, native):
-    """A native result as an array of the caller's library; negative strides, which few libraries have, are copied."""
+    """A NumPy or CuPy result as the caller's library's; copied if strides are negative, which few others allow."""
     if problem.kind not in ("numpy", "cupy") and any(stride < 0 for stride in native.strides):
         native = native.copy()
     return array_kinds.from_native(native, problem.kind, problem.example)
 
 
 def callers_sizes(problem: Problem) -> dict[str, int]:
-    """The sizes with V as the caller has it."""
+    """The problem's sizes, with V per value head as in the caller's arrays, not per group."""
     return problem.sizes | {"V": problem.sizes["V"] // problem.groups}
 
 
-# -- one thing at a time ----------------------------------------------------------------------------------------------
+# -- each conversion alone --------------------------------------------------------------------------------------------
 def in_time(problem: Problem, x, axes: str):
-    """The caller's order of time <-> the recurrence's; a view, its own inverse."""
+    """Converts between the caller's and the recurrence's order of time; its own inverse, a view."""
     return x[:, :, ::-1] if problem.reverse and axes.split()[:3] == ["B", "H", "T"] else x
 
 
 def state_in_order(problem: Problem, part):
-    """The caller's order of a state's sequences and axes <-> a backend's; a view, its own inverse."""
+    """Converts between the caller's and a backend's order of a state's sequences and axes; its own inverse, a view."""
     part = part[::-1] if problem.reverse and problem.varlen else part
     return part.swapaxes(2, 3) if problem.state_v_first and part.ndim == 4 else part
 

@@ -1,6 +1,8 @@
-"""The declarations of all operators, steps and stages: their arrays with the axes, and their other properties.
+"""The declarations of all operators, their one-token steps and the stages of the chunked form.
 
-Public functions, backends' equations and planners refer to an operator by its declaration, an `Op`.
+A declaration is an `Op`: the arrays with their axes, the gates, the state, the options, and the checks of arguments.
+Public functions, the backends' equations and the planners refer to an operator by its declaration. Axes: batch B, heads
+H, heads of shared arrays HK, tokens T, keys S of softmax attention, channels K of keys and V of values, sequences N.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ GATED: list[Op] = []  # the members that backends compute; the other members are
 
 
 def gated(op: Op) -> Op:
-    """A member of the gated family: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, read before or after the write."""
+    """Registers a member of the gated family: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T.
+
+    A member's output reads S_{t-1} (`reads_before_write`) or S_t.
+    """
     op = replace(op, transition=Transition.DIAGONAL)
     MEMBERS.append(op)
     if op.derived is None:
@@ -53,19 +58,21 @@ QGV = {"q": TOKENS, "g": TOKENS, "v": "B H T V"}
 QKV = KEYS | {"v": "B H T V"}
 
 
-# -- fewer heads of keys -----------------------------------------------------------------------------------------------
+# -- arrays with fewer heads than the others ---------------------------------------------------------------------------
 class SharedHeadsOp(Op):
-    """The declaration of an operator whose arrays `shared` may have HK heads, a divisor of the H of the others: head h
-    takes theirs of number ``h // (H // HK)``."""
+    """The declaration of an operator whose arrays named in `shared` may have HK heads, a divisor of the others' H.
+
+    Head h of the others reads head ``h // (H // HK)`` of the shared arrays.
+    """
 
     shared: ClassVar[tuple[str, ...]]
 
     def groups(self, views, layout):
-        return 1  # every head has a column block of its own
+        return 1  # heads are never folded into the columns of v
 
     def callers_axes(self, name, groups):
-        axes = super().callers_axes(name, groups)
-        return axes.replace("H", "HK") if name in self.shared else axes
+        caller_axes = super().callers_axes(name, groups)
+        return caller_axes.replace("H", "HK") if name in self.shared else caller_axes
 
     def sizes(self, views, layout, groups=1):
         sizes = super().sizes(views, layout, groups)
@@ -77,7 +84,7 @@ class SharedHeadsOp(Op):
 
 # -- gated operators ---------------------------------------------------------------------------------------------------
 class ValueGateOp(Op):
-    """The declaration of a call with a gate for the values, too."""
+    """The declaration of `gla` with `gv`, a gate of the value channels beside that of the key channels."""
 
     def route(self, mode, chunk_size, materialize):
         if materialize is not None:
@@ -106,11 +113,13 @@ HGRN2 = gated(Op("hgrn2", QGV, gates=("g",), derived=KEY_OF_HGRN2))
 
 
 class SimpleGlaOp(SharedHeadsOp):
-    """The declaration of an operator with a scalar gate: q and k may have fewer heads than v and the gate, as in
-    Mamba-2, or all of them fewer than v."""
+    """The declaration of an operator with one decay per token and head.
+
+    q and k may have fewer heads than v and g, as in Mamba-2; or q, k and g may have fewer heads than v.
+    """
 
     shared = ("q", "k")
-    groups = Op.groups
+    groups = Op.groups  # folds value heads that share q, k and g into the columns of v
 
     def check(self, inputs, **arguments):
         problem = super().check(inputs, **arguments)
@@ -135,22 +144,22 @@ class RetentionOp(Op):
     def log_decay(self, gamma, heads) -> np.ndarray:
         """log(gamma), [H] float64 on the host; -inf where gamma is 0.
 
-        float32 has no number between 1 - 2^-24 and 1, where the decays of most heads of RetNet are, but their logs.
+        RetNet's decays 1 - 2^(-5 - h) of heads h >= 20 round to 1 in float32; their logarithms keep all digits.
         """
         if gamma is None:
             return np.log1p(-(2.0 ** (-5.0 - np.arange(heads))))
         if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
             self.refuse("gamma", f"is a {kind_of(gamma)}, expected host numbers", ContractTypeError)
-        values = host_array(gamma)
-        if values is None:
+        decays = host_array(gamma)
+        if decays is None:
             self.refuse("gamma", f"is {shown(gamma)}, expected host numbers", ContractTypeError)
-        values = values.astype(np.float64)
-        if values.shape not in ((), (heads,)):
-            self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
-        if not ((values >= 0) & (values <= 1)).all():
+        decays = decays.astype(np.float64)
+        if decays.shape not in ((), (heads,)):
+            self.refuse("gamma", f"is {decays.shape}, expected [H] = ({heads},) or one number")
+        if not ((decays >= 0) & (decays <= 1)).all():
             self.refuse("gamma", f"is {shown(gamma)}, expected decays between 0 and 1")
         with np.errstate(divide="ignore"):
-            return np.broadcast_to(np.log(values), (heads,))
+            return np.broadcast_to(np.log(decays), (heads,))
 
     @staticmethod
     def decay_over(log_decay, tokens):
@@ -163,7 +172,7 @@ FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
 class LinearAttentionOp(Op):
-    """The declaration of linear attention; with `normalize` its state has a second part, the normaliser z."""
+    """The declaration of linear attention. With `normalize` its state has a second part, the keys' sum z [N, H, K]."""
 
     def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
         self.one_of("feature_map", feature_map, FEATURE_MAPS)
@@ -180,9 +189,9 @@ NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 # -- the delta rule ----------------------------------------------------------------------------------------------------
 class DeltaRuleOp(SharedHeadsOp):
-    """The declaration of an operator that writes what the state does not know of a value: S' + beta k (v - S'^T k)^T.
+    """The declaration of a delta rule: S_t = S' + beta k (v - S'^T k)^T, where S' is S_{t-1} times the decay, if any.
 
-    An option of the problem: `qk_l2norm`, whether queries and keys are divided by their lengths.
+    Option of the problem: `qk_l2norm`, whether queries and keys are divided by their L2 norms.
     """
 
     shared = ("q", "k")
@@ -199,14 +208,14 @@ DELTA_RULES: list[Op] = []
 
 
 def rank_one(op: Op) -> Op:
-    """An operator whose transition is a diagonal matrix and one of rank one."""
+    """Registers an operator whose transition is a diagonal matrix plus a matrix of rank one."""
     op = replace(op, modes=("recurrent", "chunk"), transition=Transition.RANK_ONE)
     DELTA_RULES.append(op)
     return op
 
 
 def delta_rule(name, **gates) -> Op:
-    """The delta rule with these gates before beta, the strength of a token."""
+    """Declares a delta rule whose arguments are q, k, v, `gates` (name to axes) and beta, the strength of a write."""
     arrays, keywords = QKV | gates | {"beta": "B H T"}, DeltaRuleOptions
     return rank_one(DeltaRuleOp(name, arrays, gates=(*gates, "beta"), strengths=("beta",), keywords=keywords))
 
@@ -226,11 +235,11 @@ RWKV7 = rank_one(
 
 # -- softmax attention -------------------------------------------------------------------------------------------------
 class SoftmaxAttentionOp(SharedHeadsOp):
-    """H heads of T queries attend to HK heads of S keys and values. With `return_lse` the logarithm of each query's sum
-    is a second result, which is declared as a part of the state.
+    """The declaration of softmax attention: H heads of T queries attend to HK heads of S keys and values.
 
-    Options of the problem: `window`, (left, right) keys beside a query's own place, right <= 0 where causal, -1 for no
-    bound; `softcap`, 0 for none; `key_spans`, the keys of each sequence.
+    With `return_lse` the log-sum-exp of each query's scores is a second result, declared as a part of the state.
+    Options of the problem: `causal`; `window`, (left, right): how many keys a query sees on either side of its own
+    position, -1 for no bound; `softcap`, 0 for none; `key_spans`, the keys of each sequence.
     """
 
     shared = ("k", "v")
@@ -265,7 +274,7 @@ class SoftmaxAttentionOp(SharedHeadsOp):
         )
 
     def refuse_missing(self, dropout_p, block_table):
-        """Refuses values of two arguments of FlashAttention that no backend supports."""
+        """Refuses FlashAttention's dropout and paged caches, which no backend supports."""
         if not is_real(dropout_p) or dropout_p != 0:
             self.refuse("dropout_p", f"is {shown(dropout_p)}, but there is no dropout: it must be 0", NotSupported)
         if block_table is not None:
@@ -284,7 +293,7 @@ class SoftmaxAttentionOp(SharedHeadsOp):
         self.refuse("k", f"and v have {HK} heads, expected as many as q, H={H}, or a divisor of it")
 
     def window(self, window, causal, T, S):
-        """(left, right), -1 for no bound; a bound beyond all keys is none."""
+        """The argument `window` as (left, right) integers; -1 also for a bound that excludes no key."""
         left, right = (-1, -1) if window is None else self.pair(window)
         if causal:
             right = 0
@@ -307,7 +316,7 @@ class SoftmaxAttentionOp(SharedHeadsOp):
         return float(softcap)
 
     def key_spans(self, cu_seqlens_k, problem) -> varlen.Spans:
-        """The keys of each sequence: without `cu_seqlens_k` as many as queries, or of a dense batch all."""
+        """The keys of each sequence. Without `cu_seqlens_k`: those at its queries' positions; all S if dense."""
         S = problem.sizes["S"]
         if not problem.varlen:
             if cu_seqlens_k is not None:
@@ -337,20 +346,21 @@ SOFTMAX_SINKS = SoftmaxAttentionOp(
 )
 SOFTMAX_ATTENTION = replace(SOFTMAX_SINKS, arrays=QKV, gates=(), with_more=SOFTMAX_SINKS)
 WITH_LSE = {op: replace(op, state=("B H T",)) for op in (SOFTMAX_ATTENTION, SOFTMAX_SINKS)}
-SOFTMAX = (*WITH_LSE, *WITH_LSE.values())  # a backend's kernels of it are those of each
+SOFTMAX = (*WITH_LSE, *WITH_LSE.values())  # with or without sinks, with or without the log-sum-exp
 
 
 OPERATORS = (*MEMBERS, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, *DELTA_RULES, SOFTMAX_ATTENTION)
 
 
 # -- one token, or a few -----------------------------------------------------------------------------------------------
-MOST_PENDING = 8  # tokens that a state has not taken yet
+MOST_PENDING = 8  # tokens, at most, that a step keeps beside the state until they are accepted
 
 
 class StepOp(Op):
-    """The declaration of a step: the state is written, and may be a pool of which `slots` are in use.
+    """The declaration of a step, which updates the state in place.
 
-    With `pending` the arrays have an axis of tokens, which the state takes at the next call: the `accepted` first ones.
+    The state may be a pool; `slots` then names each sequence's row. With `pending` (speculative decoding) the arrays
+    have an axis of tokens. These are kept in `pending`; the next call writes the first `accepted` of them to the state.
     """
 
     @classmethod
@@ -382,8 +392,8 @@ class StepOp(Op):
         return inspect.Signature([*parameters[:arrays], state, *parameters[arrays:]])
 
     def check(self, inputs, *, state=None, slots=None, pending=None, accepted=None, **arguments):
-        declared = self if pending is None else self.of_several
-        problem = super(StepOp, declared).check(inputs, mode="recurrent", **arguments)
+        step = self if pending is None else self.of_several
+        problem = super(StepOp, step).check(inputs, mode="recurrent", **arguments)
         B = problem.sizes["B"]
         pool = problem.sizes | {"N": B if slots is None else size_of_axis(state, 0)}
         (axes,) = self.state
@@ -392,21 +402,23 @@ class StepOp(Op):
         slots = self.slots(slots, B, pool["N"], problem.home)
         pending = self.pending(pending, problem, pool, state.dtype)
         accepted = self.accepted(accepted, pending, problem)
-        given = {"state": state, "slots": slots, "pending": pending, "accepted": accepted}
-        return problem.replace(options=problem.options | given)
+        options = {"state": state, "slots": slots, "pending": pending, "accepted": accepted}
+        return problem.replace(options=problem.options | options)
 
     def groups(self, views, layout):
         return 1  # every head has a state of its own
 
     def numbers(self, K, V) -> tuple[int, ...]:
-        """The numbers of a pending token, part by part: decays, of every channel or one, the keys that are written
-        and the columns behind each of them. RWKV-7 writes two keys, one of which takes what another finds."""
+        """How many numbers `pending` keeps of a token, part by part: decays (K or 1), written keys, written values.
+
+        The other operators write one key and one value a token. RWKV-7 writes two: (k, v) and (b, S^T a).
+        """
         keys = 2 if "a" in self.arrays else 1
         gates = K if any(self.arrays[name].endswith("K") for name in self.decays) else 1
         return gates, *keys * (K,), *keys * (V,)
 
     def pending(self, pending, problem, pool, state_dtype):
-        """The memory of pending tokens [N, H, M, W], or None."""
+        """The checked argument `pending` [N, H, M, W]: M tokens of W numbers each; or None."""
         if pending is None:
             return None
         T, K, V = problem.shape("T K V")
@@ -422,7 +434,7 @@ class StepOp(Op):
         return pending
 
     def accepted(self, accepted, pending, problem):
-        """[B] int64 where the state lives, or None, which is none."""
+        """The checked argument `accepted`: [B] int64 on the state's device; or None, which accepts no token."""
         if accepted is None:
             return None
         if pending is None:
@@ -430,7 +442,7 @@ class StepOp(Op):
         return self.placed("accepted", accepted, "B", problem.sizes, problem.home, (np.dtype(np.int64),))
 
     def check_contents(self, problem):
-        """Refuses numbers of accepted tokens that there cannot be; those on a device are trusted."""
+        """Refuses counts in `accepted` below 0 or above M; counts on a device are not read."""
         accepted = problem.options["accepted"]
         if accepted is None or problem.home != "host" or not accepted.size:
             return
@@ -439,7 +451,7 @@ class StepOp(Op):
             self.refuse("accepted", f"runs from {accepted.min()} to {accepted.max()}, expected 0 to {M} pending tokens")
 
     def slots(self, slots, count, pool, home):
-        """[B] int64 where the state lives, or None. Host slots are checked; device slots are trusted."""
+        """The argument `slots` as [B] int64, or None. Host values are checked; values on a device are not read."""
         if slots is None:
             return None
         if array_kinds.kind(slots) == "cupy":
@@ -465,7 +477,7 @@ class StepOp(Op):
 
 
 def size_of_axis(x, axis) -> int:
-    """0 if there is no such axis."""
+    """The size of an axis of x; 0 if x has no such axis."""
     shape: tuple[int, ...] = getattr(x, "shape", ())
     return int(shape[axis]) if len(shape) > axis else 0
 
@@ -489,7 +501,7 @@ STEPS_OF_SEVERAL = tuple(op.of_several for op in STEPS)
 # -- the stages of the chunked form ------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class StageOp(Op):
-    """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
+    """The declaration of a stage. `chunk_size` and the sequences fix the axes C (a chunk's tokens) and NC (chunks)."""
 
     state: tuple[str, ...] = ()
     keywords: type = StageOptions
@@ -510,13 +522,13 @@ class StageOp(Op):
         if chunk_size is None:
             self.refuse("chunk_size", "is None, expected a positive multiple of 16")
         problem = super().check(inputs, mode="staged", chunk_size=chunk_size, **arguments)
-        settled = {"C": problem.chunk_size, "NC": len(problem.spans.chunks(problem.chunk_size))}
-        for axis, wanted in settled.items():
-            if problem.sizes.get(axis, wanted) != wanted:
+        fixed = {"C": problem.chunk_size, "NC": len(problem.spans.chunks(problem.chunk_size))}
+        for axis, size in fixed.items():
+            if problem.sizes.get(axis, size) != size:
                 name = next(n for n, axes in self.arrays.items() if axis in axes.split())
-                found = f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}"
-                self.refuse(name, found)
-        return problem.replace(sizes=problem.sizes | settled)
+                message = f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {size}"
+                self.refuse(name, message)
+        return problem.replace(sizes=problem.sizes | fixed)
 
 
 CHUNK_CUMSUM = StageOp("chunk_cumsum", {"g": TOKENS}, out=TOKENS, pair=True)

@@ -1,4 +1,4 @@
-"""What the functions for torch and JAX share: reading a call, computing it, and a framework's CUDA stream."""
+"""What the functions for torch and for JAX have in common: signatures, reading a call's arguments, computing a call."""
 
 from __future__ import annotations
 
@@ -31,39 +31,42 @@ STEP_DOC = """`linattn_np.{name}` as a differentiable function of {kind}: ``(o, 
     """
 
 
-WRITTEN = ("slots", "pending", "accepted", "out")  # keywords of steps that speak of memory which they write
+WRITTEN = ("slots", "pending", "accepted", "out")  # keywords of steps that concern memory updated in place
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A declared operator, and the signature of a framework's function of it."""
+    """A declared operator and the signature of its function for a framework."""
 
     declared: Op
     signature: inspect.Signature
 
     @classmethod
     def of(cls, declared, without=("out",), more=()) -> Operator:
-        """The operator without the keyword arguments `without`, and with the arguments `more`, by default None."""
+        """An operator whose function lacks the keywords `without` and has the keywords `more`, with default None."""
         accepted = [parameter for name, parameter in declared.signature.parameters.items() if name not in without]
         accepted += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
         return cls(declared, inspect.Signature(accepted))
 
     def document(self, public, kind: str):
+        """Gives the function `public` this operator's name, docstring and signature; `kind` names its arrays."""
         given, kept = self.declared.signature.parameters, self.signature.parameters
         without = " and ".join(f"`{name}`" for name in given if name not in kept)
         doc = DOC.format(name=self.declared.name, kind=kind, without=without)
         return named_function(public, self.declared.name, doc, self.signature)
 
     def take_apart(self, positional, named):
-        """(declaration, arrays, parts of the initial state or None, everything else) of a call."""
+        """A call as (declaration, arrays, tuple of the initial state's parts or None, dict of all other arguments)."""
         declared, arrays, arguments = self.declared.taken_apart(positional, named, self.signature)
         state = arguments.pop("initial_state", None)
-        if "precision" in self.signature.parameters:  # settled here: frameworks call back from threads of their own
+        if (
+            "precision" in self.signature.parameters
+        ):  # read in the caller's thread: frameworks run callbacks in other threads
             arguments["precision"] = arguments.get("precision") or current()
         return declared, arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
 
     def run(self, arrays, state, arguments) -> list:
-        """[o, *parts of the final state], where one is asked for."""
+        """Computes a call: [o, *parts of the final state, if it is requested]."""
         return flat(call(self.declared, arrays, **arguments, **initial(state)))
 
     def gradients(self, arrays, state, arguments, do, dht) -> list:
@@ -73,9 +76,9 @@ class Operator:
 
 
 def functions(differentiable, kind: str) -> dict:
-    """{name: function} of every operator and step; ``differentiable(op)`` is a framework's function of an operator."""
-    found = {op.name: differentiable(op) for op in OPERATORS}
-    return found | {op.name: step(found[op.name.removesuffix("_step")], op, kind) for op in STEPS}
+    """{name: function} for all operators and steps; ``differentiable(op)`` makes an operator's."""
+    operators = {op.name: differentiable(op) for op in OPERATORS}
+    return operators | {op.name: step(operators[op.name.removesuffix("_step")], op, kind) for op in STEPS}
 
 
 def named_function(public, name, doc, signature):
@@ -86,7 +89,7 @@ def named_function(public, name, doc, signature):
 
 
 def bound(name, signature, positional, named):
-    """The arguments by their names; a TypeError names the function, as Python's own do."""
+    """The call's bound arguments; a TypeError begins with the function's name, as Python's own do."""
     try:
         return signature.bind(*positional, **named)
     except TypeError as error:
@@ -94,7 +97,7 @@ def bound(name, signature, positional, named):
 
 
 def step(operator, declared: Op, kind: str):
-    """A declared step by the framework's function `operator`, on a sequence of one token."""
+    """The framework's function of a declared step: it calls the operator's function on a sequence of one token."""
     accepted = [x for name, x in declared.signature.parameters.items() if name not in WRITTEN]
     signature = inspect.Signature(accepted, return_annotation=tuple)
 
@@ -108,22 +111,22 @@ def step(operator, declared: Op, kind: str):
             declared.logical(name, x, axes, "bhtd")[:, :, None] if axes.startswith("B") else x
             for (name, axes), x in zip(declared.arrays.items(), arrays)
         ]
-        kept = str(state.dtype).removeprefix("torch.")
-        o, state = operator(*tokens, initial_state=state, output_final_state=True, state_dtype=kept, **arguments)
+        state_dtype = str(state.dtype).removeprefix("torch.")
+        o, state = operator(*tokens, initial_state=state, output_final_state=True, state_dtype=state_dtype, **arguments)
         return o[:, :, 0], state
 
     return named_function(public, declared.name, STEP_DOC.format(name=declared.name, kind=kind), signature)
 
 
 def outline(declared, arrays, state, arguments, library: str):
-    """(problem, [o, *final state's parts] without memory) of a call on blank arrays, once it is seen to fit.
+    """Checks a call on `blank` arrays: (problem, [o, *parts of the final state], also blank).
 
-    `library` is that of the caller's arrays, for what an error advises.
+    library : the name of the caller's array library, for the advice in errors
     """
     declared, arrays = declared.fitting(arrays)
     declared.dtype(dict(zip(declared.arrays, arrays)), library)
-    bound = {name: x for name, x in arguments.items() if name != "backend"}
-    problem = declared.bind(arrays, initial_state=state and tuple(state), **bound)
+    options = {name: x for name, x in arguments.items() if name != "backend"}
+    problem = declared.bind(arrays, initial_state=state and tuple(state), **options)
     axes = problem.op.state if problem.output_final_state else ()
     parts = [state_to_caller(problem, blank(problem.shape(part), problem.state_dtype), part) for part in axes]
     o = blank(problem.shape(problem.op.out), problem.dtype)
@@ -131,33 +134,34 @@ def outline(declared, arrays, state, arguments, library: str):
 
 
 def blank(shape, dtype):
-    """A NumPy array in the memory of one number."""
+    """A NumPy array of this shape and dtype that occupies the memory of one number."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def initial(state) -> dict:
+    """The keyword argument for an initial state, if there is one."""
     return {} if state is None else {"initial_state": tuple(state)}
 
 
 def as_returned(results, parted: bool):
-    """o, or with `parted` (o, final state), from [o, *parts of the final state]."""
+    """The public result from [o, *parts of the final state]: o, or if `parted`, (o, final state)."""
     o, *parts = results
     return o if not parted else (o, parts[0] if len(parts) == 1 else tuple(parts))
 
 
 def is_pair(arguments) -> bool:
-    """Whether a call returns more than o: a final state, or softmax attention's sums."""
+    """Whether a call returns a pair: o with a final state or, for softmax attention, with the log-sum-exp."""
     return bool(arguments.get("output_final_state") or arguments.get("return_lse"))
 
 
 def flat(result) -> list:
-    """The arrays of a result or of gradients, whose last may be a pair."""
+    """The arrays in a result or in gradients, which may be nested tuples, as one list."""
     return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
 
 
 @contextmanager
 def on_stream(device: int, pointer: int):
-    """CuPy enqueues its work on another library's stream of CUDA device `device`."""
+    """A context in which CuPy enqueues its work on another library's CUDA stream `pointer` of device `device`."""
     import cupy
 
     with cupy.cuda.Device(device), cupy.cuda.ExternalStream(pointer, device):

@@ -1,13 +1,14 @@
-"""flash-linear-attention's functions by their names, with their arguments and results: change one import.
+"""flash-linear-attention's functions under their own names, with their arguments and results: change one import.
 
     from fla.ops.gla import chunk_gla           becomes         from linattn_np.interop.fla import chunk_gla
 
-Tensors are torch's, [B, T, H, ...], and every function returns a pair: o with the final state or None, or with the
-attentions where the name begins with `parallel_`. The functions are those of `linattn_np.interop.torch`, with its
-gradients, errors and devices; `chunk_`, `fused_chunk_`, `fused_recurrent_` and `parallel_` name one computation.
+Arrays are torch tensors [B, T, H, ...]. Every function returns (o, final state or None); functions whose names begin
+with `parallel_` return (o, attention matrix or None). All call the functions of `linattn_np.interop.torch`, with their
+gradients, errors and devices. The prefixes `chunk_`, `fused_chunk_`, `fused_recurrent_` and `parallel_` make no
+difference to the computation.
 
-`cu_seqlens` may be a tensor on any device; one on a card is waited for unless `cu_seqlens_cpu` is given too.
-`transpose_state_layout` is the older name of `state_v_first`, and `head_first=True`, which flash-linear-attention has
+`cu_seqlens` may be a tensor on any device; reading it from a GPU synchronises, unless `cu_seqlens_cpu` is given, too.
+`transpose_state_layout` is the older name of `state_v_first`. `head_first=True`, which flash-linear-attention has
 removed, is refused.
 
 Example
@@ -40,15 +41,19 @@ DEFAULTS = dict.fromkeys(("output_final_state", "output_attentions", "reverse", 
 
 
 def fla_function(name: str, operator: str, arguments: str, more: str = "", **defaults):
-    """The function `name` of flash-linear-attention, computed by ours; `arguments` in the order of theirs, `more` those
-    that it takes by name alone."""
+    """The function `name` of flash-linear-attention, computed by our function `operator`.
+
+    arguments : the names of its positional arguments, in their order; those before `scale` are arrays
+    more : the names of keyword-only arguments beside ANYWHERE
+    defaults : default values, where they are not those of DEFAULTS or None
+    """
     positional = arguments.split()
     required = positional[: positional.index("scale")]
-    by_name = [x for x in (*ANYWHERE, *more.split()) if x not in positional]
+    keyword_only = [x for x in (*ANYWHERE, *more.split()) if x not in positional]
     defaults = DEFAULTS | {x: EMPTY for x in required if x not in OPTIONAL} | defaults
     signature = Signature(
         [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(x)) for x in positional]
-        + [Parameter(x, Parameter.KEYWORD_ONLY, default=defaults.get(x)) for x in by_name]
+        + [Parameter(x, Parameter.KEYWORD_ONLY, default=defaults.get(x)) for x in keyword_only]
     )
 
     def public(*positional, **named):
@@ -64,7 +69,7 @@ def fla_function(name: str, operator: str, arguments: str, more: str = "", **def
 
 
 def compute_pair(name, operator, given):
-    """(o, the final state or None), or (o, the attentions or None)."""
+    """Computes a call: (o, final state or None), or (o, attention matrix or None); `given` are all its arguments."""
     options = {
         x: value for x, value in given.items() if value is not None and x not in ("head_first", "cu_seqlens_cpu")
     }
@@ -85,25 +90,26 @@ def compute_pair(name, operator, given):
         )
     if operator in ARRAYS:
         operator = ARRAYS[operator](options) or operator
-    if isinstance(state := options.get("initial_state"), tuple):  # the sum of the keys is [N, 1, H, K]
+    if isinstance(state := options.get("initial_state"), tuple):  # flash-linear-attention's sum of keys is [N, 1, H, K]
         options["initial_state"] = state[0], state[1][:, 0]
-    attentions, final = options.pop("output_attentions", False), options.pop("output_final_state", False)
+    attentions, wants_state = options.pop("output_attentions", False), options.pop("output_final_state", False)
     call = partial(getattr(operators, operator), layout="bthd", **options)
-    if not final:
+    if not wants_state:
         return call(), scores(call) if attentions else None
     o, state = call(output_final_state=True)
     return o, (state[0], state[1][:, None]) if isinstance(state, tuple) else state
 
 
 def scores(call):
-    """[B, H, T, T], with their decays: what an operator makes of the unit matrix as values."""
+    """The attention matrix [B, H, T, T], decays included: the operator's output for the identity matrix as values."""
     q = call.keywords["q"]
     unit = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)[None, :, None].expand(*q.shape[:3], -1)
     return call(v=unit).transpose(1, 2)
 
 
-# -- arrays that theirs may be without --------------------------------------------------------------------------------
+# -- conversions of arguments to ours, in place; they return the operator's name if it changes -----------------------
 def gates_of_gla(options):
+    """Renames gk to g; without a gate, log decays are 0."""
     if (g := options.pop("gk", None)) is not None:
         options["g"] = g
     if "g" not in options:
@@ -111,6 +117,7 @@ def gates_of_gla(options):
 
 
 def gates_of_simple_gla(options):
+    """Adds the heads' constant gates g_gamma to g; without a gate, log decays are 0."""
     gates = [x for x in (options.get("g"), options.pop("g_gamma", None)) if x is not None]
     k = options["k"]
     options["g"] = sum(
@@ -119,24 +126,29 @@ def gates_of_simple_gla(options):
 
 
 def of_delta_rule(options):
-    """Our arguments of the delta rules in the place of theirs. The operator's name, where other gates change it."""
+    """Computes beta and g from raw ones, if asked to; without beta, write strengths are 1."""
     for name in HOW:
         options.pop(name, None)
     if options.pop("use_qk_l2norm_in_kernel", False):
         options["qk_l2norm"] = True
-    beta, most = options.get("beta"), 2 if options.pop("allow_neg_eigval", False) else 1
+    beta, largest_beta = options.get("beta"), 2 if options.pop("allow_neg_eigval", False) else 1
     if beta is None:
         options["beta"] = torch.ones_like(options["v"][..., 0])
     if options.pop("use_beta_sigmoid_in_kernel", False):
-        options["beta"] = most * beta.float().sigmoid()
-    raw, rates, bias, bound = (options.pop(x, None) for x in ("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound"))
+        options["beta"] = largest_beta * beta.float().sigmoid()
+    uses_raw_gate, A_log, dt_bias, lower_bound = (
+        options.pop(x, None) for x in ("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound")
+    )
     g = options.get("g")
-    if raw and g is not None:
-        rates = torch.zeros(g.shape[2], dtype=torch.float32, device=g.device) if rates is None else rates.reshape(-1)
-        options["g"] = operators.gdn_gate(g, rates, bias) if g.ndim == 3 else operators.kda_gate(g, rates, bias, bound)
+    if uses_raw_gate and g is not None:
+        A_log = torch.zeros(g.shape[2], dtype=torch.float32, device=g.device) if A_log is None else A_log.reshape(-1)
+        options["g"] = (
+            operators.gdn_gate(g, A_log, dt_bias) if g.ndim == 3 else operators.kda_gate(g, A_log, dt_bias, lower_bound)
+        )
 
 
 def of_gated_delta_rule(options):
+    """As `of_delta_rule`; with gates per channel the operator is `kda`, without any gate `delta_rule`."""
     if options.pop("gv", None) is not None:
         raise NotSupported("fused_recurrent_gated_delta_rule: gv is given, but the delta rule has no gates of values")
     of_delta_rule(options)
@@ -148,16 +160,21 @@ def of_gated_delta_rule(options):
 
 
 def of_rwkv7(options):
-    for name in (*HOW, "lower_bound"):
-        options.pop(name, None)
-    for theirs, name in (("q", "r"), ("gk", "w")):
-        if theirs in options:
-            options[name] = options.pop(theirs)
+    """Renames q and gk; from kk and the in-context learning rate a, a = -kk and b = kk a."""
+    for our_name in (*HOW, "lower_bound"):
+        options.pop(our_name, None)
+    for their_name, our_name in (("q", "r"), ("gk", "w")):
+        if their_name in options:
+            options[our_name] = options.pop(their_name)
     if (kk := options.pop("kk", None)) is not None:
         options["a"], options["b"] = -kk, kk * options["a"]
 
 
-CHUNKS = {"delta_rule": (16, 32, 64), "gated_delta_rule": (16, 32, 64), "kda": (32, 64)}  # that their kernels have
+CHUNKS = {
+    "delta_rule": (16, 32, 64),
+    "gated_delta_rule": (16, 32, 64),
+    "kda": (32, 64),
+}  # chunk sizes that flash-linear-attention accepts
 HOW = ("chunk_size", "safe_gate", "disable_recompute")  # their kernels compute: results are alike
 ARRAYS = {
     "gla": gates_of_gla,
@@ -169,7 +186,7 @@ ARRAYS = {
 }
 
 
-# -- theirs -----------------------------------------------------------------------------------------------------------
+# -- the functions ----------------------------------------------------------------------------------------------------
 chunk_gla = fla_function("chunk_gla", "gla", f"q k v g {STATES} state_v_first cu_seqlens cu_seqlens_cpu")
 fused_chunk_gla = fla_function("fused_chunk_gla", "gla", f"q k v g {STATES} state_v_first cu_seqlens cu_seqlens_cpu")
 fused_recurrent_gla = fla_function(

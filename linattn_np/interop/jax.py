@@ -1,23 +1,25 @@
 """The operators as JAX functions, to train with: under `jit`, `grad`, `vmap`, `scan` and `checkpoint`.
 
-JAX calls back (`jax.experimental.buffer_callback`, JAX 0.6.2 or newer) and hands over its buffers: on the CPU NumPy
-reads and writes them in place, on CUDA the kernels do, enqueued on XLA's own stream without waiting. That needs CuPy,
-and memory that JAX leaves it (`XLA_PYTHON_CLIENT_PREALLOCATE=false`, or a smaller `XLA_PYTHON_CLIENT_MEM_FRACTION`).
+JAX runs the operators as callbacks (`jax.experimental.buffer_callback`, JAX 0.6.2 or newer) on its own buffers: on the
+CPU NumPy reads and writes them in place; on CUDA the kernels do, enqueued on XLA's stream without synchronising. CUDA
+requires CuPy and memory that JAX leaves free (`XLA_PYTHON_CLIENT_PREALLOCATE=false`, or a smaller
+`XLA_PYTHON_CLIENT_MEM_FRACTION`).
 
-Keyword arguments but `initial_state` are static. Shapes, dtypes and options are checked while JAX traces, with
-`linattn_np`'s errors. float64 needs JAX's `jax_enable_x64`. The backward pass is given the inputs alone and computes
-again what it needs of the forward pass. `vmap` computes its elements one after the other: a batch is faster as the
-operators' B. Gradients are reverse-mode and first-order; `jvp` and gradients of gradients are refused, and
-JAX cannot export what calls back.
+All keyword arguments except `initial_state` are static. Shapes, dtypes and options are checked while JAX traces, with
+`linattn_np`'s errors. float64 needs JAX's `jax_enable_x64`. The backward pass stores the inputs only and recomputes
+what it needs of the forward pass. `vmap` computes its elements one after the other; a batch is faster as the operators'
+axis B. Gradients are reverse-mode and first-order; `jvp` and gradients of gradients are refused. JAX cannot export
+functions with callbacks.
 
-Arrays that are cut over devices along batch or heads stay so where that is known: outside of `jit`, and under it on a
-mesh with explicit axes (`jax.sharding.AxisType.Explicit`). On one with automatic axes `jit` gathers them, and
-`jax.shard_map` is the way.
+Arrays that are sharded along batch or heads stay sharded where JAX tells the sharding: outside of `jit`, and under
+`jit` on a mesh with explicit axes (`jax.sharding.AxisType.Explicit`). On a mesh with automatic axes `jit` gathers the
+arrays; use `jax.shard_map` there.
 
-Under `jax.shard_map` arrays may be cut along batch and heads, and with ``axis_name=`` of a mesh axis along the tokens:
-then the initial and final state are those of the whole sequence, the same on every device of that axis, and only states
-travel, K * V + K floats a head. `cu_seqlens` does not go with it. The backward pass takes two backward passes of the
-operator. (`retention`'s default decays are those of the heads that a device has: name them where heads are cut.)
+Under `jax.shard_map` arrays may be sharded along batch and heads, and, if ``axis_name=`` names a mesh axis, along the
+tokens. The initial and final states are then those of the whole sequence, the same on every device of that axis;
+devices exchange only states, K * V + K floats per head. `cu_seqlens` cannot be combined with it. The backward pass
+costs two backward passes of the operator. (`retention`'s default decays depend on the number of heads on the device:
+pass `gamma` if heads are sharded.)
 
 Example
 -------
@@ -55,14 +57,16 @@ from .jax_partition import over_devices, sharding_of
 HOST = 1  # DLPack's kDLCPU
 REVERSE_MODE = "gradients are first-order and reverse-mode"
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
-pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))  # the second in JAX before 0.8
+pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))  # pvary: JAX before 0.8
 mark_varying = partial(pcast, to="varying") if pcast else pvary
 
 
 def differentiable(op: Op):
     """The JAX function of a declared operator."""
     more = ("axis_name",) if op.state else ()
-    operator = Operator.of(op, without=("out", "mask"), more=more)  # keyword arguments are static, no mask is
+    operator = Operator.of(
+        op, without=("out", "mask"), more=more
+    )  # keyword arguments are static, which a mask cannot be
 
     def public(*positional, **named):
         axis_name = named.pop("axis_name", None) if more else None
@@ -80,7 +84,7 @@ def differentiable(op: Op):
             try:
                 return compute(arrays, state)
             except TypeError as error:
-                if "custom_vjp" in str(error):  # JAX's word where it meets a tangent
+                if "custom_vjp" in str(error):  # the message of JAX when a tangent reaches the function
                     raise NotSupported(f"{declared.name}: {REVERSE_MODE}: jax.jvp has none to take") from error
                 raise
 
@@ -99,13 +103,13 @@ def differentiable(op: Op):
 
 
 def on_blanks(declared, arrays, state, arguments):
-    """`outline` of a call on arrays of which only shapes and dtypes are known."""
+    """`outline` of a call, from its arrays' shapes and dtypes alone."""
     arrays, state = jax.tree.map(lambda x: blank(x.shape, x.dtype), (arrays, state))
     return outline(declared, arrays, state, arguments, "jax")
 
 
 def result_shapes(declared, arrays, state, arguments):
-    """Shapes and dtypes of o and of the final state's parts, once the call is seen to fit the declaration."""
+    """Checks a call; returns the shapes and dtypes of o and of the final state's parts."""
     problem, results = on_blanks(declared, arrays, state, arguments)
     if jax.dtypes.canonicalize_dtype(problem.state_dtype) != problem.state_dtype:
         problem.op.refuse("state_dtype", f"is {problem.state_dtype}, which JAX has with jax_enable_x64 alone")
@@ -113,15 +117,15 @@ def result_shapes(declared, arrays, state, arguments):
 
 
 def equally_varying(arrays):
-    """All of `arrays` varying over the mesh axes of `shard_map` that any of them varies over.
+    """`arrays`, all marked as varying over the mesh axes of `shard_map` over which any of them varies.
 
-    JAX then sums the gradient of what was the same on every device, as it must be.
+    JAX then sums the gradients of arrays that are replicated over such an axis.
     """
     return varying(arrays, *jax.tree.leaves(arrays))
 
 
 def varying(results, *inputs):
-    """`results` marked as varying over the mesh axes that `inputs` vary over: a callback's result does not say so."""
+    """`results` marked as varying over the mesh axes over which `inputs` vary, which JAX cannot infer for callbacks."""
     axes = frozenset().union(*map(manual_axes, inputs))
 
     def marked(x):
@@ -132,9 +136,11 @@ def varying(results, *inputs):
 
 
 def manual_axes(x) -> frozenset:
-    """The axes of `shard_map` over which `x` is known to vary; none outside of it."""
-    kind = jax.typeof(x)
-    return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())  # JAX before 0.10
+    """The mesh axes of `shard_map` over which `x` varies; none outside of `shard_map`."""
+    array_type = jax.typeof(x)
+    return (
+        array_type.mat.varying if hasattr(array_type, "mat") else getattr(array_type, "vma", frozenset())
+    )  # JAX before 0.10
 
 
 def shape_and_dtype(x):
@@ -142,30 +148,30 @@ def shape_and_dtype(x):
 
 
 def static(x):
-    """`x` as it cannot be changed any more."""
+    """An immutable copy of an argument: arrays and lists become tuples."""
     numbers = x if kind(x) is None else host_array(x)
     return tuple(np.asarray(numbers).tolist()) if isinstance(numbers, (list, np.ndarray)) else x
 
 
 def primitive(operator, results, arguments):
-    """`new_primitive`, the same for equal arguments: JAX compiles once for each."""
+    """`new_primitive`, cached: equal arguments give the same function, which JAX compiles once."""
     key = operator, results, *((name, exact_argument(x)) for name, x in arguments)
-    found = PRIMITIVES.get(key)
-    if found is None:
+    function = PRIMITIVES.get(key)
+    if function is None:
         numbers = sum(len(x) for _, x in arguments if isinstance(x, tuple))
-        found = PRIMITIVES.keep(key, new_primitive(operator, results, dict(arguments)), 4096 + 256 * numbers)
-    return found
+        function = PRIMITIVES.keep(key, new_primitive(operator, results, dict(arguments)), 4096 + 256 * numbers)
+    return function
 
 
 def exact_argument(x):
-    """`x` so that only what is the same in every way equals it."""
+    """A cache key for `x`, which distinguishes values that compare equal, such as 1, 1.0 and True."""
     if isinstance(x, tuple):
         return tuple(map(exact_argument, x))
     return x if x is None or type(x) in (str, bool) else exact_key(x) or id(x)
 
 
 def new_primitive(operator, results, arguments):
-    """(arrays, initial state's parts or None) -> (o, *final state's parts), for JAX to differentiate."""
+    """A differentiable JAX function: (arrays, initial state's parts or None) -> (o, *final state's parts)."""
 
     def forward(context, written, arrays, state):
         with stream_of(context, written):
@@ -184,25 +190,26 @@ def new_primitive(operator, results, arguments):
         found = buffer_callback(forward, results, vmap_method="sequential")(arrays, state)
         return varying(found, *arrays)
 
-    def keep(arrays, state):
+    def compute_and_save(arrays, state):
         return compute(arrays, state), (arrays, state)
 
     @jax.custom_vjp
-    def pull(kept, cotangents):
-        found = buffer_callback(backward, jax.tree.map(shape_and_dtype, kept), vmap_method="sequential")(
-            *kept, *cotangents
+    def pull(saved, cotangents):
+        found = buffer_callback(backward, jax.tree.map(shape_and_dtype, saved), vmap_method="sequential")(
+            *saved, *cotangents
         )
-        return varying(found, *kept[0])
+        return varying(found, *saved[0])
 
     def refuse(*_):
         raise NotSupported(f"{operator.declared.name}: {REVERSE_MODE}, these have none of their own")
 
-    compute.defvjp(keep, pull)
+    compute.defvjp(compute_and_save, pull)
     pull.defvjp(refuse, refuse)
     return compute
 
 
 def single(x):
+    """`x` in float32 at least."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -210,19 +217,20 @@ GATES = Gates(("jax", "numpy"), jnp.exp, jax.nn.softplus, jax.nn.sigmoid, single
 
 
 def native(buffer):
-    """A buffer of XLA's as a NumPy or CuPy array over the same memory."""
+    """An XLA buffer as a NumPy or CuPy array in the same memory."""
     return np.asarray(buffer) if buffer.__dlpack_device__()[0] == HOST else to_native(buffer, "dlpack")
 
 
 def stream_of(context, buffers):
-    """What XLA runs a callback on: a CUDA stream, or the host."""
-    kind, ordinal = jax.tree.leaves(buffers)[0].__dlpack_device__()
-    return nullcontext() if kind == HOST else on_stream(ordinal, context.stream)
+    """A context in which CuPy uses the CUDA stream on which XLA runs the callback; no effect on the CPU."""
+    device_type, ordinal = jax.tree.leaves(buffers)[0].__dlpack_device__()
+    return nullcontext() if device_type == HOST else on_stream(ordinal, context.stream)
 
 
 def fill(written, found):
-    for to, x in zip(written, found, strict=True):
-        to[...] = x
+    """Copies the arrays `found` to the arrays `written`."""
+    for target, x in zip(written, found, strict=True):
+        target[...] = x
 
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""A sequence whose tokens are cut along a mesh axis of `shard_map`, by JAX's own collectives.
+"""Operators on sequences whose tokens are sharded along a mesh axis of `shard_map`, with JAX's collectives.
 
-    S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F       for a device's tokens a+1 ... b; F is their final state from zero
+    S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F       for a device's tokens a+1 ... b; F: final state from the state 0
 
-Every device computes F, an all-gather brings K * V + K floats a head to all, each adds up those before its own and
-computes its outputs from there. The delta rules have a matrix of K * K in the place of the K decays. All of it is
-differentiable as it stands: JAX turns the collectives round.
+Every device computes F and the decays. An all-gather sends both to all devices, K * V + K floats per head (K * V + K *
+K for the delta rules, whose transition is a matrix). Each device joins those of the tokens before its own to its
+initial state, from which it computes its outputs. JAX differentiates all of this, collectives included.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from ..summary import Summary, Transition
 
 
 def along(axis_name, run, problem, arrays, state, arguments):
-    """[o, *final state's parts] of this device's tokens, the states those of the whole sequence, alike on all devices.
+    """(o of this device's tokens, *parts of the whole sequence's final state, the same on all devices).
 
-    `run(arrays, state, arguments)` is the operator on this device's tokens; `problem` one call of it, checked.
+    run(arrays, state, arguments) : the operator on this device's tokens
+    problem : the problem of such a call
+    state : the whole sequence's initial state, or None
     """
     if problem.varlen:
         problem.op.refuse(
@@ -35,22 +37,23 @@ def along(axis_name, run, problem, arrays, state, arguments):
         start = [turned(part, v_first).astype(dtype) for part in state]
     before = start
     for device in reversed(range(count)) if problem.reverse else range(count):
-        earlier = device > place if problem.reverse else device < place
-        of_device = ([part[device] for part in parts] for parts in (own, factors))
-        behind = Summary(problem.op.transition, *of_device).apply(before)
-        before = [jnp.where(earlier, after, x) for after, x in zip(behind, before, strict=True)]
+        is_earlier = device > place if problem.reverse else device < place
+        device_summary = ([part[device] for part in parts] for parts in (own, factors))
+        joined = Summary(problem.op.transition, *device_summary).apply(before)
+        before = [jnp.where(is_earlier, after, x) for after, x in zip(joined, before, strict=True)]
     o, *final = run(arrays, before, plain)
-    last = place == (0 if problem.reverse else count - 1)
+    is_last = place == (0 if problem.reverse else count - 1)
     return o, *(
-        jax.lax.psum(jnp.where(last, turned(part, v_first), 0), axis_name).astype(problem.state_dtype) for part in final
+        jax.lax.psum(jnp.where(is_last, turned(part, v_first), 0), axis_name).astype(problem.state_dtype)
+        for part in final
     )
 
 
 def summary(run, problem, arrays, arguments):
-    """(the final state's parts of this device's tokens from zero, the factors of their transition).
+    """(the final state's parts of this device's tokens from the state 0, the factors of their transition).
 
-    The matrix of transitions of rank one is the final state of K more columns, which begin as the identity; their
-    values are zeros.
+    For delta rules the transition matrix is the final state of K more columns of v, whose values are 0 and whose
+    initial state is the identity.
     """
     arguments = {**arguments, "output_final_state": True}
     if problem.op.transition is not Transition.RANK_ONE:
@@ -67,11 +70,12 @@ def summary(run, problem, arrays, arguments):
 
 
 def turned(state, v_first):
+    """A state [.., K, V] from [.., V, K], or the reverse, if `v_first`."""
     return state.swapaxes(2, 3) if v_first and state.ndim == 4 else state
 
 
 def factors_of(problem, arrays):
-    """The factors of this device's `Summary`."""
+    """The factors of this device's `Summary`: the product of the decays of all its tokens."""
     if "log_decay" in problem.options:
         decay = problem.op.decay_over(problem.options["log_decay"], problem.sizes["T"])
         return [jnp.asarray(decay[None], problem.compute_dtype)]
@@ -82,9 +86,9 @@ def factors_of(problem, arrays):
 
 
 def total(g, axis):
-    """The sum over an axis by halves: one after the other a million weak gates would lose digits in float32.
+    """The pairwise sum over an axis; adding a million weak gates one after the other would lose digits in float32.
 
-    Without concatenations: of an empty part XLA (JAX 0.11.2), on several cards, makes none but ends the process.
+    It avoids concatenations: on several GPUs XLA (JAX 0.11.2) ends the process if a part is empty.
     """
     odd = []
     while (count := g.shape[axis]) > 1:

@@ -1,8 +1,8 @@
-"""Arrays whose types say how they are cut over devices: each device calls back for its own part.
+"""Operators on arrays whose sharding over devices is known while JAX traces: each device computes its own part.
 
-XLA would gather all of them on every device for a callback, and `jax.experimental.custom_partitioning` cannot hold one:
-in JAX 0.10 the callbacks of its inner module are not its executable's. Of arrays outside of `jit`, and of those on a
-mesh with explicit axes, the cut is known before anything is compiled, and `jax.shard_map` does the rest.
+For a callback XLA would gather all arrays on every device. `jax.experimental.custom_partitioning` does not help,
+because in JAX 0.10 it loses the callbacks inside. The sharding of arrays outside of `jit`, and of arrays on a mesh with
+explicit axes, is known before compilation, so that `jax.shard_map` can run the callback on each device.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def over_devices(run, problem, arrays, state):
-    """run(arrays, state) of every device's sequences and heads; None where nothing is cut, or inside of `shard_map`.
+    """run(arrays, state) on every device's sequences and heads; None if no array is sharded, or inside of `shard_map`.
 
-    problem : one call of `run`, checked; NotSupported where arrays are cut along other axes
+    problem : the problem of the whole call. ContractError if arrays are sharded along other axes than batch and heads
     """
     of_arrays, of_state, of_o = axes_of(problem)
     names = [*problem.op.arrays, *["initial_state"] * len(state or ())]
@@ -37,13 +37,13 @@ def over_devices(run, problem, arrays, state):
         return [PartitionSpec(*(cut.get(axis[0]) for axis in axes)) for axes in parts]
 
     results = [of_o, *(of_state if problem.output_final_state else ())]
-    taken = specs(of_arrays), specs(of_state) if state else None
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=taken, out_specs=tuple(specs(results)))
+    in_specs = specs(of_arrays), specs(of_state) if state else None
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=tuple(specs(results)))
     return mapped(list(arrays), state and list(state))
 
 
 def sharding_of(x):
-    """The NamedSharding of an array whose type or value says that it is cut; None of any other."""
+    """The NamedSharding of a sharded array; None for any other array."""
     found = getattr(jax.typeof(x), "sharding", None)
     if not isinstance(x, jax.core.Tracer) and not any(getattr(found, "spec", ())):
         found = x.sharding
@@ -53,6 +53,7 @@ def sharding_of(x):
 
 
 def check(problem, name, axis, over, cut):
+    """Refuses array `name` if its axis may not be sharded over mesh axis `over`, or another array's is otherwise."""
     op = problem.op
     if axis[0] not in free_axes(problem):
         why = {
@@ -66,7 +67,7 @@ def check(problem, name, axis, over, cut):
 
 
 def axes_of(problem):
-    """(those of the arrays, of the state's parts, of o), as the caller has them: b h t k v, hg of grouped heads."""
+    """The axes of (the arrays, the state's parts, o) in the caller's order: b, h, t, k, v, and hg for grouped heads."""
     op = problem.op
 
     def letters(axes, swapped=None):
@@ -83,7 +84,7 @@ def axes_of(problem):
 
 
 def free_axes(problem) -> frozenset[str]:
-    """The axes that may be shared out to devices: b unless sequences are packed, h unless heads' decays differ."""
+    """The axes that may be sharded: b unless sequences are packed, h unless the heads' constant decays differ."""
     log_decay = problem.options.get("log_decay")
-    alike = log_decay is None or (log_decay == log_decay[0]).all()
-    return frozenset("h" * bool(alike) + "b" * (not problem.varlen))
+    equal_decays = log_decay is None or (log_decay == log_decay[0]).all()
+    return frozenset("h" * bool(equal_decays) + "b" * (not problem.varlen))

@@ -1,14 +1,14 @@
 """The operators as torch functions, to train with: tensors on the CPU or on CUDA, without a copy.
 
-NumPy computes CPU tensors; the CUDA kernels compute CUDA tensors through CuPy, on torch's current stream and in memory
-of torch's allocator. bfloat16 tensors work on both. The inputs alone are kept for the backward pass, which computes
-again what it needs of the forward pass. Gradients are first-order and reverse-mode; others are refused. `torch.compile`
-(from torch 2.15 on; before, it leaves its graph for a call) and the transforms of `torch.func` see each call as one
-operator of torch's; `vmap` computes its elements one after the other: a batch is faster as the operators' B.
+NumPy computes CPU tensors; CUDA kernels compute CUDA tensors through CuPy, on torch's current stream and in memory of
+torch's allocator. bfloat16 tensors work on both. Only the inputs are stored for the backward pass, which recomputes
+what it needs of the forward pass. Gradients are first-order and reverse-mode; others are refused. For `torch.compile`
+(torch 2.15 or newer; older versions break the graph at a call) and the transforms of `torch.func` each call is one
+torch operator; `vmap` computes its elements one after the other, and a batch is faster as the operators' axis B.
 
-With ``comm=ProcessGroup()``, or another engine of `linattn_np.distributed`, the tokens are cut over ranks, with
-gradients; `segment_size`, states and errors are as there. What is computed from a final state must be computed on all
-ranks alike, and counts once.
+With ``comm=ProcessGroup()``, or another communicator of `linattn_np.distributed`, the tokens are divided over ranks,
+also for gradients; `segment_size`, states and errors are as described there. All ranks must compute the same from a
+final state; its gradient is counted once.
 
 Example
 -------
@@ -42,11 +42,11 @@ from .torch_calls import Call, Compute, ComputeNow, settled
 from .torch_memory import as_torch
 
 ON_RANKS = {op: function for function, op in distributed.operators.OPERATORS.items()}
-TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # earlier, Dynamo loses a gradient's operator
+TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # older Dynamo loses the operator of a gradient
 
 
-# What leaves torch.compile's graph: the private one loads the compiler only then, the other now, which takes as long as
-# to import torch.
+# The decorator that breaks torch.compile's graph. The private one loads the compiler only when it is needed; the public
+# one loads it at once, which takes as long as importing torch.
 disabled: Callable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
@@ -70,21 +70,22 @@ def differentiable(op: Op):
         call = Call(operator, counts, {name: settled(x) for name, x in arguments.items()})
         if on_ranks.get("comm") is not None:
             call.arguments.update(on_ranks)
-            learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-            results = ComputeNow.apply(CallOnRanks(call, ON_RANKS[op], learns), *tensors)
+            needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+            results = ComputeNow.apply(CallOnRanks(call, ON_RANKS[op], needs_gradients), *tensors)
         elif on_ranks.get("segment_size") is not None:
             declared.refuse("segment_size", "has no meaning without comm")
         elif torch.compiler.is_compiling():
             results = Compute.apply(call.text(), *tensors)
-        else:  # torch.func transforms what it sees
-            seen = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
-            results = ComputeNow.apply(call.text() if seen else call, *tensors)
+        else:  # transforms of torch.func need the operator that they can map over
+            is_transformed = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+            results = ComputeNow.apply(call.text() if is_transformed else call, *tensors)
         return as_returned(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
 
 
 def single(x):
+    """`x` in float32 at least."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -92,7 +93,7 @@ GATES = Gates(("torch",), torch.exp, torch.nn.functional.softplus, torch.sigmoid
 
 
 def under_autocast(declared, tensors) -> list:
-    """The tensors in autocast's dtype where one is asked for; of half-precision calls the gates may stay float32."""
+    """The tensors in autocast's dtype if autocast is enabled; gates that are not in that dtype become float32."""
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -100,12 +101,12 @@ def under_autocast(declared, tensors) -> list:
     cast = [
         half if name not in declared.gates or x.dtype == half else single for name, x in zip(declared.arrays, tensors)
     ]
-    # As torch's own: nothing of what is float64, or no float at all.
+    # As in torch's own autocast, float64 tensors and integers stay as they are.
     return [x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x, to in zip(tensors, cast)]
 
 
 def as_mask(declared, mask) -> list:
-    """A copy of a mask as a tensor, in a list; none of None."""
+    """[a copy of the mask as a tensor], or [] without a mask."""
     if mask is None or isinstance(mask, torch.Tensor):
         return [] if mask is None else [mask.clone()]
     native, _ = declared.native("mask", mask)
@@ -114,6 +115,7 @@ def as_mask(declared, mask) -> list:
 
 @disabled
 def beside_the_graph(public, positional, named):
+    """Calls `public` outside of torch.compile's graph."""
     tell_of_the_break()
     return public(*positional, **named)
 
@@ -127,7 +129,10 @@ def tell_of_the_break():
 
 
 class CallOnRanks:
-    """A `Call` of a function of linattn_np.distributed, whose pullback is kept: the ranks compute nothing twice."""
+    """A `Call` of a function of linattn_np.distributed; its pullback is stored, so that nothing is computed twice.
+
+    learns : whether gradients are needed
+    """
 
     def __init__(self, call, function, learns):
         self.call, self.function, self.learns = call, function, learns

@@ -1,9 +1,9 @@
-"""An operator's call as torch knows it: two functions of autograd, and two custom operators that no graph looks into.
+"""A call of an operator in torch: two autograd functions and two custom operators, which are opaque to graphs.
 
-`Compute` and `ComputeGradients` are what autograd records. Where torch traces or transforms a call, they hold the call
-as text: `torch.ops.linattn_np.forward` and `.backward` take tensors and that text, so that a compiled graph can hold
-them. torch knows their shapes without running them, that the second is the first one's gradient, and how to map over
-either.
+Autograd records `Compute` and `ComputeGradients`. When torch traces or transforms a call, they call the custom
+operators `torch.ops.linattn_np.forward` and `.backward`, whose arguments are tensors and the rest of the call as text,
+so that a compiled graph can contain them. These have rules by which torch finds their shapes without running them and
+maps them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ REVERSE_MODE = "linattn_np.interop.torch: gradients are first-order and reverse-
 
 @dataclass(frozen=True)
 class Call:
-    """A call but for its tensors: arrays, parts of the initial state, a mask. Nobody else can change what it holds."""
+    """A call without its tensors, which are passed separately: the arrays, the initial state's parts, the mask."""
 
     operator: Operator
-    counts: tuple[int, int, bool]  # of arrays and of parts of the initial state, and whether there is a mask
-    arguments: dict
+    counts: tuple[int, int, bool]  # (number of arrays, number of the initial state's parts, whether there is a mask)
+    arguments: dict  # all other arguments, as immutable values or copies
 
     @classmethod
     def of_text(cls, text) -> Call:
+        """The call that `text` has described."""
         name, counts, arguments = ast.literal_eval(text)
         return cls(operator_named(name), counts, dict(arguments))
 
@@ -51,34 +52,37 @@ class Call:
         return repr((self.operator.declared.name, self.counts, [(n, plain(x)) for n, x in self.arguments.items()]))
 
     def taken_apart(self, tensors):
-        """(arrays, initial state's parts or None, everything else, what tensors are left)."""
+        """(arrays, initial state's parts or None, all other arguments, the tensors after those of the call)."""
         arrays, parts, masked = self.counts
         end = arrays + parts
         rest = {**self.arguments, "mask": tensors[end]} if masked else self.arguments
         return tensors[:arrays], tensors[arrays:end] or None, rest, tensors[end + masked :]
 
     def run(self, tensors) -> tuple:
-        """(o, *parts of the final state)."""
+        """Computes (o, *parts of the final state)."""
         with as_torch(tensors[0]):
             arrays, state, arguments, _ = self.taken_apart(natively(tensors))
             return tuple(map(tensor, self.operator.run(arrays, state, arguments)))
 
     def gradients(self, given) -> tuple:
-        """The gradients of the arrays and of the initial state's parts. `given`: the tensors, then the results'
-        gradients."""
+        """The gradients of the arrays and of the initial state's parts.
+
+        `given`: the call's tensors, then the gradients of o and of the final state's parts.
+        """
         with as_torch(given[0]):
             arrays, state, arguments, (do, *dht) = self.taken_apart(natively(given))
             return tuple(map(tensor, self.operator.gradients(arrays, state, arguments, do, dht)))
 
     def outline(self, tensors):
-        """[o, *parts of the final state] without memory."""
+        """[o, *parts of the final state] as `blank` arrays, which have the right shapes and dtypes."""
         arrays, state, rest, _ = self.taken_apart([blank_of(x) for x in tensors])
         return outline(self.operator.declared, arrays, state, rest, "torch")[1]
 
 
 def natively(tensors):
-    """CUDA tensors as CuPy arrays in the same memory: calls alike on such arrays are compiled once, and may be captured
-    in a graph. Tensors on the CPU, and those that the operator refuses, stay as they are.
+    """CUDA tensors as CuPy arrays in the same memory, for which plans are cached and graphs can be captured.
+
+    CPU tensors, and tensors that the operator will refuse, are returned as they are.
     """
     if not all(x.is_cuda for x in tensors):
         return tensors
@@ -89,7 +93,7 @@ def natively(tensors):
 
 
 def tensor(x):
-    """A result as a tensor in the same memory."""
+    """A result (NumPy or CuPy array) as a torch tensor in the same memory."""
     return x if isinstance(x, torch.Tensor) else from_native(x, "torch", None)
 
 
@@ -99,26 +103,27 @@ def operator_named(name) -> Operator:
 
 
 def settled(x):
-    """An argument as its owner cannot change it any more."""
+    """An argument that its owner can no longer change: arrays are copied, lists become tuples."""
     if isinstance(x, torch.Tensor) and (numbers := host_array(x)) is not None:
         x = numbers
     return x.copy() if isinstance(x, np.ndarray) else tuple(x) if isinstance(x, list) else x
 
 
 def plain(x):
-    """An argument as Python writes it and reads it again."""
+    """An argument as a Python literal, of which `ast.literal_eval` reads the repr."""
     if isinstance(x, (np.ndarray, np.generic)):
         return x.tolist()
     return np.dtype(x).name if isinstance(x, (type, np.dtype)) else x
 
 
 def blank_of(x):
+    """A `blank` array with the shape and dtype of a tensor."""
     return blank(tuple(map(int, x.shape)), DTYPES[x.dtype])
 
 
-# -- what autograd records --------------------------------------------------------------------------------------------
+# -- autograd functions -----------------------------------------------------------------------------------------------
 class Compute(torch.autograd.Function):
-    """(call, *tensors) -> (o, *parts of the final state)."""
+    """(call, *tensors) -> (o, *parts of the final state); `call` is a `Call`, or its text for the custom operator."""
 
     generate_vmap_rule = True
 
@@ -129,17 +134,17 @@ class Compute(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.call, *tensors = inputs
-        ctx.save_for_backward(*tensors)  # torch notices where one is written to before the backward pass
+        ctx.save_for_backward(*tensors)  # so that torch detects a write before the backward pass
 
     @staticmethod
     def backward(ctx, *cotangents):
         tensors = ctx.saved_tensors
-        found = ComputeGradients.apply(ctx.call, *tensors, *cotangents)
-        return None, *found, *[None] * (len(tensors) - len(found))
+        gradients = ComputeGradients.apply(ctx.call, *tensors, *cotangents)
+        return None, *gradients, *[None] * (len(tensors) - len(gradients))
 
 
 class ComputeNow(Compute):
-    """The same outside of compiled graphs, which take no function that knows of forward mode."""
+    """`Compute` outside of compiled graphs; it refuses forward mode, a rule that compiled graphs do not allow."""
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -147,7 +152,7 @@ class ComputeNow(Compute):
 
 
 class ComputeGradients(torch.autograd.Function):
-    """(call, *tensors, *cotangents) -> the tensors' gradients, which have none."""
+    """(call, *tensors, *gradients of the results) -> gradients of the tensors; it refuses second derivatives."""
 
     generate_vmap_rule = True
 
@@ -164,10 +169,13 @@ class ComputeGradients(torch.autograd.Function):
         raise NotImplementedError(REVERSE_MODE + "these have none of their own")
 
 
-# -- what a graph holds -----------------------------------------------------------------------------------------------
+# -- custom operators, for graphs -------------------------------------------------------------------------------------
 def graph_operator(name, compute, outline):
-    """A custom operator of torch's on tensors and a call's text: its results are ``compute(call, tensors)``, and
-    ``outline(tensors, call)`` tells their shapes. `torch.func.vmap` maps it over its elements one after the other."""
+    """A torch custom operator on tensors and a call's text.
+
+    Its results are ``compute(call, tensors)``; ``outline(tensors, call)`` gives empty tensors of their shapes.
+    `torch.func.vmap` computes the elements one after the other.
+    """
 
     def whole(tensors, call):
         with torch.no_grad():
@@ -187,19 +195,21 @@ def graph_operator(name, compute, outline):
 
 
 def shapes_forward(tensors, call):
+    """Empty tensors with the shapes and dtypes of `Call.run`'s results."""
     results = Call.of_text(call).outline(tensors)
     return [tensors[0].new_empty(x.shape, dtype=OF_TORCH[x.dtype]) for x in results]
 
 
 def shapes_backward(given, call):
+    """Empty tensors with the shapes and dtypes of `Call.gradients`'s results."""
     arrays, state, *_ = Call.of_text(call).taken_apart(given)
     return [x.new_empty(x.shape) for x in (*arrays, *(state or ()))]
 
 
 def element(x, dims, i):
-    """Element `i` of each mapped tensor of an argument."""
+    """Element `i` of a tensor along its mapped axis `dims`; lists are taken tensor by tensor, None means not mapped."""
     if isinstance(x, list):
-        return [element(y, each, i) for y, each in zip(x, dims)]
+        return [element(y, dim, i) for y, dim in zip(x, dims)]
     return x if dims is None else x.select(dims, i)
 
 

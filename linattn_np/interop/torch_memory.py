@@ -1,7 +1,7 @@
-"""Calls on CUDA tensors as torch's own are: on its current stream, and in memory of its allocator.
+"""Runs calls on CUDA tensors on torch's current stream and in memory of torch's allocator.
 
-So a result may be dropped or held (`record_stream`) as any tensor may, and what a graph of `torch.cuda.graph` needs is
-in the graph's own pool.
+Therefore results can be freed or kept (`record_stream`) as any tensor, and memory that a graph of `torch.cuda.graph`
+needs is in the graph's own pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .calls import on_stream
 
 @contextmanager
 def as_torch(tensor):
-    """CuPy enqueues its work on torch's current stream of a tensor's device, and takes its memory from torch."""
+    """A context in which CuPy uses torch's current stream of the tensor's device and torch's allocator."""
     if not tensor.is_cuda:
         yield
         return
@@ -29,7 +29,7 @@ def as_torch(tensor):
 
 
 def lent(device, size: int):
-    """Memory of torch's for CuPy; `array_kinds.from_native` knows the tensor that owns it."""
+    """CuPy memory of `size` bytes, owned by a torch tensor, which `array_kinds.from_native` finds again."""
     import cupy
 
     memory = torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
-"""Reads weights from files, without torch: `.pth` in both of its forms, `.safetensors` in one file or in shards.
+"""Reads weights from files without torch: `.pth` in both of its forms, `.safetensors`, also in shards, and `.gguf`.
 
-A pickle is a program, so this module has its own interpreter for `.pth`. Its values are tuples, dicts, lists, strings,
-numbers and tensor records; it knows only the opcodes of a plain state dict, none of which looks up an attribute,
-imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file.
+A pickle is a program. Therefore this module interprets the pickles of `.pth` files by itself. Its values are tuples,
+dicts, lists, strings, numbers and `Tensor` records. It knows only the opcodes of a plain state dict: none of them looks
+up an attribute, imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .files import FileError, json_object, mapped
 from .number_checks import shown
 from .stored_zip import MAX_AXES, MAX_INDEX, directory
 
-# Enough for a thousand layers, and small enough that a hostile file cannot make the reader work for long.
-MAX_OPCODES = 1 << 18  # of one pickle; a tensor takes about 40
+# Enough for a thousand layers, and small enough that a hostile file cannot keep the reader busy for long.
+MAX_OPCODES = 1 << 18  # in one pickle; a tensor takes about 40
 MAX_NAME = 1024
 
 # The files of a Hugging Face folder that hold weights; the first one that exists is read.
 IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SHARDS = (".safetensors", ".bin")
 
-LFS = b"version https://git-lfs.github.com/spec/v1"  # how a pointer of Git LFS begins
+LFS = b"version https://git-lfs.github.com/spec/v1"  # the first bytes of a Git LFS pointer file
 WRAPPERS = ("state_dict", "module", "model")  # keys under which trainers save the weights
-PROTOCOLS = range(2, 6)  # of pickle
-PICKLES = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # how they begin
+PROTOCOLS = range(2, 6)  # pickle protocols that are read
+PICKLES = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # the first bytes of pickles
 
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the first two of its five pickles
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the values of the first two of its five pickles
 
 STORAGES = {
     "Double": np.float64,
@@ -67,12 +67,12 @@ SAFETENSORS = {
 
 
 class CheckpointError(FileError):
-    """A file, or the weights in it, that cannot be used: what was found and what was wanted."""
+    """A file, or its weights, cannot be used; the message says what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A flat array of a file, known by its key."""
+    """A one-dimensional array of `count` elements in a file, with the key by which tensors refer to it."""
 
     key: str
     dtype: np.dtype
@@ -81,7 +81,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A view of a storage, all in elements; not yet checked against the storage."""
+    """A view of a storage, offset and strides in elements; not yet checked against the storage's size."""
 
     storage: Storage
     offset: int
@@ -90,13 +90,13 @@ class Tensor:
 
 
 def read(path) -> dict[str, np.ndarray]:
-    """The weights in a file by name, as read-only views of its memory map: nothing is copied or executed.
+    """The weights in a file by name, as read-only views of its memory map; no array is copied, no code executed.
 
     path : str or path
         `model.pth` (the zip that torch writes, or its older five pickles), `model.safetensors`, or
         `model.safetensors.index.json` with its shards beside it; or a folder of Hugging Face with one of
-        these, or with `pytorch_model.bin`; or `model.gguf`, as llama.cpp has it. A file must not change while
-        its arrays live.
+        these, or with `pytorch_model.bin`; or `model.gguf` of llama.cpp. A file must not change while its arrays
+        are in use.
 
     Dtypes are the file's; bfloat16 is `ml_dtypes.bfloat16`. A zip's checksums are checked, which reads it once;
     the other forms have none.
@@ -106,7 +106,7 @@ def read(path) -> dict[str, np.ndarray]:
     CheckpointError
         The file is damaged, hostile, or not one of these; names the file, what was found and what was wanted.
     OSError
-        It cannot be opened.
+        The file cannot be opened.
 
     Example
     -------
@@ -143,13 +143,13 @@ def read(path) -> dict[str, np.ndarray]:
 
 
 def located(path) -> Path:
-    """The file of a folder that has one of the names that Hugging Face gives checkpoints; else `path` itself."""
+    """The first file of IN_FOLDER that exists in the folder `path`; `path` itself if there is none."""
     path = Path(path)
     return next((path / name for name in IN_FOLDER if os.path.isfile(path / name)), path)
 
 
 def config(path) -> dict | None:
-    """The `config.json` beside a checkpoint, or in its folder; None where there is none."""
+    """The contents of the `config.json` in the checkpoint's folder; None if there is no such file."""
     path = located(path).with_name("config.json")
     if not path.is_file():
         return None
@@ -165,24 +165,25 @@ def refuse(found, wanted) -> NoReturn:
 
 # -- the arrays ----------------------------------------------------------------------------------------------
 def arrays(data, tensors, places) -> dict[str, np.ndarray]:
-    """Views of `data`; `places` has each storage's first byte and size, by key, all inside of `data`."""
-    found, claimed = {}, 0
+    """{name: view of `data`}; `places` maps a storage's key to its first byte and its size, both within `data`."""
+    views, claimed_bytes = {}, 0
     for name, tensor in tensors.items():
         if tensor.storage.key not in places:
             refuse(f"{shown(name)} has no storage {shown(tensor.storage.key)} in the file", "its bytes")
         start, size = places[tensor.storage.key]
         array = view(data, start, size, tensor, name)
-        claimed += array.nbytes
-        if claimed > 2 * len(data):  # twice: the two of a tied pair may share a storage
+        claimed_bytes += array.nbytes
+        if claimed_bytes > 2 * len(data):  # twice, because tied tensors share a storage
             refuse(
-                f"the tensors up to {shown(name)} claim {claimed} bytes of a file of {len(data)}",
+                f"the tensors up to {shown(name)} claim {claimed_bytes} bytes of a file of {len(data)}",
                 "weights that the file holds",
             )
-        found[name] = array
-    return found
+        views[name] = array
+    return views
 
 
 def view(data, start, size, tensor, name):
+    """The array of a tensor whose storage has `size` bytes from byte `start` of `data` on, after all checks."""
     storage, shape, strides = tensor.storage, tensor.shape, tensor.strides
     itemsize = storage.dtype.itemsize
     if size != storage.count * itemsize:
@@ -206,19 +207,20 @@ def view(data, start, size, tensor, name):
         return np.ndarray(
             shape, storage.dtype, data, start + tensor.offset * itemsize, [stride * itemsize for stride in strides]
         )
-    except (ValueError, OverflowError) as error:  # empty, with an axis beyond NumPy's integers
+    except (ValueError, OverflowError) as error:  # the array is empty, but an axis exceeds NumPy's integers
         refuse(f"{shown(name)} has shape {shape}, strides {strides} ({error})", "an array")
 
 
 # -- .pth, the zip: <stem>/data.pkl, and <stem>/data/<key> for each storage ----------------------------------
 def zipped(data):
+    """The arrays of a zip."""
     entries = directory(data)
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         refuse(f"the zip has {len(pickles)} entries named <stem>/data.pkl", "one, as torch writes it")
     stem = pickles[0].removesuffix("data.pkl")
     order = content(data, entries.get(f"{stem}byteorder", (0, 0)))
-    if order not in (b"", b"little"):  # older torch does not tell, and was little
+    if order not in (b"", b"little"):  # older versions of torch write no byteorder; they were little-endian
         refuse(f"the byte order is {order[:20]!r}", "little")
     stream = io.BytesIO(content(data, entries[pickles[0]]))
     tensors = state_dict(unpickle(stream))
@@ -231,6 +233,7 @@ def zipped(data):
 
 
 def content(data, place) -> bytes:
+    """The bytes of a small entry at place (first byte, size)."""
     start, size = place
     if size > MAX_INDEX:
         refuse(f"an entry beside the weights has {size} bytes", f"at most {MAX_INDEX}")
@@ -239,6 +242,7 @@ def content(data, place) -> bytes:
 
 # -- .pth, the older form: magic, protocol, system, state dict, keys; then each storage, its count first -----
 def five_pickles(data):
+    """The arrays of a file in the older form."""
     stream = io.BytesIO(data[:MAX_INDEX])
     magic, protocol, system = (unpickle(stream) for _ in range(3))
     if magic != MAGIC or protocol != PROTOCOL:
@@ -265,7 +269,7 @@ def five_pickles(data):
     return arrays(data, tensors, places)
 
 
-# -- the machine that runs a pickle --------------------------------------------------------------------------
+# -- the interpreter of pickles ------------------------------------------------------------------------------
 def ordered_dict():
     return {}
 
@@ -299,16 +303,17 @@ CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()
 
 
 def unpickle(stream, storages=None):
-    """The value of the pickle at `stream`, which then stands behind it; adds the storages by key to `storages`."""
+    """The value of the pickle at the stream's position, which moves to its end; adds {key: storage} to `storages`."""
     try:
         return run(pickletools.genops(stream), {} if storages is None else storages)
     except CheckpointError:
         raise
-    except (ValueError, IndexError, KeyError) as error:  # no whole pickle, an empty stack, an unset memo
+    except (ValueError, IndexError, KeyError) as error:  # a truncated pickle, an empty stack, an unset memo
         refuse(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})", "one that torch wrote")
 
 
 def state_dict(value) -> dict[str, Tensor]:
+    """The {name: tensor} that a pickle's value is, or holds under one of WRAPPERS."""
     if not isinstance(value, dict):
         refuse(f"the pickle holds {shown(value)}", "a state dict")
     value = next((value[name] for name in WRAPPERS if isinstance(value.get(name), dict) and value[name]), value)
@@ -319,6 +324,7 @@ def state_dict(value) -> dict[str, Tensor]:
 
 
 def run(program, storages):
+    """Interprets the opcodes of a pickle; returns its value."""
     frames, memo = [[]], {}  # MARK opens a frame, a list of items; a later opcode takes all of them
     for step, (opcode, argument, _) in enumerate(program):
         if step == MAX_OPCODES:
@@ -363,12 +369,12 @@ def run(program, storages):
                 top.append(storage_of(top.pop(), storages))
             case "REDUCE":
                 top.append(called(*taken(top, 2)))
-            case "BUILD":  # an attribute of a state dict with the versions of modules
+            case "BUILD":  # sets the attribute `_metadata` of a state dict, which is ignored
                 if [type(item) for item in (*taken(top, 1), top[-1])] != [dict, dict]:
                     refuse("the pickle sets attributes", "at most those of a state dict")
             case "PROTO" if argument in PROTOCOLS:
                 pass
-            case "FRAME":  # a hint for buffering
+            case "FRAME":  # tells the size of the next part; not needed
                 pass
             case "STOP":
                 return top.pop()
@@ -389,6 +395,7 @@ def text(value):
 
 
 def taken(stack, count):
+    """Removes the last `count` items from the stack and returns them."""
     if len(stack) < count:
         raise IndexError("the stack is too short")
     items = stack[-count:]
@@ -414,6 +421,7 @@ def extend(target, items):
 
 
 def called(function, arguments):
+    """The result of a function of GLOBALS."""
     if type(function) is not FunctionType or type(arguments) is not tuple:
         refuse(f"the pickle calls {shown(function)}", "a function of " + ", ".join(GLOBALS))
     if len(arguments) != function.__code__.co_argcount:
@@ -422,7 +430,7 @@ def called(function, arguments):
 
 
 def storage_of(reference, storages):
-    """The storage of a persistent id ('storage', type, key, device, count); the older form adds None."""
+    """The storage for a pickle's persistent id ('storage', type, key, device, count); the older form appends None."""
     if type(reference) is not tuple or len(reference) not in (5, 6) or any(item is not None for item in reference[5:]):
         refuse(f"a persistent id is {shown(reference)}", "('storage', type, key, device, count)")
     tag, dtype, key, _, count = reference[:5]
@@ -445,7 +453,7 @@ def storage_of(reference, storages):
 
 # -- .safetensors --------------------------------------------------------------------------------------------
 def safetensors(data, path):
-    """Views at the offsets of the header, after the safetensors package has checked it: no overlaps, no gaps."""
+    """The arrays of a safetensors file, whose header the safetensors package has checked for overlaps and gaps."""
     from safetensors import SafetensorError, safe_open
 
     size = int.from_bytes(data[:8], "little")
@@ -458,11 +466,11 @@ def safetensors(data, path):
         refuse(f"is damaged ({str(error)[:200]})", "a sound safetensors file")
     header.pop("__metadata__", None)
     tensors, places = {}, {}
-    for name, described in header.items():
-        if not isinstance(described, dict):  # the package takes a list of the values, too
-            refuse(f"{shown(name)} is {shown(described)} in the header", "a dict")
-        dtype, shape, (first, end) = (described[key] for key in ("dtype", "shape", "data_offsets"))
-        if len(shape) > MAX_AXES:  # before their products, which take the square of the axes
+    for name, entry in header.items():
+        if not isinstance(entry, dict):  # the package also accepts a list of the values
+            refuse(f"{shown(name)} is {shown(entry)} in the header", "a dict")
+        dtype, shape, (first, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+        if len(shape) > MAX_AXES:  # checked before the strides, which take quadratic time
             refuse(f"{shown(name)} has {len(shape)} axes", f"up to {MAX_AXES}")
         if not isinstance(dtype, str) or dtype not in SAFETENSORS:
             refuse(f"{shown(name)} has dtype {shown(dtype)}", "one of " + ", ".join(SAFETENSORS))
@@ -474,24 +482,24 @@ def safetensors(data, path):
 
 
 def shards(data, folder):
-    """The weights of all the shards that an index names, each of them a file in the index's own folder."""
+    """The weights of all shards that the index `data` names, which are files in the index's folder."""
     if len(data) > MAX_INDEX:
         refuse(f"the index has {len(data)} bytes", f"at most {MAX_INDEX}")
     index = json_object(data[:])
-    where = index.get("weight_map")
-    if not isinstance(where, dict) or not where:
-        refuse(f"weight_map is {shown(where)}", "a dict from names to shards")
+    shard_of_name = index.get("weight_map")
+    if not isinstance(shard_of_name, dict) or not shard_of_name:
+        refuse(f"weight_map is {shown(shard_of_name)}", "a dict from names to shards")
     names = {}
-    for name, shard in where.items():
+    for name, shard in shard_of_name.items():
         if not isinstance(shard, str) or set(shard) & set("/\\:\0") or not shard.endswith(SHARDS):
             refuse(f"a shard is {shown(shard)}", "the name of a .safetensors file, or a .bin one, in the same folder")
-        if not os.path.isfile(folder / shard):  # False for a name that no file can have, too
+        if not os.path.isfile(folder / shard):  # also False for a name that is not valid
             refuse(f"the shard {shown(shard)} is not there", "it in the same folder")
         names.setdefault(shard, set()).add(name)
-    found = {}
+    weights_by_name = {}
     for shard, wanted in names.items():
         weights = read(folder / shard)
-        if odd := sorted(wanted ^ weights.keys()):
-            refuse(f"the index and {shown(shard)} disagree on {shown(odd[0])}", "the same names in both")
-        found.update(weights)
-    return found
+        if unmatched := sorted(wanted ^ weights.keys()):
+            refuse(f"the index and {shown(shard)} disagree on {shown(unmatched[0])}", "the same names in both")
+        weights_by_name.update(weights)
+    return weights_by_name

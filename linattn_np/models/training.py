@@ -1,7 +1,7 @@
-"""Training of an RWKV model on NumPy or CuPy, with our own gradients: AdamW, and checkpoints that outlive a kill.
+"""Trains an RWKV model with AdamW on NumPy or CuPy, with this package's gradients, and writes checkpoints.
 
-All that is random comes from the seed and the number of the step, so a training that goes on from a checkpoint does
-what it would have done; on the CPU to the last bit.
+All random numbers depend only on the seed and the number of the step. Therefore a training that is restored from a
+checkpoint continues as if it had never been interrupted; on the CPU with the same bits.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from .rwkv6 import RWKV6
 from .single_process import OneProcess
 from .training_steps import CudaSteps, HostSteps
 
-HELD_OUT = 0.05  # of the text, its end
-MAX_BYTES = 1 << 24  # of a step, far more than any machine has the memory for
-WARM_UP = 0.02  # of the training
-VECTORS = ("weights", "first", "second")  # of the steps: the model, and AdamW's two moments
+HELD_OUT = 0.05  # share of the text, at its end, that is not learned
+MAX_BYTES = 1 << 24  # tokens of a step at most: more than fit in any machine's memory
+WARM_UP = 0.02  # share of the training in which the learning rate rises
+VECTORS = ("weights", "first", "second")  # the state of a training: the model's weights and AdamW's two moments
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training does; two with the same settings, text and device do the same.
+    """The settings of a training. With `steps`, the same settings, text and device give the same training.
 
-    layers, width, head_size : of the model
-    batch, context : sequences in a step, and tokens that each of them predicts
-    steps, minutes : how long, one of the two; learning rate and warm-up follow the part that is done
-    lr : the greatest learning rate, at the end of the warm-up; half a cosine leads from it to 0
-    weight_decay : of the matrices, a step, times the learning rate
-    dropout : the share of elements that the embedding and every mix's output lose while training
-    seed : of the first weights, of the order of the text and of the dropout
+    layers, width, head_size : the model's sizes
+    batch, context : sequences per step, and tokens that each of them predicts
+    steps, minutes : the length of the training, one of the two; it determines the learning rate's schedule
+    lr : the largest learning rate, reached at the end of the warm-up; half a cosine leads from it to 0
+    weight_decay : a step multiplies matrices by 1 - weight_decay * learning rate
+    dropout : the probability with which an element of the embedding's or a mix's output is set to 0 in training
+    seed : of the initial weights, the order of the text and the dropout
     """
 
     layers: int = 2
@@ -75,33 +75,33 @@ class Settings:
             self.check(real, "minutes", "a number above 0", lambda x: x > 0)
 
     def check(self, gate, name, *wanted):
-        """A field as a plain int or float, which a checkpoint can hold."""
+        """Checks a field by `gate`, and replaces it by the plain int or float that `gate` returns."""
         object.__setattr__(self, name, gate("Training", name, getattr(self, name), *wanted))
 
 
 class Training:
-    """A model, its optimiser and its text. Several threads may call it: its methods wait for each other.
+    """A model, its optimiser and its text. Several threads may call its methods, which run one at a time.
 
     Parameters
     ----------
     text : bytes, or token ids [T]
-        The last 5 % are held out: `held_out_loss` reads them, and nothing learns from them.
+        The last 5 % are held out: only `held_out_loss` reads them.
     settings : Settings
     device : "cpu" or "cuda"
     dtype : of the matrices in products and of activations, on CUDA; sums, the weights and the optimiser are float32
     kind : a class with the face of `Trainable`
-        What is trained.
+        The model class to train.
     recompute : bool
-        On CUDA, whether a layer's activations are computed again for its gradients: a quarter less speed for two fifths
-        of the memory.
-    ranks : as `single_process.OneProcess`
-        Who learns from a part of each batch: of several processes `linattn_np.distributed.DataParallel`, or
-        `SequenceParallel` for contexts that are cut.
+        On CUDA, whether a layer's activations are computed again for its gradients, instead of being stored: training
+        takes two fifths of the memory and is a quarter slower.
+    ranks : an object with the methods of `single_process.OneProcess`
+        The processes that share each batch: `linattn_np.distributed.DataParallel` divides its sequences,
+        `linattn_np.distributed.SequenceParallel` its contexts. By default this process computes all.
 
     Raises
     ------
     ContractError
-        Too short a text; on CUDA, sizes that its kernels do not take. NotSupported: `device` cannot be had.
+        The text is too short; on CUDA, the kernels do not support the sizes. NotSupported: `device` is not available.
 
     Example
     -------
@@ -139,17 +139,17 @@ class Training:
         self.settings, self.device = settings, device
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
-        if (most := int(self.text.tokens.max())) >= self.layout.sizes["V"]:
-            refuse(f"the text has token {most}, but the vocabulary has {self.layout.sizes['V']} tokens")
+        if (largest := int(self.text.tokens.max())) >= self.layout.sizes["V"]:
+            refuse(f"the text has token {largest}, but the vocabulary has {self.layout.sizes['V']} tokens")
         loss: Callable = kind.loss
         if recompute:
             loss = partial(loss, recompute=True)
-        what = self.layout, loss, settings.dropout, settings.seed, self.ranks
+        arguments = self.layout, loss, settings.dropout, settings.seed, self.ranks
         self.steps: HostSteps | CudaSteps
         if device == "cuda":
-            self.steps = CudaSteps(*what, rows, context + 1, dtype)
+            self.steps = CudaSteps(*arguments, rows, context + 1, dtype)
         else:
-            self.steps = HostSteps(*what)
+            self.steps = HostSteps(*arguments)
         self.step_number, self.seconds, self.latest, self.lock = 0, 0.0, None, Lock()
         self.steps.load(weights=self.layout.initial(settings.seed))
 
@@ -157,27 +157,27 @@ class Training:
         return f"Training({self.layout.size:,} parameters, {self.steps.dtype} on {self.device}, {self.done:.0%} done)"
 
     def change(self, **how):
-        """From here on `steps`, `minutes` or `lr` of the settings are others; steps and minutes replace each other."""
+        """Replaces settings (`steps`, `minutes` or `lr`) for the next steps; steps and minutes replace each other."""
         if how.keys() & {"steps", "minutes"}:
             how = {"steps": None, "minutes": None, **how}
         self.settings = replace(self.settings, **how)
 
     @property
     def done(self) -> float:
-        """The part of the training that is done, from 0 to 1."""
+        """The fraction of the training that is done, from 0 to 1."""
         steps, minutes = self.settings.steps, self.settings.minutes
         part = self.seconds / (60 * minutes) if minutes else self.step_number / (steps or 1)
         return min(1.0, part)
 
     @property
     def tokens_read(self) -> int:
-        """By all steps so far."""
+        """The number of tokens that all steps so far have read."""
         return self.step_number * self.settings.batch * self.settings.context
 
     @one_at_a_time
-    @np.errstate(all="ignore")  # a loss that is not finite is what tells
+    @np.errstate(all="ignore")  # callers see an overflow in the loss
     def step(self):
-        """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the loss before it, on the device."""
+        """A step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); returns the loss before it, on the device."""
         self.count_time()
         tokens, rate = self.ranks.part(self.text.batch(self.step_number)), self.learning_rate()
         value = self.steps(tokens, self.step_number, rate, 1 - rate * self.settings.weight_decay)
@@ -187,15 +187,16 @@ class Training:
     @one_at_a_time
     @np.errstate(all="ignore")
     def warm_up(self):
-        """Computes the first batch's loss, so that what is compiled for it takes nothing of `minutes`. All ranks do."""
+        """Computes the first batch's loss, so that compiling does not count towards `minutes`. All ranks call it."""
         self.steps.value(self.ranks.part(self.text.batch(0)))
 
     def learning_rate(self):
+        """The next step's learning rate: linear warm-up times half a cosine."""
         done = max(self.done, 1 / self.settings.steps) if self.settings.steps else self.done
         return self.settings.lr * min(1, done / WARM_UP) * (1 + math.cos(math.pi * self.done)) / 2
 
     def count_time(self):
-        """Adds what has passed since the last step, whatever was done meanwhile."""
+        """Adds the time since the last call to `seconds`."""
         now = time.perf_counter()
         self.seconds += now - self.latest if self.latest else 0
         self.latest = now
@@ -204,7 +205,7 @@ class Training:
     @one_at_a_time
     @np.errstate(all="ignore")
     def held_out_loss(self) -> float:
-        """Nats a token of the held-out end, read in rows of `context` tokens, each from an empty state."""
+        """The mean loss, in nats per token, on the held-out text; each row of `context` tokens has an empty state."""
         nats, count = 0.0, 0
         for tokens in self.text.held_out():
             predicted = tokens[:, 1:].size
@@ -214,16 +215,18 @@ class Training:
     # -- files -------------------------------------------------------------------------------------------------------
     @one_at_a_time
     def save(self, path):
-        """All that `restore` needs, in one file, which is there whole or not at all; ContractError, and the file stays
-        as it was, where a number is not finite."""
-        about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
+        """Writes all that `restore` needs to one file, atomically.
+
+        ContractError if a number is not finite; an existing file is then left as it was.
+        """
+        options = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
         vectors = {name: self.steps.on_host(name) for name in VECTORS}
         self.check_finite(vectors)
         write_arrays(
             path,
             {
                 **vectors,
-                "settings": about,
+                "settings": options,
                 "text": self.fingerprint,
                 "step": np.array([self.step_number]),
                 "seconds": np.array([self.seconds]),
@@ -232,9 +235,11 @@ class Training:
 
     @one_at_a_time
     def save_model(self, path):
-        """The weights under the model's names for files, matrices in the dtype of products; ContractError as `save`.
+        """Writes the weights under the model's official names, matrices in the dtype of products.
 
-        path : of a `.safetensors`, or of a `.pth`, which is float32
+        path : ends in `.safetensors`, or in `.pth`, whose arrays are float32
+
+        ContractError as in `save`.
         """
         named = self.layout.named(self.steps.on_host("weights"))
         arrays = {
@@ -244,8 +249,8 @@ class Training:
         (pth_files.write if str(path).endswith(".pth") else write_arrays)(path, arrays)
 
     def check_finite(self, arrays):
-        if lost := first_not_finite(arrays):
-            refuse(f"{lost} at step {self.step_number} has numbers that are not finite, which no file shall hold")
+        if name := first_not_finite(arrays):
+            refuse(f"{name} at step {self.step_number} has numbers that are not finite, which no file shall hold")
 
     @classmethod
     def restore(
@@ -258,9 +263,9 @@ class Training:
         recompute: bool = False,
         ranks=None,
     ) -> Training:
-        """A training as `save` left it; CheckpointError for a file that holds none, or one of another text.
+        """The training that `save` wrote to `path`. If there are several ranks, only the first reads the file.
 
-        Of several ranks the first reads the file.
+        CheckpointError if the file holds no training, or one on another text.
         """
         stored = (ranks or OneProcess()).from_first(lambda: checkpoint.read(path))
         try:
@@ -269,22 +274,27 @@ class Training:
             raise checkpoint.CheckpointError(f"{path}: {error}") from None
         self = cls(text, settings, device, dtype, kind, recompute, ranks)
         if bytes(stored["text"]) != bytes(self.fingerprint):
-            beside = ", from this model with this alpha" if kind.beside else ""
-            raise checkpoint.CheckpointError(f"{path}: is the training on another text, expected one on this{beside}")
+            same_model = ", from this model with this alpha" if kind.beside else ""
+            raise checkpoint.CheckpointError(
+                f"{path}: is the training on another text, expected one on this{same_model}"
+            )
         self.steps.load(**{name: stored[name] for name in VECTORS})
         self.step_number, self.seconds = int(stored["step"][0]), float(stored["seconds"][0])
         return self
 
 
 def first_not_finite(arrays) -> str | None:
-    """Its name. A sum of finite float32 numbers in float64 is finite, and takes no array of answers."""
+    """The name of the first array with a number that is not finite, or None.
+
+    The float64 sum of finite float32 numbers is finite, and summing needs no temporary array.
+    """
     return next((name for name, x in arrays.items() if not np.isfinite(x.sum(dtype=np.float64))), None)
 
 
 class Text:
-    """The tokens to learn, in rows of a context and the token behind it; each epoch has them in another order.
+    """The tokens to learn, cut into rows of `context` + 1 tokens; each epoch has its own cuts and order of rows.
 
-    unit : what errors and reports call the tokens
+    unit : "bytes" or "tokens", for messages
     """
 
     def __init__(self, text, settings):
@@ -292,7 +302,7 @@ class Text:
         self.unit = "bytes" if self.tokens.dtype == np.uint8 else "tokens"
         held = int(len(self.tokens) * HELD_OUT)
         self.learned, self.held = self.tokens[: len(self.tokens) - held], self.tokens[len(self.tokens) - held :]
-        least = 2 * settings.context + 1  # a row from any of an epoch's starts
+        least = 2 * settings.context + 1  # enough for one row wherever an epoch's first row starts
         if len(self.learned) < least or len(self.held) < 2:
             refuse(
                 f"the text has {len(self.tokens)} {self.unit}, {len(self.learned)} of them to learn, "
@@ -301,11 +311,12 @@ class Text:
         self.rows = (len(self.learned) - settings.context) // settings.context
 
     def batch(self, step) -> np.ndarray:
-        """int64 [batch, context + 1], the rows of a step."""
+        """The rows of a step, int64 [batch, context + 1]."""
         first, size = step * self.settings.batch, self.settings.batch
         return self.cut(self.learned, [self.start(row) for row in range(first, first + size)])
 
     def start(self, row):
+        """The first token of a row, which is counted over all epochs."""
         epoch, row = divmod(row, self.rows)
         shift, order = order_of(self.settings.seed, epoch, self.rows, self.settings.context)
         return shift + order[row] * self.settings.context
@@ -314,7 +325,7 @@ class Text:
         return np.stack([text[start : start + self.settings.context + 1] for start in starts]).astype(np.int64)
 
     def held_out(self):
-        """Batches that hold every token of the held-out end but the first once; a rest comes as a short row."""
+        """Yields batches in which every held-out token but the first is predicted once; the last row may be shorter."""
         context, batch = self.settings.context, self.settings.batch
         whole = (len(self.held) - 1) // context
         for first in range(0, whole, batch):
@@ -331,7 +342,7 @@ def as_tokens(text) -> np.ndarray:
 
 
 def fingerprint(tokens, beside: bytes) -> np.ndarray:
-    """Of what is learnt, and of what is not trained beside it."""
+    """The SHA-256 digest, uint8 [32], of the tokens and of `beside`, which describes weights that are not trained."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens).data)
     digest.update(beside)
     return np.frombuffer(digest.digest(), np.uint8)
@@ -339,43 +350,43 @@ def fingerprint(tokens, beside: bytes) -> np.ndarray:
 
 @lru_cache(2)
 def order_of(seed, epoch, rows, context):
-    """Where the first row of an epoch starts, and the order of its rows."""
+    """(first token of an epoch's first row, permutation of its rows)."""
     rng = np.random.default_rng([seed, epoch, 1])
     return int(rng.integers(context)), rng.permutation(rows)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------------------
 def checked(stored, kind) -> Settings:
-    """The settings of a checkpoint, once all that it holds fits them."""
-    kinds = {
+    """The settings in a checkpoint, after checking that all its arrays fit them."""
+    dtypes = {
         **dict.fromkeys(VECTORS, np.float32),
         "settings": np.uint8,
         "text": np.uint8,
         "step": np.int64,
         "seconds": np.float64,
     }
-    if stored.keys() != kinds.keys():
-        refuse(f"holds {', '.join(sorted(stored)[:9])}, expected a training: {', '.join(sorted(kinds))}")
-    for name, dtype in kinds.items():
+    if stored.keys() != dtypes.keys():
+        refuse(f"holds {', '.join(sorted(stored)[:9])}, expected a training: {', '.join(sorted(dtypes))}")
+    for name, dtype in dtypes.items():
         if stored[name].dtype != dtype or stored[name].ndim != 1:
             refuse(
                 f"has {name} in {stored[name].dtype} with {stored[name].ndim} axes, expected {np.dtype(dtype)} with one"
             )
     try:
-        about = json_object(stored["settings"].tobytes())
+        options = json_object(stored["settings"].tobytes())
     except FileError as error:
         refuse(f"has settings that are none of a training: {error}")
-    if about.keys() != {field.name for field in fields(Settings)}:
+    if options.keys() != {field.name for field in fields(Settings)}:
         refuse("has settings that are none of a training")
-    settings, size = Settings(**about), len(stored["weights"])
-    if settings.layers * settings.width > size:  # before a table of so many layers is made
+    settings, size = Settings(**options), len(stored["weights"])
+    if settings.layers * settings.width > size:  # checked first, because the next line builds a table of all layers
         refuse(f"has {size} weights for {settings.layers} layers of {settings.width}")
-    wanted = kind.trainable(settings.layers, settings.width, settings.head_size).size
-    for name, count in (*((name, wanted) for name in VECTORS), ("text", 32), ("step", 1), ("seconds", 1)):
+    parameters = kind.trainable(settings.layers, settings.width, settings.head_size).size
+    for name, count in (*((name, parameters) for name in VECTORS), ("text", 32), ("step", 1), ("seconds", 1)):
         if len(stored[name]) != count:
             refuse(f"has {len(stored[name])} elements of {name}, expected {count}")
-    if lost := first_not_finite({name: stored[name] for name in VECTORS}):
-        refuse(f"has numbers in {lost} that are not finite")
+    if name_not_finite := first_not_finite({name: stored[name] for name in VECTORS}):
+        refuse(f"has numbers in {name_not_finite} that are not finite")
     if stored["step"][0] < 0 or not 0 <= stored["seconds"][0] < math.inf:
         refuse(f"is at step {stored['step'][0]} after {stored['seconds'][0]} seconds")
     return settings

@@ -1,4 +1,4 @@
-"""How training multiplies matrices: NumPy in the arrays' dtype, cuBLAS in half precision with float32 sums."""
+"""The matrix products of training: by NumPy in the arrays' dtype, or by cuBLAS in a given dtype with float32 sums."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 class HostProducts:
-    """NumPy's, in the arrays' own dtype: float32, but for tests."""
+    """Products by NumPy, in the arrays' own dtype; that is float32, except in tests."""
 
     dtype = np.dtype(np.float32)
 
     def cast(self, x):
-        """`x` as products take it."""
+        """`x` in the dtype of products."""
         return x
 
     def matmul(self, a, b, out=None):
@@ -19,7 +19,7 @@ class HostProducts:
 
 
 class CudaProducts:
-    """cuBLAS's on the current device, of arrays in `dtype`, with sums in float32."""
+    """Products by cuBLAS on the current device, of arrays in `dtype`, with float32 sums."""
 
     def __init__(self, dtype):
         from ..backends.cupy.device import CupyDevice
@@ -28,13 +28,13 @@ class CudaProducts:
         self.product = self.device.cublas.product
 
     def cast(self, x):
-        """`x` as products take it."""
+        """`x` in the dtype of products."""
         return x.astype(self.dtype, copy=False)
 
     def matmul(self, a, b, out=None):
-        """a b, for a [..., M, K] and b [..., K, N] that have rows or columns of neighbours; as may `out`.
+        """a b for a [..., M, K] and b [..., K, N]; of each of a, b and `out`, rows or columns must be contiguous.
 
-        `out` is in `dtype` or float32, which is what a new one is in.
+        `out` has `dtype` or float32; without it, the result is a new float32 array.
         """
         if out is None:
             out = self.device.empty((*a.shape[:-1], b.shape[-1]), np.float32)

@@ -1,7 +1,7 @@
-"""The steps of a training on the CPU and on the GPU: the loss, its gradients, and AdamW (Loshchilov and Hutter, 2019,
-algorithm 2) with the gradient clipped by its norm.
+"""The steps of a training on the CPU and on the GPU: loss, gradients, and AdamW with the gradient clipped by its norm
+(Loshchilov and Hutter, 2019, algorithm 2).
 
-Both have `weights`, `first` and `second`, float32 vectors of the model and of AdamW's two moments.
+Both classes have float32 vectors `weights` (all parameters of the model), `first` and `second` (AdamW's two moments).
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from .devices import NotCopied
 from .dropout import Dropout, dropout, keep
 from .training_products import CudaProducts, HostProducts
 
-CLIP = 1.0  # the gradient's greatest norm
+CLIP = 1.0  # the gradient's largest norm
 BETAS, EPS = (0.9, 0.99), 1e-8
-STEPS_BEFORE_GRAPH = 2  # the first compiles kernels and plans calls, the second finds all memory that a step takes
-CAPTURING = Lock()  # of several trainings in threads, who may add to what graphs keep
-AHEAD = 2  # steps that the host may be ahead of the device
-BLOCKS = 4  # of a multiprocessor, in the kernels that go over all parameters
+STEPS_BEFORE_GRAPH = 2  # the first compiles kernels and plans calls, the second allocates all memory that a step takes
+CAPTURING = Lock()  # lets one training at a time capture a graph and append to `in_graphs`
+AHEAD = 2  # steps by which the host may be ahead of the device
+BLOCKS = 4  # blocks per multiprocessor, in the kernels that read all parameters
 
 
 class HostSteps:
-    """On the CPU, in float32.
+    """Training steps on the CPU, in float32.
 
-    layout, loss : of the model, as `protocols.Trainable` has them
-    rate, seed : of the dropout
-    ranks : who learns from other parts of a batch, as `single_process.OneProcess`
+    layout, loss : the model's parameter layout and loss function, as in `protocols.Trainable`
+    rate, seed : the dropout's probability and seed
+    ranks : the processes that share each batch, an object with the methods of `single_process.OneProcess`
     """
 
     def __init__(self, layout, loss, rate, seed, ranks):
         self.layout, self.loss, self.products, self.ranks = layout, loss, HostProducts(), ranks
         self.rate, self.seed, self.dtype = rate, seed, self.products.dtype
         self.weights, self.first, self.second = np.zeros((3, layout.size), np.float32)
-        self.sums = np.zeros(layout.size + 1, np.float32)  # what the ranks put together: the gradient, then the loss
+        self.sums = np.zeros(layout.size + 1, np.float32)  # summed over the ranks: the gradient, then the loss
 
     @property
     def gradient(self):
-        return self.sums[:-1]  # not kept: in a copy it would be no part of the sums
+        return self.sums[:-1]  # a property, so that copies of this object have a view of their own `sums`
 
     def on_host(self, name):
-        """One of the three vectors."""
+        """The vector `name` ("weights", "first" or "second") on the host."""
         return getattr(self, name)
 
     def load(self, **vectors):
@@ -52,8 +52,11 @@ class HostSteps:
             setattr(self, name, np.array(vector))
 
     def __call__(self, tokens, number, rate, kept):
-        """The loss before step `number`, counted from 0; `rate` is the learning rate, `kept` the share that weight
-        decay leaves of the matrices."""
+        """Makes step `number`, counted from 0; returns the loss before it.
+
+        rate : the learning rate
+        kept : the factor by which weight decay multiplies the matrices
+        """
         gradient_and_loss(self, self.layout.tree(self.weights), tokens, self.drop(number))
         norm = np.sqrt((self.gradient * self.gradient).sum())
         matrices = self.weights[: self.layout.matrices]
@@ -70,22 +73,23 @@ class HostSteps:
         return self.sums[-1]
 
     def value(self, tokens):
-        """The loss of whole sequences without a step, and without dropout."""
+        """The loss without dropout; no step is made."""
         return self.loss(self.layout.tree(self.weights), tokens, self.products, keep)[0]
 
     def drop(self, number):
+        """The dropout function of a step."""
         if not self.rate:
             return keep
-        own = [self.ranks.rank] if self.ranks.rank else []
-        bits = np.random.PCG64(np.random.SeedSequence([self.seed, number, *own]))
+        rank = [self.ranks.rank] if self.ranks.rank else []
+        bits = np.random.PCG64(np.random.SeedSequence([self.seed, number, *rank]))
         return partial(dropout, np.random.Generator(bits), self.rate)
 
 
 def gradient_and_loss(steps, weights, tokens, drop):
-    """Fills the `sums` of steps with the means over all ranks: those of a layer travel while the next are computed."""
+    """Fills `steps.sums` with the means over all ranks; a layer's are exchanged while the next layer's are computed."""
     layout, ranks, sums = steps.layout, steps.ranks, steps.sums
-    how = {} if ranks.cut is None else {"cut": ranks.cut}
-    value, pull = steps.loss(weights, tokens, steps.products, drop, **how)
+    options = {} if ranks.cut is None else {"cut": ranks.cut}
+    value, pull = steps.loss(weights, tokens, steps.products, drop, **options)
     sums[-1] = value
     pull(layout.tree(steps.gradient), lambda layer: ranks.begin(sums[slice(*layout.parts[layer])]))
     ranks.begin(sums[layout.matrices :])
@@ -93,6 +97,7 @@ def gradient_and_loss(steps, weights, tokens, drop):
 
 
 def adam(weights, gradient, first, second, clip, rate, correction, correction_of_second):
+    """AdamW's update without weight decay: new (weights, first moment, second moment)."""
     gradient = gradient * clip
     first = BETAS[0] * first + (1 - BETAS[0]) * gradient
     second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
@@ -101,15 +106,15 @@ def adam(weights, gradient, first, second, clip, rate, correction, correction_of
 
 
 def corrections(number):
-    """The factors that correct the two moments for their start from zero."""
+    """The divisors that correct the two moments' bias towards their initial value 0."""
     return [1 - beta ** (number + 1) for beta in BETAS]
 
 
 class StepInputs:
     """A step's inputs on the current CUDA device: tokens [batch, length], two seeds, four numbers of the schedule.
 
-    A call copies new ones there in one asynchronous copy from pinned memory, so that the host does not wait for the
-    end of the previous step.
+    A call writes new ones by one asynchronous copy from pinned memory, so that the host does not wait for the previous
+    step. The schedule is (learning rate, weight decay's factor, the two `corrections`).
     """
 
     def __init__(self, batch, length):
@@ -136,10 +141,10 @@ class StepInputs:
 
 
 class CudaSteps(NotCopied):
-    """On the current CUDA device: a CUDA graph, messages included, as soon as `STEPS_BEFORE_GRAPH` steps were made.
+    """Training steps on the current CUDA device, from step STEPS_BEFORE_GRAPH on as a CUDA graph (with communication).
 
-    ranks : as in `HostSteps`
-    batch, length : of the tokens of a step, one more a sequence than it predicts
+    layout, loss, rate, seed, ranks : as in `HostSteps`
+    batch, length : the shape of a step's tokens; each sequence has one token more than it predicts
     dtype : of the matrices in products and of activations; sums, weights and the optimiser are float32
     """
 
@@ -156,7 +161,7 @@ class CudaSteps(NotCopied):
         self.rounded = None if self.dtype == np.float32 else cupy.zeros(layout.matrices, self.dtype)
         self.inputs = StepInputs(batch, length)
         self.drop = Dropout(self.inputs.seeds, rate) if rate else None
-        # What the graph's launches read and write stands in a pool that nobody else takes memory from.
+        # Arrays of the captured launches are in a memory pool of their own, so that no other code reuses their memory.
         self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self.graph, self.scratch, self.steps = None, [], 0
 
@@ -168,12 +173,12 @@ class CudaSteps(NotCopied):
                 self.rounded[...] = self.weights[: self.layout.matrices]
 
     def on_host(self, name):
-        """One of the three vectors."""
+        """As in `HostSteps`."""
         with self.queue():
             return getattr(self, name).get()
 
     def __call__(self, tokens, number, rate, kept):
-        """As `HostSteps` has it; the host is a few steps ahead of the device at most."""
+        """As in `HostSteps`; the host may be at most AHEAD steps ahead of the device."""
         with self.queue():
             self.inputs(tokens, [self.seed, number], [rate, kept, *corrections(number)])
             if self.graph is None and self.steps >= STEPS_BEFORE_GRAPH:
@@ -192,7 +197,7 @@ class CudaSteps(NotCopied):
 
     @contextmanager
     def queue(self):
-        """On the stream that the graph is captured from, in order with the caller's."""
+        """Makes this object's stream current; its work runs after the caller's earlier and before the later work."""
         current = self.cupy.cuda.get_current_stream()
         self.stream.wait_event(current.record())
         with self.stream:
@@ -203,16 +208,16 @@ class CudaSteps(NotCopied):
         return self.layout.tree(self.weights, self.rounded)
 
     def capture(self):
-        """Makes the graph of a step, and runs nothing."""
+        """Captures the graph of a step without running it."""
         with CAPTURING:
-            others = len(in_graphs)
+            earlier = len(in_graphs)
             self.stream.begin_capture()
             try:
                 self.run()
             finally:
                 graph = self.stream.end_capture()
-            self.graph, self.scratch = graph, in_graphs[others:]  # theirs ends with this object
-            del in_graphs[others:]
+            self.graph, self.scratch = graph, in_graphs[earlier:]  # arrays that the graph needs, freed with this object
+            del in_graphs[earlier:]
 
     def run(self):
         with self.cupy.cuda.using_allocator(self.pool.malloc):
@@ -220,6 +225,7 @@ class CudaSteps(NotCopied):
             self.optimise()
 
     def optimise(self):
+        """Launches AdamW's two kernels: the gradient's squared norm, then the update of all parameters."""
         from ..backends.cupy import rwkv6_training_kernels as kernels
 
         launch = partial(kernels.launch, self.device)

@@ -1,6 +1,7 @@
-"""The one argument of a kernel: a struct of 8-byte members, declared once, beside the kernel.
+"""The argument struct of a kernel: its declaration, its layout and its bytes.
 
-The same declaration packs it here and is checked against the compiler's `sizeof` and `offsetof` in the kernel's text.
+Members consist of 8-byte words. A kernel class declares them by `members`. `pack` and `Packed` make the bytes; the
+compiler compares the declaration's size and offsets with its own `sizeof` and `offsetof`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 
 from .plan import SHAPE, Array, Ref, TensorMap
 
-WORD, MAP_WORDS, MAP_ALIGNMENT = 8, 16, 64  # bytes of a word, words of a tensor map, bytes on which one starts
+WORD, MAP_WORDS, MAP_ALIGNMENT = 8, 16, 64  # bytes per word, words per tensor map, bytes to which it is aligned
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class StructMember:
     kind: str
     words: int
     inner: tuple[StructMember, ...] = ()
-    optional: bool = False  # null if a launch does not name it
+    optional: bool = False  # null if a launch does not pass it
 
 
-KINDS = {  # by the words of a declaration: (kind, words of a member)
+KINDS = {  # first word of a declaration's part -> (kind, words of a member)
     "rows": ("rows", 4),  # `Rows`: a pointer and three strides, in elements
     "pointers": ("pointer", 1),
     "integers": ("integer", 1),
@@ -36,9 +37,11 @@ KINDS = {  # by the words of a declaration: (kind, words of a member)
 
 
 def members(declaration: str) -> tuple[StructMember, ...]:
-    """The members that a text like "rows q k v o, pointers? initial final, shape, reals scale" declares: a kind, and
-    the names of its members. `?`: null if a launch does not name it. "maps+rows q k": tensor maps q and k, and the same
-    arrays as rows q_rows and k_rows, for tokens that a tensor map's boxes do not cover."""
+    """The members that a text such as "rows q k v o, pointers? initial final, shape, reals scale" declares.
+
+    Each part is a kind and the members' names; `?` marks optional members. "maps+rows q k" declares tensor maps q and
+    k, and the same arrays as rows q_rows and k_rows, for tokens that the boxes of a tensor map do not cover.
+    """
     found: list[StructMember] = []
     for part in declaration.split(", "):
         kind, *names = part.split()
@@ -53,12 +56,12 @@ def members(declaration: str) -> tuple[StructMember, ...]:
 
 
 def structs(name, count, inner) -> tuple[StructMember, ...]:
-    """`count` structs, one behind the other."""
+    """A member that consists of `count` structs of the members `inner`."""
     return (StructMember(name, "structs", count * size_of(inner) // WORD, inner),)
 
 
 def size_of(declared) -> int:
-    """Bytes of a struct."""
+    """Bytes of a struct of these members, with padding at its end if it holds tensor maps."""
     size = WORD * sum(member.words for member in declared)
     return -(-size // MAP_ALIGNMENT) * MAP_ALIGNMENT if has_maps(declared) else size
 
@@ -68,14 +71,14 @@ def has_maps(declared) -> bool:
 
 
 def offsets(declared, at=0):
-    """(name, byte) of every member."""
+    """Yields (name, first byte) of every member."""
     for member in declared:
         yield member.name, at
         at += WORD * member.words
 
 
 def words_of(declared, args) -> list:
-    """The struct's words: integers, floats, None for null, `Ref`, and a `TensorMap` for the 16 words that it takes."""
+    """The struct's contents: an integer, float, None (null) or `Ref` (address) per word, a `TensorMap` per 16 words."""
     words = []
     for member in declared:
         words += WORDS[member.kind](args[member.name], member)
@@ -83,8 +86,7 @@ def words_of(declared, args) -> list:
 
 
 def row_words(x, _):
-    """A pointer and three strides. The stride of an axis of size 1 is 0: kernels may read the array as if it were
-    repeated along that axis."""
+    """An array's address and three strides in elements. The stride of an axis of size 1 is 0, which broadcasts it."""
     if x is None:
         return [None, 0, 0, 0]
     strides = [stride // x.dtype.itemsize if size > 1 else 0 for stride, size in zip(x.strides[:-1], x.shape)]
@@ -95,8 +97,8 @@ def struct_words(values, member):
     size, words = size_of(member.inner) // WORD, []
     for value in values:
         inner = words_of(member.inner, value)
-        taken = sum(MAP_WORDS if isinstance(word, TensorMap) else 1 for word in inner)
-        words += [*inner, *[0] * (size - taken)]
+        used = sum(MAP_WORDS if isinstance(word, TensorMap) else 1 for word in inner)
+        words += [*inner, *[0] * (size - used)]
     return words
 
 
@@ -112,37 +114,39 @@ WORDS = {
 
 
 class Packed:
-    """The arguments of a launch with a gap for every address, which `filled` puts in place."""
+    """The argument struct of a launch without addresses and tensor maps, which `filled` adds for each execution."""
 
     def __init__(self, declared, args, number):
-        """`number` is the place of every memory among an execution's arrays."""
+        """`number` maps each memory of a plan to its index among an execution's arrays."""
         size = size_of(declared)
-        self.words, at = np.zeros(size // WORD, np.int64), 0
-        reals, where, which, offset, self.maps = self.words.view(np.float64), [], [], [], []
+        self.words, word_index = np.zeros(size // WORD, np.int64), 0
+        reals, address_indices, memory_indices, byte_offsets, self.maps = self.words.view(np.float64), [], [], [], []
         for word in words_of(declared, args):
             if isinstance(word, Ref):
-                where.append(at)
-                which.append(number[word.memory])
-                offset.append(word.offset)
+                address_indices.append(word_index)
+                memory_indices.append(number[word.memory])
+                byte_offsets.append(word.offset)
             elif isinstance(word, TensorMap):
-                self.maps.append((at, word))
-                at += MAP_WORDS - 1
+                self.maps.append((word_index, word))
+                word_index += MAP_WORDS - 1
             elif isinstance(word, float):
-                reals[at] = word
+                reals[word_index] = word
             elif word is not None:
-                self.words[at] = word
-            at += 1
-        self.where, self.which, self.offset = (np.array(found, np.int64) for found in (where, which, offset))
+                self.words[word_index] = word
+            word_index += 1
+        self.where, self.which, self.offset = (
+            np.array(numbers, np.int64) for numbers in (address_indices, memory_indices, byte_offsets)
+        )
 
     def filled(self, addresses, tensor_map) -> np.ndarray:
-        """The struct; `tensor_map` makes the bytes of one."""
+        """The words of the struct for these addresses; `tensor_map` encodes a `TensorMap` as bytes."""
         words = self.words.copy()
         words[self.where] = addresses[self.which] + self.offset
-        for at, described in self.maps:
-            words[at : at + MAP_WORDS] = np.frombuffer(tensor_map(described), np.int64)
+        for at, box_map in self.maps:
+            words[at : at + MAP_WORDS] = np.frombuffer(tensor_map(box_map), np.int64)
         return words
 
 
 def pack(declared, args) -> np.ndarray:
-    """The struct from addresses that are integers already."""
+    """The words of a struct whose addresses are given as integers."""
     return Packed(declared, args, {}).words

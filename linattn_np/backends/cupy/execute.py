@@ -1,7 +1,8 @@
-"""Plans on a device: compiled once, then run for every call alike, whose arrays may be anywhere.
+"""Compiles plans for a device and runs them.
 
-What an execution of a compiled plan does on the host: allocate the plan's buffers, find what was filled in for these
-addresses, launch. Addresses and tensor maps stand where the plan's typed arguments say.
+A plan is compiled once and then run for all calls with equal descriptions (shapes, dtypes, strides, options), whatever
+their addresses. Each execution allocates the plan's buffers, fills the addresses into the kernels' argument structs
+(or finds the structs of an earlier execution with these addresses) and launches the kernels.
 """
 
 from __future__ import annotations
@@ -31,61 +32,65 @@ from .plan import (
     forwards,
 )
 
-COMPILED = 16  # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
-# of gradients that a pullback is given
-PLACES = 64  # sets of addresses whose arguments are kept: the layers of a model
-ALIGNED = 256  # bytes on which a buffer starts
+# compiled plans kept for calls of one description: each stream has its own, and so has each description of the
+# gradients that a pullback gets
+COMPILED = 16
+PLACES = 64  # sets of addresses per compiled plan whose argument structs are kept, such as one for each model layer
+ALIGNED = 256  # bytes; buffers start at multiples of it
 
 
 def plan_of(planner, problem, device, kept=()) -> Plan:
-    """A planner's plan of a call, which goes on from what `plan_summary` kept."""
+    """A planner's plan of a call; `kept` are the arrays that a plan of `plan_summary` has saved, if there was one."""
     return drawn(planner.plan, problem, device, **({"kept": kept} if kept else {}))
 
 
 def summary_plan_of(planner, problem, device) -> Plan | None:
-    """A planner's plan of a call without o."""
+    """A planner's plan of a call's effect on the state, without o."""
     return drawn(planner.plan_summary, problem, device)
 
 
 def vjp_plan_of(planner, problem, device, do, dht, saved=(), kept=()) -> Plan:
-    """A planner's plan of a pullback, which goes on from what `plan_summary_vjp` kept."""
+    """A planner's plan of a pullback; `kept` are the arrays that a plan of `plan_summary_vjp` has saved, if any."""
     trees = {"do": do, "dht": dht, "saved": tuple(saved)} | ({"kept": kept} if kept else {})
     return drawn(planner.plan_vjp, problem.replace(out=None), device, **trees)
 
 
 def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
-    """A planner's plan of what the tokens make of the final state's gradient."""
+    """A planner's plan of the initial state's gradient alone."""
     return drawn(planner.plan_summary_vjp, problem.replace(out=None), device, do=do, saved=tuple(saved))
 
 
 def drawn(draw, problem, device, **trees):
-    """The plan that `draw` makes of the descriptions of a problem and of trees of arrays, or None."""
-    described, memory = describe(problem, device)
+    """The plan that the planner's function `draw` makes from descriptions of the problem and the trees of arrays.
+
+    None if `draw` returns None.
+    """
+    described_problem, memory = describe(problem, device)
     given = list(memory)
     trees = {name: describe_tree(name, tree, device, given) for name, tree in trees.items()}
-    plan = draw(described, device, *trees.values())
+    plan = draw(described_problem, device, *trees.values())
     return plan and replace(with_fast_copies(plan), given=tuple(given))
 
 
 def run(planner, problem, device, kept=()):
-    """(results, what the pullback needs besides)."""
+    """Runs a call: (results, the arrays saved for the pullback)."""
     return call(partial(plan_of, planner), problem, device, kept)
 
 
 def summarise(planner, problem, device):
-    """((final state from zero, decays), what `run` of the same arrays may go on from), or None."""
+    """((final state from the state 0, total decays), arrays that `run` takes as `kept`); None without such a plan."""
     if not hasattr(planner, "plan_summary"):
         return None
     return call(partial(summary_plan_of, planner), problem, device, kept_as="summaries")
 
 
 def pull(planner, problem, device, do, dht, saved=(), kept=()):
-    """Gradients in the order of the arrays, and those of the initial state or None."""
+    """(the gradients in the order of the problem's arrays, the initial state's gradient or None)."""
     return call(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, kept)[0]
 
 
 def summarise_vjp(planner, problem, device, do, saved=()):
-    """((the initial state's gradient for a dht of zero, decays), what `pull` may go on from), or None."""
+    """((the initial state's gradient for dht = 0, total decays), arrays that `pull` takes as `kept`), or None."""
     if not hasattr(planner, "plan_summary_vjp"):
         return None
     plan = partial(summary_vjp_plan_of, planner)
@@ -93,25 +98,25 @@ def summarise_vjp(planner, problem, device, do, saved=()):
 
 
 def call(plan, problem, device, *trees, kept_as="plans"):
-    """Run a call by the compiled plan of the first call like it on the same queue; calls are compared by description.
+    """Runs a call by its compiled plan, compiling it if no call of this description has run on this queue before.
 
-    None where there is no such plan. `kept_as` names the plans of one kind.
+    `plan` makes the plan; None is returned if it makes none. `kept_as`: the kind of plan, a key of the problem's memo.
     """
-    found, more = problem.memo, arrays_in(trees)
-    kinds = [signature(x) for x in more]
-    if found is None or None in kinds:
+    memo, tree_arrays = problem.memo, arrays_in(trees)
+    kinds = [signature(x) for x in tree_arrays]
+    if memo is None or None in kinds:
         compiled = compile_plan(plan(problem, device, *trees), device)
     else:
-        plans, key = found.setdefault(kept_as, {}), (device, device.queue, *kinds)
+        plans, key = memo.setdefault(kept_as, {}), (device, device.queue, *kinds)
         if key not in plans:
-            alike = None
-            if device.capturing:  # nothing can be sent: the tables of a call alike, on another queue, are there
-                alike = next((x for (on, _, *of), x in plans.items() if on is device and of == kinds), None)
+            similar = None
+            if device.capturing:  # uploads are impossible: use a plan of another queue, whose tables are on the device
+                similar = next((x for (on, _, *of), x in plans.items() if on is device and of == kinds), None)
             if len(plans) >= COMPILED:
                 plans.clear()
-            plans[key] = alike or compile_plan(plan(problem, device, *trees), device)
+            plans[key] = similar or compile_plan(plan(problem, device, *trees), device)
         compiled = plans[key]
-    return compiled and compiled([*arrays_of(problem), *more])
+    return compiled and compiled([*arrays_of(problem), *tree_arrays])
 
 
 def compile_plan(plan, device):
@@ -119,7 +124,7 @@ def compile_plan(plan, device):
 
 
 class CompiledPlan:
-    """A plan on a device. Keeps none of the caller's arrays."""
+    """A plan compiled for a device. It holds none of the caller's arrays."""
 
     def __init__(self, plan: Plan, device):
         self.device, self.plan = device, plan
@@ -137,7 +142,7 @@ class CompiledPlan:
         self.filled: dict = {}
 
     def __call__(self, given):
-        """`given`: the caller's arrays, in the plan's order."""
+        """Runs the plan on `given`, the caller's arrays in the plan's order; returns (results, saved arrays)."""
         arrays = [*given, *[make() for make in self.makers]]
         addresses = tuple(map(self.device.pointer, arrays))
         arrays += self.tables
@@ -154,17 +159,20 @@ class CompiledPlan:
         return self.result(arrays)
 
     def commands(self, arrays) -> list:
-        """`fill` for who has the buffers too, and runs the commands again and again. They take None for arrays, which
-        they only need to copy."""
+        """The commands for a caller who also owns the plan's buffers and runs the commands many times.
+
+        Each command may be called with None, because none of them is a copy, which alone reads its argument.
+        """
         assert all(isinstance(step, (Launch, Product, Upload)) for step in self.plan.steps)
         return self.fill([*arrays, *self.tables])
 
     def fill(self, arrays) -> list:
-        """The commands of an execution on memory at these addresses, in order; each is a function of the arrays."""
+        """The commands, in order, of an execution on arrays at these addresses; each is called with the arrays."""
         addresses = np.array([self.device.pointer(x) for x in arrays], np.int64)
         return [command for step in self.plan.steps if (command := self.command(step, arrays, addresses))]
 
     def command(self, step, arrays, addresses):
+        """The command of one step; None if there is nothing to do."""
         if isinstance(step, Launch):
             if not step.blocks:
                 return None
@@ -188,10 +196,10 @@ class CompiledPlan:
         if isinstance(step, Fill):
             target = self.reader(step.target)
             return lambda arrays: self.device.fill(target(arrays))
-        return None  # a table's upload was done at once, for all executions
+        return None  # tables were uploaded when the plan was compiled
 
     def reader(self, tree):
-        """A function of an execution's arrays: the tree with arrays of the device for those of the plan."""
+        """A function that returns `tree` with the plan's arrays replaced by an execution's arrays."""
         if tree is None:
             return lambda arrays: None
         if isinstance(tree, (tuple, list)):
@@ -204,7 +212,7 @@ class CompiledPlan:
 
 
 def allocated(buffers, device) -> list:
-    """The buffers in one piece of memory, which comes back to the same place sooner than many do."""
+    """The buffers as views of one allocation, which gets the same address again more often than many would."""
     places = np.cumsum([0, *(padded(buffer.nbytes, ALIGNED) for buffer in buffers)])
     memory = device.empty((int(places[-1]),), np.uint8)
     return [
@@ -213,7 +221,7 @@ def allocated(buffers, device) -> list:
 
 
 def maker(buffer: Buffer, device):
-    """A function that allocates the buffer, with its axes in their order in memory."""
+    """A function that allocates the buffer and returns it with its axes as the plan has them, not as in memory."""
     if buffer.axes == tuple(range(len(buffer.axes))):
         return partial(device.empty, buffer.shape, buffer.dtype)
     shape, back = (

@@ -1,9 +1,13 @@
 """Gradients of the gated family.
 
-On every card: one kernel keeps the state at every chunk's start and its gradient at every chunk's end, and then all
-chunks are computed at the same time, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel forwards in
-time for dq and du, one backwards for all else; if there are more channels or columns than a block has, a tile of the
-state after the other.
+On every card: one kernel stores the state at every chunk's start and its gradient at every chunk's end; then all chunks
+are computed in parallel, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel goes forwards in time and
+computes dq and du, another goes backwards in time and computes the rest. If the state [K, V] is larger than a block's
+tile, the two kernels are launched for one tile after the other.
+
+Sequences may be cut into P segments. A segment's summary is the state that it leaves from the initial state 0 and its
+total decay; backwards in time, the same for the state's gradient. A scan joins the summaries to the states at the
+segments' starts and the gradients at their ends.
 """
 
 from __future__ import annotations
@@ -20,15 +24,16 @@ from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_
 from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SMALL, TILED
 
-STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept even if the inputs are smaller
+STATES_AT_LEAST = 1 << 26  # bytes of states that may be stored at a time even if the inputs are smaller
 
 
 def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
-    """(gradients in the order of the arrays, that of the initial state or None).
+    """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None).
 
-    `saved`: the states at the segments' starts, if the forward pass has left them; () if it would have left them, had
-    it been asked for gradients: then it runs again, so that gradients have the same bits; None if it never leaves any.
-    `kept`: what `plan_summary_vjp` of the same `do` has left. `gate`: as `backward_cut` has it.
+    `saved`: the states at the segments' starts, if the forward pass has saved them; () if its plan saves them only when
+    the problem asks for gradients, which it did not: the forward pass then runs again, so that gradients have the same
+    bits; None if no forward pass saves them. `kept`: the summaries that a plan of `plan_summary_vjp` has saved for the
+    same `do`. `gate`: the kind of gates, passed to `segments.backward_cut`.
     """
 
     def plan_wide(wide, do, dht):
@@ -57,10 +62,10 @@ def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
 
 
 def plan_summary_vjp(problem, device, do, saved=()):
-    """A plan of ((the initial state's gradient for a dht of zero,), the decay [N, H, K] of any other) alone, side by
-    side in memory; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that.
+    """A plan of ((the initial state's gradient for dht = 0,), the total decay [N, H, K]), adjacent in memory.
 
-    `saved` is as `plan_vjp` has it, which then needs none of the states that the pass would find forwards in time.
+    The plan saves the segments' summaries, which `plan_vjp` takes as `kept`. None if a whole pullback costs no more.
+    `saved` is as in `plan_vjp`; with it the summaries forwards in time are left out.
     """
     P = segments.hoppers_backward_segments(problem, device).count
     if not P:
@@ -80,11 +85,11 @@ class GatedBackwardPass:
     problem: Problem
     inputs: tuple[Array, ...]  # q, k, v, g
     do: Array
-    gradients: tuple[Array | None, ...]  # of the inputs
-    dht: Array | None  # the gradient of the final state, if there is one
-    dh0: Array | None  # that of the initial state, if it is wanted
-    adds: bool = False  # dq, dk and dg hold the parts of other columns, to which this pass adds
-    adds_dv: bool = False  # dv holds the part of other channels, to which this pass adds
+    gradients: tuple[Array | None, ...]  # dq, dk, dv, dg
+    dht: Array | None  # the gradient of the final state
+    dh0: Array | None  # the memory for the gradient of the initial state
+    adds: bool = False  # whether this pass adds to dq, dk and dg, which hold the terms of other tiles' columns
+    adds_dv: bool = False  # whether this pass adds to dv, which holds the terms of other tiles' channels
 
     @property
     def read(self) -> dict[str, Array]:
@@ -96,8 +101,7 @@ class GatedBackwardPass:
         return dict(zip(("dq", "dk", "dv", "dg"), self.gradients, strict=True))
 
     def of_tile(self, tile: StateTile, draft, u=None) -> GatedBackwardPass:
-        """The pass of one tile. `u`: the bonus of the tile's channels. The tile's states are copies in the draft's
-        memory."""
+        """The pass of one tile of the state. `u`: the bonus of the tile's channels. dht and dh0 are copies of parts."""
         problem = tile.problem(self.problem, **({} if u is None else {"u": u}))
         inputs = tuple(tile.part(x, axis) for x, axis in zip(self.inputs, "KKVK", strict=True))
         gradients = tuple(tile.part(x, axis) for x, axis in zip(self.gradients, "KKVK", strict=True))
@@ -107,10 +111,10 @@ class GatedBackwardPass:
 
 # -- on every card -----------------------------------------------------------------------------------------------------
 def on_every_card(draft, backward, cut):
-    """Launches the portable kernels: (their sizes, the parts of du).
+    """Launches the kernels that run on every card: (their tile sizes, du of each chunk).
 
-    `states` keeps the states and their gradients between chunks, of some heads at a time; `channels` and `values` make
-    the gradients of all chunks of these heads.
+    For some heads at a time, kernel `states` stores the states and their gradients between chunks; `channels` and
+    `values` then compute the gradients of all chunks of these heads.
     """
     problem, read, P, (dq, dk, dv, dg) = backward.problem, backward.read, cut.segments, backward.gradients
     B, N, H, K, V = problem.shape("B N H K V")
@@ -120,7 +124,7 @@ def on_every_card(draft, backward, cut):
     vectors = aligned16(*read.values(), *backward.gradients)
     common = {"shape": shape, "scale": problem.scale, "vectors": vectors}
     partial_du = None if u is None else draft.empty((B * shape.NC, H, K), FLOAT32)
-    blocks = P * N * states.blocks(K, V)  # of a head
+    blocks = P * N * states.blocks(K, V)  # per head
 
     if P > 1:
         left, decays = memory_of_summaries(draft, problem, P)
@@ -128,74 +132,88 @@ def on_every_card(draft, backward, cut):
         draft.launch(states, H * blocks, **read, **common, **summaries, P=P, first=0, heads=H)
         initial, dht = scanned(draft, problem, left, decays, P)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
-    of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
-    at_once = heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
-    kept = draft.empty((max(1, at_once * of_a_head),), states.stored)  # null would ask for summaries
+    elements_per_head = 2 * B * shape.NC * tiles * states.TILE**2
+    at_once = heads_at_once(H, elements_per_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
+    kept = draft.empty((max(1, at_once * elements_per_head),), states.stored)  # not null, which would request summaries
     for first in range(0, H, at_once):
         heads = min(at_once, H - first)
-        chunks, here = B * shape.NC * heads, common | {"kept": kept, "first": first, "heads": heads}
-        draft.launch(states, heads * blocks, **read, **here, P=P, initial=initial, dht=dht, dh0=backward.dh0)
-        of_channels = {"dq": dq, "dk": dk, "dg": dg, "u": u, "partial_du": partial_du}
-        draft.launch(channels, chunks * ceil_div(K, channels.TILE), **read, **here, **of_channels)
-        scored = {name: x for name, x in read.items() if name != "v"}
-        draft.launch(values, chunks * ceil_div(V, values.BV), **scored, **here, dv=dv, u=u)
+        chunks, heads_arguments = B * shape.NC * heads, common | {"kept": kept, "first": first, "heads": heads}
+        draft.launch(states, heads * blocks, **read, **heads_arguments, P=P, initial=initial, dht=dht, dh0=backward.dh0)
+        channel_arrays = {"dq": dq, "dk": dk, "dg": dg, "u": u, "partial_du": partial_du}
+        draft.launch(channels, chunks * ceil_div(K, channels.TILE), **read, **heads_arguments, **channel_arrays)
+        without_v = {name: x for name, x in read.items() if name != "v"}
+        draft.launch(values, chunks * ceil_div(V, values.BV), **without_v, **heads_arguments, dv=dv, u=u)
     return states.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
 def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
-    """For how many heads at a time states are kept: equal shares of the heads, whose states take no more bytes than
-    `inputs`."""
+    """The heads per group, for nearly equal groups, whose states take at most max(inputs, STATES_AT_LEAST) bytes."""
     most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
     return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
 
 
 def on_small_heads(draft, backward, cut):
-    """Launches the kernels of small heads, on any card: (their sizes, the parts of du)."""
+    """Launches the kernels for small heads, which run on every card: (their tile sizes, du of each segment)."""
     problem, read, written, P = backward.problem, backward.read, backward.written, cut.segments
     B, N, H, K, V = problem.shape("B N H K V")
     (main,), states = cut.kernels, cut.summary
     shape = draft.shape(problem, problem.spans.segments(P, main.CHUNK) if P > 1 else None, main.CHUNK)
-    both = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
+    common = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
     starts, ends = draft.initial(problem), backward.dht
     if P > 1:
         left, decays = memory_of_summaries(draft, problem, P)
-        given = {"initial": starts, "dht": ends, "left": left, "decays": decays}
-        draft.launch(states, 2 * states.blocks(N * P * H), **read, **both, **given, of=P, needed=P, both=True)
+        states_arguments = {"initial": starts, "dht": ends, "left": left, "decays": decays}
+        draft.launch(
+            states, 2 * states.blocks(N * P * H), **read, **common, **states_arguments, of=P, needed=P, both=True
+        )
         starts, ends = scanned(draft, problem, left, decays, P)
     partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     kept = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
-    given = {"starts": starts, "ends": ends, "dh0": backward.dh0, "u": draft.bonus(problem), "partial_du": partial_du}
-    draft.launch(main, main.blocks(N * P * H), **read, **written, **both, **given, kept=kept, P=P)
+    states_arguments = {
+        "starts": starts,
+        "ends": ends,
+        "dh0": backward.dh0,
+        "u": draft.bonus(problem),
+        "partial_du": partial_du,
+    }
+    draft.launch(main, main.blocks(N * P * H), **read, **written, **common, **states_arguments, kept=kept, P=P)
     return main.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
 def memory_of_summaries(draft, problem, P):
-    """For what each of P segments leaves by itself, forwards and backwards in time: states and decays."""
+    """Memory for the summaries of P segments, forwards and backwards in time: (states, decays)."""
     N, H, K, V = problem.shape("N H K V")
     return draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
 
 
 def scanned(draft, problem, left, decays, P):
-    """(the states at the segments' starts, the gradients of the states at their ends), by the summaries of segments."""
+    """(the states at the segments' starts, the gradients of the states at their ends), from the summaries.
+
+    The summary kernel itself writes the first two segments' in either direction; more segments need the scan.
+    """
     if P > 2:
         scan_both_ways(draft, problem, left, decays, P)
     return left[0], left[1]
 
 
 def scan_both_ways(draft, problem, states, decays, P, first=0):
-    """Replaces what each of P segments leaves by itself by what it starts from: states (direction 0) and gradients of
-    states (direction 1), or gradients alone with `first` = 1."""
+    """Launches the scan, which replaces summaries in `states` by what each of P segments starts from.
+
+    Direction 0: states, forwards in time; direction 1: gradients of states, backwards in time. With `first` = 1 only
+    the latter.
+    """
     N, H, K, V = problem.shape("N H K V")
     scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "first": first}
     draft.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), states=states, decays=decays, **sizes)
 
 
-# -- Hopper's own ------------------------------------------------------------------------------------------------------
+# -- on Hopper ---------------------------------------------------------------------------------------------------------
 def on_hopper(draft, backward, cut, kept=(), starts=None):
-    """Launches Hopper's own kernels: (their sizes, the parts of du).
+    """Launches Hopper's two kernels: (their tile sizes, du of each segment).
 
-    The first kernel writes to dg and `checkpoints` what the second reads. `kept`: what `HopperBackward.summary` has
-    saved. `starts`: the states at the starts of the segments, which are then of equal length.
+    The first kernel writes its share of dg to `weight` and stores states in `checkpoints`; the second reads both.
+    `kept`: the summaries that `HopperBackward.summary` has saved. `starts`: the states at the starts of the segments,
+    which then have equal lengths.
     """
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
@@ -212,30 +230,33 @@ def on_hopper(draft, backward, cut, kept=(), starts=None):
     elif P > 1:
         which = {"first": int(starts is not None), "ends": int(short > 0)}
         initial, dht = launches.between_segments(cut.summary, read, initial, dht, starts, **which)
-    both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": checkpoints, "P": P, "joined": int(short > 0)}
-    both |= {"adds": backward.adds}
-    launches.launch_mapped(queries, cut.blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **both)
-    both |= {"adds_dv": backward.adds_dv, "dh0": backward.dh0}
-    launches.launch_mapped(keys, cut.blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, **both)
+    common = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": checkpoints, "P": P, "joined": int(short > 0)}
+    common |= {"adds": backward.adds}
+    launches.launch_mapped(queries, cut.blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **common)
+    common |= {"adds_dv": backward.adds_dv, "dh0": backward.dh0}
+    launches.launch_mapped(keys, cut.blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, **common)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
 def tile_after_tile(draft, whole, cut):
-    """Launches Hopper's own kernels for one tile of the state after the other: (the sizes of the first tile's, the
-    parts of du)."""
+    """Launches Hopper's kernels for one tile of the state after the other: (the first tile's sizes, parts of du)."""
     problem = whole.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
     memory, sizes, backward_segments = Reused(draft), [], segments.BackwardSegments(cut.segments, cut.short)
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
-    bonus = {}  # by a tile's first channel
+    bonus = {}  # first channel of a tile -> u of its channels
     if u is not None:
-        bonus = {at.channels.start: draft.contiguous(at.part(u, "K"), FLOAT32) for at in tiles if not at.adds}
+        bonus = {
+            tile_of_u.channels.start: draft.contiguous(tile_of_u.part(u, "K"), FLOAT32)
+            for tile_of_u in tiles
+            if not tile_of_u.adds
+        }
     for tile in tiles:
-        own = memory.again()
-        backward = whole.of_tile(tile, own, bonus.get(tile.channels.start))
+        tile_draft = memory.again()
+        backward = whole.of_tile(tile, tile_draft, bonus.get(tile.channels.start))
         tile_cut = segments.hoppers_backward_cut(backward.problem, cut.device, backward_segments, starts_known=False)
-        of_tile, partial_du = on_hopper(own, backward, tile_cut)
-        sizes.append(of_tile)
+        tile_sizes, partial_du = on_hopper(tile_draft, backward, tile_cut)
+        sizes.append(tile_sizes)
         if whole.dh0 is not None:
             draft.copy(backward.dh0, tile.state(whole.dh0))
         if du is not None:
@@ -244,11 +265,12 @@ def tile_after_tile(draft, whole, cut):
 
 
 class HopperBackward:
-    """Launches of Hopper's own backward kernels, with P segments a sequence.
+    """Adds launches of Hopper's backward kernels to a draft, with P segments per sequence.
 
-    `framed`: an empty segment precedes a sequence's segments and another one follows. Segments can then be summarised
-    before the final state's gradient is known: it is inserted behind the last two segments later, and the initial
-    state's gradient is the one behind the first, empty segment.
+    `framed`: an empty segment is added before a sequence's segments and another after them. Summaries can then be
+    computed before the final state's gradient is known: `resumed` inserts it for the last two segments. The initial
+    state's gradient is the one that the first, empty segment starts from. `short`: the tokens of the first and the
+    last of three segments per sequence; 0 for P segments of equal length.
     """
 
     def __init__(self, draft, problem, P, chunk, framed=False, short=0):
@@ -260,7 +282,7 @@ class HopperBackward:
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
     def launch_mapped(self, kernel, blocks, mapped, **more):
-        """Launches so many blocks. The arrays `mapped` are given as tensor maps and as rows."""
+        """Launches `blocks` blocks of a kernel that reads the arrays `mapped` as tensor maps and as rows."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(kernel, blocks, **maps, **rows, **more, shape=self.shape, scale=self.problem.scale)
@@ -273,39 +295,39 @@ class HopperBackward:
         return states[0] if starts is None else starts, states[1]
 
     def summary(self, kernel, mapped, channels, **more):
-        """The plan that `plan_summary_vjp` returns, with so many `channels` of the decay."""
-        draft, found = self.draft, RankSummary(self.draft, self.problem, channels)
+        """The plan that `plan_summary_vjp` returns, with `channels` channels of decays."""
+        draft, results = self.draft, RankSummary(self.draft, self.problem, channels)
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, first=1)
-        return draft.plan(found.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
+        return draft.plan(results.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
     def resumed(self, states, decays, dht, starts=None):
-        """Return what `between_segments` returns, from the arrays that `summary` has saved; `starts` leaves empty
-        segments out.
+        """What `between_segments` returns, computed from the summaries that `summary` has saved.
+
+        `starts`, if given, has no states for the two empty segments.
         """
-        draft, known = self.draft, starts is not None or self.P == 3
+        draft, states_known = self.draft, starts is not None or self.P == 3
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         if dht is not None:
             for segment in (self.P - 2, self.P - 1):
                 draft.copy(dht, joined[1][:, segment])
-        if known:
-            draft.fill(joined[0])  # kernels read the states of empty segments too, whose values change nothing
+        if states_known:
+            draft.fill(joined[0])  # kernels read the states of empty segments, too; any finite value will do
         if starts is not None:
-            for n, own in enumerate(range(0, starts.shape[0], self.P - 2)):
-                draft.copy(starts[own : own + self.P - 2], joined[0][n, 1:-1])
-        elif not known:
+            for n, first_start in enumerate(range(0, starts.shape[0], self.P - 2)):
+                draft.copy(starts[first_start : first_start + self.P - 2], joined[0][n, 1:-1])
+        elif not states_known:
             draft.copy(states[0], joined[0])
-        elif self.initial is not None:  # one segment has tokens, between two empty ones
+        elif self.initial is not None:  # P is 3: one segment has tokens, between two empty ones
             draft.copy(self.initial, joined[0][:, 1])
-        scan_both_ways(draft, self.problem, joined, decays, self.P, first=int(known))
+        scan_both_ways(draft, self.problem, joined, decays, self.P, first=int(states_known))
         return joined[0], joined[1]
 
     def left_by_segments(self, summary, mapped, initial, dht, **more):
-        """(states [2, N, P, H, K, V], decays [2, N, P, H, 1, K]) that each segment leaves by itself, forwards and
-        backwards in time."""
+        """Launches the summaries in both directions: (states [2, N, P, H, K, V], decays [2, N, P, H, 1, K])."""
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)

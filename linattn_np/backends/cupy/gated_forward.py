@@ -1,7 +1,8 @@
-"""The forward pass by one kernel, whose sequences are whole or in segments, as `segments.ForwardCut` says.
+"""The forward pass of the gated family in chunks. `segments.ForwardCut` says how sequences are cut into segments.
 
-A pass in segments has three launches: what each segment does to a state (its own final state and its decays), the
-states at the segments' starts, and o. A subclass of `ForwardPass` launches the kernels of one way.
+A pass over whole sequences has one launch. A pass in segments has three: (1) each segment's summary, which is its final
+state from the initial state 0 and its total decay; (2) a scan, which computes the state at each segment's start; (3) o.
+A way is a set of kernels; each subclass of `ForwardPass` launches those of one way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 
 def plan_in_chunks(problem, device, kept=()):
-    """The plan of mode "chunk". `kept`: what `plan_summary` of the same tokens has left."""
+    """The plan of mode "chunk". `kept`: the summaries that a plan of `plan_summary` has saved for the same arrays."""
     cut = segments.forward_cut(problem, device)
     if cut.way == COPIED:
         return aligned_copies.plan_on_copies(problem, lambda wide: plan_in_chunks(wide, device))
@@ -32,8 +33,10 @@ def plan_in_chunks(problem, device, kept=()):
 
 
 def plan_summary(problem, device):
-    """A plan of ((the final state from zero,), the decay [N, H, K] of any other), side by side in memory, without o;
-    what it saves spares `plan` the same pass. None where nothing is cheaper than a whole call."""
+    """A plan of ((the final state from the state 0,), the total decay [N, H, K]), adjacent in memory, without o.
+
+    The plan saves the segments' summaries, which `plan_in_chunks` takes as `kept`. None if a whole call costs no more.
+    """
     if problem.mode != "chunk" or problem.dtype == DOUBLE:
         return None
     cut = segments.forward_cut(problem, device)
@@ -42,16 +45,17 @@ def plan_summary(problem, device):
     cut = segments.without_a_short_segment(problem, device, cut)
     draft = Draft()
     inputs = draft.mapped_inputs(problem)
-    launches = HopperForward(draft, problem, cut, inputs, o=inputs[2])  # o is not written: v's tensor map stands for it
+    # o is not written; v is passed in its place for the tensor map
+    launches = HopperForward(draft, problem, cut, inputs, o=inputs[2])
     return launches.summary(problem.sizes["K"])
 
 
 class ForwardPass:
-    """One forward pass while its plan is drawn, of arrays (q, k, v, g) as the kernels read them, to `o`."""
+    """Adds the launches of one forward pass to a draft; `arrays` are q, k, v, g in the layout that kernels read."""
 
-    saved: tuple = ()  # the states at the starts of the pullback's segments, which spare it half of its summaries
+    saved: tuple = ()  # the states at the starts of the pullback's segments, which it need not compute then
     gates_columns = False  # whether columns of V have gates, too
-    last_leaves_final = False  # whether the kernel of o leaves the last segment's final state; else the scan gives it
+    last_leaves_final = False  # whether launch (3) writes the final state; else the scan does
 
     def __init__(self, draft, problem, cut, arrays, o):
         self.draft, self.problem, self.cut, self.o = draft, problem, cut, o
@@ -59,20 +63,23 @@ class ForwardPass:
         self.u, self.starts = draft.bonus(problem), None
 
     def launch_outputs(self, shape, initial, final):
-        """o, of sequences or segments that start from `initial` and leave `final`, each if there is one."""
+        """Launches the kernel of o on sequences or segments that start from `initial` and write `final`, or None."""
         raise NotImplementedError
 
     def launch_summaries(self, parts, left, of, needed):
-        """Write to `left` what the first `needed` of each `of` segments leave, each segment in so many `parts`."""
+        """Launches the kernel of summaries for the first `needed` of the `of` segments of each sequence.
+
+        Each segment is divided into `parts`, whose summaries are written to `left` (states, decays).
+        """
         raise NotImplementedError
 
-    # -- the passes of a cut --
+    # -- the launches of a pass --
     def shape(self, spans=None):
-        """The places of sequences or segments among the tokens, in the form that the kernel of o reads."""
+        """The kernel argument that tells the bounds of sequences, or of the segments `spans`."""
         return self.draft.shape(self.problem, spans)
 
     def run(self, final, kept=()):
-        """Launch all kernels from the caller's arrays to `o` and `final`. `kept`: arrays that `summary` has saved."""
+        """Launches all kernels of the pass. `kept`: the summaries, if `summary` has computed and saved them."""
         initial, cut = self.draft.initial(self.problem), self.cut
         if cut.segments == 1:
             self.launch_outputs(self.shape(), initial, final)
@@ -83,17 +90,17 @@ class ForwardPass:
         self.launch_outputs(self.shape(cut.spans), self.starts, from_last_segment)
 
     def summary(self, channels):
-        """The plan of the final state from zero and of so many channels of the decay; it saves what `run` goes on
-        from."""
-        found = RankSummary(self.draft, self.problem, channels)
+        """The plan that `plan_summary` returns: the final state from the state 0 and `channels` channels of decays."""
+        results = RankSummary(self.draft, self.problem, channels)
         left = self.left_by_segments(True)
-        self.states_at_starts(left, None, found.state)
-        return self.draft.plan(found.finish(left[1]), saved=left)
+        self.states_at_starts(left, None, results.state)
+        return self.draft.plan(results.finish(left[1]), saved=left)
 
     def left_by_segments(self, last):
-        """The arrays that each of R parts of each of P segments leaves: states [N * P * R, H, K, V],
-        decays [N * P * R, H, 2, K], and if columns have gates, their decays [N * P * R, H, V]. A sequence's last
-        segment is computed only if `last`.
+        """Launches the summaries of R parts of each of P segments; returns them.
+
+        These are states [N * P * R, H, K, V], decays [N * P * R, H, 2, K], and if columns have gates, their decays
+        [N * P * R, H, V]. Each sequence's last segment is left out unless `last`.
         """
         N, H, K, V = self.problem.shape("N H K V")
         P, R = self.cut.segments, self.cut.parts[last]
@@ -105,7 +112,7 @@ class ForwardPass:
         return left
 
     def states_at_starts(self, left, initial, final):
-        """The states [N * P, H, K, V] at the starts of segments, and `final`."""
+        """Launches the scan; returns the states [N * P, H, K, V] at the segments' starts. It writes `final`, too."""
         (N, H, K, V), P = self.problem.shape("N H K V"), self.cut.segments
         starts, scan = self.draft.empty((N * P, H, K, V), FLOAT32), ScanSegments.fitting(V)
         arrays = dict(zip(("left", "decays", "column_decays"), left)) | {"initial": initial, "final": final}
@@ -115,27 +122,27 @@ class ForwardPass:
         return starts
 
     def channels_of(self, kernel) -> range:
-        """The first channel of each launch of a kernel."""
+        """The first channel of each launch of `kernel`, which takes `kernel.channels` of the K channels."""
         return range(0, self.problem.sizes["K"], kernel.channels)
 
     def finer_shape(self, parts):
-        """The places of all parts of segments among the tokens, for kernels to which each part is a segment."""
+        """As `shape`, with every part of a segment as a segment of its own."""
         spans = self.cut.spans
         return self.draft.shape(self.problem, spans.segments(parts, self.cut.summary.CHUNK) if parts > 1 else spans)
 
 
 class PortableForward(ForwardPass):
-    """The forward pass by the kernels of every card. A kernel's launches for further channels add to the outputs."""
+    """The forward pass by kernels that run on every card. With several launches for the channels, each adds to o."""
 
     @cached_property
     def sums(self):
-        """The outputs of the channels of earlier launches, if there are several."""
+        """float32 memory for the sum of o over the launches for channels; None if one launch takes all channels."""
         split = self.cut.kernel.schedule == SPLIT_CHANNELS
         return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
 
     @property
     def rows(self) -> dict:
-        """The arrays that have a row for every token."""
+        """The arrays with a row for every token and head."""
         return {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "o": self.o}
 
     def launch_outputs(self, shape, initial, final):
@@ -150,15 +157,15 @@ class PortableForward(ForwardPass):
 
     def launch_summaries(self, parts, left, of, needed):
         kernel, (N, H, V), rows = self.cut.summary, self.problem.shape("N H V"), {"k": self.k, "v": self.v, "g": self.g}
-        more = {"left": left[0], "decays": left[1], "of": of, "needed": needed, "parts": parts}
-        more |= {"shape": self.draft.shape(self.problem, self.cut.spans), "bytes": common_bytes(*rows.values())}
+        options = {"left": left[0], "decays": left[1], "of": of, "needed": needed, "parts": parts}
+        options |= {"shape": self.draft.shape(self.problem, self.cut.spans), "bytes": common_bytes(*rows.values())}
         blocks = N * H * needed * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
-            self.draft.launch(kernel, blocks, **rows, **more, channel=channel)
+            self.draft.launch(kernel, blocks, **rows, **options, channel=channel)
 
 
 class WideForward(PortableForward):
-    """The forward pass by two kernels: one makes operands and scores of all chunks at the same time, one multiplies."""
+    """The forward pass by two kernels: the first prepares operands and scores of all chunks, the second multiplies."""
 
     def shape(self, spans=None):
         return self.draft.shape(self.problem, spans, GatedWideForward.CHUNK)
@@ -167,18 +174,23 @@ class WideForward(PortableForward):
         draft, problem, kernel = self.draft, self.problem, self.cut.kernel
         B, H, V = problem.shape("B H V")
         chunks, tiles, size = (B, H, shape.NC), kernel.channel_tiles, kernel.CHUNK * kernel.TILE
-        made = {
+        intermediate = {
             "operands": draft.empty((*chunks, tiles, 2, size), problem.dtype),
             "scores": draft.empty((*chunks, kernel.SCORES), problem.dtype),
             "decays": draft.empty((*chunks, kernel.channels), FLOAT32),
         }
-        first, read = GatedWideOperands(read_order(problem.op), problem.dtype, self.g.dtype), (self.q, self.k, self.g)
-        rows = dict(zip("qkg", read))
-        draft.launch(first, shape.all_chunks, **rows, u=self.u, **made, shape=shape, bytes=common_bytes(*read))
+        prepare, q_k_g = (
+            GatedWideOperands(read_order(problem.op), problem.dtype, self.g.dtype),
+            (self.q, self.k, self.g),
+        )
+        rows = dict(zip("qkg", q_k_g))
+        draft.launch(
+            prepare, shape.all_chunks, **rows, u=self.u, **intermediate, shape=shape, bytes=common_bytes(*q_k_g)
+        )
         rows = {"v": self.v, "o": self.o, "bytes": common_bytes(self.v, self.o)}
         states = {"initial": initial, "final": final}
         blocks = B * H * shape.count * kernel.grid(V)
-        draft.launch(kernel, blocks, **rows, **made, **states, shape=shape, scale=problem.scale)
+        draft.launch(kernel, blocks, **rows, **intermediate, **states, shape=shape, scale=problem.scale)
 
 
 class SmallForward(ForwardPass):
@@ -200,7 +212,7 @@ class SmallForward(ForwardPass):
 
 
 class HopperForward(ForwardPass):
-    """The forward pass by Hopper's own kernel, which can also write states before every so many chunks (`marks`)."""
+    """The forward pass by Hopper's kernel, which can also store the states at every `cut.marks` chunks (`marks`)."""
 
     last_leaves_final = True
     marks = None
@@ -221,15 +233,15 @@ class HopperForward(ForwardPass):
         self.launch_outputs(self.shape(self.cut.spans), initial, final, left)
 
     def starts_of_the_backward(self):
-        """The states at the starts of the pullback's segments, alone, of a cut that gives them."""
+        """Launches what computes the states at the starts of the pullback's segments, and returns these states."""
         if self.cut.starts_are_the_backwards:
             return self.states_at_starts(self.left_by_segments(False), self.draft.initial(self.problem), None)
-        self.o = self.draft.empty(self.o.shape, self.o.dtype)  # which nobody reads
+        self.o = self.draft.empty(self.o.shape, self.o.dtype)  # the kernel writes o, which is not used
         self.run(None)
         return self.marks
 
     def launch_outputs(self, shape, initial, final, left=None):
-        """`left`: what first segments leave, from which the second ones start, if there are two."""
+        """`left`: if each sequence has two segments, the state that the first leaves and the second starts from."""
         states = {"initial": initial, "final": final, "segment_states": left}
         self.launch(self.cut.kernel, shape, 1, states, segments=self.cut.segments, computed=1)
 
@@ -241,9 +253,9 @@ class HopperForward(ForwardPass):
     def launch(self, kernel, shape, parts, states, **which):
         B, H, V = self.problem.shape("B H V")
         marks = self.marks if kernel.reads else None
-        each = 0 if marks is None else marks.shape[0] // (B * shape.count)
+        marks_per_sequence = 0 if marks is None else marks.shape[0] // (B * shape.count)
         which |= {"marks": marks, "mark_every": self.cut.marks if self.marks is not None else 0}
-        which |= {"marks_per_sequence": each, "parts": parts}
+        which |= {"marks_per_sequence": marks_per_sequence, "parts": parts}
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
         which |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}
         blocks = B * H * shape.count * parts * kernel.grid(V)
@@ -251,7 +263,7 @@ class HopperForward(ForwardPass):
             self.draft.launch(kernel, blocks, **arrays, **which, shape=shape, scale=self.problem.scale, channel=channel)
 
     def inputs_of(self, kernel) -> dict:
-        """What the kernel reads by tensor maps."""
+        """q, k, g, v as tensor maps and as rows, and o as tensor map `o_boxes`, by the names of kernel arguments."""
         channels, columns = {"q": self.q, "k": self.k, "g": self.g}, {"v": self.v, "o_boxes": self.o}
         maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in channels.items()}
         maps |= {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}

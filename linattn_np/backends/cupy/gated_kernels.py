@@ -1,8 +1,11 @@
-"""Instances of kernels: one class for each file of `kernels_cu`, whose fields are the template's arguments in their
-order.
+"""Kernel classes of the gated family: a class for each CUDA file; its fields are the template's arguments, in order.
 
-Each says how many threads a block has, what its argument is, and which types a block has in shared memory. `source` has
-the compiler check the argument and the types' sizes. Kernels that one planner alone asks for stand beside it.
+A class says how many threads a block has, the members of the kernel's argument struct, and the C++ types of its shared
+memory; `source` makes the compiler check both. `fitting` chooses the tile sizes of an instance.
+
+Words: a head's state has K channels and V columns; BK and BV are the channels and columns of a block's tile. A launch
+takes BK channels; more channels need more launches, whose outputs are added up. A segment is a run of chunks that a
+block computes by itself. `resident` is the number of blocks whose registers fit on one multiprocessor.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from .arguments import members
 from .kernel import GatedKernel, Kernel, TiledKernel
 from .plan import FLOAT32, ceil_div
 
-CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K: a tile below 64 would not be faster
+CHANNELS = (64, 128, 256)  # BK of kernels whose tile holds all of K; smaller tiles would not be faster
 SM90 = "sm_90a"
 
 
 def channels(K: int) -> int:
-    """BK, the smallest tile that holds K."""
+    """The smallest BK that is at least K."""
     return next(size for size in CHANNELS if K <= size)
 
 
@@ -31,16 +34,17 @@ def read_order(op) -> str:
     return "BeforeWrite" if op.reads_before_write else "AfterWrite"
 
 
-# -- gated: a gate for every channel -----------------------------------------------------------------------------------
-# The schedules of forward kernels: a sequence in one pass of one block; only the state that a segment leaves; on every
-# card a launch for some of the channels; on Hopper a cluster of two blocks, each with half of K or half of V.
+# -- kernels for a gate per channel, on every card ---------------------------------------------------------------------
+# The schedules of forward kernels. SINGLE_PASS: one launch computes all channels and o. SEGMENT_STATE: only the final
+# state of each segment. SPLIT_CHANNELS (not on Hopper): a launch for each BK channels. CLUSTER_SPLIT_K and _V (Hopper):
+# clusters of two blocks, each with half of K or half of V.
 SINGLE_PASS, SEGMENT_STATE, SPLIT_CHANNELS = "SinglePass", "SegmentState", "SplitChannels"
 CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
 TILES = (64, 128)  # BK and BV of forward kernels
 
 
 class GatedForward(TiledKernel):
-    """Forward, on every card: BK channels a launch."""
+    """The forward pass in chunks."""
 
     file = "gated/forward"
     arguments = members(
@@ -52,25 +56,27 @@ class GatedForward(TiledKernel):
     schedule: str
     dtype: np.dtype
     gate: np.dtype
-    products: int  # of tf32 numbers, whose sum is one product of float32 numbers
+    products: int  # tf32 products whose sum approximates one float32 product: 1 or 3
     BK: int
     BV: int
 
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, products, K, V, shared):
-        """For a device whose blocks may have `shared` bytes of shared memory: with as many columns as that allows, or,
-        if one launch cannot take all channels, as many channels."""
-        found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
-        split = schedule == SPLIT_CHANNELS
-        wide = replace(found, BV=2 * TILES[-1])
-        if split and dtype == BFLOAT16 and V > TILES[-1] and wide.shared_bytes <= shared:
-            return wide
-        if found.shared_bytes <= shared:
-            return found
-        return replace(found, BK=TILES[0]) if split else replace(found, BV=TILES[0])
+        """The instance with the largest tile whose shared memory is at most `shared` bytes.
+
+        If the first choice is too large, SPLIT_CHANNELS halves BK; the other schedules halve BV.
+        """
+        instance = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
+        is_split = schedule == SPLIT_CHANNELS
+        wide_instance = replace(instance, BV=2 * TILES[-1])
+        if is_split and dtype == BFLOAT16 and V > TILES[-1] and wide_instance.shared_bytes <= shared:
+            return wide_instance
+        if instance.shared_bytes <= shared:
+            return instance
+        return replace(instance, BK=TILES[0]) if is_split else replace(instance, BV=TILES[0])
 
     def with_channels(self, left) -> GatedForward:
-        """The instance for a launch to which `left` channels are left."""
+        """The instance for a launch when `left` channels remain."""
         return replace(self, BK=TILES[0]) if self.schedule == SPLIT_CHANNELS and left <= TILES[0] else self
 
     @property
@@ -87,27 +93,29 @@ class GatedForward(TiledKernel):
 
 
 class GatedSegmentStates(TiledKernel):
-    """The state that each segment leaves by itself, and its decays, on every card: BK channels a launch."""
+    """Each segment's final state from the initial state 0, and the product of its decays."""
 
     file = "gated/segment_states"
     arguments = members("rows k v g, pointers left decays, shape, integers channel of needed parts bytes")
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     dtype: np.dtype
     gate: np.dtype
-    products: int  # as `GatedForward` has them
+    products: int  # as in `GatedForward`
     BK: int
     BV: int
 
     @classmethod
     def fitting(cls, dtype, gate, products, K, V, shared):
-        """For a device whose blocks may have `shared` bytes of shared memory: with as many channels as that allows.
-        float16 data leave registers for 64 columns only."""
-        found = cls(dtype, gate, products, TILES[K > TILES[0]], TILES[V > TILES[0] and dtype != np.float16])
-        return found if found.shared_bytes <= shared else replace(found, BK=TILES[0])
+        """The instance with the most channels whose shared memory is at most `shared` bytes.
+
+        With float16 data a block's registers hold 64 columns only.
+        """
+        instance = cls(dtype, gate, products, TILES[K > TILES[0]], TILES[V > TILES[0] and dtype != np.float16])
+        return instance if instance.shared_bytes <= shared else replace(instance, BK=TILES[0])
 
     @property
     def CHUNK(self):
-        """Tokens that are in shared memory together."""
+        """Tokens that are in shared memory at a time."""
         return 64 // self.dtype.itemsize
 
     @property
@@ -120,28 +128,28 @@ class GatedSegmentStates(TiledKernel):
 
 
 class Recurrent(GatedKernel, TiledKernel):
-    """Forward token by token, on every card. `gates_columns`: columns of V have gates, too."""
+    """The forward pass token by token. `gates_columns`: columns of V have gates, too."""
 
     file = "recurrent/forward"
     arguments = members("rows q k v g o, pointers? u initial final, shape, reals scale, rows? gv")
     shared = ("Shared<{BK}>",)
     threads = 128
-    BV: ClassVar[int] = 32  # columns of V a block, one lane a column
+    BV: ClassVar[int] = 32  # columns of V in a block, one per lane of a warp
     BK: int
     gates_columns: bool = False
 
 
 class GatedBackward(GatedKernel):
-    """A backward kernel of chunks, on every card; one product is the sum of so many tf32 `products`."""
+    """A kernel of the backward pass in chunks; `products` as in `GatedForward`."""
 
     CHUNK: ClassVar[int] = 64
-    TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that are kept
+    TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that one kernel stores for the others
     threads = 128
     products: int
 
     @property
     def stored(self) -> np.dtype:
-        """The dtype of kept states and of operands."""
+        """The dtype of stored states and of the operands of matrix products."""
         return BFLOAT16 if self.dtype == BFLOAT16 and self.products == 1 else np.dtype(np.float32)
 
     @property
@@ -150,6 +158,8 @@ class GatedBackward(GatedKernel):
 
 
 class GatedBackwardStates(GatedBackward):
+    """The states before all chunks, forwards in time, and their gradients, backwards in time; or segments' own."""
+
     file = "gated/backward_states"
     arguments = members(
         "rows q k v do_ g, pointers? initial dht kept dh0 states decays, shape, integers first heads, reals scale, "
@@ -160,11 +170,11 @@ class GatedBackwardStates(GatedBackward):
 
     @classmethod
     def widths(cls, dtype, products, V=TILES[-1]):
-        """The possible BV: half-precision data in three products leave registers for one tile only."""
+        """The possible BV. Half-precision data with three products leave registers for 64 columns only."""
         return TILES if V > cls.TILE and (products == 1 or dtype.itemsize == 4) else TILES[:1]
 
     def blocks(self, K, V) -> int:
-        """Blocks of a sequence and head: one for every tile of the state and direction in time."""
+        """Blocks per sequence and head: one for every tile of the state and each of the two directions in time."""
         return 2 * ceil_div(K, self.TILE) * ceil_div(V, self.BV)
 
     @property
@@ -175,8 +185,11 @@ class GatedBackwardStates(GatedBackward):
 
 
 class GatedBackwardChannels(GatedBackward):
-    """dq, dk, dg and the parts of du. `columns`: "Ungated"; "Gated" if columns have gates too; "GatedTurned" for the
-    transposed state, with values for keys."""
+    """The gradients dq, dk, dg, and du of each chunk.
+
+    `columns`: "Ungated"; "Gated" if columns have gates, too; "GatedTurned" for the transposed state with gated columns,
+    in which values take the place of keys.
+    """
 
     file = "gated/backward_channels"
     arguments = members(
@@ -188,7 +201,7 @@ class GatedBackwardChannels(GatedBackward):
 
 
 class GatedBackwardValues(GatedBackward):
-    """dv."""
+    """The gradient dv."""
 
     file = "gated/backward_values"
     arguments = members(
@@ -199,18 +212,20 @@ class GatedBackwardValues(GatedBackward):
 
     @classmethod
     def fitting(cls, read_order, dtype, gate, products, V, shared):
-        """With 128 columns, which share the scores, if a block may have the shared memory, or else with 64."""
+        """With BV = 128, which computes the scores once for more columns, if `shared` bytes suffice; else with 64."""
         wide = cls(read_order, dtype, gate, products, 128)
         return wide if V > 64 and wide.shared_bytes <= shared else cls(read_order, dtype, gate, products, 64)
 
 
 class ScanSegments(Kernel):
+    """Every segment's initial state from the segments' own states and decays, by a scan in the order of time."""
+
     file = "gated/scan_segments"
     arguments = members(
         "pointers left decays, pointers? column_decays initial, pointers starts, pointers? final, integers P R H K V"
     )
     threads = 256
-    width: int  # columns of one channel that a thread takes
+    width: int  # columns per thread, of one channel
 
     @classmethod
     def fitting(cls, V):
@@ -218,17 +233,21 @@ class ScanSegments(Kernel):
 
 
 class ScanBothWays(Kernel):
+    """As `ScanSegments`, for the backward pass: states forwards in time, their gradients backwards in time."""
+
     file = "gated/scan_both_ways"
     arguments = members("pointers states decays, integers N P H K V first")
     threads = 256
 
 
-# -- gated, on Hopper --------------------------------------------------------------------------------------------------
-PANEL = 64  # columns of V of a warpgroup
-SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
+# -- kernels for a gate per channel, on Hopper -------------------------------------------------------------------------
+PANEL = 64  # columns of V per warpgroup
+SCALAR = "ScalarDecay"  # `gate` of GatedForwardSm90 for one float32 decay per token and head
 
 
 class GatedForwardSm90(TiledKernel):
+    """The forward pass in chunks: producer warpgroups prepare gated operands, the other warpgroups multiply them."""
+
     file = "gated/sm90/forward"
     arguments = members(
         "maps+rows q k g v, maps o_boxes, rows o, rows? scalar_gate, pointers? u initial final, shape, reals scale, "
@@ -252,7 +271,7 @@ class GatedForwardSm90(TiledKernel):
 
     @property
     def channels(self):
-        """Channels of a launch."""
+        """Channels per launch."""
         return self.BK * (2 if self.schedule == CLUSTER_SPLIT_K else 1)
 
     @property
@@ -261,17 +280,21 @@ class GatedForwardSm90(TiledKernel):
 
     @property
     def reads(self):
+        """Whether the kernel computes o."""
         return self.schedule != SEGMENT_STATE
 
     @property
     def producer_groups(self):
-        """Warpgroups that make operands: two, or one for CLUSTER_SPLIT_K, whose other block makes half of them, or one
-        if shared memory is short: it holds two groups with at most one of float32 gates, float16 data and
-        CLUSTER_SPLIT_V."""
+        """Warpgroups that prepare operands, 1 or 2.
+
+        With CLUSTER_SPLIT_K one suffices, because each block of the cluster prepares half of the channels. With
+        BK = 128 shared memory holds the buffers of two groups only if at most one of these needs more of it: float32
+        gates, float16 data, CLUSTER_SPLIT_V.
+        """
         if self.schedule == CLUSTER_SPLIT_K:
             return 1
-        more = (self.gate == FLOAT32) + (self.dtype != BFLOAT16) + (self.schedule == CLUSTER_SPLIT_V)
-        return 1 if self.reads and self.BK == 128 and more > 1 else 2
+        demands = (self.gate == FLOAT32) + (self.dtype != BFLOAT16) + (self.schedule == CLUSTER_SPLIT_V)
+        return 1 if self.reads and self.BK == 128 and demands > 1 else 2
 
     @property
     def threads(self):
@@ -283,14 +306,14 @@ class GatedForwardSm90(TiledKernel):
 
 
 class GatedBackwardSm90(GatedKernel, TiledKernel):
-    """A backward kernel of Hopper's, for gates of every channel."""
+    """A kernel of the backward pass on Hopper."""
 
     arch = SM90
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
-    CHECKPOINT_EVERY: ClassVar[int] = 1024  # tokens between kept states, at which the gates' gradient starts anew: its
-    # rounding errors add up in between
-    FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's sums: one byte for each of 8 warps
+    # tokens between stored states. The gates' gradient, a running sum, starts anew there, which bounds its error.
+    CHECKPOINT_EVERY: ClassVar[int] = 1024
+    FLAGS: ClassVar[int] = 2  # float32 numbers after a chunk's sums, which hold 8 flags: one byte per warp
     constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
     BK: int
     BV: int
@@ -312,8 +335,11 @@ ONE_EACH, IN_TURN = "OneEach", "InTurn"
 
 
 class GatedBackwardMainSm90(GatedBackwardSm90):
-    """The two kernels that compute gradients, chunk by chunk. `schedule` ONE_EACH: one block a segment; IN_TURN: as
-    many blocks as the card holds take whole sequences one after the other."""
+    """The base of the two kernels that compute gradients, chunk by chunk.
+
+    `schedule` ONE_EACH: a block computes one segment. IN_TURN: there are as many blocks as the card can run at a time,
+    and each computes whole sequences one after the other.
+    """
 
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}>",)
     schedule: str
@@ -328,6 +354,8 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
+    """dq, du and the queries' part of dg, forwards in time; stores checkpoints of the states."""
+
     file = "gated/sm90/backward_queries"
     arguments = members(
         "maps+rows q k v do_ g dq weight, pointers u initial dht ends sums du kept, shape, reals scale, "
@@ -336,6 +364,8 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
 
 
 class GatedBackwardKeysSm90(GatedBackwardMainSm90):
+    """dk, dv and dg, backwards in time."""
+
     file = "gated/sm90/backward_keys"
     arguments = members(
         "maps+rows q k v do_ g weight dk dv dg, pointers u dht ends sums kept dh0, shape, reals scale, "
@@ -348,6 +378,8 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
+    """Each segment's own state and state gradient, and its decays; `ScanBothWays` joins them."""
+
     file = "gated/sm90/backward_segments"
     arguments = members(
         "maps+rows q k v do_ g, pointers initial dht states decays, shape, reals scale, integers P first ends"

@@ -1,4 +1,4 @@
-"""The base of all kernel classes: template arguments as fields, the argument struct, threads, shared memory."""
+"""The base classes of kernels: a kernel's template arguments, argument struct, threads and shared memory."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ SPELLED = FLOATS | {INT8: "i8"}
 
 
 def spelled(value) -> str:
-    """A template's argument in C++."""
+    """A template argument as C++ text."""
     if isinstance(value, np.dtype):
         return SPELLED[value]
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def no_kernels(dtype, dtypes) -> str | None:
-    """Why there are no kernels for data of a dtype, if these `dtypes` have kernels; None when there are."""
+    """The reason why no kernel computes data of `dtype`, for kernels of `dtypes`; None if one does."""
     return None if dtype in dtypes else f"no {dtype} kernels; it has {', '.join(map(str, dtypes))}"
 
 
 def padded(size: int, to: int) -> int:
+    """`size` rounded up to a multiple of `to`."""
     return ceil_div(size, to) * to
 
 
-SHARED_MEMORY = "shared_memory.json"  # in kernels_cu: `struct_sizes`, which tests/shared_memory.py writes
+SHARED_MEMORY = "shared_memory.json"  # the file of `struct_sizes` in kernels_cu; tests/shared_memory.py writes it
 
 
 @cache
 def struct_sizes() -> dict[str, dict[str, int]]:
-    """Bytes of the C++ types that kernels have in shared memory, by the kernel's file."""
+    """{kernel's file: {C++ type of its shared memory: bytes}}."""
     return json.loads((root() / SHARED_MEMORY).read_text())
 
 
@@ -54,19 +55,19 @@ class Kernel:
     fields are the template's arguments in their order.
 
     `file` is the path under `kernels_cu` without `.cu`; joined by underscores it is the name of the `__global__`.
-    `arch` names the only target that has its instructions, as "sm_90a"; without one it runs on every card.
+    `arch`, such as "sm_90a", is the only compile target that has the kernel's instructions; "" means every target.
     """
 
     def __init_subclass__(cls):
         dataclass(frozen=True)(cls)
 
     file: ClassVar[str]
-    entry: ClassVar[str] = ""  # the name of the `__global__`, if it differs from the file's
-    arguments: ClassVar[tuple] = ()  # the members of its argument struct
-    shared: ClassVar[tuple[str, ...]] = ()  # the C++ types of its shared memory, with fields in braces
+    entry: ClassVar[str] = ""  # the name of the `__global__`, if it differs from the one made of `file`
+    arguments: ClassVar[tuple] = ()  # the members of the kernel's argument struct
+    shared: ClassVar[tuple[str, ...]] = ()  # C++ types in shared memory: format strings with this class's fields
     arch: ClassVar[str] = ""
-    constants: ClassVar[tuple] = ()  # (the kernel's name, ours) of constants that the compiler compares
-    overlaps: ClassVar[bool] = False  # whether it calls `wait_for_previous`, so that it may begin before that one ends
+    constants: ClassVar[tuple] = ()  # (C++ name, name in this class) of constants that must be equal
+    overlaps: ClassVar[bool] = False  # whether it may start before the previous kernel ends: it calls wait_for_previous
 
     @property
     def name(self) -> str:
@@ -74,26 +75,26 @@ class Kernel:
 
     @property
     def template(self) -> tuple[str, ...]:
-        return tuple(spelled(getattr(self, member.name)) for member in fields(self))
+        return tuple(spelled(getattr(self, field.name)) for field in fields(self))
 
     @property
     def expression(self) -> str:
-        """As "gated_forward<AfterWrite, float, float, 64, 64>"."""
+        """The instance in C++, such as "gated_forward<AfterWrite, float, float, 64, 64>"."""
         return f"{self.name}<{', '.join(self.template)}>" if self.template else self.name
 
     @property
     def shared_types(self) -> tuple[str, ...]:
-        arguments = {member.name: word for member, word in zip(fields(self), self.template)}
-        return tuple(found.format(**arguments) for found in self.shared)
+        words = {field.name: word for field, word in zip(fields(self), self.template)}
+        return tuple(cpp_type.format(**words) for cpp_type in self.shared)
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads per block."""
         raise NotImplementedError
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: all of `shared`."""
+        """Bytes of dynamic shared memory per block: the sum over the types in `shared`."""
         try:
             return sum(struct_sizes()[self.file][name] for name in self.shared_types)
         except KeyError:
@@ -102,21 +103,21 @@ class Kernel:
 
     @property
     def cluster(self) -> int:
-        """Blocks that run together, as the kernel's `__cluster_dims__` say."""
+        """Blocks per cluster: the kernel's `__cluster_dims__`."""
         return 1
 
     @property
     def resident(self) -> int:
-        """Blocks that can share a multiprocessor's registers."""
+        """Blocks whose registers fit on one multiprocessor at a time."""
         return 1
 
     @property
     def names(self) -> set[str]:
-        """Of what its argument holds."""
+        """The names of the argument struct's members."""
         return {member.name for member in self.arguments}
 
     def complete(self, args) -> dict:
-        """What the kernel's argument holds, by name: `args` and null for the optional ones that they leave out."""
+        """All members of the argument struct by name: `args`, and None for optional members not in `args`."""
         declared = self.names
         complete = dict.fromkeys(member.name for member in self.arguments if member.optional) | args
         if declared != set(complete):
@@ -124,12 +125,12 @@ class Kernel:
         return complete
 
     def pack(self, **args) -> np.ndarray:
-        """The argument, of addresses, numbers and None."""
+        """The bytes of the argument struct; `args` are addresses, numbers and None."""
         return pack(self.arguments, self.complete(args))
 
 
 class GatedKernel(Kernel):
-    """A kernel for data of a dtype and gates of another, whose o reads a state before or after a token's write."""
+    """A kernel with template arguments for the dtypes of data and gates, and for whether o reads before the write."""
 
     read_order: str
     dtype: np.dtype
@@ -137,18 +138,18 @@ class GatedKernel(Kernel):
 
 
 class TiledKernel(Kernel):
-    """A kernel whose blocks have a tile of a state: BK channels and BV columns."""
+    """A kernel whose blocks each compute a tile of the state [K, V]: BK channels and BV columns."""
 
-    CHUNK: ClassVar[int] = 0  # tokens that are computed together; 0 if they are computed one after the other
-    SUB_CHUNK: ClassVar[int] = 0  # tokens of a sub-chunk; 0 if chunks are not cut further
+    CHUNK: ClassVar[int] = 0  # tokens per chunk; 0 if the kernel goes token by token
+    SUB_CHUNK: ClassVar[int] = 0  # tokens per sub-chunk; 0 if chunks are not divided
 
     @property
     def channels(self):
-        """Channels of a launch."""
+        """Channels per launch."""
         return self.BK
 
     def grid(self, V):
-        """Blocks of a sequence and head: one for every BV columns, in whole clusters."""
+        """Blocks per sequence and head: one for every BV of V columns, rounded up to whole clusters."""
         return ceil_div(V, self.BV * self.cluster) * self.cluster
 
     @property
@@ -159,4 +160,6 @@ class TiledKernel(Kernel):
 
 
 class ModelKernel(Kernel):
+    """A kernel of the language models; all of them may overlap with the previous kernel."""
+
     overlaps = True

@@ -1,11 +1,11 @@
-"""Softmax attention: one kernel forwards; backwards one for dq, then one for dk and dv.
+"""Softmax attention: a forward kernel, and two backward kernels, the first for dq, the second for dk and dv.
 
-Each of these passes has a kernel for half-precision data on Hopper, one for half-precision data on every card, and a
-plain one for every dtype and size. A plan takes the first of them that can compute the call.
+Each of the three has a version for half-precision data on Hopper, one for half-precision data on every card, and a
+plain one (without tensor cores) for every dtype and size. A plan takes the first version that can compute the call.
 
-The backward recomputes the scores from lse, the logarithm of each query's sum, so that memory stays linear in T;
-nothing is added atomically, so that the same call gives the same bits. `softmax_tiles` makes the tables that tell each
-block its tiles.
+The backward pass recomputes the scores from each query's log-sum-exp (lse, in kernels L), so that memory is linear in
+T. There are no atomic additions, so that equal calls give equal bits. `softmax_tiles` makes the tables that assign
+tiles to blocks. In kernels g is the gradient of o, `group` the number of query heads that share a key head.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from .kernel import FLOATS, HALF, Kernel, no_kernels
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
 from .softmax_tiles import STATISTICS
 
-IN_ROWS = "q k v o g dq dk dv".split()  # arrays that have a row for every token
+IN_ROWS = "q k v o g dq dk dv".split()  # arrays with a row of K or V numbers for every token and head
 
 
 # -- on every card's tensor cores --------------------------------------------------------------------------------------
 class Softmax(Kernel):
-    """A block has tiles of QUERIES and of KEYS, as many tokens as its registers hold, with all columns of K and V."""
+    """A kernel whose blocks multiply tiles of QUERIES queries and KEYS keys, with all columns of K and V."""
 
     QUERIES: ClassVar[int]
     KEYS: ClassVar[int]
-    COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = ((64,), (128,))  # of K and of V in a tile, one number for both
+    COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = (
+        (64,),
+        (128,),
+    )  # the possible columns of K and V; (D,): D for both
     threads = 128
 
     @classmethod
     def fitting(cls, problem):
-        """The narrowest instance whose tiles have all columns; None if none has."""
+        """The instance with the fewest columns that hold the problem's K and V; None if no instance holds them."""
         K, V = problem.shape("K V")
         columns = next((columns for columns in cls.COLUMNS if K <= columns[0] and V <= columns[-1]), None)
         return columns and cls(problem.dtype, *columns, problem.options["softcap"] > 0)
 
     def given(self, arrays) -> dict:
-        """The arguments that come from a pass's arrays."""
+        """The kernel's arguments that are arrays, or depend on them; `vectors`: whether rows allow 16-byte accesses."""
         return arrays | {"vectors": aligned16(*(x for name, x in arrays.items() if name in IN_ROWS))}
 
 
@@ -88,12 +91,12 @@ class SoftmaxBackwardKeys(SoftmaxSquare):
 # -- on Hopper ---------------------------------------------------------------------------------------------------------
 class SoftmaxSm90(Softmax):
     arch, threads = SM90, 3 * 128
-    BOX: ClassVar[int] = 64  # columns of a tensor copy, and tokens that it brings
-    STORED: ClassVar[int] = 16  # tokens of a result in a tensor copy: a warp's
-    RESULTS: ClassVar[dict[str, str]] = {}  # the results, each with the name of the argument that has its rows
+    BOX: ClassVar[int] = 64  # columns, and tokens, that one tensor copy (TMA) reads
+    STORED: ClassVar[int] = 16  # tokens that one tensor copy writes: those of one warp
+    RESULTS: ClassVar[dict[str, str]] = {}  # result -> the argument that describes the same array by its rows
 
     def tokens_of(self, name) -> int:
-        """Tokens of a tensor copy of an array."""
+        """Tokens per tensor copy of the array `name`."""
         return self.STORED if name in self.RESULTS else self.BOX
 
     def given(self, arrays):
@@ -155,8 +158,11 @@ class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
 
 # -- without tensor cores ----------------------------------------------------------------------------------------------
 class SoftmaxPlain(Kernel):
-    """A warp has a token and 128 of its columns. `what` may also be "Sinks", the gradient of the sinks, a block a head,
-    or "Merge", which merges results of parts of the keys, a warp a query."""
+    """Kernels for every dtype and size, chosen by `what`. A warp computes WIDTH columns of one token's result.
+
+    Two more are used beside the other versions' kernels, too: "Sinks" computes the gradient of the sinks, one block per
+    head; "Merge" combines the results of parts of the keys, one warp per query.
+    """
 
     file = "softmax/plain"
     WARPS: ClassVar[int] = 4
@@ -176,10 +182,10 @@ class SoftmaxPlain(Kernel):
         return ceil_div({"Forward": V, "Queries": K, "Keys": max(K, V)}[self.what], self.WIDTH)
 
     def given(self, arrays):
-        """Arguments that a pass has no use for are null."""
-        absent = dict.fromkeys([member.name for member in self.arguments if member.kind in ("rows", "pointer")])
-        given = absent | {"tiles": 0, "parts": 1, "unit": 1.0} | arrays
-        return given | {"out": arrays["o"], "o": None} if self.what == "Forward" else given
+        """The kernel's arguments; those that `what` does not use are null."""
+        nulls = dict.fromkeys([member.name for member in self.arguments if member.kind in ("rows", "pointer")])
+        arguments = nulls | {"tiles": 0, "parts": 1, "unit": 1.0} | arrays
+        return arguments | {"out": arrays["o"], "o": None} if self.what == "Forward" else arguments
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -189,7 +195,7 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
-    """Saves o and lse where a gradient is asked for: what the pullback needs besides the caller's arrays."""
+    """The plan of the forward pass; it saves o and lse if the problem asks for gradients."""
     draft, lse = Draft(), None
     o = draft.output(problem)
     attended, attended_o = with_queries_of_a_group(problem, o)
@@ -204,7 +210,7 @@ def plan(problem, device):
 
 
 def plan_vjp(problem, device, do, dht, saved):
-    """(dq, dk, dv, and of sinks), None"""
+    """The plan of the pullback, with results ((dq, dk, dv[, dsinks]), None); `saved` is (o, lse)."""
     draft, (o, lse) = Draft(), saved
     attention = SoftmaxLaunches(draft, problem, device)
     inputs, sinks = attention.inputs, attention.sinks
@@ -218,16 +224,16 @@ def plan_vjp(problem, device, do, dht, saved):
         "Queries": (SoftmaxBackwardQueriesSm90, SoftmaxBackwardQueries),
         "Keys": (SoftmaxBackwardKeysSm90, SoftmaxBackwardKeys),
     }
-    read = inputs | {"g": do}
-    queries, keys = attention.choose(passes, read | {"o": o, "dq": dq, "dk": dk, "dv": dv})
-    of_queries = read | {"o": o, "dq": dq, "L": lse, "dL": dL, "statistics": statistics}
-    attention.launch(queries, attention.tiles_of(queries), of_queries)
-    of_keys = read | {"dk": dk, "dv": dv, "statistics": statistics}
-    attention.launch(keys, attention.tiles_of(keys, by_keys=True), of_keys, by_keys=True)
+    inputs_and_do = inputs | {"g": do}
+    queries, keys = attention.choose(passes, inputs_and_do | {"o": o, "dq": dq, "dk": dk, "dv": dv})
+    query_arrays = inputs_and_do | {"o": o, "dq": dq, "L": lse, "dL": dL, "statistics": statistics}
+    attention.launch(queries, attention.tiles_of(queries), query_arrays)
+    key_arrays = inputs_and_do | {"dk": dk, "dv": dv, "statistics": statistics}
+    attention.launch(keys, attention.tiles_of(keys, by_keys=True), key_arrays, by_keys=True)
     results = [dq, dk, dv]
     if sinks is not None:
         dsinks = draft.empty(sinks.shape, sinks.dtype)
-        unit = 1.0 if isinstance(queries, SoftmaxPlain) else log(2.0)  # tensor cores' kernels have logarithms to base 2
+        unit = 1.0 if isinstance(queries, SoftmaxPlain) else log(2.0)  # other kernels store logarithms to base 2
         arrays = {"statistics": statistics, "sinks": sinks, "dsinks": dsinks, "unit": unit}
         attention.launch_blocks(SoftmaxPlain("Sinks", problem.dtype), problem.sizes["H"], arrays)
         results.append(draft.cast(dsinks, problem.arrays["sinks"].dtype))
@@ -240,8 +246,11 @@ def saved(problem) -> tuple[tuple, ...]:
 
 
 def with_queries_of_a_group(problem, o):
-    """(a call, its o) of one query a head, as a call whose heads are the key heads: the queries of the heads that share
-    a key head, which see the same keys, are its tokens. The call itself where they differ, or sinks are a head's."""
+    """(problem, o) in which the query heads that share a key head have become tokens of one head, as views.
+
+    This fills tiles when there is one query per head (decoding). `problem` and `o` themselves are returned if there are
+    more queries, if they do not all see the same keys, or if heads have sinks of their own.
+    """
     B, H, T, HK = problem.shape("B H T HK")
     if problem.varlen or T != 1 or not 0 < HK < H or max(problem.options["window"]) >= 0 or "sinks" in problem.arrays:
         return problem, o
@@ -256,7 +265,7 @@ def with_queries_of_a_group(problem, o):
 
 
 class SoftmaxLaunches:
-    """The launches of a call while its plan is drawn."""
+    """Adds the launches of a call's kernels to a draft of its plan."""
 
     def __init__(self, draft, problem, device):
         self.draft, self.problem, self.device = draft, problem, device
@@ -267,29 +276,35 @@ class SoftmaxLaunches:
         self.numbers = {"B": B, "H": H, "group": H // max(HK, 1), "Tq": T, "K": K, "V": V, "left": left, "right": right}
         self.numbers |= {"chunks": int(softmax_tiles.statistics_bounds(problem)[-1])}
         self.numbers |= {"scale": problem.scale, "softcap": problem.options["softcap"]}
-        self.tiles: dict = {}  # what `explain` shows
+        self.tiles: dict = {}  # name -> size, for `explain`
 
     def choose(self, passes, arrays) -> list:
-        """A kernel for each pass: of Hopper's own, of every card's, or plain ones, the first that can compute all of
-        them. `arrays`: all that tensor maps must describe on Hopper."""
+        """A kernel for each of `passes`, all of one version: Hopper's, every card's, or plain.
+
+        `passes` maps a pass to its classes (Hopper's, every card's); `arrays` are those that Hopper's read by tensor
+        maps.
+        """
         problem = self.problem
         plain = [SoftmaxPlain(what, problem.dtype) for what in passes]
         if problem.dtype not in HALF:
             return plain
-        hoppers, portable = ([kernel.fitting(problem) for kernel in kernels] for kernels in zip(*passes.values()))
+        hopper, portable = ([kernel.fitting(problem) for kernel in kernels] for kernels in zip(*passes.values()))
         unmapped = ", ".join(name for name, x in arrays.items() if not mappable(x))
         if self.device.capability == 90:
-            if None not in hoppers and not unmapped:
-                return hoppers
-            most = " and ".join(map(str, next(iter(passes.values()))[0].COLUMNS[-1]))
-            too_many = f"K={problem.sizes['K']} and V={problem.sizes['V']} are over {most}"
-            why_not = too_many if None in hoppers else f"a tensor map cannot describe {unmapped}"
-            self.tiles["not Hopper's kernels"] = why_not
+            if None not in hopper and not unmapped:
+                return hopper
+            largest = " and ".join(map(str, next(iter(passes.values()))[0].COLUMNS[-1]))
+            too_many = f"K={problem.sizes['K']} and V={problem.sizes['V']} are over {largest}"
+            reason = too_many if None in hopper else f"a tensor map cannot describe {unmapped}"
+            self.tiles["not Hopper's kernels"] = reason
         return plain if None in portable else portable
 
     def forward(self, kernel, arrays):
-        """o and lse. If there are few tiles, each is split into parts of the keys, whose results, rows of a larger
-        batch, are merged."""
+        """Launches the forward pass.
+
+        If there are too few tiles of queries for the card, the keys are split into parts. Their results are stored as a
+        batch of `parts * B` and merged by a second kernel.
+        """
         B, H, T, V = self.problem.shape("B H T V")
         tiles = self.tiles_of(kernel)
         parts = softmax_tiles.parts(self.problem, tiles, self.device.multiprocessors)
@@ -304,13 +319,14 @@ class SoftmaxLaunches:
         self.launch_blocks(SoftmaxPlain("Merge", self.problem.dtype), ceil_div(B * H * T, SoftmaxPlain.WARPS), merged)
 
     def tiles_of(self, kernel, by_keys=False):
-        """The table of a pass's tiles: of queries, or of keys."""
+        """The table of tiles of queries, or of keys (`by_keys`), for this kernel."""
         if not isinstance(kernel, SoftmaxPlain):
             self.tiles |= {f"{kernel.name} queries": kernel.QUERIES, f"{kernel.name} keys": kernel.KEYS}
-        own, other = (kernel.KEYS, kernel.QUERIES) if by_keys else (kernel.QUERIES, kernel.KEYS)
-        return softmax_tiles.tile_table(self.problem, own, other, by_keys)
+        tile_size, other_size = (kernel.KEYS, kernel.QUERIES) if by_keys else (kernel.QUERIES, kernel.KEYS)
+        return softmax_tiles.tile_table(self.problem, tile_size, other_size, by_keys)
 
     def launch(self, kernel, tiles, arrays, by_keys=False):
+        """Orders the tiles, so that blocks finish at about the same time, and launches the kernel on them."""
         K, V = self.problem.shape("K V")
         if isinstance(kernel, SoftmaxSm90):
             bytes_of_head = self.problem.sizes["T" if by_keys else "S"] * (K + V) * self.problem.dtype.itemsize

@@ -1,4 +1,8 @@
-"""The five public stages of the chunked form, each a launch, and all of them in a row."""
+"""Plans of the five public stages of the chunked form, one launch each, and of all five for one call (mode "staged").
+
+`linattn_np.stages` documents them: b and e are the sums of log gates from a chunk's start and to its end, qg and kg the
+queries and keys decayed by these, h the states before chunks, A the scores.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from .gated_kernels import CHANNELS, channels
 from .kernel import CTYPES, DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
 from .plan import Array, Draft, ceil_div, common_bytes
 
-STAGE_COLUMNS = 64  # columns a block of the tiled stages
+STAGE_COLUMNS = 64  # channels or columns per block of the stages `inter_chunk` and `combine`, and rows of `combine`
 
 
 class ChunkCumsum(Kernel):
@@ -45,7 +49,7 @@ class IntraChunk(GatedKernel):
 
     @property
     def rows(self):
-        """Rows of scores a block."""
+        """Rows of scores per block."""
         return SUB_CHUNK if self.BK > 128 else 64
 
 
@@ -117,8 +121,10 @@ def plan_vjp(problem, device, do, dht, saved):
 
 
 class Stages:
-    """The launches of a problem's stages while its plan is drawn. Each takes arrays with rows, in the order of its
-    public function; `new(prototype, dtype, shape)` makes the arrays of what it returns."""
+    """Adds the launches of stages to a draft. A stage's method takes the arrays of its public function, in its order.
+
+    `new(prototype, dtype, shape)` makes the arrays of results.
+    """
 
     def __init__(self, draft, problem, new):
         self.draft, self.problem, self.new = draft, problem, new
@@ -144,44 +150,44 @@ class Stages:
         """(the states before all chunks, the final state or None)"""
         shape, final = self.shape, self.draft.final(self.problem)
         h = self.draft.empty((shape.B, shape.H, shape.NC, shape.K, shape.V), self.real)
-        bytes = {}
+        access = {}
         if v.dtype == DOUBLE:
             kernel = Float64InterChunk()
             blocks = ceil_div(shape.K * shape.V, kernel.threads)
         else:
-            bytes = {"bytes": common_bytes(kg, v)}
+            access = {"bytes": common_bytes(kg, v)}
             kernel = InterChunk(v.dtype)
             blocks = ceil_div(shape.K, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
         states = {"h": h, "initial": self.draft.initial(self.problem), "final": final}
-        self.launch(kernel, shape.B * shape.count * shape.H * blocks, kg=kg, v=v, b=b, **states, **bytes)
+        self.launch(kernel, shape.B * shape.count * shape.H * blocks, kg=kg, v=v, b=b, **states, **access)
         return h, final
 
     def intra_chunk(self, q, k, g):
         shape = self.shape
         A = self.new(q, self.real, (shape.B, shape.H, shape.T, shape.chunk))
-        bytes = {}
+        access = {}
         if q.dtype == DOUBLE:
             kernel, blocks = Float64IntraChunk(self.read_order), shape.all_chunks
         else:
-            bytes = {"bytes": common_bytes(q, k, g)}
+            access = {"bytes": common_bytes(q, k, g)}
             kernel = IntraChunk(self.read_order, q.dtype, g.dtype, channels(shape.K))
             blocks = shape.all_chunks * ceil_div(shape.chunk, kernel.rows)
-        self.launch(kernel, blocks, q=q, k=k, g=g, u=self.draft.bonus(self.problem), A=A, **bytes)
+        self.launch(kernel, blocks, q=q, k=k, g=g, u=self.draft.bonus(self.problem), A=A, **access)
         return A
 
     def combine(self, qg, h, A, v):
-        """o, where kernels can write it."""
+        """o, in memory with the strides that kernels can write."""
         o, shape = self.draft.output(self.problem), self.shape
         B, H, NC, K, V = h.shape
-        if h.strides[2] != K * h.strides[3]:  # rows of all chunks are to be one axis
+        if h.strides[2] != K * h.strides[3]:  # the kernel reads chunks and channels as one axis
             h = self.draft.contiguous(h, reason="h: its chunks are not side by side")
         states = Array(h.memory, (B, H, NC * K, V), (*h.strides[:2], *h.strides[3:]), h.dtype, h.offset)
-        bytes = {}
+        access = {}
         if v.dtype == DOUBLE:
             kernel, blocks = Float64Combine(), shape.all_chunks
         else:
-            bytes = {"bytes": common_bytes(qg, states, A, v)}
+            access = {"bytes": common_bytes(qg, states, A, v)}
             kernel = Combine(v.dtype)
             blocks = shape.all_chunks * ceil_div(shape.chunk, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
-        self.launch(kernel, blocks, qg=qg, h=states, A=A, v=v, o=o, scale=self.problem.scale, **bytes)
+        self.launch(kernel, blocks, qg=qg, h=states, A=A, v=v, o=o, scale=self.problem.scale, **access)
         return o

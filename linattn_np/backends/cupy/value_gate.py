@@ -1,8 +1,8 @@
 """gla with gates of channels and of columns: S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_t^T.
 
 The forward pass goes in chunks or token by token, the pullback in chunks. The transposed state obeys the same
-recurrence with values for keys and gv for g. So the same backward kernels run twice: with queries, keys and g, and with
-do, values and gv.
+recurrence with values in place of keys and gv in place of g. Therefore the same backward kernels run twice, for two
+sides: the keys' side reads q, k and g; the values' side, the transposed one, reads do, v and gv in their places.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .segments import PORTABLE
 
 
 class ValueGateForward(TiledKernel):
-    """Forward in chunks: BK channels a launch, with the tiles and schedules of `GatedForward`."""
+    """The forward pass in chunks, BK channels per launch, with the tiles and schedules of `GatedForward`."""
 
     file = "value_gate/forward"
     arguments = members(
@@ -40,21 +40,27 @@ class ValueGateForward(TiledKernel):
         "integers channel of needed bytes"
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
-    ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
+    ALIKE: ClassVar[type] = GatedForward  # the kernel without gates of columns, whose chunks and threads this one has
     SUB_CHUNK = GatedForward.SUB_CHUNK
     schedule: str
     dtype: np.dtype
     gate: np.dtype
-    products: int  # as `GatedForward` has them
+    products: int  # as in `GatedForward`
     BK: int
     BV: int
 
     @classmethod
     def fitting(cls, schedule, dtype, gate, products, K, V, shared):
-        """For a device whose blocks may have so many bytes of shared memory: as many columns, then channels, as that
-        allows. Fewer channels than there are make it `SplitChannels`."""
-        wide, columns = TILES[K > TILES[0]], TILES[V > TILES[0]]
-        tiles = [(schedule, wide, columns), (schedule, wide, TILES[0]), (SPLIT_CHANNELS, TILES[0], columns)]
+        """The instance with the largest tile whose shared memory is at most `shared` bytes.
+
+        Columns are reduced first, then channels; a tile with fewer than K channels has the schedule SPLIT_CHANNELS.
+        """
+        most_channels, columns = TILES[K > TILES[0]], TILES[V > TILES[0]]
+        tiles = [
+            (schedule, most_channels, columns),
+            (schedule, most_channels, TILES[0]),
+            (SPLIT_CHANNELS, TILES[0], columns),
+        ]
         if schedule == SPLIT_CHANNELS:
             del tiles[1]
         kernels = [cls(schedule, dtype, gate, products, BK, BV) for schedule, BK, BV in tiles]
@@ -62,11 +68,11 @@ class ValueGateForward(TiledKernel):
 
     @property
     def ungated(self):
-        """The same without gates of columns."""
+        """The instance of `GatedForward` with the same template arguments."""
         return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
 
     def with_channels(self, _left):
-        """The instance for a launch: the last launch takes as many channels as the others."""
+        """The instance for a launch: the same for all launches."""
         return self
 
     @property
@@ -83,7 +89,7 @@ class ValueGateForward(TiledKernel):
 
 
 class ValueGateBackwardScores(Kernel):
-    """Backward, for one side: scores, and tokens decayed to the ends of their chunks."""
+    """For one side: the scores of each chunk, queries decayed from its start and keys decayed to its end."""
 
     file = "value_gate/backward_scores"
     arguments = members(
@@ -98,6 +104,8 @@ class ValueGateBackwardScores(Kernel):
 
 
 class ValueGateBackwardStates(Kernel):
+    """The states before all chunks and the gradients of the states after them."""
+
     file = "value_gate/backward_states"
     arguments = members(
         "rows q k v do_ given_q given_k given_v given_do g gv, "
@@ -137,7 +145,7 @@ def plan(problem, device):
 
 
 def forward_cut(problem, device, gate):
-    """How the forward pass is cut; both gates have the dtype `gate`."""
+    """How the forward pass is cut into segments; `gate` is the dtype of both gates."""
     instance = problem.dtype, gate, segments.tf32_products(problem), *problem.shape("K V"), device.shared_per_block
     schedule = SPLIT_CHANNELS if problem.sizes["K"] > TILES[-1] else SINGLE_PASS
     kernels = (ValueGateForward.fitting(schedule, *instance) for schedule in (schedule, SEGMENT_STATE))
@@ -164,7 +172,7 @@ class ValueGateForwardPass(PortableForward):
         self.launch_decays(self.cut.summary, self.finer_shape(parts), None, *left, of * parts, needed * parts)
 
     def launch_decays(self, kernel, shape, initial, final, channels=None, columns=None, of=1, needed=1):
-        """`channels`, `columns`: the decays that a segment leaves, if it is to leave any."""
+        """Launches a kernel; it writes the total decays of segments to `channels` and `columns`, if these are given."""
         decays = {"channel_decays": channels, "column_decays": columns}
         self.launch(kernel, shape, initial=initial, final=final, **decays, of=of, needed=needed)
 
@@ -178,19 +186,21 @@ def plan_vjp(problem, device, do, dht, saved=()):
     kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
     states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
     gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
-    found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients, problem.arrays.values(), strict=True))
-    return draft.plan((found, draft.stored_gradient(problem, dh0)), tiles=kernel.tiles)
+    results = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients, problem.arrays.values(), strict=True))
+    return draft.plan((results, draft.stored_gradient(problem, dh0)), tiles=kernel.tiles)
 
 
 def launch_gradients(draft, problem, kernel, arrays, do, states):
-    """All gradients, for some heads at a time: the scores of both sides of the state, the states between chunks, then
-    the gradients of all chunks, of the keys' side and of the values' side."""
+    """Launches, for some heads at a time, both sides' scores, the states between chunks, and both sides' gradients.
+
+    Returns (dq, dk, dv, dg, dgv).
+    """
     (q, k, v, g, gv), (B, N, H, K, V) = arrays, problem.shape("B N H K V")
     tiles = ceil_div(K, kernel.TILE) * ceil_div(V, kernel.TILE)
-    of_a_head = 2 * B * draft.shape(problem, None, kernel.CHUNK).NC * tiles * kernel.TILE**2
+    elements_per_head = 2 * B * draft.shape(problem, None, kernel.CHUNK).NC * tiles * kernel.TILE**2
     inputs = sum(x.nbytes for x in arrays)
-    heads = gated_backward.heads_at_once(H, of_a_head * kernel.stored.itemsize, inputs)
-    kept = draft.empty((max(1, heads * of_a_head),), kernel.stored)
+    heads = gated_backward.heads_at_once(H, elements_per_head * kernel.stored.itemsize, inputs)
+    kept = draft.empty((max(1, heads * elements_per_head),), kernel.stored)
     between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.gate, kernel.products)
     keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
     values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
@@ -203,8 +213,8 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
         read |= {"channel_decays": keys.scores["decays"], "column_decays": values.scores["decays"]}
         read |= {"channel_growth": keys.growth, "column_growth": values.growth}
         read |= {"given_q": q, "given_k": k, "given_v": v, "given_do": do, "g": g, "gv": gv}
-        of_states, common = 2 * N * here["heads"] * tiles, {"shape": keys.shape, "scale": problem.scale} | here
-        draft.launch(between_chunks, of_states, **read, **states, kept=kept, **common)
+        state_blocks, common = 2 * N * here["heads"] * tiles, {"shape": keys.shape, "scale": problem.scale} | here
+        draft.launch(between_chunks, state_blocks, **read, **states, kept=kept, **common)
         keys.launch_channels(blocks, values, kept=kept, **here)
         values.launch_channels(blocks, keys, kept=kept, **here)
     of_keys, of_values = keys.written, values.written
@@ -212,8 +222,12 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
 
 
 class ValueGateSide:
-    """The arrays of one side of the state: `read` in the places of queries, keys and gate, their gradients (`written`),
-    and what the kernels write for each other. `turned`: the values' side, of the transposed state."""
+    """The arrays and launches of one side (`turned`: the values' side).
+
+    `read`: what the kernels read as q, k and g; `written`: the gradients of these. The others are passed from kernel to
+    kernel: `starts`, queries decayed from the chunk's start; `ends`, keys decayed to its end; `scores`; and `growth`,
+    by how much a chunk's gates above 0 let the state grow.
+    """
 
     def __init__(self, draft, problem, kernel, heads, read, turned):
         self.draft, self.read = draft, read
@@ -231,6 +245,7 @@ class ValueGateSide:
         self.more = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*rows)}
 
     def launch_scores(self, blocks, **here):
+        """Launches this side's kernel of scores; `here`: the first head and the number of heads."""
         kernel = ValueGateBackwardScores(self.kernel.dtype, self.kernel.gate, self.kernel.products)
         made = self.scores | {"starts": self.starts, "ends": self.ends, "growth": self.growth}
         self.draft.launch(kernel, blocks, **self.read, **made, **self.more, **here)
@@ -245,7 +260,7 @@ class ValueGateSide:
 
 
 def operands(draft, problem):
-    """The arrays, with both gates in one dtype: float32 if their dtypes differ."""
+    """(q, k, v, g, gv), both gates in one dtype: float32 if their dtypes differ."""
     q, k, v, g, gv = draft.inputs(problem)
     dtype = g.dtype if g.dtype == gv.dtype else FLOAT32
     gates = (draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv)))

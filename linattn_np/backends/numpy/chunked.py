@@ -2,8 +2,13 @@
 
     o = scale (qg h_c + A v)            h_{c+1} = diag(decay_c) h_c + kg^T v
 
-Nearly all of it is products of small matrices, in batches over chunks. The work is cut into segments of chunks that
-stay in cache, and over rows (batch, head) into tasks for the machine's cores; neither cut changes a bit of the result.
+h_c [K, V] is the state before chunk c, decay_c the product of all decays of the chunk. Of its tokens i and j, qg_i is
+q_i times the decays since the chunk's start, kg_j is k_j times the decays until its end, and A_ij is q_i . k_j with the
+decays between them, and 0 for j > i. If outputs read the state before the write (`exclusive`, RWKV-6), A_ii is the
+bonus sum_k q_ik u_k k_ik.
+
+Most of the work is products of small matrices, batched over chunks. Chunks are grouped into segments that fit in cache,
+and rows (pairs of batch entry and head) into blocks, the cores' tasks. The results do not depend on the grouping.
 """
 
 from itertools import product
@@ -18,15 +23,15 @@ from .loop_choice import loops
 from .packing import Scratch, Segment, row_blocks, thread_scratch
 from .scores import LEAST, LIMIT, Gates, blas_ready, diagonal, gated_keys, gated_scores, gated_scores_vjp, mask_future
 
-SEGMENT_ELEMENTS = 1 << 18  # of one of a segment's arrays: long calls for the threads, short ones for the cache
-MATERIALIZED_BYTES = 1 << 30  # above this, keeping every chunk's state must be asked for
-SCORES_BYTES = 1 << 25  # of all chunks' scores: more are made again for the gradients, which costs less than memory
-TASKS = 4  # of a core, by Numba's loops
-LEAST_ROWS, LEAST_TOKENS = 4, 64  # for Numba's loops: a core does a row alone
+SEGMENT_ELEMENTS = 1 << 18  # of each of a segment's arrays: larger ones leave the cache, smaller ones cost more calls
+MATERIALIZED_BYTES = 1 << 30  # of all chunks' states: more are kept only if the caller asks for `materialize`
+SCORES_BYTES = 1 << 25  # of all chunks' scores: more are not kept, because computing them again costs less
+TASKS = 4  # per core, in Numba's loops
+LEAST_ROWS, LEAST_TOKENS = 4, 64  # with fewer, NumPy computes: Numba's loops give each core whole rows
 
 
 def run(member, o, states=None):
-    """Fills o [B, H, T, V], returns the final state [N, H, K, V]; `states` [B, H, NC, K, V] receives one a chunk."""
+    """Fills o [B, H, T, V], returns the final state [N, H, K, V]; `states` [B, H, NC, K, V] receives every h_c."""
     return forward(Schedule(member), o, states)
 
 
@@ -37,55 +42,65 @@ def forward(schedule, o, states):
         done = materialized(schedule, o, final, states)
     else:
         done = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), blocks, caller=True)
-    undone = [rows for rows, well in zip(blocks, done) if not well or not schedule.finite_states(final, rows)]
+    undone = [rows for rows, accurate in zip(blocks, done) if not accurate or not schedule.finite_states(final, rows)]
     if undone:
         redo(schedule, undone, o, final, states)
     return final
 
 
 def compiled(schedule, o, final, states):
-    """Numba's loops on all rows; the blocks of those that are left: with strong gates, or with results not finite."""
+    """Computes all rows in Numba's loops; returns the blocks of rows that the loops left to NumPy.
+
+    The loops leave rows whose gates are too strong for products, or whose results are not finite.
+    """
     member, chunking, (B, H) = schedule.member, schedule.chunking, o.shape[:2]
     begins, ends = (np.array([at.get(c, -1) for c in range(chunking.count)]) for at in (chunking.begins, chunking.ends))
-    how = chunking.table, begins, ends, np.float32(LIMIT), np.float32(member.scale), member.exclusive
-    left = np.ones((B, H), bool)
+    options = chunking.table, begins, ends, np.float32(LIMIT), np.float32(member.scale), member.exclusive
+    undone_rows = np.ones((B, H), bool)
 
     def rowwise(x):
+        """x [B, H, ...] as a contiguous array [B * H, ...] in the computing dtype."""
         return np.require(cast(x, schedule.dtype), None, "CW").reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def task(rows):
         arrays = [rowwise(x[rows]) for x in (member.q, member.k, member.v, member.g)]
         u = np.zeros((H, 0)) if member.u is None else member.u
         u = np.array(np.broadcast_to(u[rows[1]], (*o[rows].shape[:2], u.shape[1])), np.float32)
-        of_block = np.moveaxis(schedule.of_rows(final, rows), 1, 2)
-        to = o[rows]
-        found = rowwise(to if to.dtype == schedule.dtype else np.empty(to.shape, schedule.dtype))
-        initial = rowwise(of_block)
-        kept = np.empty((len(found), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
-        last, undone = initial.copy(), np.empty(left[rows].shape, bool)
-        schedule.loops.gated_rows(*arrays, rowwise(u), *how, initial, found, last, kept, undone.reshape(-1))
-        left[rows] = undone
-        of_block[~undone] = last[~undone.reshape(-1)]
-        if not np.may_share_memory(found, o):
-            assign(to, found.reshape(to.shape))
+        block_final = np.moveaxis(schedule.of_rows(final, rows), 1, 2)
+        o_block = o[rows]
+        o_rows = rowwise(o_block if o_block.dtype == schedule.dtype else np.empty(o_block.shape, schedule.dtype))
+        initial = rowwise(block_final)
+        block_states = np.empty((len(o_rows), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
+        last, undone = initial.copy(), np.empty(undone_rows[rows].shape, bool)
+        schedule.loops.gated_rows(
+            *arrays, rowwise(u), *options, initial, o_rows, last, block_states, undone.reshape(-1)
+        )
+        undone_rows[rows] = undone
+        block_final[~undone] = last[~undone.reshape(-1)]
+        if not np.may_share_memory(o_rows, o):
+            assign(o_block, o_rows.reshape(o_block.shape))
 
     in_parallel(task, row_blocks(B, H, max(1, B * H // (TASKS * workers()))), caller=True)
-    return schedule.blocks if left.all() else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(left).tolist()]
+    return (
+        schedule.blocks
+        if undone_rows.all()
+        else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(undone_rows).tolist()]
+    )
 
 
 def final_state(member):
-    """The final state [N, H, K, V] from zero without o; None where it takes more than products."""
+    """The final state [N, H, K, V] from the state 0, without o; None if products alone do not give it accurately."""
     schedule, final = Schedule(member), member.state(None)
-    well = in_parallel(lambda rows: states_alone(schedule, rows, final), schedule.blocks)
-    return final if all(well) and by_token.is_finite(final) else None
+    accurate = in_parallel(lambda rows: states_alone(schedule, rows, final), schedule.blocks)
+    return final if all(accurate) and by_token.is_finite(final) else None
 
 
 def states_alone(schedule, rows, final):
-    """Compute the states as `streamed` does, without o; tells whether all decays are in range."""
-    member, carried, scratch, well = schedule.member, None, thread_scratch(schedule.dtype), True
-    block = member.k[rows].shape[:2]
+    """Computes a block's states as `streamed` does, without o; returns whether no decay underflowed."""
+    member, carried, scratch, in_range = schedule.member, None, thread_scratch(schedule.dtype), True
+    block_shape = member.k[rows].shape[:2]
     for first, segment in schedule.segments:
-        h, decay = schedule.states(block, segment.count, scratch)
+        h, decay = schedule.states(block_shape, segment.count, scratch)
         k, v, g = (segment.pack(x[rows], schedule.dtype) for x in (member.k, member.v, member.g))
         gates = Gates(g, scratch)
         kg = gated_keys(k, gates, decay, scratch)
@@ -93,24 +108,25 @@ def states_alone(schedule, rows, final):
         if carried is not None:
             h[:, :, 0] = carried
         schedule.chunking.scan(rows, first, decay, h, final)
-        well &= not gates.underflow(h[:, :, :-1])
+        in_range &= not gates.underflow(h[:, :, :-1])
         carried = h[:, :, segment.count].copy()
-    return well
+    return in_range
 
 
 def mend(member, o, final):
-    """Has o and the final state of another chunked form redone where they are not finite."""
+    """Computes o and `final`, the results of another chunked form, again: by chunks, or by tokens if necessary."""
     schedule = Schedule(member)
     redo(schedule, schedule.blocks, o, final, None)
 
 
 def redo(schedule, blocks, o, final, states):
+    """Computes these blocks of rows again with `carefully`."""
     initial = schedule.member.initial_state()
     in_parallel(lambda rows: carefully(schedule, rows, o, initial, final, states), blocks)
 
 
 class Schedule:
-    """A family member cut into segments of chunks and blocks of rows."""
+    """A call of the gated family, divided into segments of chunks and blocks of rows."""
 
     def __init__(self, member, compiled=True):
         self.member, self.dtype = member, member.problem.compute_dtype
@@ -125,16 +141,16 @@ class Schedule:
             (c, Segment(chunking.table[c : c + self.step], chunking.size)) for c in range(0, chunking.count, self.step)
         ]
         self.materialize = member.problem.materialize
-        if self.materialize is None:  # rows alone do not keep the cores busy, and the states fit
+        if self.materialize is None:  # True if there are fewer blocks of rows than cores, and the states fit
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
         self.least = None if member.constant_gate else LEAST
         suited = self.dtype == np.float32 and B * H >= LEAST_ROWS and chunking.count * chunking.size >= LEAST_TOKENS
         self.loops = loops(member.k.size) if suited and compiled else None
-        self.scores = None  # those that a pullback finds again, by their place
+        self.scores = None  # or a dict from `place` to the `Scores` that the forward pass keeps for the pullback
 
     def keep_scores(self):
-        """Has the forward pass leave the chunks' scores where gradients ask for them, if they are few."""
+        """Makes the forward pass keep the chunks' scores for the pullback, if they are small."""
         if self.loops:
             return
         B, H = self.member.k.shape[:2]
@@ -143,37 +159,37 @@ class Schedule:
             self.scores = {}
 
     def scores_before(self, rows, first, segment, scratch):
-        """A segment's scores for its gradients: those of the forward pass, or made again."""
+        """A segment's scores for its gradients: those that the forward pass kept, or computed again."""
         found = self.scores and self.scores.get(place(rows, first))
         return found or Scores(self, rows, segment, None, scratch, backward=True)
 
     @property
     def single_chunks(self):
-        """[(chunk, its segment)]."""
+        """[(chunk, a segment of this chunk alone)]."""
         return [(c, Segment(self.chunking.table[c : c + 1], self.chunking.size)) for c in range(self.chunking.count)]
 
     def finite_states(self, states, rows):
-        """Whether a block of rows is finite in states [N, H, K, V]."""
+        """Whether the states [N, H, K, V] of a block of rows are finite."""
         return by_token.is_finite(self.of_rows(states, rows))
 
     def of_rows(self, states, rows):
-        """A block of rows in states [N, H, K, V]: a view [B, sequences, H, K, V]."""
+        """The states [N, H, K, V] of a block of rows: a view [B, sequences per batch entry, H, K, V]."""
         S = self.chunking.sequences
         return states.reshape(len(states) // S, S, *states.shape[1:])[rows[0], :, rows[1]]
 
     def states(self, block, chunks, scratch):
-        """Memory for h [B, H, n + 1, K, V] and the chunks' decays [B, H, n, K or 1] of a block of rows."""
-        h = scratch("h", (chunks + 1, *block, self.K, self.V))  # chunk by chunk in memory, as they are scanned
+        """Scratch memory for h [B, H, n + 1, K, V] and the decays [B, H, n, K or 1] of a block's n chunks."""
+        h = scratch("h", (chunks + 1, *block, self.K, self.V))  # the scan goes by chunk
         decay = scratch("decay", (chunks, *block, self.member.g.shape[-1]))
         return np.moveaxis(h, 0, 2), np.moveaxis(decay, 0, 2)
 
 
 def streamed(schedule, rows, o, final, states):
-    """All segments of a block of rows, one after the other, carrying the state; whether products did for o."""
-    block, scratch, carried, well = o[rows].shape[:2], thread_scratch(schedule.dtype), None, True
+    """Computes a block of rows segment by segment, carrying the state; returns whether products gave o accurately."""
+    block_shape, scratch, carried, accurate = o[rows].shape[:2], thread_scratch(schedule.dtype), None, True
     for first, segment in schedule.segments:
         n = segment.count
-        h, decay = schedule.states(block, n, scratch)
+        h, decay = schedule.states(block_shape, n, scratch)
         inside = within_chunks(schedule, rows, first, segment, h, decay, scratch)
         if carried is not None:
             h[:, :, 0] = carried
@@ -181,14 +197,14 @@ def streamed(schedule, rows, o, final, states):
         carried = h[:, :, n].copy()
         if states is not None:
             states[rows][:, :, first : first + n] = h[:, :, :n]
-        well &= read_out(schedule, rows, segment, inside, h, o, scratch)
-    return well
+        accurate &= read_out(schedule, rows, segment, inside, h, o, scratch)
+    return accurate
 
 
 def materialized(schedule, o, final, states):
-    """Every chunk's state kept: all segments side by side, then the states in order, then all outputs.
+    """Keeps every chunk's state: all segments in parallel, then the scan over the states, then all outputs in parallel.
 
-    Whether products did for o, by blocks of rows.
+    Returns for each block of rows whether products gave o accurately.
     """
     h, decay = schedule.states(o.shape[:2], schedule.chunking.count, Scratch(schedule.dtype))
 
@@ -206,12 +222,14 @@ def materialized(schedule, o, final, states):
         rows, _, segment, states, _, scratch = part
         return read_out(schedule, rows, segment, inside, states, o, scratch)
 
-    well = in_parallel(out_of, parts, inside)
-    return [all(well[at : at + len(schedule.segments)]) for at in range(0, len(parts), len(schedule.segments))]
+    accurate = in_parallel(out_of, parts, inside)
+    return [
+        all(accurate[start : start + len(schedule.segments)]) for start in range(0, len(parts), len(schedule.segments))
+    ]
 
 
 def carefully(schedule, rows, o, initial, final, states):
-    """Compute what `streamed` does, one chunk at a time; chunks whose decays leave the range go token by token."""
+    """Computes a block of rows chunk by chunk; chunks for which products are inaccurate, token by token."""
     member, carried = schedule.member, None
     for c, segment in schedule.single_chunks:
         inputs = [segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g)]
@@ -224,31 +242,32 @@ def carefully(schedule, rows, o, initial, final, states):
         if states is not None:
             states[rows][:, :, c] = carried
         after = decay[:, :, 0, :, None] * carried + h[:, :, 1]
-        found = member.scale * (qg @ carried + A @ v)
-        at = np.nonzero(by_token.to_redo((found, after), inputs, (carried,)))
-        if at[0].size:
-            how = rows_of_bonus(member, rows, at), member.scale, member.exclusive
-            stepwise, after[at] = by_token.forward(*(x[at] for x in inputs), *how, carried[at])
-            overflowed = ~np.isfinite(stepwise) & np.isfinite(found[at])  # in the state, which scores do not go through
-            found[at] = np.where(overflowed, found[at], stepwise)
-        segment.unpack_into(o[rows], found[:, :, None])
+        o_chunk = member.scale * (qg @ carried + A @ v)
+        redo = np.nonzero(by_token.to_redo((o_chunk, after), inputs, (carried,)))
+        if redo[0].size:
+            options = rows_of_bonus(member, rows, redo), member.scale, member.exclusive
+            stepwise, after[redo] = by_token.forward(*(x[redo] for x in inputs), *options, carried[redo])
+            # Where the state of the token-by-token form overflows within the chunk, o from the scores is kept.
+            overflowed = ~np.isfinite(stepwise) & np.isfinite(o_chunk[redo])
+            o_chunk[redo] = np.where(overflowed, o_chunk[redo], stepwise)
+        segment.unpack_into(o[rows], o_chunk[:, :, None])
         carried = after
         if (s := schedule.chunking.ends.get(c)) is not None:
             schedule.of_rows(final, rows)[:, s] = after
 
 
 def rows_of_bonus(member, rows, at):
-    """u [m, K] of the heads of the rows `at`, or None."""
+    """u [m, K] for the m rows at the indices `at` of a block; None without a bonus u."""
     return None if member.u is None else member.bonus(rows)[at[1], 0, 0]
 
 
 def place(rows, first):
-    """The key under which a call keeps the scores of a segment: its first batch row, head and chunk."""
+    """The key of a segment's scores in `Schedule.scores`: its first batch entry, head and chunk."""
     return rows[0].start, rows[1].start, first
 
 
 def within_chunks(schedule, rows, first, segment, h, decay, scratch):
-    """Compute what depends on a chunk alone: its scores, its addition to the state into h, its decay into `decay`."""
+    """Computes what needs no state: returns a segment's scores; writes kg^T v to h and the decays to `decay`."""
     scores = Scores(schedule, rows, segment, decay, scratch if schedule.scores is None else Scratch(schedule.dtype))
     if scores.lasting:
         scores.decay = decay.copy()
@@ -258,9 +277,10 @@ def within_chunks(schedule, rows, first, segment, h, decay, scratch):
 
 
 class Scores:
-    """Chunks [B, H, n, C, .] of a block of rows, their gated queries and keys and A, in the memory of `scratch`.
+    """The arrays q, k, v [B, H, n, C, .] of a block's n chunks with qg, kg and A, in the memory of `scratch`.
 
-    `decay` receives their whole decays. Gradients ask for those made `backward`, or for `lasting` ones.
+    The decay of each chunk is written to `decay`. `backward`: computed for the gradients, whose limits on gates are
+    stricter. `lasting`: the gates are within these limits, so that the pullback may use the scores.
     """
 
     def __init__(self, schedule, rows, segment, decay, scratch, backward=False):
@@ -275,25 +295,25 @@ class Scores:
             put_bonus(self.A, q, k, self.u)
 
     def store(self, h):
-        """kg^T v of each chunk, one place on from it in h."""
+        """Writes kg^T v of chunk c to h_{c+1}; the scan adds the decayed h_c."""
         np.matmul(self.kg.swapaxes(-1, -2), self.v, out=h[:, :, 1:])
 
 
 def read_out(schedule, rows, segment, scores, h, o, scratch):
-    """o = scale (qg h + A v), in the memory of kg and b, which have served; whether products did for it."""
-    within = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
+    """o = scale (qg h + A v); returns whether it is accurate. It reuses the scratch memory of kg and b."""
+    weighted_values = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
     in_place = segment.view(o[rows], schedule.dtype)
-    part = scratch("b", within.shape) if in_place is None else in_place
-    np.matmul(scores.qg, h[:, :, :-1], out=part)
-    part += within
-    part *= schedule.member.scale
+    o_part = scratch("b", weighted_values.shape) if in_place is None else in_place
+    np.matmul(scores.qg, h[:, :, :-1], out=o_part)
+    o_part += weighted_values
+    o_part *= schedule.member.scale
     if in_place is None:
-        segment.unpack_into(o[rows], part)
-    return by_token.is_finite(part) and not scores.gates.underflow(h[:, :, :-1])
+        segment.unpack_into(o[rows], o_part)
+    return by_token.is_finite(o_part) and not scores.gates.underflow(h[:, :, :-1])
 
 
 def put_bonus(A, q, k, u):
-    """A_ii = sum_k q_ik u_k k_ik."""
+    """Sets the diagonal A_ii = sum_k q_ik u_k k_ik."""
     diagonal(A)[:] = np.vecdot(q * u, k)
 
 
@@ -301,7 +321,11 @@ def put_bonus(A, q, k, u):
 
 
 def vjp(member, o):
-    """(final state, pull), o filled; pull(do, dht) gives ((dq, dk, dv, dg, du), gradient of the initial state)."""
+    """Fills o; returns (final state, pull).
+
+    pull(do, dstates) gives ((dq, dk, dv, dg, du), gradient of the initial state); `dstates` [N, H, K, V], the gradient
+    of the final state, is overwritten with the latter.
+    """
     schedule = Schedule(member)
     schedule.keep_scores()
     B, H = member.k.shape[:2]
@@ -309,12 +333,16 @@ def vjp(member, o):
     final = forward(schedule, o, states)
 
     def pull(do, dstates):
-        gradients, of_final = Gradients(schedule), dstates.copy()
+        gradients, final_gradient = Gradients(schedule), dstates.copy()
         done = in_parallel(lambda rows: backward(schedule, rows, do, states, dstates, gradients), schedule.blocks)
         undone = [
-            rows for rows, well in zip(schedule.blocks, done) if not well or not schedule.finite_states(dstates, rows)
+            rows
+            for rows, accurate in zip(schedule.blocks, done)
+            if not accurate or not schedule.finite_states(dstates, rows)
         ]
-        in_parallel(lambda rows: backward_carefully(schedule, rows, do, states, of_final, dstates, gradients), undone)
+        in_parallel(
+            lambda rows: backward_carefully(schedule, rows, do, states, final_gradient, dstates, gradients), undone
+        )
         du = None if member.u is None else gradients.du.sum((0, 2))
         return (gradients.dq, gradients.dk, gradients.dv, gradients.dg, du), dstates
 
@@ -329,11 +357,11 @@ class Gradients:
         self.dq, self.dk, self.dv, self.dg = (
             np.empty_like(x, schedule.dtype, shape=x.shape) for x in (member.q, member.k, member.v, member.g)
         )
-        if member.u is not None:  # one a chunk, so that no cut changes the order of the sum
+        if member.u is not None:  # one per chunk, so that the order of the sum does not depend on the blocks
             self.du = np.empty((*member.k.shape[:2], schedule.chunking.count, schedule.K), schedule.dtype)
 
     def memory(self, rows, segment, scratch):
-        """Where to write a segment's dq, dk, dv and dg: at their places, or in scratch where tokens have to move."""
+        """Yields the memory for a segment's dq, dk, dv and dg: a view of each array, or scratch if none is possible."""
         for name in ("dq", "dk", "dv", "dg"):
             x = getattr(self, name)[rows]
             in_place = segment.view(x, x.dtype)
@@ -341,6 +369,7 @@ class Gradients:
             yield scratch(name, packed) if in_place is None else in_place
 
     def put(self, rows, segment, first, du, parts):
+        """Stores a segment's gradients; those that `memory` placed in the arrays are there already."""
         for gradient, part in zip((self.dq, self.dk, self.dv, self.dg), parts, strict=True):
             if not np.may_share_memory(gradient, part):
                 segment.unpack_into(gradient[rows], part)
@@ -349,8 +378,8 @@ class Gradients:
 
 
 def backward(schedule, rows, do, states, dstates, gradients):
-    """All segments of a block of rows, last first, carrying the state's gradient; whether products did for all."""
-    carried, well = None, True
+    """Computes a block's gradients from the last segment to the first; returns whether products were accurate."""
+    carried, accurate = None, True
     for first, segment in reversed(schedule.segments):
         scratch = thread_scratch(schedule.dtype)
         scores = schedule.scores_before(rows, first, segment, scratch)
@@ -359,55 +388,65 @@ def backward(schedule, rows, do, states, dstates, gradients):
         if carried is not None:
             dh[:, :, -1] = carried
         schedule.chunking.scan_back(rows, first, scores.decay, dh, dstates)
-        found = list(gradients.memory(rows, segment, scratch))
+        gradient_parts = list(gradients.memory(rows, segment, scratch))
         h = states[rows][:, :, first : first + segment.count]
-        du = products.vjp(h, dh, found)
-        gradients.put(rows, segment, first, du, found)
-        well &= by_token.is_finite(*found) and not scores.gates.underflow(h, dh[:, :, 1:])
+        du = products.vjp(h, dh, gradient_parts)
+        gradients.put(rows, segment, first, du, gradient_parts)
+        accurate &= by_token.is_finite(*gradient_parts) and not scores.gates.underflow(h, dh[:, :, 1:])
         carried = dh[:, :, 0].copy()
-    return well
+    return accurate
 
 
 class ChunkProducts:
-    """The backward pass within chunks [B, H, n, C, .], as products."""
+    """The gradients within chunks [B, H, n, C, .], as matrix products."""
 
     def __init__(self, member, scores, do, scratch):
         self.exclusive, self.scores, self.scratch = member.exclusive, scores, scratch
         self.do = np.multiply(do, member.scale, out=scratch("do", do.shape))
 
     def dh(self):
-        """Gradients of the states [B, H, n + 1, K, V]: of each chunk's, what it adds; the last one's is to be set."""
+        """The gradients of the states h [B, H, n + 1, K, V] through the outputs alone; the last one is left to set."""
         *rows, n, _, K = self.scores.q.shape
         dh = self.scratch("dh", (*rows, n + 1, K, self.do.shape[-1]))
         np.matmul(self.scores.qg.swapaxes(-1, -2), self.do, out=dh[:, :, :-1])
         return dh
 
     def vjp(self, h, dh, out):
-        """du a chunk, from the states before the chunks and the gradients of all states; fills dq, dk, dv, dg."""
+        """Fills out = (dq, dk, dv, dg) from the states h before the chunks and the gradients dh of all states.
+
+        Returns du of each chunk, or None.
+        """
         scores, do, after, (dq, dk, dv, dg) = self.scores, self.do, dh[:, :, 1:], out
         q, k, v, u, scratch, product = scores.q, scores.k, scores.v, scores.u, self.scratch, self.scratch.product
         np.matmul(scores.A.swapaxes(-1, -2), do, out=dv)
         dv += product("dkg", scores.kg, after)
         dA = product("dA", do, v.swapaxes(-1, -2))
-        own = diagonal(dA).copy()[..., None]  # of A_ii: the token's own weight, which no gate touches
+        diagonal_dA = diagonal(dA).copy()[..., None]  # dA_ii: no gate multiplies A_ii
         mask_future(dA, exclusive=True)
         dqg, dkg = product("dqg", do, h.swapaxes(-1, -2)), product("dkg", v, after.swapaxes(-1, -2))
-        through = self.flow(h, after)
-        gated_scores_vjp(scores.gates, self.exclusive, dA, dqg, dkg, through, (dq, dk, dg), scratch)
+        dlog_decay = self.flow(h, after)
+        gated_scores_vjp(scores.gates, self.exclusive, dA, dqg, dkg, dlog_decay, (dq, dk, dg), scratch)
         for gradient, other in ((dq, k), (dk, q)):
-            weighted = np.multiply(own, other, out=scratch("dqg", other.shape))
+            weighted = np.multiply(diagonal_dA, other, out=scratch("dqg", other.shape))
             gradient += weighted if u is None else np.multiply(u, weighted, out=weighted)
-        return None if u is None else (own.swapaxes(-1, -2) @ np.multiply(q, k, out=scratch("dqg", q.shape)))[..., 0, :]
+        return (
+            None
+            if u is None
+            else (diagonal_dA.swapaxes(-1, -2) @ np.multiply(q, k, out=scratch("dqg", q.shape)))[..., 0, :]
+        )
 
     def flow(self, h, after):
-        """The gates' gradient by the products of the states before chunks and those behind them, [B, H, n, K or 1]."""
+        """The gradient of each chunk's log decay through the states: decay * sum_v h dh, [B, H, n, K or 1]."""
         decay = self.scores.decay
         flow = decay * np.vecdot(h, after)
         return flow.sum(-1, keepdims=True) if decay.shape[-1] == 1 else flow
 
 
 def backward_carefully(schedule, rows, do, states, of_final, of_initial, gradients):
-    """Compute what `backward` does, one chunk at a time; chunks whose decays leave the range go token by token."""
+    """Computes what `backward` does chunk by chunk; chunks for which products are inaccurate, token by token.
+
+    `of_final` is the gradient of the final states; that of the initial states is written to `of_initial`.
+    """
     member, chunking, carried = schedule.member, schedule.chunking, None
     for c, segment in reversed(schedule.single_chunks):
         scratch = thread_scratch(schedule.dtype)
@@ -419,19 +458,19 @@ def backward_carefully(schedule, rows, do, states, of_final, of_initial, gradien
         dh = products.dh()
         dh[:, :, 1] = carried
         dh[:, :, 0] += scores.decay[:, :, 0, :, None] * carried
-        found = [np.empty_like(x) for x in (scores.q, scores.k, scores.v, scores.gates.g)]
-        du = products.vjp(h, dh, found)
-        found = [dh[:, :, 0], *(x[:, :, 0] for x in found)]
+        gradient_parts = [np.empty_like(x) for x in (scores.q, scores.k, scores.v, scores.gates.g)]
+        du = products.vjp(h, dh, gradient_parts)
+        gradient_parts = [dh[:, :, 0], *(x[:, :, 0] for x in gradient_parts)]
         inputs = [x[:, :, 0] for x in (scores.q, scores.k, scores.v, scores.gates.g, products.do)]
-        at = np.nonzero(by_token.to_redo(found, inputs, (h, carried)))
-        if at[0].size:
-            u = rows_of_bonus(member, rows, at)
-            redone = by_token.backward(*(x[at] for x in inputs), u, member.exclusive, h[:, :, 0][at], carried[at])
+        redo = np.nonzero(by_token.to_redo(gradient_parts, inputs, (h, carried)))
+        if redo[0].size:
+            u = rows_of_bonus(member, rows, redo)
+            redone = by_token.backward(*(x[redo] for x in inputs), u, member.exclusive, h[:, :, 0][redo], carried[redo])
             if u is not None:
-                du[:, :, 0][at] = redone[1]
-            for x, new in zip(found, (redone[0], *redone[2:]), strict=True):
-                x[at] = new
-        carried = found[0].copy()
-        gradients.put(rows, segment, c, du, [x[:, :, None] for x in found[1:]])
+                du[:, :, 0][redo] = redone[1]
+            for x, new in zip(gradient_parts, (redone[0], *redone[2:]), strict=True):
+                x[redo] = new
+        carried = gradient_parts[0].copy()
+        gradients.put(rows, segment, c, du, [x[:, :, None] for x in gradient_parts[1:]])
         if (s := chunking.begins.get(c)) is not None:
             schedule.of_rows(of_initial, rows)[:, s] = carried

@@ -2,9 +2,9 @@
 
 o_i = sum_j exp(s_ij - L_i) v_j,        s_ij = scale q_i . k_j,     L_i = log sum_j exp(s_ij)
 
-Of the T x S scores one tile exists at a time. Its rows are queries of all the heads that share a key head, its columns
-keys that they see. Scores beyond the range of the dtype are computed in units of 2^exponent, one exponent a row; the
-maximum m is in these units too.
+Of the T x S scores only one tile per task is in memory at a time. A tile's rows are queries of all the heads that share
+a key head; its columns are keys. Where scores could exceed the range of the dtype, a row's scores and their maximum m
+are stored divided by 2^exponent, with an exponent for each row.
 """
 
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ from .packing import row_blocks, thread_scratch
 
 TILE = 256  # keys of a tile
 ROWS = 64  # rows of a tile
-FEW_ROWS = 16  # up to which BLAS shares each product among the cores, else the cores share the tiles
-PRODUCT = 1 << 18  # multiplications of a product that OpenBLAS gives one core
-LARGEST_TILES = 1 << 16  # scores of the tiles that are computed side by side
-TASKS = 8  # of a core, by Numba's loops: one more query of a causal call takes longer than one before
-LEAST_SCORES = 1 << 15  # of a task, by Numba's loops
+FEW_ROWS = 16  # with at most as many rows BLAS divides each product among the cores; else each core computes its tiles
+PRODUCT = 1 << 18  # multiplications of the largest product that OpenBLAS computes on one core
+LARGEST_TILES = 1 << 16  # scores of one task's tiles, over all its batch entries and key heads
+TASKS = 8  # per core, in Numba's loops: causal tasks are of unequal length, because later queries see more keys
+LEAST_SCORES = 1 << 15  # per task, in Numba's loops
 
 
 def run(problem, o):
-    """Fills o, returns (L,) where it is asked for."""
+    """Fills o [B, H, T, V]; returns (L [B, H, T],) if the problem asks for it, else ()."""
     attention = Attention(problem)
     attention.forward(o)
     return attention.finals()
 
 
 def vjp(problem, o):
-    """((L,) or (), pull), o filled: the scores are computed again tile by tile."""
+    """Fills o; returns ((L,) or (), pull). pull(do, (dL,) or None) gives gradients; it computes scores again."""
     attention, precise = Attention(problem), np.empty(o.shape, problem.compute_dtype)
     attention.forward(precise)
     assign(o, precise)
@@ -51,7 +51,7 @@ def vjp(problem, o):
 
 @dataclass(frozen=True)
 class Queries:
-    """Some queries of a sequence, and the tiles of keys that they see. Query i stands at key i + `ahead`."""
+    """Some queries of a sequence and the tiles of keys that they see. Query i has the position of key i + `ahead`."""
 
     tokens: slice
     ahead: int
@@ -64,11 +64,11 @@ class Queries:
 
 
 class Attention:
-    """A problem in the computing dtype with the sums l and maxima m of its rows [B, H, T], filled by `forward`.
+    """A problem in the computing dtype, with each row's maximum m and sum l = sum_j exp(s_j - m) set by `forward`.
 
-    A block is a slice of the batch and one of key heads. Its rows are [b, h, G * queries, ...], G query heads a key
-    head. A tile's keys are read as panels [b, h, n, columns, ...], whose products with a tile's rows are small enough
-    for one core.
+    A block is (slice of the batch, slice of key heads), b by h in size. Its rows are [b, h, G * queries, ...], where G
+    query heads share a key head. The keys of a tile are split into n panels [b, h, n, columns, ...], so that the
+    product of a tile's rows and one panel is small enough for OpenBLAS to compute on one core.
     """
 
     def __init__(self, problem):
@@ -77,7 +77,7 @@ class Attention:
         self.softcap, self.window = problem.options["softcap"], problem.options["window"]
         B, H, T, S, HK = problem.shape("B H T S HK")
         self.group, self.size = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
-        self.count = max(1, min(self.size, ROWS) // self.group)  # queries of a tile
+        self.count = max(1, min(self.size, ROWS) // self.group)  # queries of a tile, in each head
         rows = self.group * min(self.count, T)
         self.is_few = rows <= FEW_ROWS and S >= T
         width = max(problem.shape("K V"))
@@ -88,51 +88,60 @@ class Attention:
         self.exponents, self.sinks = np.zeros((B, H, T), np.int32), None
         if "sinks" in problem.arrays:
             self.sinks = np.broadcast_to(problem["sinks"].astype(self.dtype)[:, None, None], (B, H, T, 1))
-        found = loops(B * H * T * S) if self.dtype == np.float32 and not self.is_few else None
-        self.compiled = found and Compiled(self, found)
+        numba_loops = loops(B * H * T * S) if self.dtype == np.float32 and not self.is_few else None
+        self.compiled = numba_loops and Compiled(self, numba_loops)
 
     @cached_property
     def lengths(self):
-        """Of keys [B, HK, S]."""
+        """The L2 norms of the keys, [B, HK, S]."""
         return np.sqrt(np.vecdot(self.k, self.k))
 
     def finals(self):
+        """(L,), with L = m + log l in units of 1, if the problem asks for it, else ()."""
         if not self.problem.output_final_state:
             return ()
         return ((self.m if self.softcap else np.ldexp(self.m, self.exponents)) + np.log(self.l),)
 
-    # -- the parts of the problem --------------------------------------------------------------------------------------
+    # -- blocks, rows, tiles and panels --------------------------------------------------------------------------------
     def by_key_head(self, x, block, tokens):
-        """The tokens of a block of x [B, H, T, ...] as [b, h, G, tokens, ...], a view."""
+        """A view of the tokens of a block of x [B, H, T, ...] as [b, h, G, tokens, ...]."""
         return x.reshape(x.shape[0], -1, self.group, *x.shape[2:])[(*block, slice(None), tokens)]
 
     def rows(self, x, block, tokens):
+        """The tokens of a block of x [B, H, T, ...] as rows [b, h, G * tokens, ...]."""
         part = self.by_key_head(x, block, tokens)
         return part.reshape(*part.shape[:2], -1, *part.shape[4:])
 
     def write(self, x, block, tokens, rows, which):
+        """Writes the rows for which `which` is True to their places in x [B, H, T, ...]."""
         part = self.by_key_head(x, block, tokens)
         which = which.reshape(part.shape[:4])
         part[which] = rows.reshape(part.shape)[which]
 
     def sequences(self):
-        """A list of `Queries` for every sequence; the first of them may see no key."""
+        """Yields a list of `Queries` for every sequence. Queries that see no key come first, as one `Queries`."""
         left, right = self.window
         for (start, stop), (first_key, last_key) in zip(self.problem.spans, self.problem.options["key_spans"]):
             ahead = last_key - stop
-            seeing = start if right < 0 else min(max(start, first_key - right - ahead), stop)
+            first_seeing = start if right < 0 else min(max(start, first_key - right - ahead), stop)
             if first_key == last_key:
-                seeing = stop
-            found = [Queries(slice(start, seeing), ahead, ())] if start < seeing else []
-            for first in range(seeing, stop, self.count):
+                first_seeing = stop
+            sequence = [Queries(slice(start, first_seeing), ahead, ())] if start < first_seeing else []
+            for first in range(first_seeing, stop, self.count):
                 last = min(first + self.count, stop)
-                begin = first_key if left < 0 else max(first_key, first + ahead - left)
-                end = last_key if right < 0 else min(last_key, last + ahead + right)
-                found.append(Queries(slice(first, last), ahead, tuple(self.tiles(first_key, last_key, begin, end))))
-            yield found
+                first_seen = first_key if left < 0 else max(first_key, first + ahead - left)
+                end_seen = last_key if right < 0 else min(last_key, last + ahead + right)
+                sequence.append(
+                    Queries(slice(first, last), ahead, tuple(self.tiles(first_key, last_key, first_seen, end_seen)))
+                )
+            yield sequence
 
     def tiles(self, first_key, last_key, begin, end):
-        """The keys `begin` to `end` of a sequence in tiles of whole panels, and one of those behind the last panel."""
+        """Yields tiles that cover the keys `begin` to `end` of a sequence.
+
+        Tiles consist of whole panels, counted from the sequence's first key; keys after its last whole panel are the
+        last tile.
+        """
         behind = last_key - (last_key - first_key) % self.columns
         begin, end = begin - (begin - first_key) % self.columns, min(end + (first_key - end) % self.columns, last_key)
         for j in range(begin, min(end, behind), self.size):
@@ -141,21 +150,26 @@ class Attention:
             yield slice(max(begin, behind), end)
 
     def panels(self, x, block, tile):
-        """The keys of a tile of x [B, HK, S, ...] as [b, h, n, columns, ...], a view."""
+        """A view of the keys of a tile of x [B, HK, S, D] as panels [b, h, n, columns, D]."""
         part = x[(*block, tile)]
         count = part.shape[2]
         return part.reshape(*part.shape[:2], -(-count // self.columns), min(count, self.columns), x.shape[-1])
 
     def turned(self, x):
-        """A function of (block, tile): the panels of x [b, h, n, D, columns], contiguous if that pays."""
+        """A function of (block, tile) that returns transposed panels of x [b, h, n, D, columns].
+
+        Unless rows are few, whole panels are transposed in memory once, so that BLAS reads them contiguously.
+        """
         if self.is_few:
             return lambda block, tile: self.panels(x, block, tile).swapaxes(-1, -2)
         copy = np.empty(x.shape, self.dtype)
-        whole = (slice(None), slice(None))
+        all_heads = (slice(None), slice(None))
         for first, last in self.problem.options["key_spans"]:
             tile = slice(first, last - (last - first) % self.columns)
             if tile.start < tile.stop:
-                self.in_place_of(self.panels(copy, whole, tile))[...] = self.panels(x, whole, tile).swapaxes(-1, -2)
+                self.in_place_of(self.panels(copy, all_heads, tile))[...] = self.panels(x, all_heads, tile).swapaxes(
+                    -1, -2
+                )
 
         def panels(block, tile):
             if (tile.stop - tile.start) % self.columns:
@@ -165,32 +179,36 @@ class Attention:
         return panels
 
     def in_place_of(self, panels):
-        """Panels [..., columns, D] as [..., D, columns], the same memory in another order."""
+        """The memory of panels [..., columns, D], viewed as [..., D, columns]; no element is moved."""
         return panels.reshape(*panels.shape[:-2], panels.shape[-1], panels.shape[-2])
 
     def seen(self, queries, tile):
-        """Which rows see which keys of a tile, or None where all do."""
+        """The mask [rows, keys] that tells which rows see which keys of a tile; None if all rows see all keys."""
         count = queries.tokens.stop - queries.tokens.start
-        place = tile.start - queries.tokens.start - queries.ahead  # of the first key, from the first query's
+        place = tile.start - queries.tokens.start - queries.ahead  # the first key's, relative to the first query's
         return band(place, count, tile.stop - tile.start, *self.window, self.group)
 
     # -- scores --------------------------------------------------------------------------------------------------------
     def scaled(self, q, exponents):
+        """scale q / 2^exponents."""
         return self.dtype.type(self.problem.scale) * (q if exponents is None else np.ldexp(q, -exponents))
 
     def fits(self, q, block, keys):
-        """Whether no sum on the way to a score can overflow, by Cauchy and Schwarz; False where NaN hides that."""
+        """Whether no partial sum of a score can overflow: |q| |k|, by Cauchy-Schwarz, is in range. False for NaN."""
         lengths = np.sqrt(np.vecdot(q, q)).max() * self.lengths[(*block, keys)].max(initial=0)
         return lengths < self.range.max / 2
 
     def exponents_of(self, q, k):
-        """By how many powers of two the scores of every row must shrink, judged by what is finite; mostly 0."""
+        """The exponent of each row [b, h, rows, 1]: dividing by 2^exponent brings every finite score into range."""
         q, k = (finite_largest(q, -1), np.maximum(finite_largest(k, (-2, -1)), 1))
         bound = sum(np.frexp(x)[1] for x in (q, k, self.problem.scale, self.q.shape[-1]))
         return np.maximum(bound - self.range.maxexp + 1, 0)
 
     def scores(self, q, k, exponents):
-        """s [b, h, rows, keys] of panels k [b, h, n, K, columns]. Capped scores are in units of 1."""
+        """The scores [b, h, rows, keys] of scaled rows q and transposed panels k [b, h, n, K, columns].
+
+        They are divided by 2^exponents, except with a softcap, which brings every score into range.
+        """
         s = against(q, k, thread_scratch(self.dtype), "scores")
         if self.softcap:
             if exponents is not None:
@@ -201,11 +219,11 @@ class Attention:
         return s
 
     def in_units(self, x, exponents):
-        """A score in the units of some rows; of capped ones 1."""
+        """Scores x divided by 2^exponents, as `scores` returns them."""
         return x if exponents is None or self.softcap else np.ldexp(x, -exponents)
 
     def exp(self, x, exponents):
-        """exp(x) of differences of scores, in place."""
+        """exp of differences of scores x, which are divided by 2^exponents; in place."""
         if exponents is not None and not self.softcap:
             np.ldexp(x, exponents, out=x)
         return np.exp(x, out=x)
@@ -223,11 +241,11 @@ class Attention:
             if not rows.any():
                 return
             found = self.attend(block, queries, keys)
-            bad = ~np.isfinite(found[0]).all(-1)
-            if bad.any():
+            not_finite = ~np.isfinite(found[0]).all(-1)
+            if not_finite.any():
                 margin = np.log(queries.keys.stop - queries.keys.start)
-                for x, again in zip(found, self.attend(block, queries, keys, margin), strict=True):
-                    x[bad] = again[bad]
+                for x, redone in zip(found, self.attend(block, queries, keys, margin), strict=True):
+                    x[not_finite] = redone[not_finite]
             for x, part in zip((o, self.m, self.l, self.exponents), found, strict=True):
                 self.write(x, block, queries.tokens, part, rows)
 
@@ -235,38 +253,44 @@ class Attention:
         in_parallel(task, *zip(*tasks), caller=True)
 
     def attend(self, block, queries, keys, margin=0.0, exponents=None):
-        """(o, m, l, exponents) of some rows: running sums over the tiles of keys.
+        """(o, m, l, exponents) of the rows of `queries`: running sums over the tiles of keys.
 
-        m is higher than every score by `margin`. With the logarithm of their number no sum of values overflows.
+        m exceeds the largest score by `margin`. With margin = log(number of keys) all weights add up to at most 1, so
+        that no sum of values overflows.
         """
-        raw = self.rows(self.q, block, queries.tokens)
-        q = self.scaled(raw, exponents)
+        rows_of_q = self.rows(self.q, block, queries.tokens)
+        q = self.scaled(rows_of_q, exponents)
         if exponents is None and not self.fits(q, block, queries.keys):
-            return self.attend(block, queries, keys, margin, self.exponents_of(raw, self.k[(*block, queries.keys)]))
+            return self.attend(
+                block, queries, keys, margin, self.exponents_of(rows_of_q, self.k[(*block, queries.keys)])
+            )
         (m, l), o = self.before(block, queries.tokens, exponents), np.zeros((*q.shape[:-1], self.v.shape[-1]), q.dtype)
         margin = self.in_units(self.dtype.type(margin), exponents)
         for tile in queries.tiles:
             seen = self.seen(queries, tile)
             s = only(self.scores(q, keys(block, tile), exponents), seen, -np.inf)
-            kept = self.weigh(s, l, m, margin, exponents)
-            o *= kept
+            shrink = self.weigh(s, l, m, margin, exponents)
+            o *= shrink
             o += product(s, self.panels(self.v, block, tile), seen).sum(2)
         if queries.tiles:
             o /= l
         return o, m[..., 0], l[..., 0], np.zeros_like(m[..., 0], np.int32) if exponents is None else exponents[..., 0]
 
     def weigh(self, s, l, m, margin, exponents):
-        """exp(s - m) in place of s, with l and m of all keys so far; what the weights of those before shrink by."""
-        higher = np.maximum(m, s.max(-1, keepdims=True) + margin)
-        s -= higher
-        p, kept = self.exp(s, exponents), self.exp(m - higher, exponents)
-        l *= kept
+        """Takes a tile's scores s into the running m and l; s becomes exp(s - m), the tile's weights.
+
+        Returns exp(old m - new m), the factor for sums over the previous tiles.
+        """
+        new_m = np.maximum(m, s.max(-1, keepdims=True) + margin)
+        s -= new_m
+        p, shrink = self.exp(s, exponents), self.exp(m - new_m, exponents)
+        l *= shrink
         l += p.sum(-1, keepdims=True)
-        m[...] = higher
-        return kept
+        m[...] = new_m
+        return shrink
 
     def before(self, block, tokens, exponents):
-        """(m, l) of some rows before any key: those of the sinks, or of nothing, below every score."""
+        """(m, l) of some rows before the first key: (sink, 1), or without sinks (the lowest number, 0)."""
         m = self.rows(self.m[..., None], block, tokens)
         if self.sinks is None:
             return np.full_like(m, self.range.min), np.zeros_like(m)
@@ -274,7 +298,7 @@ class Attention:
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward(self, do, own):
-        """Gradients of q, k, v, and of the sinks where there are any; `own` [B, H, T] is do . o less L's gradient."""
+        """Gradients of q, k, v, and of the sinks if there are any; `own` [B, H, T] is do . o minus L's gradient."""
         dq, dk, dv = gradients = [np.zeros(x.shape, self.dtype) for x in (self.q, self.k, self.v)]
         blocks = self.compiled.backward(do, own, *gradients) if self.compiled else self.blocks
         keys, values = (self.turned(x) for x in (self.k, self.v)) if blocks else (None, None)
@@ -291,13 +315,13 @@ class Attention:
         return [*gradients, -(share / self.l * own).sum((0, 2))]
 
     def pull(self, block, queries, keys, values, do, own, dq, dk, dv):
-        """Writes dq of some rows, adds what they give to dk and dv."""
-        raw, do, own, m, l, exponents = (
+        """Writes dq of the rows of `queries`; adds their terms of dk and dv."""
+        rows_of_q, do, own, m, l, exponents = (
             self.rows(x, block, queries.tokens) for x in (self.q, do, own[..., None], *self.saved())
         )
         exponents = exponents if exponents.any() else None
-        q, do, own, total = self.scaled(raw, exponents), do / l, own / l, 0
-        scaled = q if exponents is None else self.scaled(raw, None)
+        q, do, own, dq_rows = self.scaled(rows_of_q, exponents), do / l, own / l, 0
+        scaled = q if exponents is None else self.scaled(rows_of_q, None)
         for tile in queries.tiles:
             seen = self.seen(queries, tile)
             s = self.scores(q, keys(block, tile), exponents)
@@ -311,14 +335,14 @@ class Attention:
             ds *= p
             if self.softcap:
                 ds *= only(slope, seen, 0)
-            total = total + product(ds, self.panels(self.k, block, tile), seen).sum(2)
+            dq_rows = dq_rows + product(ds, self.panels(self.k, block, tile), seen).sum(2)
             dk[(*block, tile)] += self.turned_product(ds, scaled, seen)
         if queries.tiles:
             part = self.by_key_head(dq, block, queries.tokens)
-            part[...] = self.dtype.type(self.problem.scale) * total.reshape(part.shape)
+            part[...] = self.dtype.type(self.problem.scale) * dq_rows.reshape(part.shape)
 
     def turned_product(self, W, x, seen):
-        """W^T x of W [b, h, rows, keys] and x [b, h, rows, D], of which nothing unseen is part, NaN neither."""
+        """W^T x for weights W [b, h, rows, keys], x [b, h, rows, D]. Pairs not seen add nothing, even if x is NaN."""
         count = W.shape[-1]
         columns = self.columns if count % self.columns == 0 else count
         panels = split(W, columns).swapaxes(-1, -2) @ x[:, :, None]
@@ -326,12 +350,14 @@ class Attention:
         return found if seen is None or is_finite(found) else product_over(W.swapaxes(-1, -2), x, seen.T)
 
     def saved(self):
+        """m, l and the exponents, each [B, H, T, 1]."""
         return self.m[..., None], self.l[..., None], self.exponents[..., None]
 
 
 class Compiled:
-    """`Attention` in float32 by Numba's loops, which do all of a key head's tiles in one call: no sequence, mask or
-    group of heads is special. Scores beyond the range, and what is not finite, they leave to NumPy.
+    """`Attention` in float32 in Numba's loops, which compute all tiles of a key head in one call.
+
+    Rows whose scores exceed the range of float32, or whose results are not finite, are left to NumPy.
     """
 
     def __init__(self, attention, loops):
@@ -343,105 +369,110 @@ class Compiled:
         self.first_key, self.last_key = key_ranges(problem.spans, problem.options["key_spans"], attention.window)
 
     def by_head(self, x):
-        """x [B, H, T, ...] as contiguous [B HK, G, T, ...], itself if that can be."""
+        """x [B, H, T, ...] as contiguous float32 [B HK, G, T, ...], without a copy if it is so already."""
         x = np.ascontiguousarray(x, np.float32)
         return x.reshape(self.B * self.HK, -1, *x.shape[2:])
 
     def panels(self, x):
-        """x [B, HK, S, D] as [B HK, n, PANEL, D'], itself if that can be, else with zeros behind both."""
+        """x [B, HK, S, D] as [B HK, n, PANEL, D']: a view, or a copy in which S and D are padded with zeros."""
         panel, columns, D = self.loops.PANEL, self.loops.BLOCK_COLUMNS, x.shape[-1]
         if self.S % panel == D % columns == 0 and x.flags.c_contiguous:
             return x.reshape(len(self.q), -1, panel, D)
-        found = np.zeros((len(self.q), -(-self.S // panel) * panel, -(-D // columns) * columns), np.float32)
-        found[:, : self.S, :D] = x.reshape(-1, self.S, D)
-        return found.reshape(len(found), -1, panel, found.shape[-1])
+        padded = np.zeros((len(self.q), -(-self.S // panel) * panel, -(-D // columns) * columns), np.float32)
+        padded[:, : self.S, :D] = x.reshape(-1, self.S, D)
+        return padded.reshape(len(padded), -1, panel, padded.shape[-1])
 
     def forward(self, o):
-        """Fills o, m and l; for which rows [B, H, T] that did not do."""
+        """Fills o, m and l; returns a mask [B, H, T] of the rows that NumPy must compute ([False] if none)."""
         attention, loops = self.attention, self.loops
         attention.m[...], attention.l[...] = (
             (attention.range.min, 0) if attention.sinks is None else (attention.sinks[..., 0], 1)
         )
-        filled = o if o.dtype == np.float32 and o.flags.c_contiguous else np.empty(o.shape, np.float32)
-        m, l, found = (self.by_head(x) for x in (attention.m, attention.l, filled))
-        group, count, tasks = found.shape[1], len(found), self.tasks(found.shape[:2])
+        o_float32 = o if o.dtype == np.float32 and o.flags.c_contiguous else np.empty(o.shape, np.float32)
+        m, l, o_rows = (self.by_head(x) for x in (attention.m, attention.l, o_float32))
+        group, count, tasks = o_rows.shape[1], len(o_rows), self.tasks(o_rows.shape[:2])
         tile = max(1, loops.TILE // group)
-        step = -(-self.T * count // (tasks * tile)) * tile  # queries of a task
-        together = max(1, count // tasks) if step >= self.T else 1  # heads of a task
+        queries_per_task = -(-self.T * count // (tasks * tile)) * tile  # queries per task
+        heads_per_task = max(1, count // tasks) if queries_per_task >= self.T else 1  # key heads per task
 
         def task(head, first):
-            heads = head, min(head + together, count)
+            heads = head, min(head + heads_per_task, count)
             arrays = self.q, self.keys, self.values, self.first_key, self.last_key
-            queries = first, min(first + step, self.T), self.softcap, self.scale
-            return loops.attention_forward(heads, *arrays, *queries, found, m, l)
+            queries = first, min(first + queries_per_task, self.T), self.softcap, self.scale
+            return loops.attention_forward(heads, *arrays, *queries, o_rows, m, l)
 
-        tasks = [(n, first) for first in reversed(range(0, self.T, step)) for n in range(0, count, together)]
+        tasks = [
+            (n, first)
+            for first in reversed(range(0, self.T, queries_per_task))
+            for n in range(0, count, heads_per_task)
+        ]
         done = in_parallel(task, *zip(*tasks), caller=True)
-        if filled is not o:
-            assign(o, filled)
-        return np.zeros(1, bool) if all(done) else ~np.isfinite(filled).all(-1)
+        if o_float32 is not o:
+            assign(o, o_float32)
+        return np.zeros(1, bool) if all(done) else ~np.isfinite(o_float32).all(-1)
 
     def tasks(self, heads):
-        """How many: a few for every core, but none so short that beginning it takes longer than a tenth of it."""
+        """The number of tasks: TASKS per core, but fewer if a task would have less than LEAST_SCORES scores."""
         most = prod(heads) * self.T * self.S // LEAST_SCORES
         return max(1, min(TASKS * workers(), most))
 
     def backward(self, do, own, dq, dk, dv):
-        """Fills the gradients; the blocks [(batch, key head)] that are left to do, and are 0 so far."""
+        """Fills dq, dk and dv; returns the blocks [(batch entry, key head)] left to NumPy, whose gradients are 0."""
         attention, loops = self.attention, self.loops
         if attention.exponents.any():
             return attention.blocks
         dkeys, dvalues = np.zeros_like(self.keys), np.zeros_like(self.values)
-        of_rows = [self.by_head(x) for x in (do, attention.m, attention.l, own)]
-        found = self.by_head(dq)
+        row_arrays = [self.by_head(x) for x in (do, attention.m, attention.l, own)]
+        dq_rows = self.by_head(dq)
 
         def task(head):
             keys = self.keys[head], self.values[head], self.first_key, self.last_key
             return loops.attention_backward(
                 self.q[head],
-                *(x[head] for x in of_rows),
+                *(x[head] for x in row_arrays),
                 *keys,
                 self.softcap,
                 self.scale,
-                found[head],
+                dq_rows[head],
                 dkeys[head],
                 dvalues[head],
             )
 
-        done = in_parallel(task, range(len(found)), caller=True)
+        done = in_parallel(task, range(len(dq_rows)), caller=True)
         for x, parts in ((dk, dkeys), (dv, dvalues)):
             x[...] = parts.reshape(self.B, self.HK, -1, parts.shape[-1])[:, :, : self.S, : x.shape[-1]]
-        left = [divmod(head, self.HK) for head, well in enumerate(done) if not well]
-        blocks = [(slice(b, b + 1), slice(h, h + 1)) for b, h in left]
+        undone = [divmod(head, self.HK) for head, complete in enumerate(done) if not complete]
+        blocks = [(slice(b, b + 1), slice(h, h + 1)) for b, h in undone]
         for block in blocks:
             attention.by_key_head(dq, block, slice(None))[...] = dk[block] = dv[block] = 0
         return blocks
 
 
 def multipliable(x, dtype):
-    """x in `dtype`, its rows contiguous, which BLAS asks for."""
+    """x in `dtype` with contiguous rows, as BLAS requires."""
     x = cast(x, dtype)
     return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
 
 
 def finite_largest(x, axes):
+    """The largest magnitude of the finite elements over `axes`, which are kept with size 1; 0 if there are none."""
     return np.max(np.abs(x), axes, where=np.isfinite(x), initial=0, keepdims=True)
 
 
 def only(s, seen, fill):
-    """s [b, h, rows, keys] itself, `fill` where the key is not seen."""
+    """Sets s [b, h, rows, keys] to `fill` where the row does not see the key; returns s."""
     if seen is not None:
         np.copyto(s, fill, where=~seen)
     return s
 
 
 def split(x, columns):
-    """x [b, h, rows, n columns] as [b, h, n, rows, columns], a view."""
+    """A view of x [b, h, rows, n * columns] as [b, h, n, rows, columns]."""
     return x.reshape(*x.shape[:-1], -1, columns).swapaxes(2, 3)
 
 
 def against(x, panels, scratch, name):
-    """x [b, h, rows, D] times panels [b, h, n, D, columns]: [b, h, rows, n columns] in the memory of `scratch`."""
+    """x [b, h, rows, D] times panels [b, h, n, D, columns]: [b, h, rows, n * columns] in memory `name` of `scratch`."""
     n, _, columns = panels.shape[2:]
     out = scratch(name, (*x.shape[:3], n * columns))
     np.matmul(x[:, :, None], panels, out=split(out, columns))
@@ -449,8 +480,10 @@ def against(x, panels, scratch, name):
 
 
 def product(W, panels, seen):
-    """W [b, h, rows, n columns] times each of panels [b, h, n, columns, D], of which nothing unseen is part, NaN
-    neither: [b, h, n, rows, D]."""
+    """Weights W [b, h, rows, n * columns] times panels [b, h, n, columns, D]: partial products [b, h, n, rows, D].
+
+    Keys not seen add nothing, even if they are NaN (n is 1 then).
+    """
     out = split(W, panels.shape[3]) @ panels
     if seen is None or is_finite(out):
         return out
@@ -459,23 +492,23 @@ def product(W, panels, seen):
 
 @lru_cache(maxsize=64)
 def key_ranges(spans, key_spans, window):
-    """(first, last): every query sees the keys from first [T] to last [T] - 1."""
-    (left, right), place = window, np.arange(spans.bounds[-1])
+    """(first, last), both [T]: query i sees the keys first[i] to last[i] - 1."""
+    (left, right), position = window, np.arange(spans.bounds[-1])
     of_sequences = key_spans.bounds[1:] - spans.bounds[1:], key_spans.bounds[:-1], key_spans.bounds[1:]
     ahead, first, last = (np.repeat(bounds, spans.lengths) for bounds in of_sequences)
-    place += ahead
-    first = first if left < 0 else np.maximum(first, place - left)
-    return first, last if right < 0 else np.minimum(last, place + right + 1)
+    position += ahead
+    first = first if left < 0 else np.maximum(first, position - left)
+    return first, last if right < 0 else np.minimum(last, position + right + 1)
 
 
 @lru_cache(maxsize=64)
 def band(place, count, keys, left, right, group):
-    """Which of `count` queries, of each of `group` heads, see which keys [group * count, keys], or None where all do.
+    """The mask [group * count, keys]: which of `count` queries, the same in `group` heads, see which of `keys` keys.
 
-    The first key is `place` keys on from where the first query stands.
+    `place` is the first key's position minus the first query's. None if every query sees every key.
     """
     if (left < 0 or place >= count - 1 - left) and (right < 0 or place + keys - 1 <= right):
         return None
-    on = place + np.arange(keys) - np.arange(count)[:, None]
-    seen = ((left < 0) | (on >= -left)) & ((right < 0) | (on <= right))
+    distance = place + np.arange(keys) - np.arange(count)[:, None]
+    seen = ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
     return np.tile(seen, (group, 1))

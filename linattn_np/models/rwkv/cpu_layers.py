@@ -1,4 +1,4 @@
-"""Which layers run on the CPU: those of Numba's loops, and where there is no Numba NumPy's, in float32."""
+"""Chooses the layers for the CPU: Numba's loops, or NumPy in float32 if Numba is not installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .numpy_layers import FLOAT32
 
 
 def cpu_layers(kind, weights, sizes, dtype, state_dtype, loaded):
-    """The layers of a model of the class `kind`."""
+    """The layers of a model of class `kind`; `loaded` is called with each array once it has been read."""
     kind.version.checked_dtype(state_dtype, (FLOAT32,), " for the state on the CPU")
     dtype = format_of(kind.version, weights, dtype)
     if dtype == "float32" and not has_loops():
@@ -21,6 +21,7 @@ def cpu_layers(kind, weights, sizes, dtype, state_dtype, loaded):
 
 
 def has_loops() -> bool:
+    """Whether Numba's loops can be used."""
     try:
         return bool(loops())
     except NotSupported:
@@ -28,11 +29,11 @@ def has_loops() -> bool:
 
 
 def format_of(version, weights, dtype) -> str:
-    """One of FORMATS: `dtype`, or that of the weights, which for bfloat16 is float32 where there is no Numba."""
+    """One of FORMATS: `dtype`, or by default the weights' own; without Numba, float32 in place of bfloat16."""
     if dtype is None:
         head = weights["head.weight"]
-        own = head.format if isinstance(head, Stored) else str(head.dtype)
-        return own if own in FORMATS and (own != "bfloat16" or has_loops()) else "float32"
+        own_format = head.format if isinstance(head, Stored) else str(head.dtype)
+        return own_format if own_format in FORMATS and (own_format != "bfloat16" or has_loops()) else "float32"
     try:
         name = dtype if dtype in FORMATS else np.dtype(dtype).name
     except TypeError:

@@ -1,8 +1,8 @@
-"""One token of an RWKV model on the GPU for B sequences, at close to the speed its weights can be read.
+"""Decodes one token of an RWKV model for B sequences on the GPU, nearly as fast as memory delivers the weights.
 
-For up to eight sequences a step reads each weight once and multiplies it by vectors of float32's precision. cuBLAS
-computes the products of more than eight sequences on other cards than Hopper, and of more than 128 on Hopper. All
-arrays of a step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+With up to eight sequences a step reads each weight once and multiplies it by float32 vectors. With more than eight, or
+on Hopper more than 128, cuBLAS computes the products. All arrays of a step are allocated in advance, and a step does
+not synchronise, so that it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 
 
 class CudaDecoder(NotCopied):
-    """Decodes token after token on the current CUDA device; the equations are those of the version's model.
+    """Decodes token after token on the current CUDA device, by the equations of an RWKV version's model.
 
-    A decoder has one caller at a time, on one stream; a model has any number of them.
+    A decoder must be used by one caller at a time, on one stream.
 
     Matrices are kept in `dtype`; norms, mixes, decay and bonus in float32. Sums, and numbers that one kernel writes for
     the next, are float32. With more than eight sequences the vectors of a product are rounded to `dtype` (int8: to
@@ -75,10 +75,10 @@ class CudaDecoder(NotCopied):
     ...     decoder.replay()
     """
 
-    version: ClassVar[Version]  # with the arrays that its kernels take
-    most: ClassVar[dict[str, int]]  # of sizes: what the kernels keep in registers and shared memory
-    drawing: ClassVar[type[Step]]  # draws the plan of a step
-    pieces: ClassVar[type[Pieces]]  # draw the plan of a prompt's layer
+    version: ClassVar[Version]  # the RWKV version
+    most: ClassVar[dict[str, int]]  # axis -> the largest size for which registers and shared memory suffice
+    drawing: ClassVar[type[Step]]  # makes the plan of a step
+    pieces: ClassVar[type[Pieces]]  # makes the plan of a layer for prompts
 
     def __init__(
         self,
@@ -93,7 +93,9 @@ class CudaDecoder(NotCopied):
         version, (weights, sizes) = self.version, names.parameters(self.version, weights)
         self.matrices = version.checked_dtype(dtype, DTYPES)
         self.state_dtype = version.checked_dtype(state_dtype, STATE_DTYPES, " for the state")
-        self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices  # of what meets them
+        self.dtype = (
+            BFLOAT16 if self.matrices == INT8 else self.matrices
+        )  # of embeddings, and of vectors in products that round them
         if self.matrices == INT8 and device.capability != 90:
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = fitting(version, sizes, self.matrices, self.most)
@@ -117,29 +119,29 @@ class CudaDecoder(NotCopied):
         return other
 
     def beside(self) -> CudaDecoder:
-        """A decoder with the same weights and buffers that keeps the launches of other arrays."""
+        """A decoder with the same weights and buffers, but launches and a graph of its own, for another state."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other.bound, other.launches, other.graph = None, (), None
         return other
 
     def make_room(self, batch):
-        """Allocate the arrays of a step of `batch` sequences and choose how products are computed."""
+        """Allocates the arrays of a step for `batch` sequences and chooses how products are computed."""
         self.batch, self.kernel = batch, self.kernel_of_layers(batch)
         few = batch <= model_products.Matvec.COLUMNS
-        widens = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
+        widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
         on_tensors = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
         self.split = few and not self.kernel and on_tensors
         self.by_rows = few and not self.split
         terms = model_products.FLOAT_TERMS if self.split else 1
-        X = FLOAT32 if self.by_rows else self.dtype  # of what products take
+        X = FLOAT32 if self.by_rows else self.dtype  # the dtype of vectors in products
         B, (D, F, V), buffer = batch, (self.sizes[axis] for axis in "DFV"), self.buffer
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),
             y=buffer(terms, 1, B, D, dtype=X),
             activated=buffer(terms, 1, B, F, dtype=X),
             hidden=None if few else buffer(1, B, F),
-            wide=buffer(self.widest(self.whole, self.layers[0]), dtype=self.dtype) if widens else None,
+            wide=buffer(self.widest(self.whole, self.layers[0]), dtype=self.dtype) if widens_int8 else None,
             added=buffer(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
             normed=buffer(terms, 1, B, D, dtype=X),
             logits=buffer(1, B, V),
@@ -148,64 +150,64 @@ class CudaDecoder(NotCopied):
 
     @staticmethod
     def widest(*weights) -> int:
-        """The most numbers of one of their int8 matrices."""
+        """The number of elements of the largest int8 matrix in `weights`; int8 matrices are those that have scales."""
         return max(getattr(of, name.removesuffix(SCALES)).size for of in weights for name in vars(of) if SCALES in name)
 
     def buffer(self, *shape, dtype=FLOAT32):
         return self.device.empty(shape, dtype)
 
     def own_room(self, terms, X) -> dict:
-        """The arrays of a version's own steps; products take them in `terms` numbers of type X."""
+        """The further buffers of a version. A vector in products is the sum of `terms` vectors of dtype X."""
         raise NotImplementedError
 
     def kernel_of_layers(self, batch) -> tuple | None:
-        """The kernel that computes all layers of `batch` sequences in one launch, and its stage's bytes, if any."""
+        """(the kernel that computes all layers in one launch, bytes of its stages), or None if there is none."""
 
     @property
     def logits(self):
-        """[B, V] float32, after the latest step."""
+        """The logits of the latest step, [B, V] float32."""
         return self.buffers.logits[0]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that a step must read of the weights: all but the embedding, of which it reads B rows."""
+        """The bytes of weights that a step reads: B rows of the embedding, and all other weights."""
         arrays = [*vars(self.whole).values(), *vars(self.all_layers).values()]
         return (
             sum(array.nbytes for array in arrays) - (self.sizes["V"] - self.batch) * self.whole.embedding[0, 0].nbytes
         )
 
     def initial_state(self, rows: int | None = None) -> State:
-        """The state before the first token: `rows` for a pool, otherwise one a sequence."""
+        """The state before the first token, with `rows` rows for a pool; by default one row per sequence."""
         return State.made(self.device.zeros, self.sizes, self.batch if rows is None else rows, self.state_dtype)
 
     def step(self, tokens, state: State, slots=None, greedy: bool = False):
-        """``logits`` [B, V] after `tokens`, enqueued on the current stream; `state` is updated in place.
+        """Enqueues a step on the current stream; returns ``logits`` [B, V]. `state` is updated in place.
 
-        tokens : int64 [B] on the device, each below V; with `greedy` the likeliest next take their place.
-        state : P rows on the device, contiguous, float32 but for `wkv` in the state's dtype.
+        tokens : int64 [B] on the device, each below V; with `greedy` they are replaced by the most likely next tokens.
+        state : P rows on the device, contiguous, float32 except for `wkv`, which has `state_dtype`.
         slots : int64 [B] on the device, all different, or None
-            The row of the state that each sequence has; without them P = B and sequence b has row b.
+            The row of the state that belongs to each sequence; without slots P = B and sequence b has row b.
 
         The result is the decoder's own buffer, which the next step overwrites. ContractError for arrays of
-        another shape or dtype; the values of tokens and slots are not looked at.
+        another shape or dtype; the values of tokens and slots are not checked.
         """
         for launch in self.bind(tokens, state, slots, greedy):
             launch()
         return self.logits
 
     def capture(self, tokens, state: State, slots=None, greedy: bool = False):
-        """Make a CUDA graph of `step` for `replay`, and decode nothing yet; returns the `logits` to come.
+        """Captures `step` in a CUDA graph for `replay`, without running it; returns the buffer of `logits`.
 
-        Every replay reads and writes these arrays: keep them, and change what they hold, not where they are.
+        Every replay reads and writes these very arrays: keep them, and write new values into them.
         """
         import cupy
 
         zeros = self.device.zeros
-        small = State.made(zeros, self.sizes | {"L": 1}, self.batch, self.state_dtype)
+        one_layer_state = State.made(zeros, self.sizes | {"L": 1}, self.batch, self.state_dtype)
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
-        with stream:  # what products need is loaded before the graph: one layer has them all
-            for launch in self.launches_of(zeros((self.batch,), INT64), small, None, greedy, 1):
+        with stream:  # loads libraries and kernels, which a capture cannot; one layer needs all of them
+            for launch in self.launches_of(zeros((self.batch,), INT64), one_layer_state, None, greedy, 1):
                 launch()
             stream.synchronize()
             stream.begin_capture()
@@ -214,25 +216,25 @@ class CudaDecoder(NotCopied):
         return self.logits
 
     def replay(self):
-        """Run the captured step on the current stream."""
+        """Runs the captured step on the current stream."""
         self.graph.launch()
         return self.logits
 
     def bind(self, tokens, state, slots, greedy):
-        """The launches of a step on these arrays, made anew only where an array is elsewhere."""
-        bound = greedy, self.place(tokens, *state.arrays, *(() if slots is None else (slots,)))
-        if bound != self.bound:
+        """The launches of a step on these arrays; those of the last call if all addresses are the same."""
+        key = greedy, self.place(tokens, *state.arrays, *(() if slots is None else (slots,)))
+        if key != self.bound:
             self.check(tokens, state, slots)
             self.launches = self.launches_of(tokens, state, slots, greedy, self.sizes["L"])
-            self.bound = bound
+            self.bound = key
         return self.launches
 
     def place(self, *arrays):
-        """Address, shape and strides of each array: launches depend on nothing else."""
+        """Address, shape and strides of each array, on which alone launches depend."""
         return tuple([(self.device.pointer(array), array.shape, array.strides) for array in arrays])
 
     def launches_of(self, tokens, state, slots, greedy, layers) -> list:
-        """Functions that enqueue a step through `layers` on these arrays, one a launch."""
+        """Functions, one per launch, that enqueue a step through the first `layers` layers on these arrays."""
         plan, arrays = self.plan_of(tokens, state, slots, greedy, layers)
         return [partial(command, None) for command in CompiledPlan(plan, self.device).commands(arrays)]
 
@@ -249,7 +251,7 @@ class CudaDecoder(NotCopied):
         return Plan((), self.drawing(self, seen).steps(greedy, layers), None, given=given), arrays
 
     def compile(self):
-        """Start to compile the kernels of a step, while the caller does something else."""
+        """Starts to compile the kernels of a step in the background."""
         parts = shapes_and_dtypes(self.sizes | {"L": 1}, 1, self.state_dtype)
         state = State(**{name: contiguous(name, *how) for name, how in parts.items()})
         plan, _ = self.plan_of(contiguous("tokens", (self.batch,), INT64), state, None, False, 1)
@@ -271,14 +273,14 @@ class CudaDecoder(NotCopied):
 
 
 class Step:
-    """Draws the plan of one token; `seen`: the descriptions of the decoder's and the caller's arrays."""
+    """Makes the plan of a decoding step; `seen`: the descriptions of the decoder's and the caller's arrays."""
 
     def __init__(self, decoder, seen):
         self.my, self.device = decoder, decoder.device
         self.draft = Draft(**decoder.sizes, B=decoder.batch, tokens=decoder.batch)
         self.model, self.layers, self.buffers, self.state = seen.model, seen.layers, seen.buffers, seen.state
         self.tokens, self.slots = seen.call.tokens, seen.call.slots
-        self.gate = getattr(self.buffers, "gate", None)  # of the channel mix, in versions that have one
+        self.gate = getattr(self.buffers, "gate", None)  # the channel mix's gate, in versions that have one
 
     def steps(self, greedy, layers) -> tuple:
         """The steps of the plan, in order."""
@@ -294,6 +296,7 @@ class Step:
         return tuple(self.draft.steps)
 
     def every_product(self, layers):
+        """Adds the steps of all layers and the head, each product by a kernel of its own."""
         buffers, added = self.buffers, None  # the previous layer's product that the next norm adds to x
         for i in range(layers):
             layer = SimpleNamespace(**{name: array[i] for name, array in vars(self.layers).items()})
@@ -302,24 +305,27 @@ class Step:
         self.norm_shift(self.model.ln_out, buffers.normed, added=added, squares=True)
         self.matmul(self.model, ("head", buffers.normed, buffers.logits, WRITE))
 
-    # -- of a version ------------------------------------------------------------------------------------------------
+    # -- what a version defines --------------------------------------------------------------------------------------
     def time_mix(self, layer, shift, wkv, added) -> Array | None:
-        """What the next norm adds to x; `added`, of the layer before, is what the first norm of this one adds."""
+        """Adds the steps of a time mix; returns what the next norm must add to the residual x, or None.
+
+        `added` is the same of the previous mix: the first norm here adds it to x.
+        """
         raise NotImplementedError
 
     def channel_mix(self, layer, shift, added) -> Array | None:
-        """As `time_mix`."""
+        """As `time_mix`, for the channel mix."""
         raise NotImplementedError
 
     def all_at_once(self, layers, greedy):
-        """All layers, the head and the likeliest token, by `kernel_of_layers`."""
+        """Adds the launch of `kernel_of_layers`: all layers, the head and, if `greedy`, the most likely token."""
         raise NotImplementedError
 
-    # -- what mixes are made of --------------------------------------------------------------------------------------
+    # -- products and norms ------------------------------------------------------------------------------------------
     def in_parts(self, layer, most, *named) -> int:
-        """Compute products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) and return their number of parts.
+        """Adds products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]); returns their number of parts.
 
-        The kernel that reads y adds the parts. `most`: the parts that it can add.
+        Each product is the sum of the first so many of the P parts of y; the kernel that reads y adds up to `most`.
         """
         matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
         kernel = self.batch_product(matrices, B, K) if most > 1 else None
@@ -331,7 +337,10 @@ class Step:
         return 1
 
     def addend(self, layer, name, vectors, x=None) -> Array | None:
-        """Compute a product that the next norm adds to x, in parts [P, B, D]; None if it is added to `x` at once."""
+        """Adds a product that changes the residual x.
+
+        Returns its parts [P, B, D], which the next norm must add to x; or None if the product itself adds to `x`.
+        """
         w, (_, _, B, K) = getattr(layer, name), vectors.shape
         kernel = None if self.my.by_rows else self.batch_product([w], B, K)
         if kernel:
@@ -343,7 +352,11 @@ class Step:
         return added if x is None else None
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
-        """`squares`: whether `added` is the channel mix's product."""
+        """Adds the kernel that adds `added` to x, normalises x and mixes it with the previous token's by shares `maa`.
+
+        `squares`: whether `added` is the channel mix's product, which is multiplied by that mix's gate, if there is
+        one.
+        """
         buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
         self.draft.launch(
@@ -366,7 +379,10 @@ class Step:
         )
 
     def matmul(self, weights, *named):
-        """Compute products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) with the same B and K."""
+        """Adds products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) with the same B and K.
+
+        finish: WRITE to y, ADD to y, or RELU_SQUARED (write the squared ReLU).
+        """
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
         if self.my.by_rows:
@@ -380,47 +396,50 @@ class Step:
             self.by_library(*products[0])
 
     def batch_product(self, matrices, B, K):
-        """Hopper's kernel for products of these matrices; None if the library is faster."""
+        """Hopper's kernel for products with these matrices; None on other cards, or if cuBLAS is faster."""
         rows = [w.shape[:2] for w in matrices]
         return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
 
     def by_rows(self, products, K):
-        listed = [
+        """Adds one launch of the matrix-vector kernel, for all matrices of all products."""
+        entries = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
             for stack, _, vectors, sums, finish in products
             for w, x, y in zip(stack, vectors[0], sums)
         ]
-        none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
+        no_entry = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
         blocks = sum(w.shape[0] * ceil_div(w.shape[1], model_products.Matvec.ROWS) for w, *_ in products)
         self.draft.launch(
             model_products.Matvec.fitting(self.my.dtype, blocks, self.my.device),
             blocks,
-            products=listed + [none] * (model_products.PRODUCTS - len(listed)),
+            products=entries + [no_entry] * (model_products.PRODUCTS - len(entries)),
             K=K,
         )
 
     def by_library(self, w, scales, x, y, finish):
+        """Adds a product by cuBLAS; int8 matrices are first scaled to `dtype`."""
         if scales is not None:
             w = widened(self.draft, w, scales, self.buffers.wide, self.my.dtype)
-        to = self.buffers.hidden if finish == RELU_SQUARED else y
-        self.draft.product(w, x[0], to, finish == ADD)
+        product = self.buffers.hidden if finish == RELU_SQUARED else y
+        self.draft.product(w, x[0], product, finish == ADD)
         if finish == RELU_SQUARED:
-            kernel = kernels.Activation("ReluSquared", to.dtype, y.dtype)
-            self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
+            kernel = kernels.Activation("ReluSquared", product.dtype, y.dtype)
+            self.draft.launch(kernel, kernel.blocks(y.size), x=product, y=y, count=y.size)
 
 
 def matrix_of(weights, name) -> tuple:
-    """A matrix, and its scales, or None."""
+    """(a matrix, its int8 scales or None)."""
     return getattr(weights, name), getattr(weights, f"{name}{SCALES}", None)
 
 
 def fitting(version, sizes, dtype, limits):
-    """`sizes`; refuses those that the kernels cannot take."""
-    each = 16 if dtype == INT8 else 8
+    """Returns `sizes`; refuses sizes that the kernels do not support."""
+    multiple = 16 if dtype == INT8 else 8
     for axis in "DF":
-        if sizes[axis] % each:
+        if sizes[axis] % multiple:
             version.refuse(
-                f"{axis} is {sizes[axis]}, expected a multiple of {each} on the GPU" + " with int8" * (each == 16)
+                f"{axis} is {sizes[axis]}, expected a multiple of {multiple} on the GPU"
+                + " with int8" * (multiple == 16)
             )
     if sizes["N"] % 4:
         version.refuse(f"N is {sizes['N']}, expected a multiple of 4 on the GPU")

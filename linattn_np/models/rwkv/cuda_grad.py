@@ -1,7 +1,7 @@
-"""A model's loss and its gradients on the GPU, with fewer passes over memory than `grad` takes.
+"""A model's loss and its gradients on the GPU, with fused kernels; `grad` computes the same with array operations.
 
-Activations are in the dtype of products, and so are the gradients that a matrix multiplies; the residual and its
-gradient, norms, decays and all sums are float32. Nothing waits for the device, so that a CUDA graph can hold a step.
+Activations, and gradients that matrices multiply, have the dtype of products. The residual and its gradient, norms,
+decays and all sums are float32. Nothing synchronises with the device, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,54 +17,61 @@ from ..single_process import WHOLE
 from .grad import layer_norm
 from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
 
-# Threads of a multiprocessor in kernels that sum over tokens: a multiprocessor has several blocks, which hide each
-# other's waits, and each block writes a row of sums.
+# Threads per multiprocessor in kernels that sum over tokens. More blocks hide latency better, but each block writes a
+# row of partial sums.
 THREADS_AT_WORK = 1024
 
 
 def loss(version, mixes, weights, tokens, products, drop, recompute=False, cut=WHOLE):
-    """``(value, pull)``, as of `grad.loss`, for arrays on a device.
+    """``(value, pull)`` as `grad.loss` returns them, for arrays on a device.
 
-    version, mixes : its tables, and its subclasses of `Mix` in the order of a layer
-    products : `CudaProducts`
-    drop : `dropout.Dropout`, or None to keep all
-    recompute : whether a layer keeps only its residuals, and computes its other activations again when pulled back
-    cut : describes how ranks share the sequences' tokens; WHOLE if they do not
+    version, mixes : the RWKV version, and its subclasses of `Mix` in the order of a layer
+    products : a `CudaProducts`, which multiplies matrices
+    drop : a `dropout.Dropout`, or None for no dropout
+    recompute : whether a layer stores only its residuals and computes its other activations again for the gradients
+    cut : how ranks share the tokens of sequences; WHOLE if they do not
     """
-    do = Step(version, weights, tokens, products, drop, cut)
+    step = Step(version, weights, tokens, products, drop, cut)
     table, pull_table = layer_norm(weights.embedding[None].astype(FLOAT32, copy=False), weights.ln0)
     x, change = None, Change("Embedded", table)
     blocks: list[Block] = []
     for i, layer in enumerate(weights.layers):
         for mix in mixes:
-            block = Block(do, mix(do, layer), i, 1 + len(blocks))
+            block = Block(step, mix(step, layer), i, 1 + len(blocks))
             x, change = block.forward(x, change)
             if recompute and blocks:
                 blocks[-1].forget()
             blocks.append(block)
-    x, moments, xx = do.add_norm(x, change, weights.ln_out)
-    logits = do.product(xx, weights.head)
-    value = do.cross_entropy(logits)
+    x, moments, xx = step.add_norm(x, change, weights.ln_out)
+    logits = step.product(xx, weights.head)
+    value = step.cross_entropy(logits)
 
     def pull(gradients, done=lambda part: None):
-        do.gradient(xx, logits, gradients.head)
-        last = Pulled(dxx=do.product(logits, transposed(weights.head)))
-        dx, dchange = do.norm_backward(x, moments, None, last, None, change, weights.ln_out, gradients.ln_out)
-        while blocks:  # what a block keeps is free once it has been pulled back
+        step.gradient(xx, logits, gradients.head)
+        last = Pulled(dxx=step.product(logits, transposed(weights.head)))
+        dx, dchange = step.norm_backward(x, moments, None, last, None, change, weights.ln_out, gradients.ln_out)
+        while blocks:  # a block's arrays are freed after its pullback
             block = blocks.pop()
-            to = gradients.layers[block.layer]
-            pulled = do.with_behind(block.mix.pull(dchange, to))
+            layer_gradients = gradients.layers[block.layer]
+            pulled = step.with_behind(block.mix.pull(dchange, layer_gradients))
             if recompute and blocks:
                 blocks[-1].forward_again()
-            before = blocks[-1].change if blocks else Change("Embedded")
-            dx, dchange = do.norm_backward(
-                block.x, block.moments, block.xx, pulled, dx, before, block.norm, getattr(to, block.mix.NORM)
+            previous_change = blocks[-1].change if blocks else Change("Embedded")
+            dx, dchange = step.norm_backward(
+                block.x,
+                block.moments,
+                block.xx,
+                pulled,
+                dx,
+                previous_change,
+                block.norm,
+                getattr(layer_gradients, block.mix.NORM),
             )
             if blocks and blocks[-1].layer < block.layer:
                 done(block.layer)
-        # A product with one-hot rows adds in a fixed order; atomics would not.
-        hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(do.V)).astype(do.T)
-        dtable = products.matmul(hot.T, dchange[0])
+        # The embedding's gradient as a product with one-hot rows, which sums in a fixed order; atomics would not.
+        one_hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(step.V)).astype(step.T)
+        dtable = products.matmul(one_hot.T, dchange[0])
         gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
         done(0)
 
@@ -73,8 +80,11 @@ def loss(version, mixes, weights, tokens, products, drop, recompute=False, cut=W
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the residual, added by the kernel of the next norm: ``first``, "Gated" ``sigmoid(first) value``, or
-    at the beginning, "Embedded", the rows of a table. `site` tells one dropout from another.
+    """A term of the residual, which the kernel of the next norm adds.
+
+    kind : "Added": ``first``; "Gated": ``sigmoid(first) * value``; "Embedded": the tokens' rows of the table ``first``;
+        "Kept": nothing
+    site : the number of the dropout that applies to the term
     """
 
     kind: str
@@ -87,18 +97,18 @@ class Change:
 class Pulled:
     """The gradients of a mix's inputs."""
 
-    dxx: Any = None  # of the normed input
-    dd: Any = None  # of its token shift
-    dmixed: Any = None  # of mixes of the two with shares `maa`
+    dxx: Any = None  # of the normed input xx
+    dd: Any = None  # of d = (previous token's xx) - xx
+    dmixed: Any = None  # of the mixes xx + d maa
     maa: Any = None
-    to: Any = None  # the array for the gradient of maa
-    before: Any = None  # the token before each sequence's first one, if another rank has it
+    to: Any = None  # the array to which the gradient of maa is written
+    before: Any = None  # xx of the token before each sequence's first, if another rank computed it
 
 
 class Mix:
-    """A mix of a layer, with what its pullback needs.
+    """The time mix or channel mix of a layer, with the arrays that its pullback needs.
 
-    NORM : the name of the norm before it
+    NORM : the name of the layer norm before it
     """
 
     NORM: str
@@ -107,36 +117,39 @@ class Mix:
         self.do, self.layer = do, layer
 
     def forward(self, xx, before, site) -> Change:
-        """What joins the residual, of the normed input and the last tokens of the rank before."""
+        """The term of the residual, from the normed input `xx` and the previous rank's last tokens `before` or None."""
         raise NotImplementedError
 
     def pull(self, dchange, to) -> Pulled:
-        """The gradients of the inputs, of that of the change; those of the layer's weights go to `to`."""
+        """The gradients of the inputs from `dchange`, that of the term; those of the layer's weights go to `to`."""
         raise NotImplementedError
 
 
 class Block:
-    """A mix and its norm, with the arrays that are kept until it is pulled back."""
+    """A mix and the norm before it, with the arrays that are stored for their pullback."""
 
     def __init__(self, do, mix, layer, site):
         self.do, self.mix, self.layer, self.site = do, mix, layer, site
         self.norm = getattr(mix.layer, mix.NORM)
 
     def forward(self, x, change):
+        """(the residual after adding `change`, the change that the mix adds next)."""
         self.x, self.moments, self.xx = self.do.add_norm(x, change, self.norm)
         self.before = self.do.before(self.xx)
         return self.x, self.changed()
 
     def changed(self):
+        """Runs the mix; returns its change of the residual."""
         self.change = self.mix.forward(self.xx, self.before, self.site)
         return self.change
 
     def forget(self):
-        """Drops all arrays but the residual."""
+        """Drops all stored arrays but the residual."""
         self.xx = self.change = None
         self.mix = type(self.mix)(self.do, self.mix.layer)
 
     def forward_again(self):
+        """Computes again the arrays that `forget` has dropped."""
         if self.xx is None:
             _, self.moments, self.xx = self.do.add_norm(self.x, Change("Kept"), self.norm)
             self.changed()
@@ -148,9 +161,10 @@ def transposed(w):
 
 # -- launches ---------------------------------------------------------------------------------------------------------
 class Step:
-    """The sizes of a step, and its launches; each function is one, but for the sums over tokens, which take a second.
+    """The sizes of a training step, and its kernels.
 
-    Arrays are [tokens, D], those of n mixes [n, tokens, D].
+    Each method launches one kernel, and a second one where sums over tokens are needed. Arrays are [tokens, D], or
+    [n, tokens, D] for n mixes.
     """
 
     def __init__(self, version, weights, tokens, products, drop, cut):
@@ -162,25 +176,25 @@ class Step:
         if self.D % 8 or self.D > kernels.MOST_CHANNELS:
             wanted = f"expected a multiple of 8 up to {kernels.MOST_CHANNELS} for training on cuda"
             version.refuse(f"width is {self.D}, {wanted}")
-        self.shared: Any = None  # what a version's layers have in common
+        self.shared: Any = None  # arrays that all layers of a version share
         self.threads = kernels.width(self.D)
-        most = self.device.multiprocessors * max(1, THREADS_AT_WORK // self.threads)
-        self.each = ceil_div(self.tokens, most)  # tokens of a block that adds up over them
+        most_blocks = self.device.multiprocessors * max(1, THREADS_AT_WORK // self.threads)
+        self.each = ceil_div(self.tokens, most_blocks)  # tokens per block, in kernels that sum over tokens
         self.blocks = ceil_div(self.tokens, self.each)
 
     # -- products --
     def product(self, x, w, out=None):
-        """x w."""
+        """The matrix product x w."""
         out = self.empty(*x.shape[:-1], w.shape[-1]) if out is None else out
         return self.products.matmul(x, w, out)
 
     def gradient(self, x, dy, to):
-        """The gradient of w in x w."""
+        """Writes the gradient of w in the product x w, which is x^T dy."""
         self.products.matmul(transposed(x), dy, to)
 
     # -- forwards --
     def add_norm(self, x, change, norm):
-        """The residual with the change, its moments, and LN of it."""
+        """(the residual y = x + change, mean and 1 / deviation of its rows, its layer norm)."""
         y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
         moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D)
         embedded = change.kind == "Embedded"
@@ -202,7 +216,7 @@ class Step:
         return y, moments, xx
 
     def mix(self, xx, before, maa, m=None):
-        """xx + d (maa + m), [n, tokens, D] for maa [n, D]; `before` is what comes before the first tokens."""
+        """xx + d (maa + m) [n, tokens, D] for maa [n, D]; `before`: xx of the tokens before each sequence's first."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
         kernel = kernels.MixForward(self.T, maa.size // self.D)
         self.run_kernel(
@@ -219,17 +233,19 @@ class Step:
         return mixed
 
     def activated(self, kind, x):
-        """`x`, in place."""
+        """Applies the activation `kind` to `x`, in place."""
         kernel = Activation(kind, self.T, self.T)
         self.run_kernel(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
         return x
 
     def log_decay(self, low, decay):
+        """The log decays w = -exp(decay + low), float32."""
         w, kernel = self.empty(*low.shape, dtype=FLOAT32), kernels.LogDecayForward(self.T)
         self.run_kernel(kernel, self.elementwise(kernel), low=low, decay=decay, w=w, count=low.size)
         return w
 
     def gated_norm(self, o, gate, norm, N):
+        """The group norm of o over each head of N channels, times silu(gate)."""
         y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.T, N, BONUS=False), self.D // N
         arrays, rows = {"o": o, "gate": gate, "y": y, **affine(norm)}, self.tokens * heads
         eps = GROUP_NORM_EPS * self.scale**2
@@ -237,7 +253,7 @@ class Step:
         return y
 
     def cross_entropy(self, logits):
-        """The mean; the logits become its gradient."""
+        """The mean cross entropy over all tokens; `logits` are overwritten with its gradient."""
         losses, kernel = self.empty(self.tokens, dtype=FLOAT32), kernels.CrossEntropy(self.T)
         self.run_kernel(
             kernel,
@@ -252,14 +268,17 @@ class Step:
 
     # -- backwards --
     def norm_backward(self, x, moments, xx, pulled, dy, change, norm, to):
-        """The residual's gradient, and that of what the change before it is made of; `to` gets that of the norm."""
-        C = 0 if pulled.maa is None else pulled.maa.size // self.D
+        """The pullback of `add_norm`: (the residual's gradient, those of the change's arrays).
+
+        `dy`: the gradient of the residual after the norm, or None. Those of the norm's weights go to `to`.
+        """
+        mixes = 0 if pulled.maa is None else pulled.maa.size // self.D
         dx = self.empty(self.tokens, self.D, dtype=FLOAT32) if dy is None else dy
         gated = change.kind == "Gated"
         dchange = [self.empty(self.tokens, self.D) for _ in range(1 + gated)]
-        parts = self.parts(2 + C)
+        parts = self.parts(2 + mixes)
         self.run_kernel(
-            kernels.NormBackward(self.T, self.threads, "Gated" if gated else "Added", C),
+            kernels.NormBackward(self.T, self.threads, "Gated" if gated else "Added", mixes),
             self.blocks,
             dxx=pulled.dxx,
             dd=pulled.dd,
@@ -284,7 +303,7 @@ class Step:
         return dx, dchange
 
     def mix_backward(self, dmixed, m, maa, xx, before, to):
-        """The gradients of m, in its place, of xx and of d; `to` gets that of maa."""
+        """The pullback of `mix`: the gradients of m (in its memory), xx and d; that of maa goes to `to`."""
         dxx, dd, parts = self.empty(*xx.shape), self.empty(*xx.shape), self.parts(5)
         self.run_kernel(
             kernels.MixBackward(self.T, self.threads),
@@ -304,12 +323,13 @@ class Step:
         return m, dxx, dd
 
     def activation_backward(self, kind, dy, y):
-        """`dy`, in place."""
+        """The pullback of `activated`: dy becomes the gradient of the input; y is the output."""
         kernel = kernels.ActivationBackward(kind, self.T)
         self.run_kernel(kernel, self.elementwise(kernel, y.size), dy=dy, y=y, count=y.size)
         return dy
 
     def log_decay_backward(self, dw, w, to):
+        """The pullback of `log_decay`: the gradient of `low`; that of `decay` goes to `to`."""
         dlow, parts = self.empty(*w.shape), self.parts(1)
         kernel = kernels.LogDecayBackward(self.T, self.threads)
         self.run_kernel(kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts)
@@ -317,7 +337,7 @@ class Step:
         return dlow
 
     def gated_norm_backward(self, dy, o, gate, norm, N, to):
-        """The gradients of o and of the gate; `to` gets that of the norm."""
+        """The pullback of `gated_norm`: the gradients of o and gate; those of the norm's weights go to `to`."""
         dout, dgate, parts = self.empty(*o.shape), self.empty(*o.shape), self.parts(2)
         self.run_kernel(
             kernels.GatedNormBackward(self.T, self.threads),
@@ -335,26 +355,26 @@ class Step:
         self.sum(parts, to)
         return dout, dgate
 
-    # -- where sequences are cut --
+    # -- tokens shared with other ranks --
     def tokens_at(self, place, x):
-        """The rows of x [..., tokens, D] at one place of every sequence, as a view [..., batch, D]."""
+        """A view [..., batch, D] of x [..., tokens, D]: the token at position `place` of every sequence."""
         return x.reshape(*x.shape[:-2], -1, self.context, x.shape[-1])[..., place, :]
 
     def first(self, x):
         return self.tokens_at(0, x).astype(FLOAT32)
 
     def before(self, xx):
-        """The last tokens [batch, D] of the rank before, or None."""
+        """xx of the previous rank's last tokens, [batch, D], or None."""
         return self.cut.from_before(self.tokens_at(-1, xx).astype(FLOAT32))
 
     def with_behind(self, pulled):
-        """`pulled` with the gradient that the rank behind has for the last tokens, by its token shift."""
+        """`pulled` plus the gradient that the next rank's token shift gives this rank's last tokens."""
         if self.cut is WHOLE:
             return pulled
         shifted = 0 if pulled.dd is None else self.first(pulled.dd)
         if pulled.dmixed is not None:
-            plain = self.first(pulled.dmixed) * pulled.maa[..., None, :]
-            shifted = shifted + (plain if plain.ndim == 2 else plain.sum(0))
+            through_mixes = self.first(pulled.dmixed) * pulled.maa[..., None, :]
+            shifted = shifted + (through_mixes if through_mixes.ndim == 2 else through_mixes.sum(0))
         behind = self.cut.from_behind(shifted)
         if behind is None:
             return pulled
@@ -362,17 +382,17 @@ class Step:
         if dxx is None:
             dxx = self.empty(self.tokens, self.D)
             dxx[...] = 0
-        last = self.tokens_at(-1, dxx)
-        last[...] = last.astype(FLOAT32) + behind
+        last_tokens = self.tokens_at(-1, dxx)
+        last_tokens[...] = last_tokens.astype(FLOAT32) + behind
         return replace(pulled, dxx=dxx)
 
     # -- arrays and launches --
     def parts(self, n):
-        """The partial sums of n vectors, one of each block of a kernel."""
+        """Memory for partial sums: a row of n vectors of D numbers for each block of a kernel."""
         return self.empty(self.blocks, n * self.D, dtype=FLOAT32)
 
     def sum(self, parts, first, rest=None):
-        """The sums over `parts`, of which `first` takes as many as it holds."""
+        """Writes the sums over the rows of `parts` to `first`, as many as it holds, and the others to `rest`."""
         columns, kernel = parts.shape[1], kernels.ColumnSums()
         self.run_kernel(
             kernel,
@@ -386,18 +406,19 @@ class Step:
         )
 
     def dropped(self, change):
+        """The kernel argument that describes the dropout of a change."""
         seeds, rate = (None, 0.0) if self.drop is None else (self.drop.seeds, self.drop.rate)
         return [{"seeds": kernels.address(self.device, seeds), "site": change.site, "rate": rate}]
 
     def elementwise(self, kernel, count=None):
-        """Blocks of `count` elements, by default of a token's channels."""
+        """The number of blocks for `count` elements, by default tokens * D, at 8 elements per thread."""
         return ceil_div(self.tokens * self.D if count is None else count, 8 * kernel.threads)
 
     def empty(self, *shape, dtype=None):
         return self.device.empty(shape, self.T if dtype is None else dtype)
 
     def run_kernel(self, kernel, blocks, **fields):
-        """`fields` are those of the kernel's argument, but for the step's sizes."""
+        """Launches a kernel; `fields` are the members of its argument struct, except for the step's sizes."""
         sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "each": self.each}
-        known = {name: sizes[name] for name in kernel.names & sizes.keys()}
-        kernels.launch(self.device, kernel, blocks, **(known | fields))
+        step_sizes = {name: sizes[name] for name in kernel.names & sizes.keys()}
+        kernels.launch(self.device, kernel, blocks, **(step_sizes | fields))

@@ -1,4 +1,4 @@
-"""A model's layers on the GPU: prompts all tokens at once, steps by a `CudaDecoder`, both with one set of weights."""
+"""A model's layers on the GPU: `Prompts` computes all tokens in parallel, a `CudaDecoder` one token per sequence."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .cuda_decoder import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prompts import Prompts
 from .version import initial_states
 
-MOST_KEPT = 8  # batch sizes whose buffers are kept, and packings of prompts whose plans are
-STATES = 16  # of a batch size, whose graphs are kept
+MOST_KEPT = 8  # batch sizes whose buffers are kept, and packings of prompts whose plans are kept
+STATES = 16  # states per batch size whose graphs are kept
 
 
 class CudaLayers(NotCopied):
-    """With matrices in float32, float16, bfloat16 or int8, and everything else but the state in float32."""
+    """Layers with matrices in float32, float16, bfloat16 or int8, the state in `state_dtype`, all else in float32."""
 
     def __init__(self, kind: type[CudaDecoder], weights, sizes, dtype, state_dtype, loaded):
         self.dtype = dtype_of(kind.version, weights, dtype)
-        # Of one sequence; others share its weights.
+        # A decoder of one sequence; those of other batch sizes share its weights.
         self.decoder = kind(weights, self.dtype, loaded=loaded, state_dtype=state_dtype)
         self.state_dtype = self.decoder.state_dtype
         self.device, self.steps = self.decoder.device, {1: Steps(self.decoder)}
         self.prompts: dict[tuple, Prompts] = {}
-        self.decoder.compile()  # which takes longest; a prompt mostly comes first
+        self.decoder.compile()  # in the background, as compiling takes long and most calls begin with a prompt
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))
         self.tuned = [self.asarray(array.astype(FLOAT32)) for array in initial_states(weights)]
@@ -37,13 +37,13 @@ class CudaLayers(NotCopied):
         return f"CudaLayers({self.decoder.sizes['L']} layers, {self.dtype})"
 
     def logits(self, tokens, state, rows, last):
-        """[B * T, V], or [N, V] of each sequence's last token; all host integers."""
+        """Logits [B * T, V], or [N, V] for the last tokens only; `tokens` are host integers."""
         with self.turn():
             if rows.single:
                 return self.steps_of(len(tokens))(tokens, state, rows.slots)
             slots = rows.slots
             if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
-                slots = None  # all rows in their order need not be gathered, by a kernel of CuPy's
+                slots = None  # all rows in order need no gathering
             return self.prompts_of(rows, last)(tokens, state, slots)
 
     def hidden(self, tokens, state, rows, last):
@@ -55,13 +55,13 @@ class CudaLayers(NotCopied):
         return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
     def prompts_of(self, rows, last) -> Prompts:
-        """The plans for prompts of these lengths."""
+        """The `Prompts` for prompts of these lengths."""
         key = rows.bounds.tobytes(), last
         return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last), self.turn.wait)
 
 
 def recent(kept, key, make, before_dropping=lambda: None, most=MOST_KEPT):
-    """What is kept under `key`, or made; of more than `most`, what was not wanted for longest makes room for it."""
+    """The value of `key` in the cache `kept`, made if missing; beyond `most`, the least recently used goes."""
     found = kept.pop(key, None)
     kept[key] = make() if found is None else found
     if len(kept) > most:
@@ -71,7 +71,7 @@ def recent(kept, key, make, before_dropping=lambda: None, most=MOST_KEPT):
 
 
 class Steps:
-    """The steps of one number of sequences: captured in a graph as soon as a state comes again to the same place."""
+    """The steps for one number of sequences. A second call with a state at the same address captures a CUDA graph."""
 
     def __init__(self, decoder):
         self.decoder, self.decoders = decoder, {}
@@ -79,7 +79,7 @@ class Steps:
         self.tokens, self.slots = self.given
 
     def __call__(self, tokens, state, slots):
-        """Logits [B, V], for the caller to keep; `tokens` and `slots` are on the host."""
+        """Logits [B, V] in new memory; `tokens` and `slots` are on the host."""
         device = self.decoder.device
         if slots is None:
             device.copy(device.upload(tokens), self.tokens)
@@ -91,6 +91,7 @@ class Steps:
         return logits
 
     def run(self, state, slots):
+        """Runs a step on the device's tokens: by launches the first time for a state, then by a graph."""
         key = slots is None, self.decoder.place(*state.arrays)
         decoder = recent(self.decoders, key, self.decoder.beside, most=STATES)
         if not decoder.bound:
@@ -101,8 +102,8 @@ class Steps:
 
 
 def dtype_of(version, weights, dtype):
-    """`dtype`, or the weights' own if that is a half-precision one."""
+    """The matrices' dtype: `dtype`, or by default the dtype of the weights if it is one of DTYPES, else float32."""
     if dtype is not None:
         return version.checked_dtype(dtype, DTYPES)
-    own = weights["head.weight"].dtype
-    return own if own in DTYPES else FLOAT32
+    dtype_of_weights = weights["head.weight"].dtype
+    return dtype_of_weights if dtype_of_weights in DTYPES else FLOAT32

@@ -1,9 +1,9 @@
-"""Prompts of RWKV models on the GPU, all tokens at once.
+"""Prompts of RWKV models on the GPU, all tokens in parallel.
 
-Prompts with the same lengths share their plans: of the embeddings, of a layer, of the head. The layers read and write a
-single allocation, into which the state is copied and out of which it is copied back. Its address decides all others, so
-launches are kept by it: a call that gets the same address again reuses the launches of all layers, first one by one,
-from the second time on as a CUDA graph, which takes the host next to no time.
+Prompts with the same lengths share three plans: of the embedding, of a layer and of the head. The layers read and write
+one allocation, into which the state is copied before and from which it is copied after the call. All addresses depend
+on the allocation's. A call that gets an address for the second time captures the launches of the first call in a CUDA
+graph, which later calls launch, too: this takes the host very little time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .cuda_weights import FLOAT32, SCALES, widened
 from .state import STATE, State, shapes_and_dtypes
 from .version import output_scale
 
-PLACES = 4  # addresses for which launches, then a graph, are kept
+PLACES = 4  # addresses for which launches, or a graph of them, are kept
 
 
 class Prompts:
-    """Prompts of these lengths on one decoder's weights, with the logits of all tokens or of each `last` one."""
+    """Computes prompts of the lengths in `rows` with a decoder's weights; `last`: logits of last tokens only."""
 
     def __init__(self, decoder, rows, last: bool):
         self.my, self.device, self.bounds = decoder, decoder.device, rows.bounds
@@ -42,16 +42,16 @@ class Prompts:
         self.start = self.compiled(self.draw_start, {"tokens": tokens, "x": self.x, **whole})
         self.head = self.compiled(self.draw_head, {"x": self.x, "logits": logits, **whole})
         self.layer = self.compiled(self.draw_layer, {"x": self.x, **given, **vars(decoder.layers[0])})
-        self.launches: dict[int, list] = {}  # of all layers, by the address of their memory
+        self.launches: dict[int, list] = {}  # address of the layers' memory -> the launches of all layers
 
     def __call__(self, tokens, state: State, slots):
         """Logits [T, V], or [N, V]; `state` is updated in place, in the rows `slots` (None: all)."""
         my, device, L = self.my, self.device, len(self.my.layers)
         slots = None if slots is None else device.upload(slots)
-        own = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
-        more = [*(buffer(*array) for array in self.carried.values()), *self.layer.plan.buffers]
-        memory = allocated([*own, *more], device)
-        (x, *states), buffers = memory[: len(own)], memory[len(own) :]
+        layer_arrays = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
+        other_buffers = [*(buffer(*array) for array in self.carried.values()), *self.layer.plan.buffers]
+        memory = allocated([*layer_arrays, *other_buffers], device)
+        (x, *states), buffers = memory[: len(layer_arrays)], memory[len(layer_arrays) :]
         before, after = states[: len(STATE)], states[len(STATE) :]
         logits = device.empty((len(self.wanted), my.sizes["V"]), FLOAT32)
 
@@ -63,34 +63,34 @@ class Prompts:
         self.start([device.upload(tokens), x, *vars(my.whole).values()])
         self.run_layers(x, states, buffers)
         self.head([x, logits, *vars(my.whole).values()])
-        for array, new in zip(state.arrays, after):
+        for array, changed in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
-                device.copy(new, array)
+                device.copy(changed, array)
             else:
-                array[:, slice(None) if slots is None else slots] = new
+                array[:, slice(None) if slots is None else slots] = changed
         return logits
 
     def run_layers(self, x, states, buffers):
-        """Run all layers on this memory. The kept launches hold its address, but do not keep it allocated."""
+        """Runs all layers on this memory. The stored launches hold its address, but do not keep it allocated."""
         address = self.device.pointer(x)
         if address in self.launches:
-            if len(self.launches[address]) > 1:  # not yet a graph, whose launch is one
+            if len(self.launches[address]) > 1:  # several launches: not yet captured in a graph
                 self.launches[address] = [self.device.captured(self.launches[address])]
             self.launches[address][0](None)
             return
-        made, (carried, buffers) = [], (buffers[: len(self.carried)], buffers[len(self.carried) :])
-        for i, layer in enumerate(self.my.layers):  # the device has a layer to do while the next one's are made
+        all_launches, (carried, buffers) = [], (buffers[: len(self.carried)], buffers[len(self.carried) :])
+        for i, layer in enumerate(self.my.layers):  # the device computes a layer while the next one's launches are made
             arrays = [x, *(array[i] for array in states), *carried, *vars(layer).values(), *buffers]
-            of_layer = self.layer.commands(arrays)
-            for launch in of_layer:
+            layer_launches = self.layer.commands(arrays)
+            for launch in layer_launches:
                 launch(None)
-            made += of_layer
+            all_launches += layer_launches
         if len(self.launches) >= PLACES:
             self.launches.clear()
-        self.launches[address] = made
+        self.launches[address] = all_launches
 
     def compiled(self, draw, arrays: dict) -> CompiledPlan:
-        """The compiled plan that `draw` makes for arrays of these shapes, strides and dtypes."""
+        """The compiled plan that the method `draw` makes for arrays with these shapes, strides and dtypes."""
         seen, given, _ = describe_parts(self.device, every=arrays)
         draft = Draft(**self.my.sizes, T=self.x.shape[0], tokens=self.x.shape[0])
         draw(draft, seen.every)
@@ -98,16 +98,19 @@ class Prompts:
 
     # -- the plans: `seen` has an `Array` for each of the arrays -----------------------------------------------------
     def draw_start(self, draft: Draft, seen):
+        """Adds the embedding and its norm."""
         kernels.ChosenNorm.launch(draft, seen.tokens, seen.embedding, seen.ln0, seen.x, self.my.layer_eps)
 
     def draw_layer(self, draft: Draft, seen):
-        do = self.my.pieces(self.my, draft, self.bounds, seen)
+        """Adds a layer's two mixes."""
+        pieces = self.my.pieces(self.my, draft, self.bounds, seen)
         att_shift, wkv, ffn_shift = (
             Change(getattr(seen, f"{name}_before"), getattr(seen, f"{name}_after")) for name in STATE
         )
-        do.channel_mix(seen, do.time_mix(seen, seen.x, att_shift, wkv), ffn_shift)
+        pieces.channel_mix(seen, pieces.time_mix(seen, seen.x, att_shift, wkv), ffn_shift)
 
     def draw_head(self, draft: Draft, seen):
+        """Adds the last norm and the head for the tokens whose logits are wanted."""
         normed = draft.empty((1, len(self.wanted), self.my.sizes["D"]), self.my.dtype)
         wanted = draft.table(self.wanted)
         kernels.ChosenNorm.launch(draft, wanted, seen.x, seen.ln_out, normed, self.my.layer_eps)
@@ -122,26 +125,26 @@ def buffer(shape, dtype=FLOAT32) -> Buffer:
 
 
 def gathered(array, slots):
-    """The rows `slots` of [L, P, ...] (None: all), contiguous."""
-    found = array if slots is None else array[:, slots]
-    return found if found.flags.c_contiguous else found.copy()
+    """The rows `slots` (None: all) of an array [L, P, ...], contiguous."""
+    rows = array if slots is None else array[:, slots]
+    return rows if rows.flags.c_contiguous else rows.copy()
 
 
 class Change(NamedTuple):
-    """A layer's part of a state: before the call, and where the call leaves it."""
+    """A part of a layer's state: the array before the call, and the one that the call writes."""
 
     before: Array
     after: Array
 
 
 class Pieces:
-    """Of the pieces of a version's mixes those that all versions have, as steps of a layer's plan, x [T, D].
+    """The operations of mixes that all RWKV versions have in common, added as steps to a layer's plan; x is [T, D].
 
-    Vectors that a matrix multiplies are rounded to its dtype, and so are the products that a recurrence and an
-    activation take; the decay, the state, the residual and the sums are float32.
+    Vectors that matrices multiply, and products that a recurrence or an activation reads, have the matrices' dtype.
+    Decays, the state, the residual and sums are float32.
 
-    mixes : by norm, where its mixes [C, T, D] go, and the normed input and its token shift, or None
-    results : by matrix, where its product goes
+    mixes : {norm: memory for (its mixes [C, T, D], the normed input or None, its token shift or None)}
+    results : {matrix: memory for its product}
     """
 
     mixes: dict[str, tuple[Array, Array | None, Array | None]]
@@ -161,16 +164,19 @@ class Pieces:
 
     @staticmethod
     def carried(decoder, T) -> dict:
-        """Shapes and dtypes of what the layers hand on beside x, by name."""
+        """{name: (shape, dtype)} of the arrays, beside x, that a layer passes to the next one."""
         return {}
 
     def time_mix(self, layer, x, shift, wkv):
+        """Adds a version's time mix; returns the residual x."""
         raise NotImplementedError
 
     def channel_mix(self, layer, x, shift):
+        """Adds a version's channel mix; returns the residual x."""
         raise NotImplementedError
 
     def shift_mix(self, layer, norm, maa, x, shift):
+        """(mixes xx + d maa, xx, d): xx is the normed x, d the difference from the previous token's xx."""
         (T, D), (mixed, xx, d) = x.shape, self.mixes[norm]
         self.draft.launch(
             kernels.ShiftMix.fitting(mixed.dtype, D),
@@ -191,7 +197,7 @@ class Pieces:
         return mixed, xx, d
 
     def matrix(self, layer, name):
-        """The matrix, converted to the library's dtype if it is int8."""
+        """A matrix in `dtype`; int8 matrices are converted to it."""
         w = getattr(layer, name)
         if w.dtype != INT8:
             return w
@@ -200,9 +206,10 @@ class Pieces:
         return widened(self.draft, w, getattr(layer, f"{name}{SCALES}"), self.wide, self.dtype)
 
     def product(self, layer, name, x):
-        y, several = self.results[name], x.ndim == 3
-        self.draft.product(self.matrix(layer, name), x if several else x[None], y)
-        return y if several else y[0]
+        """Adds the product of x and matrix `name`; returns it."""
+        y, is_stack = self.results[name], x.ndim == 3
+        self.draft.product(self.matrix(layer, name), x if is_stack else x[None], y)
+        return y if is_stack else y[0]
 
     def relu_squared(self, x):
         kernel = kernels.Activation("ReluSquared", x.dtype, x.dtype)
@@ -210,11 +217,12 @@ class Pieces:
         return x
 
     def add_product(self, layer, name, x, y):
+        """Adds the product of y and matrix `name` to the residual x, in place."""
         self.draft.product(self.matrix(layer, name), y[None], x[None], add=True)
         return x
 
     def recurrent(self, op, tokens: dict, wkv, o, **more):
-        """The operator `op` of `tokens` [T, D] and of `more`, on heads, to `o`."""
+        """Adds operator `op` on the arrays `tokens` [T, D], divided into heads, and on `more`; the result is `o`."""
         *tokens_in_heads, o = (x.in_heads(self.sizes["H"])[None].swapaxes(1, 2) for x in (*tokens.values(), o))
         arrays = dict(zip(tokens, tokens_in_heads)) | more
         kernels.recurrence(self.draft, self.device, op, arrays, o, wkv, self.spans, self.scale)

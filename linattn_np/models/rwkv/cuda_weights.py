@@ -1,4 +1,4 @@
-"""A model's weights on the GPU: all layers of a matrix as one array, int8 with its scales."""
+"""Copies a model's weights to the GPU: an array holds a matrix of all layers; int8 matrices have scales beside them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from ..quantised import Stored
 
 FLOAT32 = np.dtype(np.float32)
 SCALES = "_scales"
-AS_STORED = ("embedding", "maa_up", "decay_up", "up")  # which kernels read row by row, as files have them
+AS_STORED = ("embedding", "maa_up", "decay_up", "up")  # matrices that keep the files' layout, as kernels read its rows
 
 
 def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Array:
-    """int8 matrices [C, M, K] with scales [C, M], written to `buffer` as products of the library take them."""
+    """Adds a launch that converts int8 matrices [C, M, K] with scales [C, M] to `dtype` for cuBLAS; returns the result.
+
+    The result is written to `buffer`.
+    """
     strides = tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
     w = Array(buffer.memory, q.shape, strides, dtype, buffer.offset)
     kernel = kernels.Widen(dtype)
@@ -28,7 +31,10 @@ def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Arra
 
 
 def array_of(load, dtype, field, weight, names):
-    """A weight on the device; matrices that products take are (out, in) with rows to spare, and scales in int8."""
+    """A weight on the device, by `load`, a partial `stacked`.
+
+    Operands of products are stored as (out, in), with memory for more rows than they have, and in int8 with scales.
+    """
     if not weight.matrix:
         return load(FLOAT32, names)
     if field in AS_STORED:
@@ -38,11 +44,14 @@ def array_of(load, dtype, field, weight, names):
 
 
 def stacked(device, version, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
-    """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
+    """The named weights on the device, [L, len(names), rows of a matrix, ...].
 
-    The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read tiles of so
-    many; of matrices that differ in it, it is such a multiple. A parameter that a block lacks is zeros. With int8 a
-    pair: the numbers, and the rows' scales, of which there are `rows` more as well.
+    blocks : L, the number of blocks to whose prefixes the names are appended; None for full names and L = 1
+    rows : memory for each matrix's rows is rounded up to a multiple of this, with zeros, so that kernels may read tiles
+        of so many rows. If matrices have different numbers of rows, all have the largest, rounded up
+    loaded : called with each array once it has been copied
+
+    A parameter that a block does not have is zeros. With int8 the result is a pair: numbers, and scales of the rows.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
     shapes = [weights[prefixes[-1] + name].shape[:: -1 if transposed else 1] for name in names]
@@ -67,18 +76,20 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
                 expected = "expected dtype 'bfloat16' or 'float32' for them"
                 version.refuse(f"{prefix + name} has numbers beyond {dtype}, {expected}")
             for stack, host in zip(stacks, arrays):
-                device.copy(device.upload(host), stack[layer, slot, : len(host)])  # bytes: no kernel is compiled for it
+                device.copy(
+                    device.upload(host), stack[layer, slot, : len(host)]
+                )  # a copy of bytes, which compiles no kernel
             loaded(array)
     return tuple(stacks) if dtype == INT8 else stacks[0]
 
 
 def hosts(array, dtype, transposed) -> tuple:
-    """A parameter as the device has it; in int8 its numbers and scales, those of the CPU's layers."""
+    """A parameter on the host, converted: (array,), or for int8 (numbers, scales), the same as the CPU's layers use."""
     if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
         return array.q, array.scales
     array = np.asarray(array)
     if dtype == np.float16 and array.dtype == BFLOAT16:
-        array = array.astype(FLOAT32)  # whose casts tell of overflow
+        array = array.astype(FLOAT32)  # NumPy detects overflow in casts from float32
     if transposed:
         array = array.T
     if dtype != INT8:
@@ -87,13 +98,13 @@ def hosts(array, dtype, transposed) -> tuple:
 
 
 def first_of(stack):
-    """The only layer of a stack, or of both stacks of a pair."""
+    """The first layer of a stack, or of both stacks of a pair."""
     return tuple(part[0] for part in stack) if isinstance(stack, tuple) else stack[0]
 
 
 def apart(weights) -> SimpleNamespace:
-    """Scales beside their matrices, under names of their own."""
-    found: dict = {}
+    """`weights` in which each pair (numbers, scales) has become two fields, `name` and `name` + SCALES."""
+    fields: dict = {}
     for name, array in vars(weights).items():
-        found |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
-    return SimpleNamespace(**found)
+        fields |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
+    return SimpleNamespace(**fields)

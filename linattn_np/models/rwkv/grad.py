@@ -1,8 +1,8 @@
 """The loss of RWKV models and its gradients on NumPy or CuPy arrays, without a framework.
 
-Every piece returns its result and a pullback, as `linattn_np.vjp` does: a function of the result's gradient, and of
-where the gradients of the piece's weights go, that returns the gradient of the piece's input. Arrays are [B, T, D], or
-[n, B, T, D] for n mixes of one input, each of which meets its own matrix of a stack.
+Most functions return (result, pull). The pullback ``pull(dy)`` or, for functions with weights, ``pull(dy, to)`` takes
+the gradient of the result and returns that of the input; it writes those of the weights to `to`. Arrays are [B, T, D],
+or [n, B, T, D] for n mixes of one input, each of which is multiplied by its own matrix of a stack.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from .version import LAYER_NORM_EPS
 
 
 def loss(kind, weights, tokens, products, drop, cut=WHOLE):
-    """``(value, pull)``: the mean cross entropy, in nats, of every token but the first, given those before it.
+    """``(value, pull)``: the mean cross entropy, in nats per token, of every token but the first, given those before
+    it.
 
-    kind : a version's mixes: ``kind(products, drop, cut)`` has ``time_mix(layer, x)`` and ``channel_mix(layer, x)``,
-        each of which returns its result and ``pull(dy, to)``; made once a loss, and pulled back in the opposite order
-    weights : a `Layout.tree` of the model's parameters; ``pull(gradients, done)``, to be called once, fills another,
-        and calls done(i) as soon as one of `Layout.parts` is filled
-    tokens : integers [B, T + 1], where the weights are
-    products : what multiplies matrices, `HostProducts`
-    drop : ``drop(x)`` is x without some of its elements, and its pullback
-    cut : of tokens that are a part of sequences, as `ranks` has it
+    ``pull(gradients, done)``, to be called once, writes the gradients to `gradients`, another `Layout.tree`, and calls
+    done(i) as soon as layer i's part (`Layout.parts`) is complete.
+
+    kind : a version's class of mixes: ``kind(products, drop, cut)`` has methods ``time_mix(layer, x)`` and
+        ``channel_mix(layer, x)``, each of which returns (result, pull)
+    weights : a `Layout.tree` of the model's parameters
+    tokens : integers [B, T + 1], on the device of the weights
+    products : the object that multiplies matrices, a `HostProducts`
+    drop : ``drop(x)`` returns (x with dropout, pull)
+    cut : how ranks share the tokens of sequences; WHOLE if they do not
     """
     read, wanted = tokens[:, :-1], tokens[:, 1:]
     pulls, mixes = [], kind(products, drop, cut)
@@ -38,7 +41,7 @@ def loss(kind, weights, tokens, products, drop, cut=WHOLE):
 
     def pull(gradients, done=lambda part: None):
         dx = pull_norm(pull_head(pull_value(), gradients.head), gradients.ln_out)
-        while pulls:  # what a layer keeps is free once it has been pulled back
+        while pulls:  # a layer's stored arrays are freed after its pullback
             pull_layer, i = pulls.pop()
             dx = pull_layer(dx, gradients.layers[i])
             if i and pulls[-1][1] < i:
@@ -49,24 +52,29 @@ def loss(kind, weights, tokens, products, drop, cut=WHOLE):
     return value, pull
 
 
-# -- the pieces of a mix -----------------------------------------------------------------------------------------------
+# -- the operations of a mix -------------------------------------------------------------------------------------------
 class Recorded:
-    """Pieces of all versions that keep their pullbacks; one object a mix, and in it of each name once."""
+    """The operations of mixes that all versions have in common; their pullbacks are stored, by matrix in `pulls`.
+
+    Each mix has an object of its own, which multiplies by each matrix once.
+    """
 
     def __init__(self, products, drop, cut):
         self.products, self.drop, self.cut, self.pulls = products, drop, cut, {}
 
     def shift_mix(self, layer, norm, maa, x, shift):
+        """(mixes xx + d maa, xx, d): xx is the normed x, d the difference from the previous token's xx."""
         xx, self.pull_norm = layer_norm(x, getattr(layer, norm))
         self.d, self.pull_shift = token_shift(xx, self.cut)
         return lerp(xx, self.d, beside(getattr(layer, maa), x)), xx, self.d
 
     def product(self, layer, name, x):
+        """The product of x and matrix `name`; stores its pullback in `pulls`."""
         y, self.pulls[name] = linear(x, getattr(layer, name), self.products)
         return y
 
     def recurrence_of(self, layer, operator, *arrays):
-        """`operator` as `vjp_from_start` has it; `pull_recurrence(do, to)` gives the gradients of its arrays."""
+        """The result of `operator`, by `vjp_from_start`; stores its pullback as `pull_recurrence`."""
         o, self.pull_recurrence = vjp_from_start(self.cut, layer, operator, *arrays, scale=1.0)
         return o
 
@@ -78,23 +86,24 @@ class Recorded:
         return self.add(x, self.product(layer, name, y))
 
     def add(self, x, change):
+        """x plus a change, with dropout; stores the dropout's pullback."""
         change, self.pull_drop = self.drop(change)
         return x + change
 
 
 def vjp_from_start(cut, layer, operator, *arrays, scale):
-    """The result of `operator` and its pullback, from zeros, or from the layer's `start` [H, N, N] where it has one.
+    """(result, pull) of `operator` on `arrays`, from the state 0 or from the layer's trained `start` [H, N, N].
 
-    The pullback takes the result's gradient and where that of a `start` goes, and returns those of the arrays.
+    ``pull(do, to)`` returns the gradients of the arrays and writes that of `start` to `to.start`.
     """
-    how = {}
+    options = {}
     if hasattr(layer, "start"):
-        how["initial_state"] = library_of(layer.start).tile(layer.start, (len(arrays[0]), 1, 1, 1))
-    o, pull_operator = cut.vjp_of(operator, *arrays, **how, scale=scale, layout="bthd")
+        options["initial_state"] = library_of(layer.start).tile(layer.start, (len(arrays[0]), 1, 1, 1))
+    o, pull_operator = cut.vjp_of(operator, *arrays, **options, scale=scale, layout="bthd")
 
     def pull(do, to):
         gradients = pull_operator(do)
-        if how:
+        if options:
             *gradients, dstart = gradients
             to.start[...] = dstart.sum(axis=0)
         return gradients
@@ -102,18 +111,18 @@ def vjp_from_start(cut, layer, operator, *arrays, scale):
     return o, pull
 
 
-# -- pieces with weights ----------------------------------------------------------------------------------------------
+# -- functions with weights --------------------------------------------------------------------------------------------
 def embedding(weights, tokens, products):
     """LN(emb; ln0) of each token."""
     V, D = weights.embedding.shape
     table, pull_norm = layer_norm(weights.embedding[None].astype(weights.ln0.dtype, copy=False), weights.ln0)
 
     def pull(dx, to):
-        hot = (tokens.reshape(-1, 1) == library_of(dx).arange(V)).astype(
+        one_hot = (tokens.reshape(-1, 1) == library_of(dx).arange(V)).astype(
             dx.dtype
-            # A product with one-hot rows adds in a fixed order; atomics would not.
+            # The gradient as a product with one-hot rows, which sums in a fixed order; atomics would not.
         )
-        dtable = products.matmul(products.cast(hot).T, products.cast(dx).reshape(-1, D))
+        dtable = products.matmul(products.cast(one_hot).T, products.cast(dx).reshape(-1, D))
         to.embedding[...] = pull_norm(dtable[None], to.ln0)[0]
 
     return table[0][tokens], pull
@@ -121,7 +130,7 @@ def embedding(weights, tokens, products):
 
 def linear(x, w, products):
     """x w, for x [..., B, T, K] and w [..., K, M]."""
-    shape, rows = x.shape, products.cast(x).reshape(*x.shape[:-3], -1, x.shape[-1])  # rows alone are kept
+    shape, rows = x.shape, products.cast(x).reshape(*x.shape[:-3], -1, x.shape[-1])  # stored for the pullback
 
     def pull(dy, to):
         dy = products.cast(dy).reshape(*rows.shape[:-1], w.shape[-1])
@@ -142,7 +151,7 @@ def layer_norm(x, weight_and_bias):
     return affine(normed, weight, bias), pull
 
 
-# -- pieces without ---------------------------------------------------------------------------------------------------
+# -- functions without weights -----------------------------------------------------------------------------------------
 def normalize(x, eps):
     """(x - mean) / sqrt(variance + eps) along the last axis."""
     scale = 1 / library_of(x).sqrt(x.var(-1, keepdims=True) + eps)
@@ -155,7 +164,7 @@ def normalize(x, eps):
 
 
 def token_shift(x, cut):
-    """x_{t-1} - x_t, with zero before a sequence's first."""
+    """x_{t-1} - x_t, where x before a sequence's first token is 0."""
     d = -x
     d[:, 1:] += x[:, :-1]
     if (before := cut.from_before(x[:, -1])) is not None:
@@ -172,17 +181,17 @@ def token_shift(x, cut):
 
 
 def cross_entropy(logits, wanted):
-    """Its mean; the pullback takes nothing, as the loss is what is pulled back."""
+    """(mean cross entropy, pull); ``pull()`` returns the gradient of the logits."""
     xp, wanted = library_of(logits), wanted[..., None]
-    top = logits.max(-1, keepdims=True)
-    log_sum = xp.log(xp.exp(logits - top).sum(-1, keepdims=True)) + top
+    largest = logits.max(-1, keepdims=True)
+    log_sum = xp.log(xp.exp(logits - largest).sum(-1, keepdims=True)) + largest
     value = (log_sum - xp.take_along_axis(logits, wanted, -1)).mean()
     vocabulary = xp.arange(logits.shape[-1])
     return value, lambda: entropy_vjp(logits, log_sum, wanted, vocabulary, 1 / wanted.size)
 
 
 def total(x):
-    """The sum over batch and time of [..., B, T, D], in two steps, as one would keep few of a GPU's cores busy."""
+    """The sum of x [..., B, T, D] over B and T, in two steps; a single one would use few of a GPU's cores."""
     return x.sum(-2).sum(-2)
 
 

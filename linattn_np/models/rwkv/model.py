@@ -1,4 +1,4 @@
-"""A language model on NumPy or CuPy arrays: the prompt in chunks, then token by token."""
+"""The base class of RWKV language models on NumPy or CuPy arrays; prompts are computed in chunks."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Device = Literal["cpu", "cuda"]
 
 
 class Model:
-    """What models of all versions do; a version's class says how its parameters and its equations are.
+    """What models of all RWKV versions have in common. A version's subclass defines:
 
-    version : its tables
-    numpy_layers : its layers by NumPy alone
-    layout : of its parameters in a training
-    beside : as `protocols.Trainable` has it: nothing, as all is trained
-    folder : the name of its package, which has `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
+    version : its tables of parameters
+    numpy_layers : the class of its layers in NumPy
+    layout : the class of its parameters' layout in a training
+    beside : a description of weights that are not trained, as in `protocols.Trainable`; all are trained here
+    folder : the name of its package, with the modules `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
     """
 
     version: ClassVar[Version]
@@ -66,39 +66,38 @@ class Model:
 
     @classmethod
     def module(cls, name: str) -> ModuleType:
-        """A module of the version's folder, imported when it is first needed: Numba and CuPy take a while to import."""
+        """A module of the version's package, imported when it is first needed, as Numba and CuPy import slowly."""
         return import_module(f"{cls.folder}.{name}")
 
     @classmethod
     def cuda_layers(cls) -> Callable:
-        """What makes the layers on the GPU."""
+        """The function that makes the layers on the GPU."""
         from .cuda_layers import CudaLayers
 
         return partial(CudaLayers, cls.module("cuda_decode").CudaDecoder)
 
     @classmethod
     def trainable(cls, layers: int, width: int, head_size: int) -> Layout:
-        """The parameters of a byte-level model of this size, to be trained."""
+        """The layout of the parameters of a byte-level model of this size, to be trained."""
         return cls.layout(cls.layout.sizes_of(layers, width, head_size))
 
     @staticmethod
     def model_weights(layout: Layout, vector) -> dict:
-        """Of the vector of a training the weights, by official name."""
+        """The weights by official name, from the parameter vector of a training."""
         return layout.named(vector)
 
     @classmethod
     def loss(cls, weights, tokens, products, drop, **how) -> tuple[Any, Callable]:
-        """The loss of a trainable model and its pullback, as the version's `grad.loss` has them; on a device, as its
-        `cuda_grad.loss`."""
+        """The loss and its pullback, by the version's `grad.loss`, or on a device by its `cuda_grad.loss`."""
         module = cls.module("grad" if isinstance(products, HostProducts) else "cuda_grad")
         return module.loss(weights, tokens, products, drop, **how)
 
     @classmethod
     def layers_on(cls, device) -> Callable:
-        """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
+        """The function that makes the layers on `device`; NotSupported, with the reason, if the GPU cannot be used."""
         if device == "cpu":
             return partial(cpu_layers, cls)
-        # Imported first, as another thread may still be opening the device: see `open_beside`.
+        # Imported before the check, as another thread may still be opening the device: see `open_beside`.
         layers = cls.cuda_layers() if find_spec("cupy") else None
         check_device(cls.version.owner, device)
         assert layers
@@ -106,7 +105,7 @@ class Model:
 
     @classmethod
     def parameters(cls, weights: Mapping, config: Mapping | None) -> tuple[dict, dict[str, int]]:
-        """`weights` under their official names, matrices with their scales as one, and the model's sizes."""
+        """(the weights by official name, quantised matrices joined with their scales; the model's sizes)."""
         return names.parameters(cls.version, completed(cls.version, collected(weights), config))
 
     def __repr__(self):
@@ -122,11 +121,11 @@ class Model:
         progress: Callable[[int, int], object] | None = None,
         state_dtype: DTypeLike = np.float32,
     ) -> Self:
-        """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
+        """The model in a checkpoint; OSError if the file cannot be read, CheckpointError if it is refused.
 
-        path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, or the index
-            `model.safetensors.index.json` of a sharded one, or a folder of Hugging Face with one of these; with the
-            official, Hugging Face's or fla's names. Of the latter two a `config.json` beside it is read.
+        path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, the index
+            `model.safetensors.index.json` of a sharded one, or a folder of Hugging Face with one of these. Parameters
+            have the official, Hugging Face's or fla's names; for the latter two, `config.json` is read, too.
         """
         return cls.of_file(
             path, checkpoint.read(path), device=device, dtype=dtype, progress=progress, state_dtype=state_dtype
@@ -134,7 +133,7 @@ class Model:
 
     @classmethod
     def of_file(cls, path, weights, **how) -> Self:
-        """The model of `weights`, which `path` holds."""
+        """The model of `weights`, which were read from `path`."""
         try:
             return cls(weights, **how, config=checkpoint.config(path))
         except NotSupported:
@@ -144,7 +143,7 @@ class Model:
 
     @classmethod
     def by_numpy(cls, weights: Mapping) -> Self:
-        """A model of `weights` by NumPy alone, for which Numba's loops need not be compiled."""
+        """A model that computes in NumPy alone, without compiling Numba's loops."""
         self = cls.__new__(cls)
         weights, self.sizes = cls.parameters(weights, None)
         self.device, self.layers = "cpu", cls.numpy_layers(weights, self.sizes, "float32", lambda array: None)
@@ -152,24 +151,24 @@ class Model:
 
     @classmethod
     def quantise(cls, weights: Mapping, dtype: str, config: Mapping | None = None) -> dict:
-        """`weights` as a file of a quantised checkpoint holds them, which `from_file` reads: a dict of host arrays.
+        """The arrays of a quantised checkpoint, a dict of host arrays, which `from_file` reads once they are in a file.
 
-        dtype : "int8" or "int4", of the large matrices; or "bfloat16". The embedding and the matrices of low rank are
-            bfloat16 in all of them, the vectors as they are.
-
-        config : as the model takes it.
+        dtype : "int8" or "int4", of the large matrices; or "bfloat16". The embedding and the matrices of low rank
+            become bfloat16 in each case; vectors keep their dtype.
+        config : as the model takes it
         """
         weights, sizes = cls.parameters(weights, config)
         large = cls.version.linears(sizes["L"])
         matrices = {*large, *(name for name in weights if cls.version.is_matrix(name))}
-        rest = matrices if dtype == "bfloat16" else matrices.difference(large)
+        to_bfloat16 = matrices if dtype == "bfloat16" else matrices.difference(large)
         weights = {
-            name: np.asarray(array).astype(BFLOAT16) if name in rest else array for name, array in weights.items()
+            name: np.asarray(array).astype(BFLOAT16) if name in to_bfloat16 else array
+            for name, array in weights.items()
         }
         return weights if dtype == "bfloat16" else of_bits(weights, large, dtype)
 
     def initial_state(self, batch: int = 1) -> State:
-        """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
+        """The state before the first token of `batch` sequences: zeros, or the trained state among the weights."""
         with self.turn():
             state = State.made(self.layers.zeros, self.sizes, batch, self.layers.state_dtype)
             for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
@@ -188,25 +187,24 @@ class Model:
     ) -> tuple[Result, State]:
         """The logits of the next tokens, and the state after `tokens`.
 
-        T tokens in one call, or in any number of calls, give the same logits: a call with T > 1 runs
-        the operator in chunks, with T = 1 its step or, on CUDA, a decoder, whose step is captured in a graph as soon as
-        the same state comes with the same number of sequences again.
+        T tokens give the same logits in one call or in several. A call with T > 1 runs the operator in chunks, one with
+        T = 1 its step; on CUDA a step is captured in a graph when a call repeats a state and a number of sequences.
 
         Parameters
         ----------
         tokens : integers [B, T], on the host
         state : State, optional
-            Of B sequences; it is updated in place and handed back, so that the next call goes on where this one
-            ended. Without one the sequences start here.
+            The state of B sequences. It is updated in place and returned, for a call that continues the sequences.
+            Without it the sequences start here.
         cu_seqlens : integers [N + 1], optional
             Prompts of different lengths packed into one row, B = 1: sequence n is tokens
             ``cu_seqlens[n]:cu_seqlens[n + 1]``, none of them empty. The state has N rows.
         slots : integers [N], optional
-            The row of `state`, then a pool of any size, that each of the sequences has; all different.
+            The row of `state`, a pool of any size, that belongs to each sequence; all different.
         last : bool
-            Logits after each sequence's last token alone.
+            Returns logits after each sequence's last token only.
         hidden : bool
-            On the CPU, what the head makes logits of in their place: LN(x; ln_out).
+            Returns the head's input, LN(x; ln_out), in place of logits; on the CPU only.
 
         Returns
         -------
@@ -216,7 +214,7 @@ class Model:
         Raises
         ------
         ContractError
-            Tokens outside the vocabulary, or a state, bounds or slots that do not fit; nothing has changed then.
+            Tokens are outside the vocabulary, or the state, bounds or slots do not fit; the state is unchanged then.
         """
         ids = self.checked(tokens)
         rows = self.rows(ids, cu_seqlens, slots)
@@ -228,10 +226,10 @@ class Model:
         return (logits if last else logits.reshape(*ids.shape, -1)), state
 
     def warm_up(self, batches: Integers = (1,), prompt: int = 64) -> None:
-        """Runs a prompt and steps on zeros, so that no kernel and no library has to be loaded in a server's first call.
+        """Runs a prompt and steps on token 0, so that kernels and libraries are loaded before a server's first call.
 
-        batches : numbers of sequences whose steps will be asked for
-        prompt : tokens of the prompt that is run; none with 0
+        batches : the numbers of sequences for which a step is run
+        prompt : the number of tokens of the prompt; 0 for no prompt
 
         Example
         -------
@@ -245,10 +243,9 @@ class Model:
             self.forward(np.zeros((batch, 1), np.int64))
 
     def generate(self, prompt: bytes | Integers, *, seed: Any = None, **how: Any) -> Iterator[int]:
-        """Tokens that continue `prompt` (host integers [T]), one by one and without end.
+        """Yields tokens that continue `prompt` (host integers [T]), without end.
 
-        The prompt is read `prompt_reading.PIECE` tokens at a time, so that a long one takes no more memory than a
-        short one.
+        The prompt is read `prompt_reading.PIECE` tokens at a time, which bounds the memory that it takes.
 
         `seed` and everything else are those of `Sampling`: temperature, top_p, top_k, penalties.
 
@@ -275,23 +272,20 @@ class Model:
             tokens = [[token]]
 
     def turn(self):
-        """A context that does with arrays of the model's device what another thread or stream may have begun.
+        """A context manager for work on arrays of the model's device, which other threads or streams may use, too.
 
-        On the GPU a thread at a time is inside, and its stream works behind what was enqueued there before. `forward`
-        and all other methods enter it by themselves.
+        On the GPU one thread at a time can enter it, and its stream waits for what others have enqueued before.
+        `forward` and all other methods enter it by themselves.
         """
         return self.layers.turn()
 
     def to_host(self, array):
         with self.turn():
-            pass  # the current stream comes behind the one that has computed it
+            pass  # the current stream now waits for the one that computes `array`
         return on_host(array)
 
     def on_device(self, state: State, rows: int | None = None) -> State:
-        """`state` where this model computes, in its `state_dtype`.
-
-        It must be one of this model's, with `rows` rows (None: any number).
-        """
+        """`state` on this device, in this `state_dtype`; its sizes must be the model's, with `rows` rows if given."""
         check_state(state, self.state_sizes(rows), wkv=None, refuse=self.version.refuse)
         with self.turn():
             wkv = state.wkv.astype(self.layers.state_dtype, copy=False)
@@ -299,7 +293,7 @@ class Model:
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def checked(self, tokens):
-        """`tokens` as int64 [B, T] on the host, each within the vocabulary."""
+        """`tokens` as int64 [B, T] on the host, after checking that each is within the vocabulary."""
         try:
             ids = np.asarray(tokens)
         except ValueError:
@@ -315,6 +309,7 @@ class Model:
         return ids.astype(np.int64)
 
     def rows(self, tokens, cu_seqlens, slots) -> Rows:
+        """The checked bounds of the call's sequences and their slots."""
         B, T = tokens.shape
         bounds = np.arange(B + 1) * T
         if cu_seqlens is not None:
@@ -336,7 +331,7 @@ class Model:
         return Rows(bounds, slots.astype(np.int64))
 
     def updatable(self, state, rows):
-        """`state`, once it is one of this model's, on its device, with a row for each of the call's sequences."""
+        """`state`, after checking its sizes, its device, that it is writable and has the rows of the call."""
         check_state(
             state,
             self.state_sizes(len(rows.first) if rows.slots is None else None),
@@ -353,12 +348,12 @@ class Model:
         return state
 
     def state_sizes(self, rows):
-        """The sizes of a state's axes, of the rows only where they are given."""
+        """The sizes of a state's axes; that of its rows only if it is given."""
         return {axis: self.sizes[axis] for axis in "LDHN"} | ({} if rows is None else {"B": rows})
 
 
 def counted(weights, progress):
-    """A function to call with every array that is loaded: tells `progress` the bytes so far, and those in all."""
+    """A function to call with each array that is loaded; it calls progress(bytes loaded so far, bytes in all)."""
     done, total = 0, sum(array.nbytes for name, array in weights.items() if name != NORM_EPS_NAME)
 
     def loaded(array):

@@ -1,4 +1,4 @@
-"""What files call the parameters of RWKV models, and what makes the official ones of them."""
+"""The names of RWKV models' parameters in files, and their conversion to the official names and shapes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..checkpoint import refuse as refuse_file
 from ..number_checks import shown
 from .version import NORM_EPS_NAME, Version
 
-BLOCKS = ("rwkv.blocks.", "model.layers.", "blocks.")  # the blocks of Hugging Face, of fla, and the official ones
-TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
-ADAPTERS = ("lora_A", "lora_B")  # of PEFT and RWKV-PEFT
+BLOCKS = ("rwkv.blocks.", "model.layers.", "blocks.")  # prefixes of a block: Hugging Face's, fla's, the official one
+TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # prefixes: DeepSpeed, DDP, Lightning, torch.compile
+ADAPTERS = ("lora_A", "lora_B")  # parts of names in adapters of PEFT and RWKV-PEFT
 FLA = {
     "emb.weight": "model.embeddings.weight",
     "ln_out.weight": "model.norm.weight",
@@ -24,7 +24,7 @@ FLA_NORMS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att.ln_x
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"}
 
 
-# -- what makes an official array of a file's -------------------------------------------------------------------------
+# -- conversions of a file's array to the official one ----------------------------------------------------------------
 def same(x):
     return x
 
@@ -37,7 +37,7 @@ def transposed(x):
     return x.swapaxes(-1, -2)
 
 
-# -- from an official name to a file's, and what makes the one's array of the other's ---------------------------------
+# -- namings: functions from an official name to (the name in the file, the conversion of its array) ------------------
 def unchanged(name):
     return name, same
 
@@ -48,26 +48,26 @@ def hugging_face(name):
 
 
 def fla(in_block: Callable) -> Callable:
-    """fla's naming; `in_block` has it for the name of a parameter in a block that is no norm's."""
+    """fla's naming; ``in_block(parameter)`` is a version's naming of a block's parameters other than norms."""
 
     def origin(name):
         if name in FLA:
             return FLA[name], same
         _, i, parameter = name.split(".", 2)
         norm, _, ending = parameter.rpartition(".")
-        its_name, make = (f"{FLA_NORMS[norm]}.{ending}", same) if norm in FLA_NORMS else in_block(parameter)
-        return f"model.layers.{i}.{its_name}", make
+        file_name, convert = (f"{FLA_NORMS[norm]}.{ending}", same) if norm in FLA_NORMS else in_block(parameter)
+        return f"model.layers.{i}.{file_name}", convert
 
     return origin
 
 
 def official_first(weights: Mapping, origin: Callable) -> Callable:
-    """`origin`, but for official names that `weights` have."""
+    """The naming `origin`, except for official names that are in `weights` as they are."""
     return lambda name: (name, same) if name in weights else origin(name)
 
 
 def blocks_of(weights: Mapping) -> str:
-    """The one of BLOCKS that the names have."""
+    """The first prefix of BLOCKS with which a name in `weights` begins; by default the official one."""
     return next((prefix for prefix in BLOCKS if any(name.startswith(prefix) for name in weights)), "blocks.")
 
 
@@ -76,15 +76,15 @@ def official(version: Version, weights: Mapping) -> dict:
     """`weights` under the official names and in the official shapes, in the official order.
 
     weights : mapping from names to host arrays
-        As `version.naming` knows them. Trainers' TRAINERS may stand before all names. A tuned
-        `blocks.i.att.time_state` may be there, under its official name whatever the others are.
+        The names are those that `version.naming` accepts; all may have prefixes of TRAINERS. A trained initial state,
+        `blocks.i.att.time_state`, always has its official name.
 
-    Arrays are views, but where a naming orders them. Shapes are the model's to check.
+    Arrays are views, unless a naming's conversion copies them. Shapes are not checked.
 
     Raises
     ------
     CheckpointError
-        The weights are those of another version, or some are missing or left over.
+        The weights are those of another version, or some are missing or unknown.
 
     Example
     -------
@@ -99,13 +99,13 @@ def official(version: Version, weights: Mapping) -> dict:
     refuse_other_versions(version, weights)
     blocks, origin = version.naming(weights)
     layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
-    tuned = any(name.endswith(".time_state") for name in weights)
-    origins = {name: origin(name) for name in version.parameter_axes(layers, tuned)}
+    has_initial_state = any(name.endswith(".time_state") for name in weights)
+    origins = {name: origin(name) for name in version.parameter_axes(layers, has_initial_state)}
     origins |= {NORM_EPS_NAME: (NORM_EPS_NAME, same)} if NORM_EPS_NAME in weights else {}
-    wanted = dict(origins.values())
+    conversions = dict(origins.values())
     unread = {origin(f"blocks.0.{name}")[0] for name in version.first_layer_lacks}
-    missing = [name for name in wanted if name not in weights]
-    left_over = [name for name in weights if name not in wanted and name not in unread]
+    missing = [name for name in conversions if name not in weights]
+    left_over = [name for name in weights if name not in conversions and name not in unread]
     if missing or left_over:
         refuse_file(
             " and ".join(
@@ -119,7 +119,7 @@ def official(version: Version, weights: Mapping) -> dict:
 
 
 def unwrapped(weights: Mapping) -> Mapping:
-    """`weights` without what trainers put before all names."""
+    """`weights` without the prefixes that trainers put before all names."""
     while weights and not any(name.startswith(BLOCKS) for name in weights):
         prefix = next((word for word in TRAINERS if all(name.startswith(word) for name in weights)), None)
         if prefix is None:
@@ -129,19 +129,19 @@ def unwrapped(weights: Mapping) -> Mapping:
 
 
 def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]]:
-    """`weights` under their official names, and the model's sizes, once every shape fits the others."""
+    """(the weights by official name, {axis: size}), after checking that all shapes fit each other."""
     weights = official(version, weights)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
     sizes = {"1": 1, "5": 5, "L": layers}
     declared = version.parameter_axes(layers, has_initial_state="blocks.0.att.time_state" in weights)
-    for name, declaration in declared.items():
-        axes, shape = declaration.split(), tuple(weights[name].shape)
+    for name, axes_text in declared.items():
+        axes, shape = axes_text.split(), tuple(weights[name].shape)
         if len(shape) == len(axes):
             for axis, size in zip(axes, shape):
                 sizes.setdefault(axis, size)
-        wanted = tuple(sizes.get(axis, axis) for axis in axes)
-        if shape != wanted:
-            version.refuse(f"{name} is {shape}, expected [{', '.join(axes)}] = {wanted}")
+        expected = tuple(sizes.get(axis, axis) for axis in axes)
+        if shape != expected:
+            version.refuse(f"{name} is {shape}, expected [{', '.join(axes)}] = {expected}")
         if weights[name].dtype not in FLOATS:
             version.refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
     H, N, D, bonus = *(sizes[axis] for axis in "HND"), version.layer["bonus"].names[0]
@@ -156,6 +156,7 @@ def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]
 
 
 def made(weights, its_name, make, name):
+    """The official array `name`, converted by `make` from the file's array `its_name`."""
     try:
         return make(weights[its_name])
     except (ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""The layers of an RWKV model on the CPU: products by Numba's loops, and a token of each sequence by one call."""
+"""The layers of an RWKV model on the CPU in Numba's loops; a step, one token of each sequence, is a single call."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from . import numba_loops as loops
 from .numpy_layers import FLOAT32, NumpyLayers, Pieces, token_shift
 from .version import stacked
 
-# Matrices of low rank are a few percent of all, and what they compute steers the state: int4 leaves them 8 bits.
+# The format of low-rank matrices, where it is another: with int4 they have 8 bits, as they are small and affect decays.
 FINER = {"int4": "int8"}
 
 
 class NumbaLayers(NumpyLayers):
-    """Matrices in one of `matrices.FORMATS`; the embedding, of which a token reads one row, in bfloat16 or float32.
+    """Layers with matrices in one of `matrices.FORMATS`; the embedding is bfloat16, or float32 in that format.
 
     A version's subclass also sets `loops`, the module of its `step` and of the tables VECTORS and MATRICES.
     """
@@ -42,17 +42,19 @@ class NumbaLayers(NumpyLayers):
         return f"{type(self).__name__}({len(self.layers)} layers, {self.dtype}, {self.nbytes:,} bytes)"
 
     def logits(self, tokens, state, rows, last):
-        """[T, V], or [N, V] of each sequence's last token."""
+        """Logits [T, V], or [N, V] for each sequence's last token."""
         if not rows.single or self.dtype == "float32" and len(tokens) > FEW:
             return super().logits(tokens, state, rows, last)
         board = Board()
         x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
-        own = [*map(np.ascontiguousarray, state.arrays)]  # for strided arrays Numba would compile the loop again
+        state_arrays = [
+            *map(np.ascontiguousarray, state.arrays)
+        ]  # Numba would compile the loop again for strided arrays
         with board.helped(self.step_bytes):
             eps = self.layer_eps, self.group_eps
-            logits = self.loops.step(multiply.address, board.array, *self.gathered, eps, x, *own, slots)
-        for array, new in zip(state.arrays, own):
+            logits = self.loops.step(multiply.address, board.array, *self.gathered, eps, x, *state_arrays, slots)
+        for array, new in zip(state.arrays, state_arrays):
             if array is not new:
                 array[...] = new
         return logits
@@ -61,7 +63,7 @@ class NumbaLayers(NumpyLayers):
         return self.pieces(self, rows, Board())
 
     def __getstate__(self):
-        """What copies and pickles take: all but the matrices' addresses."""
+        """The attributes for copies and pickles: all but the addresses of matrices."""
         return {name: value for name, value in vars(self).items() if name != "gathered"}
 
     def __setstate__(self, state):
@@ -69,16 +71,18 @@ class NumbaLayers(NumpyLayers):
         self.gather()
 
     def gather(self):
-        """A table of the matrices' addresses, and the vectors in one array, as a step takes them; the layers' are
-        views of it. What a layer lacks is zeros there."""
+        """Makes the arguments of `step`: a table of all matrices' addresses, and all layers' vectors in one array.
+
+        The layers' own vectors become views of this array. Entries that a layer does not have are 0.
+        """
         head, norms = self.whole.head, np.concatenate([self.whole.ln0, self.whole.ln_out])
         matrices = np.zeros((len(self.layers), len(self.loops.MATRICES), len(described(head))), np.int64)
         vectors = np.zeros((len(self.layers), sum(self.loops.VECTORS.values()), norms.shape[-1]), FLOAT32)
         starts = np.cumsum([0, *self.loops.VECTORS.values()])
         for i, layer in enumerate(self.layers):
-            for place, name in enumerate(self.loops.MATRICES):
+            for index, name in enumerate(self.loops.MATRICES):
                 if name in vars(layer):
-                    matrices[i, place] = described(getattr(layer, name))
+                    matrices[i, index] = described(getattr(layer, name))
             for (name, count), start in zip(self.loops.VECTORS.items(), starts):
                 if name in vars(layer):
                     part = vectors[i, start : start + count].reshape(getattr(layer, name).shape)
@@ -88,12 +92,12 @@ class NumbaLayers(NumpyLayers):
 
 
 def described(matrix):
-    """What a loop has to know of a matrix."""
+    """The description of a matrix for loops: its format's code, the addresses of bits and scales, its rows."""
     return matrix.code, *matrix.where, matrix.shape[-2]
 
 
 def kept(format, field, weight, arrays):
-    """A weight as products or the mixes take it."""
+    """A weight in the form that products or mixes read: a packed matrix, a `Stored` one of this format, or an array."""
     if field != "embedding" and all(isinstance(array, Stored) and array.format == format for array in arrays):
         return Stored.matrix(arrays)
     array = stacked(arrays)
@@ -108,7 +112,7 @@ def kept(format, field, weight, arrays):
 
 @dataclass
 class Prompt(Pieces):
-    """The shared pieces on such matrices; NumPy's exponentials are faster than Numba's, its passes and tanh are not."""
+    """The operations of mixes for prompts, with packed matrices; loops replace NumPy where they are faster."""
 
     board: Board
 

@@ -1,7 +1,7 @@
-"""Numba's loops for RWKV models of all versions: what stands between the products of a prompt or of a step.
+"""Numba's loops for RWKV models of all versions: the operations of a prompt or a step beside the recurrence.
 
-A version adds its two mixes, and its `step`: a token of a few sequences in one call, since what Python and NumPy take
-between the loops of a token is as long as 4 bits of its matrices take to be read.
+A version adds loops for its two mixes and `step`, which computes one token of a few sequences in a single call. With
+several calls per token, the overhead of Python and NumPy would be as long as reading the matrices in a 4-bit format.
 """
 
 import numpy as np
@@ -11,16 +11,16 @@ from ..matrix_loops import product_at
 
 LOOP = {
     "nogil": True,
-    "error_model": "numpy",  # a look for zeros at every division keeps a loop from vectors
+    "error_model": "numpy",  # checks of divisors for 0 would prevent vectorisation
     "fastmath": {"contract", "nsz", "arcp", "reassoc"},
 }
-MOST = np.float32(7.90531110763549805)  # tanh of more is 1
+MOST = np.float32(7.90531110763549805)  # tanh of larger numbers rounds to 1
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
 @njit(forceinline=True, **LOOP)
 def tanh(x):
-    """Within 6 units in the last place, and in vectors, as libm's is not: Eigen's rational function."""
+    """tanh by Eigen's rational function, within 6 units in the last place; it vectorises, which libm's does not."""
     s = x * x
     p = np.float32(2.00018790482477e-13) - np.float32(2.76076847742355e-16) * s
     p = np.float32(-8.60467152213735e-11) + p * s
@@ -42,6 +42,7 @@ def sigmoid(x):
 
 @njit(**LOOP)
 def tanh_of(x):
+    """tanh of x [B, K], in place."""
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             x[b, c] = tanh(x[b, c])
@@ -49,7 +50,7 @@ def tanh_of(x):
 
 @njit(**LOOP)
 def tanh_parts(x, count):
-    """tanh of x [B, count R], as [count, B, R]."""
+    """tanh of x [B, count * R] as [count, B, R]."""
     to = np.empty((count, x.shape[0], x.shape[1] // count), np.float32)
     for n in range(count):
         for b in range(to.shape[1]):
@@ -60,7 +61,7 @@ def tanh_parts(x, count):
 
 @njit(**LOOP)
 def add(x, y):
-    """x [B, D] += y. Numba's own sum of two arrays takes seconds to compile, for an error about their shapes."""
+    """x [B, D] += y. Numba's own array addition takes seconds to compile, because of its check of shapes."""
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
             x[b, c] += y[b, c]
@@ -74,10 +75,10 @@ def relu_squared(x):
             x[b, c] = positive * positive
 
 
-# -- the mixes' pieces ------------------------------------------------------------------------------------------------
+# -- norms and mixes --------------------------------------------------------------------------------------------------
 @njit(**LOOP)
 def normalize(x, weight, bias, eps, to):
-    """A norm of x [D]."""
+    """Writes the layer norm of x [D] to `to`."""
     D, total, squares = x.shape[0], np.float32(0), np.float32(0)
     for c in range(D):
         total += x[c]
@@ -99,7 +100,7 @@ def layer_norm(x, norm, eps):
 
 @njit(**LOOP)
 def mixed(xx, d, maa):
-    """xx + d maa [n, B, D] for xx and d [B, D], maa [n, D]."""
+    """The mixes xx + d maa [n, B, D] for xx and d [B, D], maa [n, D]."""
     to = np.empty((maa.shape[0], *xx.shape), np.float32)
     for n in range(to.shape[0]):
         for b in range(to.shape[1]):
@@ -110,7 +111,10 @@ def mixed(xx, d, maa):
 
 @njit(**LOOP)
 def shift_mix(x, norm, eps, maa, shift, slots):
-    """xx + d maa [n, B, D], xx and d, for x [B, D], maa [n, D], shift [P, D]."""
+    """(mixes xx + d maa [n, B, D], xx, d) for x [B, D]: xx is the normed x, d = shift[slots] - xx.
+
+    The rows `slots` of shift [P, D], the previous tokens' xx, are replaced by xx.
+    """
     xx, d = layer_norm(x, norm, eps), np.empty_like(x)
     for b in range(x.shape[0]):
         last = shift[slots[b]]
@@ -120,10 +124,15 @@ def shift_mix(x, norm, eps, maa, shift, slots):
     return mixed(xx, d, maa), xx, d
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
+# -- products ---------------------------------------------------------------------------------------------------------
 @njit(**LOOP)
 def product(multiply, board, matrix, x):
-    """x [S, B, K] W^T; `matrix` is what `numba_layers.described` says of it, `multiply` the address of a loop."""
+    """x W^T for x [S, B, K].
+
+    multiply : the address of the compiled loop that multiplies
+    board : the table by which threads share the work
+    matrix : the description of W, by `numba_layers.described`
+    """
     format, bits, scales, rows = matrix
     y = np.empty((x.shape[0], x.shape[1], rows), np.float32)
     product_at(multiply, board, format, bits, scales, x, y)

@@ -19,14 +19,14 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class NumpyLayers:
-    """Weights and what computes with them.
+    """The weights of all layers, and the computation of logits.
 
-    A version's subclass sets `version`; `mixes`, a module with `time_mix` and `channel_mix`; and `pieces`, the class
-    of what the mixes are made of.
+    A version's subclass sets `version`; `mixes`, a module with the functions `time_mix` and `channel_mix`; and
+    `pieces`, the class with the operations that these functions call.
     """
 
     device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
-    state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # each call has arrays of its own
+    state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # calls need no lock: each has arrays of its own
     version: ClassVar[Version]
     mixes: ClassVar[ModuleType]
     pieces: ClassVar[type[Pieces]]
@@ -36,7 +36,7 @@ class NumpyLayers:
         self.load(weights, sizes, loaded, kept)
 
     def load(self, weights, sizes, loaded, kept):
-        """All weights, each as `kept` makes it of the parameters."""
+        """Loads all weights; ``kept(field, weight, parameters)`` makes the array of each."""
         version = self.version
         self.layer_eps, self.group_eps = version.norm_eps(weights)
         array_of = partial(loaded_array, version, weights, loaded, kept)
@@ -50,18 +50,19 @@ class NumpyLayers:
         return f"{type(self).__name__}({len(self.layers)} layers, {self.dtype})"
 
     def logits(self, tokens, state, rows, last):
-        """[T, V], or [N, V] of each sequence's last token."""
+        """Logits [T, V], or [N, V] for each sequence's last token."""
         do = self.pieces_for(rows)
         return do.multiply(self.whole.head, self.run(do, tokens, state, rows, last))
 
     def hidden(self, tokens, state, rows, last):
-        """What the head reads, [T, D], or [N, D] of each sequence's last token."""
+        """The head's input [T, D], or [N, D] for each sequence's last token."""
         return self.run(self.pieces_for(rows), tokens, state, rows, last)
 
     def pieces_for(self, rows):
         return self.pieces(self, rows)
 
     def run(self, do, tokens, state, rows, last):
+        """Runs all layers with the operations `do`; returns the head's input."""
         whole = self.whole
         x = array_math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0, self.layer_eps)
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
@@ -71,6 +72,7 @@ class NumpyLayers:
 
 
 def loaded_array(version, weights, loaded, kept, field, weight, names):
+    """The array of one weight; calls `loaded` with each of its parameters."""
     array = kept(field, weight, version.without_leading_ones(weights, names))
     for name in names:
         loaded(weights[name])
@@ -78,16 +80,16 @@ def loaded_array(version, weights, loaded, kept, field, weight, names):
 
 
 def kept(field, weight, arrays):
-    """A weight in float32; a matrix, but for the embedding, is [..., K, M], if need be a view."""
+    """A weight in float32; matrices other than the embedding are [..., K, M], for products x W."""
     array = stacked(arrays).astype(FLOAT32, copy=False)
     return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
 
 
 @dataclass
 class Pieces:
-    """What the mixes of all versions are made of, on NumPy arrays, as `rwkv6.math.Pieces` describes it.
+    """The operations of mixes that all versions have in common, on NumPy arrays; `rwkv6.math.Pieces` specifies them.
 
-    `shift` [P, D] and `wkv` [P, H, N, N] are updated in place.
+    The parts `shift` [P, D] and `wkv` [P, H, N, N] of a layer's state are updated in place.
     """
 
     layers: Any  # the `NumpyLayers`
@@ -129,7 +131,7 @@ class Pieces:
 
 
 def token_shift(x, shift, rows):
-    """x_{t-1} - x_t within every sequence of x [T, D]; `shift` [P, D] has each one's x_{-1}, afterwards its last."""
+    """x_{t-1} - x_t in every sequence of x [T, D]; `shift` [P, D] holds x before its first token, then its last x."""
     if rows.single:
         before = shift[rows.states] - x
         shift[rows.states] = x

@@ -1,4 +1,4 @@
-"""The parameters of a model to be trained, all in one vector: an optimiser's step is a step of one array."""
+"""The layout of a trained model's parameters in one vector, which an optimiser updates as one array."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .version import Version, name_in_block
 
 
 class Layout:
-    """Where each parameter of a version's model lies in a vector.
+    """The place of each parameter of a version's model in a vector.
 
-    Matrices come first, as weight decay and rounding are theirs alone; those that one product takes as a stack lie side
-    by side in its order, as do the mixes.
+    Matrices come first, because only they are rounded and have weight decay. Parameters that are stacked as one weight
+    are adjacent, in the order of the stack.
     """
 
     version: Version
 
     @classmethod
     def sizes_of(cls, layers: int, width: int, head_size: int, vocabulary: int = 256) -> dict[str, int]:
-        """The size of every axis that `Version.parameter_axes` has; ContractError where they do not go together.
+        """{axis: size} for `Version.parameter_axes`; ContractError if the sizes do not fit each other.
 
-        The ranks of a version and its channel mix's width follow the width.
+        A version's low ranks and the width of its channel mix depend on `width`.
         """
         refuse = cls.version.refuse
         for name, size in (("layers", layers), ("width", width), ("head_size", head_size)):
@@ -36,11 +36,11 @@ class Layout:
 
     @staticmethod
     def more_sizes(width: int) -> dict[str, int]:
-        """Of the axes that a version adds."""
+        """{axis: size} of the axes that a version adds."""
         raise NotImplementedError
 
     def __init__(self, sizes, weights=None):
-        """`weights`, by official name, are what a training starts from; without them, first values."""
+        """`weights`, by official name, are the initial weights of a training; None for random ones."""
         version, self.weights = self.version, weights
         self.sizes, self.axes = sizes, version.parameter_axes(sizes["L"])
         is_matrix, place = version.is_matrix, self.place
@@ -50,13 +50,17 @@ class Layout:
         ends = np.cumsum([prod(shape) for shape in self.shapes.values()]).tolist()
         self.spans = dict(zip(self.shapes, zip([0, *ends], ends)))
         self.size = ends[-1]
-        self.matrices = max(end for name, (_, end) in self.spans.items() if is_matrix(name))  # up to here
+        self.matrices = max(
+            end for name, (_, end) in self.spans.items() if is_matrix(name)
+        )  # the vector's elements before this one are matrices
         layer_ends = (
             [end for name, (_, end) in self.spans.items() if is_matrix(name) and name.startswith(f"blocks.{i}.")]
             for i in range(sizes["L"])
         )
         ends = [max(found) for found in layer_ends]
-        self.parts = list(zip([0, *ends], ends))  # of each layer's matrices; the first has the whole model's too
+        self.parts = list(
+            zip([0, *ends], ends)
+        )  # (start, end) of each layer's matrices; the first part includes the matrices outside the layers
 
     def named(self, vector) -> dict:
         """Views of `vector` by official name, in the official shapes and order."""
@@ -64,17 +68,18 @@ class Layout:
         return {name: views[name] for name in self.axes}
 
     def tree(self, vector, matrices=None) -> SimpleNamespace:
-        """Views of `vector`, and of `matrices` instead where it is given, as `weights` has them, with `layers`.
+        """Views of `vector` as the weights of `Version.model_arrays`, with `layers`, a list of `Version.layer_arrays`.
 
-        A matrix is [K, M], for products x W; those that meet several inputs side by side are stacks of such.
+        Matrices are views of `matrices`, if it is given: a copy of the vector's matrices in another dtype. A matrix is
+        [K, M], for products x W, or a stack of such if a weight has several.
         """
 
         def array_of(field, weight, names):
-            """The named parameters, neighbours in the vector, as one array; a stack if there are several."""
-            whose = matrices if weight.matrix and matrices is not None else vector
+            """The named parameters, which are adjacent in the vector, as one array; a stack if there are several."""
+            source = matrices if weight.matrix and matrices is not None else vector
             first, last = self.spans[names[0]][0], self.spans[names[-1]][1]
             shape = tuple(self.sizes[axis] for axis in self.axes[names[0]].split() if axis != "1")
-            stack = whose[first:last].reshape(len(names), *shape)[slice(None) if names[1:] else 0]
+            stack = source[first:last].reshape(len(names), *shape)[slice(None) if names[1:] else 0]
             return stack if not weight.matrix or weight.inputs_first or field == "embedding" else stack.swapaxes(-1, -2)
 
         tree = self.version.model_arrays(array_of)
@@ -82,7 +87,7 @@ class Layout:
         return tree
 
     def initial(self, seed) -> np.ndarray:
-        """A float32 vector to start from."""
+        """The float32 vector of the initial weights."""
         if self.weights is not None:
             return self.vector(self.weights)
         rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
@@ -98,11 +103,11 @@ class Layout:
         return vector
 
     def first(self, name, shape, rng):
-        """The first value of a parameter, or what broadcasts to it."""
+        """The initial value of a parameter, or an array that broadcasts to it."""
         raise NotImplementedError
 
     def place(self, name):
-        """What sorts the parameters: matrices before the others, in their order within a layer."""
+        """The sort key of a parameter: matrices before others, by layer, then in the order of `Version.matrices`."""
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
         matrix = self.version.is_matrix(name)
         return (0, layer, self.version.matrices.index(name_in_block(name))) if matrix else (1, layer, 0)

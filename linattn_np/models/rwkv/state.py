@@ -1,4 +1,4 @@
-"""What sequences carry from token to token, and which of a call's tokens are whose."""
+"""The state that sequences carry from token to token, and the rows of tokens that belong to each sequence of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .version import INITIAL_STATE_PARAMETER
 
 @dataclass
 class State:
-    """What B sequences carry from token to token, or a pool of P such rows; `RWKV6.forward` updates it in place.
+    """The state of B sequences, or a pool of P rows, each a sequence's; a model's `forward` updates it in place.
 
     Example
     -------
@@ -35,9 +35,9 @@ class State:
     True
     """
 
-    att_shift: np.ndarray  # [L, B, D], the last input of each time mix
+    att_shift: np.ndarray  # [L, B, D], the last token's input of each time mix
     wkv: np.ndarray  # [L, B, H, N, N], the recurrent state, key by value, in the model's `state_dtype`
-    ffn_shift: np.ndarray  # [L, B, D], the last input of each channel mix
+    ffn_shift: np.ndarray  # [L, B, D], the last token's input of each channel mix
 
     @property
     def arrays(self):
@@ -46,13 +46,15 @@ class State:
 
     @classmethod
     def made(cls, array: Callable, sizes: dict[str, int], rows: int, wkv) -> State:
-        """Of ``array(shape, dtype)``; the recurrent state has the dtype `wkv`."""
-        return cls(**{name: array(*how) for name, how in shapes_and_dtypes(sizes, rows, wkv).items()})
+        """A state whose arrays are ``array(shape, dtype)``; `wkv` is the recurrent state's dtype."""
+        return cls(
+            **{name: array(*shape_and_dtype) for name, shape_and_dtype in shapes_and_dtypes(sizes, rows, wkv).items()}
+        )
 
     def copy(self) -> State:
         return State(*(array.copy() for array in self.arrays))
 
-    __copy__ = copy  # `forward` updates a state in place, which two must not share
+    __copy__ = copy  # deep, as `forward` updates a state in place
 
     def row(self, slot: int) -> State:
         """One row, as the state of one sequence: views of this state's arrays."""
@@ -64,7 +66,7 @@ class State:
             array[:, slots] = new if np.ndim(slots) else new[:, 0]
 
     def save(self, path):
-        """Writes a `.npz` file, whole or not at all, in float32: `load` gives the same numbers back."""
+        """Writes a `.npz` file atomically, in float32, of which `load` returns the same numbers."""
         check_state(self, {}, wkv=None)
         arrays = {name: on_host(getattr(self, name)).astype(FLOAT32, copy=False) for name in STATE}
         with replaced(path) as file:
@@ -72,11 +74,10 @@ class State:
 
     @classmethod
     def load(cls, path) -> State:
-        """The state in a file of `save`, on the host; `RWKV6.on_device` moves it to a model's device.
+        """The state in a file that `save` wrote, on the host; a model's `on_device` moves it to the model's device.
 
-        Or a tuned one, of a file that `checkpoint.read` reads: `blocks.N.att.time_state` of every block and no more.
-
-        ContractError for every other file, OSError for one that cannot be read.
+        The file may also be a checkpoint (`checkpoint.read`) that contains `blocks.N.att.time_state` of every block, a
+        trained initial state, and nothing else. ContractError for every other file, OSError if it cannot be read.
         """
         try:
             data = mapped(path, "what State.save has written")
@@ -97,20 +98,24 @@ class State:
 
     @classmethod
     def tuned(cls, weights) -> State:
-        """Of tuned states by name, value by key as files have them."""
+        """The state from `weights`, trained initial states [H, N, N] by name, value by key as in files."""
         names = [f"blocks.{i}.{name}" for name in INITIAL_STATE_PARAMETER for i in range(len(weights) or 1)]
-        if odd := sorted(set(weights) ^ set(names)):
-            refuse(f"has {shown(odd[0])}, expected att.time_state of every block and nothing else")
+        if unmatched := sorted(set(weights) ^ set(names)):
+            refuse(f"has {shown(unmatched[0])}, expected att.time_state of every block and nothing else")
         shape = weights[names[0]].shape
-        if odd := [name for name in names if weights[name].shape != shape or len(shape) != 3 or shape[1] != shape[2]]:
-            refuse(f"has {shown(odd[0])} in {weights[odd[0]].shape}, expected [H, N, N], alike in all blocks")
+        if unmatched := [
+            name for name in names if weights[name].shape != shape or len(shape) != 3 or shape[1] != shape[2]
+        ]:
+            refuse(
+                f"has {shown(unmatched[0])} in {weights[unmatched[0]].shape}, expected [H, N, N], alike in all blocks"
+            )
         wkv = np.stack([np.asarray(weights[name], np.float32).swapaxes(1, 2) for name in names])[:, None]
         zeros = np.zeros((len(names), 1, shape[0] * shape[1]), np.float32)
         return cls(zeros, np.ascontiguousarray(wkv), zeros.copy())
 
 
 FLOAT32 = np.dtype(np.float32)
-DTYPES = (FLOAT32, BFLOAT16, np.dtype(np.float16))  # that the recurrent state may have
+DTYPES = (FLOAT32, BFLOAT16, np.dtype(np.float16))  # possible dtypes of the recurrent state
 
 
 def refuse(complaint: str, error=ContractError) -> NoReturn:
@@ -122,54 +127,55 @@ STATE = {"att_shift": "L B D", "wkv": "L B H N N", "ffn_shift": "L B D"}
 
 
 def shapes_and_dtypes(sizes: dict[str, int], rows: int, wkv) -> dict[str, tuple]:
-    """Of a state's parts by name; the recurrent state has the dtype `wkv`."""
+    """{part of a state: (shape, dtype)} for `rows` rows; `wkv` is the recurrent state's dtype."""
     sizes = sizes | {"B": rows}
     shapes = {name: tuple(sizes[axis] for axis in axes.split()) for name, axes in STATE.items()}
     return {name: (shape, wkv if name == "wkv" else FLOAT32) for name, shape in shapes.items()}
 
 
 def check_state(state, sizes, kinds=None, wkv=FLOAT32, refuse=refuse):
-    """Wherever a state enters: float32 arrays whose axes fit each other and `sizes`, of one of `kinds` (None: any).
+    """Checks that a state's arrays fit each other and `sizes` and have one of the types `kinds` (None: any).
 
-    The recurrent state is in the dtype `wkv` (None: any of DTYPES). An axis that `sizes` lacks gets its size where it
-    is first met. `refuse` raises ContractError with what does not fit.
+    wkv : the dtype of the recurrent state (None: any of DTYPES); the other parts are float32
+    sizes : {axis: size}; an axis that it lacks gets the size that the first array has
+    refuse : the function that raises the error
     """
     if not isinstance(state, State):
         refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)
     sizes = dict(sizes)
     for name, axes in STATE.items():
-        found, axes = getattr(state, name), axes.split()
-        # A mask, or the products of a matrix, would be lost: a subclass of NumPy's array means something of its own.
-        if isinstance(found, np.ndarray) and type(found) not in (np.ndarray, np.memmap) or not hasattr(found, "dtype"):
+        array, axes = getattr(state, name), axes.split()
+        # Subclasses of NumPy's array are refused: a masked array's mask, for example, would be ignored.
+        if isinstance(array, np.ndarray) and type(array) not in (np.ndarray, np.memmap) or not hasattr(array, "dtype"):
             refuse(
-                f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected a plain array",
+                f"state.{name} is a {type(array).__module__}.{type(array).__qualname__}, expected a plain array",
                 ContractTypeError,
             )
-        if kinds is not None and type(found) not in kinds:
+        if kinds is not None and type(array) not in kinds:
             refuse(
-                f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected one of the "
+                f"state.{name} is a {type(array).__module__}.{type(array).__qualname__}, expected one of the "
                 "model's device: `on_device` moves it",
                 ContractTypeError,
             )
-        wanted = (FLOAT32,) if name != "wkv" else DTYPES if wkv is None else (wkv,)
-        if found.dtype not in wanted:
-            expected = ", ".join(map(str, wanted))
-            refuse(f"state.{name} has dtype {found.dtype}, expected {expected}", ContractTypeError)
-        if len(found.shape) == len(axes):
-            for axis, size in zip(axes, found.shape):
+        dtypes = (FLOAT32,) if name != "wkv" else DTYPES if wkv is None else (wkv,)
+        if array.dtype not in dtypes:
+            expected = ", ".join(map(str, dtypes))
+            refuse(f"state.{name} has dtype {array.dtype}, expected {expected}", ContractTypeError)
+        if len(array.shape) == len(axes):
+            for axis, size in zip(axes, array.shape):
                 sizes.setdefault(axis, size)
         shape = tuple(sizes.get(axis, axis) for axis in axes)
-        if tuple(found.shape) != shape:
-            refuse(f"state.{name} is {tuple(found.shape)}, expected {shape}")
+        if tuple(array.shape) != shape:
+            refuse(f"state.{name} is {tuple(array.shape)}, expected {shape}")
     if sizes["H"] * sizes["N"] != sizes["D"]:
         refuse(f"state.wkv has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
 
 
 class Rows:
-    """Where a call's sequences lie among its rows of tokens, and which rows of the state are theirs."""
+    """The bounds of a call's sequences among its tokens, and the rows of the state that belong to them."""
 
     def __init__(self, bounds, slots):
         self.bounds, self.slots = bounds, slots  # host: [N + 1]; [N] or None
         self.first, self.last = bounds[:-1], bounds[1:] - 1
-        self.single = len(self.first) == bounds[-1]  # a token each: a step
-        self.states = slice(None) if slots is None else slots  # what a state is indexed with
+        self.single = len(self.first) == bounds[-1]  # whether each sequence has one token: a step
+        self.states = slice(None) if slots is None else slots  # the index of the sequences' rows in a state
