@@ -307,6 +307,7 @@ def test_emulator_runs_what_is_right():
     ("WritePastEnd", "wrote to byte 256 of 256"),
     ("WriteBeforeStart", "wrote 4 bytes before its shared memory"),
     ("MisalignedCopy", "thread 1: cp_async to 16 bytes not aligned"),
+    ("MisalignedPair", r"thread 1: 0x[0-9a-f]+ is not aligned to 8 bytes \(.*mistakes.cu:\d+\)"),
     ("MisalignedRow", "thread 1: ldmatrix_x4 of a row not aligned"),
     ("AbsentWarp", r"nobody can go on: thread 0 waits in barrier_sync \(.*\), thread 32 has returned"),
     ("MixedCounts", r"thread 32: barrier_sync\(1, 32\) while others are in barrier_sync\(1, 64\)"),

@@ -32,8 +32,8 @@ template <typename T, typename G, int BK, int BV> struct alignas(16) ChannelShar
   Scored of;
   float power[2 * C];  // powers of 2 by which keys, then queries, are larger than what is rounded to float16
   float own[C];        // q . k of a token
+  float whole[BK];     // the chunk's decays; pairs are written
   float most;          // the largest power of keys
-  float whole[BK];     // the chunk's decays
 };
 
 // The power of 2 below the root of a sum of squares; 1 for 0.

@@ -25,7 +25,12 @@ FLAGS = (
     "-fno-gnu-unique",  # each kernel's library keeps its own statics
     "-fno-strict-aliasing",  # kernels read one type's bits as another's, as CUDA compilers allow
 )  # fmt: skip
-CHECKED = "-O1", "-ftrivial-auto-var-init=pattern"  # of kernels: an uninitialised register shows
+CHECKED = (  # of kernels
+    "-O1",
+    "-ftrivial-auto-var-init=pattern",  # an uninitialised register shows
+    "-fsanitize=alignment", "-fno-sanitize-recover",  # a misaligned place ends the launch: the runtime has the handler
+    "-nodefaultlibs",  # ... and no library has another; what is needed else, the runtime's libraries have
+)  # fmt: skip
 ENTRY = """
 extern "C" __attribute__((visibility("default")))
 const char* emulated_launch(const void* args, size_t size, long long blocks, int threads, size_t smem, int cluster) {{

@@ -88,6 +88,21 @@ void report(const char* format, ...) {
 
 void leave() { switch_stacks(current->context, scheduler); }
 
+// What -fsanitize=alignment gives its handler.
+struct Sanitized {
+  const char* file;
+  u32 line, column;
+  const void* type;
+  unsigned char log_alignment, access;
+};
+
+extern "C" __attribute__((visibility("default")))
+void __ubsan_handle_type_mismatch_v1_abort(const Sanitized* found, const void* place) {
+  report("thread %u: %p is not aligned to %d bytes (%s:%u)", threadIdx.x, place, 1 << found->log_alignment, found->file,
+         found->line);
+  leave();
+}
+
 void wait(State state, const char* call, Where where, Operation operation, void* operand) {
   Thread& self = *current;
   self.state = state;

@@ -101,6 +101,13 @@ struct CopyBeforeStart {
   }
 };
 
+struct MisalignedPair {
+  __device__ static float run(float* s, const float* in) {
+    *reinterpret_cast<float2*>(s + threadIdx.x) = {0.f, 0.f};
+    return 0;
+  }
+};
+
 struct MisalignedRow {
   __device__ static float run(float* s, const float* in) {
     u32 r[4];
