@@ -164,6 +164,11 @@ def test_texts_json_lines_and_binidx(tmp_path):
         ("a.jsonl", b"{", "line 1: "),
         ("data.idx", b"MMIDIDX", "its .idx starts with"),
         ("data.idx", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 7, 1, 2), "its .idx has the dtype 7"),
+        (
+            "data.idx",
+            b"MMIDIDX\0\0" + struct.pack("<QBQQ2s", 1, 8, 1, 2, b"cut"),
+            "its .idx of 36 bytes claims 1 texts",
+        ),
         ("data.bin", b"123", "its .bin has 3 bytes, expected a multiple of 2"),
         ("data.bin", b"1234", "its .bin has 2 ids, expected the 1 of its .idx"),
         ("data.idx", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1 << 62, 1), "its .idx of 34 bytes claims 46.* texts"),
