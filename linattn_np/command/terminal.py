@@ -101,7 +101,7 @@ def guarded(name, work) -> int:
     details.told = False
     before = threading.excepthook, sys.unraisablehook, warnings.showwarning
     threading.excepthook = sys.unraisablehook = not_raised
-    warnings.showwarning = lambda message, *_, **__: say(f"{name}: {message}")
+    warnings.showwarning = lambda message, *_, **__: say(f"{name}: {str(message).strip().partition(chr(10))[0]}")
     try:
         with handled():
             return work()

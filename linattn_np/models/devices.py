@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cupy_folder import folder_for_cupy
 from ..errors import ContractError, NotSupported
-from ..messages import shown
+from .number_checks import shown
 
 DEVICES = ("cpu", "cuda")
 

@@ -71,8 +71,11 @@ class Board:
             yield
             return
         self.busy = True
+        wanted = min(self.most, size // SHARE)
+        if wanted and not HELPERS.started:  # on a stopped board it compiles only: machine code that a helper compiles
+            self.loops.assist(self.array)  # would be lost, every time anew, where the process ends before it is kept
         self.array[self.loops.STOPPED] = 0
-        if wanted := min(self.most, size // SHARE):
+        if wanted:
             HELPERS.wake(self.array, wanted)
         try:
             yield
