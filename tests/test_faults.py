@@ -155,6 +155,8 @@ def test_a_file_that_is_not_there_has_a_neighbour(tmp_path):
     [
         ("generate --device cpu --tokens 1 --temperature 0 --prompt Emm <&- 2>&-", 0, "Emma\n", ""),
         ("generate --prompt - --device cpu <&- ", 2, "", "stdin is empty, expected some text\n"),
+        ("generate --prompt - --device cpu 0>/dev/null", 2, "", "stdin cannot be read: Bad file descriptor\n"),
+        ("generate --prompt - --device cpu </dev/zero", 2, "", "stdin has more than 268,435,456 bytes"),
         ("--version >&-", 2, "", "linattn-np: stdout: Bad file descriptor; it is closed: send it to a file, a pipe or"),
         ("--help >/dev/full", 2, "", "linattn-np: stdout: No space left on device; free some room"),
         ("dance 2>/dev/full", 2, "", ""),
