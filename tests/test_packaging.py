@@ -308,6 +308,7 @@ ROOMS = {
             "interop.calls",
             "interop.torch_calls",
             "interop.torch_memory",
+            "accepted_arrays",
             "contract",
             "distributed",
             "warnings_of_misuse",

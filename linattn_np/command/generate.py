@@ -415,7 +415,9 @@ def prompt_of(options) -> bytes:
     if options.prompt == "-" or piped():
         prompt = from_stdin(lambda stdin: stdin.read(LONGEST_PROMPT + 1))
         if len(prompt) > LONGEST_PROMPT:
-            raise ValueError(f"argument --prompt: stdin has more than {LONGEST_PROMPT:,} bytes, expected a text that ends")
+            raise ValueError(
+                f"argument --prompt: stdin has more than {LONGEST_PROMPT:,} bytes, expected a text that ends"
+            )
         prompt = prompt.removesuffix(b"\n").removesuffix(b"\r")
         if prompt:
             return prompt
