@@ -405,6 +405,7 @@ ROOMS = {
             "graph_capture",
             "kernel_choice",
             "problem",
+            "summary",
             "varlen",
         ],
         ["numpy", "cupy"],
