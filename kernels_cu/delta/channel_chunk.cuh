@@ -82,8 +82,8 @@ __device__ __forceinline__ float max_of_lanes(float x) {
   return x;
 }
 
-// Stores, for channels c and c + 1, keys decayed from the chunk's start, queries and keys decayed from borders, and the
-// chunk's decays.
+// Stores, for channels c and c + 1, keys decayed from the chunk's start, queries and keys decayed from borders, and
+// the chunk's decays.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g,
                                                int c) {
@@ -167,8 +167,8 @@ __device__ __forceinline__ void score_block(const T* rows, const T* k, const G* 
   if (lane < PAIRS_OF_BLOCK) f(first + i, first + j, score);
 }
 
-// Stores all decayed queries and keys but qd, and computes scores within blocks of 8 tokens; each warp takes a task at a
-// time. The block's threads pass a barrier before and after.
+// Stores all decayed queries and keys but qd, and computes scores within blocks of 8 tokens; a warp takes a task at
+// a time. The block's threads pass a barrier before and after.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g) {
   constexpr int PANELS = BK / 64;
