@@ -173,7 +173,20 @@ def test_a_child_has_threads_of_its_own(rng):
     assert os.waitpid(script, 0)[1] == 0
 
 
+def test_the_helpers_loop_is_compiled_before_they_start(monkeypatch):
+    """A process that ends while such a thread compiles keeps nothing on the disk."""
+    calls, here = [], threading.current_thread()
+    monkeypatch.setattr(helper_threads, "HELPERS", helper_threads.Helpers())
+    monkeypatch.setattr(
+        matrix_loops, "assist", lambda board: calls.append((threading.current_thread(), board[matrix_loops.STOPPED]))
+    )
+    with Board().helped(1 << 30):
+        assert calls[0] == (here, 1)
+
+
 def test_threads_that_may_be_used(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "9" * 5000)
+    assert helper_threads.count() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert helper_threads.count() == 1 and Board().most == 0
     monkeypatch.setenv("OMP_NUM_THREADS", "many")

@@ -56,6 +56,7 @@ LINE = {"prompt": str, "tokens": int, **SAMPLING, "stop": (str, list)}
 SLOTS = 8
 LONGEST_LINE = 1 << 24  # bytes, of --batch-file
 SMALL = 1 << 26  # bytes of a checkpoint
+LONGEST_PROMPT = 1 << 28  # bytes of stdin: a device may have no end
 PROMPTS = 1024  # tokens, about as many as the prompts that begin a batch together: the same kernels read them
 
 
@@ -412,7 +413,11 @@ def prompt_of(options) -> bytes:
     if options.prompt and options.prompt != "-":
         return os.fsencode(options.prompt)
     if options.prompt == "-" or piped():
-        prompt = sys.stdin.buffer.read()
+        prompt = from_stdin(lambda stdin: stdin.read(LONGEST_PROMPT + 1))
+        if len(prompt) > LONGEST_PROMPT:
+            raise ValueError(
+                f"argument --prompt: stdin has more than {LONGEST_PROMPT:,} bytes, expected a text that ends"
+            )
         prompt = prompt.removesuffix(b"\n").removesuffix(b"\r")
         if prompt:
             return prompt
@@ -467,7 +472,15 @@ def about(options, model) -> str:
 def ask() -> str:
     if sys.stdin.isatty():
         say("> ", end="")
-    return sys.stdin.buffer.readline().decode("utf-8", "surrogateescape")
+    return from_stdin(lambda stdin: stdin.readline(LONGEST_PROMPT)).decode("utf-8", "surrogateescape")
+
+
+def from_stdin(read) -> bytes:
+    """What `read` gives of stdin's bytes; OSError names stdin where it cannot be read."""
+    try:
+        return read(sys.stdin.buffer)
+    except OSError as error:
+        raise OSError(f"stdin cannot be read: {error.strerror or error}") from error
 
 
 # -- many texts -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 
+from ..argument_checks import whole_of
 from ..models.checkpoint import located
 from ..models.files import check_writable, same_file
 from ..models.number_checks import shown
@@ -100,7 +101,7 @@ def guarded(name, work) -> int:
     details.told = False
     before = threading.excepthook, sys.unraisablehook, warnings.showwarning
     threading.excepthook = sys.unraisablehook = not_raised
-    warnings.showwarning = lambda message, *_, **__: say(f"{name}: {message}")
+    warnings.showwarning = lambda message, *_, **__: say(f"{name}: {str(message).strip().partition(chr(10))[0]}")
     try:
         with handled():
             return work()
@@ -248,10 +249,11 @@ def some_text(text):
 
 def whole(least, most=10**18):
     def number(text):
-        if not (text.isascii() and text.isdecimal() and len(text) <= 18) or not least <= int(text) <= most:
+        value = whole_of(text)
+        if value is None or not least <= value <= most:
             to = "up" if most == 10**18 else f"to {most}"
             raise argparse.ArgumentTypeError(f"is {shown(text)}, expected a whole number from {least} {to}")
-        return int(text)
+        return value
 
     return number
 

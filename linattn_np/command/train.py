@@ -117,7 +117,10 @@ def trained_of(options) -> Trained:
 def run(options):
     trained = trained_of(options)
     device = device_of(options.device)
-    comm = connect(device)
+    try:
+        comm = connect(device)
+    except RankLost as lost:
+        raise OSError(str(lost)) from lost
     ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
         say(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))

@@ -13,14 +13,15 @@ import numpy as np
 
 from ..cupy_folder import folder_for_cupy
 from ..errors import ContractError, NotSupported
+from .number_checks import shown
 
 DEVICES = ("cpu", "cuda")
 
 
 def check_device(owner: str, device: str):
     """ContractError for what is no device; NotSupported says why the GPU cannot be used."""
-    if device not in DEVICES:
-        raise ContractError(f"{owner}: device is {device!r}, expected 'cpu' or 'cuda'")
+    if not isinstance(device, str) or device not in DEVICES:
+        raise ContractError(f"{owner}: device is {shown(device)}, expected 'cpu' or 'cuda'")
     if device == "cpu":
         return
     folder_for_cupy()

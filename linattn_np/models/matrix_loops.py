@@ -369,7 +369,7 @@ def idle(looks):
 
 def new_board():
     board = np.zeros(BOARD, np.int64)
-    board[COMPUTE] = compute.address
+    board[COMPUTE], board[STOPPED] = compute.address, 1
     return board
 
 
