@@ -149,9 +149,9 @@ namespace emulator {
 
 template <class Args> struct Call {
   static inline void (*kernel)(Args);
-  static inline const Args* args;
+  alignas(Args) static inline unsigned char args[sizeof(Args)];
   static void run() {
-    kernel(*args);
+    kernel(*reinterpret_cast<const Args*>(args));
     wait(State::Returned, nullptr, {});
   }
 };
@@ -163,7 +163,7 @@ template <class Args> const char* launch(void (*kernel)(Args), const void* args,
   static bool backwards = true;
   backwards = !backwards;
   Call<Args>::kernel = kernel;
-  Call<Args>::args = static_cast<const Args*>(args);
+  memcpy(Call<Args>::args, args, size < sizeof(Args) ? size : sizeof(Args));
   return launch(Call<Args>::run, {size, sizeof(Args), backwards}, blocks, count, shared, together);
 }
 
