@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_examples import AUSTEN, ENVIRONMENT
@@ -371,3 +373,9 @@ def test_processes_share_texts_beside_a_thread_too(tmp_path):
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == ["a"] * 3
+
+
+def test_the_time_left_is_told_once_it_is_known():
+    half_done = SimpleNamespace(done=0.5)
+    assert train.left(half_done, (0.5, time.perf_counter())) == ""
+    assert train.left(half_done, (0.25, time.perf_counter() - 90)) == ", 3 min 0 s left"

@@ -350,7 +350,7 @@ def steps(training, trained, options, ended):
         while training.done < 1 and not ended():
             interval.step()
             if interval.since_shown > SHOWN:
-                show(f"training {bar(training.done)} {left(training, begun)} left, {interval.latest()}")
+                show(f"training {bar(training.done)} {interval.latest()}{left(training, begun)}")
             if interval.seconds > options.every and training.done < 1:
                 interval.report(folder, show, left(training, begun), last=False)
                 interval = Interval(training, trained)
@@ -360,10 +360,14 @@ def steps(training, trained, options, ended):
 
 
 def left(training, begun) -> str:
-    """The time until it is done, as `begun`, (the part that was done, when), tells."""
+    """The end of a line: how long it still takes, as `begun`, (the part that was done, when), tells. Empty where nothing
+    is done since, as a training by minutes counts its steps when the next one begins.
+    """
     done, seconds = training.done - begun[0], time.perf_counter() - begun[1]
-    minutes, seconds = divmod(round(seconds * (1 - training.done) / done) if done else 0, 60)
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    if not done:
+        return ""
+    minutes, seconds = divmod(round(seconds * (1 - training.done) / done), 60)
+    return f", {minutes} min {seconds} s left" if minutes else f", {seconds} s left"
 
 
 def sample(training, trained) -> str:
@@ -431,7 +435,7 @@ class Interval:
                 raise
             say(f"step {training.step_number} is not saved, and the training goes on: {told(error)}")
         show("")
-        say(f"{line}, held out {held_out:.4f}" + ("" if last else f", {left} left"))
+        say(f"{line}, held out {held_out:.4f}" + ("" if last else left))
         if last or self.seconds > SAMPLED:
             say(f"  it writes: {sample(training, self.trained)}")
 
