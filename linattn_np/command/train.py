@@ -360,8 +360,8 @@ def steps(training, trained, options, ended):
 
 
 def left(training, begun) -> str:
-    """The end of a line: how long it still takes, as `begun`, (the part that was done, when), tells. Empty where nothing
-    is done since, as a training by minutes counts its steps when the next one begins.
+    """The end of a line: how long it still takes, as `begun`, (the part that was done, when), tells. It is empty where
+    nothing is done since: a training by minutes counts its steps when the next one begins.
     """
     done, seconds = training.done - begun[0], time.perf_counter() - begun[1]
     if not done:
