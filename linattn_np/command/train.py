@@ -427,7 +427,8 @@ class Interval:
             mean = finite(math.fsum(map(float, self.losses)) / len(self.losses), "the loss", training, folder)
             line += f", loss {mean:.3f}, {self.speed()}"
         show(f"{line} ...")
-        held_out = finite(training.held_out_loss(), "the loss on what is held out", training, folder)
+        held_out = training.held_out_loss(lambda read: show(f"{line}, held out {bar(read)}"))
+        finite(held_out, "the loss on what is held out", training, folder)
         try:
             save(training, folder, self.trained.file)
         except OSError as error:
