@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import sys
 import threading
 import traceback
@@ -264,6 +265,11 @@ def check_out(options, *inputs):
         if same_file(options.out, located(getattr(options, name))):
             raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
     check_writable(options.out)
+
+
+def to_write(*options) -> str:
+    """The command that writes with a result, to be typed."""
+    return "To write with it: " + shlex.join(["linattn-np", "generate", *map(str, options), "The "])
 
 
 def add_device(add):

@@ -37,7 +37,7 @@ from .blas_threads import blas_for, where
 from .first_loops import compiling
 from .generate import tokenizer_of
 from .signals import Ended, deferred
-from .terminal import add_device, add_tokenizer, bar, details, say, status, told, whole
+from .terminal import add_device, add_tokenizer, bar, details, say, status, to_write, told, whole
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
 DEFAULTS = {
@@ -82,14 +82,13 @@ class Trained:
         """Of the whole model by now."""
         return self.kind.model_weights(training.layout, on_host(training.steps.weights))
 
-    def next_command(self, options, file) -> str:
-        """What writes with it, to be typed."""
-        words = {
-            "model": ["--model", str(file), "The "],
-            "adapter": ["--model", str(options.base), "--adapter", str(file), "The "],
-            "state": ["--model", str(options.base), "--load-state", str(file), "The "],
-        }
-        return shlex.join(["linattn-np", "generate", *words[self.name]])
+    def options_to_write(self, base, file) -> list:
+        """Options of linattn-np generate that write with it."""
+        return {
+            "model": ["--model", file],
+            "adapter": ["--model", base, "--adapter", file],
+            "state": ["--model", base, "--load-state", file],
+        }[self.name]
 
 
 def trained_of(options) -> Trained:
@@ -242,6 +241,8 @@ def start(options, trained, device, ranks) -> Training:
     given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
     how = dict(device=device, dtype=options.dtype, kind=trained.kind, recompute=options.recompute, ranks=ranks)
     if options.resume:
+        if not (folder / CHECKPOINT).exists():
+            raise ValueError(f"argument --resume: {folder} holds no training; without --resume one begins there")
         training = Training.restore(folder / CHECKPOINT, text, **how)
         resume(training, given, options.out)
         check_writable(folder / CHECKPOINT)
@@ -356,7 +357,7 @@ def steps(training, trained, options, ended):
                 interval = Interval(training, trained)
         interval.report(folder, show, left(training, begun), last=True)
     file = folder / trained.file
-    say(f"wrote {file}. To write with it: {trained.next_command(options, file)}")
+    say(f"wrote {file}. {to_write(*trained.options_to_write(options.base, file))}")
 
 
 def left(training, begun) -> str:
