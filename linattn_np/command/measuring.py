@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
+from .. import NotSupported
 from ..array_kinds import BFLOAT16
-from ..errors import NotSupported
 from ..models.devices import check_device
 
 CALLS = 5

@@ -1,7 +1,8 @@
 """Writes a checkpoint of a model with a low-rank adapter merged into it. No torch.
 
     linattn-np train --from model.pth --lora 16 --text texts.jsonl --out mine
-    linattn-np merge --model model.pth --adapter mine/adapter.safetensors --out mine.safetensors
+    linattn-np merge --model model.pth --adapter mine/adapter.safetensors \\
+        --out mine.safetensors
 
 Every matrix W becomes W + (alpha / rank) B A, in its own dtype, under the official names.
 """
