@@ -21,6 +21,7 @@ from ..models.number_checks import shown
 from .signals import Ended, handled
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
+TICK = 0.5  # seconds between two states of a line that shows how far things are
 FAULT, REFUSED = 1, 2  # exit codes, beside 0 and those of signals
 NO_ROOM = "free some room, or name another place"
 WAYS_OUT = {
@@ -311,6 +312,24 @@ def status(first):
         yield show
     finally:
         show("")
+
+
+@contextmanager
+def ticking(draw):
+    """Inside, another thread calls `draw` every TICK seconds."""
+    over = threading.Event()
+
+    def tick():
+        while not over.wait(TICK):
+            draw()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def bar(share, width=30):
