@@ -169,6 +169,8 @@ def draw_call(rng) -> Call:
         return Call(op, B, 1, H, K, V, groups, single, gate, lengths=lengths)
     packed = T > 1 and rng.random() < 0.2
     gv = op == "gla with gv"
+    materialize = chosen("None", "True", "False") if has(op, "materialize") and not gv else "None"
+    unstaged = gv or rank_one or materialize == "False"  # mode "staged" keeps every chunk's state
     return Call(
         op,
         1 if packed else B,
@@ -187,8 +189,8 @@ def draw_call(rng) -> Call:
         bool(rng.random() < 0.3),
         bool(rng.random() < 0.3),
         bool(rng.random() < 0.2),
-        chosen("None", "True", "False") if has(op, "materialize") and not gv else "None",
-        chosen("auto", "chunk") if gv or rank_one else chosen("auto", "chunk", "staged", plain=0.8),
+        materialize,
+        chosen("auto", "chunk") if unstaged else chosen("auto", "chunk", "staged", plain=0.8),
         bool(rng.random() < 0.4),
         lengths,
     )

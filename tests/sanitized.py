@@ -289,12 +289,13 @@ def steps_of_several(rng, run):
         yield run(op, *arrays, state, slots=[2, 0], pending=pending, accepted=accepted)
 
 
-def delta_rules_on_hopper(rng, device):
+def delta_rules_on_hopper(rng):
+    """In filled arrays: see `as_filled`."""
     for dtype, K, V in product((BFLOAT16, HALF), (64, 128), (64, 128)):
         kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), PACKED if V == 64 else None
         tokens = delta_tokens(rng, 1, 2, 4, 133, K, V, dtype, "some -inf", "alike", "sigmoid")
         state = rng.standard_normal((len(bounds) - 1 if bounds else 1, 4, K, V)).astype(SINGLE)
-        yield delta_call(device, kernel, tokens, K**-0.5, state, bounds)
+        yield delta_call(Filled(), kernel, tokens, K**-0.5, state, bounds)
 
 
 EIGHT_BITS = np.dtype(np.int8)
@@ -360,7 +361,7 @@ def calls(rng, run, as_older, as_filled, device):
         steps(rng, run),
         steps_of_several(rng, run),
         delta_rules(rng, run, as_older, as_filled),
-        delta_rules_on_hopper(rng, device),
+        delta_rules_on_hopper(rng),
         decoding(rng, device),
         prompts(rng, as_filled),
         trainings(rng, as_filled, device),

@@ -210,7 +210,9 @@ def test_a_device_that_is_not_there_says_what_brings_it(capsys, monkeypatch):
 
 # -- the model that comes along ---------------------------------------------------------------------------------------
 def test_the_example_model_stands_in_the_checkout_and_in_the_package(tmp_path, monkeypatch):
-    assert austen() == AUSTEN.resolve()
+    assert austen() == AUSTEN.resolve() and austen(7).parent.name == "austen-x070"
+    with pytest.raises(ValueError, match="austen: version is 5, expected 6 or 7"):
+        austen(5)
     monkeypatch.setattr(example, "__file__", str(tmp_path / "linattn_np" / "models" / "example.py"))
     with pytest.raises(FileNotFoundError, match="model.safetensors, is missing in .*a wheel of linattn-np brings it"):
         austen()

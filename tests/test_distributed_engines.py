@@ -421,6 +421,20 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch, capsys):
         watch.check()
 
 
+def test_a_call_that_waits_for_a_rank_is_aborted(monkeypatch):
+    """NCCL connects ranks inside the host's call, before there is a message that could be late."""
+    monkeypatch.setattr(nccl, "GRACE_S", 0.1)
+    aborted = threading.Event()
+    watch = Watch(aborted.set, "NCCL, rank 0 of 2", 2.0, lambda: "rank 1 has ended")
+    with watch.host_call():
+        pass
+    assert watch.waits_since() is None
+    with pytest.raises(RankLost, match="rank 1 has ended"), watch.host_call():
+        assert aborted.wait(5)
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+    watch.end()
+
+
 # -- what engines of the host share, on threads -----------------------------------------------------------------------
 @pytest.mark.parametrize("sent, expected", [(3, 4), (4, 3), (3, 1000), (1000, 3), (1000, 2000)])
 def test_ranks_in_different_calls_do_not_hang(sent, expected):

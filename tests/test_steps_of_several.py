@@ -140,7 +140,7 @@ def test_kernels_say_what_they_have_not(several):
     """Two keys of 256 numbers in float64 have no room on every card."""
     if several.device is None:
         return
-    x, declared = np.zeros((1, 1, 1, 200)), STEPS["rwkv7"][0]
-    pending = np.zeros((1, 1, 1, sum(declared.numbers(200, 200))))
+    shapes = *6 * [(1, 1, 1, 200)], (1, 1, 200, 200), (1, 1, 1, sum(STEPS["rwkv7"][0].numbers(200, 200)))
+    *arrays, pending = (several.asarray(np.zeros(shape)) for shape in shapes)
     with pytest.raises(NotSupported, match="K=200 is over 128, for several tokens"):
-        several.run(linattn_np.rwkv7_step, x, x, x, x, x, x, np.zeros((1, 1, 200, 200)), pending=pending)
+        several.run(linattn_np.rwkv7_step, *arrays, pending=pending)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -112,7 +113,8 @@ class Nccl:
         self.watch.check()
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.before))
         self.meet(peer)
-        work(self.stream.ptr)
+        with self.watch.host_call():  # NCCL connects ranks as they first meet: the host waits for them
+            work(self.stream.ptr)
         done = self.stream.record(self.event())
         if not self.stream.is_capturing():  # a graph runs the stream's work again, but not the watch: see `launched`
             self.watch_over()
@@ -195,7 +197,7 @@ def of_one_process(ends, limit_s):
 
 
 class Watch:
-    """Calls `abort` when a message has not arrived in time.
+    """Calls `abort` when a message has not arrived in time, or a call on the host has not returned.
 
     ended : a function that names the ranks which have ended, or returns None
     flags : uint8 [FLAGS]: the card writes the value that `begin` returned when a message has arrived
@@ -206,7 +208,7 @@ class Watch:
         self.flags = np.zeros(FLAGS, np.uint8) if flags is None else flags
         self.flags[:] = 0
         self.under_way, self.lock, self.lost, self.thread = deque(), threading.Lock(), None, None
-        self.count, self.ended = 0, threading.Event()
+        self.calls_since, self.count, self.ended = None, 0, threading.Event()
 
     def begin(self):
         """(the place of the next message's flag, its value once the message has arrived). Messages arrive in order."""
@@ -215,13 +217,31 @@ class Watch:
         self.count += 1
         self.waits_since()  # forgets what has arrived
         self.under_way.append((message, time.monotonic()))
+        self.start()
+        return message
+
+    @contextmanager
+    def host_call(self):
+        """Watches a call that ends with an error when `abort` is called; raises `RankLost` in the error's place."""
+        self.calls_since = time.monotonic()
+        self.start()
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+        finally:
+            self.calls_since = None
+
+    def start(self):
         if self.thread is None:
             self.thread = threading.Thread(target=self.look, daemon=True)
             self.thread.start()
-        return message
 
     def waits_since(self):
-        """When the first message that has not arrived was begun, or None."""
+        """When what is waited for was begun: the host's call, else the first message that has not arrived; or None."""
+        if (since := self.calls_since) is not None:
+            return since
         with self.lock:
             while self.under_way:
                 (place, value), begun = self.under_way[0]

@@ -28,7 +28,9 @@ template <typename T> __device__ __forceinline__ u32 rounding_rest(u32 rounded, 
   return pack<T>(x - values.x, y - values.y);
 }
 
-// A warp arrives by one lane: a barrier would count arrivals of 32 lanes one after the other.
+// A warp arrives by one lane, since a barrier counts the arrivals of 32 lanes one after the other. Where threads read
+// what the warp has written, all lanes arrive: racecheck knows no order between a lane's arrival and the other lanes'
+// writes.
 __device__ __forceinline__ void warp_arrive(Barrier& barrier) {
   __syncwarp();
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
@@ -197,7 +199,7 @@ __device__ __forceinline__ void compute_decays(S& s, const Args<typename S::T>& 
     if (lane == 31) to.chunk_decay = from_start;
     __syncwarp();
     to.key_end_factors[lane] = swizzled(D[0], CHUNK - 1, lane / 4)[lane % 4];
-    warp_arrive(s.decays_ready[ring.stage]);
+    barrier_arrive(s.decays_ready[ring.stage]);
   }
 }
 
@@ -328,7 +330,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
     }
     store_split<T, 1>(in.N_to_end, shifted_offset(left_place, 0, 16), y);
     fence_async();
-    warp_arrive(s.inverse_ready[ring.stage]);
+    barrier_arrive(s.inverse_ready[ring.stage]);
     ring.next(), ring.next();
   }
 }
@@ -424,7 +426,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
     stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left, 0, 32)), rounded);
     stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left, 0, 48)), rest);
   }
-  warp_arrive(s.scores_ready[ring.stage]);
+  barrier_arrive(s.scores_ready[ring.stage]);
 }
 
 // Fills a warp's block [16, 16] of B = A N diag(beta) at (row, column), and stores -B_ij E_j, split, to minus_BE: W has
@@ -650,9 +652,9 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 32), barrier_init(s.values_full[stage], 32);  // lanes of the copying warp
-      barrier_init(s.decays_ready[stage], 1), barrier_init(s.scores_ready[stage], 4),
-          barrier_init(s.inverse_ready[stage], 1);  // warps
-      barrier_init(s.operands_ready[stage], 4), barrier_init(s.outputs_ready[stage], CONSUMERS<BV> / 32);
+      barrier_init(s.decays_ready[stage], 32), barrier_init(s.inverse_ready[stage], 32);
+      barrier_init(s.scores_ready[stage], 128);
+      barrier_init(s.operands_ready[stage], 4), barrier_init(s.outputs_ready[stage], CONSUMERS<BV> / 32);  // warps
     }
   fence_async();
   __syncthreads();

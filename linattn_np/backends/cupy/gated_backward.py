@@ -24,7 +24,7 @@ from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_
 from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SMALL, TILED
 
-STATES_AT_LEAST = 1 << 26  # bytes of states that may be stored at a time even if the inputs are smaller
+STATES_AT_LEAST = 1 << 27  # bytes of states that may be stored at a time even if the inputs are smaller
 
 
 def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
