@@ -60,6 +60,7 @@ class Step(cuda_decoder.Step):
             kernel.parts,
             ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
+            early=True,
         )
         k, v, r, gate = buffers.kvrg[0]
         self.draft.launch(
