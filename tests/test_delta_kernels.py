@@ -236,6 +236,9 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, qk_l2norm, dtype, rng
         assert rms(x - y) <= HARD_LIMITS[dtype] * (3 if y.ndim == 3 else 1) * max(size, rms(y)), name
 
 
+KERNELS_IN_CHUNKS = {KDA: "delta_channel_forward", RWKV7: "delta_dplr_forward"}
+
+
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_explained(op, rng):
     """A gate beside a write strength of another dtype is copied; gradients take what is stated."""
@@ -243,10 +246,9 @@ def test_explained(op, rng):
     if op is KDA:
         arrays[4] = arrays[4].astype(BFLOAT16)
     on = planned.Noting()
-    plan = planned.plan_of(op.bind(arrays), on)
+    plan = planned.plan_of(op.bind(arrays, mode="chunk"), on)
     chunks, gates = op in (DELTA_RULE, GATED_DELTA_RULE), "every channel has a gate of its own"
-    forward = {KDA: "delta_channel_forward", RWKV7: "delta_dplr_forward"}.get(op, "delta_forward")
-    assert planned.names(plan) == [forward] and plan.mode == "chunk"
+    assert planned.names(plan) == [KERNELS_IN_CHUNKS.get(op, "delta_forward")] and plan.mode == "chunk"
     assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), on)) == ["delta_recurrent_forward"]
     assert plan.copies == (("beta: in float32, as other gates",) if op is KDA else ())
     back = planned.plan_of(op.bind(arrays, gradient=True), on)
@@ -255,6 +257,16 @@ def test_explained(op, rng):
     assert back.tiles["chunk"] == (32 if chunks else 8)
     assert list(plan.against) == ["by Hopper's own kernel"]
     assert back.against == ({} if chunks else {"in chunks": gates})
+
+
+@pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
+def test_few_heads_go_token_by_token(op, rng):
+    """Where each has a block of the chunk kernels at most half of the card is busy, for longer."""
+    for H, kernel in ((66, "delta_recurrent_forward"), (67, KERNELS_IN_CHUNKS[op])):
+        arrays, *_ = Case(op, H=H, T=70, K=8, V=8, dtype=HALF, gate_dtype=HALF).drawn(rng)
+        plan = planned.plan_of(op.bind(arrays), planned.Noting())
+        assert planned.names(plan) == [kernel]
+    assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), planned.Noting())) != [kernel]
 
 
 @pytest.mark.parametrize(
