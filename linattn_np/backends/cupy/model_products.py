@@ -150,6 +150,28 @@ class BatchProduct(ModelKernel):
         return self.SPLIT
 
 
+class NarrowProduct(ModelKernel):
+    """A product of few rows with a batch's vectors, left in parts."""
+
+    file = "rwkv6/narrow_product"
+    arguments = members("pointers w scales x y, integers B K M")
+    shared = ("Shared<{VECTORS}>",)
+    ROWS: ClassVar[int] = 32  # of a weight
+    PARTS: ClassVar[int] = 4
+    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32)
+    arch, threads = "sm_90a", 256
+    dtype: np.dtype
+    VECTORS: int
+
+    @classmethod
+    def fitting(cls, dtype, B) -> NarrowProduct:
+        """The kernel with so many vectors a block that all blocks run at once, two a multiprocessor."""
+        return cls(dtype, cls.WIDTHS[B > BatchProduct.MOST])
+
+    def blocks(self, B, M) -> int:
+        return self.PARTS * ceil_div(M, self.ROWS) * ceil_div(B, self.VECTORS)
+
+
 class WideProduct(ModelKernel):
     """Products of half-precision weights with at least `LEAST` vectors: a block has `ROWS` rows, and `GROUPS`
     warpgroups with 64 vectors each. `HALVES` = 2 blocks of a cluster share the copies of weights. A split of K leaves
