@@ -18,7 +18,6 @@
 //           has a channel and holds all decayed keys, or decayed rows, of the chunk in registers
 // source    Peng et al., 2025 (2503.14456), eq. 17
 // limits    T of bfloat16, float16
-#include "cards.cuh"
 #include "delta/channel_chunk.cuh"
 #include "delta/dplr_backward_storage.cuh"
 
@@ -110,19 +109,17 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_value
   }
 }
 
-template <bool X> struct Constant {
-  static constexpr bool value = X;
+template <int N> struct Constant {
+  static constexpr int value = N;
 };
 
-// Calls f(group of 8 tokens, whether `token` is one of them or behind one) for the groups that begin up to `token`, or,
-// FROM, end from it on. A group is whole if it ends 2 tokens before `token`, or, FROM, begins behind it.
-template <bool FROM, class F> __device__ __forceinline__ void each_group(int token, F f) {
-#pragma unroll
-  for (int group = 0; group < C / GROUP; ++group) {
-    const int first = group * GROUP, last = first + GROUP - 1;
-    if (FROM ? first > token : last + 2 <= token) f(group, Constant<false>{});
-    else if (FROM ? last >= token : first <= token) f(group, Constant<true>{});
-  }
+// Calls f(group of 8 tokens, 1 if `token` is one of them or next to them, else 0) for the groups that begin up to
+// `token`, or, FROM, that end from it on.
+template <bool FROM, int N = 0, class F> __device__ __forceinline__ void each_group(int token, F f) {
+  constexpr int FIRST = N * GROUP, LAST = FIRST + GROUP - 1;
+  if (FROM ? FIRST > token : LAST + 2 <= token) f(Constant<N>{}, Constant<0>{});
+  else if (FROM ? LAST >= token : FIRST <= token) f(Constant<N>{}, Constant<1>{});
+  if constexpr (N + 1 < C / GROUP) each_group<FROM, N + 1>(token, f);
 }
 
 // dq, da and dg's terms of rows, of one channel: goes forwards over rows and holds the keys before them, decayed to the
@@ -137,14 +134,13 @@ __device__ __forceinline__ void gather_rows(Shared<T, G>& s, float (&passed)[C],
     const float q_i = to_float(*place<KEPT>(s.tokens[OF_Q], i, c)), a_i = to_float(*place<KEPT>(s.tokens[OF_A], i, c));
     const float k_i = to_float(*place<KEPT>(s.tokens[OF_K], i, c)), b_i = to_float(*place<KEPT>(s.tokens[OF_B], i, c));
     float of_q = 0.f, of_a = 0.f;  // sums over the keys so far
-    each_group<false>(i, [&](int group, auto near) {
+    each_group<false>(i, [&](auto group, auto near) {
 #pragma unroll
-      for (int j = group * GROUP; j < (group + 1) * GROUP; ++j) {
+      for (int j = group.value * GROUP; j < (group.value + 1) * GROUP; ++j) {
         const float4 pair = s.pairs[i][j];
         of_a = fmaf(pair.z, k[j], fmaf(pair.w, b[j], of_a));
         if (!near.value || j < i - 1) passed[j] = fmaf(a_i, of_a, passed[j]);
-        k[j] *= decay, b[j] *= decay;
-        if (near.value && j == i) k[j] = k_i, b[j] = b_i;
+        k[j] = near.value && j == i ? k_i : decay * k[j], b[j] = near.value && j == i ? b_i : decay * b[j];
         of_q = fmaf(pair.x, k[j], fmaf(pair.y, b[j], of_q));
         if (!near.value || j < i) passed[j] = fmaf(q_i, of_q, passed[j]);
       }
@@ -168,15 +164,15 @@ __device__ __forceinline__ void gather_columns(Shared<T, G>& s, int c, T* dk, i6
     const float q_j = to_float(*place<KEPT>(s.tokens[OF_Q], j, c)), a_j = to_float(*place<KEPT>(s.tokens[OF_A], j, c));
     const float k_j = to_float(*place<KEPT>(s.tokens[OF_K], j, c)), b_j = to_float(*place<KEPT>(s.tokens[OF_B], j, c));
     float of_k = 0.f, of_b = 0.f;
-    each_group<true>(j, [&](int group, auto near) {
+    each_group<true>(j, [&](auto group, auto near) {
 #pragma unroll
-      for (int i = group * GROUP; i < (group + 1) * GROUP; ++i) {
+      for (int i = group.value * GROUP; i < (group.value + 1) * GROUP; ++i) {
         const float4 pair = s.pairs[i][j];
-        if (near.value && i == j) q[i] = q_j;
+        q[i] = near.value && i == j ? q_j : q[i];
         of_k = fmaf(pair.x, q[i], fmaf(pair.z, a[i], of_k));
         of_b = fmaf(pair.y, q[i], fmaf(pair.w, a[i], of_b));
-        q[i] *= decay, a[i] *= decay;
-        if (near.value && i == j) a[i] = a_j;
+        q[i] *= decay;
+        a[i] = near.value && i == j ? a_j : decay * a[i];
       }
     });
     const float state_k = all * s.terms[2][j][c], state_b = all * s.terms[3][j][c];
@@ -193,7 +189,7 @@ __device__ __forceinline__ void gather_columns(Shared<T, G>& s, int c, T* dk, i6
 }
 
 template <typename T, typename G>
-__global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(3))
+__global__ void __launch_bounds__(THREADS, 3)
     delta_dplr_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
