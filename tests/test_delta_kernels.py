@@ -220,7 +220,9 @@ def test_chunks_that_enlarge_a_state(backend, rng):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
-    "op, qk_l2norm", [(GATED_DELTA_RULE, False), (GATED_DELTA_RULE, True), (RWKV7, False)], ids=["", "normalized", "rwkv7"]
+    "op, qk_l2norm",
+    [(GATED_DELTA_RULE, False), (GATED_DELTA_RULE, True), (RWKV7, False)],
+    ids=["", "normalized", "rwkv7"],
 )
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)
 @pytest.mark.parametrize("hard", HARD)
@@ -251,13 +253,13 @@ def test_explained(op, rng):
         arrays[4] = arrays[4].astype(BFLOAT16)
     on = planned.Noting()
     plan = planned.plan_of(op.bind(arrays), on)
-    chunks, gates = op in (DELTA_RULE, GATED_DELTA_RULE), "every channel has a gate of its own"
+    chunks, gates = op is not KDA, "every channel has a gate of its own"
     forward = {KDA: "delta_channel_forward", RWKV7: "delta_dplr_forward"}.get(op, "delta_forward")
     assert planned.names(plan) == [forward] and plan.mode == "chunk"
     assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), on)) == ["delta_recurrent_forward"]
     assert plan.copies == (("beta: in float32, as other gates",) if op is KDA else ())
     back = planned.plan_of(op.bind(arrays, gradient=True), on)
-    kernels = ["delta_backward_states", "delta_backward_chunks"]
+    kernels = [f"delta_{'dplr_' if op is RWKV7 else ''}backward_{what}" for what in ("states", "chunks")]
     assert planned.names(back)[:2] == (kernels if chunks else ["delta_recurrent_forward", "delta_recurrent_backward"])
     assert back.tiles["chunk"] == (32 if chunks else 8)
     assert list(plan.against) == ["by Hopper's own kernel"]

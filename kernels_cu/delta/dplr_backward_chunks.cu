@@ -72,8 +72,7 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
 }
 
 // d [32 tokens, 16 channels of the warp] += rows [32 tokens, 64 columns] times the state's transpose.
-template <typename T>
-__device__ __forceinline__ void multiply_states(Columns& d, const T* rows, const T* state) {
+template <typename T> __device__ __forceinline__ void multiply_states(Columns& d, const T* rows, const T* state) {
   const int lane = own_lane(), matrix = lane >> 3;
   const LeftReader<KEPT, T> reader(lane);
   const T* from = state + ((matrix & 1) * (KEPT / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
@@ -189,8 +188,7 @@ __device__ __forceinline__ void gather_columns(Shared<T, G>& s, int c, T* dk, i6
 }
 
 template <typename T, typename G>
-__global__ void __launch_bounds__(THREADS, 3)
-    delta_dplr_backward_chunks(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS, 3) delta_dplr_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(padded(shape.K)) / KEPT, pair = blockIdx.x / tiles / u32(shape.NC);

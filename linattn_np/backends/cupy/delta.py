@@ -60,17 +60,7 @@ def why_no_gradients_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels cannot compute the gradients of a call; None if they can."""
     if problem.op is declarations.KDA:
         return "every channel has a gate of its own"
-    if reason := why_no_chunks(problem):
-        return reason
-    if problem.op is declarations.RWKV7 and dplr_states(problem, device).shared_bytes > device.shared_per_block:
-        return f"the card has no shared memory for the gradients of {problem.sizes['K']} channels with gates of their own"
-    return None
-
-
-def dplr_states(problem, device, heads=1):
-    """The kernel of rwkv7's gradients that goes from chunk to chunk, of so many pairs of a sequence and a head."""
-    K, V = problem.shape("K V")
-    return DplrBackwardStates.fitting(problem.dtype, gate_dtype(problem), K, V, 2 * heads, device)
+    return why_not_in_chunks(problem, device)
 
 
 def forward_kernel(problem, device):
@@ -341,7 +331,7 @@ class DplrGradientsInChunks(Gradients):
         kept = {"kept": draft.empty((2, B, heads, shape.NC, channels, wide), dtype)}
         kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("u", "du")}
         how = {"scale": problem.scale, "shape": shape, "bytes": inputs.common_bytes(self.do, self.gradients["v"])}
-        states_kernel = dplr_states(problem, self.device, N * heads)
+        states_kernel = DplrBackwardStates.fitting(dtype, inputs.gate, K, V, 2 * N * heads, self.device)
         draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
         gradients = {"d" + name: self.gradients[name][:, first : first + heads] for name in ("q", "k", "a", "b", "g")}
         blocks = B * heads * shape.NC * channels // kernel.KEPT
