@@ -77,7 +77,7 @@ def main():
         "peers": {},
     }
     kept = kept_peers(args.keep_peers, card)
-    for name in args.peers if args.version == 6 else ():
+    for name in args.peers if args.version == 6 else {"rwkv"}.intersection(args.peers):
         if its := {peer: found for peer, found in kept.items() if peer.split()[0] == name}:
             result["peers"] |= its
             continue
@@ -249,7 +249,7 @@ def decode(decoder, runs, bandwidth):
 # -- the peers --------------------------------------------------------------------------------------------------------
 def rwkv_package(weights, exact, args):
     """The `rwkv` package, by strategy."""
-    os.environ["RWKV_CUDA_ON"] = "1"
+    os.environ["RWKV_CUDA_ON"], os.environ["RWKV_V7_ON"] = "1", str(int(args.version == 7))  # read at import
     try:
         from rwkv.model import RWKV
     except ImportError:
@@ -265,7 +265,7 @@ def rwkv_package(weights, exact, args):
         for strategy in ("cuda fp16", "cuda bf16"):
             free()
             torch.cuda.reset_peak_memory_stats()
-            model, state = RWKV(f"{folder}/model", strategy, verbose=False), None
+            model, state = RWKV(f"{folder}/model", strategy, **({} if args.version == 7 else {"verbose": False})), None
 
             def step():
                 nonlocal state

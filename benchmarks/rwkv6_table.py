@@ -1,6 +1,7 @@
-"""Writes the documentation's tables of RWKV-6's speed out of the figures in benchmarks/results, and draws a picture.
+"""Writes the documentation's tables of RWKV's speed out of the figures in benchmarks/results, and draws a picture.
 
 python benchmarks/rwkv6_gpu.py --out benchmarks/results/nvidia-h200-rwkv6.json
+python benchmarks/rwkv6_gpu.py --version 7 --out benchmarks/results/nvidia-h200-rwkv7.json
 python benchmarks/rwkv6_cpu.py --out benchmarks/results/<cpu>-rwkv6.json
 python benchmarks/rwkv6_table.py
 """
@@ -40,12 +41,13 @@ def between(text, begin, end, new) -> str:
 
 
 def tables() -> str:
-    return "\n".join(on_a_gpu(result) if "peers" in result else on_a_cpu(result) for result in results())
+    found = results() + results(7)
+    return "\n".join(on_a_gpu(result) if "peers" in result else on_a_cpu(result) for result in found)
 
 
-def results() -> list:
-    """The files' figures, those of GPUs first."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-rwkv6.json"))]
+def results(version=6) -> list:
+    """The files' figures of a version, those of GPUs first."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"*-rwkv{version}.json"))]
     return sorted(found, key=lambda result: "peers" not in result)
 
 
@@ -124,16 +126,17 @@ def on_a_gpu(result) -> str:
         "",
         {name: peer["prefill"] for name, peer in measured.items()},
     )
-    model = result["model"]
+    model, name = result["model"], f"RWKV{result.get('version', 6)}"
     text = (
-        f"{result['device']}, {result['date']}, {model['L']} layers of {model['D']} channels (1.6 billion parameters), "
+        f"{name[:4]}-{name[4:]}, {result['device']}, {result['date']}, {model['L']} layers of {model['D']} channels "
+        "(1.6 billion parameters), "
         f"in {result['dtype']} where a row says nothing else. Decoding is a token for each sequence, captured in a "
         "CUDA graph; its floor is the time to read the weights once, to read and write the states, and to write the "
         f"logits, at the {result['copy_tb_per_s']:.1f} TB/s of a copy."
     )
     errors = ", ".join(f"{name} {its['error']:.1e}" for name, its in {"ours": result, **measured}.items())
     below = (
-        f"{losses(faster)} `RWKV6.forward`, which takes tokens from the host, has "
+        f"{losses(faster)} `{name}.forward`, which takes tokens from the host, has "
         f"{1e3 / result['forward_ms']:,.0f} tokens/s with one sequence. "
         f"Relative errors of a prompt's logits against float32: {errors}. "
         + " ".join(versions(measured, result["date"]))
@@ -204,8 +207,8 @@ def on_a_cpu(result) -> str:
         f"{row['results']['floor']['decode']['ms']:.1f} ms at {row['L']} x {row['D']}" for row in result["rows"]
     )
     text = (
-        f"{result['device']}, {result['threads']} threads, one sequence, models of layers x channels. Decoding in "
-        f"float32 takes at least the time to read the weights as one matrix, {floors}; a prompt has "
+        f"RWKV-6, {result['device']}, {result['threads']} threads, one sequence, models of layers x channels. Decoding "
+        f"in float32 takes at least the time to read the weights as one matrix, {floors}; a prompt has "
         f"{result['prefill']} tokens. "
         "Factors are medians of pairs within a round, figures medians of all rounds. rwkv.cpp keeps the head in 16 "
         f"bits in its quantised models. Kernels are {result['kernels']}. {result['note']}".rstrip()

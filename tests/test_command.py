@@ -180,7 +180,9 @@ def test_quantise_writes_nothing_that_cannot_be_read_again(tmp_path, capsys, mon
 
 # -- the model that comes along ---------------------------------------------------------------------------------------
 def test_the_example_model_stands_in_the_checkout_and_in_the_package(tmp_path, monkeypatch):
-    assert austen() == AUSTEN.resolve()
+    assert austen() == AUSTEN.resolve() and austen(7).parent.name == "austen-x070"
+    with pytest.raises(ValueError, match="austen: version is 5, expected 6 or 7"):
+        austen(5)
     monkeypatch.setattr(example, "__file__", str(tmp_path / "linattn_np" / "models" / "example.py"))
     with pytest.raises(FileNotFoundError, match="model.safetensors, is missing in .*a wheel of linattn-np brings it"):
         austen()

@@ -51,7 +51,8 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
     files = [path.relative_to(ROOT) for path in (ROOT / "linattn_np").rglob("*.py*")]
     modules = {path.as_posix() for path in files if path.suffix in (".py", ".pyi")}
     kernels = {f"linattn_np/kernels_cu/{path.relative_to(KERNELS).as_posix()}" for path in KERNELS.rglob("*.cu*")}
-    model = {f"linattn_np/data/austen-x060/{name}" for name in ("README.md", "model.safetensors")}
+    folders, files = ("austen-x060", "austen-x070"), ("README.md", "model.safetensors")
+    model = {f"linattn_np/data/{folder}/{name}" for folder in folders for name in files}
     others = {"linattn_np/py.typed", "linattn_np/kernels_cu/shared_memory.json"}
     assert held == modules | kernels | model | others
     assert any(name.endswith(".cu") for name in kernels) and any(name.endswith(".cuh") for name in kernels)

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_files import zipped_pth
-from literal_rwkv6 import logits_of
 from safetensors.numpy import save_file
 
 from linattn_np import ContractError, NotSupported
-from linattn_np.models import RWKV6, checkpoint
+from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.names import VERSION
 from linattn_np.models.sampling import Sampling
 
@@ -24,13 +23,6 @@ def austen():
     return RWKV6.from_file(AUSTEN / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def golden():
-    """160 bytes of Austen and the float64 logits after each, computed one token at a time."""
-    with np.load(AUSTEN / "golden.npz") as file:
-        return file["prompt"], file["logits"]
-
-
 @pytest.fixture
 def weights(rng):
     """Random parameters of a model with two layers."""
@@ -41,34 +33,7 @@ def weights(rng):
     }
 
 
-def logits_in_calls(model, tokens, lengths):
-    """Logits [B, T, V] and the state, `tokens` [B, T] given in calls of `lengths`."""
-    state, logits = None, []
-    for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
-        found, state = model.forward(part, state)
-        logits.append(found)
-    return np.concatenate(logits, axis=1), state
-
-
-# -- logits ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "lengths",
-    [[160], [1] * 160, [1, 159], [159, 1], [15, 17, 128], [64, 96], [65, 1, 94]],
-    ids=lambda lengths: f"{len(lengths)} calls from {lengths[0]}",
-)
-def test_logits_are_the_golden_ones(austen, golden, lengths):
-    prompt, wanted = golden
-    logits, _ = logits_in_calls(austen, prompt[None], lengths)
-    assert logits.dtype == np.float32
-    assert np.abs(logits[0] - wanted).max() < 1e-4
-
-
-def test_the_literal_logits_are_the_golden_ones(golden):
-    prompt, wanted = golden
-    found = logits_of(checkpoint.read(AUSTEN / "model.safetensors"), prompt)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
-
-
+# -- states and parameters -------------------------------------------------------------------------------------------
 def test_state_is_updated_in_place_and_a_copy_is_not(austen):
     _, state = austen.forward([[1, 2, 3]])
     before = state.copy()

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -21,10 +20,9 @@ from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
-from linattn_np.models import RWKV6, RWKV7, Batch, Sampling, State, checkpoint
+from linattn_np.models import RWKV6, RWKV7, Batch, Sampling, State, austen, checkpoint
 from linattn_np.models.rwkv import cuda_decoder, cuda_prompts
 
-AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
 HALF = np.dtype(np.float16)
 
 
@@ -98,9 +96,11 @@ def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
         close(host(part), wanted_part, limit)
 
 
-def test_logits_are_the_golden_ones(on_cuda):
-    model = on_cuda(checkpoint.read(AUSTEN / "model.safetensors"))
-    with np.load(AUSTEN / "golden.npz") as file:
+@pytest.mark.parametrize("kind", [RWKV6, pytest.param(RWKV7, marks=pytest.mark.exhaustive)])
+def test_logits_are_the_golden_ones(on_cuda, kind):
+    path = austen({RWKV6: 6, RWKV7: 7}[kind])
+    model = on_cuda(checkpoint.read(path))
+    with np.load(path.with_name("golden.npz")) as file:
         prompt, wanted = file["prompt"][None, :24], file["logits"][:24]
     for lengths, limit in (([24], 0.02), ([20, 1, 1, 1, 1], 0.02)):
         close(in_calls(model, prompt, lengths)[0][0], wanted, limit)

@@ -11,7 +11,7 @@ from checkpoint_files import zipped_pth
 from safetensors.numpy import save_file
 
 from linattn_np import ContractError
-from linattn_np.models import RWKV6, RWKV7, Batch, Bytes, Sampling, State, load, matrices
+from linattn_np.models import RWKV6, RWKV7, Batch, Bytes, Sampling, State, austen, checkpoint, load, matrices
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
 from linattn_np.models.rwkv import cpu_layers
@@ -112,6 +112,37 @@ def test_hidden_states_are_what_the_head_reads(kind, weights, loops, rng, monkey
     np.testing.assert_allclose(hidden @ weights["head.weight"].T, logits, rtol=0, atol=1e-5)
     step, _ = model.forward([[1], [2]], state, hidden=True, last=True)
     np.testing.assert_allclose(step @ weights["head.weight"].T, model.forward([[1], [2]], after)[0][:, 0], atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def packaged():
+    """What comes with the package, by kind: the model's path, 160 bytes, the float64 logits after each of them."""
+    found = {}
+    for kind, version in ((RWKV6, 6), (RWKV7, 7)):
+        with np.load(austen(version).with_name("golden.npz")) as file:
+            found[kind] = austen(version), file["prompt"], file["logits"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[160], [1] * 160, [1, 159], [159, 1], [15, 17, 128], [64, 96], [65, 1, 94]],
+    ids=lambda lengths: f"{len(lengths)} calls from {lengths[0]}",
+)
+def test_logits_are_the_golden_ones(kind, packaged, lengths):
+    path, prompt, wanted = packaged[kind]
+    model, state, logits = kind.from_file(path), None, []
+    for part in np.split(prompt[None], np.cumsum(lengths)[:-1], axis=1):
+        found, state = model.forward(part, state)
+        logits.append(found[0])
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(np.concatenate(logits), wanted, rtol=0, atol=1e-4)
+
+
+def test_the_literal_logits_are_the_golden_ones(kind, packaged):
+    path, prompt, wanted = packaged[kind]
+    found = LITERAL[kind].logits_of(checkpoint.read(path), bytes(prompt))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
 
 
 def test_golden_logits_are_written_beside_a_model(kind, rng, tmp_path):

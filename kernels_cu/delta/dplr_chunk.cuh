@@ -258,11 +258,10 @@ __device__ __forceinline__ void make_wide(DplrShared<T, G, BK, BV>& s, T* W, flo
           const int i = 16 * m + g + 8 * down, c = channel + 8 * across + 2 * t;
           const auto of = [&](const Columns& x) { return float2{x[m][across][2 * down], x[m][across][2 * down + 1]}; };
           const auto plus = [](float2 x, float2 y) { return float2{x.x + y.x, x.y + y.y}; };
+          float2 query = {};
+          if constexpr (OF_QUERIES) query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
           const float2 key = times(of_k, unpack_pair(place<BK>(s.to_end[WITH_K], i, c)));
-          if constexpr (OF_QUERIES) {
-            const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
-            put_pair(place<BK>(W, i, c), times(scale, plus(query, of(w))));
-          }
+          if constexpr (OF_QUERIES) put_pair(place<BK>(W, i, c), times(scale, plus(query, of(w))));
           put_pair(place<BK>(s.Z[WITH_K], i, c), plus(key, times(of_b * s.largest[WITH_K], of(z[WITH_K]))));
           put_pair(place<BK>(s.Z[WITH_B], i, c), times(of_b * s.largest[WITH_B], of(z[WITH_B])));
         }

@@ -155,7 +155,17 @@ class TokenByToken:
 class InChunks:
     """The way for half-precision data and at most 128 channels: chunks, on tensor cores."""
 
-    name, why_not = IN_CHUNKS, staticmethod(why_not_in_chunks)
+    name = IN_CHUNKS
+
+    @staticmethod
+    def why_not(problem, device) -> str | None:
+        if reason := why_not_in_chunks(problem, device):
+            return reason
+        N, H, V = problem.shape("N H V")
+        by_channel = problem.op in (declarations.KDA, declarations.RWKV7)
+        if problem.mode == "auto" and by_channel and 2 * N * H * ceil_div(V, 64) <= device.multiprocessors:
+            return "token by token is faster where 64 columns of each head would fill at most half of the card"
+        return None
 
     @staticmethod
     def plan(problem, device):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...contract import CHUNK
+from ...summary import Transition
 
 FLOAT32 = np.dtype(np.float32)
 WORTH_A_LAUNCH = 1 << 20  # bytes of copied arrays
@@ -574,8 +575,9 @@ def describe(problem, device) -> tuple:
 
 
 def mode_of(problem) -> str:
-    """The mode that "auto" stands for on a GPU: "chunk", or "staged" if the state of every chunk is asked for."""
-    if problem.mode != "auto":
+    """The mode that "auto" stands for on a GPU: "chunk", or "staged" if the state of every chunk is asked for. A delta
+    rule's planner chooses."""
+    if problem.mode != "auto" or problem.op.transition is Transition.RANK_ONE:
         return problem.mode
     return "staged" if problem.materialize else "chunk"
 
