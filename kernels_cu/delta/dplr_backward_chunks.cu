@@ -1,5 +1,5 @@
-// what      RWKV-7's recurrence backward, a block for each chunk of 32 tokens and 64 channels: dq, dk, da, db and dg, from
-//           what dplr_backward_states.cu has computed from chunk to chunk.
+// what      RWKV-7's recurrence backward, a block for each chunk of 32 tokens and 64 channels: dq, dk, da, db and dg,
+//           from what dplr_backward_states.cu has computed from chunk to chunk.
 // math      S is the state [K, V] before the chunk, C the gradient of the state after it; u, du: there. P_i: the decay
 //           from the chunk's start to token i, E_i from i to the chunk's end, D_ij from j to i, D_i(i-1) that of gate i
 //           alone. Products of pairs: qk_ij = scale do_i . v_j and qb_ij = scale do_i . u_j, j <= i; ak_ij = du_i . v_j
