@@ -154,8 +154,10 @@ def delta_rules():
         yield delta.DeltaBackwardStates(T, G, K, V)
         yield delta.DeltaChannelForward(T, G, K, V)
         yield delta.DeltaDplrForward(T, G, K, V)
-    for (T, G), K in product(GATES[1:], gated.TILES):
-        yield delta.DeltaBackwardChunks(T, G, K)
+        yield delta.DplrBackwardStates(T, G, K, V)
+    for T, G in GATES[1:]:
+        yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)
+        yield delta.DplrBackwardChunks(T, G)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
 
