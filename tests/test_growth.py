@@ -99,15 +99,16 @@ def test_what_grows_on_both_sides_of_a_strong_decay(device, rng, monkeypatch, op
         assert_close("dg", found[:, :, first : first + 10], wanted[:, :, first : first + 10], BFLOAT16)
 
 
+@pytest.mark.parametrize("gate", (0.0, 0.5))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
-def test_a_part_of_dg_that_float16_would_not_hold(device, rng, op):
+def test_a_part_of_dg_that_float16_would_not_hold(device, rng, op, gate):
     """A chunk's queries give dg 1e5, and those behind it take half of that away again."""
     call = drawn(op, rng, HALF, lengths=(64,))
     q, k, v, g, call.scale = *call.arrays[:4], 1.0
     q[...], call.do[...] = rng.uniform(0.9, 1.1, (2, *q.shape))
     call.do[:, :, 32:] *= -0.5
     g[...], k[...], v[...] = 0, 0.01 * k, 0.01 * v
-    g[:, :, 8] = 0.5
+    g[:, :, 8] = gate
     call.initial[...], call.dht[...] = 30, 0
     off = {f"d{[*op.arrays][growth.GATE]}": 4e-3 * 1.5e5}
     found, wanted = call.gradients(device), call.exact()

@@ -69,6 +69,14 @@ __device__ __forceinline__ float inverse_of_power(float x) {
   return __uint_as_float((2 * ONE << 23) - __float_as_uint(x));
 }
 
+// Whether a number of the warp's share is infinite in float16.
+__device__ __forceinline__ bool exceeds_float16(const Chunk& x) {
+  float largest = 0.f;
+  for (int n = 0; n < SUBCHUNKS; ++n)
+    for (float value : x[n]) largest = fmaxf(largest, fabsf(value));
+  return __any_sync(0xffffffffu, largest >= 65520.f);
+}
+
 // Stores this lane's share x of a chunk whose gates do not grow. panels: the warpgroup's tile of dg in shared memory;
 // offset: the byte, swizzled, at which this lane's rows begin in a panel. unit_exponent is not read unless IN_UNITS.
 template <typename G>
