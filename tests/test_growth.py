@@ -81,6 +81,19 @@ def test_growth_in_segments(device, rng, monkeypatch, op):
     assert_right(drawn(op, rng, BFLOAT16, "ramps", lengths=(300,)), device, BFLOAT16)
 
 
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+def test_little_growth_over_chunks_of_a_segment(device, rng, monkeypatch, op):
+    """From a border of segments on, 64 queries of size 4 grow by e^10 together, which float16 does not hold."""
+    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: 3)
+    call = drawn(op, rng, HALF, lengths=(300,))
+    call.arrays[growth.GATE][...] = -0.05
+    call.arrays[growth.GATE][:, :, 128:192] = 0.15
+    for x, by in zip((*call.arrays[:3], call.do), (4, 0.01, 0.01, 0.01)):
+        x *= np.float16(by)
+    call.scale, call.dht[...] = 1.0, 0
+    assert_right(call, device, HALF)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("beside", (0.0, 2.0), ids=("", "in a chunk that grows"))
 @pytest.mark.parametrize("segments", (1, 3))
