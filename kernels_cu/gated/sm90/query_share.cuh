@@ -23,8 +23,8 @@
 // compute the chunk token by token.
 constexpr int FLAGS = 2;
 
-// Whether the share of a chunk whose gates do not grow always has units. Chunks whose gates grow have units exactly if G
-// is float16.
+// Whether the share of a chunk whose gates do not grow always has units. Chunks whose gates grow have units exactly if
+// G is float16.
 template <typename G> constexpr bool IN_UNITS = false;
 template <> constexpr bool IN_UNITS<bf16> = true;
 
