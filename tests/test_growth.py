@@ -128,6 +128,14 @@ def test_a_part_of_dg_that_float16_would_not_hold(device, rng, op, gate):
     assert_near({name: found[name] for name in off}, wanted, off)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", (SINGLE, HALF, BFLOAT16), ids=str)
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+def test_few_gates_that_grow(device, rng, op, dtype):
+    """Most blocks of 16 tokens have none of them."""
+    assert_right(Call(op, rng, growth.scattered, dtype, lengths=(100,)), device, dtype)
+
+
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_growth_with_one_product(device, rng, monkeypatch, op):
     monkeypatch.setattr(cuts, "tf32_products", lambda problem: 1)
