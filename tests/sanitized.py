@@ -264,6 +264,7 @@ def delta_rules(rng, run, as_older, as_filled):
         yield run(kda, *arrays, **keywords)
         arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 133, K, V), BFLOAT16)
         yield run(rwkv7, *arrays)
+        yield as_filled(run, backward, rwkv7, *arrays)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):

@@ -181,7 +181,6 @@ def test_a_killed_rank_ends_the_others_by_torchruns_variables():
         ({"MASTER_ADDR": "a" * 70}, "MASTER_ADDR is 'aaa"),
         ({"RANK": None, "MASTER_PORT": None}, "the environment has WORLD_SIZE, MASTER_ADDR, but not RANK, MASTER_PORT"),
         ({"WORLD_SIZE": None}, "the environment has RANK, MASTER_ADDR, MASTER_PORT, but not WORLD_SIZE: torchrun sets"),
-        ({"RANK": None, "WORLD_SIZE": None}, "the environment has MASTER_ADDR, MASTER_PORT, but not RANK, WORLD_SIZE"),
     ],
     ids=lambda x: None if isinstance(x, str) else " ".join(f"{name}={value}" for name, value in x.items())[:30],
 )
@@ -255,6 +254,11 @@ def test_a_rank_that_does_not_come(monkeypatch):
         with pytest.raises(RankLost, match=f"^rank {rank} of 2 does not reach the others by 127.0.0.1:[0-9]+: "):
             distributed.connect(limit_s=0.5)
         assert time.monotonic() - start < 10 and not torch.distributed.is_initialized()
+
+
+def test_a_host_without_a_rank_asks_for_none():
+    engine = process_ranks.engine_of({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, 1.0)
+    assert isinstance(engine, distributed.Alone)
 
 
 def test_a_port_where_another_program_listens(monkeypatch):

@@ -229,7 +229,7 @@ def test_a_second_signal_ends_it_at_once(trained, tmp_path, monkeypatch):
 
 def test_a_held_out_loss_that_is_no_number_keeps_the_checkpoint_before(trained, tmp_path, monkeypatch):
     losses = [2.0, float("nan")]
-    monkeypatch.setattr(Training, "held_out_loss", lambda self: losses.pop(0))
+    monkeypatch.setattr(Training, "held_out_loss", lambda self, progress: losses.pop(0))
     code, lines = trained(*SMALL, "--every", 0)
     assert code == 2 and kept(tmp_path / "out") == 1
     assert "the loss on what is held out is nan by step 2; " in lines[-1] and "A lower --lr may help" in lines[-1]

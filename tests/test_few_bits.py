@@ -1,5 +1,6 @@
 """Matrices in 32, 16, 8 and 4 bits on the CPU: products, whole models, files, threads, and what is refused."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -154,6 +155,14 @@ def test_calls_of_several_threads_at_once(rng):
         thread.join()
     for results, one in zip(found, wanted):
         assert len(results) == 200 and all((result == one).all() for result in results)
+
+
+def test_no_helper_compiles_what_it_runs():
+    """A process may end before its helpers have compiled it; the next process would find that loop missing again."""
+    spec = importlib.util.spec_from_file_location(matrix_loops.__name__, matrix_loops.__file__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert fresh.assist.signatures
 
 
 def test_nobody_waits_for_a_thread_that_never_comes(monkeypatch, rng):

@@ -35,7 +35,7 @@ from .blas_threads import blas_for, where
 from .cards import Cards, processes, use
 from .first_loops import begun_on_numpy, compiling, with_loops
 from .signals import Ended, deferred, forget_ctrl_c, noted
-from .terminal import add_device, add_tokenizer, bar, details, put, say, some_text, status, told, whole
+from .terminal import add_device, add_tokenizer, bar, details, put, say, some_text, status, ticking, told, whole
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
@@ -583,14 +583,18 @@ def write_batch(options):
 def write_texts(options, asked, texts):
     """The lines of --output, out of (number, line) as they come; tells how far they are, and what is wrong."""
     output, errors, count, start = Output(options.output), {}, 0, time.perf_counter()
+
+    def draw():
+        done, seconds = len(output.lines), time.perf_counter() - start
+        show(f"writing {bar(done / max(1, len(asked)))} {done} of {len(asked)} texts, {seconds:.0f} s")
+
     try:
-        with status("writing ...") as show, closing(texts):
+        with status("writing ...") as show, closing(texts), ticking(draw):
             for number, line in texts:
-                done = output.add(number, line)
+                output.add(number, line)
                 count += line["tokens"]
                 if "error" in line:
                     errors[number] = line["error"]
-                show(f"writing {bar(done / len(asked))} {done} of {len(asked)} texts")
     finally:
         done = output.finish(len(asked))
         if done < len(asked):
@@ -616,13 +620,11 @@ class Output:
         self.path, self.lines, self.file, self.size = path, {}, None, 0
         self.regular = not os.path.exists(path) or os.path.isfile(path)
 
-    def add(self, number, line) -> int:
-        """How many there are with this one."""
+    def add(self, number, line):
         encoded = f"{json.dumps(line, ensure_ascii=False)}\n".encode()
         if self.regular:
             self.append(encoded)
         self.lines[number] = encoded
-        return len(self.lines)
 
     def append(self, encoded):
         """A whole line, or where there is no room for it nothing."""

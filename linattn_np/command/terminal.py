@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import sys
 import threading
 import traceback
@@ -21,6 +22,7 @@ from ..models.number_checks import shown
 from .signals import Ended, handled
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
+TICK = 0.5  # seconds between two states of a line that shows how far things are
 FAULT, REFUSED = 1, 2  # exit codes, beside 0 and those of signals
 NO_ROOM = "free some room, or name another place"
 WAYS_OUT = {
@@ -268,6 +270,11 @@ def check_out(options, *inputs):
     check_writable(options.out)
 
 
+def to_write(*options) -> str:
+    """The command that writes with a result, to be typed."""
+    return "To write with it: " + shlex.join(["linattn-np", "generate", *map(str, options), "The "])
+
+
 def add_device(add):
     """--device, of what computes."""
     add(
@@ -307,6 +314,24 @@ def status(first):
         yield show
     finally:
         show("")
+
+
+@contextmanager
+def ticking(draw):
+    """Inside, another thread calls `draw` every TICK seconds."""
+    over = threading.Event()
+
+    def tick():
+        while not over.wait(TICK):
+            draw()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def bar(share, width=30):

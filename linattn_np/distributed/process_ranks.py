@@ -57,9 +57,9 @@ def connect(device="cpu", *, limit_s=LIMIT_S):
     compare their calls. The n-th rank on a host makes the host's n-th CUDA device current. For one process with several
     cards see `run_threads`.
 
-    A rank waits `limit_s` seconds for the others, then raises `RankLost`. Only some of torchrun's four variables, or
-    values that no launcher sets, such as a RANK that is not below WORLD_SIZE, are a ContractError. NotSupported says
-    why "cuda" cannot be used, an ImportError what to install.
+    A rank waits `limit_s` seconds for the others, then raises `RankLost`. RANK or WORLD_SIZE without the
+    others of torchrun's four variables, or values that no launcher sets, such as a RANK that is not below WORLD_SIZE,
+    are a ContractError. NotSupported says why "cuda" cannot be used, an ImportError what to install.
 
     Example
     -------
@@ -81,7 +81,7 @@ def engine_of(environment, limit_s):
     if any(name in environment for name in MPIEXEC):
         return engine_of_mpiexec(environment, limit_s)
     absent = [name for name in TORCHRUN if name not in environment]
-    if len(absent) == len(TORCHRUN):
+    if {"RANK", "WORLD_SIZE"} <= set(absent):  # the others name a host, which some clusters do for every process
         return Alone()
     if absent:
         given = [name for name in TORCHRUN if name in environment]

@@ -381,6 +381,10 @@ def assist(board):
         looks = 0 if work(board) else idle(looks)
 
 
+# Compiled here, not by the threads that run it: a process that ends would not wait for them.
+assist.compile((types.int64[::1],))
+
+
 @njit(**LOOP)
 def share(board, parts):
     """Computes the product on the board, together with the threads that look at it."""

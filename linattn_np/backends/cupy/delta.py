@@ -25,6 +25,8 @@ from .delta_kernels import (
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
     DeltaSumParts,
+    DplrBackwardChunks,
+    DplrBackwardStates,
     GradientKernel,
 )
 from .elementwise_kernels import sum_arrays
@@ -56,7 +58,7 @@ def why_not_in_chunks(problem, device) -> str | None:
 
 def why_no_gradients_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels cannot compute the gradients of a call; None if they can."""
-    if problem.op in (declarations.KDA, declarations.RWKV7):
+    if problem.op is declarations.KDA:
         return "every channel has a gate of its own"
     return why_not_in_chunks(problem, device)
 
@@ -200,7 +202,8 @@ def launch_recurrent(draft, inputs, kernel, arrays, every=None, **written):
 # -- gradients ---------------------------------------------------------------------------------------------------------
 def plan_vjp(problem, device, do, dht, saved=()):
     """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None)."""
-    way = GradientsByToken if why_no_gradients_in_chunks(problem, device) else GradientsInChunks
+    in_chunks = DplrGradientsInChunks if problem.op is declarations.RWKV7 else GradientsInChunks
+    way = GradientsByToken if why_no_gradients_in_chunks(problem, device) else in_chunks
     return way(problem, device, do, dht).plan()
 
 
@@ -318,6 +321,31 @@ class GradientsInChunks(Gradients):
         for name in ("beta", "g"):
             if name in gradients and gradients[name].dtype != FLOAT32:
                 draft.copy(float32_gradients[name], gradients[name][:, first : first + heads])
+
+
+class DplrGradientsInChunks(Gradients):
+    """The same for rwkv7, whose kernels also take its gates of channels and vectors a and b."""
+
+    MOST = GradientsInChunks.MOST
+
+    def __init__(self, problem, device, do, dht):
+        super().__init__(problem, device, do, dht)
+        self.kernel = DplrBackwardChunks(problem.dtype, self.inputs.gate)
+
+    def launch(self, first, heads):
+        draft, problem, inputs, kernel, dtype = self.draft, self.problem, self.inputs, self.kernel, self.problem.dtype
+        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
+        B, T, K, V, N = problem.shape("B T K V N")
+        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
+        channels, wide = kernel.kept_size(K), kernel.kept_size(V)
+        kept = {"kept": draft.empty((2, B, heads, shape.NC, channels, wide), dtype)}
+        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("u", "du")}
+        how = {"scale": problem.scale, "shape": shape, "bytes": inputs.common_bytes(self.do, self.gradients["v"])}
+        states_kernel = DplrBackwardStates.fitting(dtype, inputs.gate, K, V, 2 * N * heads, self.device)
+        draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
+        gradients = {"d" + name: self.gradients[name][:, first : first + heads] for name in ("q", "k", "a", "b", "g")}
+        blocks = B * heads * shape.NC * channels // kernel.KEPT
+        draft.launch(kernel, blocks, **arrays, do_=columns["do_"], **kept, **gradients, **how)
 
 
 def add_up(draft, parts, total, normalized):

@@ -150,6 +150,46 @@ class DeltaBackwardChunks(GradientKernel):
         return B * inputs.group * T * (token + (8 * K if inputs.group > 1 else 0))
 
 
+class DplrBackwardStates(ChunkKernel):
+    """What goes from chunk to chunk of the gradients of a rule that erases by keys of its own."""
+
+    file = "delta/dplr_backward_states"
+    arguments = members(
+        "rows q k v a b do_ g, rows? initial dht dh0, rows dv u du, pointers kept, shape, reals scale, integers bytes"
+    )
+    shared = ("DplrShared<{dtype}, {gate}, {BK}, {BV}>",)
+
+
+class DplrBackwardChunks(GradientKernel):
+    """What stays within a chunk of them, a block for every KEPT channels."""
+
+    file = "delta/dplr_backward_chunks"
+    arguments = members(
+        "rows q k a b do_ v u du g, pointers kept, rows dq dk da db dg, shape, reals scale, integers bytes"
+    )
+    shared = ("Shared<{dtype}, {gate}>",)
+    constants: ClassVar[tuple] = (("KEPT", "KEPT"),)
+    KEPT: ClassVar[int] = 64  # channels, and columns, of states that are there at once
+    CHUNK: ClassVar[int] = 32
+    threads = 128
+    dtype: np.dtype
+    gate: np.dtype
+
+    @property
+    def tiles(self):
+        return {"BK": self.KEPT, "chunk": self.CHUNK}
+
+    def kept_size(self, size) -> int:
+        """Channels or columns of what is kept, of so many."""
+        return ceil_div(size, self.KEPT) * self.KEPT
+
+    def kept_bytes(self, problem, inputs) -> int:
+        """Of states before and behind chunks, u and du."""
+        B, T, K, V = problem.shape("B T K V")
+        states = 2 * ceil_div(T, self.CHUNK) * self.kept_size(K)
+        return B * self.dtype.itemsize * self.kept_size(V) * (states + 2 * T)
+
+
 class DeltaRecurrentForward(DeltaKernel):
     file = "delta/recurrent_forward"
     arguments = READ + members("rows? o final, pointers? kept, integers every")
