@@ -261,9 +261,9 @@ def delta_rules(rng, run, as_older, as_filled):
         yield as_older(gated_delta_rule, *arrays, **keywords)
         yield as_filled(run, backward, gated_delta_rule, *arrays, **keywords)
         arrays, _ = drawn(KDA, rng, (1, 2, 133, K, V), BFLOAT16)
-        yield run(kda, *arrays, **keywords)
+        yield run(kda, *arrays, **keywords, mode="chunk")
         arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 133, K, V), BFLOAT16)
-        yield run(rwkv7, *arrays)
+        yield run(rwkv7, *arrays, mode="chunk")
         yield as_filled(run, backward, rwkv7, *arrays)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
@@ -290,13 +290,12 @@ def steps_of_several(rng, run):
         yield run(op, *arrays, state, slots=[2, 0], pending=pending, accepted=accepted)
 
 
-def delta_rules_on_hopper(rng):
-    """In filled arrays: see `as_filled`."""
+def delta_rules_on_hopper(rng, device):
     for dtype, K, V in product((BFLOAT16, HALF), (64, 128), (64, 128)):
         kernel, bounds = DeltaScalarForwardSm90(dtype, K, V), PACKED if V == 64 else None
         tokens = delta_tokens(rng, 1, 2, 4, 133, K, V, dtype, "some -inf", "alike", "sigmoid")
         state = rng.standard_normal((len(bounds) - 1 if bounds else 1, 4, K, V)).astype(SINGLE)
-        yield delta_call(Filled(), kernel, tokens, K**-0.5, state, bounds)
+        yield delta_call(device, kernel, tokens, K**-0.5, state, bounds)
 
 
 EIGHT_BITS = np.dtype(np.int8)
@@ -347,9 +346,9 @@ def trainings(rng, as_filled, device):
         yield adamw(device, dtype, rng.random((4, 808), np.float32), 400, 0.01, 0.99, 3)
 
 
-def calls(rng, run, as_older, as_filled, device):
+def calls(rng, run, as_older, as_filled, device, filled):
     """`as_older`: `run` as on a card before Hopper; `as_filled`: any function, with something in every array before
-    it is written."""
+    it is written, as arrays of the device `filled` have."""
     return chain(
         operators(rng, run),
         gradients(rng, run, as_filled),
@@ -362,7 +361,7 @@ def calls(rng, run, as_older, as_filled, device):
         steps(rng, run),
         steps_of_several(rng, run),
         delta_rules(rng, run, as_older, as_filled),
-        delta_rules_on_hopper(rng),
+        delta_rules_on_hopper(rng, filled),
         decoding(rng, device),
         prompts(rng, as_filled),
         trainings(rng, as_filled, device),
@@ -418,7 +417,7 @@ def main():
 
     devices.program = noted
     count = 0
-    for _ in calls(np.random.default_rng(), run, as_older, as_filled, devices.best_device()):
+    for _ in calls(np.random.default_rng(), run, as_older, as_filled, devices.best_device(), Filled()):
         cupy.cuda.Device().synchronize()
         count += 1
     print(f"{count} calls of {len(compiled)} kernel files")

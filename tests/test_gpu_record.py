@@ -171,7 +171,7 @@ def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
     monkeypatch.setattr(cuda_decoder, "current_device", lambda: hopper.device)
     with np.errstate(all="ignore"):
         for _ in sanitized.calls(
-            rng, hopper.run, older.run, lambda function, *a, **k: function(*a, **k), hopper.device
+            rng, hopper.run, older.run, lambda function, *a, **k: function(*a, **k), hopper.device, hopper.device
         ):
             pass
     assert {kernel.file for kernel in launched} == sanitized.kernel_files()
