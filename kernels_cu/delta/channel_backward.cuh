@@ -1,4 +1,5 @@
-// what      What the gradients within a chunk of 32 tokens and 64 channels share where channels have gates of their own.
+// what      What the gradients within a chunk of 32 tokens and 64 channels share where channels have gates of
+//           their own.
 #include "delta/channel_backward_storage.cuh"
 #include "delta/channel_chunk.cuh"
 

@@ -8,7 +8,8 @@
 // shapes    q k [B, H, T, K], v do dv [B, HV, T, V], g [B, HV, T, K], beta [B, HV, T]; initial dht dh0 [N, HV, K, V]
 //           float32; e w [B, HV, T, V padded to a multiple of 64]; kept, S and C: channel_backward_storage.cuh
 // grid      a block for every (direction, sequence, head of values, BV columns), directions slowest
-// smem      ChannelShared in channel_chunk.cuh; backwards do in place of v, and W in that of M and A which have been read
+// smem      ChannelShared in channel_chunk.cuh; backwards do in place of v, and W in that of M and A, which are
+//           read
 // barriers  seven a chunk: it has arrived | lengths | decayed tokens | M and A | N and qd | B and X | W and Z. Each:
 //           these are in shared memory. Backwards one of each warp: its columns of Y are
 // numerics  S and C in float32 accumulators; X, Y, e, w and the kept states are rounded to T
