@@ -1,4 +1,4 @@
-"""linattn_np: linear attention for arrays. GLA, RWKV-6 and their family on NumPy and CuPy, without torch."""
+"""linattn_np: linear attention for arrays. GLA, delta rules and RWKV on NumPy and CuPy, without torch."""
 
 from .command import loading  # noqa: F401  # isort: skip  # before NumPy is imported
 from . import layers, ops, stages

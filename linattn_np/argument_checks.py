@@ -118,3 +118,8 @@ def is_int(x) -> bool:
 
 def is_real(x) -> bool:
     return type(x) is float or isinstance(x, (numbers.Real, np.floating)) and not isinstance(x, (bool, np.bool_))
+
+
+def whole_of(text: str) -> int | None:
+    """The whole number that decimal digits write, else None; also for 19 digits and more, which count nothing."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

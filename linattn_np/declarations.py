@@ -18,7 +18,7 @@ from . import array_kinds, varlen
 from .accepted_arrays import host_array
 from .argument_checks import is_int, is_real
 from .contract import CHUNK, Op
-from .derived import KeyFromGate, KeysOfEveryHead
+from .derived import KeyFromGate, RepeatedKeyHeads
 from .errors import ContractTypeError, NotSupported
 from .messages import kind_of, shown
 from .summary import Transition
@@ -131,7 +131,7 @@ class SimpleGlaOp(SharedHeadsOp):
 
 
 SIMPLE_GLA = SimpleGlaOp("simple_gla", QKV | {"g": "B H T"}, gates=("g",), transition=Transition.SCALAR)
-SIMPLE_GLA_SHARED = replace(SIMPLE_GLA, derived=KeysOfEveryHead(SIMPLE_GLA))
+SIMPLE_GLA_SHARED = replace(SIMPLE_GLA, derived=RepeatedKeyHeads(SIMPLE_GLA))
 
 
 class RetentionOp(Op):

@@ -1,6 +1,7 @@
-"""Operators that backends compute by calling another operator: the inner call.
+"""Derived operators: those that backends compute by calling another operator, with arrays that are made for it.
 
-`dispatch` and `autodiff` convert a checked call to its inner call, and the inner call's gradients to the call's own.
+The call of that other operator is the inner call. `dispatch` turns a checked call into its inner call; `autodiff` turns
+the gradients of the inner call into those of the call.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,9 +28,9 @@ class KeyFromGate:
     inner: Any
     key: Callable[[Any], Any]
     slope: Callable[[Any], Any]
-    copies = "k: computed from the gate"
+    copy_note = "k: computed from the gate"  # what `explain` lists among the copies of a call
 
-    def arrays(self, problem: Problem, k) -> Problem:
+    def with_key(self, problem: Problem, k) -> Problem:
         """GLA's problem with this k."""
         q, g, v = problem.arrays.values()
         return problem.replace(op=self.inner, arrays=dict(zip(self.inner.arrays, (q, k, v, g), strict=True)))
@@ -38,73 +39,83 @@ class KeyFromGate:
         """GLA's problem. k is computed in float32 or float64 and rounded to the dtype of q."""
         _, g, _ = problem.arrays.values()
         refuse_lost_memory(problem, "g", "the key that is made of it is")
-        with computing(problem):
-            k = self.key(g.astype(problem.compute_dtype, copy=False)).astype(problem.dtype, copy=False)
-            return self.arrays(problem, k)
+        with on_device_of(problem):
+            in_compute_dtype = g.astype(problem.compute_dtype, order_of_axes(g), copy=False)
+            return self.with_key(problem, self.key(in_compute_dtype).astype(problem.dtype, copy=False))
 
-    def blank_inner_call(self, problem: Problem) -> Problem:
-        """GLA's problem for planning: k has the right shape, dtype and strides, but no meaningful values."""
+    def inner_call_layout(self, problem: Problem) -> Problem:
+        """GLA's problem with a k of the shape, dtype and strides that `inner_call` gives it, but without its values.
+
+        Functions of NumPy keep the order of g's axes in memory; those of CuPy give C order.
+        """
         _, g, _ = problem.arrays.values()
-        with computing(problem):
-            return self.arrays(problem, g if g.dtype == problem.dtype else np.empty_like(g, dtype=problem.dtype))
+        with on_device_of(problem):
+            order: Literal["K", "C"] = order_of_axes(g) if problem.home == "host" else "C"
+            return self.with_key(problem, np.empty_like(g, dtype=problem.dtype, order=order))
 
-    def gradients(self, problem: Problem, found) -> list:
+    def gradients(self, problem: Problem, inner_gradients) -> list:
         """The gradients of q, g and v from GLA's: dg + slope(g) dk, in the memory of GLA's dg."""
-        dq, dk, dv, dg = found
+        dq, dk, dv, dg = inner_gradients
         _, g, _ = problem.arrays.values()
         refuse_lost_memory(problem, "g", "its gradient through the key is")
         compute_dtype = problem.compute_dtype
-        with computing(problem):
+        with on_device_of(problem):
             through_k = self.slope(g.astype(compute_dtype, copy=False)) * dk.astype(compute_dtype, copy=False)
             dg[...] = (dg.astype(compute_dtype, copy=False) + through_k).astype(dg.dtype, copy=False)
         return [dq, dg, dv]
 
 
 @dataclass(frozen=True)
-class KeysOfEveryHead:
-    """An operator whose q and k have HK heads, each shared by H // HK heads of v.
+class RepeatedKeyHeads:
+    """An operator whose q and k have HK heads, v has H: each head of q and k serves H // HK heads of v.
 
-    The inner call is `inner`'s with q and k copied to all H heads.
+    The inner call is that of `inner` with every head of q and k repeated H // HK times.
     """
 
     inner: Any
-    copies = "q, k: one for every head of v"
+    copy_note = "q, k: one for every head of v"  # what `explain` lists among the copies of a call
 
     def inner_call(self, problem: Problem) -> Problem:
+        """The inner call, whose q and k are copies of the call's."""
         refuse_lost_memory(problem, "q", "the copies of q and k for every head are")
-        inner = self.blank_inner_call(problem)
-        with computing(problem):
+        inner = self.inner_call_layout(problem)
+        with on_device_of(problem):
             for name in self.inner.shared:
                 x = problem[name]
                 in_groups(inner[name], x)[...] = x[:, :, None]
         return inner
 
-    def blank_inner_call(self, problem: Problem) -> Problem:
-        """The inner call for planning: q and k have the right shapes and dtypes, but no meaningful values."""
+    def inner_call_layout(self, problem: Problem) -> Problem:
+        """The inner call with a q and a k of their final shapes, dtypes and strides, but without values."""
         H, shared = problem.sizes["H"], {name: problem[name] for name in self.inner.shared}
-        with computing(problem):
-            spread = {name: np.empty_like(x, shape=(len(x), H, *x.shape[2:])) for name, x in shared.items()}
-        return problem.replace(op=self.inner, arrays=problem.arrays | spread, sizes=problem.sizes | {"HK": H})
+        with on_device_of(problem):
+            repeated = {name: np.empty_like(x, shape=(len(x), H, *x.shape[2:])) for name, x in shared.items()}
+        return problem.replace(op=self.inner, arrays=problem.arrays | repeated, sizes=problem.sizes | {"HK": H})
 
-    def gradients(self, problem: Problem, found) -> list:
-        """The call's gradients from the inner call's: those of q and k are summed over the heads that share them."""
+    def gradients(self, problem: Problem, inner_gradients) -> list:
+        """The gradients of the call: those of q and k are summed over the H // HK copies of each head."""
         refuse_lost_memory(problem, "q", "the sums of its gradients over heads are")
         compute_dtype, results = problem.compute_dtype, []
-        with computing(problem):
-            for (name, x), dx in zip(problem.arrays.items(), found, strict=True):
+        with on_device_of(problem):
+            for (name, x), dx in zip(problem.arrays.items(), inner_gradients, strict=True):
                 if name in self.inner.shared:
                     dx = in_groups(dx, x).astype(compute_dtype, copy=False).sum(2).astype(x.dtype, copy=False)
                 results.append(dx)
         return results
 
 
-def in_groups(spread, x):
-    """A view of `spread` [B, H, ...] as [B, HK, H // HK, ...]; HK is the number of heads of `x` [B, HK, ...]."""
-    return spread.reshape(*x.shape[:2], spread.shape[1] // max(x.shape[1], 1), *x.shape[2:])
+def order_of_axes(g) -> Literal["K", "C"]:
+    """The memory order of what is made of g: that of g ("K"), but "C" where a stride of 0 leaves the order open."""
+    return "C" if 0 in g.strides else "K"
+
+
+def in_groups(repeated, x):
+    """A view of `repeated` [B, H, ...] as [B, HK, H // HK, ...]; HK is the number of heads of `x` [B, HK, ...]."""
+    return repeated.reshape(*x.shape[:2], repeated.shape[1] // max(x.shape[1], 1), *x.shape[2:])
 
 
 @contextmanager
-def computing(problem: Problem):
+def on_device_of(problem: Problem):
     """Makes the arrays' device the current one and silences floating-point warnings."""
     on_host = problem.home == "host"
     device = nullcontext() if on_host else sys.modules["cupy"].cuda.Device(int(problem.home.split(":")[1]))
@@ -117,6 +128,6 @@ def inner_call(problem: Problem) -> Problem:
     return problem if problem.op.derived is None else problem.op.derived.inner_call(problem)
 
 
-def blank_inner_call(problem: Problem) -> Problem:
-    """The problem that a backend plans: as `inner_call`, but without computing the arrays that are derived."""
-    return problem if problem.op.derived is None else problem.op.derived.blank_inner_call(problem)
+def inner_call_layout(problem: Problem) -> Problem:
+    """The problem that a backend plans: as `inner_call`, but without the values of the arrays that are made for it."""
+    return problem if problem.op.derived is None else problem.op.derived.inner_call_layout(problem)

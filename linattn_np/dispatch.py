@@ -21,7 +21,7 @@ from importlib import import_module
 
 from .contract import Op
 from .conversions import in_kind, state_to_caller, states_to_caller, to_caller, with_output
-from .derived import blank_inner_call, inner_call
+from .derived import inner_call, inner_call_layout
 from .errors import NotSupported
 from .problem import Problem
 
@@ -35,7 +35,7 @@ def backend_module(name: str):
 
 def reasons_against(problem: Problem) -> dict[str, str | None]:
     """Each backend's reason not to run, None for those that can."""
-    problem = blank_inner_call(problem)
+    problem = inner_call_layout(problem)
     return {name: backend_module(name).why_not(problem) for name in ORDER}
 
 
@@ -48,7 +48,7 @@ def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
 
 def choose(problem: Problem, backend: str = "auto") -> str:
     """The backend's name, or NotSupported with every reason."""
-    against, asked = {}, blank_inner_call(problem)
+    against, asked = {}, inner_call_layout(problem)
     for name in candidates(problem, backend):  # a backend that is not needed is not even imported
         against[name] = backend_module(name).why_not(asked)
         if against[name] is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .derived import blank_inner_call
+from .derived import inner_call_layout
 from .dispatch import backend_module, choose, reasons_against
 from .errors import NotSupported
 from .kernel_choice import KERNELS, choose_kernels
@@ -60,7 +60,7 @@ def warm_up(
     problem = problem_of("warm_up", op, arrays, gradient, arguments)
     prepare = getattr(backend_module(choose(problem, backend)), "warm_up", None)
     if prepare is not None:
-        prepare(blank_inner_call(problem))
+        prepare(inner_call_layout(problem))
 
 
 def problem_of(who: str, op, arrays, gradient, arguments) -> Problem:
@@ -107,7 +107,7 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
         name = choose(problem, backend)
     except NotSupported:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
-    found = backend_module(name).describe(blank_inner_call(problem), moved)
+    found = backend_module(name).describe(inner_call_layout(problem), moved)
     found["copies"] = (*copies(problem), *found["copies"])
     found["reasons"] = reasons | found.get("reasons", {})
     return Explanation(problem.op.name, name, bytes=moved, **found)
@@ -117,7 +117,7 @@ def copies(problem: Problem) -> list[str]:
     """Why arrays are copied before a backend gets them."""
     found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.copied_arrays]
     found += [f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else []
-    return found + ([problem.op.derived.copies] if problem.op.derived else [])
+    return found + ([problem.op.derived.copy_note] if problem.op.derived else [])
 
 
 def bytes_moved(problem: Problem) -> int:

@@ -1,7 +1,8 @@
 """Numba's compiled loops, cached on the disk for later processes.
 
 The folder is NUMBA_CACHE_DIR's, else one beside the module or the user's cache. If the disk fails, each process
-compiles its own loops. The import raises ImportError if Numba is missing or NUMBA_DISABLE_JIT is set.
+compiles its own loops. The import raises ImportError if Numba cannot be imported or NUMBA_DISABLE_JIT is set. A module
+of loops imports Numba only after this one, whose ImportError has NumPy compute instead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import numba
+try:
+    import numba
+except ImportError:
+    raise
+except Exception as error:  # it does not take the value of an environment variable, such as NUMBA_NUM_THREADS=0
+    raise ImportError(f"Numba cannot be imported: {error}") from error
+
 from numba.core import caching
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
@@ -65,7 +72,21 @@ class NoCache(caching.NullCache):
 
 
 class ChecksummedFiles(caching.IndexDataCacheFile):
-    """Numba's cache files with a checksum behind the data: damaged machine code must not run."""
+    """Numba's cache files with a checksum behind the data, and in it the loop's key: no other machine code may run.
+
+    Two processes that write at the same time may give the same name to the files of two signatures.
+    """
+
+    def save(self, key, data):
+        super().save(key, (self._source_stamp, key, data))
+
+    def load(self, key):
+        found = super().load(key)
+        if found is None:
+            return None
+        if found[:2] != (self._source_stamp, key):
+            raise ValueError("the file holds another loop")
+        return found[2]
 
     def _dump(self, obj):
         data = super()._dump(obj)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -269,7 +270,12 @@ def of_models():
         yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:
-        yield from dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B))
+        yield from (model_products.NarrowProduct(T, width) for width in model_products.NarrowProduct.WIDTHS)
+        for kernel in dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B)):
+            yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
+    for T in HALF:
+        yield from model_products.WideProduct.all(T)
+        yield from rwkv6.FiveMixes.all(T)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     for X in CTYPES:

@@ -81,6 +81,11 @@ def gentle(rng, shape):
     return np.clip(bursts(rng, shape), -20, 6)
 
 
+def scattered(rng, shape):
+    """+1.5 in one gate of 100 beside weak ones: few channels grow by more than one of them in a chunk."""
+    return np.where(rng.random(shape) < 0.01, 1.5, rng.uniform(-0.1, 0, shape))
+
+
 def one_channel(rng, shape):
     return np.where(np.arange(shape[3]) == 21, bursts(rng, shape), -0.1)
 

@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_examples import AUSTEN, ENVIRONMENT
@@ -18,7 +20,7 @@ from test_examples import AUSTEN, ENVIRONMENT
 import linattn_np
 from linattn_np.__main__ import main
 from linattn_np.backends.numpy import cores
-from linattn_np.command import COMMANDS, bench, blas_threads, cards, info, quantise, train
+from linattn_np.command import COMMANDS, bench, blas_threads, cards, compare, info, quantise, train
 from linattn_np.command.terminal import Parser
 from linattn_np.models import Bytes, austen, devices, example
 
@@ -176,6 +178,34 @@ def test_quantise_writes_nothing_that_cannot_be_read_again(tmp_path, capsys, mon
     assert called(capsys, "quantise", *words, "int8") == (2, "", "linattn-np quantise: Numba is missing\n")
     assert not (tmp_path / "few.safetensors").exists()
     assert called(capsys, "quantise", *words, "bfloat16")[0] == 0
+
+
+def test_quantise_wants_no_text(tmp_path, capsys):
+    out = tmp_path / "half.safetensors"
+    code, _, err = called(capsys, "quantise", "--dtype", "bfloat16", "--out", out)
+    assert code == 0 and err.startswith(f"wrote {out}, ") and "loss" not in err
+    assert err.endswith(f". To write with it: linattn-np generate --model {out} 'The '\n")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(compare, "measured", None)
+    code, _, err = called(capsys, "compare", "--device", "cpu", "--out", tmp_path / "picture.xyz")
+    assert code == 2 and "picture.xyz, expected one of the endings " in err
+
+
+def test_a_folder_without_a_training_cannot_be_resumed(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_bytes(b"It is a truth universally acknowledged" * 20)
+    words = ["--device", "cpu", "--text", text, "--out", tmp_path, "--resume"]
+    assert f"argument --resume: {tmp_path} holds no training; without" in called(capsys, "train", *words)[2]
+
+
+def test_a_device_that_is_not_there_says_what_brings_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for words in (["generate"], ["bench", "gla"]):
+        code, _, err = called(capsys, *words, "--device", "cuda")
+        assert code == 2 and "CuPy is not installed; pip install 'linattn-np[cuda13]', or [cuda12], brings it" in err
 
 
 # -- the model that comes along ---------------------------------------------------------------------------------------
@@ -373,3 +403,9 @@ def test_processes_share_texts_beside_a_thread_too(tmp_path):
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == ["a"] * 3
+
+
+def test_the_time_left_is_told_once_it_is_known():
+    half_done = SimpleNamespace(done=0.5)
+    assert train.left(half_done, (0.5, time.perf_counter())) == ""
+    assert train.left(half_done, (0.25, time.perf_counter() - 90)) == ", 3 min 0 s left"

@@ -27,7 +27,8 @@ def test_it_draws(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "lines.png"
     done = compare("--device", "cpu", "--longest", 1024, "--heads", 2, "--width", 16, "--out", picture)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{picture}\n", "")
+    assert (done.returncode, done.stdout) == (0, f"{picture}\n")
+    assert not done.stderr or done.stderr.startswith("compiling loops ") and done.stderr.count("\n") == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

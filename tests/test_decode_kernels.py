@@ -1,5 +1,7 @@
 """The kernels of a decoding step through their host plan, token by token, against the NumPy model."""
 
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -94,7 +96,7 @@ def test_one_sequence_of_any_size(hopper, monkeypatch, blocks, changed, dtype, r
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("B", [1, 2, 5, 8, 9, 17, 33, 70, 130])
+@pytest.mark.parametrize("B", [1, 2, 5, 8, 9, 17, 60, 70, 130])
 @pytest.mark.parametrize("sizes", ["small", "wide heads"])
 def test_batches(device, sizes, B, dtype, rng):
     """Above eight sequences products take their inputs rounded. Now and then a head's output nearly vanishes,
@@ -199,9 +201,9 @@ def test_turns_of_words_begin_anew(hopper, rng):
     np.testing.assert_array_equal(decoded(decoder, hopper, tokens, decoder.initial_state()), wanted)
 
 
-TILES = list(  # columns, split
+TILES = list(  # columns, split, rows
     dict.fromkeys(
-        (kernel.COLUMNS, kernel.SPLIT)
+        (kernel.COLUMNS, kernel.SPLIT, kernel.ROWS)
         for B in range(1, products.BatchProduct.MOST + 1)
         for kernel in products.BatchProduct.choices(BFLOAT16, B)
     )
@@ -215,25 +217,42 @@ TILES = list(  # columns, split
 @pytest.mark.parametrize("K", [48, 656])
 def test_products_with_many_vectors(hopper, rng, dtype, tile, first, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
-    columns, split = tile
-    kernel, B = products.BatchProduct(dtype, columns, split), columns + (5 if first == products.WRITE else -3)
+    columns, split, rows = tile
+    kernel, B = (
+        products.BatchProduct(dtype, columns, split, ROWS=rows),
+        columns + (5 if first == products.WRITE else -3),
+    )
+    kernel = replace(kernel, DEEP=kernel.may_be_deep and K > 48)
     check_products(hopper, rng, kernel.launch, dtype, B, K, ((2, 150), (1, 33)), first, split, kernel.terms)
 
 
 def test_some_model_asks_for_each_product():
-    """Of those that are compiled; the first has keys, values, receptance and gates, and the decay's low rank."""
+    """Of those that are compiled; the early one has keys, values, receptance and gates, and the decay's low rank."""
     card, cls, asked = SimpleNamespace(capability=90, multiprocessors=132), products.BatchProduct, set()
-    first = (*range(16, 1024, 16), *range(1024, 4097, 128)), lambda D: [(4, D), (1, 64)]
-    value = (224, 896, 1792, 3584, 7168, 14336), lambda F: [(1, F * 2 // 7)]
-    head = (64, 512, 2048, 8192), lambda D: [(1, 65536)]
-    for widths, rows in (first, value, head):
+    early = (*range(16, 1024, 16), *range(1024, 4097, 128)), True, lambda D: [(4, D), (1, 64)]
+    value = (224, 896, 1792, 3584, 7168, 14336), False, lambda F: [(1, F * 2 // 7)]
+    head = (64, 512, 2048, 8192), False, lambda D: [(1, 65536)]
+    for widths, is_early, rows in (early, value, head):
         for dtype, B, K in product(cls.DTYPES, (1, 6, 9, 17, 33), widths):
-            asked.add(cls.fitting(dtype, B, K, rows(K), card))
+            asked.add(cls.fitting(dtype, B, K, rows(K), card, is_early))
     assert {kernel for kernel in catalog.kernels() if isinstance(kernel, cls)} <= asked
 
 
-def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1):
-    """Two stacks of products (C, M), of which the first ends as told, and the second in a relu squared.
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("shape", range(len(products.WideProduct.all(BFLOAT16))))
+@pytest.mark.parametrize("first, parts", [(products.WRITE, 1), (products.PARTS, 1), (products.PARTS, 4)])
+@pytest.mark.parametrize("more", [-60, 0, 3])
+@pytest.mark.parametrize("K", [40, 1032])
+def test_products_with_a_wide_batch(hopper, rng, dtype, shape, first, parts, more, K):
+    """Two stacks, of which one has a few rows more than a cluster's tiles, and one fewer than a tile."""
+    kernel = products.WideProduct.all(dtype)[shape]
+    launch, B = partial(kernel.launch, parts=parts), kernel.HALVES * kernel.vectors + more
+    check_products(hopper, rng, launch, dtype, B, K, ((2, 312), (1, 40)), first, parts, squared=parts == 1)
+
+
+def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1, squared=True):
+    """Two stacks of products (C, M), of which the first ends as told, and the second in a relu squared, or in parts.
     int8 weights meet bfloat16 vectors.
 
     Hopper's tensor cores add 16 channels at a time to a sum, and cut off its last bits: at most 2**-23 of it a step.
@@ -242,7 +261,7 @@ def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1
     exact = max(1e-6, K / 16 * 2**-24)
     found, given, wanted = [], [], []
     of_w, dtype = dtype, BFLOAT16 if dtype == np.int8 else dtype
-    for (C, M), finish in zip(rows, (first, products.RELU_SQUARED)):
+    for (C, M), finish in zip(rows, (first, products.RELU_SQUARED if squared else products.PARTS)):
         w, scales = weights_of(rng, of_w, C, M, K)
         x = rng.standard_normal((C, B, K)).astype(np.float32)
         x = in_terms(x, dtype, terms)
@@ -271,6 +290,49 @@ def weights_of(rng, dtype, C, M, K):
     if dtype != np.int8:
         return rng.standard_normal((C, M, K)).astype(dtype), None
     return rng.integers(-127, 128, (C, M, K)).astype(dtype), rng.uniform(0.01, 0.02, (C, M)).astype(np.float32)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", products.BatchProduct.DTYPES, ids=str)
+@pytest.mark.parametrize("B, K, M", [(3, 48, 35), (16, 2048, 160), (37, 2312, 40)])
+@pytest.mark.parametrize("width", products.NarrowProduct.WIDTHS)
+def test_products_of_few_rows_with_a_batch(hopper, rng, dtype, B, K, M, width):
+    kernel = products.NarrowProduct(dtype, width)
+    (w,), scales = weights_of(rng, dtype, 1, kernels.padded(M, 16), K)
+    x = rng.standard_normal((B, K)).astype(BFLOAT16 if dtype == np.int8 else dtype)
+    arrays = {"w": w, "scales": scales, "x": x, "y": np.full((kernel.PARTS, B, M), np.nan, np.float32)}
+    launched(hopper, kernel, kernel.blocks(B, M), arrays, B=B, K=K, M=M)
+    wanted = x.astype(float) @ w[:M].astype(float).T
+    if scales is not None:
+        wanted *= scales[0, :M]
+    close(arrays["y"].sum(0), wanted, 1e-6)
+
+
+def launched(device, kernel, blocks, arrays, **numbers):
+    """Runs it on `arrays`, which are then what it left."""
+    uploaded = {name: None if array is None else device.upload(array) for name, array in arrays.items()}
+    at = {name: None if array is None else device.pointer(array) for name, array in uploaded.items()}
+    device.launch(kernel, blocks, kernel.pack(**at, **numbers))
+    arrays.update((name, host(array)) for name, array in uploaded.items() if array is not None)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("A", [6, 32, 40])
+@pytest.mark.parametrize("D", [48, 328])
+@pytest.mark.parametrize("B", [3, 16, 37])
+@pytest.mark.parametrize("batch", [64, 256])
+def test_five_mixes(hopper, rng, dtype, A, D, B, batch):
+    """Those of a larger batch, too, whose tiles are larger."""
+    kernel = kernels.FiveMixes.fitting(dtype, dtype, batch, A, hopper)
+    single = partial(rng.standard_normal, dtype=np.float32)
+    arrays = {"low": 0.5 * single((products.NarrowProduct.PARTS, B, 5, A)), "up": single((5, A, D)).astype(dtype)}
+    arrays |= {"maa": single((5, D)), "xx": single((B, D)), "d": single((B, D))}
+    arrays["mixed"] = np.full((5, B, D), np.nan).astype(dtype)
+    launched(hopper, kernel, kernel.blocks(B, D), arrays, B=B, D=D, A=A)
+    low = np.tanh(arrays["low"].sum(0, dtype=float)).swapaxes(0, 1)
+    mixes = arrays["maa"][:, None] + low @ arrays["up"].astype(float)
+    close(arrays["mixed"].astype(float), arrays["xx"] + arrays["d"] * mixes, ml_dtypes.finfo(dtype).eps / 2)
 
 
 @pytest.mark.pairwise

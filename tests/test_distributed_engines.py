@@ -23,7 +23,8 @@ from test_distributed import VARIANTS
 from linattn_np import distributed
 from linattn_np.distributed import Disagreement, RankLost, nccl, process_ranks, run_threads
 from linattn_np.distributed.nccl import FLAGS, GREETING, Watch
-from linattn_np.errors import ContractError
+from linattn_np.errors import ContractError, NotSupported
+from linattn_np.messages import shown
 
 HERE = Path(__file__).parent
 
@@ -166,8 +167,10 @@ def test_a_killed_rank_ends_the_others_by_torchruns_variables():
 @pytest.mark.parametrize(
     "changed, words",
     [
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', expected an integer from 1 up"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected an integer from 1 up"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', expected an integer from 1 to 2147483647"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected an integer from 1 to"),
+        ({"WORLD_SIZE": "2147483648"}, "WORLD_SIZE is '2147483648', expected an integer from 1 to"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '99999"),
         ({"RANK": "5"}, "RANK is '5', expected an integer from 0 to 1"),
         ({"RANK": "-1"}, "RANK is '-1', expected an integer from 0 to 1"),
         ({"RANK": ""}, "RANK is '', expected an integer from 0 to 1"),
@@ -176,7 +179,8 @@ def test_a_killed_rank_ends_the_others_by_torchruns_variables():
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is '', expected the name or address of rank 0's host: "),
         ({"MASTER_ADDR": "999.0.0.1"}, "MASTER_ADDR is '999.0.0.1', expected the name or address of rank 0's host: "),
         ({"MASTER_ADDR": "a" * 70}, "MASTER_ADDR is 'aaa"),
-        ({"RANK": None, "MASTER_PORT": None}, "WORLD_SIZE is set, but not RANK, MASTER_PORT; torchrun sets all of"),
+        ({"RANK": None, "MASTER_PORT": None}, "the environment has WORLD_SIZE, MASTER_ADDR, but not RANK, MASTER_PORT"),
+        ({"WORLD_SIZE": None}, "the environment has RANK, MASTER_ADDR, MASTER_PORT, but not WORLD_SIZE: torchrun sets"),
     ],
     ids=lambda x: None if isinstance(x, str) else " ".join(f"{name}={value}" for name, value in x.items())[:30],
 )
@@ -190,18 +194,32 @@ def test_impossible_ranks_are_refused_at_once(changed, words, monkeypatch):
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("limit_s", [0, -1.0, float("nan"), float("inf"), "600", None, True, 1e-9])
+@pytest.mark.parametrize("limit_s", [0, -1.0, float("nan"), float("inf"), "600", None, True, 1e-9, 10**400])
 def test_impossible_limits_are_refused_at_once(limit_s):
-    words = re.escape(f"limit_s is {limit_s!r}, expected seconds, from 0.001 to 1e+09")
+    words = re.escape(f"limit_s is {shown(limit_s)}, expected seconds, from 0.001 to 1e+09")
     for call in (distributed.connect, partial(run_threads, lambda comm: comm, 2)):
         with pytest.raises(ContractError, match=words):
             call(limit_s=limit_s)
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2", True, 10**12])
 def test_impossible_numbers_of_threads_are_refused_at_once(size):
-    with pytest.raises(ContractError, match=f"run_threads: size is {size!r}, expected a positive int"):
+    with pytest.raises(ContractError, match=f"run_threads: size is {size!r}, expected an int from 1 to 4096"):
         run_threads(lambda comm: comm, size)
+
+
+@pytest.mark.parametrize("no_device", ["CUDA", None, np.zeros(2)])
+def test_impossible_devices_are_refused_at_once(no_device):
+    for call in (distributed.connect, partial(run_threads, lambda comm: comm, 2)):
+        with pytest.raises(ContractError, match="device is .*, expected 'cpu' or 'cuda'"):
+            call(device=no_device)
+
+
+def test_a_host_without_a_card_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for call in (distributed.connect, partial(run_threads, lambda comm: comm, 2)):
+        with pytest.raises(NotSupported, match="device 'cuda' cannot be used: "):
+            call(device="cuda")
 
 
 def test_a_rank_whose_library_is_missing_hears_what_to_install(monkeypatch):
@@ -219,9 +237,11 @@ def test_a_rank_whose_library_is_missing_hears_what_to_install(monkeypatch):
 def test_an_mpi_other_than_mpiexecs_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=None))
     monkeypatch.setattr(process_ranks, "Mpi", lambda limit_s: distributed.Alone())
-    with pytest.raises(ContractError, match="connect: PMI_SIZE is 4, but mpi4py sees 1 ranks: it uses another MPI"):
-        process_ranks.engine_of({"PMI_SIZE": "4"}, 1.0)
-    assert process_ranks.engine_of({"PMI_SIZE": "1"}, 1.0).size == 1
+    for name, value in (("PMI_SIZE", "4"), ("PMIX_RANK", "3"), ("OMPI_COMM_WORLD_RANK", "x")):
+        words = f"connect: {name} is '{value}', but mpi4py sees rank 0 of 1: it uses another MPI"
+        with pytest.raises(ContractError, match=words):
+            process_ranks.engine_of({"MPI_LOCALNRANKS": "4", name: value}, 1.0)
+    assert process_ranks.engine_of({"PMI_SIZE": "1", "PMI_RANK": "0"}, 1.0).size == 1
 
 
 def test_a_rank_that_does_not_come(monkeypatch):
@@ -234,6 +254,23 @@ def test_a_rank_that_does_not_come(monkeypatch):
         with pytest.raises(RankLost, match=f"^rank {rank} of 2 does not reach the others by 127.0.0.1:[0-9]+: "):
             distributed.connect(limit_s=0.5)
         assert time.monotonic() - start < 10 and not torch.distributed.is_initialized()
+
+
+def test_a_host_without_a_rank_asks_for_none():
+    engine = process_ranks.engine_of({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, 1.0)
+    assert isinstance(engine, distributed.Alone)
+
+
+def test_a_port_where_another_program_listens(monkeypatch):
+    """It takes the connection and never answers: torch alone waits without end."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr(process_ranks, "LATE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(RankLost, match=f"^rank 1 of 2 does not reach the others by 127.0.0.1:{port}: no answer"):
+            process_ranks.engine_of_torchrun(1, 2, f"127.0.0.1:{port}", 0.2)
 
 
 def test_nothing_of_ours_listens():
@@ -335,6 +372,8 @@ def stand_in(monkeypatch):
     nccl = SimpleNamespace(available=True, NCCL_UINT8=1, NCCL_FLOAT32=7, NCCL_AVG=4, NcclCommunicator=Communicator)
     cuda = SimpleNamespace(
         nccl=nccl,
+        cublas="cuBLAS",
+        is_available=lambda: True,
         Stream=Stream,
         Event=lambda disable_timing: "event",
         get_current_stream=lambda: current,
@@ -372,7 +411,7 @@ def test_the_nccl_engine_gathers_on_its_own_stream(stand_in):
     with pytest.raises(KeyError):
         run_threads(lambda comm: {}[comm.rank], 2, device="cuda")
     assert stand_in.count("aborted") == 2
-    with pytest.raises(RuntimeError, match="3 ranks want as many CUDA devices, there are 2"):
+    with pytest.raises(NotSupported, match="run_threads: 3 ranks want as many CUDA devices, there are 2"):
         run_threads(on_rank, 3, device="cuda")
 
 

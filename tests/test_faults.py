@@ -133,7 +133,7 @@ def test_an_error_of_a_thread_and_a_warning_are_one_line(capsys, monkeypatch):
     import warnings
 
     def run(options):
-        warnings.warn("beware", LinattnWarning, stacklevel=1)
+        warnings.warn("\nbeware\nTraceback", LinattnWarning, stacklevel=1)
         thread = threading.Thread(target=lambda: [][0])
         thread.start()
         thread.join()
@@ -155,6 +155,8 @@ def test_a_file_that_is_not_there_has_a_neighbour(tmp_path):
     [
         ("generate --device cpu --tokens 1 --temperature 0 --prompt Emm <&- 2>&-", 0, "Emma\n", ""),
         ("generate --prompt - --device cpu <&- ", 2, "", "stdin is empty, expected some text\n"),
+        ("generate --prompt - --device cpu 0>/dev/null", 2, "", "stdin cannot be read: Bad file descriptor\n"),
+        ("generate --prompt - --device cpu </dev/zero", 2, "", "stdin has more than 268,435,456 bytes"),
         ("--version >&-", 2, "", "linattn-np: stdout: Bad file descriptor; it is closed: send it to a file, a pipe or"),
         ("--help >/dev/full", 2, "", "linattn-np: stdout: No space left on device; free some room"),
         ("dance 2>/dev/full", 2, "", ""),
@@ -227,7 +229,7 @@ def test_a_second_signal_ends_it_at_once(trained, tmp_path, monkeypatch):
 
 def test_a_held_out_loss_that_is_no_number_keeps_the_checkpoint_before(trained, tmp_path, monkeypatch):
     losses = [2.0, float("nan")]
-    monkeypatch.setattr(Training, "held_out_loss", lambda self: losses.pop(0))
+    monkeypatch.setattr(Training, "held_out_loss", lambda self, progress: losses.pop(0))
     code, lines = trained(*SMALL, "--every", 0)
     assert code == 2 and kept(tmp_path / "out") == 1
     assert "the loss on what is held out is nan by step 2; " in lines[-1] and "A lower --lr may help" in lines[-1]
@@ -454,6 +456,18 @@ def test_a_damaged_file_of_numbas_is_written_anew(loop, kind, tmp_path):
         assert again(3) == 6 and (sum(again.stats.cache_hits.values()) == 1 or damaged.startswith(whole[:-50]))
 
 
+def test_a_file_of_another_loop_of_numbas_is_not_run(loop, tmp_path):
+    """Two processes that write at the same time may give two loops one name."""
+    one = loop()
+    assert one(3) == 6
+    (path,) = (tmp_path / "cache").rglob("*.1.nbc")
+    whole = path.read_bytes()
+    assert one(0.25) == 0.5
+    (other,) = (tmp_path / "cache").rglob("*.2.nbc")
+    other.write_bytes(whole)
+    assert loop()(0.25) == 0.5
+
+
 def test_without_a_folder_each_process_compiles(loop, tmp_path, monkeypatch):
     from linattn_np import numba_cache
 
@@ -463,9 +477,10 @@ def test_without_a_folder_each_process_compiles(loop, tmp_path, monkeypatch):
     assert loop()(3) == 6
 
 
-def test_where_numba_compiles_nothing_numpy_computes():
+@pytest.mark.parametrize("name, value", [("NUMBA_DISABLE_JIT", "1"), ("NUMBA_NUM_THREADS", "0")])
+def test_where_numba_compiles_nothing_numpy_computes(name, value):
     program = "from linattn_np.models import RWKV6, austen; print(RWKV6.from_file(austen()).layers)"
-    environment = ENVIRONMENT | {"NUMBA_DISABLE_JIT": "1"}
+    environment = ENVIRONMENT | {name: value}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=60)
     assert done.stdout.startswith(b"NumpyLayers("), done.stderr
 

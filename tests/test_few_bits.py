@@ -1,5 +1,6 @@
 """Matrices in 32, 16, 8 and 4 bits on the CPU: products, whole models, files, threads, and what is refused."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -156,6 +157,14 @@ def test_calls_of_several_threads_at_once(rng):
         assert len(results) == 200 and all((result == one).all() for result in results)
 
 
+def test_no_helper_compiles_what_it_runs():
+    """A process may end before its helpers have compiled it; the next process would find that loop missing again."""
+    spec = importlib.util.spec_from_file_location(matrix_loops.__name__, matrix_loops.__file__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert fresh.assist.signatures
+
+
 def test_nobody_waits_for_a_thread_that_never_comes(monkeypatch, rng):
     monkeypatch.setattr(helper_threads.HELPERS, "wake", lambda board, wanted: None)
     matrix, x = matrices.pack(rng.standard_normal((300, 64)), "int4"), rng.standard_normal((1, 64), np.float32)
@@ -173,7 +182,20 @@ def test_a_child_has_threads_of_its_own(rng):
     assert os.waitpid(script, 0)[1] == 0
 
 
+def test_the_helpers_loop_is_compiled_before_they_start(monkeypatch):
+    """A process that ends while such a thread compiles keeps nothing on the disk."""
+    calls, here = [], threading.current_thread()
+    monkeypatch.setattr(helper_threads, "HELPERS", helper_threads.Helpers())
+    monkeypatch.setattr(
+        matrix_loops, "assist", lambda board: calls.append((threading.current_thread(), board[matrix_loops.STOPPED]))
+    )
+    with Board().helped(1 << 30):
+        assert calls[0] == (here, 1)
+
+
 def test_threads_that_may_be_used(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "9" * 5000)
+    assert helper_threads.count() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert helper_threads.count() == 1 and Board().most == 0
     monkeypatch.setenv("OMP_NUM_THREADS", "many")

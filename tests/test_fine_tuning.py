@@ -57,6 +57,19 @@ def test_a_new_adapter_and_a_new_state_are_the_model(base):
         np.testing.assert_array_equal(found, wanted)
 
 
+def test_a_base_does_not_change_with_its_file(base, tmp_path):
+    """Nor with the arrays that it was made of."""
+    save_file(base.weights, tmp_path / "model.safetensors")
+    given = {name: array.copy() for name, array in base.weights.items()}
+    found = Base.from_file(tmp_path / "model.safetensors"), Base.of(given)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
+    for array in given.values():
+        array[...] = 0
+    for name, wanted in base.weights.items():
+        assert all(np.array_equal(one.weights[name], wanted) for one in found)
+
+
 def test_an_adapter_is_merged_as_it_was_trained(base, tmp_path):
     kind = LowRank(base, 2, alpha=8)
     training = Training(TEXT, few(lr=0.05), kind=kind)
@@ -164,6 +177,11 @@ def test_texts_json_lines_and_binidx(tmp_path):
         ("a.jsonl", b"{", "line 1: "),
         ("data.idx", b"MMIDIDX", "its .idx starts with"),
         ("data.idx", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 7, 1, 2), "its .idx has the dtype 7"),
+        (
+            "data.idx",
+            b"MMIDIDX\0\0" + struct.pack("<QBQQ2s", 1, 8, 1, 2, b"cut"),
+            "its .idx of 36 bytes claims 1 texts",
+        ),
         ("data.bin", b"123", "its .bin has 3 bytes, expected a multiple of 2"),
         ("data.bin", b"1234", "its .bin has 2 ids, expected the 1 of its .idx"),
         ("data.idx", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1 << 62, 1), "its .idx of 34 bytes claims 46.* texts"),

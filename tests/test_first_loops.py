@@ -1,11 +1,11 @@
 """A text begins on NumPy where Numba's loops are not on the disk, and goes on by them once another process is done."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from linattn_np import NotSupported
+from linattn_np.command import terminal
 from linattn_np.command.first_loops import LoopsMissing, begun_on_numpy, compiling
 
 numba_cache = pytest.importorskip("linattn_np.numba_cache", reason="Numba is not installed")
@@ -70,7 +70,7 @@ def test_other_models_begin_with_loops(made, capsys):
 
 def test_a_bar_moves_while_a_loop_is_compiled(monkeypatch):
     lines = []
-    monkeypatch.setattr(sys.modules[compiling.__module__], "TICK", 0.001)
+    monkeypatch.setattr(terminal, "TICK", 0.001)
     with compiling(lines.append):
         compile_a_loop()
         while len(lines) < 4:  # the first one clears the line before

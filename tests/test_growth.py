@@ -81,6 +81,19 @@ def test_growth_in_segments(device, rng, monkeypatch, op):
     assert_right(drawn(op, rng, BFLOAT16, "ramps", lengths=(300,)), device, BFLOAT16)
 
 
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+def test_little_growth_over_chunks_of_a_segment(device, rng, monkeypatch, op):
+    """From a border of segments on, 64 queries of size 4 grow by e^10 together, which float16 does not hold."""
+    monkeypatch.setattr(cuts, "backward_segments", lambda *sizes: 3)
+    call = drawn(op, rng, HALF, lengths=(300,))
+    call.arrays[growth.GATE][...] = -0.05
+    call.arrays[growth.GATE][:, :, 128:192] = 0.15
+    for x, by in zip((*call.arrays[:3], call.do), (4, 0.01, 0.01, 0.01)):
+        x *= np.float16(by)
+    call.scale, call.dht[...] = 1.0, 0
+    assert_right(call, device, HALF)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("beside", (0.0, 2.0), ids=("", "in a chunk that grows"))
 @pytest.mark.parametrize("segments", (1, 3))
@@ -99,19 +112,28 @@ def test_what_grows_on_both_sides_of_a_strong_decay(device, rng, monkeypatch, op
         assert_close("dg", found[:, :, first : first + 10], wanted[:, :, first : first + 10], BFLOAT16)
 
 
+@pytest.mark.parametrize("gate", (0.0, 0.5))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
-def test_a_part_of_dg_that_float16_would_not_hold(device, rng, op):
+def test_a_part_of_dg_that_float16_would_not_hold(device, rng, op, gate):
     """A chunk's queries give dg 1e5, and those behind it take half of that away again."""
     call = drawn(op, rng, HALF, lengths=(64,))
     q, k, v, g, call.scale = *call.arrays[:4], 1.0
     q[...], call.do[...] = rng.uniform(0.9, 1.1, (2, *q.shape))
     call.do[:, :, 32:] *= -0.5
     g[...], k[...], v[...] = 0, 0.01 * k, 0.01 * v
-    g[:, :, 8] = 0.5
-    call.initial[...], call.dht[...] = 30, 0
+    g[:, :, 8] = gate
+    call.initial[...], call.dht[...] = 50 * np.exp(-gate), 0
     off = {f"d{[*op.arrays][growth.GATE]}": 4e-3 * 1.5e5}
     found, wanted = call.gradients(device), call.exact()
     assert_near({name: found[name] for name in off}, wanted, off)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", (SINGLE, HALF, BFLOAT16), ids=str)
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+def test_few_gates_that_grow(device, rng, op, dtype):
+    """Most blocks of 16 tokens have none of them."""
+    assert_right(Call(op, rng, growth.scattered, dtype, lengths=(100,)), device, dtype)
 
 
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)

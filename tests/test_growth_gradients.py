@@ -21,6 +21,7 @@ GATES = {
     "bursts": growth.bursts,
     "gentle": growth.gentle,
     "moderate": growth.moderate,
+    "scattered": growth.scattered,
     "one channel": growth.one_channel,
     "-25, then +24": growth.pairs(-25, 24),
     "-60, then +50": growth.pairs(-60, 50, at=5),

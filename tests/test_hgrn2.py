@@ -6,7 +6,7 @@ from reference import exact, exact_vjp, rms
 
 from linattn_np import explain, hgrn2, vjp
 from linattn_np.declarations import HGRN2
-from linattn_np.derived import inner_call
+from linattn_np.derived import inner_call, inner_call_layout
 
 
 def test_the_key_of_a_weak_gate_keeps_its_digits(rng):
@@ -35,3 +35,21 @@ def test_a_gate_in_single_precision_has_a_gradient_in_it(dtype, rng):
 def test_explain_names_the_copy():
     x = np.zeros((1, 2, 64, 16), np.float32)
     assert "k: computed from the gate" in explain(hgrn2, x, x, x).copies
+
+
+@pytest.mark.parametrize("cut", ["whole", "columns", "shared heads", "heads inside", "backwards", "one row"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_backend_plans_with_the_keys_strides(cut, dtype):
+    """They are compact where the gate's are not."""
+    g = -np.ones((2, 3, 40, 16), dtype)
+    g = {
+        "whole": g,
+        "columns": g[..., ::2],
+        "shared heads": np.broadcast_to(g[:, :1], g.shape),
+        "heads inside": g.swapaxes(1, 2).copy().swapaxes(1, 2),
+        "backwards": g[:, :, ::-1],
+        "one row": np.broadcast_to(g[:1, :1, :1], g.shape),
+    }[cut]
+    problem = HGRN2.bind((g, g, g))
+    planned, computed = inner_call_layout(problem)["k"], inner_call(problem)["k"]
+    assert (planned.strides, planned.dtype) == (computed.strides, computed.dtype)

@@ -201,6 +201,10 @@ def test_strange_tensors_are_refused(torch, arrays):
         for call in (gla, interop.gla, partial(vjp, gla)):
             with pytest.raises(ContractTypeError, match=f"gla: k .*{message}"):
                 call(plain[0], strange, *plain[2:])
+        with pytest.raises(ContractTypeError, match=f"gla: mask .*{message}"):  # torch would crash on one that is freed
+            interop.gla(*plain, mask=strange)
+        with pytest.raises(ContractTypeError, match=f"gla: k .*{message}"), torch.autocast("cpu"):
+            interop.gla(plain[0], strange, *plain[2:])
         with pytest.raises(ContractTypeError, match=f"gla: do .*{message}"):
             vjp(gla, *plain)[1](strange)
         with pytest.raises(ContractTypeError, match=f"GatedLinearAttention: q_proj.weight .*{message}"):

@@ -93,6 +93,11 @@ def test_gates_that_are_left_out(qkv):
         torch.testing.assert_close(fla.chunk_simple_gla(q, k, v, **given)[0], torch.tensor(wanted))
 
 
+def test_a_gate_of_another_shape_is_refused(qkv):
+    with pytest.raises(ContractError, match="simple_gla: g has 4 axes"):
+        fla.chunk_simple_gla(*qkv, qkv[0])
+
+
 def test_heads_first_are_refused(qkv):
     assert fla.chunk_retention(*qkv, head_first=False)[1] is None
     with pytest.raises(ContractError, match="chunk_retention: head_first is True, expected tensors .B, T, H, ...."):

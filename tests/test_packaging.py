@@ -261,8 +261,8 @@ ROOMS = {
         ],
         ["numpy"],
     ),
-    "distributed/engine": (["errors"], ["numpy"]),
-    "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
+    "distributed/engine": (["argument_checks", "errors", "messages"], ["numpy"]),
+    "distributed/nccl": (["distributed.engine", "errors"], ["numpy", "cupy"]),
     "distributed/operators": (["distributed", "contract", "ops", "public_function"], []),
     "distributed/recurrence": (
         ["distributed", "declarations", "dispatch", "summary", "conversions"],
@@ -272,8 +272,14 @@ ROOMS = {
         ["distributed", "autodiff", "backends.cupy", "conversions", "dispatch", "graph_capture"],
         ["numpy"],
     ),
-    "distributed/process_ranks": (["distributed", "errors"], ["numpy", "cupy", "mpi4py", "torch"]),
-    "distributed/thread_ranks": (["distributed", "errors"], ["numpy", "cupy"]),
+    "distributed/process_ranks": (
+        ["distributed", "argument_checks", "errors", "messages", "models.devices"],
+        ["numpy", "cupy", "mpi4py", "torch"],
+    ),
+    "distributed/thread_ranks": (
+        ["distributed", "argument_checks", "errors", "messages", "models.devices"],
+        ["numpy", "cupy"],
+    ),
     "interop/__init__": ([], []),
     "interop/calls": (
         ["autodiff", "contract", "conversions", "declarations", "dispatch", "errors", "messages", "precisions"],
@@ -303,6 +309,7 @@ ROOMS = {
             "interop.calls",
             "interop.torch_calls",
             "interop.torch_memory",
+            "accepted_arrays",
             "contract",
             "distributed",
             "warnings_of_misuse",
@@ -324,7 +331,7 @@ ROOMS = {
         ["models.files", "models.number_checks", "models.stored_zip", "argument_checks", "errors"],
         ["numpy", "ml_dtypes", "gguf"],
     ),
-    "models/matrices": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
+    "models/matrices": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors", "numba_cache"], ["numpy"]),
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["array_kinds", "errors"], ["numpy"]),
     "models/matrix_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
     "models/rwkv/numba_loops": (["numba_cache", "models.matrix_loops"], ["numpy", "numba"]),
@@ -365,6 +372,7 @@ ROOMS = {
     "command": (
         [
             "command",
+            "argument_checks",
             "array_kinds",
             "backends.numpy.cores",
             "cupy_folder",
@@ -384,7 +392,7 @@ ROOMS = {
     "__main__": (["command", "__version__"], []),
     "backends/__init__": ([], []),
     "backends/numpy": (
-        ["backends.numpy", "array_kinds", "bounded_cache", "contract", "declarations", "varlen"],
+        ["backends.numpy", "array_kinds", "bounded_cache", "contract", "declarations", "numba_cache", "varlen"],
         ["numpy"],
     ),
     "backends/numpy/numba_loops": (["numba_cache"], ["numpy", "numba", "llvmlite"]),
@@ -397,6 +405,7 @@ ROOMS = {
             "graph_capture",
             "kernel_choice",
             "problem",
+            "summary",
             "varlen",
         ],
         ["numpy", "cupy"],

@@ -17,7 +17,9 @@ from test_distributed_engines import mpiexec, torchrun_variables
 from test_training import ENVIRONMENT, SMALL, TEXT, TRAIN
 
 from linattn_np import distributed
-from linattn_np.distributed import DataParallel, Disagreement, SequenceParallel, run_threads
+from linattn_np.__main__ import main
+from linattn_np.command import train
+from linattn_np.distributed import DataParallel, Disagreement, RankLost, SequenceParallel, run_threads
 from linattn_np.distributed import data_parallel as module
 from linattn_np.errors import ContractError
 from linattn_np.models.training import VECTORS, Training
@@ -172,6 +174,15 @@ def test_a_killed_rank_costs_no_step(tmp_path):
     assert again.returncode == 0, again.stderr
     for name in ("model.safetensors",):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_ranks_that_do_not_meet_are_told_in_a_line(tmp_path, monkeypatch, capsys):
+    def lost(device):
+        raise RankLost("rank 0 of 2 does not reach the others")
+
+    monkeypatch.setattr(train, "connect", lost)
+    assert main(["train", "--text", "text", "--out", str(tmp_path), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == "linattn-np train: rank 0 of 2 does not reach the others\n"
 
 
 def one_process(tmp_path):

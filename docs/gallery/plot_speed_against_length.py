@@ -34,7 +34,7 @@ def seconds(operator, *arrays):
     return min(times[1:])
 
 
-found = {"softmax attention": [], "GLA": []}
+found = {"GLA": [], "softmax attention": []}
 for T in lengths:
     q, k, v, g = (
         rng.standard_normal((1, 4, T, 64), dtype=xp.float32) for _ in range(4)

@@ -53,7 +53,7 @@ def chunk():
                     )
                 )
         if n:
-            parts.append(box(left, y0, C * CELL, C * CELL, ORANGE, 0.55))
+            parts.append(box(left, y0, C * CELL, C * CELL, ORANGE))
     parts += [
         words(left, 28, "keys and values, chunk after chunk"),
         words(180, top + 60, "queries of chunk 1", "end"),

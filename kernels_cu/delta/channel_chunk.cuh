@@ -43,7 +43,7 @@ __device__ __forceinline__ float power_below(float squares) {
   return __uint_as_float(u32(127 + min(max(exponent, -126), 126)) << 23);
 }
 
-// 1 / lengths of rows, or 1; their powers of 2; and q . k of each token.
+// Computes 1 / length of each query and key (1 if not `normalized`), their powers of 2, and q . k of each token.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void look_at(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, bool normalized) {
   const int lane = own_lane();
@@ -82,7 +82,8 @@ __device__ __forceinline__ float max_of_lanes(float x) {
   return x;
 }
 
-// Queries and keys of two channels from c on, decayed from the chunk's start, WITH_BETA times beta, and from borders.
+// Stores, for channels c and c + 1, keys decayed from the chunk's start, WITH_BETA times beta, queries and keys decayed
+// from borders, and the chunk's decays.
 template <bool WITH_BETA, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g,
                                                int c) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, c
   *reinterpret_cast<float2*>(s.whole + c) = all;
 }
 
-// Keys of two channels from c on, decayed to the chunk's end and to borders.
+// Stores, for channels c and c + 1, keys decayed to the chunk's end and to borders.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_backwards(ChannelShared<T, G, BK, BV>& s, const T* k, const G* g, int c) {
   const float2 one = {1.f, 1.f};
@@ -166,7 +167,8 @@ __device__ __forceinline__ void score_block(const T* rows, const T* k, const G* 
   if (lane < PAIRS_OF_BLOCK) f(first + i, first + j, score);
 }
 
-// All that has decays, a warp a task. The block's threads pass a barrier before and after.
+// Stores all decayed queries and keys but qd, and computes scores within blocks of 8 tokens; a warp takes a task at
+// a time. The block's threads pass a barrier before and after. WITH_BETA: kd is multiplied by beta.
 template <int THREADS, bool WITH_BETA = false, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g) {
   constexpr int PANELS = BK / 64;
@@ -184,7 +186,8 @@ __device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, con
   }
 }
 
-// Scores of pairs that meet at borders, and of tokens with themselves.
+// Computes scores of pairs in different blocks of 8 tokens, from rows and keys decayed to the border between them, and
+// stores the scores of tokens with themselves.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void score_borders(ChannelShared<T, G, BK, BV>& s) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
@@ -206,7 +209,7 @@ __device__ __forceinline__ void score_borders(ChannelShared<T, G, BK, BV>& s) {
   if (threadIdx.x < C) s.of.A[threadIdx.x][threadIdx.x] = s.own[threadIdx.x];
 }
 
-// Queries decayed from the chunk's start, in float32, by all warps but the first.
+// Stores queries decayed from the chunk's start (qd) in float32; for all warps but the first.
 template <int THREADS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, const T* q, const G* g) {
 #pragma unroll 1
@@ -221,8 +224,8 @@ __device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, co
   }
 }
 
-// Z over keys to the end, and, with OF_QUERIES, W times `scale`, which may be over keys from the start; a warp has 16
-// channels of all tokens at a time.
+// Computes Z, which overwrites ke, and, with OF_QUERIES, W times `scale`, which may overwrite kd; a warp has 16 channels
+// of all tokens at a time.
 template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void make_wide(ChannelShared<T, G, BK, BV>& s, T* W, float scale) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
@@ -234,7 +237,7 @@ __device__ __forceinline__ void make_wide(ChannelShared<T, G, BK, BV>& s, T* W, 
       if constexpr (OF_QUERIES) multiply_tokens<LOWER, BK>(w[m], s.B, s.kd, 16 * m, channel);
       multiply_tokens<UPPER, BK>(z[m], s.of_Z, s.ke, 16 * m, channel);
     }
-    __syncwarp();  // these channels of keys are read
+    __syncwarp();  // all lanes have read these channels of kd and ke
 #pragma unroll
     for (int m = 0; m < C / 16; ++m)
 #pragma unroll

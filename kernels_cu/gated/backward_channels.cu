@@ -19,8 +19,8 @@
 //           (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t less the terms of all
 //           keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same rounded operands, so that
 //           these pairs cancel up to float32's rounding. All other terms of dg are added, without a difference.
-//           If a log gate g of a warp's channels exceeds GROWTH, inverse decays could overflow: then the pairs of a
-//           sub-chunk are summed one by one (growth.cuh).
+//           If a log gate g of a warp's channels exceeds GROWTH, inverse decays could overflow: then the pairs within
+//           the sub-chunks of its 16 tokens are summed one by one (growth.cuh).
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
 //           chunks of a batch row. kept: every chunk's S and C, as backward_states.cu writes them (`tile_at`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
@@ -181,14 +181,16 @@ struct GateTerms {
 struct GradientsWithin {
   float2 dq[4], dk[4], dg[4];
 };
-// q, k and gates: 64 tokens, from the warp's first channel on. dA: 64 x 64.
+// Sets `sums` of each block m of 16 tokens whose bit m of `blocks` is set. q, k and gates: 64 tokens, from the warp's
+// first channel on. dA: 64 x 64.
 template <class ReadOrder, class M, typename T, typename G, typename Stored>
 __device__ __noinline__ void sum_one_by_one(GradientsWithin (&sums)[BLOCKS], const T* q, const T* k, const G* gates,
-                                            const Stored* dA) {
+                                            const Stored* dA, u32 blocks) {
   const int lane = threadIdx.x & 31, lane_channel = lane >> 2, lane_pair = lane & 3;
 #pragma unroll 1
   for (int at = 0; at < 8 * BLOCKS; ++at) {
     const int m = at / 8, p = at / 2 % 4, token = at % 2;
+    if (!(blocks >> m & 1)) continue;
     const int channel = lane_channel + 8 * (p & 1), first = 16 * m + 8 * (p >> 1);  // first: of the sub-chunk's tokens
     const PairGradients x = gradients_of_pairs<ReadOrder>(
         2 * lane_pair + token, [&](int i) { return to_float(q[(first + i) * LD<T, TILE> + channel]); },
@@ -480,18 +482,22 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const G* gate = s.g + (16 * m + 8 * (p >> 1) + 2 * lane_pair) * LD<G, TILE> + strip + lane_channel + 8 * (p & 1);
     return float2{to_float(gate[0]), to_float(gate[LD<G, TILE>])};
   };
-  // by octet: the product of decays over each sub-chunk; the largest log gate
-  float sub_decays[2][SUBS], largest = 0.f;
+  float sub_decays[2][SUBS];  // by octet: the product of decays over each sub-chunk
+  // Bit m: whether a gate of block m exceeds GROWTH. Then pairs within its sub-chunks are summed one by one, not by way
+  // of the sub-chunk's middle. Set for NaN, too.
+  u32 growing = 0;
 #pragma unroll
-  for (int m = 0; m < BLOCKS; ++m)
+  for (int m = 0; m < BLOCKS; ++m) {
+    float largest = 0.f;
     gates_of_block(m, [&](int p, float2 gates) {
       sub_decays[p & 1][2 * m + (p >> 1)] = whole_decay(gates);
       largest = at_least(gates.x, at_least(gates.y, largest));
     });
-  // Then pairs within sub-chunks are summed one by one, not by way of the sub-chunk's middle. True for NaN, too.
-  const bool grows = __any_sync(0xffffffffu, !(largest <= GROWTH));
-  GradientsWithin one_by_one[BLOCKS];  // set only if gates grow
-  if (grows) sum_one_by_one<ReadOrder, M>(one_by_one, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
+    if (__any_sync(0xffffffffu, !(largest <= GROWTH))) growing |= 1u << m;
+  }
+  const auto grows = [&](int m) { return growing >> m & 1; };
+  GradientsWithin one_by_one[BLOCKS];  // set only for blocks that grow
+  if (growing) sum_one_by_one<ReadOrder, M>(one_by_one, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA, growing);
 
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {  // keys decayed to the chunk's middle, then queries decayed from it
@@ -519,7 +525,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const float2 chunk_decay = {product_of(sub_decays[0], 0, SUBS), product_of(sub_decays[1], 0, SUBS)};  // by octet
   state_terms[0] *= chunk_decay.x, state_terms[1] *= chunk_decay.y;
   // Again, with another order of multiplications, if S C or a decay may have left float32's range.
-  if (grows || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= MOST))) {
+  if (growing || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= MOST))) {
     const float2 sum =
         decayed_states<M, Columns>(S_kept, C_kept, 2 * warp, parts, chunk_decay, decays, int(width), next_tile);
     state_terms[0] = sum.x, state_terms[1] = sum.y;
@@ -626,7 +632,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         keys.set(p, key_factor[p] * k[p]);
         eights.set(p, p < 2 ? to_end[p] * k[p] : from_start[p] * q[p]);
       });
-      if (grows) {  // the products about the middle become 0, and sums taken one by one take their place
+      if (grows(m)) {  // the products about the middle become 0, and sums taken one by one take their place
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           query_factor[p] = key_factor[p] = {1.f, 1.f};
@@ -647,7 +653,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         multiply_half(P[0], keys.left(), dAs[0], 0);
         multiply_half(P[1], keys.left(), dAs[1], 1);
         multiply_half(P8, eights.left(), dAs[1], 0);
-        if (grows) put_pairs(P, one_by_one[m].dq);
+        if (grows(m)) put_pairs(P, one_by_one[m].dq);
         if (x) {
           load_right<true>(dAs, dA + 16 * (m - 1), LDA);
           multiply(P16, quarters[0].left(), dAs);
@@ -701,7 +707,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         multiply_half(R[0], queries.left(), dAs[0], 0);
         multiply_half(R[1], queries.left(), dAs[1], 1);
         multiply_half(R8, eights.left(), dAs[0], 1);
-        if (grows) put_pairs(R, one_by_one[m].dk);
+        if (grows(m)) put_pairs(R, one_by_one[m].dk);
         if (!x) {
           load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
           multiply(R16, quarters[1].left(), dAs);
@@ -775,7 +781,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
       for (int n = 0; n < HALF; ++n) {
         float2 dg = gate_terms[octet].within[n];
-        if (grows) dg = dg + UNSCALED * one_by_one[2 * half + n / 2].dg[n % 2 * 2 + octet];
+        if (grows(2 * half + n / 2)) dg = dg + UNSCALED * one_by_one[2 * half + n / 2].dg[n % 2 * 2 + octet];
         const float across = sums(gate_terms[octet].across[n]).all;
         first_dg[octet][n] = dg_of_half[octet][n], dg_of_half[octet][n] = dg + float2{across, across};
       }

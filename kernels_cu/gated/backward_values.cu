@@ -5,8 +5,8 @@
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      q, k, g of 32 channels at a time, and their operands; C; then do and A
 // barriers  two for every 32 channels: they have been copied | operands and C are in shared memory; then: A is
-// numerics  products as in fragments.cuh; scores as in backward_channels.cu, q_i . k_i in float32; if a gate exceeds
-//           GROWTH, scores within sub-chunks are computed pair by pair (growth.cuh)
+// numerics  products as in fragments.cuh; scores as in backward_channels.cu, q_i . k_i in float32; if a gate of a
+//           sub-chunk exceeds GROWTH, its scores are computed pair by pair (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
 #include "gated/backward_scores.cuh"
@@ -49,7 +49,7 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
   };
   Stored C[CHANNELS * BV];  // [32, BV] in matrices of 8 x 8
   float own[WARPS][CHUNK];  // scores of tokens with themselves, over each warp's channels
-  u32 grows;                // whether a gate exceeds GROWTH
+  bool grows[SUBS];         // whether a gate of the sub-chunk exceeds GROWTH
 };
 
 // Adds x, summed over the warp's channels, to the sums of the tokens of four sub-chunks from `first` on.
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(
   *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
   __syncwarp();  // own is zero
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
-  if (threadIdx.x == 0) s.grows = false;
+  if (threadIdx.x < SUBS) s.grows[threadIdx.x] = false;
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
@@ -127,15 +127,14 @@ __global__ void __launch_bounds__(
       const int channel = n * CHANNELS + strip + g;
       const float u =
           ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
-      float all[SUBS], most = 0.f;
+      float all[SUBS];
       float2 q[4], k[4], a[4], weights[4];
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
         all[m] = whole_decay(a[m % 4]);
-        most = at_least(a[m % 4].x, at_least(a[m % 4].y, most));
+        if (!(at_least(a[m % 4].x, a[m % 4].y) <= GROWTH)) s.grows[m] = true;
       }
-      if (!(most <= GROWTH)) s.grows = true;
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) {
@@ -212,16 +211,15 @@ __global__ void __launch_bounds__(
   put(scores.diagonal, warp, warp, 1.f);
   put(scores.halves, scores.half_row, scores.half_column, TF32_CORRECTION_OF_BOTH<M>);
   if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter, TF32_CORRECTION_OF_BOTH<M>);
-  if (s.grows) {
-    __syncwarp();  // the scores that are replaced have been stored
 #pragma unroll 1
-    for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
-      const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
-      const float score = score_of_pair<ReadOrder>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
-                                                   args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
-      const TokenPair pair = pair_of(lane);
-      if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
-    }
+  for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
+    if (!s.grows[n]) continue;
+    __syncwarp();  // the scores that are replaced have been stored
+    const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
+    const float score = score_of_pair<ReadOrder>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
+                                                 args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
+    const TokenPair pair = pair_of(lane);
+    if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
   }
   __syncthreads();  // A is in shared memory
 #pragma unroll

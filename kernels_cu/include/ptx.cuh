@@ -1,5 +1,5 @@
-// what      The PTX instructions of all kernels, each behind a typed function; wgmma.cuh and words.cuh have the
-//           others.
+// what      The PTX instructions of all kernels, each behind a typed function; wgmma.cuh, words.cuh and clusters.cuh
+//           have the others.
 // limits    sm_80 and later, unless a section names a later card; no toolkit header, so NVRTC needs no include path.
 // twin      tests/emulator/ptx.cuh has the same names for the CPU: a change here is a change there.
 typedef unsigned short u16;
@@ -500,6 +500,13 @@ __device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map
       "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(u32(__cvta_generic_to_shared(box))),
       "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch), "l"(policy)
       : "memory");
+}
+
+// Starts copying a box to L2.
+__device__ __forceinline__ void tensor_prefetch(const TensorMap& map, i32 column, i32 token, i32 head, i32 batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column),
+               "r"(token), "r"(head), "r"(batch)
+               : "memory");
 }
 
 // Starts copying a box to the array, after fence_async by the threads that filled it. The part outside of the array is

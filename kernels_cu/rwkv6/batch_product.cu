@@ -4,7 +4,8 @@
 //           [SPLIT, C, B, M] in parts; relu(W x)^2 in terms as x. Up to eight vectors, COLUMNS = 8, come in three
 //           terms, others in one; x is of type T, or bfloat16 beside int8
 // grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every ROWS of a product, products in turn; each has a
-//           part of K. Two warpgroups with 64 rows each; a thread that copies weights, and one for vectors
+//           part of K. Two warpgroups with 64 rows each, of 128, or the same 64 and half of a step of K each; a thread
+//           that copies weights, and one for vectors
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
 // barriers  full: a stage is there; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
 // numerics  tensor cores: x, or the three terms that hold a float, and weights as they are, int8 ones as bfloat16
@@ -13,51 +14,10 @@
 // limits    K a multiple of 8, with int8 of 16; all start on 16 bytes; sm_90a
 //
 // Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
-#include "decode.cuh"
+#include "rwkv6/products.cuh"
 #include "wgmma.cuh"
 
-constexpr int STACKS = 2;
-constexpr int SWIZZLED = 128;  // bytes of a row in a box of weights or of vectors
-
-enum class Finish : i64 { Write, ReluSquared = 2, Parts };
-
-// Products that have their number of rows in common.
-struct Stack {
-  TensorMap w;  // boxes of some of K by a block's rows
-  TensorMap x;  // by its vectors, in all their terms
-  void* y;
-  const float* scales;  // [C, M] of int8 weights, or null
-  i64 C, M;
-  Finish finish;
-};
-
-// A block's rows of a product.
-struct RowTile {
-  int stack, which, row;
-};
-
-template <int ROWS> __device__ __forceinline__ RowTile rows_of_tile(const Stack (&stacks)[STACKS], int tile) {
-  const auto tiles_of = [&](int stack) { return int(stacks[stack].M + ROWS - 1) / ROWS; };
-  int stack = 0, tiles = tiles_of(0);
-  if (const int before = tiles * int(stacks[0].C); tile >= before) tile -= before, stack = 1, tiles = tiles_of(1);
-  return {stack, tile / tiles, tile % tiles * ROWS};
-}
-
-// Steps through K of one of so many parts, and where they begin.
-struct Steps {
-  int k, count;
-};
-
-template <int DEPTH> __device__ __forceinline__ Steps steps_of_part(i64 K, int part, int parts) {
-  const int all = int(K + DEPTH - 1) / DEPTH, each = (all + parts - 1) / parts;
-  return {part * each * DEPTH, min(each, max(0, all - part * each))};
-}
-
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
-constexpr int ROWS = 128;  // of a block
-// Stages of weights that are being copied at a time until x is there. With more, the loads of the small kernels before
-// this one would wait.
-constexpr int FLIGHT = 2;
 
 struct Args {
   Stack stacks[STACKS];  // C = 0 where there is one
@@ -66,18 +26,27 @@ struct Args {
 
 template <int COLUMNS> constexpr int TERMS = COLUMNS == 8 ? FLOAT_TERMS : 1;
 
-template <typename T, int COLUMNS_> struct Shared {
+template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   typedef typename MultipliedAs<T>::Type X;
-  static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>;
+  static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>, ROWS = ROWS_;
   static constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
+  // Two warpgroups have 64 rows each, or all of them have 64 and each a share of K.
+  static constexpr int SHARES = 128 / ROWS;
   static constexpr int DEPTH = SWIZZLED / sizeof(T), BOX = SWIZZLED / sizeof(X);  // of K, a box of weights, of vectors
-  static constexpr int STAGES = COLUMNS == 64 ? 5 : 6, X_STAGES = 4 * BOX / DEPTH;  // two blocks share a multiprocessor
+  static constexpr int STEP = SHARES * DEPTH;
+  static constexpr int MORE = SHARES - 1;  // the more of K a block has, the more vectors
+  // Two blocks share a multiprocessor, or one has it almost for itself where DEEP.
+  static constexpr int STAGES = (DEEP ? 11 : COLUMNS == 64 ? 5 : 6) - MORE;
+  static constexpr int X_STAGES = ((DEEP ? 8 : 4) + 4 * MORE) * BOX / STEP;
+  // Stages of weights that are being copied at a time until x is there. With more, the loads of the small kernels
+  // before this one would wait.
+  static constexpr int FLIGHT = DEEP && TERMS > 1 ? 1 : 2;
   union {
     struct {
-      T w[STAGES][ROWS][DEPTH];  // in the 128-byte swizzle
-      X x[X_STAGES][DEPTH / BOX][TERMS][COLUMNS][BOX];
+      T w[STAGES][SHARES][ROWS][DEPTH];  // in the 128-byte swizzle
+      X x[X_STAGES][SHARES][DEPTH / BOX][TERMS][COLUMNS][BOX];
     };
-    float parts[COLUMNS][PITCH];
+    float parts[SHARES][COLUMNS][PITCH];
   };
   Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
   volatile u64 started;  // whether the previous kernel has ended, so that x is there
@@ -90,10 +59,10 @@ struct Tile {
   Steps steps;
 };
 
-template <int COLUMNS, int SPLIT, int DEPTH> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
+template <int ROWS, int COLUMNS, int SPLIT, int STEP> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
   const int across = int(args.B + COLUMNS - 1) / COLUMNS, column = blockIdx.x / SPLIT % across * COLUMNS;
   return {rows_of_tile<ROWS>(args.stacks, blockIdx.x / SPLIT / across), column,
-          steps_of_part<DEPTH>(args.K, blockIdx.x % SPLIT, SPLIT)};
+          steps_of_part<STEP>(args.K, blockIdx.x % SPLIT, SPLIT)};
 }
 
 // One thread copies weights for all.
@@ -102,11 +71,12 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
   for (int step = 0; step < tile.steps.count; ++step) {
     Barrier& full = s.w_full[step % S::STAGES];
     if (step >= S::STAGES) barrier_wait(s.empty[step % S::STAGES], step / S::STAGES - 1 & 1);
-    if (const int last = step - FLIGHT; last >= 0 && !s.started)
+    if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
       barrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);
     barrier_expect(full, sizeof s.w[0]);
-    tensor_load_once(s.w[step % S::STAGES], stack.w, full, tile.steps.k + step * S::DEPTH, tile.rows.row,
-                     tile.rows.which, 0);
+    for (int share = 0; share < S::SHARES; ++share)
+      tensor_load_once(s.w[step % S::STAGES][share], stack.w, full, tile.steps.k + step * S::STEP + share * S::DEPTH,
+                       tile.rows.row, tile.rows.which, 0);
   }
 }
 
@@ -122,8 +92,8 @@ template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stac
     auto& x = s.x[step % S::X_STAGES];
     Barrier& full = s.x_full[step % S::X_STAGES];
     barrier_expect(full, sizeof x);
-    for (int box = 0; box < S::DEPTH / S::BOX; ++box)
-      tensor_load(x[box], stack.x, full, tile.steps.k + step * S::DEPTH + box * S::BOX, tile.column, 0,
+    for (int box = 0; box < S::STEP / S::BOX; ++box)
+      tensor_load(x[0][box], stack.x, full, tile.steps.k + step * S::STEP + box * S::BOX, tile.column, 0,
                   tile.rows.which);
   }
 }
@@ -145,12 +115,12 @@ template <typename T, class S>
 __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS * S::COLUMNS / 2]) {
   typedef typename S::X X;
   constexpr int N = S::TERMS * S::COLUMNS, IN_BOX = S::BOX / 16;  // products of 16 of K
-  const int row = (threadIdx.x >> 7) * 64;
+  const int group = threadIdx.x >> 7, share = S::SHARES > 1 ? group : 0, row = S::SHARES > 1 ? 0 : group * 64;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const int stage = step % S::STAGES;
-    auto& vectors = s.x[step % S::X_STAGES];
-    auto* const weights = s.w[stage] + row;
+    auto& vectors = s.x[step % S::X_STAGES][share];
+    auto* const weights = s.w[stage][share] + row;
     barrier_wait(s.w_full[stage], step / S::STAGES & 1);
     if constexpr (sizeof(T) == 1) {
       u32 a[S::DEPTH / 16][4];
@@ -188,24 +158,30 @@ __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
+// Neighbouring rows of a column, from all who have a share of this block's K.
+template <class S> __device__ __forceinline__ float4 sum_of_shares(const S& s, int n, int m) {
+  const float4 sum = load4(&s.parts[0][n][m]);
+  return S::SHARES > 1 ? plus(sum, load4(&s.parts[S::SHARES - 1][n][m])) : sum;
+}
+
 // This block's part, as it is: who reads y adds all of them.
 template <int SPLIT, class S>
 __device__ __forceinline__ void store_part(const S& s, const Args& args, const Stack& stack, const Tile& tile) {
-  constexpr int QUADS = ROWS / 4;
+  constexpr int QUADS = S::ROWS / 4;
   const int m = threadIdx.x % QUADS * 4, row = tile.rows.row + m, inside = int(stack.M) - row;
   const i64 matrices = blockIdx.x % SPLIT * stack.C + tile.rows.which;
 #pragma unroll 4
   for (int n = threadIdx.x / QUADS; n < S::COLUMNS; n += THREADS / QUADS) {
     const int b = tile.column + n;
     if (b >= args.B || inside <= 0) break;
-    store<1>(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, 0, inside, load4(&s.parts[n][m]));
+    store<1>(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, 0, inside, sum_of_shares(s, n, m));
   }
 }
 
-template <typename T, int COLUMNS, int SPLIT>
-__global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
+template <typename T, int COLUMNS, int SPLIT, bool DEEP, int ROWS>
+__global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT, 1, 1)
     rwkv6_batch_product(const __grid_constant__ Args args) {
-  typedef Shared<T, COLUMNS> S;
+  typedef Shared<T, COLUMNS, DEEP, ROWS> S;
   auto& s = *reinterpret_cast<S*>(dynamic_smem());
   launch_next();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -217,14 +193,14 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
     fence_async();  // bulk copies see the barriers
   }
   __syncthreads();  // the barriers are initialised
-  const Tile tile = tile_of_block<COLUMNS, SPLIT, S::DEPTH>(args);
+  const Tile tile = tile_of_block<ROWS, COLUMNS, SPLIT, S::STEP>(args);
   const Stack& stack = args.stacks[tile.rows.stack];
   if (warp >= WARPS) {
     if (lane == 0 && warp == WARPS) copy_weights(s, stack, tile);
     if (lane == 0 && warp > WARPS) copy_vectors(s, stack, tile);
     __syncwarp();
   } else {
-    const int row = warp * 16 + (lane >> 2);
+    const int row = warp % (ROWS / 16) * 16 + (lane >> 2);
     float scales[2] = {1.f, 1.f};
     if constexpr (sizeof(T) == 1)
 #pragma unroll
@@ -241,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
 #pragma unroll
         for (int term = TERMS<COLUMNS> - 1; term >= 0; --term)
           sum = fmaf(unit_of_term<typename S::X, TERMS<COLUMNS>>(term), sums[4 * n + term * COLUMNS / 2 + e], sum);
-        s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = scales[e / 2] * sum;
+        s.parts[warp / (ROWS / 16)][8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = scales[e / 2] * sum;
       }
   }
   wait_for_previous();
@@ -264,8 +240,11 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
     if (tid >= CONSUMERS || n >= EACH) continue;
 #pragma unroll
     for (int block = 0; block < SPLIT; ++block) {
-      if (SPLIT == 1) sums[iteration] = load4(&s.parts[n][m]);
-      else sums[iteration] = plus(sums[iteration], load4_of_block(&s.parts[first + n][m], block));
+      if (SPLIT == 1) sums[iteration] = sum_of_shares(s, n, m);
+      else
+#pragma unroll
+        for (int share = 0; share < S::SHARES; ++share)
+          sums[iteration] = plus(sums[iteration], load4_of_block(&s.parts[share][first + n][m], block));
     }
   }
 #pragma unroll

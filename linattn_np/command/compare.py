@@ -71,7 +71,7 @@ def run(options):
     check_writable(options.out)
     if not options.seconds > 0:
         raise ValueError(f"argument --seconds: is {options.seconds}, expected a number above 0")
-    check_plots()  # before minutes of measuring
+    check_plots(options.out)  # before minutes of measuring
     device = chosen(options.device)
     # The operators share their work out to the cores themselves.
     with blas_threads("cpu" if isinstance(device, Cpu) else "cuda", 0, "operators are faster with one thread of BLAS"):
@@ -80,13 +80,16 @@ def run(options):
     put(options.out)
 
 
-def check_plots():
+def check_plots(out):
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ImportError(
             "the picture is drawn by matplotlib, which is not installed: pip install 'linattn-np[plot]' brings it"
         ) from None
+    endings = FigureCanvasBase.get_supported_filetypes()
+    if out.suffix.removeprefix(".").lower() not in endings:
+        raise ValueError(f"argument --out: is {out}, expected one of the endings {', '.join(sorted(endings))}")
 
 
 def measured(device, options) -> dict:

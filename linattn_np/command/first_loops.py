@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from .. import NotSupported
 from .cards import begin_for, beginning, no_signals
 from .signals import Ended
-from .terminal import bar, say, status
+from .terminal import TICK, bar, say, status, ticking
 
 LOOPS = 38  # about as many as a model's first tokens need
-TICK = 0.5  # seconds between two states of a bar
 
 
 class LoopsMissing(ImportError):
@@ -50,28 +48,17 @@ class Bar:
 @contextmanager
 def compiling(show):
     """Inside, a line says that Numba compiles, before it does, and `show` how far it is."""
-    shown, over = Bar(show, "compiling"), threading.Event()
-
-    def tick():
-        while not over.wait(TICK):
-            shown.draw()
-
-    ticks = threading.Thread(target=tick, daemon=True)
+    shown = Bar(show, "compiling")
 
     def tell():
         shown.done += 1
         if shown.done == 1:
             show("")
             say("compiling loops for this CPU, once, which takes 10 to 30 s")
-            ticks.start()
+            ticks.enter_context(ticking(shown.draw))
 
-    try:
-        with before_compiling(tell):
-            yield
-    finally:
-        over.set()
-        if shown.done:
-            ticks.join()
+    with ExitStack() as ticks, before_compiling(tell):
+        yield
 
 
 def refuse():

@@ -35,7 +35,7 @@ from .blas_threads import blas_for, where
 from .cards import Cards, processes, use
 from .first_loops import begun_on_numpy, compiling, with_loops
 from .signals import Ended, deferred, forget_ctrl_c, noted
-from .terminal import add_device, add_tokenizer, bar, details, put, say, some_text, status, told, whole
+from .terminal import add_device, add_tokenizer, bar, details, put, say, some_text, status, ticking, told, whole
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
@@ -56,6 +56,7 @@ LINE = {"prompt": str, "tokens": int, **SAMPLING, "stop": (str, list)}
 SLOTS = 8
 LONGEST_LINE = 1 << 24  # bytes, of --batch-file
 SMALL = 1 << 26  # bytes of a checkpoint
+LONGEST_PROMPT = 1 << 28  # bytes of stdin: a device may have no end
 PROMPTS = 1024  # tokens, about as many as the prompts that begin a batch together: the same kernels read them
 
 
@@ -412,7 +413,11 @@ def prompt_of(options) -> bytes:
     if options.prompt and options.prompt != "-":
         return os.fsencode(options.prompt)
     if options.prompt == "-" or piped():
-        prompt = sys.stdin.buffer.read()
+        prompt = from_stdin(lambda stdin: stdin.read(LONGEST_PROMPT + 1))
+        if len(prompt) > LONGEST_PROMPT:
+            raise ValueError(
+                f"argument --prompt: stdin has more than {LONGEST_PROMPT:,} bytes, expected a text that ends"
+            )
         prompt = prompt.removesuffix(b"\n").removesuffix(b"\r")
         if prompt:
             return prompt
@@ -467,7 +472,15 @@ def about(options, model) -> str:
 def ask() -> str:
     if sys.stdin.isatty():
         say("> ", end="")
-    return sys.stdin.buffer.readline().decode("utf-8", "surrogateescape")
+    return from_stdin(lambda stdin: stdin.readline(LONGEST_PROMPT)).decode("utf-8", "surrogateescape")
+
+
+def from_stdin(read) -> bytes:
+    """What `read` gives of stdin's bytes; OSError names stdin where it cannot be read."""
+    try:
+        return read(sys.stdin.buffer)
+    except OSError as error:
+        raise OSError(f"stdin cannot be read: {error.strerror or error}") from error
 
 
 # -- many texts -------------------------------------------------------------------------------------------------------
@@ -570,14 +583,18 @@ def write_batch(options):
 def write_texts(options, asked, texts):
     """The lines of --output, out of (number, line) as they come; tells how far they are, and what is wrong."""
     output, errors, count, start = Output(options.output), {}, 0, time.perf_counter()
+
+    def draw():
+        done, seconds = len(output.lines), time.perf_counter() - start
+        show(f"writing {bar(done / max(1, len(asked)))} {done} of {len(asked)} texts, {seconds:.0f} s")
+
     try:
-        with status("writing ...") as show, closing(texts):
+        with status("writing ...") as show, closing(texts), ticking(draw):
             for number, line in texts:
-                done = output.add(number, line)
+                output.add(number, line)
                 count += line["tokens"]
                 if "error" in line:
                     errors[number] = line["error"]
-                show(f"writing {bar(done / len(asked))} {done} of {len(asked)} texts")
     finally:
         done = output.finish(len(asked))
         if done < len(asked):
@@ -603,13 +620,11 @@ class Output:
         self.path, self.lines, self.file, self.size = path, {}, None, 0
         self.regular = not os.path.exists(path) or os.path.isfile(path)
 
-    def add(self, number, line) -> int:
-        """How many there are with this one."""
+    def add(self, number, line):
         encoded = f"{json.dumps(line, ensure_ascii=False)}\n".encode()
         if self.regular:
             self.append(encoded)
         self.lines[number] = encoded
-        return len(self.lines)
 
     def append(self, encoded):
         """A whole line, or where there is no room for it nothing."""

@@ -20,7 +20,7 @@ from .. import NotSupported, __version__, explain, gla
 from ..backends.numpy.cores import workers
 from ..cupy_folder import folder_for_cupy
 from ..models import austen
-from ..models.devices import check_device
+from ..models.devices import check_device, why_no_cupy
 from ..models.rwkv.cpu_layers import has_loops
 from .blas_threads import VARIABLES
 from .terminal import put
@@ -94,7 +94,7 @@ def devices():
     try:
         import cupy
     except ImportError as error:
-        yield "GPU", f"none: {error}"
+        yield "GPU", f"none: {why_no_cupy(error)}"
         return
     runtime = cupy.cuda.runtime
     yield "CUDA runtime", lambda: version(runtime.runtimeGetVersion())
@@ -126,7 +126,7 @@ def backends():
         check_device("models", "cuda")
         xp, missing = sys.modules["cupy"], None
     except NotSupported as error:
-        xp, missing = np, str(error).split(": ")[-1]
+        xp, missing = np, str(error).split(": ")[-1].partition(";")[0]
     for name in ("numpy", "cupy", "numba"):
         yield f"operators, {name}", partial(route, xp if name != "numpy" else np, name, missing)
     yield "models on the CPU", "run, by Numba's loops" if has_loops() else "run, by NumPy: without Numba, more slowly"

@@ -12,8 +12,9 @@ from functools import partial
 
 import numpy as np
 
+from .. import NotSupported
 from ..array_kinds import BFLOAT16
-from ..cupy_folder import folder_for_cupy
+from ..models.devices import check_device
 
 CALLS = 5
 COPIED = 1 << 28  # bytes of the copy that gives the floor
@@ -64,18 +65,14 @@ class Cuda:
 
 
 def chosen(name):
-    """ImportError where the device that was asked for is not there, or what drives it."""
+    """The device that was asked for; NotSupported where it is not there, or what drives it."""
     if name == "cpu":
         return Cpu()
-    folder_for_cupy()
     try:
-        import cupy
-
-        if not cupy.cuda.is_available():
-            raise ImportError("CuPy finds no GPU")
-    except ImportError as error:
+        check_device("argument --device", "cuda")
+    except NotSupported:
         if name == "cuda":
-            raise ImportError(f"argument --device: cuda cannot be used: {error}") from None
+            raise
         return Cpu()
     return Cuda()
 

@@ -1,18 +1,17 @@
 """Writes a checkpoint of a model with a low-rank adapter merged into it. No torch.
 
     linattn-np train --from model.pth --lora 16 --text texts.jsonl --out mine
-    linattn-np merge --model model.pth --adapter my/adapter.safetensors --out my.safetensors
+    linattn-np merge --model model.pth --adapter mine/adapter.safetensors \\
+        --out mine.safetensors
 
 Every matrix W becomes W + (alpha / rank) B A, in its own dtype, under the official names.
 """
-
-import shlex
 
 from ..models import checkpoint
 from ..models.files import write_arrays
 from ..models.rwkv.adapters import merged
 from ..models.versions import kind_of
-from .terminal import check_out, say, status
+from .terminal import check_out, say, status, to_write
 
 
 def declare(parser):
@@ -29,5 +28,4 @@ def run(options):
         weights, adapter = checkpoint.read(options.model), checkpoint.read(options.adapter)
         config = checkpoint.config(options.model)
         write_arrays(options.out, merged(kind_of(weights), weights, adapter, options.alpha, config))
-    words = ["linattn-np", "generate", "--model", options.out, "The "]
-    say(f"wrote {options.out}. To write with it: {shlex.join(words)}")
+    say(f"wrote {options.out}. {to_write('--model', options.out)}")

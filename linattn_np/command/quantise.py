@@ -1,10 +1,11 @@
-"""Writes an RWKV checkpoint with its matrices in fewer bits, and what that costs on a text. No torch.
+"""Writes an RWKV checkpoint with its matrices in fewer bits, and tells what that costs on a text. No torch.
 
+    linattn-np quantise --dtype int4 --out small.safetensors
     linattn-np quantise --dtype int4 --out small.safetensors --text novel.txt
     linattn-np generate --model small.safetensors --prompt "Emma was"
 
-The loss is in nats a token, before and after, over the first --tokens of the text; linattn-np generate and
-models.load read the file on the CPU as it is, on CUDA widened, or int8 as it is where that is asked for.
+The loss is in nats a token, before and after, over the first --tokens of --text; linattn-np generate and models.load
+read the file on the CPU as it is, on CUDA widened, or int8 as it is where that is asked for.
 """
 
 import os
@@ -18,7 +19,7 @@ from .blas_threads import blas_for
 from .evaluate import loss
 from .first_loops import compiling
 from .generate import tokenizer_of
-from .terminal import add_tokenizer, check_out, say, status, whole
+from .terminal import add_tokenizer, check_out, say, status, to_write, whole
 
 
 def declare(parser):
@@ -37,28 +38,37 @@ def declare(parser):
         "for every row, int4 one for 32 neighbours. The embedding and the matrices of low rank become bfloat16",
     )
     add("--out", required=True, metavar="FILE", help="a .safetensors file")
-    add("--text", required=True, metavar="FILE", help="what the loss is measured on")
+    add("--text", metavar="FILE", help="what the loss is measured on (default: it is not measured)")
     add("--tokens", type=whole(2), default=4096, help="of the text (default: %(default)s)")
     add_tokenizer(add)
 
 
 def run(options):
     options.model = Path(options.model) if options.model else austen()
-    check_out(options, "model", "text")
+    check_out(options, "model", *["text"] if options.text else [])
     if options.dtype != "bfloat16":
         loops()  # what reads the file again, before anything is written
     with status("loading ...") as show, compiling(show):
         weights, config = checkpoint.read(options.model), checkpoint.config(options.model)
         model = kind_of(weights)(weights, config=config)
         model.warm_up((), 2)
+    tokens = tokens_of(options, model)
+    with blas_for(model.device, model.sizes):
+        before = loss(model, tokens, "before") if tokens else None
+        with status("rounding ..."):
+            write_arrays(options.out, model.quantise(weights, options.dtype, config))
+        if before:
+            after = loss(load(options.out), tokens, "after")
+            say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
+    size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
+    say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}. {to_write('--model', options.out)}")
+
+
+def tokens_of(options, model) -> list:
+    """What the loss is measured on; nothing without --text."""
+    if not options.text:
+        return []
     tokens = tokenizer_of(options, model).encode(contents(options.text))[: options.tokens]
     if len(tokens) < 2:
         raise ValueError(f"argument --text: has {len(tokens)} tokens, expected at least 2")
-    with blas_for(model.device, model.sizes):
-        before = loss(model, tokens, "before")
-        with status("rounding ..."):
-            write_arrays(options.out, model.quantise(weights, options.dtype, config))
-        after = loss(load(options.out), tokens, "after")
-    size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
-    say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
-    say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}")
+    return tokens

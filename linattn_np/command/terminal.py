@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import sys
 import threading
 import traceback
@@ -14,12 +15,14 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 
+from ..argument_checks import whole_of
 from ..models.checkpoint import located
 from ..models.files import check_writable, same_file
 from ..models.number_checks import shown
 from .signals import Ended, handled
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
+TICK = 0.5  # seconds between two states of a line that shows how far things are
 FAULT, REFUSED = 1, 2  # exit codes, beside 0 and those of signals
 NO_ROOM = "free some room, or name another place"
 WAYS_OUT = {
@@ -100,7 +103,7 @@ def guarded(name, work) -> int:
     details.told = False
     before = threading.excepthook, sys.unraisablehook, warnings.showwarning
     threading.excepthook = sys.unraisablehook = not_raised
-    warnings.showwarning = lambda message, *_, **__: say(f"{name}: {message}")
+    warnings.showwarning = lambda message, *_, **__: say(f"{name}: {str(message).strip().partition(chr(10))[0]}")
     try:
         with handled():
             return work()
@@ -248,10 +251,11 @@ def some_text(text):
 
 def whole(least, most=10**18):
     def number(text):
-        if not (text.isascii() and text.isdecimal() and len(text) <= 18) or not least <= int(text) <= most:
+        value = whole_of(text)
+        if value is None or not least <= value <= most:
             to = "up" if most == 10**18 else f"to {most}"
             raise argparse.ArgumentTypeError(f"is {shown(text)}, expected a whole number from {least} {to}")
-        return int(text)
+        return value
 
     return number
 
@@ -264,6 +268,11 @@ def check_out(options, *inputs):
         if same_file(options.out, located(getattr(options, name))):
             raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
     check_writable(options.out)
+
+
+def to_write(*options) -> str:
+    """The command that writes with a result, to be typed."""
+    return "To write with it: " + shlex.join(["linattn-np", "generate", *map(str, options), "The "])
 
 
 def add_device(add):
@@ -305,6 +314,24 @@ def status(first):
         yield show
     finally:
         show("")
+
+
+@contextmanager
+def ticking(draw):
+    """Inside, another thread calls `draw` every TICK seconds."""
+    over = threading.Event()
+
+    def tick():
+        while not over.wait(TICK):
+            draw()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def bar(share, width=30):

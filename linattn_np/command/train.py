@@ -37,7 +37,7 @@ from .blas_threads import blas_for, where
 from .first_loops import compiling
 from .generate import tokenizer_of
 from .signals import Ended, deferred
-from .terminal import add_device, add_tokenizer, bar, details, say, status, told, whole
+from .terminal import add_device, add_tokenizer, bar, details, say, status, to_write, told, whole
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
 DEFAULTS = {
@@ -82,14 +82,13 @@ class Trained:
         """Of the whole model by now."""
         return self.kind.model_weights(training.layout, on_host(training.steps.weights))
 
-    def next_command(self, options, file) -> str:
-        """What writes with it, to be typed."""
-        words = {
-            "model": ["--model", str(file), "The "],
-            "adapter": ["--model", str(options.base), "--adapter", str(file), "The "],
-            "state": ["--model", str(options.base), "--load-state", str(file), "The "],
-        }
-        return shlex.join(["linattn-np", "generate", *words[self.name]])
+    def options_to_write(self, base, file) -> list:
+        """Options of linattn-np generate that write with it."""
+        return {
+            "model": ["--model", file],
+            "adapter": ["--model", base, "--adapter", file],
+            "state": ["--model", base, "--load-state", file],
+        }[self.name]
 
 
 def trained_of(options) -> Trained:
@@ -117,7 +116,10 @@ def trained_of(options) -> Trained:
 def run(options):
     trained = trained_of(options)
     device = device_of(options.device)
-    comm = connect(device)
+    try:
+        comm = connect(device)
+    except RankLost as lost:
+        raise OSError(str(lost)) from lost
     ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
         say(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
@@ -242,6 +244,8 @@ def start(options, trained, device, ranks) -> Training:
     given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
     how = dict(device=device, dtype=options.dtype, kind=trained.kind, recompute=options.recompute, ranks=ranks)
     if options.resume:
+        if not (folder / CHECKPOINT).exists():
+            raise ValueError(f"argument --resume: {folder} holds no training; without --resume one begins there")
         training = Training.restore(folder / CHECKPOINT, text, **how)
         resume(training, given, options.out)
         check_writable(folder / CHECKPOINT)
@@ -350,20 +354,24 @@ def steps(training, trained, options, ended):
         while training.done < 1 and not ended():
             interval.step()
             if interval.since_shown > SHOWN:
-                show(f"training {bar(training.done)} {left(training, begun)} left, {interval.latest()}")
+                show(f"training {bar(training.done)} {interval.latest()}{left(training, begun)}")
             if interval.seconds > options.every and training.done < 1:
                 interval.report(folder, show, left(training, begun), last=False)
                 interval = Interval(training, trained)
         interval.report(folder, show, left(training, begun), last=True)
     file = folder / trained.file
-    say(f"wrote {file}. To write with it: {trained.next_command(options, file)}")
+    say(f"wrote {file}. {to_write(*trained.options_to_write(options.base, file))}")
 
 
 def left(training, begun) -> str:
-    """The time until it is done, as `begun`, (the part that was done, when), tells."""
+    """The end of a line: how long it still takes, as `begun`, (the part that was done, when), tells. It is empty where
+    nothing is done since: a training by minutes counts its steps when the next one begins.
+    """
     done, seconds = training.done - begun[0], time.perf_counter() - begun[1]
-    minutes, seconds = divmod(round(seconds * (1 - training.done) / done) if done else 0, 60)
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    if not done:
+        return ""
+    minutes, seconds = divmod(round(seconds * (1 - training.done) / done), 60)
+    return f", {minutes} min {seconds} s left" if minutes else f", {seconds} s left"
 
 
 def sample(training, trained) -> str:
@@ -423,7 +431,8 @@ class Interval:
             mean = finite(math.fsum(map(float, self.losses)) / len(self.losses), "the loss", training, folder)
             line += f", loss {mean:.3f}, {self.speed()}"
         show(f"{line} ...")
-        held_out = finite(training.held_out_loss(), "the loss on what is held out", training, folder)
+        held_out = training.held_out_loss(lambda read: show(f"{line}, held out {bar(read)}"))
+        finite(held_out, "the loss on what is held out", training, folder)
         try:
             save(training, folder, self.trained.file)
         except OSError as error:
@@ -431,7 +440,7 @@ class Interval:
                 raise
             say(f"step {training.step_number} is not saved, and the training goes on: {told(error)}")
         show("")
-        say(f"{line}, held out {held_out:.4f}" + ("" if last else f", {left} left"))
+        say(f"{line}, held out {held_out:.4f}" + ("" if last else left))
         if last or self.seconds > SAMPLED:
             say(f"  it writes: {sample(training, self.trained)}")
 

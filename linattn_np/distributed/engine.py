@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ..argument_checks import is_real
 from ..errors import ContractError
+from ..messages import shown
 
 LIMIT_S = 600.0  # how long a rank waits for the others by default, as torch.distributed does with NCCL
 LIMITS_S = 1e-3, 1e9  # the shortest and the longest time limit: torch takes milliseconds, and 0 as no limit
@@ -242,9 +242,8 @@ def ranks_in_words(ranks):
 
 def check_limit(where, limit_s):
     least, most = LIMITS_S
-    number = isinstance(limit_s, Real) and not isinstance(limit_s, bool) and math.isfinite(limit_s)
-    if not (number and least <= limit_s <= most):
-        raise ContractError(f"{where}: limit_s is {limit_s!r}, expected seconds, from {least:g} to {most:g}")
+    if not (is_real(limit_s) and least <= limit_s <= most):
+        raise ContractError(f"{where}: limit_s is {shown(limit_s)}, expected seconds, from {least:g} to {most:g}")
 
 
 def as_bytes(x) -> np.ndarray:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ..errors import NotSupported
 from .engine import LIMIT_S, RankLost, begin, check_limit
 
 PRIORITY = -5  # the highest: a message's few blocks must not wait until a card that is full of work has none left
@@ -43,7 +44,7 @@ class Nccl:
         from cupy.cuda import nccl
 
         if not nccl.available:
-            raise RuntimeError("CuPy finds no NCCL; pip install nvidia-nccl-cu13, or -cu12 with cupy-cuda12x")
+            raise NotSupported("CuPy finds no NCCL; pip install nvidia-nccl-cu13, or -cu12 with cupy-cuda12x")
         if communicator is None:
             greeting = np.frombuffer(nccl.get_unique_id() if host.rank == 0 else bytes(GREETING), np.uint8)
             communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
@@ -188,7 +189,7 @@ def of_one_process(ends, limit_s):
 
     count = cupy.cuda.runtime.getDeviceCount()
     if count < len(ends):
-        raise RuntimeError(f"{len(ends)} ranks want as many CUDA devices, there are {count}")
+        raise NotSupported(f"run_threads: {len(ends)} ranks want as many CUDA devices, there are {count}")
     engines = []
     for end, communicator in zip(ends, nccl.NcclCommunicator.initAll(len(ends))):
         with cupy.cuda.Device(end.rank):

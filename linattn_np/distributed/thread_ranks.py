@@ -6,10 +6,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from contextlib import nullcontext
-from numbers import Integral
 
+from ..argument_checks import is_int
 from ..errors import ContractError
+from ..messages import shown
 from .engine import LIMIT_S, HostEngine, RankLost, check_limit
+
+MOST_THREADS = 4096
 
 
 def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
@@ -25,10 +28,11 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
     >>> distributed.run_threads(lambda comm: comm.all_gather(np.array([comm.rank]))().ravel().tolist(), 3)
     [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
-    if device not in ("cpu", "cuda"):
-        raise ContractError(f"run_threads: device is {device!r}, expected 'cpu' or 'cuda'")
-    if not isinstance(size, Integral) or size < 1:
-        raise ContractError(f"run_threads: size is {size!r}, expected a positive int")
+    from ..models.devices import check_device
+
+    check_device("run_threads", device)
+    if not is_int(size) or not 1 <= size <= MOST_THREADS:
+        raise ContractError(f"run_threads: size is {shown(size)}, expected an int from 1 to {MOST_THREADS}")
     check_limit("run_threads", limit_s)
     mailbox = Mailbox(limit_s)
     ends = [Threads(mailbox, rank, size) for rank in range(size)]

@@ -118,11 +118,10 @@ def gates_of_gla(options):
 
 def gates_of_simple_gla(options):
     """Adds the heads' constant gates g_gamma to g; without a gate, log decays are 0."""
-    gates = [x for x in (options.get("g"), options.pop("g_gamma", None)) if x is not None]
-    k = options["k"]
-    options["g"] = sum(
-        gates, torch.zeros(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-    )
+    k, g, constants = options["k"], options.get("g"), options.pop("g_gamma", None)
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    g = torch.zeros(k.shape[:3], dtype=dtype, device=k.device) if g is None else torch.as_tensor(g, dtype=dtype)
+    options["g"] = g if constants is None else g + constants
 
 
 def of_delta_rule(options):

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .. import distributed, warnings_of_misuse
+from .. import accepted_arrays, distributed, warnings_of_misuse
 from ..contract import Op
 from ..distributed import ProcessGroup as ProcessGroup
 from ..errors import ContractTypeError
@@ -64,7 +64,8 @@ def differentiable(op: Op):
         tensors = [*arrays, *(state or ()), *mask]
         for name, x in zip([*declared.arrays, *["initial_state"] * len(state or ()), "mask"], tensors):
             if not isinstance(x, torch.Tensor):
-                declared.refuse(name, f"is a {kind_of(x)}, expected a torch.Tensor", ContractTypeError)
+                wanted = "expected a torch.Tensor: torch.as_tensor(x) is one"
+                declared.refuse(name, f"is a {kind_of(x)}, {wanted}", ContractTypeError)
         tensors[: len(arrays)] = under_autocast(declared, arrays)
         counts = len(arrays), len(state or ()), bool(mask)
         call = Call(operator, counts, {name: settled(x) for name, x in arguments.items()})
@@ -97,6 +98,8 @@ def under_autocast(declared, tensors) -> list:
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return list(tensors)
+    for name, x in zip(declared.arrays, tensors):
+        refuse_unreadable(declared, name, x)
     half, single = torch.get_autocast_dtype(device), torch.float32
     cast = [
         half if name not in declared.gates or x.dtype == half else single for name, x in zip(declared.arrays, tensors)
@@ -105,10 +108,20 @@ def under_autocast(declared, tensors) -> list:
     return [x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x, to in zip(tensors, cast)]
 
 
+def refuse_unreadable(declared, name, x):
+    """ContractTypeError for a tensor whose numbers torch would look for where none are; one that is traced has none."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if not traced and (misfit := accepted_arrays.not_plain(torch, x)):
+        declared.refuse(name, misfit, ContractTypeError)
+
+
 def as_mask(declared, mask) -> list:
     """[a copy of the mask as a tensor], or [] without a mask."""
-    if mask is None or isinstance(mask, torch.Tensor):
-        return [] if mask is None else [mask.clone()]
+    if mask is None:
+        return []
+    if isinstance(mask, torch.Tensor):
+        refuse_unreadable(declared, "mask", mask)
+        return [mask.clone()]
     native, _ = declared.native("mask", mask)
     return [torch.tensor(native) if isinstance(native, np.ndarray) else mask]
 

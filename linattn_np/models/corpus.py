@@ -72,8 +72,9 @@ def of_binidx(path):
     if len(data) % dtype.itemsize:
         refuse(f"its .bin has {len(data)} bytes, expected a multiple of {dtype.itemsize}")
     texts, documents = struct.unpack("<QQ", head[18:])
-    sizes = np.frombuffer(index[HEAD : HEAD + 4 * texts], "<i4")
-    if len(index) != HEAD + 12 * texts + 8 * documents or (sizes < 0).any():
+    sound = len(index) == HEAD + 12 * texts + 8 * documents
+    sizes = np.frombuffer(index, "<i4", texts if sound else 0, HEAD)
+    if not sound or (sizes < 0).any():
         refuse(f"its .idx of {len(index)} bytes claims {texts} texts and {documents} documents, expected a sound one")
     if (count := int(sizes.sum(dtype=np.int64))) != len(data) // dtype.itemsize:
         refuse(f"its .bin has {len(data) // dtype.itemsize} ids, expected the {count} of its .idx")

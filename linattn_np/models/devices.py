@@ -13,14 +13,15 @@ import numpy as np
 
 from ..cupy_folder import folder_for_cupy
 from ..errors import ContractError, NotSupported
+from .number_checks import shown
 
 DEVICES = ("cpu", "cuda")
 
 
 def check_device(owner: str, device: str):
     """ContractError for what is no device; NotSupported says why the GPU cannot be used."""
-    if device not in DEVICES:
-        raise ContractError(f"{owner}: device is {device!r}, expected 'cpu' or 'cuda'")
+    if not isinstance(device, str) or device not in DEVICES:
+        raise ContractError(f"{owner}: device is {shown(device)}, expected 'cpu' or 'cuda'")
     if device == "cpu":
         return
     folder_for_cupy()
@@ -31,7 +32,14 @@ def check_device(owner: str, device: str):
             raise ImportError("CuPy finds no CUDA device")
         from cupy.cuda import cublas  # noqa: F401  the matrix products are cuBLAS's
     except ImportError as error:
-        raise NotSupported(f"{owner}: device 'cuda' cannot be used: {str(error).splitlines()[0]}") from None
+        raise NotSupported(f"{owner}: device 'cuda' cannot be used: {why_no_cupy(error)}") from None
+
+
+def why_no_cupy(error: ImportError) -> str:
+    """In a line why CuPy cannot be used."""
+    if error.name == "cupy":
+        return "CuPy is not installed; pip install 'linattn-np[cuda13]', or [cuda12], brings it"
+    return str(error).splitlines()[0]
 
 
 def cuda_devices() -> int:

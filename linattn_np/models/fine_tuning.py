@@ -34,7 +34,7 @@ class Base:
     """The model that training starts from.
 
     kind : its class
-    weights : float32 arrays by official name
+    weights : float32 arrays of its own by official name
     sizes : of the axes that `Version.parameter_axes` has
     """
 
@@ -63,7 +63,8 @@ class Base:
             refuse(f"the model's norms have eps {eps[0]:g} and {eps[1]:g}, expected {LAYER_NORM_EPS:g} and 64e-5")
         if any(name.endswith(STATE) for name in official):
             refuse("the model has a tuned time_state, expected one without: gradients start from zeros")
-        return cls(kind, {name: np.asarray(array, np.float32) for name, array in official.items()}, sizes)
+        # Copies: a file, or an array of the caller, may be written to while the training runs.
+        return cls(kind, {name: np.array(array, np.float32) for name, array in official.items()}, sizes)
 
 
 class Whole:

@@ -11,14 +11,16 @@ import threading
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
+from ..argument_checks import whole_of
+
 SHARE = 4 << 20  # bytes of matrices for which it pays to wake another thread
 
 
 def count() -> int:
     """The threads of a call: OMP_NUM_THREADS, as BLAS counts them, or the cores that this process may use."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = whole_of(os.environ.get("OMP_NUM_THREADS", ""))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(int(wanted), cores) if wanted.isdecimal() and int(wanted) else cores
+    return min(wanted or cores, cores)
 
 
 class Helpers:
@@ -69,8 +71,11 @@ class Board:
             yield
             return
         self.busy = True
+        wanted = min(self.most, size // SHARE)
+        if wanted and not HELPERS.started:  # on a stopped board it compiles only: machine code that a helper compiles
+            self.loops.assist(self.array)  # would be lost, every time anew, where the process ends before it is kept
         self.array[self.loops.STOPPED] = 0
-        if wanted := min(self.most, size // SHARE):
+        if wanted:
             HELPERS.wake(self.array, wanted)
         try:
             yield

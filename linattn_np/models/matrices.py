@@ -174,6 +174,7 @@ def rounded(w):
 def loops():
     """The module of Numba's loops; NotSupported where Numba cannot be imported."""
     try:
+        from .. import numba_cache  # noqa: F401  its ImportError tells why Numba cannot be used
         from . import matrix_loops
     except ImportError as error:
         raise NotSupported(

@@ -369,7 +369,7 @@ def idle(looks):
 
 def new_board():
     board = np.zeros(BOARD, np.int64)
-    board[COMPUTE] = compute.address
+    board[COMPUTE], board[STOPPED] = compute.address, 1
     return board
 
 
@@ -379,6 +379,10 @@ def assist(board):
     looks = 0
     while not load_atomic(board.ctypes.data + 8 * STOPPED):
         looks = 0 if work(board) else idle(looks)
+
+
+# Compiled here, not by the threads that run it: a process that ends would not wait for them.
+assist.compile((types.int64[::1],))
 
 
 @njit(**LOOP)

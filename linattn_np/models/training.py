@@ -204,12 +204,17 @@ class Training:
 
     @one_at_a_time
     @np.errstate(all="ignore")
-    def held_out_loss(self) -> float:
-        """The mean loss, in nats per token, on the held-out text; each row of `context` tokens has an empty state."""
+    def held_out_loss(self, progress: Callable[[float], object] | None = None) -> float:
+        """The mean loss, in nats per token, on the held-out text; each row of `context` tokens has an empty state.
+
+        progress : is called with the fraction of the text that is read, from 0 to 1, after each batch
+        """
         nats, count = 0.0, 0
         for tokens in self.text.held_out():
             predicted = tokens[:, 1:].size
             nats, count = nats + float(self.steps.value(tokens)) * predicted, count + predicted
+            if progress:
+                progress(count / (len(self.text.held) - 1))
         return nats / count
 
     # -- files -------------------------------------------------------------------------------------------------------

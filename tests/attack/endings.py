@@ -156,6 +156,7 @@ def ended(case, folder):
         if limit:
             resource.setrlimit(limit[0], (limit[1], limit[1]))
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the attack may run behind nohup
         if case.room is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (case.room, case.room))
         for number in case.full:
@@ -180,6 +181,7 @@ def ended(case, folder):
         messages = process.communicate(timeout=until - time.monotonic())[1]
     finally:
         process.kill()
+        process.wait()  # its folder cannot be unmounted before
     return process.returncode, messages.decode()
 
 

@@ -193,7 +193,9 @@ class LargeChunk:
     lambda machine: st.builds(
         LargeChunk,
         calls(machine, plants=False).filter(
-            lambda call: call.mode in ("chunk", "staged") or call.op == "softmax_attention"
+            lambda call: (
+                "chunk_size" in call.takes and (call.mode in ("chunk", "staged") or call.op == "softmax_attention")
+            )
         ),
         st.sampled_from((1 << 9, 1 << 11, 1 << 12, 1 << 31, 1 << 62, 1 << 70)),
     ),

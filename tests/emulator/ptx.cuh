@@ -497,6 +497,8 @@ inline void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 co
   tensor_load(box, map, b, column, token, head, batch, where);
 }
 
+inline void tensor_prefetch(const TensorMap&, i32, i32, i32, i32) {}
+
 inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head, i32 batch,
                          emulator::Where where = emulator::here()) {
   emulator::each_piece("tensor_store", box, map, {column, token, head, batch}, where,

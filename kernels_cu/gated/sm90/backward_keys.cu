@@ -48,8 +48,9 @@ template <int WARPS> __device__ __forceinline__ float largest_of_all(const float
   return x;
 }
 
-// Whether the chunk is computed token by token (growth.cuh): because its gates are too far above 0, or C exceeds a
-// NARROW type's range. All threads get the same result; the vote tells the compiler so.
+// Whether the chunk is computed token by token (growth.cuh): because the first pass says so (gates are too far above 0,
+// or float16 does not hold a query share), or C exceeds a NARROW type's range. All threads get the same result; the
+// vote tells the compiler so.
 template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_token(const Shared& s, int iteration) {
   return __any_sync(0xffffffffu,
                     s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE);

@@ -35,7 +35,7 @@ template <typename T, int BV> struct alignas(1024) ValueStage {
   Pairs dA;            // RWKV-6: scale do_i . v_i of token i is at own_at(dA, i)
 };
 
-// A byte of every consumer warp: whether the gates of the warp's channels have large growth.
+// A byte of every consumer warp, from the first pass: see FLAGS in query_share.cuh.
 template <int BK> struct WarpFlagsOf {
   using Type = u64;
 };

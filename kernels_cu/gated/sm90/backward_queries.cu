@@ -362,12 +362,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_wait<0>();  // for from_state, which `begin` started
     wgmma_keep(from_state);
     meet_within<!HELD<G, BV>, ReadOrder>(found, operands, counts, dA, in.dA, u, du);
+    const auto flag = [&](bool by_token) {  // for the second pass
+      if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = by_token;
+    };
     const auto write = [&](StateOperand<T>& keys) {  // in the middle of the chunk, so that its product is hidden
       if (growth) {                                  // all else of this chunk may be infinite or NaN, and is not used
         grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
         each_pair([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.own[n][h] = 1.f; });
       }
-      if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = growth;
+      flag(growth);
       decay_state<BV>(S, decays);
       wgmma_fence();
       start_write<T, BV>(S, keys, in.v);
@@ -387,6 +390,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       }
       if (ReadOrder::reads_before_write) sum_behind(found.weight, found.writing, sum);
       else sum_tokens_by_shuffles<true, true>(found.weight, sum);
+      if (NARROW<G> && exceeds_float16(found.weight)) {
+        bring_to_units(found.weight, sum);
+        flag(true);
+      }
       __syncwarp();  // all lanes have read the warp's channels of q and g
       store_chunk_values(&q_panel, found.dq, offset);
       store_query_share(g_panels, found.weight, unit, offset);

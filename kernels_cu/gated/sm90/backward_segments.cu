@@ -143,7 +143,7 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, co
     float nearest = passed.decay[h];
     if (FIRST_DECAYS) nearest *= __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
     const int exponent = int(__float_as_uint(nearest) >> 23) - 127;
-    if (exponent >= -8 && exponent <= 8) continue;
+    if (exponent >= -8 && exponent <= 0) continue;
     const int by = max(exponent, LEAST_EXPONENT + 127 - int(__float_as_uint(passed.down[h]) >> 23));
     up[h] = __uint_as_float(u32(127 - by) << 23), down[h] = __uint_as_float(u32(127 + by) << 23);
   }

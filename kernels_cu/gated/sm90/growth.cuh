@@ -10,9 +10,10 @@
 #include "backward_tokens.cuh"
 
 // GROWN: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: e^-10 of a
-// token passes a reset (float16: e^-12), and float16 tokens grow by less than e^8. No sum is made if every gate is
-// below GROWTH. With float16 data one gate of GROWTH is too large: the query share of other chunks has no units.
-constexpr float GROWN = 6.f;
+// token passes a reset (float16: e^-12). No sum is made if every gate is below GROWTH: float16 tokens grow by less than
+// e^8.
+template <typename T> constexpr float GROWN = 6.f;
+template <> constexpr float GROWN<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
@@ -52,7 +53,7 @@ __device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, in
 
 // Whether gates above 0 of one of the warp's channels sum to more than GROWN; also true for NaN. Not inlined, and gates
 // are loaded again from shared memory, since the callers have no registers left.
-template <typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panels)[CHUNK][PANELS]) {
+template <typename T, typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panels)[CHUNK][PANELS]) {
   Gates<G> gates;
   gates.load(panels, lane_offset());
   float grown[2] = {};
@@ -60,11 +61,11 @@ template <typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panel
     const float2 two = two_gates(gates, n, h);
     grown[h] = (grown[h] + at_least(two.x, 0.f)) + at_least(two.y, 0.f);
   });
-  return __any_sync(0xffffffffu, !(channel_sum(grown[0]) <= GROWN) | !(channel_sum(grown[1]) <= GROWN));
+  return __any_sync(0xffffffffu, !(channel_sum(grown[0]) <= GROWN<T>) | !(channel_sum(grown[1]) <= GROWN<T>));
 }
 template <typename T, typename G, int PANELS>
 __device__ __forceinline__ bool outgrows(const Gates<G>& gates, G (*panels)[CHUNK][PANELS]) {
-  return __any_sync(0xffffffffu, any_grows<T>(gates)) && (!IN_UNITS<T> || adds_up(panels));
+  return __any_sync(0xffffffffu, any_grows<T>(gates)) && adds_up<T>(panels);
 }
 
 // ---- a token --------------------------------------------------------------------------------------------------------
@@ -179,6 +180,17 @@ __device__ __forceinline__ float bring_to_units(Tokens& weight, float sum) {
   const u32 unit = max(largest, ONE + 14) - 14;
   for (int m = 0; m < CHUNK / 4; ++m) weight[m] *= power_of_two(2 * ONE - unit);
   return sum_with_unit(sum, unit);
+}
+
+// The same for this lane's two channels of a chunk.
+__device__ __forceinline__ void bring_to_units(Chunk& weight, float (&sum)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    Tokens own;
+    for (int m = 0; m < CHUNK / 4; ++m) own[m] = weight[m / 2][2 * h + m % 2];
+    sum[h] = bring_to_units(own, sum[h]);
+    for (int m = 0; m < CHUNK / 4; ++m) weight[m / 2][2 * h + m % 2] = own[m];
+  }
 }
 
 // Stores x over values that all four lanes of a channel have read. The __syncwarp orders their loads before these

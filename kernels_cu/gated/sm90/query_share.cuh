@@ -6,11 +6,12 @@
 //           and lane / 4 + 8 of the warp's 16 channels; index h, 0 or 1, selects one of the two. A `Chunk` holds the
 //           lane's numbers: x[n][2h + p] is sub-chunk n of 8 tokens, channel h, token 2 (lane % 4) + p.
 // numerics  The terms of dg nearly cancel, so an error of the share is large beside dg. If a chunk's gates do not grow
-//           (no log gate is above GROWTH, growth.cuh):
+//           (`outgrows` in growth.cuh):
 //             G bfloat16: the share is stored as float16 multiples of a unit, a power of 2 for each channel of a chunk.
 //                         bfloat16 would keep 8 bits. float16 keeps 11 bits of every number from 2^-14 units on. A
 //                         channel's numbers are below 2^15 units (units_for).
-//             G float16 or float32: the share is stored as G.
+//             G float16 or float32: the share is stored as G, unless float16 does not hold it: then as multiples of a
+//                         unit, and the second pass computes the chunk as one whose gates grow.
 //           If they grow, growth.cuh computes and stores the share: as bfloat16, as float16 multiples of a unit, or as
 //           float32. `query_share_value` reads what it stored; `store_query_share` and `add_query_share` are for chunks
 //           that do not grow. The unit is kept in the 9 lowest bits of the channel's sum over the chunk, which leaves
@@ -18,11 +19,12 @@
 #include "gated/sm90/states.cuh"
 
 // After the sums of a chunk's channels, the first pass stores this many float32 numbers' worth of bytes: one byte for
-// each of its up to 8 warps, 1 if gates of the warp's channels grow.
+// each of its up to 8 warps, 1 if the warp's share is stored as for gates that grow. One such byte lets the second pass
+// compute the chunk token by token.
 constexpr int FLAGS = 2;
 
-// Whether the share of a chunk whose gates do not grow is stored as multiples of a unit. Chunks whose gates grow have
-// units exactly if G is float16.
+// Whether the share of a chunk whose gates do not grow always has units. Chunks whose gates grow have units exactly if
+// G is float16.
 template <typename G> constexpr bool IN_UNITS = false;
 template <> constexpr bool IN_UNITS<bf16> = true;
 
@@ -69,6 +71,14 @@ __device__ __forceinline__ float inverse_of_power(float x) {
   return __uint_as_float((2 * ONE << 23) - __float_as_uint(x));
 }
 
+// Whether a number of the warp's share is infinite in float16.
+__device__ __forceinline__ bool exceeds_float16(const Chunk& x) {
+  float largest = 0.f;
+  for (int n = 0; n < SUBCHUNKS; ++n)
+    for (float value : x[n]) largest = fmaxf(largest, fabsf(value));
+  return __any_sync(0xffffffffu, largest >= 65520.f);
+}
+
 // Stores this lane's share x of a chunk whose gates do not grow. panels: the warpgroup's tile of dg in shared memory;
 // offset: the byte, swizzled, at which this lane's rows begin in a panel. unit_exponent is not read unless IN_UNITS.
 template <typename G>
@@ -85,7 +95,7 @@ __device__ __forceinline__ void store_query_share(G (*panels)[CHUNK][PANEL<G>], 
 }
 
 // Returns one stored number x of the share as float32, of any chunk. sum: the channel's sum over the chunk, with its
-// unit. grew: whether the gates of the chunk grow, as the first pass's byte says.
+// unit. grew: whether it is stored as for gates that grow, as the first pass's byte says.
 template <typename G> __device__ __forceinline__ float query_share_value(G x, float sum, bool grew) {
   if constexpr (sizeof(G) == 2)
     if (grew != IN_UNITS<G>) return to_float(f16{x.bits}) * unit_of(sum);

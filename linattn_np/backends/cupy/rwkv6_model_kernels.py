@@ -14,7 +14,7 @@ from ...array_kinds import BFLOAT16
 from ...problem import Problem
 from . import PLANNERS
 from .arguments import members
-from .kernel import INT8, ModelKernel, padded
+from .kernel import HALF, INT8, ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 
@@ -215,6 +215,44 @@ class DataMix(ModelKernel):
 
     def blocks(self, tokens, D) -> int:
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
+
+
+class FiveMixes(ModelKernel):
+    """`DataMix` for a batch on Hopper, after a `NarrowProduct`: a block has all five inputs."""
+
+    file = "rwkv6/five_mixes"
+    arguments = members("pointers low up maa xx d mixed, integers B D A")
+    shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
+    COLUMNS: ClassVar[int] = 128
+    RANKS: ClassVar[tuple[int, ...]] = (32, 64)
+    LEAST: ClassVar[int] = 17  # sequences; fewer make too few blocks to fill the card
+    LEAST_INT8: ClassVar[int] = 65  # the same beside int8 matrices
+    arch = "sm_90a"
+    dtype: np.dtype
+    RANK: int
+    TOKENS: int
+
+    @classmethod
+    def all(cls, dtype) -> list[FiveMixes]:
+        return [cls(dtype, rank, tokens) for rank in cls.RANKS for tokens in (16, 32) if rank * tokens <= 1024]
+
+    @classmethod
+    def fitting(cls, matrices, X, B, A, device) -> FiveMixes | None:
+        """The kernel with blocks of 16 sequences, or of 32 if a multiprocessor had two blocks that read the same `up`;
+        None where `DataMix` serves."""
+        rank = next((rank for rank in cls.RANKS if A <= rank and A % 2 == 0), None)
+        if device.capability != 90 or X not in HALF or rank is None:
+            return None
+        least = cls.LEAST_INT8 if matrices == INT8 else cls.LEAST
+        tokens = 32 if B > 128 and rank == 32 else 16
+        return cls(X, rank, tokens) if B >= least else None
+
+    @property
+    def threads(self):
+        return 16 * self.TOKENS
+
+    def blocks(self, B, D) -> int:
+        return ceil_div(B, self.TOKENS) * ceil_div(D, self.COLUMNS)
 
 
 class OfElements(ModelKernel):

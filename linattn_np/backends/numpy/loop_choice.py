@@ -18,6 +18,7 @@ def loops_at_hand(elements):
 @cache
 def module():
     try:
+        from ... import numba_cache  # noqa: F401  its ImportError tells why Numba cannot be used
         from . import numba_loops
     except ImportError:
         return None

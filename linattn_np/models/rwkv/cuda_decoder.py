@@ -1,8 +1,8 @@
 """Decodes one token of an RWKV model for B sequences on the GPU, nearly as fast as memory delivers the weights.
 
 With up to eight sequences a step reads each weight once and multiplies it by float32 vectors. With more than eight, or
-on Hopper more than 128, cuBLAS computes the products. All arrays of a step are allocated in advance, and a step does
-not synchronise, so that it can be captured in a CUDA graph.
+on Hopper more than 256 (int8: 128), cuBLAS computes the products. All arrays of a step are allocated in advance, and a
+step does not synchronise, so that it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -322,18 +322,19 @@ class Step:
         raise NotImplementedError
 
     # -- products and norms ------------------------------------------------------------------------------------------
-    def in_parts(self, layer, most, *named) -> int:
+    def in_parts(self, layer, most, *named, early=False) -> int:
         """Adds products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]); returns their number of parts.
 
         Each product is the sum of the first so many of the P parts of y; the kernel that reads y adds up to `most`.
+        `early`: see `BatchProduct.fitting`.
         """
         matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
-        kernel = self.batch_product(matrices, B, K) if most > 1 else None
+        kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
         if kernel and kernel.SPLIT <= most:
             products = [(*matrix_of(layer, name), x, y[: kernel.SPLIT], PARTS) for name, x, y in named]
             kernel.launch(self.draft, products, B, K)
             return kernel.SPLIT
-        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named))
+        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named), early=early)
         return 1
 
     def addend(self, layer, name, vectors, x=None) -> Array | None:
@@ -342,10 +343,11 @@ class Step:
         Returns its parts [P, B, D], which the next norm must add to x; or None if the product itself adds to `x`.
         """
         w, (_, _, B, K) = getattr(layer, name), vectors.shape
-        kernel = None if self.my.by_rows else self.batch_product([w], B, K)
-        if kernel:
-            added = self.buffers.added[: kernel.SPLIT]
-            kernel.launch(self.draft, [(*matrix_of(layer, name), vectors, added, PARTS)], B, K)
+        found = None if self.my.by_rows else self.product_of_batch([w], B, K, in_parts=True)
+        if found:
+            launch, parts = found
+            added = self.buffers.added[:parts]
+            launch(self.draft, [(*matrix_of(layer, name), vectors, added, PARTS)], B, K)
             return added[:, 0]
         added = self.buffers.added[0]
         self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
@@ -378,27 +380,38 @@ class Step:
             eps=self.my.layer_eps,
         )
 
-    def matmul(self, weights, *named):
+    def matmul(self, weights, *named, early=False):
         """Adds products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) with the same B and K.
 
-        finish: WRITE to y, ADD to y, or RELU_SQUARED (write the squared ReLU).
+        finish: WRITE to y, ADD to y, or RELU_SQUARED (write the squared ReLU). early: see
+        `BatchProduct.fitting`.
         """
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
         if self.my.by_rows:
             self.by_rows(products, K)
-        elif kernel := self.batch_product([w for w, *_ in products], B, K):
-            kernel.launch(self.draft, products, B, K)
+        elif found := self.product_of_batch([w for w, *_ in products], B, K, early=early):
+            launch, _ = found
+            launch(self.draft, products, B, K)
         elif len(named) > 1:
             for product in named:
                 self.matmul(weights, product)
         else:
             self.by_library(*products[0])
 
-    def batch_product(self, matrices, B, K):
-        """Hopper's kernel for products with these matrices; None on other cards, or if cuBLAS is faster."""
+    def product_of_batch(self, matrices, B, K, in_parts=False, early=False) -> tuple | None:
+        """What launches products with these matrices on one of Hopper's kernels, and their number of parts where they
+        have PARTS (only WideProduct asks whether they do, `in_parts`). None on other cards, or if cuBLAS is faster."""
+        my, rows = self.my, [w.shape[:2] for w in matrices]
+        if wide := model_products.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device, early):
+            kernel, parts = wide
+            return partial(kernel.launch, parts=parts), parts
+        kernel = self.batch_product(matrices, B, K, early)
+        return kernel and (kernel.launch, kernel.SPLIT)
+
+    def batch_product(self, matrices, B, K, early=False):
         rows = [w.shape[:2] for w in matrices]
-        return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
+        return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device, early)
 
     def by_rows(self, products, K):
         """Adds one launch of the matrix-vector kernel, for all matrices of all products."""

@@ -153,9 +153,13 @@ class Model:
     def quantise(cls, weights: Mapping, dtype: str, config: Mapping | None = None) -> dict:
         """The arrays of a quantised checkpoint, a dict of host arrays, which `from_file` reads once they are in a file.
 
-        dtype : "int8" or "int4", of the large matrices; or "bfloat16". The embedding and the matrices of low rank
-            become bfloat16 in each case; vectors keep their dtype.
-        config : as the model takes it
+        Parameters
+        ----------
+        dtype : "int8", "int4" or "bfloat16"
+            Of the large matrices. The embedding and the matrices of low rank become bfloat16 in each case; vectors keep
+            their dtype.
+        config
+            As the model takes it.
         """
         weights, sizes = cls.parameters(weights, config)
         large = cls.version.linears(sizes["L"])

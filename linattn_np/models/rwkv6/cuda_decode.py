@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.model_products import RELU_SQUARED, WRITE
+from ...backends.cupy.model_products import RELU_SQUARED, WRITE, NarrowProduct
 from ..rwkv import cuda_decoder
-from ..rwkv.cuda_decoder import INT64
+from ..rwkv.cuda_decoder import INT64, matrix_of
 from ..rwkv.cuda_weights import FLOAT32, SCALES
 from .cuda_prefill import Pieces
 from .names import VERSION
@@ -60,6 +60,7 @@ class Step(cuda_decoder.Step):
             kernel.parts,
             ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
+            early=True,
         )
         k, v, r, gate = buffers.kvrg[0]
         self.draft.launch(
@@ -98,6 +99,13 @@ class Step(cuda_decoder.Step):
         X, terms = buffers.mixed.dtype, buffers.mixed.shape[0]
         arrays = {"low": buffers.low, "up": layer.maa_up, "maa": layer.maa, "xx": buffers.xx, "d": buffers.d}
         arrays["mixed"] = buffers.mixed
+        if mixes := kernels.FiveMixes.fitting(my.matrices, X, B, my.sizes["A"], my.device):
+            w, scales = matrix_of(layer, "maa_down")
+            down, M = NarrowProduct.fitting(my.matrices, B), 5 * my.sizes["A"]
+            given = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
+            self.draft.launch(down, down.blocks(B, M), **given, K=D, M=M)
+            self.draft.launch(mixes, mixes.blocks(B, D), **arrays)
+            return
         mix = kernels.DataMix.of_step(my.dtype, X, B, terms)
         parts = self.in_parts(layer, buffers.low.shape[0], ("maa_down", buffers.mixed_x, buffers.low))
         self.draft.launch(mix, mix.blocks(B, D), **arrays, P=parts)
@@ -119,6 +127,8 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
         B, (D, A, W), buffer = self.batch, (self.sizes[axis] for axis in "DAW"), self.buffer
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
         low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, B, terms).most_parts
+        if kernels.FiveMixes.fitting(self.matrices, X, B, A, self.device):
+            low_parts = NarrowProduct.PARTS
         room = {
             "xx": buffer(B, D),
             "d": buffer(B, D),

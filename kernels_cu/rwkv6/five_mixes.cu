@@ -1,0 +1,121 @@
+// what      The five inputs of the time mix of a step, their token shift mixed by the data: each block has all five, so
+//           that what they share is read once.
+// math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
+// shapes    low [PARTS, B, 5, A], whose sum over PARTS it is, up [5, A, D], maa [5, D], xx d [B, D], mixed [5, B, D]
+// grid      a block for every (TOKENS sequences, 128 channels), sequences slowest; a warp for every 16 of both
+// smem      Shared: `up` of the block's channels, tanh(low) in two terms
+// barriers  one: tanh(low) and `up` stand
+// numerics  tensor cores: `up` as it is, tanh(low) as a sum of two numbers of its type; float32; rounded once
+// source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
+// limits    D a multiple of 8; A even, up to RANK; all start on 16 bytes; sm_90a
+#include "decode.cuh"
+
+constexpr int COLUMNS = 128, INPUTS = 5, PARTS = 4, TERMS = 2;
+
+template <typename T> struct Args {
+  const float* low;
+  const T* up;
+  const float* maa;
+  const float* xx;
+  const float* d;
+  T* mixed;
+  i64 B, D, A;
+};
+
+template <typename T, int RANK, int TOKENS> struct Shared {
+  // No bank conflicts.
+  T up[INPUTS * RANK][COLUMNS + 8], low[TERMS][TOKENS][INPUTS * RANK + 8];
+};
+
+template <typename T, int RANK, int TOKENS>
+__global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2) rwkv6_five_mixes(const Args<T> args) {
+  constexpr int THREADS = 16 * TOKENS;
+  constexpr int PAIRS = TOKENS * INPUTS * RANK / 2 / THREADS;  // of low a thread
+  static_assert(TOKENS * INPUTS * RANK / 2 % THREADS == 0);
+  auto& s = *reinterpret_cast<Shared<T, RANK, TOKENS>*>(dynamic_smem());
+  launch_next();
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+  const int B = int(args.B), D = int(args.D), A = int(args.A), across = (D + COLUMNS - 1) / COLUMNS;
+  const int start = blockIdx.x % across * COLUMNS, first = blockIdx.x / across * TOKENS;
+  for (int n = tid; n < INPUTS * RANK * COLUMNS / 8; n += THREADS) {
+    const int row = n / (COLUMNS / 8), column = n % (COLUMNS / 8) * 8, a = row % RANK;
+    const bool inside = a < A && start + column < D;
+    cp_async<16>(&s.up[row][column], inside ? args.up + i64(row / RANK * A + a) * D + start + column : args.up, inside);
+  }
+  cp_async_commit();
+  // A lane's channels are two pairs of neighbours; a warp's tokens begin there.
+  const int own = warp % (COLUMNS / 16) * 16 + 2 * t, begin = warp / (COLUMNS / 16) * 16;
+  const auto inside = [&](int pair) { return start + own + 8 * pair < D; };
+  float2 maa[INPUTS][2];
+#pragma unroll
+  for (int c = 0; c < INPUTS; ++c)
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair)
+      if (inside(pair)) maa[c][pair] = load2(args.maa + i64(c) * D + start + own + 8 * pair);
+  wait_for_previous();
+
+  float2 low[PAIRS][PARTS], xx[2][2], d[2][2];  // all on their way at once
+#pragma unroll
+  for (int n = 0; n < PAIRS; ++n) {
+    const int at = n * THREADS + tid, b = first + at / (INPUTS * RANK / 2), row = at % (INPUTS * RANK / 2) * 2;
+    const float* const from = args.low + (i64(b) * INPUTS + row / RANK) * A + row % RANK;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+      low[n][part] = b < B && row % RANK < A ? load2(from + i64(part) * B * INPUTS * A) : float2{};
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int b = first + begin + g + 8 * half;
+      const i64 at = i64(b) * D + start + own + 8 * pair;
+      if (b < B && inside(pair)) xx[half][pair] = load2(args.xx + at), d[half][pair] = load2(args.d + at);
+    }
+#pragma unroll
+  for (int n = 0; n < PAIRS; ++n) {
+    const int at = n * THREADS + tid, token = at / (INPUTS * RANK / 2), row = at % (INPUTS * RANK / 2) * 2;
+    float2 sum = {};
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) sum = {sum.x + low[n][part].x, sum.y + low[n][part].y};
+    sum = {tanh_approx(sum.x), tanh_approx(sum.y)};
+    const u32 term = pack<T>(sum.x, sum.y);
+    *reinterpret_cast<u32*>(&s.low[0][token][row]) = term;
+    store2(&s.low[1][token][row], {sum.x - to_float(T{u16(term)}), sum.y - to_float(T{u16(term >> 16)})});
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // tanh(low) and `up` stand
+
+#pragma unroll
+  for (int c = 0; c < INPUTS; ++c) {
+    float sums[2][4] = {};
+#pragma unroll
+    for (int a = 0; a < RANK; a += 16) {
+      const int row = c * RANK + a;
+      u32 up[4];
+      ldmatrix_x4_trans(up, &s.up[row + lane % 16][own - 2 * t + lane / 16 * 8]);
+#pragma unroll
+      for (int term = TERMS - 1; term >= 0; --term) {
+        u32 of_low[4];
+        ldmatrix_x4(of_low, &s.low[term][begin + lane % 16][row + lane / 16 * 8]);
+        multiply_halves(sums[0], of_low, {up[0], up[1]}, T{});
+        multiply_halves(sums[1], of_low, {up[2], up[3]}, T{});
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 mixed[2];
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        const float2 &m = maa[c][pair], &x = xx[half][pair], &by = d[half][pair];
+        mixed[pair] =
+            pack<T>(fmaf(by.x, m.x + sums[pair][2 * half], x.x), fmaf(by.y, m.y + sums[pair][2 * half + 1], x.y));
+      }
+      // Of two lanes one has four neighbours then, and the other the next but four.
+      const bool odd = t & 1;
+      const u32 other = __shfl_xor_sync(0xffffffffu, odd ? mixed[0] : mixed[1], 1);
+      const uint2 four = odd ? uint2{other, mixed[1]} : uint2{mixed[0], other};
+      const int b = first + begin + g + 8 * half, j = start + own - 2 * odd + 8 * odd;
+      if (b < B && j < D) *reinterpret_cast<uint2*>(args.mixed + (i64(c) * B + b) * D + j) = four;
+    }
+  }
+}

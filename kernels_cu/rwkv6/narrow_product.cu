@@ -1,0 +1,108 @@
+// what      The product of few rows of weights with a batch's vectors, by blocks that take little room.
+// math      the sum of y_b's parts is W x_b
+// shapes    w [M, K] of type W, with int8 scales [M], x [B, K] of the type that W is multiplied as, y [PARTS, B, M]
+// grid      a block for every part of K of every 32 rows and VECTORS vectors, parts fastest, then rows; 256 threads:
+//           a warp has an eighth of the part, SLICE of K at a time, a lane neighbours of it in rows and vectors
+// smem      Shared: the warps' sums
+// barriers  one: the warps' sums stand
+// numerics  tensor cores: x and weights as they are, int8 ones as bfloat16 numbers; float32 sums in a fixed order,
+//           times the row's scale
+// source    Peng et al., 2024, "Eagle and Finch", eq. 14, for the products
+// limits    K a multiple of 8, with int8 of 16; w and x start on 16 bytes; sm_90a
+//
+// Weights are in registers before x stands.
+#include "decode.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 32, PARTS = 4;
+constexpr int STEP = 32, STEPS = 2, SLICE = WARPS * STEPS * STEP;  // of K: a warp's at a time, times, a block's
+
+template <typename W> struct Args {
+  const W* w;
+  const float* scales;
+  const typename MultipliedAs<W>::Type* x;
+  float* y;
+  i64 B, K, M;
+};
+
+// Eight neighbours as tensor cores take them.
+template <typename T> __device__ __forceinline__ uint4 eight(const T* from) {
+  if constexpr (sizeof(T) > 1) return *reinterpret_cast<const uint4*>(from);
+  else {
+    const uint2 both = *reinterpret_cast<const uint2*>(from);
+    return {bf16_of_i8<0>(both.x), bf16_of_i8<1>(both.x), bf16_of_i8<0>(both.y), bf16_of_i8<1>(both.y)};
+  }
+}
+
+template <int VECTORS> struct Shared {
+  float sums[WARPS][VECTORS][ROWS + 8];  // no bank conflicts
+};
+
+template <typename W, int VECTORS>
+__global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W> args) {
+  typedef typename MultipliedAs<W>::Type T;
+  auto& s = *reinterpret_cast<Shared<VECTORS>*>(dynamic_smem());
+  launch_next();
+  const int tid = threadIdx.x, warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
+  const int K = int(args.K), B = int(args.B), M = int(args.M), across = (M + ROWS - 1) / ROWS;
+  const int part = blockIdx.x % PARTS, row = blockIdx.x / PARTS % across * ROWS;
+  const int first = blockIdx.x / PARTS / across * VECTORS;
+  const int slices = (K + PARTS * SLICE - 1) / (PARTS * SLICE);
+  const uint4 none = {0, 0, 0, 0};
+  uint4 w[STEPS][ROWS / 8], x[STEPS][VECTORS / 8];
+  const auto column = [&](int slice, int step) {
+    return (part * slices + slice) * SLICE + (warp * STEPS + step) * STEP + 8 * t;
+  };
+  // What leaves the arrays takes others' numbers: zeros of x, or sums that nobody stores, have no need of their own.
+  const auto load_weights = [&](int slice) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int n = 0; n < ROWS / 8; ++n)
+        w[step][n] = eight(args.w + min(row + 8 * n + g, M - 1) * K + min(column(slice, step), K - 8));
+  };
+  load_weights(0);
+  wait_for_previous();
+
+  float sums[VECTORS / 16][ROWS / 8][4] = {};
+#pragma unroll 1
+  for (int slice = 0; slice < slices; ++slice) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int half = 0; half < VECTORS / 8; ++half) {
+        const int k = column(slice, step), b = min(first + g + 8 * half, B - 1);
+        x[step][half] = k < K ? *reinterpret_cast<const uint4*>(args.x + b * K + k) : none;
+      }
+    if (slice > 0) load_weights(slice);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int of = 0; of < VECTORS / 16; ++of) {
+        // Any order of K will do if w and x have the same.
+        const uint4 &a = x[step][2 * of], &b = x[step][2 * of + 1];
+        const u32 lower[4] = {a.x, b.x, a.y, b.y}, upper[4] = {a.z, b.z, a.w, b.w};
+#pragma unroll
+        for (int n = 0; n < ROWS / 8; ++n) {
+          const u32 w_lower[2] = {w[step][n].x, w[step][n].y}, w_upper[2] = {w[step][n].z, w[step][n].w};
+          multiply_halves(sums[of][n], lower, w_lower, T{});
+          multiply_halves(sums[of][n], upper, w_upper, T{});
+        }
+      }
+  }
+#pragma unroll
+  for (int n = 0; n < ROWS / 8; ++n)
+#pragma unroll
+    for (int half = 0; half < VECTORS / 8; ++half)
+      store2(&s.sums[warp][g + 8 * half][8 * n + 2 * t],
+             {sums[half / 2][n][half % 2 * 2], sums[half / 2][n][half % 2 * 2 + 1]});
+  __syncthreads();  // the warps' sums stand
+#pragma unroll
+  for (int n = tid; n < VECTORS * ROWS; n += THREADS) {
+    const int of = n / ROWS, b = first + of, m = row + n % ROWS;
+    if (b >= B || m >= M) continue;
+    float sum = 0.f;
+#pragma unroll
+    for (int from = 0; from < WARPS; ++from) sum += s.sums[from][of][n % ROWS];
+    args.y[(i64(part) * B + b) * M + m] = sizeof(W) > 1 ? sum : args.scales[m] * sum;
+  }
+}

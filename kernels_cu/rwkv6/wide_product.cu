@@ -1,0 +1,229 @@
+// what      Products of weights with a batch's vectors, at the rate of the memory, or of the tensor cores.
+// math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
+// shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [parts, C, B, M]; x of type T
+// grid      a cluster of HALVES blocks for every ROWS rows, part of K, and HALVES times VECTORS vectors; a block has a
+//           warpgroup for every 64 of its VECTORS, a thread that copies weights, and one for vectors
+// smem      Shared: W_STAGES of weights and X_STAGES of vectors on their way
+// barriers  full: a stage is there; empty: it may be written, here and in the block to which this one copies
+// numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on others
+// source    Peng et al., 2024, "Eagle and Finch", for the products
+// limits    K and M multiples of 8; all start on 16 bytes; sm_90a
+//
+// Two halves take turns to copy weights to both. Weights do not wait for the kernel before this one: as much of them as
+// there is room for is on its way when vectors come.
+#include "clusters.cuh"
+#include "rwkv6/products.cuh"
+#include "wgmma.cuh"
+
+constexpr int DEPTH = 64;
+constexpr int AHEAD = 4;  // steps for which pairs ask beyond their stages
+
+struct Args {
+  Stack stacks[STACKS];  // C = 0 where there is one
+  i64 B, K, parts;
+};
+
+template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
+  static constexpr int ROWS = ROWS_, HALVES = HALVES_, VECTORS = 64 * GROUPS, WARPS = 4 * GROUPS;
+  // Two blocks share a multiprocessor, unless there are as many vectors as keep its tensor cores busy. Where DEEP, a
+  // block has too much for that: it begins when the product before has ended there.
+  static constexpr int W_STAGES = HALVES > 1 ? 6 : 512 / ROWS + DEEP, X_STAGES = 6;
+  // Stages of weights that are being copied at a time until x is there. With more, the loads of the small kernels
+  // before this one would wait.
+  static constexpr int FLIGHT = HALVES == 1 ? 2 : W_STAGES;
+  static_assert(W_STAGES % HALVES == 0, "a stage has one block that copies to it");
+};
+
+template <typename T, class S> struct Shared {
+  T w[S::W_STAGES][S::ROWS][DEPTH], x[S::X_STAGES][S::VECTORS][DEPTH];  // in the 128-byte swizzle
+  Barrier w_full[S::W_STAGES], w_empty[S::W_STAGES], x_full[S::X_STAGES], x_empty[S::X_STAGES];
+  volatile u64 started;  // whether the previous kernel has ended, so that x is there
+};
+
+// Some rows of a product, some vectors and a part of K.
+struct Tile {
+  RowTile rows;
+  int column, part;
+  Steps steps;
+};
+
+// Whether this is the half that copies to a stage of weights.
+template <class S> __device__ __forceinline__ bool copies(int stage) { return (blockIdx.x ^ stage) % S::HALVES == 0; }
+
+template <class S> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
+  constexpr int COLUMNS = S::HALVES * S::VECTORS;  // of a cluster
+  const int across = int(args.B + COLUMNS - 1) / COLUMNS, parts = int(args.parts), tile = blockIdx.x / S::HALVES;
+  const int column = tile % across * COLUMNS + blockIdx.x % S::HALVES * S::VECTORS, part = tile / across % parts;
+  return {rows_of_tile<S::ROWS>(args.stacks, tile / across / parts), column, part,
+          steps_of_part<DEPTH>(args.K, part, parts)};
+}
+
+// One thread copies weights for all.
+template <class S, class Memory>
+__device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, const Tile& tile) {
+#pragma unroll 1
+  for (int step = 0; step < tile.steps.count; ++step) {
+    const int stage = step % S::W_STAGES, k = tile.steps.k + step * DEPTH;
+    if (step >= S::W_STAGES) barrier_wait(s.w_empty[stage], step / S::W_STAGES - 1 & 1);
+    if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
+      barrier_wait(s.w_full[last % S::W_STAGES], last / S::W_STAGES & 1);
+    barrier_expect(s.w_full[stage], sizeof s.w[0]);
+    if constexpr (S::HALVES == 1)
+      tensor_load_once(s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
+    else if (copies<S>(stage))
+      tensor_load_to((1 << S::HALVES) - 1, s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
+    // Two blocks' weights come to L2 before there is room for them.
+    if (const int later = step + AHEAD;
+        S::HALVES > 1 && step >= S::W_STAGES && later < tile.steps.count && copies<S>(later))
+      tensor_prefetch(stack.w, tile.steps.k + later * DEPTH, tile.rows.row, tile.rows.which, 0);
+  }
+}
+
+// Another one copies vectors, once the previous kernel has ended.
+template <class S, class Memory>
+__device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, const Tile& tile) {
+  prefetch_map(stack.x);
+  wait_for_previous();
+  s.started = 1;
+#pragma unroll 1
+  for (int step = 0; step < tile.steps.count; ++step) {
+    const int stage = step % S::X_STAGES;
+    if (step >= S::X_STAGES) barrier_wait(s.x_empty[stage], step / S::X_STAGES - 1 & 1);
+    barrier_expect(s.x_full[stage], sizeof s.x[0]);
+    tensor_load(s.x[stage], stack.x, s.x_full[stage], tile.steps.k + step * DEPTH, tile.column, 0, tile.rows.which);
+  }
+}
+
+// A warpgroup's 64 vectors by the block's rows.
+template <typename T, class S>
+__device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sums)[S::ROWS / 2]) {
+  const int lane = threadIdx.x & 31, first = threadIdx.x / 128 * 64;
+  // What is copied to once more is free for this block and for who copies: lanes tell them.
+  const auto release = [&](int step) {
+    const int w = step % S::W_STAGES, x = step % S::X_STAGES;
+    if (step + S::W_STAGES < steps) {
+      if (lane == 0) barrier_arrive(s.w_empty[w]);
+      if (lane == 1 && !copies<S>(w)) arrive_at_block(s.w_empty[w], w % S::HALVES);
+    }
+    if (step + S::X_STAGES < steps && lane == 2) barrier_arrive(s.x_empty[x]);
+  };
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(s.w_full[step % S::W_STAGES], step / S::W_STAGES & 1);
+    barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
+    const u64 w = wgmma_tile(s.w[step % S::W_STAGES], 16, 1024),
+              x = wgmma_tile(s.x[step % S::X_STAGES][first], 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < DEPTH / 16; ++k) wgmma<T, S::ROWS, false>(sums, x + k * 32 / 16, w + k * 32 / 16, true);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (step > 0) release(step - 1);
+  }
+  wgmma_wait<0>();
+  wgmma_keep(sums);
+}
+
+// A warpgroup's lane has two neighbouring rows of two vectors in every eight rows. Two lanes exchange what they have of
+// 16 rows, so that each stores four neighbours.
+template <int ROWS>
+__device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
+  const bool odd = threadIdx.x & 1;
+  row += 2 * (threadIdx.x & 3);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float* const to = y + (b + 8 * half) * M;
+    const bool inside = b + 8 * half < B;
+#pragma unroll
+    for (int n = 0; n + 1 < ROWS / 8; n += 2) {
+      const float2 lower = {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]};
+      const float2 upper = {sums[4 * n + 4 + 2 * half], sums[4 * n + 4 + 2 * half + 1]};
+      const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
+                            __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
+      // The lower eight rows are the even lanes'.
+      const int first = row + 8 * n + (odd ? 8 - 2 : 0);
+      if (inside && first < M)
+        store4(to + first,
+               odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y});
+    }
+    if constexpr (ROWS % 16) {
+      constexpr int n = ROWS / 8 - 1;  // has no neighbour
+      if (inside && row + 8 * n < M) store2(to + row + 8 * n, {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]});
+    }
+  }
+}
+
+// x[i] of lane n among four neighbours becomes x[n] of lane i.
+__device__ __forceinline__ void transpose(u32 (&x)[4]) {
+#pragma unroll
+  for (int by = 1; by < 4; by *= 2) {
+    const bool upper = threadIdx.x & by;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & by) continue;
+      const u32 from_other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + by], by);
+      (upper ? x[i] : x[i + by]) = from_other;
+    }
+  }
+}
+
+// The same in half precision: four lanes exchange what they have of 32 rows, so that each stores eight at once.
+template <int ROWS, typename T>
+__device__ __forceinline__ void store_squares(T* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
+  row += 8 * (threadIdx.x & 3);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int first = 0; first < ROWS / 8; first += 4) {
+      u32 x[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (const int n = first + i; n < ROWS / 8)
+          x[i] = pack<T>(relu_squared<T>(sums[4 * n + 2 * half]), relu_squared<T>(sums[4 * n + 2 * half + 1]));
+      transpose(x);
+      if (b + 8 * half < B && first + (threadIdx.x & 3) < ROWS / 8 && row + 8 * first < M)
+        *reinterpret_cast<uint4*>(y + (b + 8 * half) * M + row + 8 * first) = {x[0], x[1], x[2], x[3]};
+    }
+}
+
+template <typename T, int ROWS, int HALVES, int GROUPS, bool DEEP>
+__global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims__(HALVES, 1, 1)
+    rwkv6_wide_product(const __grid_constant__ Args args) {
+  using S = Layout<ROWS, HALVES, GROUPS, DEEP>;
+  auto& s = *reinterpret_cast<Shared<T, S>*>(dynamic_smem());
+  launch_next();
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  if (tid == 0) {
+    s.started = 0;
+    for (int stage = 0; stage < S::W_STAGES; ++stage) {
+      barrier_init(s.w_full[stage], 1);
+      barrier_init(s.w_empty[stage], S::WARPS * (copies<S>(stage) ? HALVES : 1));
+    }
+    for (int stage = 0; stage < S::X_STAGES; ++stage) {
+      barrier_init(s.x_full[stage], 1);
+      barrier_init(s.x_empty[stage], S::WARPS);
+    }
+    fence_async();  // bulk copies see the barriers
+  }
+  // The barriers of both halves are initialised.
+  if constexpr (HALVES > 1) cluster_sync();
+  else __syncthreads();
+  const Tile tile = tile_of_block<S>(args);
+  const Stack& stack = args.stacks[tile.rows.stack];
+  if (warp >= S::WARPS) {
+    if (lane == 0 && warp == S::WARPS) copy_weights<S>(s, stack, tile);
+    if (lane == 0 && warp > S::WARPS) copy_vectors<S>(s, stack, tile);
+    __syncwarp();
+  } else {
+    float sums[ROWS / 2] = {};
+    multiply(s, tile.steps.count, sums);
+    wait_for_previous();
+    const int row = tile.rows.row, b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
+    const i64 first = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
+    const i64 at = first * B * stack.M;
+    if (stack.finish == Finish::ReluSquared)
+      store_squares<ROWS>(static_cast<T*>(stack.y) + at, stack.M, row, b, B, sums);
+    else store<ROWS>(static_cast<float*>(stack.y) + at, stack.M, row, b, B, sums);
+  }
+  if constexpr (HALVES > 1) cluster_leave();  // nobody copies or arrives where a block has ended
+}
