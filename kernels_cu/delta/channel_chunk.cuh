@@ -224,8 +224,8 @@ __device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, co
   }
 }
 
-// Computes Z, which overwrites ke, and, with OF_QUERIES, W times `scale`, which may overwrite kd; a warp has 16 channels
-// of all tokens at a time.
+// Computes Z, which overwrites ke, and, with OF_QUERIES, W times `scale`, which may overwrite kd; a warp has 16
+// channels of all tokens at a time.
 template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void make_wide(ChannelShared<T, G, BK, BV>& s, T* W, float scale) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
