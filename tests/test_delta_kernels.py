@@ -237,15 +237,16 @@ def test_chunks_that_enlarge_a_state(backend, rng):
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)
 @pytest.mark.parametrize("hard", HARD)
 def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
-    """As exact as o: five numbers in a row and the gradient's own. A token's sums are of terms that may cancel to a
-    third of their size by chance."""
+    """As exact as o: five numbers in a row and the gradient's own. Where channels have gates, decayed tokens are rounded
+    on the way forwards and backwards: eight numbers more. A token's sums are of terms that may cancel to a third of
+    their size by chance."""
     arrays, start, do, dht = hard_call(hard, qk_l2norm, dtype, rng, op)
     function, options = getattr(linattn_np, op.name), {"qk_l2norm": True} if qk_l2norm else {}
     *_, wanted = exact_vjp(function, arrays, do, dht, initial_state=start, **options)
     options |= {"initial_state": backend.asarray(start), "output_final_state": True}
     _, pull = backend.run(vjp, function, *map(backend.asarray, arrays), **options)
     gradients = [double(backend.tohost(x)) for x in pull(backend.asarray(do), backend.asarray(dht))]
-    limit = HARD_LIMITS[dtype] * (1 if op is GATED_DELTA_RULE else 1.3)
+    limit = HARD_LIMITS[dtype] * (1 if op is GATED_DELTA_RULE else 1.6)
     for name, given, x, y in zip((*op.arrays, "h0"), (*arrays, start), gradients, wanted, strict=True):
         size = rms(y)
         if name in op.decays:  # sums of what may cancel
