@@ -155,9 +155,11 @@ def delta_rules():
         yield delta.DeltaChannelForward(T, G, K, V)
         yield delta.DeltaDplrForward(T, G, K, V)
         yield delta.DplrBackwardStates(T, G, K, V)
+        yield delta.KdaBackwardStates(T, G, K, V)
     for T, G in GATES[1:]:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)
         yield delta.DplrBackwardChunks(T, G)
+        yield delta.KdaBackwardChunks(T, G)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
 

@@ -262,6 +262,7 @@ def delta_rules(rng, run, as_older, as_filled):
         yield as_filled(run, backward, gated_delta_rule, *arrays, **keywords)
         arrays, _ = drawn(KDA, rng, (1, 2, 133, K, V), BFLOAT16)
         yield run(kda, *arrays, **keywords, mode="chunk")
+        yield as_filled(run, backward, kda, *arrays, **keywords)
         arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 133, K, V), BFLOAT16)
         yield run(rwkv7, *arrays, mode="chunk")
         yield as_filled(run, backward, rwkv7, *arrays)

@@ -70,7 +70,17 @@ CASES = {
     "T1": Case(T=1, B=2),
     "B0": Case(KDA, B=0),
     "kda": Case(KDA, gate="some-1e30"),
-    "kda-grouped": Case(KDA, groups=2, K=64, dtype=BFLOAT16, options={"qk_l2norm": True} | PACKED),
+    "kda-chunks": Case(
+        KDA,
+        groups=2,
+        H=1,
+        T=70,
+        K=71,
+        V=67,
+        dtype=BFLOAT16,
+        gate="some-inf",
+        options={"cu_seqlens": [0, 0, 33, 34, 70], "qk_l2norm": True, "reverse": True},
+    ),
     "kda-wide": Case(KDA, K=100, V=40, H=1, gate="by_channel"),
     "kda-float64": Case(KDA, dtype=DOUBLE, gate="spikes-40"),
     "rwkv7": Case(RWKV7, B=2),
@@ -221,13 +231,14 @@ def test_chunks_that_enlarge_a_state(backend, rng):
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
     "op, qk_l2norm",
-    [(GATED_DELTA_RULE, False), (GATED_DELTA_RULE, True), (RWKV7, False)],
-    ids=["", "normalized", "rwkv7"],
+    [(GATED_DELTA_RULE, False), (GATED_DELTA_RULE, True), (KDA, True), (RWKV7, False)],
+    ids=["", "normalized", "kda", "rwkv7"],
 )
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)
 @pytest.mark.parametrize("hard", HARD)
 def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
-    """As exact as o: five numbers in a row and the gradient's own. A token's sums are of terms that may cancel to a
+    """As exact as o: five numbers in a row and the gradient's own. Where channels have gates, decayed tokens are
+    rounded on the way forwards and backwards: eight numbers more. A token's sums are of terms that may cancel to a
     third of their size by chance."""
     arrays, start, do, dht = hard_call(hard, qk_l2norm, dtype, rng, op)
     function, options = getattr(linattn_np, op.name), {"qk_l2norm": True} if qk_l2norm else {}
@@ -235,7 +246,7 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype,
     options |= {"initial_state": backend.asarray(start), "output_final_state": True}
     _, pull = backend.run(vjp, function, *map(backend.asarray, arrays), **options)
     gradients = [double(backend.tohost(x)) for x in pull(backend.asarray(do), backend.asarray(dht))]
-    limit = HARD_LIMITS[dtype] * (1 if op is GATED_DELTA_RULE else 1.3)
+    limit = HARD_LIMITS[dtype] * (1 if op is GATED_DELTA_RULE else 1.6)
     for name, given, x, y in zip((*op.arrays, "h0"), (*arrays, start), gradients, wanted, strict=True):
         size = rms(y)
         if name in op.decays:  # sums of what may cancel
@@ -255,16 +266,15 @@ def test_explained(op, rng):
         arrays[4] = arrays[4].astype(BFLOAT16)
     on = planned.Noting()
     plan = planned.plan_of(op.bind(arrays, mode="chunk"), on)
-    chunks, gates = op is not KDA, "every channel has a gate of its own"
     assert planned.names(plan) == [KERNELS_IN_CHUNKS.get(op, "delta_forward")] and plan.mode == "chunk"
     assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), on)) == ["delta_recurrent_forward"]
     assert plan.copies == (("beta: in float32, as other gates",) if op is KDA else ())
     back = planned.plan_of(op.bind(arrays, gradient=True), on)
-    kernels = [f"delta_{'dplr_' if op is RWKV7 else ''}backward_{what}" for what in ("states", "chunks")]
-    assert planned.names(back)[:2] == (kernels if chunks else ["delta_recurrent_forward", "delta_recurrent_backward"])
-    assert back.tiles["chunk"] == (32 if chunks else 8)
+    rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
+    assert planned.names(back)[:2] == [f"delta_{rule}backward_states", f"delta_{rule}backward_chunks"]
+    assert back.tiles["chunk"] == 32
     assert list(plan.against) == ["by Hopper's own kernel"]
-    assert back.against == ({} if chunks else {"in chunks": gates})
+    assert back.against == {}
 
 
 @pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<ChannelShared<T, G, B
       put_pair(place<BV>(s.X, i, c), {value.x - read[0], value.y - read[1]});
     });
     __syncthreads();  // B, of_Z and X are in shared memory
-    make_wide<THREADS>(s);
+    make_wide<THREADS>(s, s.kd, 1.f);
     __syncthreads();  // W and Z are in shared memory
 
     Columns o = {};

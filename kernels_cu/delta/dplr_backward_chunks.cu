@@ -18,13 +18,12 @@
 //           has a channel and holds all decayed keys, or decayed rows, of the chunk in registers
 // source    Peng et al., 2025 (2503.14456), eq. 17
 // limits    T of bfloat16, float16
-#include "delta/channel_chunk.cuh"
-#include "delta/dplr_backward_storage.cuh"
+#include "delta/channel_backward.cuh"
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, a, b, do_, v, u, du;
   Rows<const G> g;
-  const T* kept;  // S and C: dplr_backward_storage.cuh
+  const T* kept;  // S and C: channel_backward_storage.cuh
   Rows<T> dq, dk, da, db;
   Rows<G> dg;
   Shape shape;
@@ -32,7 +31,6 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of inputs and do start on multiples of it, and are multiples long
 };
 
-constexpr int THREADS = 2 * KEPT, WARPS = THREADS / 32, GROUP = 8;  // GROUP: tokens of a loop that is unrolled
 enum Token { OF_Q, OF_A, OF_K, OF_B };
 enum Value { DO, DU, V_, U };  // rows, of q and a; columns, of k and b
 
@@ -71,25 +69,6 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
   cp_async_commit();
 }
 
-// d [32 tokens, 16 channels of the warp] += rows [32 tokens, 64 columns] times the state's transpose.
-template <typename T> __device__ __forceinline__ void multiply_states(Columns& d, const T* rows, const T* state) {
-  const int lane = own_lane(), matrix = lane >> 3;
-  const LeftReader<KEPT, T> reader(lane);
-  const T* from = state + ((matrix & 1) * (KEPT / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
-#pragma unroll
-  for (int c = 0; c < KEPT / 16; ++c) {
-    u32 b[4];
-    ldmatrix_x4_trans(b, from + 2 * c * (KEPT / 8) * 64);
-#pragma unroll
-    for (int m = 0; m < C / 16; ++m) {
-      u32 a[4];
-      ldmatrix_x4(a, reader.at(rows, 16 * m, 16 * c));
-      multiply_halves(d[m][0], a, {b[0], b[1]}, T{});
-      multiply_halves(d[m][1], a, {b[2], b[3]}, T{});
-    }
-  }
-}
-
 // Adds the products of the present 64 columns of values to the pairs of tokens that have any; a warp a task.
 template <typename T, typename G> __device__ __forceinline__ void multiply_values(Shared<T, G>& s, float scale) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
@@ -106,19 +85,6 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_value
       if (j + of_a <= i) *sum += (of_a ? 1.f : scale) * (d[0][x] + d[1][x]);
     }
   }
-}
-
-template <int N> struct Constant {
-  static constexpr int value = N;
-};
-
-// Calls f(group of 8 tokens, 1 if `token` is one of them or next to them, else 0) for the groups that begin up to
-// `token`, or, FROM, that end from it on.
-template <bool FROM, int N = 0, class F> __device__ __forceinline__ void each_group(int token, F f) {
-  constexpr int FIRST = N * GROUP, LAST = FIRST + GROUP - 1;
-  if (FROM ? FIRST > token : LAST + 2 <= token) f(Constant<N>{}, Constant<0>{});
-  else if (FROM ? LAST >= token : FIRST <= token) f(Constant<N>{}, Constant<1>{});
-  if constexpr (N + 1 < C / GROUP) each_group<FROM, N + 1>(token, f);
 }
 
 // dq, da and dg's terms of rows, of one channel: goes forwards over rows and holds the keys before them, decayed to the
@@ -219,11 +185,7 @@ __global__ void __launch_bounds__(THREADS, 3) delta_dplr_backward_chunks(const A
       multiply_states(of_rows[n], s.values[DO + n], s.states[0]);
       multiply_states(of_columns[n], s.values[V_ + n], s.states[1]);
     }
-#pragma unroll 8
-    for (int n = half * KEPT / 2; n < (half + 1) * KEPT / 2; ++n) {
-      const int at = (n / 8 * (KEPT / 8) + c / 8) * 64 + n % 8 * 8 + c % 8;
-      dot = fmaf(to_float(s.states[0][at]), to_float(s.states[1][at]), dot);
-    }
+    dot += multiply_halves_of_columns(s.states[0], s.states[1], c, half);
     __syncthreads();  // the columns have been read: the next ones, or terms, may overwrite them
     if (column + KEPT >= shape.V) break;
     fetch_columns(s, args, b, h, span, chunk, first, column + KEPT);

@@ -28,6 +28,8 @@ from .delta_kernels import (
     DplrBackwardChunks,
     DplrBackwardStates,
     GradientKernel,
+    KdaBackwardChunks,
+    KdaBackwardStates,
 )
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
@@ -58,8 +60,6 @@ def why_not_in_chunks(problem, device) -> str | None:
 
 def why_no_gradients_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels cannot compute the gradients of a call; None if they can."""
-    if problem.op is declarations.KDA:
-        return "every channel has a gate of its own"
     return why_not_in_chunks(problem, device)
 
 
@@ -202,7 +202,8 @@ def launch_recurrent(draft, inputs, kernel, arrays, every=None, **written):
 # -- gradients ---------------------------------------------------------------------------------------------------------
 def plan_vjp(problem, device, do, dht, saved=()):
     """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None)."""
-    in_chunks = DplrGradientsInChunks if problem.op is declarations.RWKV7 else GradientsInChunks
+    ways = {declarations.KDA: KdaGradientsInChunks, declarations.RWKV7: DplrGradientsInChunks}
+    in_chunks = ways.get(problem.op, GradientsInChunks)
     way = GradientsByToken if why_no_gradients_in_chunks(problem, device) else in_chunks
     return way(problem, device, do, dht).plan()
 
@@ -346,6 +347,43 @@ class DplrGradientsInChunks(Gradients):
         gradients = {"d" + name: self.gradients[name][:, first : first + heads] for name in ("q", "k", "a", "b", "g")}
         blocks = B * heads * shape.NC * channels // kernel.KEPT
         draft.launch(kernel, blocks, **arrays, do_=columns["do_"], **kept, **gradients, **how)
+
+
+class KdaGradientsInChunks(Gradients):
+    """The same for kda. Gradients of q and k are float32 parts of heads of values, which a third kernel adds up."""
+
+    MOST = GradientsInChunks.MOST
+
+    def __init__(self, problem, device, do, dht):
+        super().__init__(problem, device, do, dht)
+        self.kernel = KdaBackwardChunks(problem.dtype, self.inputs.gate)
+
+    def launch(self, first, heads):
+        draft, problem, inputs, kernel, dtype = self.draft, self.problem, self.inputs, self.kernel, self.problem.dtype
+        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
+        B, T, K, V, N = problem.shape("B T K V N")
+        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
+        channels, wide = kernel.kept_size(K), kernel.kept_size(V)
+        kept = {"kept": draft.empty((2, B, heads, shape.NC, channels, wide), dtype)}
+        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("e", "w")}
+        how = self.common(shape, self.gradients["v"])
+        states_kernel = KdaBackwardStates.fitting(dtype, inputs.gate, K, V, 2 * N * heads, self.device)
+        draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
+
+        parts = draft.empty((2, B, heads, T, K), FLOAT32)
+        own = {name: self.gradients[name][:, first : first + heads] for name in ("g", "beta")}
+        dtypes = {"g": inputs.gate, "beta": FLOAT32}
+        found = {name: x if x.dtype == dtypes[name] else draft.empty(x.shape, dtypes[name]) for name, x in own.items()}
+        del arrays["v"]
+        written = {"parts": parts, "dg": found["g"], "dbeta": found["beta"][..., None]}
+        blocks = B * heads * shape.NC * channels // kernel.KEPT
+        draft.launch(kernel, blocks, **arrays, do_=columns["do_"], **kept, **written, **how)
+        for part, name in enumerate("qk"):
+            total = inputs.some_heads(name, self.gradients[name], first, heads)
+            add_up(draft, parts[part][None], total, arrays[name] if inputs.normalized else None)
+        for name, x in own.items():
+            if found[name] is not x:
+                draft.copy(found[name], x)
 
 
 def add_up(draft, parts, total, normalized):

@@ -190,6 +190,32 @@ class DplrBackwardChunks(GradientKernel):
         return B * self.dtype.itemsize * self.kept_size(V) * (states + 2 * T)
 
 
+class KdaBackwardStates(ChunkKernel):
+    """What goes from chunk to chunk of the gradients under a gate for every channel."""
+
+    file = "delta/kda_backward_states"
+    arguments = members(
+        "rows q k v do_ g beta, rows? initial dht dh0, rows dv e w, pointers kept, shape, integers group, reals scale, "
+        "integers normalized bytes"
+    )
+    shared = DeltaChannelForward.shared
+
+
+class KdaBackwardChunks(DplrBackwardChunks):
+    """What stays within a chunk of them."""
+
+    file = "delta/kda_backward_chunks"
+    arguments = members(
+        "rows q k do_ e w g beta, pointers kept parts, rows dg dbeta, shape, integers group, reals scale, "
+        "integers normalized bytes"
+    )
+
+    def kept_bytes(self, problem, inputs) -> int:
+        """Of states before and behind chunks, e and w, and parts of gradients."""
+        B, T, K = problem.shape("B T K")
+        return inputs.group * (super().kept_bytes(problem, inputs) + 8 * B * T * K)
+
+
 class DeltaRecurrentForward(DeltaKernel):
     file = "delta/recurrent_forward"
     arguments = READ + members("rows? o final, pointers? kept, integers every")

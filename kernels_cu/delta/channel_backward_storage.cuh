@@ -1,7 +1,8 @@
-// what      The states that RWKV-7's kernel dplr_backward_states.cu stores for dplr_backward_chunks.cu, of every chunk
-//           of 32 tokens: forwards the state before it, backwards the gradient of the state after it.
-// shapes    states [direction, B, H, NC, K / 64, columns / 8, 8, 8, 8]: matrices of 8 columns of V by 8 channels of K, of
-//           64 channels side by side. Columns and channels are padded with zeros to multiples of 64
+// what      The states that kernels *_backward_states.cu store for *_backward_chunks.cu where channels have gates of
+//           their own, of every chunk of 32 tokens: forwards the state before it, backwards the gradient of that after
+//           it.
+// shapes    states [direction, B, H, NC, K / 64, columns / 8, 8, 8, 8]: matrices of 8 columns of V by 8 channels of K,
+//           of 64 channels side by side. Columns and channels are padded with zeros to multiples of 64
 #include "ptx.cuh"
 #include "tensor.cuh"
 
