@@ -122,7 +122,9 @@ def test_gradients(backend, case, rng):
             assert_close(f"d{name}", x, exact, case.dtype, factor=10)
 
 
-@pytest.mark.parametrize("op, dtype", [(GATED_DELTA_RULE, SINGLE), (GATED_DELTA_RULE, BFLOAT16), (RWKV7, SINGLE)])
+@pytest.mark.parametrize(
+    "op, dtype", [(GATED_DELTA_RULE, SINGLE), (GATED_DELTA_RULE, HALF), (KDA, HALF), (RWKV7, HALF)]
+)
 def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
     """Where what is kept for them is larger than the inputs: the same bits."""
     if backend.device is None:
@@ -237,9 +239,9 @@ def test_chunks_that_enlarge_a_state(backend, rng):
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)
 @pytest.mark.parametrize("hard", HARD)
 def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype, rng):
-    """As exact as o: five numbers in a row and the gradient's own. Where channels have gates, decayed tokens are rounded
-    on the way forwards and backwards: eight numbers more. A token's sums are of terms that may cancel to a third of
-    their size by chance."""
+    """As exact as o: five numbers in a row and the gradient's own. Where channels have gates, decayed tokens are
+    rounded on the way forwards and backwards: eight numbers more. A token's sums are of terms that may cancel to a
+    third of their size by chance."""
     arrays, start, do, dht = hard_call(hard, qk_l2norm, dtype, rng, op)
     function, options = getattr(linattn_np, op.name), {"qk_l2norm": True} if qk_l2norm else {}
     *_, wanted = exact_vjp(function, arrays, do, dht, initial_state=start, **options)
