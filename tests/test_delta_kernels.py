@@ -122,7 +122,9 @@ def test_gradients(backend, case, rng):
             assert_close(f"d{name}", x, exact, case.dtype, factor=10)
 
 
-@pytest.mark.parametrize("op, dtype", [(GATED_DELTA_RULE, SINGLE), (GATED_DELTA_RULE, BFLOAT16), (RWKV7, SINGLE)])
+@pytest.mark.parametrize(
+    "op, dtype", [(GATED_DELTA_RULE, SINGLE), (GATED_DELTA_RULE, HALF), (KDA, HALF), (RWKV7, HALF)]
+)
 def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
     """Where what is kept for them is larger than the inputs: the same bits."""
     if backend.device is None:
