@@ -271,7 +271,7 @@ def rwkv_package(weights, exact, args):
                 nonlocal state
                 _, state = model.forward([1], state)
 
-            error = relative_error(model.forward(PROMPT, None)[0].cpu().numpy(), exact)
+            error = relative_error(model.forward(PROMPT, None)[0].float().cpu().numpy(), exact)
             rows = [{"batch": 1, **timed(step, STEPS, args.runs)}]
             prefill = timed(lambda: model.forward([1] * PREFILL, None), 1, args.runs)
             yield (

@@ -100,6 +100,8 @@ def test_growth_on_one_side_and_decay_on_the_other(backend, dtype, rng):
 @pytest.mark.filterwarnings("ignore::linattn_np.LinattnWarning")
 def test_growth_on_one_side_of_segments(backend, rng):
     """Where few heads have their sequences cut, the decays of a segment leave the range likewise."""
+    if backend.name == "numba":
+        pytest.skip("Numba has no gates of values")
     ones = np.ones((1, 2, 500, 1), SINGLE)
     up = np.float32([60, -60]).reshape(1, 2, 1, 1) * ones
     arrays = [backend.asarray(x) for x in (ones, ones, ones, -up, up)]

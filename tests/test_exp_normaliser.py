@@ -63,6 +63,8 @@ def test_a_state_of_itself_overflows_and_o_does_not(rng):
 @pytest.mark.parametrize("more", [-60, 60])
 def test_is_right_on_every_backend_where_sums_of_products_fit(more, backend, rng):
     """As docs/numerics.md restricts it on a GPU, which takes exp as it is."""
+    if backend.name == "numba":
+        pytest.skip("Numba has no linear_attention")
     q, k, v = rng.standard_normal((3, 1, 1, 40, 8)).astype(np.float32)
     k += np.float32(more)
     o = backend.run(linear_attention, *map(backend.asarray, (q, k, v)), **NORMALIZED)
