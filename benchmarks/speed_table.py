@@ -48,7 +48,7 @@ def main():
 
 def results():
     """The files of benchmarks/run.py on a GPU, CARD's first."""
-    files = [path for path in RESULTS.glob("*.json") if not path.stem.endswith("-rwkv6")]
+    files = [path for path in RESULTS.glob("*.json") if "-rwkv" not in path.stem]
     files = [path for path in files if json.loads(path.read_text())["meta"]["cuda"]]
     return sorted(files, key=lambda path: (path.stem != CARD, path.stem))
 
