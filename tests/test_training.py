@@ -344,7 +344,7 @@ def command(tmp_path, capsys):
         (["--dropout=1"], "Training: dropout is 1.0, expected a number from 0 up and below 1"),
         (["--minutes=3"], "argument --minutes: not allowed with argument --steps"),
         (["--every=-1"], "argument --every: is -1.0, expected"),
-        (["--resume"], "No such file or directory"),
+        (["--resume"], "holds no training; without --resume one begins there"),
         (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
 )
