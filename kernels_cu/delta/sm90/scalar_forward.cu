@@ -185,13 +185,15 @@ __device__ __forceinline__ void compute_decays(S& s, const Args<typename S::T>& 
       }
       *reinterpret_cast<float4*>(at_offset(D, D_row ^ 16 * piece)) = {of_key[0], of_key[1], of_key[2], of_key[3]};
     }
-    if (args.normalized)
+    if (args.normalized) {
+      __syncwarp();  // all lanes have stored their key factors
 #pragma unroll 1
       for (int piece = 0; piece < 8; ++piece) {
         const float4 keys = *reinterpret_cast<const float4*>(to.key_factors + 4 * piece);
         float4& decay = *reinterpret_cast<float4*>(at_offset(D, D_row ^ 16 * piece));
         decay = {decay.x * keys.x, decay.y * keys.y, decay.z * keys.z, decay.w * keys.w};
       }
+    }
     const float from_start = product * next_decay;
     to.query_start_factors[lane] = to.query_factors[lane] * from_start,
     to.key_start_factors[lane] = to.key_factors[lane] * from_start;
