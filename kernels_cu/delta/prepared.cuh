@@ -1,0 +1,15 @@
+// what      What a chunk of a delta rule does to a state, as one kernel leaves it for another in global memory.
+// math      For a chunk, S is the state before it, V its values, D its decays. Y = E S, o = scale (W S + B V);
+//           gated delta rule and KDA, E = -kd:  S <- D S + Z^T (V + Y);   rwkv7, E = ad:  S <- D S + Zb^T Y + Z^T V.
+//           Backwards, C is the gradient of the state after the chunk:  P = Z C (rwkv7: Zb C),
+//           dv = Z C + scale B^T do,   C <- D C + scale W^T do + E^T P
+// shapes    a chunk of a head of values has one Prepared; those of a head lie one behind another
+#include "delta/chunk_storage.cuh"
+
+// TWO: values and what the state returns are written by different rows.
+template <typename T, int BK, bool TWO> struct alignas(16) Prepared {
+  T E[C * BK], W[C * BK], Z[C * BK];  // tiles, as place<BK> lays them out
+  T Zb[TWO ? C * BK : 0];
+  Matrix<T> B;
+  float whole[BK];  // the chunk's decays
+};
