@@ -10,10 +10,9 @@
 
 constexpr int BLOCK = 8, PAIRS_OF_BLOCK = BLOCK * (BLOCK - 1) / 2;  // tokens whose pairs are multiplied one by one
 
-template <typename T, typename G, int BK, int BV> struct alignas(16) ChannelShared {
+// The matrices of a chunk.
+template <typename T, int BK> struct alignas(16) ChannelMatrices {
   static constexpr int WIDE = BK + 8;
-  T q[2][C * BK], k[2][C * BK], v[2][C * BV];
-  G g[2][C * BK];
   union {
     struct {
       f16 rows_8[C * BK], rows_16[C * BK];          // behind a border: 8 queries and 8 keys twice; 16 and 16
@@ -21,12 +20,11 @@ template <typename T, typename G, int BK, int BV> struct alignas(16) ChannelShar
     };
     float from_start[C][WIDE];  // queries
   };
-  T kd[C * BK];  // keys from the chunk's start; then W
+  T kd[C * BK];  // keys from the chunk's start
   union {
     f16 ke[C * BK];  // keys to the chunk's end
     T Z[C * BK];
   };
-  T X[C * BV];
   Matrix<T> B;
   Matrix<f16> of_Z;
   Scored of;
@@ -34,6 +32,12 @@ template <typename T, typename G, int BK, int BV> struct alignas(16) ChannelShar
   float own[C];        // q . k of a token
   float whole[BK];     // the chunk's decays; pairs are written
   float most;          // the largest power of keys
+};
+
+template <typename T, typename G, int BK, int BV> struct alignas(16) ChannelShared : ChannelMatrices<T, BK> {
+  T q[2][C * BK], k[2][C * BK], v[2][C * BV];
+  G g[2][C * BK];
+  T X[C * BV];
 };
 
 // The power of 2 below the root of a sum of squares; 1 for 0.
@@ -44,8 +48,8 @@ __device__ __forceinline__ float power_below(float squares) {
 }
 
 // Computes 1 / length of each query and key (1 if not `normalized`), their powers of 2, and q . k of each token.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void look_at(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, bool normalized) {
+template <int THREADS, typename T, int BK>
+__device__ __forceinline__ void look_at(ChannelMatrices<T, BK>& s, const T* q, const T* k, bool normalized) {
   const int lane = own_lane();
 #pragma unroll 1
   for (int i = threadIdx.x >> 5; i < C; i += THREADS / 32) {
@@ -84,9 +88,8 @@ __device__ __forceinline__ float max_of_lanes(float x) {
 
 // Stores, for channels c and c + 1, keys decayed from the chunk's start, WITH_BETA times beta, queries and keys decayed
 // from borders, and the chunk's decays.
-template <bool WITH_BETA, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g,
-                                               int c) {
+template <bool WITH_BETA, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_forwards(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g, int c) {
   float2 all = {1.f, 1.f}, eight = all, sixteen = all;
 #pragma unroll 4
   for (int i = 0; i < C; ++i) {
@@ -108,8 +111,8 @@ __device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, c
 }
 
 // Stores, for channels c and c + 1, keys decayed to the chunk's end and to borders.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_backwards(ChannelShared<T, G, BK, BV>& s, const T* k, const G* g, int c) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void decay_backwards(ChannelMatrices<T, BK>& s, const T* k, const G* g, int c) {
   const float2 one = {1.f, 1.f};
   float2 all = one, eight = one, sixteen = one;
   const float most = max_of_lanes(s.power[threadIdx.x & 31]);
@@ -169,8 +172,8 @@ __device__ __forceinline__ void score_block(const T* rows, const T* k, const G* 
 
 // Stores all decayed queries and keys but qd, and computes scores within blocks of 8 tokens; a warp takes a task at
 // a time. The block's threads pass a barrier before and after. WITH_BETA: kd is multiplied by beta.
-template <int THREADS, bool WITH_BETA = false, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g) {
+template <int THREADS, bool WITH_BETA = false, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_tokens(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g) {
   constexpr int PANELS = BK / 64;
   const int lane = own_lane();
 #pragma unroll 1
@@ -188,8 +191,7 @@ __device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, con
 
 // Computes scores of pairs in different blocks of 8 tokens, from rows and keys decayed to the border between them, and
 // stores the scores of tokens with themselves.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void score_borders(ChannelShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, int BK> __device__ __forceinline__ void score_borders(ChannelMatrices<T, BK>& s) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 6; task += THREADS / 32) {
@@ -210,8 +212,8 @@ __device__ __forceinline__ void score_borders(ChannelShared<T, G, BK, BV>& s) {
 }
 
 // Stores queries decayed from the chunk's start (qd) in float32; for all warps but the first.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, const T* q, const G* g) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_queries(ChannelMatrices<T, BK>& s, const T* q, const G* g) {
 #pragma unroll 1
   for (int c = 2 * (int(threadIdx.x) - 32); c < BK; c += 2 * (THREADS - 32)) {
     float2 all = {1.f, 1.f};
@@ -226,8 +228,8 @@ __device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, co
 
 // Computes Z, which overwrites ke, and, with OF_QUERIES, W times `scale`, which may overwrite kd; a warp has 16
 // channels of all tokens at a time.
-template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_wide(ChannelShared<T, G, BK, BV>& s, T* W, float scale) {
+template <int THREADS, bool OF_QUERIES = true, typename T, int BK>
+__device__ __forceinline__ void make_wide(ChannelMatrices<T, BK>& s, T* W, float scale) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int channel = threadIdx.x / 32 * 16; channel < BK; channel += THREADS / 2) {

@@ -6,10 +6,9 @@
 // shapes    a chunk of a head of values has one Prepared; those of a head lie one behind another
 #include "delta/chunk_storage.cuh"
 
-// TWO: values and what the state returns are written by different rows.
+// TWO: values and what the state returns are written by different rows, Z[0] (Z) and Z[1] (Zb).
 template <typename T, int BK, bool TWO> struct alignas(16) Prepared {
-  T E[C * BK], W[C * BK], Z[C * BK];  // tiles, as place<BK> lays them out
-  T Zb[TWO ? C * BK : 0];
+  T E[C * BK], W[C * BK], Z[1 + TWO][C * BK];  // tiles, as place<BK> lays them out
   Matrix<T> B;
   float whole[BK];  // the chunk's decays
 };
