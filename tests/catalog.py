@@ -152,10 +152,13 @@ def delta_rules():
     for (T, G), (K, V) in product(GATES[1:], WIDTHS):
         yield delta.DeltaForward(T, G, K, V)
         yield delta.DeltaBackwardStates(T, G, K, V)
-        yield delta.DeltaChannelForward(T, G, K, V)
-        yield delta.DeltaDplrForward(T, G, K, V)
         yield delta.DplrBackwardStates(T, G, K, V)
         yield delta.KdaBackwardStates(T, G, K, V)
+    for (T, G), K in product(GATES[1:], gated.TILES):
+        yield delta.DeltaChannelPrepare(T, G, K)
+        yield delta.DeltaDplrPrepare(T, G, K)
+    for T, (K, V), two, stages in product(HALF, WIDTHS, (False, True), (2, 3)):
+        yield delta.DeltaScan(T, K, V, two, stages)
     for T, G in GATES[1:]:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)
         yield delta.DplrBackwardChunks(T, G)

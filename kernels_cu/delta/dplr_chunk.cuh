@@ -14,10 +14,10 @@ constexpr int LDS = C + 2;  // the row stride of a float matrix [token, token]
 enum Rowed { OF_Q, OF_A };         // x of Axy
 enum Columned { WITH_K, WITH_B };  // y of Axy
 
-template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared {
+// Inputs and matrices of a chunk.
+template <typename T, typename G, int BK> struct alignas(16) DplrMatrices {
   T rows[2][C * BK], columns[2][C * BK];  // inputs: q and a, k and b
   G g[C * BK];
-  T v[2][C * BV];
   union {
     struct {
       // Rows decayed from a border of 8 or 16 tokens before them: 8 of q and 8 of a, twice; 16 of q and 16 of a.
@@ -26,7 +26,7 @@ template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared 
     };
     struct {
       float from_start[C][BK + 8];  // qd
-      T X[C * BV];
+      T X[C * 128];
     };
   };
   T kd[C * BK];  // forwards later overwritten by W
@@ -52,9 +52,13 @@ template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared 
   }
 };
 
+template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared : DplrMatrices<T, G, BK> {
+  T v[2][C * BV];
+};
+
 // Computes power_rows, power_columns and own.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void look_at(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void look_at(DplrMatrices<T, G, BK>& s) {
   const int lane = own_lane();
 #pragma unroll 1
   for (int i = threadIdx.x >> 5; i < C; i += THREADS / 32) {
@@ -80,8 +84,8 @@ __device__ __forceinline__ void look_at(DplrShared<T, G, BK, BV>& s) {
 }
 
 // Stores rows decayed from the chunk's start (kd) and from borders, two channels from c on; and the chunk's decays.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_forwards(DplrShared<T, G, BK, BV>& s, int c) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void decay_forwards(DplrMatrices<T, G, BK>& s, int c) {
   const float2 one = {1.f, 1.f};
   float2 all = one, eight = one, sixteen = one;
 #pragma unroll 4
@@ -102,8 +106,8 @@ __device__ __forceinline__ void decay_forwards(DplrShared<T, G, BK, BV>& s, int 
 }
 
 // Stores columns of a kind decayed to the chunk's end and to borders, two channels from c on.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_backwards(DplrShared<T, G, BK, BV>& s, int kind, int c) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void decay_backwards(DplrMatrices<T, G, BK>& s, int kind, int c) {
   const float2 one = {1.f, 1.f};
   float2 all = one, eight = one, sixteen = one;
   const float most = max_of_lanes(s.power_columns[kind][threadIdx.x & 31]);
@@ -122,8 +126,8 @@ __device__ __forceinline__ void decay_backwards(DplrShared<T, G, BK, BV>& s, int
 }
 
 // Stores all decayed rows and columns, and computes scores within blocks of 8 tokens; a warp a task.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_tokens(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_tokens(DplrMatrices<T, G, BK>& s) {
   constexpr int PANELS = BK / 64;
   const int lane = own_lane();
 #pragma unroll 1
@@ -145,8 +149,8 @@ __device__ __forceinline__ void decay_tokens(DplrShared<T, G, BK, BV>& s) {
 }
 
 // Scores of pairs in different blocks of 8 tokens, by products at borders; and those of tokens with themselves.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void score_borders(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void score_borders(DplrMatrices<T, G, BK>& s) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 12; task += THREADS / 32) {
@@ -169,8 +173,8 @@ __device__ __forceinline__ void score_borders(DplrShared<T, G, BK, BV>& s) {
 }
 
 // Computes column `lane` of N or, if kind is WITH_K, of L, by forward substitution; for one warp.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void solve_column(DplrShared<T, G, BK, BV>& s, int kind) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void solve_column(DplrMatrices<T, G, BK>& s, int kind) {
   const int column = threadIdx.x & 31;
   float x[C], largest = 0.f;
 #pragma unroll
@@ -188,8 +192,8 @@ __device__ __forceinline__ void solve_column(DplrShared<T, G, BK, BV>& s, int ki
 }
 
 // Computes qd in float32; for all warps but the first two.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_queries(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_queries(DplrMatrices<T, G, BK>& s) {
 #pragma unroll 1
   for (int c = 2 * (int(threadIdx.x) - 64); c < BK; c += 2 * (THREADS - 64)) {
     float2 all = {1.f, 1.f};
@@ -202,8 +206,8 @@ __device__ __forceinline__ void decay_queries(DplrShared<T, G, BK, BV>& s) {
 }
 
 // Computes H, B and of_Z; without OF_QUERIES, H and B get N and L.
-template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_scores(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK>
+__device__ __forceinline__ void multiply_scores(DplrMatrices<T, G, BK>& s) {
   constexpr int EACH = C * C / THREADS;  // neighbouring columns
   const int i = threadIdx.x / (C / EACH), first = threadIdx.x % (C / EACH) * EACH;
   const auto& L = s.scores[2];
@@ -234,8 +238,8 @@ __device__ __forceinline__ void multiply_scores(DplrShared<T, G, BK, BV>& s) {
 
 // Computes Z, which overwrites to_end, and, with OF_QUERIES, W times `scale`, which may overwrite kd; a warp has 16
 // channels of all tokens at a time.
-template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_wide(DplrShared<T, G, BK, BV>& s, T* W, float scale) {
+template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK>
+__device__ __forceinline__ void make_wide(DplrMatrices<T, G, BK>& s, T* W, float scale) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int channel = threadIdx.x / 32 * 16; channel < BK; channel += THREADS / 2) {

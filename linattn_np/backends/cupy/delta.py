@@ -19,11 +19,12 @@ from .delta_kernels import (
     KDA,
     DeltaBackwardChunks,
     DeltaBackwardStates,
-    DeltaChannelForward,
-    DeltaDplrForward,
+    DeltaChannelPrepare,
+    DeltaDplrPrepare,
     DeltaForward,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
+    DeltaScan,
     DeltaSumParts,
     DplrBackwardChunks,
     DplrBackwardStates,
@@ -38,6 +39,8 @@ from .kernel import FLOATS, no_kernels
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
+BYTES = np.dtype(np.uint8)
+PREPARE = {KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}  # rule -> the kernel that prepares its chunks
 IN_CHUNKS = "in chunks"  # the way's name in explanations
 KEYS = ("q", "k", "a", "b")  # arrays that may have fewer heads than values
 
@@ -51,23 +54,37 @@ def unsupported(problem) -> str | None:
 
 def why_not_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels for every card cannot compute a call; None if they can."""
-    if reason := why_no_chunks(problem):
-        return reason
-    if forward_kernel(problem, device).shared_bytes > device.shared_per_block:
+    return why_no_chunks(problem) or no_room(forward_kernels(problem, device), problem, device)
+
+
+def no_room(kernels, problem, device) -> str | None:
+    """Why a card lacks the shared memory for any of these kernels; None if it does not."""
+    if max(kernel.shared_bytes for kernel in kernels) > device.shared_per_block:
         return f"the card has no shared memory for {problem.sizes['K']} channels with gates of their own"
     return None
 
 
 def why_no_gradients_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels cannot compute the gradients of a call; None if they can."""
-    return why_not_in_chunks(problem, device)
-
-
-def forward_kernel(problem, device):
-    """The forward kernel in chunks, for every card."""
+    if reason := why_no_chunks(problem):
+        return reason
     N, H, K, V = problem.shape("N H K V")
-    kinds = {declarations.KDA: DeltaChannelForward, declarations.RWKV7: DeltaDplrForward}
-    return kinds.get(problem.op, DeltaForward).fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)
+    kinds = {declarations.KDA: KdaBackwardStates, declarations.RWKV7: DplrBackwardStates}
+    kind = kinds.get(problem.op, DeltaBackwardStates)
+    return no_room([kind.fitting(problem.dtype, gate_dtype(problem), K, V, 2 * N * H, device)], problem, device)
+
+
+def forward_kernels(problem, device):
+    """The kernels in chunks of a forward pass, for every card: what prepares chunks, and the walk over states."""
+    N, H, K, V = problem.shape("N H K V")
+    rule = rule_of(problem.op)
+    scan = DeltaScan.fitting(problem.dtype, K, V, rule == DPLR, N * H, device)
+    return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK), scan
+
+
+def rule_of(op):
+    """The template argument `Rule` of an operator."""
+    return {declarations.KDA: KDA, declarations.RWKV7: DPLR}.get(op, GATED_DELTA)
 
 
 def gate_dtype(problem):
@@ -94,8 +111,7 @@ class Inputs:
     def __init__(self, draft, problem):
         self.draft, self.problem, axes = draft, problem, problem.op.arrays
         self.names = {KERNEL_NAMES.get(name, name): name for name in axes}
-        has_channel_gates = "K" in axes.get(self.names.get("g"), "").split()
-        self.rule = DPLR if "a" in axes else KDA if has_channel_gates else GATED_DELTA
+        self.rule = rule_of(problem.op)
         self.group = max(1, problem.sizes["H"] // max(1, problem[next(iter(axes))].shape[1]))
         self.normalized = problem.options.get("qk_l2norm", False)
         self.arrays = {name: self.rows_of(name_in_call) for name, name_in_call in self.names.items()}
@@ -153,31 +169,40 @@ class TokenByToken:
 
 
 class InChunks:
-    """The way for half-precision data and at most 128 channels: chunks, on tensor cores."""
+    """The way for half-precision data and at most 128 channels: chunks, on tensor cores.
+
+    A kernel prepares all chunks in parallel; another goes from chunk to chunk. Heads are taken in groups, so that what
+    is passed between both takes no more memory than the inputs.
+    """
 
     name = IN_CHUNKS
-
-    @staticmethod
-    def why_not(problem, device) -> str | None:
-        if reason := why_not_in_chunks(problem, device):
-            return reason
-        N, H, V = problem.shape("N H V")
-        by_channel = problem.op in (declarations.KDA, declarations.RWKV7)
-        if problem.mode == "auto" and by_channel and 2 * N * H * ceil_div(V, 64) <= device.multiprocessors:
-            return "token by token is faster where 64 columns of each head would fill at most half of the card"
-        return None
+    why_not = staticmethod(why_not_in_chunks)
 
     @staticmethod
     def plan(problem, device):
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        kernel, (N, H, V) = forward_kernel(problem, device), problem.shape("N H V")
-        how = {"scale": problem.scale, "bytes": inputs.common_bytes(o)}
+        initial, group = draft.initial(problem), inputs.group
+        (prepare, scan), (B, N, H, V) = forward_kernels(problem, device), problem.shape("B N H V")
+        shape = draft.shape(problem, chunk=scan.CHUNK)
+        bytes_of_a_head = B * shape.NC * scan.prepared_bytes
+        input_bytes = sum(x.nbytes for x in inputs.arrays.values())
+        at_once = group * heads_at_once(H // group, group * bytes_of_a_head, input_bytes)
+        prepared = draft.empty((at_once * bytes_of_a_head,), BYTES)
+        of_prepare = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
         if inputs.rule != DPLR:
-            how |= {"group": inputs.group, "normalized": inputs.normalized}
-        how |= {"initial": draft.initial(problem), "final": final}
-        draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
-        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
+            of_prepare |= {"group": group, "normalized": inputs.normalized}
+        of_scan = {"scale": problem.scale, "prepared": prepared, "bytes": inputs.common_bytes(o)}
+        for first in range(0, H, at_once):
+            heads = slice(first, min(H, first + at_once))
+            of_heads = replace(shape, H=heads.stop - first)
+            arrays = inputs.of_heads(first, of_heads.H)
+            states = {name: None if x is None else x[:, heads] for name, x in (("initial", initial), ("final", final))}
+            v = arrays.pop("v")
+            draft.launch(prepare, B * of_heads.H * shape.NC, **arrays, **of_prepare, shape=of_heads)
+            blocks = N * of_heads.H * scan.grid(V)
+            draft.launch(scan, blocks, v=v, o=o[:, heads], **states, **of_scan, shape=of_heads)
+        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=scan.tiles)
 
 
 FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)

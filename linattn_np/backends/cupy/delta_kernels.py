@@ -79,19 +79,64 @@ class DeltaForward(ChunkKernel):
     )
 
 
-class DeltaChannelForward(DeltaForward):
-    """Under a gate for every channel."""
+class DeltaScan(TiledKernel):
+    """The walk over states, from what another kernel has prepared for each chunk."""
 
-    file = "delta/channel_forward"
-    shared = ("ChannelShared<{dtype}, {gate}, {BK}, {BV}>",)
+    file = "delta/scan"
+    arguments = members("rows v o, rows? initial final, pointers prepared, shape, reals scale, integers bytes")
+    shared = ("Shared<{dtype}, {BK}, {BV}, {two}, {stages}>",)
+    CHUNK: ClassVar[int] = 32
+    dtype: np.dtype
+    BK: int
+    BV: int
+    two: bool  # whether values and what the state returns are written by different rows
+    stages: int
+
+    @classmethod
+    def fitting(cls, dtype, K, V, two, heads, device):
+        """With 128 columns where blocks of so many are enough for half of the card, and three stages where they fit."""
+        BK, enough = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
+        BV = TILES[V > TILES[0] and enough]
+        kernels = [cls(dtype, BK, *rest) for rest in ((BV, two, 3), (BV, two, 2), (TILES[0], two, 2))]
+        return next((x for x in kernels if x.shared_bytes <= device.shared_per_block), kernels[-1])
+
+    @property
+    def threads(self):
+        return 2 * self.BV
+
+    @property
+    def resident(self):
+        return TILES[1] // self.BV
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Of a chunk as it is prepared."""
+        return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 
-class DeltaDplrForward(ChunkKernel):
-    """Of a rule that erases by keys of its own."""
+class DeltaChannelPrepare(Kernel):
+    """What a chunk does to states, under a gate for every channel."""
 
-    file = "delta/dplr_forward"
-    arguments = members("rows q k v a b g o, pointers? initial final, shape, reals scale, integers bytes")
-    shared = ("DplrShared<{dtype}, {gate}, {BK}, {BV}>",)
+    file = "delta/channel_prepare"
+    arguments = members(
+        "rows q k g beta, pointers prepared, shape, integers group, reals w_scale, integers normalized bytes"
+    )
+    shared = ("Shared<{dtype}, {gate}, {BK}>",)
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+
+    @property
+    def threads(self):
+        return 2 * self.BK
+
+
+class DeltaDplrPrepare(DeltaChannelPrepare):
+    """The same of a rule that erases by keys of its own."""
+
+    file = "delta/dplr_prepare"
+    arguments = members("rows q k a b g, pointers prepared, shape, reals w_scale, integers bytes")
+    shared = ("DplrMatrices<{dtype}, {gate}, {BK}>",)
 
 
 class GradientKernel(Kernel):
@@ -198,7 +243,7 @@ class KdaBackwardStates(ChunkKernel):
         "rows q k v do_ g beta, rows? initial dht dh0, rows dv e w, pointers kept, shape, integers group, reals scale, "
         "integers normalized bytes"
     )
-    shared = DeltaChannelForward.shared
+    shared = ("ChannelShared<{dtype}, {gate}, {BK}, {BV}>",)
 
 
 class KdaBackwardChunks(DplrBackwardChunks):

@@ -1,0 +1,171 @@
+// what      The delta rules' walk over states, forwards, from chunk to chunk of 32 tokens: outputs and final states.
+// math      S is the state before a chunk; E, W, Z, Zb, B, D: prepared.cuh.   Y = E S;   o = scale (W S + B v);
+//           S <- D S + Z^T (v + Y), or, TWO, S <- D S + Zb^T Y + Z^T v
+// shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32
+// grid      a block for every (sequence, head, BV columns), sequence slowest; a warp for every 16 columns
+// smem      a ring of STAGES: a chunk as it was prepared, and its v
+// barriers  one a chunk: it is in shared memory, and the previous chunk has been read
+// numerics  S in float32 accumulators; S and v + Y (TWO: Y) are rounded to T for products
+// source    Yang et al., 2024 (2412.06464), section 3.3
+// limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
+#include "delta/chunk.cuh"
+#include "delta/prepared.cuh"
+
+template <typename T> struct Args {
+  Rows<const T> v;
+  Rows<T> o;
+  Rows<const float> initial;  // or null
+  Rows<float> final;          // or null
+  const void* prepared;       // Prepared of each chunk
+  Shape shape;
+  double scale;
+  i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long
+};
+
+template <typename T, int BK, int BV, bool TWO> struct alignas(16) Stage {
+  Prepared<T, BK, TWO> of;
+  T v[C * BV];
+};
+
+template <typename T, int BK, int BV, bool TWO, int STAGES> struct Shared {
+  Stage<T, BK, BV, TWO> stages[STAGES];
+};
+
+// y (transposed) and o += E S and W S, for all tokens and the warp's columns.
+template <int BK, typename T>
+__device__ __forceinline__ void read_both(float (&y)[C / 8][4], Columns& o, const State<BK>& S, const T* E,
+                                          const T* W) {
+  const LeftReader<BK, T> reader;
+#pragma unroll
+  for (int c = 0; c < BK / 16; ++c) {
+    const float (&low)[4] = S[2 * c], (&high)[4] = S[2 * c + 1];
+    const u32 s[4] = {pack<T>(low[0], low[1]), pack<T>(low[2], low[3]), pack<T>(high[0], high[1]),
+                      pack<T>(high[2], high[3])};
+    u32 e[C / 16][4], w[C / 16][4];
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m) ldmatrix_x4(e[m], reader.at(E, 16 * m, 16 * c));
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m) ldmatrix_x4(w[m], reader.at(W, 16 * m, 16 * c));
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m) {
+      multiply_halves(y[2 * m], s, {e[m][0], e[m][2]}, T{});
+      multiply_halves(y[2 * m + 1], s, {e[m][1], e[m][3]}, T{});
+    }
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m) {
+      multiply_halves(o[m][0], w[m], {s[0], s[2]}, T{});
+      multiply_halves(o[m][1], w[m], {s[1], s[3]}, T{});
+    }
+  }
+}
+
+// S += rows^T x; x: of the warp's columns and 16 tokens at a time, transposed.
+template <int BK, typename T>
+__device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const u32 (&x)[C / 16][4]) {
+  const RightReader<BK, T> reader;
+#pragma unroll
+  for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c) {
+      u32 b[4];
+      ldmatrix_x4_trans(b, reader.at(rows, 16 * n, 16 * c));
+      multiply_halves(S[2 * c], x[n], {b[0], b[1]}, T{});
+      multiply_halves(S[2 * c + 1], x[n], {b[2], b[3]}, T{});
+    }
+}
+
+template <typename T, int BK, int BV, bool TWO, int STAGES>
+__global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Args<T> args) {
+  constexpr int THREADS = 2 * BV;
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO, STAGES>*>(dynamic_smem())->stages;
+  const Shape& shape = args.shape;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = pair / H, h = pair % H, b = n / count;
+  const Span span = tokens_of(shape, n % count), chunks = chunks_of(shape, n % count);
+  const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
+  const int channels = int(shape.K), columns = int(min(shape.V - v_tile, i64(BV))), column = threadIdx.x / 32 * 16;
+  const int t = threadIdx.x & 3;
+  const auto* prepared =
+      static_cast<const Prepared<T, BK, TWO>*>(args.prepared) + (i64(b) * H + h) * shape.NC + chunks.start;
+
+  State<BK> S;
+  const auto each = [&](auto f) { each_number<BK>(S, 0, shape.V, v_tile, channels, columns, f); };
+  {
+    const float* from = args.initial.p ? args.initial.row(n, h, 0) : nullptr;
+    each([&](float& x, i64 at, bool inside) { x = from && inside ? from[at] : 0.f; });
+  }
+
+  const auto fetch = [&](int chunk, int stage) {
+    if (chunk * C < tokens) {
+      auto& to = stages[stage];
+      const char* from = reinterpret_cast<const char*>(prepared + chunk);
+#pragma unroll 8
+      for (int at = threadIdx.x * 16; at < int(sizeof(to.of)); at += THREADS * 16)
+        cp_async<16>(reinterpret_cast<char*>(&to.of) + at, from + at, true);
+      copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * C) + v_tile, args.v.t, tokens - chunk * C,
+                              columns, bytes);
+    }
+    cp_async_commit();
+  };
+  for (int chunk = 0; chunk < STAGES - 1; ++chunk) fetch(chunk, chunk);
+#pragma unroll 1
+  for (int token = 0, chunk = 0, stage = 0; token < tokens; token += C, ++chunk) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
+    fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);
+    const auto& of = stages[stage].of;
+    const T* tile = stages[stage].v;
+    if (++stage == STAGES) stage = 0;
+
+    u32 v[C / 16][4], x[C / 16][4];
+    {
+      const TransposedReader<BV, T> reader(column);
+#pragma unroll
+      for (int m = 0; m < C / 16; ++m) ldmatrix_x4_trans(v[m], reader.at(tile, 16 * m, 0));
+    }
+    float y[C / 8][4] = {};
+    Columns o = {};
+    read_both<BK>(y, o, S, of.E, of.W);
+#pragma unroll
+    for (int c = 0; c < BK / 8; ++c) {
+      const float2 by = *reinterpret_cast<const float2*>(of.whole + 8 * c + 2 * t);
+      S[c][0] *= by.x, S[c][1] *= by.y, S[c][2] *= by.x, S[c][3] *= by.y;
+    }
+    if constexpr (TWO) write_rows<BK>(S, of.Z[0], v);
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m)
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const float* read = y[2 * m + part / 2] + part % 2 * 2;
+        const float2 value = TWO ? float2{} : unpack(v[m][part], T{});
+        x[m][part] = pack<T>(value.x + read[0], value.y + read[1]);
+      }
+    write_rows<BK>(S, of.Z[TWO], x);
+    const int lane = own_lane();
+#pragma unroll
+    for (int m = 0; m < C / 16; ++m)
+#pragma unroll
+      for (int before = 0; before <= m; ++before)
+#pragma unroll
+        for (int number = 0; number < 2; ++number) {
+          u32 a[4];
+          ldmatrix_x4(a,
+                      of.B.x + number * of.B.REST + (16 * m + (lane & 15)) * of.B.LDA + 16 * before + (lane >> 4) * 8);
+          multiply_halves(o[m][0], a, {v[before][0], v[before][2]}, T{});
+          multiply_halves(o[m][1], a, {v[before][1], v[before][3]}, T{});
+        }
+    const float scale = float(args.scale);
+    each_pair([&](int i, int c, int m, int across, int down) {
+      const float* two = o[m][across] + 2 * down;
+      if (token + i < tokens)
+        store_pair(args.o.row(b, h, span.start + token + i) + v_tile, c, columns, bytes, scale * two[0],
+                   scale * two[1]);
+    });
+  }
+  if (args.final.p) {
+    float* to = args.final.row(n, h, 0);
+    each([&](float& x, i64 at, bool inside) {
+      if (inside) to[at] = x;
+    });
+  }
+}
