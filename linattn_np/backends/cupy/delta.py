@@ -78,6 +78,8 @@ def forward_kernels(problem, device):
     """The kernels in chunks of a forward pass, for every card: what prepares chunks, and the walk over states."""
     N, H, K, V = problem.shape("N H K V")
     rule = rule_of(problem.op)
+    if rule == GATED_DELTA:
+        return [DeltaForward.fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)]
     scan = DeltaScan.fitting(problem.dtype, K, V, rule == DPLR, N * H, device)
     return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK), scan
 
@@ -182,6 +184,13 @@ class InChunks:
     def plan(problem, device):
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
+        if inputs.rule == GATED_DELTA:
+            kernel, (N, H, V) = forward_kernels(problem, device)[0], problem.shape("N H V")
+            how = {"scale": problem.scale, "bytes": inputs.common_bytes(o)}
+            how |= {"group": inputs.group, "normalized": inputs.normalized}
+            how |= {"initial": draft.initial(problem), "final": final}
+            draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
+            return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
         initial, group = draft.initial(problem), inputs.group
         (prepare, scan), (B, N, H, V) = forward_kernels(problem, device), problem.shape("B N H V")
         shape = draft.shape(problem, chunk=scan.CHUNK)
