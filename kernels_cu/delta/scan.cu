@@ -35,27 +35,30 @@ template <typename T, int BK, int BV, bool TWO, int STAGES> struct Shared {
 template <int BK, typename T>
 __device__ __forceinline__ void read_both(float (&y)[C / 8][4], Columns& o, const State<BK>& S, const T* E,
                                           const T* W) {
-  const LeftReader<BK, T> reader;
+  const RowsReader<BK, T> right;
+  const LeftReader<BK, T> left;
 #pragma unroll
-  for (int c = 0; c < BK / 16; ++c) {
-    const float (&low)[4] = S[2 * c], (&high)[4] = S[2 * c + 1];
-    const u32 s[4] = {pack<T>(low[0], low[1]), pack<T>(low[2], low[3]), pack<T>(high[0], high[1]),
-                      pack<T>(high[2], high[3])};
-    u32 e[C / 16][4], w[C / 16][4];
+  for (int c = 0; c < BK / 32; ++c) {  // 32 channels
+    u32 e[C / 8][4], s[2][4];
 #pragma unroll
-    for (int m = 0; m < C / 16; ++m) ldmatrix_x4(e[m], reader.at(E, 16 * m, 16 * c));
+    for (int n = 0; n < C / 8; ++n) ldmatrix_x4(e[n], right.at(E, 8 * n, 32 * c));
 #pragma unroll
-    for (int m = 0; m < C / 16; ++m) ldmatrix_x4(w[m], reader.at(W, 16 * m, 16 * c));
+    for (int half = 0; half < 2; ++half) {
+      const float(&low)[4] = S[4 * c + 2 * half], (&high)[4] = S[4 * c + 2 * half + 1];
+      s[half][0] = pack<T>(low[0], low[1]), s[half][1] = pack<T>(low[2], low[3]);
+      s[half][2] = pack<T>(high[0], high[1]), s[half][3] = pack<T>(high[2], high[3]);
 #pragma unroll
-    for (int m = 0; m < C / 16; ++m) {
-      multiply_halves(y[2 * m], s, {e[m][0], e[m][2]}, T{});
-      multiply_halves(y[2 * m + 1], s, {e[m][1], e[m][3]}, T{});
+      for (int n = 0; n < C / 8; ++n) multiply_halves(y[n], s[half], {e[n][2 * half], e[n][2 * half + 1]}, T{});
     }
 #pragma unroll
-    for (int m = 0; m < C / 16; ++m) {
-      multiply_halves(o[m][0], w[m], {s[0], s[2]}, T{});
-      multiply_halves(o[m][1], w[m], {s[1], s[3]}, T{});
-    }
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int m = 0; m < C / 16; ++m) {
+        u32 w[4];
+        ldmatrix_x4(w, left.at(W, 16 * m, 32 * c + 16 * half));
+        multiply_halves(o[m][0], w, {s[half][0], s[half][2]}, T{});
+        multiply_halves(o[m][1], w, {s[half][1], s[half][3]}, T{});
+      }
   }
 }
 
@@ -98,15 +101,21 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const auto fetch = [&](int chunk, int stage) {
     if (chunk * C < tokens) {
       auto& to = stages[stage];
-      const char* from = reinterpret_cast<const char*>(prepared + chunk);
-#pragma unroll 8
-      for (int at = threadIdx.x * 16; at < int(sizeof(to.of)); at += THREADS * 16)
-        cp_async<16>(reinterpret_cast<char*>(&to.of) + at, from + at, true);
+      const int first = 16 * opaque(threadIdx.x);  // `opaque`: addresses take no registers between chunks
+      char* const image = reinterpret_cast<char*>(&to.of) + first;
+      const char* const from = reinterpret_cast<const char*>(prepared + chunk) + first;
+#pragma unroll
+      for (int at = 0; at < int(sizeof(to.of)); at += THREADS * 16)
+        if (at + THREADS * 16 <= int(sizeof(to.of)) || first + at < int(sizeof(to.of)))
+          cp_async<16>(image + at, from + at, true);
       copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * C) + v_tile, args.v.t, tokens - chunk * C,
                               columns, bytes);
     }
     cp_async_commit();
   };
+  const bool pairs = bytes >= 4 && column + 16 <= columns;  // the warp's outputs are stored two by two
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted once
+  T* out = args.o.row(b, h, span.start + (threadIdx.x >> 2 & 7)) + v_tile + column + 2 * t;
   for (int chunk = 0; chunk < STAGES - 1; ++chunk) fetch(chunk, chunk);
 #pragma unroll 1
   for (int token = 0, chunk = 0, stage = 0; token < tokens; token += C, ++chunk) {
@@ -154,13 +163,22 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
           multiply_halves(o[m][0], a, {v[before][0], v[before][2]}, T{});
           multiply_halves(o[m][1], a, {v[before][1], v[before][3]}, T{});
         }
-    const float scale = float(args.scale);
-    each_pair([&](int i, int c, int m, int across, int down) {
-      const float* two = o[m][across] + 2 * down;
-      if (token + i < tokens)
-        store_pair(args.o.row(b, h, span.start + token + i) + v_tile, c, columns, bytes, scale * two[0],
-                   scale * two[1]);
-    });
+    if (pairs && token + C <= tokens) {
+#pragma unroll
+      for (int rows = 0; rows < C / 8; ++rows, out += 8 * args.o.t)
+#pragma unroll
+        for (int across = 0; across < 2; ++across) {
+          const float* two = o[rows / 2][across] + rows % 2 * 2;
+          *reinterpret_cast<u32*>(out + 8 * across) = pack<T>(scale * two[0], scale * two[1]);
+        }
+    } else {
+      each_pair([&](int i, int c, int m, int across, int down) {
+        const float* two = o[m][across] + 2 * down;
+        if (token + i < tokens)
+          store_pair(args.o.row(b, h, span.start + token + i) + v_tile, c, columns, bytes, scale * two[0],
+                     scale * two[1]);
+      });
+    }
   }
   if (args.final.p) {
     float* to = args.final.row(n, h, 0);
