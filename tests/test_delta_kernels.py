@@ -11,7 +11,7 @@ from reference import LIMITS, assert_close, double, draw, exact_vjp, rms, same_b
 import linattn_np
 from linattn_np import NotSupported, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import gated_backward
+from linattn_np.backends.cupy import delta, gated_backward
 from linattn_np.declarations import DELTA_RULE, DELTA_RULES, GATED_DELTA_RULE, KDA, RWKV7
 
 
@@ -310,3 +310,20 @@ def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
     arrays, *_ = Case(**{"dtype": HALF} | changed).drawn(rng)
     plan = planned.plan_of(GATED_DELTA_RULE.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
     assert plan.against["in chunks"].startswith(reason)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
+def test_segments(monkeypatch, backend, op, packed, rng):
+    """Segments, unequal and empty ones too, are joined to what a walk over whole sequences finds: as exact as those."""
+    monkeypatch.setattr(delta.Cut, "time", lambda cut, segments: -segments)
+    options = {"cu_seqlens": [0, 300, 300, 333]} if packed else {}
+    case = Case(op, B=1 if packed else 2, T=333, K=40, V=70, dtype=BFLOAT16, gate="weak", options=options)
+    arrays, start, *_ = case.drawn(rng)
+    wanted = case.function(
+        *map(double, arrays), mode="recurrent", initial_state=double(start), output_final_state=True, **options
+    )
+    options |= {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "chunk"}
+    found = backend.run(case.function, *map(backend.asarray, arrays), **options)
+    for what, x, y in zip(("o", "state"), found, wanted, strict=True):
+        assert rms(double(backend.tohost(x)) - y) < 1.3 * HARD_LIMITS[BFLOAT16] * rms(y), what

@@ -8,9 +8,12 @@
 
 // TWO: values and what the state returns are written by different rows, Z[0] (Z) and Z[1] (Zb).
 template <typename T, int BK, bool TWO> struct alignas(16) Prepared {
-  T E[C * BK], W[C * BK], Z[1 + TWO][C * BK];  // tiles, as place<BK> lays them out
+  static constexpr int OF_STATES = (2 + TWO) * C * BK * sizeof(T) + BK * sizeof(float);  // bytes before W
+
+  T E[C * BK], Z[1 + TWO][C * BK];  // tiles, as place<BK> lays them out
+  float whole[BK];                  // the chunk's decays
+  T W[C * BK];                      // W and B are for outputs alone
   Matrix<T> B;
-  float whole[BK];  // the chunk's decays
 };
 
 constexpr u32 SIGNS = 0x80008000;  // of two numbers of T

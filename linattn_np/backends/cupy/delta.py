@@ -22,6 +22,7 @@ from .delta_kernels import (
     DeltaChannelPrepare,
     DeltaDplrPrepare,
     DeltaForward,
+    DeltaJoinSegments,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
     DeltaScan,
@@ -191,9 +192,9 @@ class InChunks:
             how |= {"initial": draft.initial(problem), "final": final}
             draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
             return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
-        initial, group = draft.initial(problem), inputs.group
-        (prepare, scan), (B, N, H, V) = forward_kernels(problem, device), problem.shape("B N H V")
-        shape = draft.shape(problem, chunk=scan.CHUNK)
+        cut = Cut(problem, device)
+        prepare, scan, states, initial = cut.prepare, cut.scan, {}, draft.initial(problem)
+        (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
         bytes_of_a_head = B * shape.NC * scan.prepared_bytes
         input_bytes = sum(x.nbytes for x in inputs.arrays.values())
         at_once = group * heads_at_once(H // group, group * bytes_of_a_head, input_bytes)
@@ -209,9 +210,71 @@ class InChunks:
             states = {name: None if x is None else x[:, heads] for name, x in (("initial", initial), ("final", final))}
             v = arrays.pop("v")
             draft.launch(prepare, B * of_heads.H * shape.NC, **arrays, **of_prepare, shape=of_heads)
-            blocks = N * of_heads.H * scan.grid(V)
-            draft.launch(scan, blocks, v=v, o=o[:, heads], **states, **of_scan, shape=of_heads)
-        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=scan.tiles)
+            if cut.segments > 1:
+                starts = states_before_segments(draft, cut, of_heads, v, of_scan, **states)
+                states = {"initial": starts, "final": None}
+            blocks = B * of_heads.count * of_heads.H * scan.grid(of_heads.V)
+            draft.launch(scan, blocks, v=v, o=o[:, heads], F=None, **states, **of_scan, shape=of_heads)
+        tiles = scan.tiles | ({"segments": cut.segments} if cut.segments > 1 else {})
+        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=tiles)
+
+
+class Cut:
+    """How a forward pass in chunks is cut into segments, and its kernels.
+
+    Few heads leave multiprocessors idle, as one block goes through all chunks of 64 or 128 columns of a head. So
+    sequences are cut into segments: a first walk finds what each segment does to a state (F, by a walk whose values are
+    zeros and whose state is the identity at first, and G, by one from a state of zeros), and the walk that computes
+    outputs takes all segments at the same time. Times are in microseconds, of an H200.
+    """
+
+    CHUNK_TIME, SEGMENT_TIME, MORE_LAUNCHES = 1.0, 2.0, 12.0  # of a block's chunk; of a segment as it is joined
+
+    def __init__(self, problem, device):
+        self.problem, self.device = problem, device
+        self.prepare, scan = forward_kernels(problem, device)
+        longest = int(problem.spans.lengths.max(initial=0))
+        self.chunks = ceil_div(longest, scan.CHUNK)
+        counts = [1 << n for n in range(7) if 4 << n <= self.chunks or n == 0]
+        self.segments = min(counts, key=self.time)
+        self.scan = self.walk(problem.sizes["V"])
+        self.of_segments = self.walk(sum(problem.shape("K V")), outputs=False)
+
+    def walk(self, columns, outputs=True):
+        """The kernel that walks over so many columns of states."""
+        problem, (N, H, K) = self.problem, self.problem.shape("N H K")
+        two, heads = rule_of(problem.op) == DPLR, N * H * self.segments
+        return DeltaScan.fitting(problem.dtype, K, columns, two, heads, self.device, outputs)
+
+    def time(self, segments) -> float:
+        """An estimate for the walks of a pass that is cut into so many segments."""
+        N, H, K, V = self.problem.shape("N H K V")
+        chunks = ceil_div(self.chunks, segments)
+
+        def of_walk(*columns):
+            blocks = sum(ceil_div(n, TILES[0]) for n in columns) * N * H * segments
+            return ceil_div(blocks, 2 * self.device.multiprocessors) * chunks * self.CHUNK_TIME
+
+        if segments == 1:
+            return of_walk(V)
+        return of_walk(V) + of_walk(K, V) + segments * self.SEGMENT_TIME + self.MORE_LAUNCHES
+
+    def shape(self, draft):
+        spans = self.problem.spans.segments(self.segments, self.scan.CHUNK) if self.segments > 1 else None
+        return draft.shape(self.problem, spans=spans, chunk=self.scan.CHUNK)
+
+
+def states_before_segments(draft, cut, shape, v, of_scan, initial, final):
+    """Launches what finds the state before each segment [N P, H, K, V], and the final states."""
+    K, V, P, spans = shape.K, shape.V, cut.segments, shape.B * shape.count
+    F, G, starts = (draft.empty((spans, shape.H, K, columns), FLOAT32) for columns in (K, V, V))
+    blocks = spans * shape.H * (cut.of_segments.grid(V) + cut.of_segments.grid(K))
+    draft.launch(cut.of_segments, blocks, v=v, o=None, initial=None, final=G, F=F, **of_scan, shape=shape)
+    join = DeltaJoinSegments(cut.scan.BK)
+    states = {"F": F, "G": G, "starts": starts, "initial": initial, "final": final}
+    blocks = spans // P * shape.H * ceil_div(V, join.BV)
+    draft.launch(join, blocks, **states, P=P, H=shape.H, K=K, V=V)
+    return starts
 
 
 FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)

@@ -83,21 +83,27 @@ class DeltaScan(TiledKernel):
     """The walk over states, from what another kernel has prepared for each chunk."""
 
     file = "delta/scan"
-    arguments = members("rows v o, rows? initial final, pointers prepared, shape, reals scale, integers bytes")
+    arguments = members(
+        "rows v, rows? o initial final, pointers? F, pointers prepared, shape, reals scale, integers bytes"
+    )
     shared = ("Shared<{dtype}, {BK}, {BV}, {two}, {stages}>",)
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
     BK: int
     BV: int
     two: bool  # whether values and what the state returns are written by different rows
+    outputs: bool  # whether outputs are computed, not what a sequence does to a state
     stages: int
 
     @classmethod
-    def fitting(cls, dtype, K, V, two, heads, device):
+    def fitting(cls, dtype, K, V, two, heads, device, outputs=True):
         """With 128 columns where blocks of so many are enough for half of the card, and three stages where they fit."""
         BK, enough = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
         BV = TILES[V > TILES[0] and enough]
-        kernels = [cls(dtype, BK, *rest) for rest in ((BV, two, 3), (BV, two, 2), (TILES[0], two, 2))]
+        kernels = [
+            cls(dtype, BK, *rest)
+            for rest in ((BV, two, outputs, 3), (BV, two, outputs, 2), (TILES[0], two, outputs, 2))
+        ]
         return next((x for x in kernels if x.shared_bytes <= device.shared_per_block), kernels[-1])
 
     @property
@@ -112,6 +118,20 @@ class DeltaScan(TiledKernel):
     def prepared_bytes(self) -> int:
         """Of a chunk as it is prepared."""
         return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
+
+
+class DeltaJoinSegments(Kernel):
+    """The state before each segment, from what segments do to states."""
+
+    file = "delta/join_segments"
+    shared = ("Shared<{BK}>",)
+    arguments = members("pointers F G, rows? initial, pointers starts, rows? final, integers P H K V")
+    BK: int
+    BV: ClassVar[int] = 16
+
+    @property
+    def threads(self):
+        return 2 * self.BK
 
 
 class DeltaChannelPrepare(Kernel):
