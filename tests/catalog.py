@@ -157,8 +157,8 @@ def delta_rules():
     for (T, G), K in product(GATES[1:], gated.TILES):
         yield delta.DeltaChannelPrepare(T, G, K)
         yield delta.DeltaDplrPrepare(T, G, K)
-    for T, (K, V), two, outputs, stages in product(HALF, WIDTHS, (False, True), (False, True), (2, 3)):
-        yield delta.DeltaScan(T, K, V, two, outputs, stages)
+    for T, (K, V), two, outputs, ring in product(HALF, WIDTHS, (False, True), (False, True), (2, 3)):
+        yield delta.DeltaScan(T, K, V, two, outputs, ring)
     yield from (delta.DeltaJoinSegments(K) for K in gated.TILES)
     for T, G in GATES[1:]:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)

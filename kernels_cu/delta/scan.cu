@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const auto fetch = [&](int chunk, int stage) {
     if (chunk * C < tokens) {
       auto& to = stages[stage];
-      constexpr int SIZE = OUTPUTS ? sizeof(to.of) : to.of.OF_STATES;
+      using Image = Prepared<T, BK, TWO>;
+      constexpr int SIZE = OUTPUTS ? sizeof(Image) : Image::OF_STATES;
       const int first = 16 * opaque(threadIdx.x);  // `opaque`: addresses take no registers between chunks
       char* const image = reinterpret_cast<char*>(&to.of) + first;
       const char* const from = reinterpret_cast<const char*>(prepared + chunk) + first;
