@@ -222,11 +222,11 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
 }
 
 // Z and, with OF_QUERIES, W times `scale`, from queries, keys and the matrices that multiply keys.
-template <bool OF_QUERIES, int BV, typename T, int BK>
-__device__ __forceinline__ void make_wide(DeltaShared<T, BK, BV>& s, const T* q, const T* k, float scale) {
+template <bool OF_QUERIES, int BK, int THREADS, class Shared, typename T>
+__device__ __forceinline__ void make_wide(Shared& s, const T* q, const T* k, float scale) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < BK / 8; task += BV / 16) {
+  for (int task = threadIdx.x >> 5; task < BK / 8; task += THREADS / 32) {
     const int channel = task / 2 * 16, row = task % 2 * 16;
     float w[2][4] = {}, z[2][4] = {};
     if constexpr (OF_QUERIES) multiply_tokens<LOWER, BK>(w, s.of_W, k, row, channel);

@@ -5,7 +5,7 @@
 //           u = N X + L v, S <- D S + Zb^T X + Zk^T v. Backwards: Y = Zb C, du = Y + scale H^T do,
 //           dv = Zk C + scale B^T do, C <- D C + scale W^T do + kd^T Y
 // shapes    q k a b g [B, H, T, K], v do dv [B, H, T, V]; initial dht dh0 [N, H, K, V] float32; u du [B, H, T, V padded
-//           to a multiple of 64]; kept, S and C: channel_backward_storage.cuh
+//           to a multiple of 64]; kept, S and C: backward_storage.cuh
 // grid      a block for every (direction, sequence, head, BV columns), directions slowest
 // smem      DplrShared in dplr_chunk.cuh; backwards do in place of v, and W in that of scores which have been read
 // barriers  seven a chunk: it has arrived | norms' powers of 2 | decayed tokens | scores | N, L and qd | H, B and X | W
@@ -13,7 +13,7 @@
 // numerics  S and C in float32 accumulators; X, Y, u, du and the kept states are rounded to T
 // source    Peng et al., 2025 (2503.14456), eq. 17; the gradient takes the forward pass's matrices, transposed
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
-#include "delta/channel_backward_storage.cuh"
+#include "delta/backward_storage.cuh"
 #include "delta/dplr_chunk.cuh"
 
 template <typename T, typename G> struct Args {

@@ -6,7 +6,7 @@
 //           w = Y + scale (A N)^T do, dv = beta w, W = qd - A N diag(beta) kd,
 //           C <- D C + scale W^T do - (diag(beta) kd)^T Y
 // shapes    q k [B, H, T, K], v do dv [B, HV, T, V], g [B, HV, T, K], beta [B, HV, T]; initial dht dh0 [N, HV, K, V]
-//           float32; e w [B, HV, T, V padded to a multiple of 64]; kept, S and C: channel_backward_storage.cuh
+//           float32; e w [B, HV, T, V padded to a multiple of 64]; kept, S and C: backward_storage.cuh
 // grid      a block for every (direction, sequence, head of values, BV columns), directions slowest
 // smem      ChannelShared in channel_chunk.cuh; backwards do in place of v, and W in that of M and A, which are
 //           read
@@ -15,7 +15,7 @@
 // numerics  S and C in float32 accumulators; X, Y, e, w and the kept states are rounded to T
 // source    Kimi Team, 2025 (2510.26692), eq. 1; the gradient takes the forward pass's matrices, transposed
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
-#include "delta/channel_backward_storage.cuh"
+#include "delta/backward_storage.cuh"
 #include "delta/channel_chunk.cuh"
 
 template <typename T, typename G> struct Args {

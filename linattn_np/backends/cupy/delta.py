@@ -17,12 +17,13 @@ from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     KDA,
+    KINDS_OF_RESIDUALS,
     DeltaBackwardChunks,
     DeltaBackwardStates,
     DeltaChannelPrepare,
     DeltaDplrPrepare,
-    DeltaForward,
     DeltaJoinSegments,
+    DeltaPrepare,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
     DeltaScan,
@@ -41,7 +42,11 @@ from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 BYTES = np.dtype(np.uint8)
-PREPARE = {KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}  # rule -> the kernel that prepares its chunks
+PREPARE = {
+    GATED_DELTA: DeltaPrepare,
+    KDA: DeltaChannelPrepare,
+    DPLR: DeltaDplrPrepare,
+}  # rule -> the kernel that prepares its chunks
 IN_CHUNKS = "in chunks"  # the way's name in explanations
 KEYS = ("q", "k", "a", "b")  # arrays that may have fewer heads than values
 
@@ -67,22 +72,26 @@ def no_room(kernels, problem, device) -> str | None:
 
 def why_no_gradients_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels cannot compute the gradients of a call; None if they can."""
-    if reason := why_no_chunks(problem):
-        return reason
-    N, H, K, V = problem.shape("N H K V")
-    kinds = {declarations.KDA: KdaBackwardStates, declarations.RWKV7: DplrBackwardStates}
-    kind = kinds.get(problem.op, DeltaBackwardStates)
-    return no_room([kind.fitting(problem.dtype, gate_dtype(problem), K, V, 2 * N * H, device)], problem, device)
+    return why_no_chunks(problem) or no_room(gradient_kernels(problem, device), problem, device)
 
 
 def forward_kernels(problem, device):
     """The kernels in chunks of a forward pass, for every card: what prepares chunks, and the walk over states."""
     N, H, K, V = problem.shape("N H K V")
     rule = rule_of(problem.op)
-    if rule == GATED_DELTA:
-        return [DeltaForward.fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)]
-    scan = DeltaScan.fitting(problem.dtype, K, V, rule == DPLR, N * H, device)
-    return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK), scan
+    scan = DeltaScan.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], N * H, device)
+    more = (False,) if rule == GATED_DELTA else ()
+    return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK, *more), scan
+
+
+def gradient_kernels(problem, device):
+    """The kernels of the gradients in chunks that go from chunk to chunk, and what prepares chunks for them."""
+    N, H, K, V = problem.shape("N H K V")
+    if kind := {declarations.KDA: KdaBackwardStates, declarations.RWKV7: DplrBackwardStates}.get(problem.op):
+        return [kind.fitting(problem.dtype, gate_dtype(problem), K, V, 2 * N * H, device)]
+    rule = rule_of(problem.op)
+    walk = DeltaBackwardStates.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], 2 * N * H, device)
+    return PREPARE[rule](problem.dtype, gate_dtype(problem), walk.BK, True), walk
 
 
 def rule_of(op):
@@ -185,13 +194,6 @@ class InChunks:
     def plan(problem, device):
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        if inputs.rule == GATED_DELTA:
-            kernel, (N, H, V) = forward_kernels(problem, device)[0], problem.shape("N H V")
-            how = {"scale": problem.scale, "bytes": inputs.common_bytes(o)}
-            how |= {"group": inputs.group, "normalized": inputs.normalized}
-            how |= {"initial": draft.initial(problem), "final": final}
-            draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
-            return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
         cut = Cut(problem, device)
         prepare, scan, states, initial = cut.prepare, cut.scan, {}, draft.initial(problem)
         (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
@@ -243,8 +245,8 @@ class Cut:
     def walk(self, columns, outputs=True):
         """The kernel that walks over so many columns of states."""
         problem, (N, H, K) = self.problem, self.problem.shape("N H K")
-        two, heads = rule_of(problem.op) == DPLR, N * H * self.segments
-        return DeltaScan.fitting(problem.dtype, K, columns, two, heads, self.device, outputs)
+        kinds, heads = KINDS_OF_RESIDUALS[rule_of(problem.op)], N * H * self.segments
+        return DeltaScan.fitting(problem.dtype, K, columns, kinds, heads, self.device, outputs=outputs)
 
     def time(self, segments) -> float:
         """An estimate for the walks of a pass that is cut into so many segments."""
@@ -398,12 +400,19 @@ class GradientsInChunks(Gradients):
         arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
         B, T, K, V, N = problem.shape("B T K V N")
         shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
-        states_kernel = DeltaBackwardStates.fitting(problem.dtype, inputs.gate, K, V, 2 * N * heads, self.device)
+        prepare, walk = gradient_kernels(problem.replace(sizes=problem.sizes | {"H": heads}), self.device)
         wide, dtype = kernel.kept_columns(V), problem.dtype
         kept = {"kept": draft.empty((2, B, heads, shape.NC, kernel.BK, wide), dtype)}
         kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("X", "w")}
         how = self.common(shape, gradients["q"], gradients["k"], gradients["v"])
-        draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
+        prepared = draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
+        of_prepare = {name: x for name, x in how.items() if name != "scale"} | {"w_scale": problem.scale}
+        of_keys = {name: x for name, x in arrays.items() if name != "v"}
+        draft.launch(prepare, B * heads * shape.NC, **of_keys, **of_prepare, prepared=prepared)
+        written = {"kept": kept["kept"], "residual": kept["X"], "dresidual": kept["w"], "dv": columns["dv"]}
+        read = {"v": arrays["v"], "do_": columns["do_"], "prepared": prepared}
+        of_walk = {"shape": shape, "scale": problem.scale, "bytes": how["bytes"]}
+        draft.launch(walk, 2 * N * heads * walk.grid(V), **read, **states, **written, **of_walk)
 
         float32_gradients = {name: inputs.some_heads(name, gradients[name], first, heads) for name in "qk"}
         parts = draft.empty((2, B, heads, T, K), FLOAT32) if inputs.group > 1 else None

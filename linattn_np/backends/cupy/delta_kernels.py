@@ -12,6 +12,7 @@ from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
+KINDS_OF_RESIDUALS = {GATED_DELTA: 0, KDA: 1, DPLR: 2}  # how a token's residual is found: kernels_cu/delta/prepared.cuh
 READ = members(
     "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes"
 )
@@ -70,40 +71,22 @@ class ChunkKernel(TiledKernel):
         return 1 if self.BK + self.BV == 256 else 2
 
 
-class DeltaForward(ChunkKernel):
-    """Under a gate for all channels of a token."""
+class Walk(TiledKernel):
+    """A walk over states, from what another kernel has prepared for each chunk."""
 
-    file = "delta/forward"
-    arguments = members(
-        "rows q k v g beta o, pointers? initial final, shape, integers group, reals scale, integers normalized bytes"
-    )
-
-
-class DeltaScan(TiledKernel):
-    """The walk over states, from what another kernel has prepared for each chunk."""
-
-    file = "delta/scan"
-    arguments = members(
-        "rows v, rows? o initial final, pointers? F, pointers prepared, shape, reals scale, integers bytes"
-    )
-    shared = ("Shared<{dtype}, {BK}, {BV}, {two}, {stages}>",)
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
     BK: int
     BV: int
-    two: bool  # whether values and what the state returns are written by different rows
-    outputs: bool  # whether outputs are computed, not what a sequence does to a state
-    stages: int
+    kinds: int  # see `KINDS_OF_RESIDUALS`
+    stages: int  # chunks that are in shared memory at once
 
     @classmethod
-    def fitting(cls, dtype, K, V, two, heads, device, outputs=True):
+    def fitting(cls, dtype, K, V, kinds, heads, device, **more):
         """With 128 columns where blocks of so many are enough for half of the card, and three stages where they fit."""
         BK, enough = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
         BV = TILES[V > TILES[0] and enough]
-        kernels = [
-            cls(dtype, BK, *rest)
-            for rest in ((BV, two, outputs, 3), (BV, two, outputs, 2), (TILES[0], two, outputs, 2))
-        ]
+        kernels = [cls(dtype, BK, *tile, kinds, stages, **more) for *tile, stages in ((BV, 3), (BV, 2), (TILES[0], 2))]
         return next((x for x in kernels if x.shared_bytes <= device.shared_per_block), kernels[-1])
 
     @property
@@ -120,6 +103,28 @@ class DeltaScan(TiledKernel):
         return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 
+class DeltaScan(Walk):
+    """Outputs and final states."""
+
+    file = "delta/scan"
+    arguments = members(
+        "rows v, rows? o initial final, pointers? F, pointers prepared, shape, reals scale, integers bytes"
+    )
+    shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
+    outputs: bool = True  # whether outputs are computed, not what a sequence does to a state
+
+
+class DeltaBackwardStates(Walk):
+    """States before all chunks, gradients of those after them, residuals and their gradients, and dv."""
+
+    file = "delta/backward_states"
+    arguments = members(
+        "rows v do_, rows? initial dht dh0, rows dv residual dresidual, pointers kept prepared, shape, reals scale, "
+        "integers bytes"
+    )
+    shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
+
+
 class DeltaJoinSegments(Kernel):
     """The state before each segment, from what segments do to states."""
 
@@ -134,13 +139,29 @@ class DeltaJoinSegments(Kernel):
         return 2 * self.BK
 
 
-class DeltaChannelPrepare(Kernel):
-    """What a chunk does to states, under a gate for every channel."""
+class DeltaPrepare(Kernel):
+    """What a chunk does to states, under a gate for all channels of a token."""
 
-    file = "delta/channel_prepare"
+    file = "delta/prepare"
     arguments = members(
         "rows q k g beta, pointers prepared, shape, integers group, reals w_scale, integers normalized bytes"
     )
+    shared = ("Shared<{dtype}, {BK}>",)
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+    gradient: bool  # whether for walks in both directions
+
+    @property
+    def threads(self):
+        return 2 * self.BK
+
+
+class DeltaChannelPrepare(Kernel):
+    """The same under a gate for every channel."""
+
+    file = "delta/channel_prepare"
+    arguments = DeltaPrepare.arguments
     shared = ("Shared<{dtype}, {gate}, {BK}>",)
     dtype: np.dtype
     gate: np.dtype
@@ -165,16 +186,6 @@ class GradientKernel(Kernel):
     def kept_bytes(self, problem, inputs) -> int:
         """Of what is kept between the way's kernels, for the heads that share a head of keys."""
         raise NotImplementedError
-
-
-class DeltaBackwardStates(ChunkKernel):
-    """What goes from chunk to chunk of the gradients in chunks."""
-
-    file = "delta/backward_states"
-    arguments = members(
-        "rows q k v do_ g beta, rows? initial dht dh0, rows dv X w, pointers kept, shape, integers group, reals scale, "
-        "integers normalized bytes"
-    )
 
 
 class DeltaBackwardChunks(GradientKernel):
