@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   numbers.put(of);
   cp_async_wait<1>();
   __syncthreads();  // q and k have arrived, and `of` has decays and beta
-  score_pairs<true, BK, THREADS>(of, s.q, s.k, args.normalized);
+  score_pairs<BK, THREADS>(of, s.q, s.k, args.normalized);
   __syncthreads();  // M and A are in shared memory
   if (warp == 0) solve_column(of);
   __syncthreads();  // N is in shared memory

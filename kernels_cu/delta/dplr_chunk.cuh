@@ -24,10 +24,7 @@ template <typename T, typename G, int BK> struct alignas(16) DplrMatrices {
       f16 rows_8[C * BK], rows_16[C * BK];
       f16 columns_8[2][C * BK / 2], columns_16[2][C * BK / 2];  // columns decayed to the border after them
     };
-    struct {
-      float from_start[C][BK + 8];  // qd
-      T X[C * 128];
-    };
+    float from_start[C][BK + 8];  // qd
   };
   T kd[C * BK];  // forwards later overwritten by W
   union {
@@ -50,10 +47,6 @@ template <typename T, typename G, int BK> struct alignas(16) DplrMatrices {
   __device__ __forceinline__ float& score(int row_kind, int column_kind, int i, int j) {
     return row_kind == OF_A && column_kind == WITH_B ? M[i][j] : scores[2 * row_kind + column_kind][i][j];
   }
-};
-
-template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared : DplrMatrices<T, G, BK> {
-  T v[2][C * BV];
 };
 
 // Computes power_rows, power_columns and own.
@@ -205,8 +198,8 @@ __device__ __forceinline__ void decay_queries(DplrMatrices<T, G, BK>& s) {
   }
 }
 
-// Computes H, B and of_Z; without OF_QUERIES, H and B get N and L.
-template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK>
+// Computes H, B and of_Z.
+template <int THREADS, typename T, typename G, int BK>
 __device__ __forceinline__ void multiply_scores(DplrMatrices<T, G, BK>& s) {
   constexpr int EACH = C * C / THREADS;  // neighbouring columns
   const int i = threadIdx.x / (C / EACH), first = threadIdx.x % (C / EACH) * EACH;
@@ -214,16 +207,11 @@ __device__ __forceinline__ void multiply_scores(DplrMatrices<T, G, BK>& s) {
   float h[EACH] = {}, b[EACH];
 #pragma unroll
   for (int j = 0; j < EACH; ++j) b[j] = s.scores[0][i][first + j];
-  if constexpr (OF_QUERIES) {
 #pragma unroll 8
-    for (int m = 0; m < C; ++m) {
-      const float x = s.scores[1][i][m];
+  for (int m = 0; m < C; ++m) {
+    const float x = s.scores[1][i][m];
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) h[j] = fmaf(x, s.N[m][first + j], h[j]), b[j] = fmaf(x, L[m][first + j], b[j]);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) h[j] = s.N[i][first + j], b[j] = L[i][first + j];
+    for (int j = 0; j < EACH; ++j) h[j] = fmaf(x, s.N[m][first + j], h[j]), b[j] = fmaf(x, L[m][first + j], b[j]);
   }
   const float of_L = 1.f / s.largest[WITH_K], of_N = 1.f / s.largest[WITH_B];
 #pragma unroll
@@ -236,9 +224,9 @@ __device__ __forceinline__ void multiply_scores(DplrMatrices<T, G, BK>& s) {
   }
 }
 
-// Computes Z, which overwrites to_end, and, with OF_QUERIES, W times `scale`, which may overwrite kd; a warp has 16
+// Computes Z, which overwrites to_end, and W times `scale`, which may overwrite kd; a warp has 16
 // channels of all tokens at a time.
-template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK>
+template <int THREADS, typename T, typename G, int BK>
 __device__ __forceinline__ void make_wide(DplrMatrices<T, G, BK>& s, T* W, float scale) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
@@ -246,7 +234,7 @@ __device__ __forceinline__ void make_wide(DplrMatrices<T, G, BK>& s, T* W, float
     Columns w = {}, z[2] = {};
 #pragma unroll
     for (int m = 0; m < C / 16; ++m) {
-      if constexpr (OF_QUERIES) multiply_tokens<LOWER, BK>(w[m], s.H, s.kd, 16 * m, channel);
+      multiply_tokens<LOWER, BK>(w[m], s.H, s.kd, 16 * m, channel);
 #pragma unroll
       for (int kind = 0; kind < 2; ++kind)
         multiply_tokens<UPPER, BK>(z[kind][m], s.of_Z[kind], s.to_end[WITH_B], 16 * m, channel);
@@ -262,10 +250,9 @@ __device__ __forceinline__ void make_wide(DplrMatrices<T, G, BK>& s, T* W, float
           const int i = 16 * m + g + 8 * down, c = channel + 8 * across + 2 * t;
           const auto of = [&](const Columns& x) { return float2{x[m][across][2 * down], x[m][across][2 * down + 1]}; };
           const auto plus = [](float2 x, float2 y) { return float2{x.x + y.x, x.y + y.y}; };
-          float2 query = {};
-          if constexpr (OF_QUERIES) query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
+          const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
           const float2 key = times(of_k, unpack_pair(place<BK>(s.to_end[WITH_K], i, c)));
-          if constexpr (OF_QUERIES) put_pair(place<BK>(W, i, c), times(scale, plus(query, of(w))));
+          put_pair(place<BK>(W, i, c), times(scale, plus(query, of(w))));
           put_pair(place<BK>(s.Z[WITH_K], i, c), plus(key, times(of_b * s.largest[WITH_K], of(z[WITH_K]))));
           put_pair(place<BK>(s.Z[WITH_B], i, c), times(of_b * s.largest[WITH_B], of(z[WITH_B])));
         }

@@ -17,13 +17,13 @@
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, a, b;
   Rows<const G> g;
-  void* prepared;  // Prepared of each chunk
+  void* prepared;  // Prepared, or PreparedForGradients, of each chunk
   Shape shape;
   double w_scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows start on multiples of it, and are multiples long
 };
 
-template <typename T, typename G, int BK>
+template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<DplrMatrices<T, G, BK>>(256 / BK))
     delta_dplr_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK;
@@ -58,11 +58,30 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<DplrMatrices<T, G, BK
   T(&W)[C * BK] = s.rows[OF_Q];
   make_wide<THREADS>(s, W, float(args.w_scale));
   __syncthreads();  // W and Z are in shared memory
-  auto& to = static_cast<Prepared<T, BK, true>*>(args.prepared)[i64(pair) * chunks + chunk];
-  store_pieces<THREADS>(to.E, s.kd);
-  store_pieces<THREADS>(to.W, W);
-  store_pieces<THREADS>(to.Z[0], s.Z[WITH_K]);
-  store_pieces<THREADS>(to.Z[1], s.Z[WITH_B]);
-  store_pieces<THREADS>(to.B.x, s.B.x);
-  store_pieces<THREADS>(to.whole, s.whole);
+  const i64 at = i64(pair) * chunks + chunk;
+  const auto store = [&](auto& to) {
+    store_pieces<THREADS>(to.E, s.kd);
+    store_pieces<THREADS>(to.W, W);
+    store_pieces<THREADS>(to.Z[0], s.Z[WITH_K]);
+    store_pieces<THREADS>(to.Z[1], s.Z[WITH_B]);
+    store_pieces<THREADS>(to.whole, s.whole);
+  };
+  if constexpr (GRADIENT) {
+    auto& to = static_cast<PreparedForGradients<T, BK, 2>*>(args.prepared)[at];
+    store(to);
+    store_pieces<THREADS>(to.B[0].x, s.B.x);
+    store_pieces<THREADS>(to.B[1].x, s.H.x);
+    const auto& L = s.scores[2];
+    for (int x = 2 * threadIdx.x; x < C * C; x += 2 * THREADS) {
+      const int i = x / C, j = x % C;
+      put_two(to.of_residual[0].at(i, j), s.N[i][j], s.N[i][j + 1]);
+      put_two(to.of_residual[1].at(i, j), L[i][j], L[i][j + 1]);
+    }
+    clear_padding<THREADS>(to.of_residual[0]), clear_padding<THREADS>(to.of_residual[1]);
+    if (threadIdx.x < C) to.beta[threadIdx.x] = 1.f;
+  } else {
+    auto& to = static_cast<Prepared<T, BK, true>*>(args.prepared)[at];
+    store(to);
+    store_pieces<THREADS>(to.B.x, s.B.x);
+  }
 }

@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / 
   numbers.put(of);
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived, and `of` has decays and beta
-  score_pairs<true, BK, THREADS>(of, s.q, s.k, args.normalized);
+  score_pairs<BK, THREADS>(of, s.q, s.k, args.normalized);
   __syncthreads();  // M and A are in shared memory
   if (threadIdx.x < 32) solve_column(of);
   __syncthreads();  // N is in shared memory
-  multiply_scores<true, THREADS>(of, [&](int i, int j, float x, float y) {
+  multiply_scores<THREADS>(of.A, of.N, [&](int i, int j, float x, float y) {
     const float beta = of.beta[j], next = of.beta[j + 1], row = GRADIENT ? 1.f : of.beta[i];
     put_two(s.B.at(i, j), GRADIENT ? x : beta * x, GRADIENT ? y : next * y);
     put_two(s.of_W.at(i, j), of.unit[j] * of.start[j] * beta * x, of.unit[j + 1] * of.start[j + 1] * next * y);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / 
             row * of.N[j + 1][i] * (of.unit[j + 1] * of.end[j + 1]));
   });
   __syncthreads();  // B, of_W and of_Z are in shared memory
-  make_wide<true, BK, THREADS>(s, s.q, s.k, float(args.w_scale));
+  make_wide<BK, THREADS>(s, s.q, s.k, float(args.w_scale));
   __syncthreads();  // W and Z are in shared memory; keys have been read
   const i64 at = i64(pair) * chunks + chunk;
   const auto store = [&](auto& to, Matrix<T>& B) {

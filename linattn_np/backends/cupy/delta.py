@@ -29,10 +29,8 @@ from .delta_kernels import (
     DeltaScan,
     DeltaSumParts,
     DplrBackwardChunks,
-    DplrBackwardStates,
     GradientKernel,
     KdaBackwardChunks,
-    KdaBackwardStates,
 )
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
@@ -80,15 +78,12 @@ def forward_kernels(problem, device):
     N, H, K, V = problem.shape("N H K V")
     rule = rule_of(problem.op)
     scan = DeltaScan.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], N * H, device)
-    more = (False,) if rule == GATED_DELTA else ()
-    return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK, *more), scan
+    return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK, False), scan
 
 
 def gradient_kernels(problem, device):
     """The kernels of the gradients in chunks that go from chunk to chunk, and what prepares chunks for them."""
     N, H, K, V = problem.shape("N H K V")
-    if kind := {declarations.KDA: KdaBackwardStates, declarations.RWKV7: DplrBackwardStates}.get(problem.op):
-        return [kind.fitting(problem.dtype, gate_dtype(problem), K, V, 2 * N * H, device)]
     rule = rule_of(problem.op)
     walk = DeltaBackwardStates.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], 2 * N * H, device)
     return PREPARE[rule](problem.dtype, gate_dtype(problem), walk.BK, True), walk
@@ -184,9 +179,10 @@ class InChunks:
     """The way for half-precision data and at most 128 channels: chunks, on tensor cores.
 
     A kernel prepares all chunks in parallel; another goes from chunk to chunk. Heads are taken in groups, so that what
-    is passed between both takes no more memory than the inputs.
+    is passed between both takes at most MOST times the inputs' memory.
     """
 
+    MOST = 2  # 64 channels and columns need 1.7; groups of heads would leave multiprocessors without blocks
     name = IN_CHUNKS
     why_not = staticmethod(why_not_in_chunks)
 
@@ -198,8 +194,8 @@ class InChunks:
         prepare, scan, states, initial = cut.prepare, cut.scan, {}, draft.initial(problem)
         (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
         bytes_of_a_head = B * shape.NC * scan.prepared_bytes
-        input_bytes = sum(x.nbytes for x in inputs.arrays.values())
-        at_once = group * heads_at_once(H // group, group * bytes_of_a_head, input_bytes)
+        most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
+        at_once = group * heads_at_once(H // group, group * bytes_of_a_head, most_bytes)
         prepared = draft.empty((at_once * bytes_of_a_head,), BYTES)
         of_prepare = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
         if inputs.rule != DPLR:
@@ -308,7 +304,10 @@ def plan_vjp(problem, device, do, dht, saved=()):
 
 
 class Gradients:
-    """The plan of a call's gradients; a subclass's `launch` adds the launches for some heads to the draft.
+    """The plan of a call's gradients.
+
+    A subclass's `launch` adds the launches for some heads to the draft. Its `bytes_of_heads` are those that kernels
+    pass to each other, for the heads of values that share a head of keys.
 
     Heads are taken in groups, so that the arrays passed between kernels take at most MOST times the inputs' memory.
     """
@@ -328,7 +327,7 @@ class Gradients:
     def plan(self):
         inputs, H, group = self.inputs, self.problem.sizes["H"], self.inputs.group
         most_bytes = self.MOST * sum(x.nbytes for x in inputs.arrays.values())
-        heads = group * heads_at_once(H // group, self.kernel.kept_bytes(self.problem, inputs), most_bytes)
+        heads = group * heads_at_once(H // group, self.bytes_of_heads(), most_bytes)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
         results = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
@@ -356,6 +355,9 @@ class GradientsByToken(Gradients):
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
         self.kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, problem.sizes["K"], device.shared_per_block)
+
+    def bytes_of_heads(self):
+        return self.kernel.kept_bytes(self.problem, self.inputs)
 
     def launch(self, first, heads):
         """Launches the forward pass, the gradients, and the sums of those that several blocks compute parts of."""
@@ -385,108 +387,102 @@ class GradientsByToken(Gradients):
 class GradientsInChunks(Gradients):
     """The gradients in chunks.
 
-    The first kernel goes from chunk to chunk in both directions and stores the states and what depends on them; the
-    second computes all chunks in parallel.
+    A first kernel prepares all chunks in parallel. A second goes from chunk to chunk in both directions, and stores the
+    states, what depends on them, and dv. The last computes the other gradients of all chunks in parallel.
     """
 
-    MOST = 3  # 128 channels and columns need 2.6; groups of heads would leave multiprocessors without blocks
+    MOST = 4  # 128 channels and columns need 3.7; groups of heads would leave multiprocessors without blocks
+    residuals = ("X", "w")  # the last kernel's names of a token's residual, and of its gradient
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
-        self.kernel = DeltaBackwardChunks(problem.dtype, self.inputs.gate, TILES[problem.sizes["K"] > TILES[0]])
+        self.kernel, (self.prepare, self.walk) = self.last_kernel(), gradient_kernels(problem, device)
+
+    def last_kernel(self):
+        return DeltaBackwardChunks(self.problem.dtype, self.inputs.gate, TILES[self.problem.sizes["K"] > TILES[0]])
+
+    def bytes_of_heads(self):
+        inputs = self.inputs
+        return self.walk.kept_bytes(self.problem, inputs.group) + self.kernel.parts_bytes(self.problem, inputs)
 
     def launch(self, first, heads):
-        draft, problem, inputs, kernel, gradients = self.draft, self.problem, self.inputs, self.kernel, self.gradients
+        draft, problem, inputs, walk, prepare = self.draft, self.problem, self.inputs, self.walk, self.prepare
         arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
         B, T, K, V, N = problem.shape("B T K V N")
-        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
-        prepare, walk = gradient_kernels(problem.replace(sizes=problem.sizes | {"H": heads}), self.device)
-        wide, dtype = kernel.kept_columns(V), problem.dtype
-        kept = {"kept": draft.empty((2, B, heads, shape.NC, kernel.BK, wide), dtype)}
-        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("X", "w")}
-        how = self.common(shape, gradients["q"], gradients["k"], gradients["v"])
-        prepared = draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
-        of_prepare = {name: x for name, x in how.items() if name != "scale"} | {"w_scale": problem.scale}
-        of_keys = {name: x for name, x in arrays.items() if name != "v"}
-        draft.launch(prepare, B * heads * shape.NC, **of_keys, **of_prepare, prepared=prepared)
-        written = {"kept": kept["kept"], "residual": kept["X"], "dresidual": kept["w"], "dv": columns["dv"]}
-        read = {"v": arrays["v"], "do_": columns["do_"], "prepared": prepared}
-        of_walk = {"shape": shape, "scale": problem.scale, "bytes": how["bytes"]}
-        draft.launch(walk, 2 * N * heads * walk.grid(V), **read, **states, **written, **of_walk)
+        shape = replace(draft.shape(problem, chunk=walk.CHUNK), H=heads)
+        channels, wide = walk.kept_size(K), walk.kept_size(V)
+        v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
+        kept = draft.empty((2, B, heads, shape.NC, channels, wide), problem.dtype)
+        residual, dresidual = (draft.empty((B, heads, T, wide), problem.dtype) for _ in range(2))
 
+        how = self.common(shape, *(self.gradients[name] for name in "qkv"))
+        of_prepare = {name: x for name, x in how.items() if name in prepare.names} | {"w_scale": problem.scale}
+        draft.launch(prepare, B * heads * shape.NC, **arrays, **of_prepare, prepared=prepared)
+        written = {"kept": kept, "residual": residual, "dresidual": dresidual, "dv": columns.pop("dv")}
+        of_walk = {name: x for name, x in how.items() if name in walk.names}
+        blocks = 2 * N * heads * walk.grid(V)
+        draft.launch(walk, blocks, v=v, **columns, **states, prepared=prepared, **written, **of_walk)
+        found = dict(zip(self.residuals, (residual, dresidual), strict=True)) | {"kept": kept}
+        arguments = arrays | columns | found | how | {"v": v}
+        arguments = {name: x for name, x in arguments.items() if name in self.kernel.names}
+        self.launch_last(first, heads, shape, arguments)
+
+    def launch_last(self, first, heads, shape, arguments):
+        draft, problem, inputs, kernel, gradients = self.draft, self.problem, self.inputs, self.kernel, self.gradients
+        B, T, K = problem.shape("B T K")
         float32_gradients = {name: inputs.some_heads(name, gradients[name], first, heads) for name in "qk"}
         parts = draft.empty((2, B, heads, T, K), FLOAT32) if inputs.group > 1 else None
         for name in {"beta", "g"} & set(gradients):
             x = gradients[name][:, first : first + heads]
             float32_gradients[name] = x if x.dtype == FLOAT32 else draft.empty((B, heads, T), FLOAT32)
-        del arrays["v"], columns["dv"]
         rows = {"d" + name: x if x.ndim == 4 else x[..., None] for name, x in float32_gradients.items()}
-        draft.launch(kernel, B * heads * shape.NC, **arrays, **columns, **kept, **rows, parts=parts, **how)
+        draft.launch(kernel, B * heads * shape.NC, **arguments, **rows, parts=parts)
         if parts is not None:
-            for part, name in enumerate("qk"):
-                add_up(draft, parts[part][None], float32_gradients[name], arrays[name] if inputs.normalized else None)
+            self.add_parts(parts, first, heads)
         for name in ("beta", "g"):
             if name in gradients and gradients[name].dtype != FLOAT32:
                 draft.copy(float32_gradients[name], gradients[name][:, first : first + heads])
 
+    def add_parts(self, parts, first, heads):
+        """Launches the sums of dq and dk over the heads of values that share a head of keys."""
+        for part, name in enumerate("qk"):
+            total = self.inputs.some_heads(name, self.gradients[name], first, heads)
+            x = self.inputs.some_heads(name, self.inputs.arrays[name], first, heads)
+            add_up(self.draft, parts[part][None], total, x if self.inputs.normalized else None)
 
-class DplrGradientsInChunks(Gradients):
-    """The same for rwkv7, whose kernels also take its gates of channels and vectors a and b."""
 
-    MOST = GradientsInChunks.MOST
+class DplrGradientsInChunks(GradientsInChunks):
+    """The same for rwkv7, whose last kernel also takes gates of channels and vectors a and b."""
 
-    def __init__(self, problem, device, do, dht):
-        super().__init__(problem, device, do, dht)
-        self.kernel = DplrBackwardChunks(problem.dtype, self.inputs.gate)
+    residuals = ("u", "du")
 
-    def launch(self, first, heads):
-        draft, problem, inputs, kernel, dtype = self.draft, self.problem, self.inputs, self.kernel, self.problem.dtype
-        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, K, V, N = problem.shape("B T K V N")
-        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
-        channels, wide = kernel.kept_size(K), kernel.kept_size(V)
-        kept = {"kept": draft.empty((2, B, heads, shape.NC, channels, wide), dtype)}
-        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("u", "du")}
-        how = {"scale": problem.scale, "shape": shape, "bytes": inputs.common_bytes(self.do, self.gradients["v"])}
-        states_kernel = DplrBackwardStates.fitting(dtype, inputs.gate, K, V, 2 * N * heads, self.device)
-        draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
+    def last_kernel(self):
+        return DplrBackwardChunks(self.problem.dtype, self.inputs.gate)
+
+    def launch_last(self, first, heads, shape, arguments):
         gradients = {"d" + name: self.gradients[name][:, first : first + heads] for name in ("q", "k", "a", "b", "g")}
-        blocks = B * heads * shape.NC * channels // kernel.KEPT
-        draft.launch(kernel, blocks, **arrays, do_=columns["do_"], **kept, **gradients, **how)
+        blocks = shape.B * heads * shape.NC * self.walk.kept_size(shape.K) // self.kernel.KEPT
+        self.draft.launch(self.kernel, blocks, **arguments, **gradients)
 
 
-class KdaGradientsInChunks(Gradients):
-    """The same for kda. Gradients of q and k are float32 parts of heads of values, which a third kernel adds up."""
+class KdaGradientsInChunks(GradientsInChunks):
+    """The same for kda. Gradients of q and k are float32 parts of heads of values, which another kernel adds up."""
 
-    MOST = GradientsInChunks.MOST
+    residuals = ("e", "w")
 
-    def __init__(self, problem, device, do, dht):
-        super().__init__(problem, device, do, dht)
-        self.kernel = KdaBackwardChunks(problem.dtype, self.inputs.gate)
+    def last_kernel(self):
+        return KdaBackwardChunks(self.problem.dtype, self.inputs.gate)
 
-    def launch(self, first, heads):
-        draft, problem, inputs, kernel, dtype = self.draft, self.problem, self.inputs, self.kernel, self.problem.dtype
-        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, K, V, N = problem.shape("B T K V N")
-        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
-        channels, wide = kernel.kept_size(K), kernel.kept_size(V)
-        kept = {"kept": draft.empty((2, B, heads, shape.NC, channels, wide), dtype)}
-        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("e", "w")}
-        how = self.common(shape, self.gradients["v"])
-        states_kernel = KdaBackwardStates.fitting(dtype, inputs.gate, K, V, 2 * N * heads, self.device)
-        draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
-
+    def launch_last(self, first, heads, shape, arguments):
+        draft, inputs, (B, T, K) = self.draft, self.inputs, self.problem.shape("B T K")
         parts = draft.empty((2, B, heads, T, K), FLOAT32)
         own = {name: self.gradients[name][:, first : first + heads] for name in ("g", "beta")}
         dtypes = {"g": inputs.gate, "beta": FLOAT32}
         found = {name: x if x.dtype == dtypes[name] else draft.empty(x.shape, dtypes[name]) for name, x in own.items()}
-        del arrays["v"]
         written = {"parts": parts, "dg": found["g"], "dbeta": found["beta"][..., None]}
-        blocks = B * heads * shape.NC * channels // kernel.KEPT
-        draft.launch(kernel, blocks, **arrays, do_=columns["do_"], **kept, **written, **how)
-        for part, name in enumerate("qk"):
-            total = inputs.some_heads(name, self.gradients[name], first, heads)
-            add_up(draft, parts[part][None], total, arrays[name] if inputs.normalized else None)
+        blocks = B * heads * shape.NC * self.walk.kept_size(K) // self.kernel.KEPT
+        draft.launch(self.kernel, blocks, **arguments, **written)
+        self.add_parts(parts, first, heads)
         for name, x in own.items():
             if found[name] is not x:
                 draft.copy(found[name], x)

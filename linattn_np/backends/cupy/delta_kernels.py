@@ -44,33 +44,6 @@ class DeltaKernel(Kernel):
         return (tokens * BK * self.real if self.rule != GATED_DELTA else 16) + tokens * 6 * self.real
 
 
-class ChunkKernel(TiledKernel):
-    """A kernel that goes from chunk to chunk."""
-
-    shared = ("DeltaShared<{dtype}, {BK}, {BV}>",)
-    CHUNK: ClassVar[int] = 32
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int
-    BV: int
-
-    @classmethod
-    def fitting(cls, dtype, gate, K, V, heads, device):
-        """With 128 columns where blocks of so many have room, and are enough for half of the card."""
-        wide, narrow = (cls(dtype, gate, TILES[K > TILES[0]], BV) for BV in reversed(TILES))
-        enough = 2 * heads * wide.grid(V) >= device.multiprocessors
-        fits = wide.shared_bytes <= device.shared_per_block
-        return wide if V > TILES[0] and enough and fits else narrow
-
-    @property
-    def threads(self):
-        return 2 * self.BV
-
-    @property
-    def resident(self):
-        return 1 if self.BK + self.BV == 256 else 2
-
-
 class Walk(TiledKernel):
     """A walk over states, from what another kernel has prepared for each chunk."""
 
@@ -123,6 +96,18 @@ class DeltaBackwardStates(Walk):
         "integers bytes"
     )
     shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
+    KEPT: ClassVar[int] = 64  # states have multiples of so many channels and columns in memory
+
+    def kept_size(self, size) -> int:
+        """Channels or columns of what is kept, of so many."""
+        return ceil_div(size, self.KEPT) * self.KEPT
+
+    def kept_bytes(self, problem, group) -> int:
+        """Of what is prepared and kept for `group` heads: images, states before and behind chunks, two residuals."""
+        B, T, K, V = problem.shape("B T K V")
+        states = 2 * ceil_div(T, self.CHUNK) * self.kept_size(K)
+        kept = self.dtype.itemsize * self.kept_size(V) * (states + 2 * T)
+        return B * group * (kept + ceil_div(T, self.CHUNK) * self.prepared_bytes)
 
 
 class DeltaJoinSegments(Kernel):
@@ -157,22 +142,14 @@ class DeltaPrepare(Kernel):
         return 2 * self.BK
 
 
-class DeltaChannelPrepare(Kernel):
+class DeltaChannelPrepare(DeltaPrepare):
     """The same under a gate for every channel."""
 
     file = "delta/channel_prepare"
-    arguments = DeltaPrepare.arguments
     shared = ("Shared<{dtype}, {gate}, {BK}>",)
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int
-
-    @property
-    def threads(self):
-        return 2 * self.BK
 
 
-class DeltaDplrPrepare(DeltaChannelPrepare):
+class DeltaDplrPrepare(DeltaPrepare):
     """The same of a rule that erases by keys of its own."""
 
     file = "delta/dplr_prepare"
@@ -197,8 +174,8 @@ class DeltaBackwardChunks(GradientKernel):
         "integers group, reals scale, integers normalized bytes"
     )
     shared = ("Shared<{dtype}, {BK}>",)
-    constants: ClassVar[tuple] = (("COLUMNS", "COLUMNS"),)
-    COLUMNS: ClassVar[int] = 64  # of states that are there at once
+    constants: ClassVar[tuple] = (("COLUMNS", "KEPT"),)
+    KEPT: ClassVar[int] = 64  # columns of states that are there at once
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
     gate: np.dtype
@@ -216,24 +193,10 @@ class DeltaBackwardChunks(GradientKernel):
     def tiles(self):
         return {"BK": self.BK, "chunk": self.CHUNK}
 
-    def kept_columns(self, V) -> int:
-        return ceil_div(V, self.COLUMNS) * self.COLUMNS
-
-    def kept_bytes(self, problem, inputs) -> int:
-        """Of states before and behind chunks, X and w, and of parts of gradients."""
-        B, T, K, V = problem.shape("B T K V")
-        token = self.dtype.itemsize * self.kept_columns(V) * (2 * self.BK // self.CHUNK + 2)
-        return B * inputs.group * T * (token + (8 * K if inputs.group > 1 else 0))
-
-
-class DplrBackwardStates(ChunkKernel):
-    """What goes from chunk to chunk of the gradients of a rule that erases by keys of its own."""
-
-    file = "delta/dplr_backward_states"
-    arguments = members(
-        "rows q k v a b do_ g, rows? initial dht dh0, rows dv u du, pointers kept, shape, reals scale, integers bytes"
-    )
-    shared = ("DplrShared<{dtype}, {gate}, {BK}, {BV}>",)
+    def parts_bytes(self, problem, inputs) -> int:
+        """Of parts of gradients, for the heads of values that share a head of keys."""
+        B, T, K = problem.shape("B T K")
+        return B * inputs.group * T * 8 * K if inputs.group > 1 else 0
 
 
 class DplrBackwardChunks(GradientKernel):
@@ -255,26 +218,8 @@ class DplrBackwardChunks(GradientKernel):
     def tiles(self):
         return {"BK": self.KEPT, "chunk": self.CHUNK}
 
-    def kept_size(self, size) -> int:
-        """Channels or columns of what is kept, of so many."""
-        return ceil_div(size, self.KEPT) * self.KEPT
-
-    def kept_bytes(self, problem, inputs) -> int:
-        """Of states before and behind chunks, u and du."""
-        B, T, K, V = problem.shape("B T K V")
-        states = 2 * ceil_div(T, self.CHUNK) * self.kept_size(K)
-        return B * self.dtype.itemsize * self.kept_size(V) * (states + 2 * T)
-
-
-class KdaBackwardStates(ChunkKernel):
-    """What goes from chunk to chunk of the gradients under a gate for every channel."""
-
-    file = "delta/kda_backward_states"
-    arguments = members(
-        "rows q k v do_ g beta, rows? initial dht dh0, rows dv e w, pointers kept, shape, integers group, reals scale, "
-        "integers normalized bytes"
-    )
-    shared = ("ChannelShared<{dtype}, {gate}, {BK}, {BV}>",)
+    def parts_bytes(self, problem, inputs) -> int:
+        return 0
 
 
 class KdaBackwardChunks(DplrBackwardChunks):
@@ -286,10 +231,9 @@ class KdaBackwardChunks(DplrBackwardChunks):
         "integers normalized bytes"
     )
 
-    def kept_bytes(self, problem, inputs) -> int:
-        """Of states before and behind chunks, e and w, and parts of gradients."""
+    def parts_bytes(self, problem, inputs) -> int:
         B, T, K = problem.shape("B T K")
-        return inputs.group * (super().kept_bytes(problem, inputs) + 8 * B * T * K)
+        return B * inputs.group * T * 8 * K
 
 
 class DeltaRecurrentForward(DeltaKernel):
