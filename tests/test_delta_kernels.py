@@ -264,7 +264,7 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype,
         assert rms(x - y) <= limit * (3 if y.ndim == 3 else 1) * size, name
 
 
-KERNELS_IN_CHUNKS = {KDA: "delta_channel_forward", RWKV7: "delta_dplr_forward"}
+PREPARE = {KDA: "delta_channel_prepare", RWKV7: "delta_dplr_prepare"}
 
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
@@ -275,25 +275,26 @@ def test_explained(op, rng):
         arrays[4] = arrays[4].astype(BFLOAT16)
     on = planned.Noting()
     plan = planned.plan_of(op.bind(arrays, mode="chunk"), on)
-    assert planned.names(plan) == [KERNELS_IN_CHUNKS.get(op, "delta_forward")] and plan.mode == "chunk"
+    prepare = PREPARE.get(op, "delta_prepare")
+    assert planned.names(plan) == [prepare, "delta_scan"] and plan.mode == "chunk"
     assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), on)) == ["delta_recurrent_forward"]
     assert plan.copies == (("beta: in float32, as other gates",) if op is KDA else ())
     back = planned.plan_of(op.bind(arrays, gradient=True), on)
     rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
-    assert planned.names(back)[:2] == [f"delta_{rule}backward_states", f"delta_{rule}backward_chunks"]
+    assert planned.names(back)[:3] == [prepare, "delta_backward_states", f"delta_{rule}backward_chunks"]
     assert back.tiles["chunk"] == 32
     assert list(plan.against) == ["by Hopper's own kernel"]
     assert back.against == {}
 
 
-@pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
-def test_few_heads_go_token_by_token(op, rng):
-    """Where each has a block of the chunk kernels at most half of the card is busy, for longer."""
-    for H, kernel in ((66, "delta_recurrent_forward"), (67, KERNELS_IN_CHUNKS[op])):
-        arrays, *_ = Case(op, H=H, T=70, K=8, V=8, dtype=HALF, gate_dtype=HALF).drawn(rng)
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_few_heads_are_cut(op):
+    """Into segments that fill the card, where their number times a head's is small."""
+    for H, T, segments in ((2, 4096, 8), (2, 100, 1), (300, 4096, 1)):
+        arrays = [np.broadcast_to(HALF.type(0), (1, H, T, 8)[: len(axes.split())]) for axes in op.arrays.values()]
         plan = planned.plan_of(op.bind(arrays), planned.Noting())
-        assert planned.names(plan) == [kernel]
-    assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), planned.Noting())) != [kernel]
+        assert plan.tiles.get("segments", 1) == segments
+        assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@
 //           C <- D C + scale W^T do + E^T P
 // shapes    v do dv [B, HV, T, V]; initial dht dh0 [N, HV, K, V] float32; residual dresidual [B, HV, T, V padded to a
 //           multiple of 64]; prepared [B, HV, NC]; kept, S and C: backward_storage.cuh
-// grid      a block for every (direction, sequence, head of values, BV columns), directions slowest; a warp for every 16
-//           columns
+// grid      a block for every (direction, sequence, head of values, BV columns), directions slowest; a warp for every
+//           16 columns
 // smem      a ring of STAGES: a chunk as it was prepared, and its v or do
 // barriers  one a chunk: it is in shared memory, and the previous chunk has been read
-// numerics  S and C in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and the kept states are
-//           rounded to T
+// numerics  S and C in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and the kept states
+//           are rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
 #include "delta/backward_storage.cuh"

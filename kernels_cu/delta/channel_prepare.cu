@@ -6,8 +6,8 @@
 // shapes    q k [B, H, T, K], g [B, HV, T, K], beta [B, HV, T]; prepared [B, HV, NC]
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  seven: inputs have arrived | lengths | decayed tokens | M and A | N and qd | B | W and Z. Each: these are in
-//           shared memory
+// barriers  seven: inputs have arrived | lengths | decayed tokens | M and A | N and qd | B | W and Z. Each: these are
+//           in shared memory
 // numerics  M, A and N in float32; E, W, Z in T, B as the sum of two T; decays: channel_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128

@@ -7,7 +7,8 @@
 // smem      Shared: a chunk's inputs, its matrices
 // barriers  five: inputs have arrived | decays and lengths | M and A | N | B, of_W and of_Z | W and Z. Each: these are
 //           in shared memory
-// numerics  M, A and N in float32; E, W and Z in T; matrices [32, 32] that multiply tokens are the sum of two numbers of T
+// numerics  M, A and N in float32; E, W and Z in T; matrices [32, 32] that multiply tokens are the sum of two
+//           numbers of T
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"

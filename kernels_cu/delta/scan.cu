@@ -3,7 +3,8 @@
 // math      S is the state before a chunk; E, W, Z, Zb, B, D: prepared.cuh.   Y = E S;   o = scale (W S + B v);
 //           S <- D S + Z^T (v + Y), or, TWO, S <- D S + Zb^T Y + Z^T v. KINDS: prepared.cuh
 // shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32. Without OUTPUTS, the
-//           final state is G, from zeros, and F [N, H, K, K] is one of values of 0, from the identity
+//           final state is G, from zeros, and F [N, H, K, K padded to a multiple of 4]
+//           is one of values of 0, from the identity
 // grid      a block for every (sequence, head, BV columns), sequence slowest; a warp for every 16 columns. Columns of F
 //           come behind those of G
 // smem      a ring of STAGES: a chunk as it was prepared, and its v
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const u32 pair = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
   const bool of_F = !OUTPUTS && tile >= value_tiles;
-  const i64 width = of_F ? shape.K : shape.V;
+  const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
   const Span span = tokens_of(shape, n % count), chunks = chunks_of(shape, n % count);
   const int v_tile = (of_F ? tile - value_tiles : tile) * BV, tokens = int(span.stop - span.start);
   const int bytes = int(args.bytes);
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
           tokens - token, column, columns, bytes);
     }
   }
-  float* to = of_F ? args.F + (i64(n) * H + h) * width * width : args.final.p ? args.final.row(n, h, 0) : nullptr;
+  float* to = of_F ? args.F + (i64(n) * H + h) * shape.K * width : args.final.p ? args.final.row(n, h, 0) : nullptr;
   if (to) {
     each([&](float& x, i64 at, bool inside) {
       if (inside) to[at] = x;

@@ -265,7 +265,7 @@ class Cut:
 def states_before_segments(draft, cut, shape, v, of_scan, initial, final):
     """Launches what finds the state before each segment [N P, H, K, V], and the final states."""
     K, V, P, spans = shape.K, shape.V, cut.segments, shape.B * shape.count
-    F, G, starts = (draft.empty((spans, shape.H, K, columns), FLOAT32) for columns in (K, V, V))
+    F, G, starts = (draft.empty((spans, shape.H, K, columns), FLOAT32) for columns in (4 * ceil_div(K, 4), V, V))
     blocks = spans * shape.H * (cut.of_segments.grid(V) + cut.of_segments.grid(K))
     draft.launch(cut.of_segments, blocks, v=v, o=None, initial=None, final=G, F=F, **of_scan, shape=shape)
     join = DeltaJoinSegments(cut.scan.BK)
