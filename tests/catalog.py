@@ -149,13 +149,14 @@ def delta_rules():
                 yield delta.DeltaStep(rule, T, G, S, size)
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
-    for (T, G), (K, V) in product(GATES[1:], WIDTHS):
-        yield delta.DeltaForward(T, G, K, V)
-        yield delta.DeltaBackwardStates(T, G, K, V)
-        yield delta.DeltaChannelForward(T, G, K, V)
-        yield delta.DeltaDplrForward(T, G, K, V)
-        yield delta.DplrBackwardStates(T, G, K, V)
-        yield delta.KdaBackwardStates(T, G, K, V)
+    prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
+    for prepare, (T, G), K, gradient in product(prepares, GATES[1:], gated.TILES, (False, True)):
+        yield prepare(T, G, K, gradient)
+    for T, (K, V), kinds, ring, outputs in product(HALF, WIDTHS, (0, 1, 2), (2, 3), (False, True)):
+        yield delta.DeltaScan(T, K, V, kinds, ring, outputs)
+    for T, (K, V), kinds, ring in product(HALF, WIDTHS, (0, 1, 2), (2, 3)):
+        yield delta.DeltaBackwardStates(T, K, V, kinds, ring)
+    yield from (delta.DeltaJoinSegments(K) for K in gated.TILES)
     for T, G in GATES[1:]:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)
         yield delta.DplrBackwardChunks(T, G)

@@ -255,7 +255,7 @@ def steps(rng, run):
 
 
 def delta_rules(rng, run, as_older, as_filled):
-    """Token by token, in chunks on every card, and steps."""
+    """Token by token, in chunks on every card, in segments, and steps."""
     for K, V, keywords in ((60, 72, {"cu_seqlens": PACKED}), (128, 136, {"qk_l2norm": True})):
         arrays, _ = drawn(GATED_DELTA_RULE, rng, (1, 2, 133, K, V), BFLOAT16)
         yield as_older(gated_delta_rule, *arrays, **keywords)
@@ -266,6 +266,8 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 133, K, V), BFLOAT16)
         yield run(rwkv7, *arrays, mode="chunk")
         yield as_filled(run, backward, rwkv7, *arrays)
+    arrays, _ = drawn(KDA, rng, (1, 1, 2048, 60, 72), BFLOAT16)
+    yield run(kda, *arrays)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):

@@ -101,9 +101,7 @@ def targets(instances):
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
 # in bfloat16: 8), and value_gate/forward on sm_90 (64 channels, bfloat16: 8).
-# delta/dplr_backward_states spills on sm_120 at 128 channels and columns, for which its blocks have no shared memory.
 SPILLED = {
-    ("delta/dplr_backward_states", "sm_120"): 32,
     ("gated/sm90/backward_queries", "sm_90a"): 72,
     ("gated/sm90/backward_keys", "sm_90a"): 192,
     ("gated/forward", "sm_80"): 8,

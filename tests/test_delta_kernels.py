@@ -11,7 +11,7 @@ from reference import LIMITS, assert_close, double, draw, exact_vjp, rms, same_b
 import linattn_np
 from linattn_np import NotSupported, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import gated_backward
+from linattn_np.backends.cupy import delta, gated_backward
 from linattn_np.declarations import DELTA_RULE, DELTA_RULES, GATED_DELTA_RULE, KDA, RWKV7
 
 
@@ -264,7 +264,7 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, dtype,
         assert rms(x - y) <= limit * (3 if y.ndim == 3 else 1) * size, name
 
 
-KERNELS_IN_CHUNKS = {KDA: "delta_channel_forward", RWKV7: "delta_dplr_forward"}
+PREPARE = {KDA: "delta_channel_prepare", RWKV7: "delta_dplr_prepare"}
 
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
@@ -275,25 +275,26 @@ def test_explained(op, rng):
         arrays[4] = arrays[4].astype(BFLOAT16)
     on = planned.Noting()
     plan = planned.plan_of(op.bind(arrays, mode="chunk"), on)
-    assert planned.names(plan) == [KERNELS_IN_CHUNKS.get(op, "delta_forward")] and plan.mode == "chunk"
+    prepare = PREPARE.get(op, "delta_prepare")
+    assert planned.names(plan) == [prepare, "delta_scan"] and plan.mode == "chunk"
     assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), on)) == ["delta_recurrent_forward"]
     assert plan.copies == (("beta: in float32, as other gates",) if op is KDA else ())
     back = planned.plan_of(op.bind(arrays, gradient=True), on)
     rule = {KDA: "kda_", RWKV7: "dplr_"}.get(op, "")
-    assert planned.names(back)[:2] == [f"delta_{rule}backward_states", f"delta_{rule}backward_chunks"]
+    assert planned.names(back)[:3] == [prepare, "delta_backward_states", f"delta_{rule}backward_chunks"]
     assert back.tiles["chunk"] == 32
     assert list(plan.against) == ["by Hopper's own kernel"]
     assert back.against == {}
 
 
-@pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
-def test_few_heads_go_token_by_token(op, rng):
-    """Where each has a block of the chunk kernels at most half of the card is busy, for longer."""
-    for H, kernel in ((66, "delta_recurrent_forward"), (67, KERNELS_IN_CHUNKS[op])):
-        arrays, *_ = Case(op, H=H, T=70, K=8, V=8, dtype=HALF, gate_dtype=HALF).drawn(rng)
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_few_heads_are_cut(op):
+    """Into segments that fill the card, where their number times a head's is small."""
+    for H, T, segments in ((2, 4096, 8), (2, 100, 1), (300, 4096, 1)):
+        arrays = [np.broadcast_to(HALF.type(0), (1, H, T, 8)[: len(axes.split())]) for axes in op.arrays.values()]
         plan = planned.plan_of(op.bind(arrays), planned.Noting())
-        assert planned.names(plan) == [kernel]
-    assert planned.names(planned.plan_of(op.bind(arrays, mode="recurrent"), planned.Noting())) != [kernel]
+        assert plan.tiles.get("segments", 1) == segments
+        assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
 
 
 @pytest.mark.parametrize(
@@ -310,3 +311,20 @@ def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
     arrays, *_ = Case(**{"dtype": HALF} | changed).drawn(rng)
     plan = planned.plan_of(GATED_DELTA_RULE.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
     assert plan.against["in chunks"].startswith(reason)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
+def test_segments(monkeypatch, backend, op, packed, rng):
+    """Segments, unequal and empty ones too, are joined to what a walk over whole sequences finds: as exact as those."""
+    monkeypatch.setattr(delta.Cut, "time", lambda cut, segments: -segments)
+    options = {"cu_seqlens": [0, 300, 300, 333]} if packed else {}
+    case = Case(op, B=1 if packed else 2, T=333, K=40, V=70, dtype=BFLOAT16, gate="weak", options=options)
+    arrays, start, *_ = case.drawn(rng)
+    wanted = case.function(
+        *map(double, arrays), mode="recurrent", initial_state=double(start), output_final_state=True, **options
+    )
+    options |= {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "chunk"}
+    found = backend.run(case.function, *map(backend.asarray, arrays), **options)
+    for what, x, y in zip(("o", "state"), found, wanted, strict=True):
+        assert rms(double(backend.tohost(x)) - y) < 1.3 * HARD_LIMITS[BFLOAT16] * rms(y), what

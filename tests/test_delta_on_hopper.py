@@ -163,7 +163,7 @@ def test_forward_of_every_instance(hopper, rng, dtype, K, V, gates, keys):  # no
 
 CHUNKS, ON_EVERY_CARD, TOKENS = (
     ["delta_sm90_scalar_forward"],
-    ["delta_forward"],
+    ["delta_prepare", "delta_scan"],
     ["delta_recurrent_forward"],
 )
 

@@ -37,7 +37,7 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k, do, dq and dk start on multiples of it, and are multiples long
 };
 
-constexpr int COLUMNS = KEPT_COLUMNS;
+constexpr int COLUMNS = KEPT;
 
 template <typename T, int BK> struct alignas(16) Shared {
   static constexpr int WARPS = BK / 16;
@@ -65,13 +65,15 @@ template <int BK, typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int column) {
   constexpr int THREADS = 2 * BK, PIECE = 8;
-  const int rows = int(span.stop - span.start), wide = padded_columns(args.shape.V) - column;
+  const int rows = int(span.stop - span.start), wide = padded(args.shape.V) - column;
 #pragma unroll
-  for (int way = 0; way < 2; ++way) {
-    const T* from = args.kept + kept_at<BK>(args.shape, way, b, h, chunk) + i64(column) * BK;
-    for (int at = threadIdx.x * PIECE; at < COLUMNS * BK; at += THREADS * PIECE)
-      cp_async<16>(s.states[way] + at, from + at, true);
-  }
+  for (int way = 0; way < 2; ++way)
+#pragma unroll
+    for (int panel = 0; panel < BK / KEPT; ++panel) {
+      const T* from = args.kept + kept_at(args.shape, way, b, h, chunk, panel * KEPT) + i64(column) * KEPT;
+      for (int at = threadIdx.x * PIECE; at < COLUMNS * KEPT; at += THREADS * PIECE)
+        cp_async<16>(s.states[way] + panel * COLUMNS * KEPT + at, from + at, true);
+    }
   copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.t, rows,
                                int(args.shape.V) - column, int(args.bytes));
   copy_chunk<COLUMNS, THREADS>(s.X, args.X.row(b, h, span.start) + column, args.X.t, rows, wide, 16);
@@ -82,13 +84,14 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
 // d [32 tokens, 16 channels of the warp] += rows [32 tokens, 64 columns] times the state's transpose.
 template <int BK, typename T>
 __device__ __forceinline__ void multiply_states(Columns& d, const T* rows, const T* state) {
-  const int lane = own_lane(), matrix = lane >> 3;
+  const int lane = own_lane(), matrix = lane >> 3, warp = threadIdx.x >> 5;
   const LeftReader<COLUMNS, T> reader(lane);
-  const T* from = state + ((matrix & 1) * (BK / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+  const T* from =
+      state + warp / 4 * COLUMNS * KEPT + ((matrix & 1) * 8 + 2 * (warp % 4) + (matrix >> 1)) * 64 + (lane & 7) * 8;
 #pragma unroll
   for (int c = 0; c < COLUMNS / 16; ++c) {
     u32 b[4];
-    ldmatrix_x4_trans(b, from + 2 * c * (BK / 8) * 64);
+    ldmatrix_x4_trans(b, from + 2 * c * KEPT * 8);
 #pragma unroll
     for (int m = 0; m < C / 16; ++m) {
       u32 a[4];
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   numbers.put(of);
   cp_async_wait<1>();
   __syncthreads();  // q and k have arrived, and `of` has decays and beta
-  score_pairs<true, BK, THREADS>(of, s.q, s.k, args.normalized);
+  score_pairs<BK, THREADS>(of, s.q, s.k, args.normalized);
   __syncthreads();  // M and A are in shared memory
   if (warp == 0) solve_column(of);
   __syncthreads();  // N is in shared memory

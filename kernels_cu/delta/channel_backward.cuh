@@ -1,6 +1,6 @@
 // what      What the gradients within a chunk of 32 tokens and 64 channels share where channels have gates of
 //           their own.
-#include "delta/channel_backward_storage.cuh"
+#include "delta/backward_storage.cuh"
 #include "delta/channel_chunk.cuh"
 
 constexpr int THREADS = 2 * KEPT, WARPS = THREADS / 32, GROUP = 8;  // GROUP: tokens of a loop that is unrolled

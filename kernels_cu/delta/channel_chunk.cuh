@@ -10,10 +10,9 @@
 
 constexpr int BLOCK = 8, PAIRS_OF_BLOCK = BLOCK * (BLOCK - 1) / 2;  // tokens whose pairs are multiplied one by one
 
-template <typename T, typename G, int BK, int BV> struct alignas(16) ChannelShared {
+// The matrices of a chunk.
+template <typename T, int BK> struct alignas(16) ChannelMatrices {
   static constexpr int WIDE = BK + 8;
-  T q[2][C * BK], k[2][C * BK], v[2][C * BV];
-  G g[2][C * BK];
   union {
     struct {
       f16 rows_8[C * BK], rows_16[C * BK];          // behind a border: 8 queries and 8 keys twice; 16 and 16
@@ -21,12 +20,11 @@ template <typename T, typename G, int BK, int BV> struct alignas(16) ChannelShar
     };
     float from_start[C][WIDE];  // queries
   };
-  T kd[C * BK];  // keys from the chunk's start; then W
+  T kd[C * BK];  // keys from the chunk's start
   union {
     f16 ke[C * BK];  // keys to the chunk's end
     T Z[C * BK];
   };
-  T X[C * BV];
   Matrix<T> B;
   Matrix<f16> of_Z;
   Scored of;
@@ -44,8 +42,8 @@ __device__ __forceinline__ float power_below(float squares) {
 }
 
 // Computes 1 / length of each query and key (1 if not `normalized`), their powers of 2, and q . k of each token.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void look_at(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, bool normalized) {
+template <int THREADS, typename T, int BK>
+__device__ __forceinline__ void look_at(ChannelMatrices<T, BK>& s, const T* q, const T* k, bool normalized) {
   const int lane = own_lane();
 #pragma unroll 1
   for (int i = threadIdx.x >> 5; i < C; i += THREADS / 32) {
@@ -82,11 +80,10 @@ __device__ __forceinline__ float max_of_lanes(float x) {
   return x;
 }
 
-// Stores, for channels c and c + 1, keys decayed from the chunk's start, WITH_BETA times beta, queries and keys decayed
+// Stores, for channels c and c + 1, keys decayed from the chunk's start, queries and keys decayed
 // from borders, and the chunk's decays.
-template <bool WITH_BETA, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g,
-                                               int c) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void decay_forwards(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g, int c) {
   float2 all = {1.f, 1.f}, eight = all, sixteen = all;
 #pragma unroll 4
   for (int i = 0; i < C; ++i) {
@@ -94,7 +91,7 @@ __device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, c
     const float2 query = times(s.of.unit[C + i], unpack_pair(place<BK>(q, i, c)));
     all = times(all, a), eight = i % 8 ? times(eight, a) : a, sixteen = i % 16 ? times(sixteen, a) : a;
     const float2 of_k = times(1.f / s.power[i], key), of_q = times(1.f / s.power[C + i], query);
-    put_pair(place<BK>(s.kd, i, c), times(WITH_BETA ? s.of.beta[i] : 1.f, times(all, key)));
+    put_pair(place<BK>(s.kd, i, c), times(all, key));
     if (i / 8 % 2) {
       put_pair(place<BK>(s.rows_8, i - 8, c), times(eight, of_q));
       put_pair(place<BK>(s.rows_8, i, c), times(eight, of_k));
@@ -108,8 +105,8 @@ __device__ __forceinline__ void decay_forwards(ChannelShared<T, G, BK, BV>& s, c
 }
 
 // Stores, for channels c and c + 1, keys decayed to the chunk's end and to borders.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_backwards(ChannelShared<T, G, BK, BV>& s, const T* k, const G* g, int c) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void decay_backwards(ChannelMatrices<T, BK>& s, const T* k, const G* g, int c) {
   const float2 one = {1.f, 1.f};
   float2 all = one, eight = one, sixteen = one;
   const float most = max_of_lanes(s.power[threadIdx.x & 31]);
@@ -168,9 +165,9 @@ __device__ __forceinline__ void score_block(const T* rows, const T* k, const G* 
 }
 
 // Stores all decayed queries and keys but qd, and computes scores within blocks of 8 tokens; a warp takes a task at
-// a time. The block's threads pass a barrier before and after. WITH_BETA: kd is multiplied by beta.
-template <int THREADS, bool WITH_BETA = false, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, const T* q, const T* k, const G* g) {
+// a time. The block's threads pass a barrier before and after.
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_tokens(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g) {
   constexpr int PANELS = BK / 64;
   const int lane = own_lane();
 #pragma unroll 1
@@ -181,15 +178,14 @@ __device__ __forceinline__ void decay_tokens(ChannelShared<T, G, BK, BV>& s, con
       score_block<false, BK>(queries ? q : k, k, g, block / 2 * BLOCK, [&](int i, int j, float score) {
         (queries ? s.of.A : s.of.M)[i][j] = s.of.unit[(queries ? C : 0) + i] * s.of.unit[j] * score;
       });
-    else if (task % 2) decay_forwards<WITH_BETA>(s, q, k, g, c);
+    else if (task % 2) decay_forwards(s, q, k, g, c);
     else decay_backwards(s, k, g, c);
   }
 }
 
 // Computes scores of pairs in different blocks of 8 tokens, from rows and keys decayed to the border between them, and
 // stores the scores of tokens with themselves.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void score_borders(ChannelShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, int BK> __device__ __forceinline__ void score_borders(ChannelMatrices<T, BK>& s) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 6; task += THREADS / 32) {
@@ -210,8 +206,8 @@ __device__ __forceinline__ void score_borders(ChannelShared<T, G, BK, BV>& s) {
 }
 
 // Stores queries decayed from the chunk's start (qd) in float32; for all warps but the first.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, const T* q, const G* g) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_queries(ChannelMatrices<T, BK>& s, const T* q, const G* g) {
 #pragma unroll 1
   for (int c = 2 * (int(threadIdx.x) - 32); c < BK; c += 2 * (THREADS - 32)) {
     float2 all = {1.f, 1.f};
@@ -224,17 +220,17 @@ __device__ __forceinline__ void decay_queries(ChannelShared<T, G, BK, BV>& s, co
   }
 }
 
-// Computes Z, which overwrites ke, and, with OF_QUERIES, W times `scale`, which may overwrite kd; a warp has 16
+// Computes Z, which overwrites ke, and W times `scale`, which may overwrite kd; a warp has 16
 // channels of all tokens at a time.
-template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_wide(ChannelShared<T, G, BK, BV>& s, T* W, float scale) {
+template <int THREADS, typename T, int BK>
+__device__ __forceinline__ void make_wide(ChannelMatrices<T, BK>& s, T* W, float scale) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int channel = threadIdx.x / 32 * 16; channel < BK; channel += THREADS / 2) {
     Columns w = {}, z = {};
 #pragma unroll
     for (int m = 0; m < C / 16; ++m) {
-      if constexpr (OF_QUERIES) multiply_tokens<LOWER, BK>(w[m], s.B, s.kd, 16 * m, channel);
+      multiply_tokens<LOWER, BK>(w[m], s.B, s.kd, 16 * m, channel);
       multiply_tokens<UPPER, BK>(z[m], s.of_Z, s.ke, 16 * m, channel);
     }
     __syncwarp();  // all lanes have read these channels of kd and ke
@@ -245,11 +241,9 @@ __device__ __forceinline__ void make_wide(ChannelShared<T, G, BK, BV>& s, T* W, 
 #pragma unroll
         for (int down = 0; down < 2; ++down) {
           const int i = 16 * m + g + 8 * down, c = channel + 8 * across + 2 * t;
-          float2 query = {};
-          if constexpr (OF_QUERIES) query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
+          const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
           const float *of_w = w[m][across] + 2 * down, *of_z = z[m][across] + 2 * down;
-          if constexpr (OF_QUERIES)
-            put_pair(place<BK>(W, i, c), {scale * (query.x - of_w[0]), scale * (query.y - of_w[1])});
+          put_pair(place<BK>(W, i, c), {scale * (query.x - of_w[0]), scale * (query.y - of_w[1])});
           put_pair(place<BK>(s.Z, i, c), {s.most * of_z[0], s.most * of_z[1]});
         }
   }

@@ -35,9 +35,16 @@ __device__ __forceinline__ float2 unpack_pair(const f16* x) { return unpack(*rei
 
 // Stores x and y, and behind them what rounding leaves of them.
 template <typename T> __device__ __forceinline__ void put_two(T* to, float x, float y) {
-  put_pair(to, {x, y});
-  const float2 rounded = unpack_pair(to);
-  put_pair(to + Matrix<T>::REST, {x - rounded.x, y - rounded.y});
+  const u32 pair = pack<T>(x, y);
+  const float2 rounded = unpack(pair, T{});
+  *reinterpret_cast<u32*>(to) = pair;
+  *reinterpret_cast<u32*>(to + Matrix<T>::REST) = pack<T>(x - rounded.x, y - rounded.y);
+}
+
+// Stores zeros between the rows of a matrix in global memory, which are copied with the matrix.
+template <int THREADS, typename T> __device__ __forceinline__ void clear_padding(Matrix<T>& M) {
+  for (int row = threadIdx.x; row < 2 * C; row += THREADS)
+    *reinterpret_cast<uint4*>(M.x + row / C * M.REST + row % C * M.LDA + C) = uint4{};
 }
 
 // Stores neighbouring numbers of a row from an even `column` on, those of its `columns`. The row is whole pieces of
@@ -112,11 +119,11 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
   }
 }
 
-// M and, OF_QUERIES, A of queries and keys that have arrived, with what is to know of their tokens. The block's threads
+// M and A of queries and keys that have arrived, with what is to know of their tokens. The block's threads
 // have passed a barrier since `decay` and `beta` were put; they pass another here, and one before they read results.
-template <bool OF_QUERIES, int BK, int THREADS, typename T>
+template <int BK, int THREADS, typename T>
 __device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, bool normalized) {
-  constexpr int WARPS = THREADS / 32, KINDS = 1 + OF_QUERIES, TASKS = 8 * KINDS / WARPS;
+  constexpr int WARPS = THREADS / 32, TASKS = 16 / WARPS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if (warp == 0) {
     float all = 1.f, since = 1.f, mine = 1.f;  // decays from the start, from the lane's token, and to its end
@@ -129,7 +136,7 @@ __device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, b
     }
     s.start[lane] = mine, s.end[lane] = since;
   }
-  for (int row = warp; row < KINDS * C; row += WARPS) {  // what rows of keys, then of queries, are multiplied by
+  for (int row = warp; row < 2 * C; row += WARPS) {  // what rows of keys, then of queries, are multiplied by
     float squares = 0.f;
     if (normalized) {
 #pragma unroll
@@ -177,17 +184,16 @@ __device__ __forceinline__ void solve_column(Scored& s) {
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
-// Calls f(i, j, (A N)_ij, (A N)_i(j + 1)) for the pairs of columns of a thread; without OF_QUERIES, with zeros.
-template <bool OF_QUERIES, int THREADS, class F> __device__ __forceinline__ void multiply_scores(const Scored& s, F f) {
+// Calls f(i, j, (x y)_ij, (x y)_i(j + 1)) for the pairs of columns of a thread; x and y have rows of LD numbers.
+template <int THREADS, int LD, class F>
+__device__ __forceinline__ void multiply_scores(const float (&x)[C][LD], const float (&y)[C][LD], F f) {
   constexpr int EACH = C * C / THREADS;  // neighbouring columns
   const int i = threadIdx.x / (C / EACH), first = threadIdx.x % (C / EACH) * EACH;
   float sums[EACH] = {};
-  if constexpr (OF_QUERIES) {
 #pragma unroll 8
-    for (int m = 0; m < C; ++m)
+  for (int m = 0; m < C; ++m)
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) sums[j] = fmaf(s.A[i][m], s.N[m][first + j], sums[j]);
-  }
+    for (int j = 0; j < EACH; ++j) sums[j] = fmaf(x[i][m], y[m][first + j], sums[j]);
 #pragma unroll
   for (int j = 0; j < EACH; j += 2) f(i, first + j, sums[j], sums[j + 1]);
 }
@@ -221,28 +227,26 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
   }
 }
 
-// Z and, with OF_QUERIES, W times `scale`, from queries, keys and the matrices that multiply keys.
-template <bool OF_QUERIES, int BV, typename T, int BK>
-__device__ __forceinline__ void make_wide(DeltaShared<T, BK, BV>& s, const T* q, const T* k, float scale) {
+// Z, and W times `scale`, from queries, keys and the matrices that multiply keys.
+template <int BK, int THREADS, class Shared, typename T>
+__device__ __forceinline__ void make_wide(Shared& s, const T* q, const T* k, float scale) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < BK / 8; task += BV / 16) {
+  for (int task = threadIdx.x >> 5; task < BK / 8; task += THREADS / 32) {
     const int channel = task / 2 * 16, row = task % 2 * 16;
     float w[2][4] = {}, z[2][4] = {};
-    if constexpr (OF_QUERIES) multiply_tokens<LOWER, BK>(w, s.of_W, k, row, channel);
+    multiply_tokens<LOWER, BK>(w, s.of_W, k, row, channel);
     multiply_tokens<UPPER, BK>(z, s.of_Z, k, row, channel);
 #pragma unroll
     for (int across = 0; across < 2; ++across)
 #pragma unroll
       for (int down = 0; down < 2; ++down) {
         const int i = row + g + 8 * down, c = channel + 8 * across + 2 * t;
-        if constexpr (OF_QUERIES) {
-          const float2 query = unpack_pair(place<BK>(q, i, c));
-          const float* of_w = w[across] + 2 * down;
-          const float from_start = s.of.unit[C + i] * s.of.start[i];
-          put_pair(place<BK>(s.W, i, c),
-                   {scale * (from_start * query.x - of_w[0]), scale * (from_start * query.y - of_w[1])});
-        }
+        const float2 query = unpack_pair(place<BK>(q, i, c));
+        const float* of_w = w[across] + 2 * down;
+        const float from_start = s.of.unit[C + i] * s.of.start[i];
+        put_pair(place<BK>(s.W, i, c),
+                 {scale * (from_start * query.x - of_w[0]), scale * (from_start * query.y - of_w[1])});
         put_pair(place<BK>(s.Z, i, c), {z[across][2 * down], z[across][2 * down + 1]});
       }
   }

@@ -23,7 +23,7 @@
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, a, b, do_, v, u, du;
   Rows<const G> g;
-  const T* kept;  // S and C: channel_backward_storage.cuh
+  const T* kept;  // S and C: backward_storage.cuh
   Rows<T> dq, dk, da, db;
   Rows<G> dg;
   Shape shape;

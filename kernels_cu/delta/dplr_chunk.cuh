@@ -14,20 +14,17 @@ constexpr int LDS = C + 2;  // the row stride of a float matrix [token, token]
 enum Rowed { OF_Q, OF_A };         // x of Axy
 enum Columned { WITH_K, WITH_B };  // y of Axy
 
-template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared {
+// Inputs and matrices of a chunk.
+template <typename T, typename G, int BK> struct alignas(16) DplrMatrices {
   T rows[2][C * BK], columns[2][C * BK];  // inputs: q and a, k and b
   G g[C * BK];
-  T v[2][C * BV];
   union {
     struct {
       // Rows decayed from a border of 8 or 16 tokens before them: 8 of q and 8 of a, twice; 16 of q and 16 of a.
       f16 rows_8[C * BK], rows_16[C * BK];
       f16 columns_8[2][C * BK / 2], columns_16[2][C * BK / 2];  // columns decayed to the border after them
     };
-    struct {
-      float from_start[C][BK + 8];  // qd
-      T X[C * BV];
-    };
+    float from_start[C][BK + 8];  // qd
   };
   T kd[C * BK];  // forwards later overwritten by W
   union {
@@ -53,8 +50,8 @@ template <typename T, typename G, int BK, int BV> struct alignas(16) DplrShared 
 };
 
 // Computes power_rows, power_columns and own.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void look_at(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void look_at(DplrMatrices<T, G, BK>& s) {
   const int lane = own_lane();
 #pragma unroll 1
   for (int i = threadIdx.x >> 5; i < C; i += THREADS / 32) {
@@ -80,8 +77,8 @@ __device__ __forceinline__ void look_at(DplrShared<T, G, BK, BV>& s) {
 }
 
 // Stores rows decayed from the chunk's start (kd) and from borders, two channels from c on; and the chunk's decays.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_forwards(DplrShared<T, G, BK, BV>& s, int c) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void decay_forwards(DplrMatrices<T, G, BK>& s, int c) {
   const float2 one = {1.f, 1.f};
   float2 all = one, eight = one, sixteen = one;
 #pragma unroll 4
@@ -102,8 +99,8 @@ __device__ __forceinline__ void decay_forwards(DplrShared<T, G, BK, BV>& s, int 
 }
 
 // Stores columns of a kind decayed to the chunk's end and to borders, two channels from c on.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_backwards(DplrShared<T, G, BK, BV>& s, int kind, int c) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void decay_backwards(DplrMatrices<T, G, BK>& s, int kind, int c) {
   const float2 one = {1.f, 1.f};
   float2 all = one, eight = one, sixteen = one;
   const float most = max_of_lanes(s.power_columns[kind][threadIdx.x & 31]);
@@ -122,8 +119,8 @@ __device__ __forceinline__ void decay_backwards(DplrShared<T, G, BK, BV>& s, int
 }
 
 // Stores all decayed rows and columns, and computes scores within blocks of 8 tokens; a warp a task.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_tokens(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_tokens(DplrMatrices<T, G, BK>& s) {
   constexpr int PANELS = BK / 64;
   const int lane = own_lane();
 #pragma unroll 1
@@ -145,8 +142,8 @@ __device__ __forceinline__ void decay_tokens(DplrShared<T, G, BK, BV>& s) {
 }
 
 // Scores of pairs in different blocks of 8 tokens, by products at borders; and those of tokens with themselves.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void score_borders(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void score_borders(DplrMatrices<T, G, BK>& s) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 12; task += THREADS / 32) {
@@ -169,8 +166,8 @@ __device__ __forceinline__ void score_borders(DplrShared<T, G, BK, BV>& s) {
 }
 
 // Computes column `lane` of N or, if kind is WITH_K, of L, by forward substitution; for one warp.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void solve_column(DplrShared<T, G, BK, BV>& s, int kind) {
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void solve_column(DplrMatrices<T, G, BK>& s, int kind) {
   const int column = threadIdx.x & 31;
   float x[C], largest = 0.f;
 #pragma unroll
@@ -188,8 +185,8 @@ __device__ __forceinline__ void solve_column(DplrShared<T, G, BK, BV>& s, int ki
 }
 
 // Computes qd in float32; for all warps but the first two.
-template <int THREADS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void decay_queries(DplrShared<T, G, BK, BV>& s) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_queries(DplrMatrices<T, G, BK>& s) {
 #pragma unroll 1
   for (int c = 2 * (int(threadIdx.x) - 64); c < BK; c += 2 * (THREADS - 64)) {
     float2 all = {1.f, 1.f};
@@ -201,25 +198,20 @@ __device__ __forceinline__ void decay_queries(DplrShared<T, G, BK, BV>& s) {
   }
 }
 
-// Computes H, B and of_Z; without OF_QUERIES, H and B get N and L.
-template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_scores(DplrShared<T, G, BK, BV>& s) {
+// Computes H, B and of_Z.
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void multiply_scores(DplrMatrices<T, G, BK>& s) {
   constexpr int EACH = C * C / THREADS;  // neighbouring columns
   const int i = threadIdx.x / (C / EACH), first = threadIdx.x % (C / EACH) * EACH;
   const auto& L = s.scores[2];
   float h[EACH] = {}, b[EACH];
 #pragma unroll
   for (int j = 0; j < EACH; ++j) b[j] = s.scores[0][i][first + j];
-  if constexpr (OF_QUERIES) {
 #pragma unroll 8
-    for (int m = 0; m < C; ++m) {
-      const float x = s.scores[1][i][m];
+  for (int m = 0; m < C; ++m) {
+    const float x = s.scores[1][i][m];
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) h[j] = fmaf(x, s.N[m][first + j], h[j]), b[j] = fmaf(x, L[m][first + j], b[j]);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) h[j] = s.N[i][first + j], b[j] = L[i][first + j];
+    for (int j = 0; j < EACH; ++j) h[j] = fmaf(x, s.N[m][first + j], h[j]), b[j] = fmaf(x, L[m][first + j], b[j]);
   }
   const float of_L = 1.f / s.largest[WITH_K], of_N = 1.f / s.largest[WITH_B];
 #pragma unroll
@@ -232,17 +224,17 @@ __device__ __forceinline__ void multiply_scores(DplrShared<T, G, BK, BV>& s) {
   }
 }
 
-// Computes Z, which overwrites to_end, and, with OF_QUERIES, W times `scale`, which may overwrite kd; a warp has 16
+// Computes Z, which overwrites to_end, and W times `scale`, which may overwrite kd; a warp has 16
 // channels of all tokens at a time.
-template <int THREADS, bool OF_QUERIES = true, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_wide(DplrShared<T, G, BK, BV>& s, T* W, float scale) {
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void make_wide(DplrMatrices<T, G, BK>& s, T* W, float scale) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int channel = threadIdx.x / 32 * 16; channel < BK; channel += THREADS / 2) {
     Columns w = {}, z[2] = {};
 #pragma unroll
     for (int m = 0; m < C / 16; ++m) {
-      if constexpr (OF_QUERIES) multiply_tokens<LOWER, BK>(w[m], s.H, s.kd, 16 * m, channel);
+      multiply_tokens<LOWER, BK>(w[m], s.H, s.kd, 16 * m, channel);
 #pragma unroll
       for (int kind = 0; kind < 2; ++kind)
         multiply_tokens<UPPER, BK>(z[kind][m], s.of_Z[kind], s.to_end[WITH_B], 16 * m, channel);
@@ -258,10 +250,9 @@ __device__ __forceinline__ void make_wide(DplrShared<T, G, BK, BV>& s, T* W, flo
           const int i = 16 * m + g + 8 * down, c = channel + 8 * across + 2 * t;
           const auto of = [&](const Columns& x) { return float2{x[m][across][2 * down], x[m][across][2 * down + 1]}; };
           const auto plus = [](float2 x, float2 y) { return float2{x.x + y.x, x.y + y.y}; };
-          float2 query = {};
-          if constexpr (OF_QUERIES) query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
+          const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
           const float2 key = times(of_k, unpack_pair(place<BK>(s.to_end[WITH_K], i, c)));
-          if constexpr (OF_QUERIES) put_pair(place<BK>(W, i, c), times(scale, plus(query, of(w))));
+          put_pair(place<BK>(W, i, c), times(scale, plus(query, of(w))));
           put_pair(place<BK>(s.Z[WITH_K], i, c), plus(key, times(of_b * s.largest[WITH_K], of(z[WITH_K]))));
           put_pair(place<BK>(s.Z[WITH_B], i, c), times(of_b * s.largest[WITH_B], of(z[WITH_B])));
         }

@@ -22,7 +22,7 @@
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, do_, e, w;
   Rows<const G> g, beta;  // a token's beta is a row of one number
-  const T* kept;          // S and C: channel_backward_storage.cuh
+  const T* kept;          // S and C: backward_storage.cuh
   float* parts;
   Rows<G> dg;
   Rows<float> dbeta;

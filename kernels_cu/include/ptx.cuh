@@ -237,6 +237,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) 
                : "memory");
 }
 
+// A matrix of 8 x 8 halves transposed: x = M[g][2t,+1] becomes M[2t,+1][g].
+__device__ __forceinline__ u32 transpose_pairs(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // The sum over the warp, the same bits in every lane.
 __device__ __forceinline__ float warp_sum(float x) {
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);

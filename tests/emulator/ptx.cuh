@@ -221,6 +221,16 @@ inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, emulator::Where wher
   emulator::matrix_collective("ldmatrix_x4_trans", r, row, emulator::load_matrices_trans, where);
 }
 
+inline u32 transpose_pairs(u32 x, emulator::Where where = emulator::here()) {
+  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  u32 pair = 0;
+  for (u32 half = 0; half < 2; ++half) {
+    const u32 row = __shfl_sync(0xffffffffu, x, (2 * t + half) * 4 + g / 2, where);
+    pair |= (row >> g % 2 * 16 & 0xffff) << half * 16;
+  }
+  return pair;
+}
+
 inline float warp_sum(float x, emulator::Where where = emulator::here()) {
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance, where);
   return x;

@@ -17,19 +17,20 @@ from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     KDA,
+    KINDS_OF_RESIDUALS,
     DeltaBackwardChunks,
     DeltaBackwardStates,
-    DeltaChannelForward,
-    DeltaDplrForward,
-    DeltaForward,
+    DeltaChannelPrepare,
+    DeltaDplrPrepare,
+    DeltaJoinSegments,
+    DeltaPrepare,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
+    DeltaScan,
     DeltaSumParts,
     DplrBackwardChunks,
-    DplrBackwardStates,
     GradientKernel,
     KdaBackwardChunks,
-    KdaBackwardStates,
 )
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
@@ -38,6 +39,12 @@ from .kernel import FLOATS, no_kernels
 from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
+BYTES = np.dtype(np.uint8)
+PREPARE = {
+    GATED_DELTA: DeltaPrepare,
+    KDA: DeltaChannelPrepare,
+    DPLR: DeltaDplrPrepare,
+}  # rule -> the kernel that prepares its chunks
 IN_CHUNKS = "in chunks"  # the way's name in explanations
 KEYS = ("q", "k", "a", "b")  # arrays that may have fewer heads than values
 
@@ -51,23 +58,40 @@ def unsupported(problem) -> str | None:
 
 def why_not_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels for every card cannot compute a call; None if they can."""
-    if reason := why_no_chunks(problem):
-        return reason
-    if forward_kernel(problem, device).shared_bytes > device.shared_per_block:
+    return why_no_chunks(problem) or no_room(forward_kernels(problem, device), problem, device)
+
+
+def no_room(kernels, problem, device) -> str | None:
+    """Why a card lacks the shared memory for any of these kernels; None if it does not."""
+    if max(kernel.shared_bytes for kernel in kernels) > device.shared_per_block:
         return f"the card has no shared memory for {problem.sizes['K']} channels with gates of their own"
     return None
 
 
 def why_no_gradients_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels cannot compute the gradients of a call; None if they can."""
-    return why_not_in_chunks(problem, device)
+    return why_no_chunks(problem) or no_room(gradient_kernels(problem, device), problem, device)
 
 
-def forward_kernel(problem, device):
-    """The forward kernel in chunks, for every card."""
+def forward_kernels(problem, device):
+    """The kernels in chunks of a forward pass, for every card: what prepares chunks, and the walk over states."""
     N, H, K, V = problem.shape("N H K V")
-    kinds = {declarations.KDA: DeltaChannelForward, declarations.RWKV7: DeltaDplrForward}
-    return kinds.get(problem.op, DeltaForward).fitting(problem.dtype, gate_dtype(problem), K, V, N * H, device)
+    rule = rule_of(problem.op)
+    scan = DeltaScan.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], N * H, device)
+    return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK, False), scan
+
+
+def gradient_kernels(problem, device):
+    """The kernels of the gradients in chunks that go from chunk to chunk, and what prepares chunks for them."""
+    N, H, K, V = problem.shape("N H K V")
+    rule = rule_of(problem.op)
+    walk = DeltaBackwardStates.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], 2 * N * H, device)
+    return PREPARE[rule](problem.dtype, gate_dtype(problem), walk.BK, True), walk
+
+
+def rule_of(op):
+    """The template argument `Rule` of an operator."""
+    return {declarations.KDA: KDA, declarations.RWKV7: DPLR}.get(op, GATED_DELTA)
 
 
 def gate_dtype(problem):
@@ -94,8 +118,7 @@ class Inputs:
     def __init__(self, draft, problem):
         self.draft, self.problem, axes = draft, problem, problem.op.arrays
         self.names = {KERNEL_NAMES.get(name, name): name for name in axes}
-        has_channel_gates = "K" in axes.get(self.names.get("g"), "").split()
-        self.rule = DPLR if "a" in axes else KDA if has_channel_gates else GATED_DELTA
+        self.rule = rule_of(problem.op)
         self.group = max(1, problem.sizes["H"] // max(1, problem[next(iter(axes))].shape[1]))
         self.normalized = problem.options.get("qk_l2norm", False)
         self.arrays = {name: self.rows_of(name_in_call) for name, name_in_call in self.names.items()}
@@ -153,31 +176,103 @@ class TokenByToken:
 
 
 class InChunks:
-    """The way for half-precision data and at most 128 channels: chunks, on tensor cores."""
+    """The way for half-precision data and at most 128 channels: chunks, on tensor cores.
 
+    A kernel prepares all chunks in parallel; another goes from chunk to chunk. Heads are taken in groups, so that what
+    is passed between both takes at most MOST times the inputs' memory.
+    """
+
+    MOST = 2  # 64 channels and columns need 1.7; groups of heads would leave multiprocessors without blocks
     name = IN_CHUNKS
-
-    @staticmethod
-    def why_not(problem, device) -> str | None:
-        if reason := why_not_in_chunks(problem, device):
-            return reason
-        N, H, V = problem.shape("N H V")
-        by_channel = problem.op in (declarations.KDA, declarations.RWKV7)
-        if problem.mode == "auto" and by_channel and 2 * N * H * ceil_div(V, 64) <= device.multiprocessors:
-            return "token by token is faster where 64 columns of each head would fill at most half of the card"
-        return None
+    why_not = staticmethod(why_not_in_chunks)
 
     @staticmethod
     def plan(problem, device):
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        kernel, (N, H, V) = forward_kernel(problem, device), problem.shape("N H V")
-        how = {"scale": problem.scale, "bytes": inputs.common_bytes(o)}
+        cut = Cut(problem, device)
+        prepare, scan, states, initial = cut.prepare, cut.scan, {}, draft.initial(problem)
+        (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
+        bytes_of_a_head = B * shape.NC * scan.prepared_bytes
+        most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
+        at_once = group * heads_at_once(H // group, group * bytes_of_a_head, most_bytes)
+        prepared = draft.empty((at_once * bytes_of_a_head,), BYTES)
+        of_prepare = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
         if inputs.rule != DPLR:
-            how |= {"group": inputs.group, "normalized": inputs.normalized}
-        how |= {"initial": draft.initial(problem), "final": final}
-        draft.launch(kernel, N * H * kernel.grid(V), **inputs.arrays, **how, o=o, shape=draft.shape(problem))
-        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles)
+            of_prepare |= {"group": group, "normalized": inputs.normalized}
+        of_scan = {"scale": problem.scale, "prepared": prepared, "bytes": inputs.common_bytes(o)}
+        for first in range(0, H, at_once):
+            heads = slice(first, min(H, first + at_once))
+            of_heads = replace(shape, H=heads.stop - first)
+            arrays = inputs.of_heads(first, of_heads.H)
+            states = {name: None if x is None else x[:, heads] for name, x in (("initial", initial), ("final", final))}
+            v = arrays.pop("v")
+            draft.launch(prepare, B * of_heads.H * shape.NC, **arrays, **of_prepare, shape=of_heads)
+            if cut.segments > 1:
+                starts = states_before_segments(draft, cut, of_heads, v, of_scan, **states)
+                states = {"initial": starts, "final": None}
+            blocks = B * of_heads.count * of_heads.H * scan.grid(of_heads.V)
+            draft.launch(scan, blocks, v=v, o=o[:, heads], F=None, **states, **of_scan, shape=of_heads)
+        tiles = scan.tiles | ({"segments": cut.segments} if cut.segments > 1 else {})
+        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=tiles)
+
+
+class Cut:
+    """How a forward pass in chunks is cut into segments, and its kernels.
+
+    Few heads leave multiprocessors idle, as one block goes through all chunks of 64 or 128 columns of a head. So
+    sequences are cut into segments: a first walk finds what each segment does to a state (F, by a walk whose values are
+    zeros and whose state is the identity at first, and G, by one from a state of zeros), and the walk that computes
+    outputs takes all segments at the same time. Times are in microseconds, of an H200.
+    """
+
+    CHUNK_TIME, SEGMENT_TIME, MORE_LAUNCHES = 1.0, 2.0, 12.0  # of a block's chunk; of a segment as it is joined
+
+    def __init__(self, problem, device):
+        self.problem, self.device = problem, device
+        self.prepare, scan = forward_kernels(problem, device)
+        longest = int(problem.spans.lengths.max(initial=0))
+        self.chunks = ceil_div(longest, scan.CHUNK)
+        counts = [1 << n for n in range(7) if 4 << n <= self.chunks or n == 0]
+        self.segments = min(counts, key=self.time)
+        self.scan = self.walk(problem.sizes["V"])
+        self.of_segments = self.walk(sum(problem.shape("K V")), outputs=False)
+
+    def walk(self, columns, outputs=True):
+        """The kernel that walks over so many columns of states."""
+        problem, (N, H, K) = self.problem, self.problem.shape("N H K")
+        kinds, heads = KINDS_OF_RESIDUALS[rule_of(problem.op)], N * H * self.segments
+        return DeltaScan.fitting(problem.dtype, K, columns, kinds, heads, self.device, outputs=outputs)
+
+    def time(self, segments) -> float:
+        """An estimate for the walks of a pass that is cut into so many segments."""
+        N, H, K, V = self.problem.shape("N H K V")
+        chunks = ceil_div(self.chunks, segments)
+
+        def of_walk(*columns):
+            blocks = sum(ceil_div(n, TILES[0]) for n in columns) * N * H * segments
+            return ceil_div(blocks, 2 * self.device.multiprocessors) * chunks * self.CHUNK_TIME
+
+        if segments == 1:
+            return of_walk(V)
+        return of_walk(V) + of_walk(K, V) + segments * self.SEGMENT_TIME + self.MORE_LAUNCHES
+
+    def shape(self, draft):
+        spans = self.problem.spans.segments(self.segments, self.scan.CHUNK) if self.segments > 1 else None
+        return draft.shape(self.problem, spans=spans, chunk=self.scan.CHUNK)
+
+
+def states_before_segments(draft, cut, shape, v, of_scan, initial, final):
+    """Launches what finds the state before each segment [N P, H, K, V], and the final states."""
+    K, V, P, spans = shape.K, shape.V, cut.segments, shape.B * shape.count
+    F, G, starts = (draft.empty((spans, shape.H, K, columns), FLOAT32) for columns in (4 * ceil_div(K, 4), V, V))
+    blocks = spans * shape.H * (cut.of_segments.grid(V) + cut.of_segments.grid(K))
+    draft.launch(cut.of_segments, blocks, v=v, o=None, initial=None, final=G, F=F, **of_scan, shape=shape)
+    join = DeltaJoinSegments(cut.scan.BK)
+    states = {"F": F, "G": G, "starts": starts, "initial": initial, "final": final}
+    blocks = spans // P * shape.H * ceil_div(V, join.BV)
+    draft.launch(join, blocks, **states, P=P, H=shape.H, K=K, V=V)
+    return starts
 
 
 FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
@@ -209,7 +304,10 @@ def plan_vjp(problem, device, do, dht, saved=()):
 
 
 class Gradients:
-    """The plan of a call's gradients; a subclass's `launch` adds the launches for some heads to the draft.
+    """The plan of a call's gradients.
+
+    A subclass's `launch` adds the launches for some heads to the draft. Its `bytes_of_heads` are those that kernels
+    pass to each other, for the heads of values that share a head of keys.
 
     Heads are taken in groups, so that the arrays passed between kernels take at most MOST times the inputs' memory.
     """
@@ -229,7 +327,7 @@ class Gradients:
     def plan(self):
         inputs, H, group = self.inputs, self.problem.sizes["H"], self.inputs.group
         most_bytes = self.MOST * sum(x.nbytes for x in inputs.arrays.values())
-        heads = group * heads_at_once(H // group, self.kernel.kept_bytes(self.problem, inputs), most_bytes)
+        heads = group * heads_at_once(H // group, self.bytes_of_heads(), most_bytes)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
         results = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
@@ -257,6 +355,9 @@ class GradientsByToken(Gradients):
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
         self.kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, problem.sizes["K"], device.shared_per_block)
+
+    def bytes_of_heads(self):
+        return self.kernel.kept_bytes(self.problem, self.inputs)
 
     def launch(self, first, heads):
         """Launches the forward pass, the gradients, and the sums of those that several blocks compute parts of."""
@@ -286,101 +387,102 @@ class GradientsByToken(Gradients):
 class GradientsInChunks(Gradients):
     """The gradients in chunks.
 
-    The first kernel goes from chunk to chunk in both directions and stores the states and what depends on them; the
-    second computes all chunks in parallel.
+    A first kernel prepares all chunks in parallel. A second goes from chunk to chunk in both directions, and stores the
+    states, what depends on them, and dv. The last computes the other gradients of all chunks in parallel.
     """
 
-    MOST = 3  # 128 channels and columns need 2.6; groups of heads would leave multiprocessors without blocks
+    MOST = 4  # 128 channels and columns need 3.7; groups of heads would leave multiprocessors without blocks
+    residuals = ("X", "w")  # the last kernel's names of a token's residual, and of its gradient
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
-        self.kernel = DeltaBackwardChunks(problem.dtype, self.inputs.gate, TILES[problem.sizes["K"] > TILES[0]])
+        self.kernel, (self.prepare, self.walk) = self.last_kernel(), gradient_kernels(problem, device)
+
+    def last_kernel(self):
+        return DeltaBackwardChunks(self.problem.dtype, self.inputs.gate, TILES[self.problem.sizes["K"] > TILES[0]])
+
+    def bytes_of_heads(self):
+        inputs = self.inputs
+        return self.walk.kept_bytes(self.problem, inputs.group) + self.kernel.parts_bytes(self.problem, inputs)
 
     def launch(self, first, heads):
-        draft, problem, inputs, kernel, gradients = self.draft, self.problem, self.inputs, self.kernel, self.gradients
+        draft, problem, inputs, walk, prepare = self.draft, self.problem, self.inputs, self.walk, self.prepare
         arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
         B, T, K, V, N = problem.shape("B T K V N")
-        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
-        states_kernel = DeltaBackwardStates.fitting(problem.dtype, inputs.gate, K, V, 2 * N * heads, self.device)
-        wide, dtype = kernel.kept_columns(V), problem.dtype
-        kept = {"kept": draft.empty((2, B, heads, shape.NC, kernel.BK, wide), dtype)}
-        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("X", "w")}
-        how = self.common(shape, gradients["q"], gradients["k"], gradients["v"])
-        draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
+        shape = replace(draft.shape(problem, chunk=walk.CHUNK), H=heads)
+        channels, wide = walk.kept_size(K), walk.kept_size(V)
+        v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
+        kept = draft.empty((2, B, heads, shape.NC, channels, wide), problem.dtype)
+        residual, dresidual = (draft.empty((B, heads, T, wide), problem.dtype) for _ in range(2))
 
+        how = self.common(shape, *(self.gradients[name] for name in "qkv"))
+        of_prepare = {name: x for name, x in how.items() if name in prepare.names} | {"w_scale": problem.scale}
+        draft.launch(prepare, B * heads * shape.NC, **arrays, **of_prepare, prepared=prepared)
+        written = {"kept": kept, "residual": residual, "dresidual": dresidual, "dv": columns.pop("dv")}
+        of_walk = {name: x for name, x in how.items() if name in walk.names}
+        blocks = 2 * N * heads * walk.grid(V)
+        draft.launch(walk, blocks, v=v, **columns, **states, prepared=prepared, **written, **of_walk)
+        found = dict(zip(self.residuals, (residual, dresidual), strict=True)) | {"kept": kept}
+        arguments = arrays | columns | found | how | {"v": v}
+        arguments = {name: x for name, x in arguments.items() if name in self.kernel.names}
+        self.launch_last(first, heads, shape, arguments)
+
+    def launch_last(self, first, heads, shape, arguments):
+        draft, problem, inputs, kernel, gradients = self.draft, self.problem, self.inputs, self.kernel, self.gradients
+        B, T, K = problem.shape("B T K")
         float32_gradients = {name: inputs.some_heads(name, gradients[name], first, heads) for name in "qk"}
         parts = draft.empty((2, B, heads, T, K), FLOAT32) if inputs.group > 1 else None
         for name in {"beta", "g"} & set(gradients):
             x = gradients[name][:, first : first + heads]
             float32_gradients[name] = x if x.dtype == FLOAT32 else draft.empty((B, heads, T), FLOAT32)
-        del arrays["v"], columns["dv"]
         rows = {"d" + name: x if x.ndim == 4 else x[..., None] for name, x in float32_gradients.items()}
-        draft.launch(kernel, B * heads * shape.NC, **arrays, **columns, **kept, **rows, parts=parts, **how)
+        draft.launch(kernel, B * heads * shape.NC, **arguments, **rows, parts=parts)
         if parts is not None:
-            for part, name in enumerate("qk"):
-                add_up(draft, parts[part][None], float32_gradients[name], arrays[name] if inputs.normalized else None)
+            self.add_parts(parts, first, heads)
         for name in ("beta", "g"):
             if name in gradients and gradients[name].dtype != FLOAT32:
                 draft.copy(float32_gradients[name], gradients[name][:, first : first + heads])
 
+    def add_parts(self, parts, first, heads):
+        """Launches the sums of dq and dk over the heads of values that share a head of keys."""
+        for part, name in enumerate("qk"):
+            total = self.inputs.some_heads(name, self.gradients[name], first, heads)
+            x = self.inputs.some_heads(name, self.inputs.arrays[name], first, heads)
+            add_up(self.draft, parts[part][None], total, x if self.inputs.normalized else None)
 
-class DplrGradientsInChunks(Gradients):
-    """The same for rwkv7, whose kernels also take its gates of channels and vectors a and b."""
 
-    MOST = GradientsInChunks.MOST
+class DplrGradientsInChunks(GradientsInChunks):
+    """The same for rwkv7, whose last kernel also takes gates of channels and vectors a and b."""
 
-    def __init__(self, problem, device, do, dht):
-        super().__init__(problem, device, do, dht)
-        self.kernel = DplrBackwardChunks(problem.dtype, self.inputs.gate)
+    residuals = ("u", "du")
 
-    def launch(self, first, heads):
-        draft, problem, inputs, kernel, dtype = self.draft, self.problem, self.inputs, self.kernel, self.problem.dtype
-        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, K, V, N = problem.shape("B T K V N")
-        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
-        channels, wide = kernel.kept_size(K), kernel.kept_size(V)
-        kept = {"kept": draft.empty((2, B, heads, shape.NC, channels, wide), dtype)}
-        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("u", "du")}
-        how = {"scale": problem.scale, "shape": shape, "bytes": inputs.common_bytes(self.do, self.gradients["v"])}
-        states_kernel = DplrBackwardStates.fitting(dtype, inputs.gate, K, V, 2 * N * heads, self.device)
-        draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
+    def last_kernel(self):
+        return DplrBackwardChunks(self.problem.dtype, self.inputs.gate)
+
+    def launch_last(self, first, heads, shape, arguments):
         gradients = {"d" + name: self.gradients[name][:, first : first + heads] for name in ("q", "k", "a", "b", "g")}
-        blocks = B * heads * shape.NC * channels // kernel.KEPT
-        draft.launch(kernel, blocks, **arrays, do_=columns["do_"], **kept, **gradients, **how)
+        blocks = shape.B * heads * shape.NC * self.walk.kept_size(shape.K) // self.kernel.KEPT
+        self.draft.launch(self.kernel, blocks, **arguments, **gradients)
 
 
-class KdaGradientsInChunks(Gradients):
-    """The same for kda. Gradients of q and k are float32 parts of heads of values, which a third kernel adds up."""
+class KdaGradientsInChunks(GradientsInChunks):
+    """The same for kda. Gradients of q and k are float32 parts of heads of values, which another kernel adds up."""
 
-    MOST = GradientsInChunks.MOST
+    residuals = ("e", "w")
 
-    def __init__(self, problem, device, do, dht):
-        super().__init__(problem, device, do, dht)
-        self.kernel = KdaBackwardChunks(problem.dtype, self.inputs.gate)
+    def last_kernel(self):
+        return KdaBackwardChunks(self.problem.dtype, self.inputs.gate)
 
-    def launch(self, first, heads):
-        draft, problem, inputs, kernel, dtype = self.draft, self.problem, self.inputs, self.kernel, self.problem.dtype
-        arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, K, V, N = problem.shape("B T K V N")
-        shape = replace(draft.shape(problem, chunk=kernel.CHUNK), H=heads)
-        channels, wide = kernel.kept_size(K), kernel.kept_size(V)
-        kept = {"kept": draft.empty((2, B, heads, shape.NC, channels, wide), dtype)}
-        kept |= {name: draft.empty((B, heads, T, wide), dtype) for name in ("e", "w")}
-        how = self.common(shape, self.gradients["v"])
-        states_kernel = KdaBackwardStates.fitting(dtype, inputs.gate, K, V, 2 * N * heads, self.device)
-        draft.launch(states_kernel, 2 * N * heads * states_kernel.grid(V), **arrays, **columns, **states, **kept, **how)
-
+    def launch_last(self, first, heads, shape, arguments):
+        draft, inputs, (B, T, K) = self.draft, self.inputs, self.problem.shape("B T K")
         parts = draft.empty((2, B, heads, T, K), FLOAT32)
         own = {name: self.gradients[name][:, first : first + heads] for name in ("g", "beta")}
         dtypes = {"g": inputs.gate, "beta": FLOAT32}
         found = {name: x if x.dtype == dtypes[name] else draft.empty(x.shape, dtypes[name]) for name, x in own.items()}
-        del arrays["v"]
         written = {"parts": parts, "dg": found["g"], "dbeta": found["beta"][..., None]}
-        blocks = B * heads * shape.NC * channels // kernel.KEPT
-        draft.launch(kernel, blocks, **arrays, do_=columns["do_"], **kept, **written, **how)
-        for part, name in enumerate("qk"):
-            total = inputs.some_heads(name, self.gradients[name], first, heads)
-            add_up(draft, parts[part][None], total, arrays[name] if inputs.normalized else None)
+        blocks = B * heads * shape.NC * self.walk.kept_size(K) // self.kernel.KEPT
+        draft.launch(self.kernel, blocks, **arguments, **written)
+        self.add_parts(parts, first, heads)
         for name, x in own.items():
             if found[name] is not x:
                 draft.copy(found[name], x)

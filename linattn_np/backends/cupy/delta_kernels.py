@@ -12,6 +12,7 @@ from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
+KINDS_OF_RESIDUALS = {GATED_DELTA: 0, KDA: 1, DPLR: 2}  # how a token's residual is found: kernels_cu/delta/prepared.cuh
 READ = members(
     "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes"
 )
@@ -43,23 +44,23 @@ class DeltaKernel(Kernel):
         return (tokens * BK * self.real if self.rule != GATED_DELTA else 16) + tokens * 6 * self.real
 
 
-class ChunkKernel(TiledKernel):
-    """A kernel that goes from chunk to chunk."""
+class Walk(TiledKernel):
+    """A walk over states, from what another kernel has prepared for each chunk."""
 
-    shared = ("DeltaShared<{dtype}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
-    gate: np.dtype
     BK: int
     BV: int
+    kinds: int  # see `KINDS_OF_RESIDUALS`
+    stages: int  # chunks that are in shared memory at once
 
     @classmethod
-    def fitting(cls, dtype, gate, K, V, heads, device):
-        """With 128 columns where blocks of so many have room, and are enough for half of the card."""
-        wide, narrow = (cls(dtype, gate, TILES[K > TILES[0]], BV) for BV in reversed(TILES))
-        enough = 2 * heads * wide.grid(V) >= device.multiprocessors
-        fits = wide.shared_bytes <= device.shared_per_block
-        return wide if V > TILES[0] and enough and fits else narrow
+    def fitting(cls, dtype, K, V, kinds, heads, device, **more):
+        """With 128 columns where blocks of so many are enough for half of the card, and three stages where they fit."""
+        BK, enough = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
+        BV = TILES[V > TILES[0] and enough]
+        kernels = [cls(dtype, BK, *tile, kinds, stages, **more) for *tile, stages in ((BV, 3), (BV, 2), (TILES[0], 2))]
+        return next((x for x in kernels if x.shared_bytes <= device.shared_per_block), kernels[-1])
 
     @property
     def threads(self):
@@ -67,31 +68,93 @@ class ChunkKernel(TiledKernel):
 
     @property
     def resident(self):
-        return 1 if self.BK + self.BV == 256 else 2
+        return TILES[1] // self.BV
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Of a chunk as it is prepared."""
+        return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 
-class DeltaForward(ChunkKernel):
-    """Under a gate for all channels of a token."""
+class DeltaScan(Walk):
+    """Outputs and final states."""
 
-    file = "delta/forward"
+    file = "delta/scan"
     arguments = members(
-        "rows q k v g beta o, pointers? initial final, shape, integers group, reals scale, integers normalized bytes"
+        "rows v, rows? o initial final, pointers? F, pointers prepared, shape, reals scale, integers bytes"
     )
+    shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
+    outputs: bool = True  # whether outputs are computed, not what a sequence does to a state
 
 
-class DeltaChannelForward(DeltaForward):
-    """Under a gate for every channel."""
+class DeltaBackwardStates(Walk):
+    """States before all chunks, gradients of those after them, residuals and their gradients, and dv."""
 
-    file = "delta/channel_forward"
-    shared = ("ChannelShared<{dtype}, {gate}, {BK}, {BV}>",)
+    file = "delta/backward_states"
+    arguments = members(
+        "rows v do_, rows? initial dht dh0, rows dv residual dresidual, pointers kept prepared, shape, reals scale, "
+        "integers bytes"
+    )
+    shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
+    KEPT: ClassVar[int] = 64  # states have multiples of so many channels and columns in memory
+
+    def kept_size(self, size) -> int:
+        """Channels or columns of what is kept, of so many."""
+        return ceil_div(size, self.KEPT) * self.KEPT
+
+    def kept_bytes(self, problem, group) -> int:
+        """Of what is prepared and kept for `group` heads: images, states before and behind chunks, two residuals."""
+        B, T, K, V = problem.shape("B T K V")
+        states = 2 * ceil_div(T, self.CHUNK) * self.kept_size(K)
+        kept = self.dtype.itemsize * self.kept_size(V) * (states + 2 * T)
+        return B * group * (kept + ceil_div(T, self.CHUNK) * self.prepared_bytes)
 
 
-class DeltaDplrForward(ChunkKernel):
-    """Of a rule that erases by keys of its own."""
+class DeltaJoinSegments(Kernel):
+    """The state before each segment, from what segments do to states."""
 
-    file = "delta/dplr_forward"
-    arguments = members("rows q k v a b g o, pointers? initial final, shape, reals scale, integers bytes")
-    shared = ("DplrShared<{dtype}, {gate}, {BK}, {BV}>",)
+    file = "delta/join_segments"
+    shared = ("Shared<{BK}>",)
+    arguments = members("pointers F G, rows? initial, pointers starts, rows? final, integers P H K V")
+    BK: int
+    BV: ClassVar[int] = 16
+
+    @property
+    def threads(self):
+        return 2 * self.BK
+
+
+class DeltaPrepare(Kernel):
+    """What a chunk does to states, under a gate for all channels of a token."""
+
+    file = "delta/prepare"
+    arguments = members(
+        "rows q k g beta, pointers prepared, shape, integers group, reals w_scale, integers normalized bytes"
+    )
+    shared = ("Shared<{dtype}, {BK}>",)
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+    gradient: bool  # whether for walks in both directions
+
+    @property
+    def threads(self):
+        return 2 * self.BK
+
+
+class DeltaChannelPrepare(DeltaPrepare):
+    """The same under a gate for every channel."""
+
+    file = "delta/channel_prepare"
+    shared = ("Shared<{dtype}, {gate}, {BK}>",)
+
+
+class DeltaDplrPrepare(DeltaPrepare):
+    """The same of a rule that erases by keys of its own."""
+
+    file = "delta/dplr_prepare"
+    arguments = members("rows q k a b g, pointers prepared, shape, reals w_scale, integers bytes")
+    shared = ("DplrMatrices<{dtype}, {gate}, {BK}>",)
 
 
 class GradientKernel(Kernel):
@@ -100,16 +163,6 @@ class GradientKernel(Kernel):
     def kept_bytes(self, problem, inputs) -> int:
         """Of what is kept between the way's kernels, for the heads that share a head of keys."""
         raise NotImplementedError
-
-
-class DeltaBackwardStates(ChunkKernel):
-    """What goes from chunk to chunk of the gradients in chunks."""
-
-    file = "delta/backward_states"
-    arguments = members(
-        "rows q k v do_ g beta, rows? initial dht dh0, rows dv X w, pointers kept, shape, integers group, reals scale, "
-        "integers normalized bytes"
-    )
 
 
 class DeltaBackwardChunks(GradientKernel):
@@ -121,8 +174,8 @@ class DeltaBackwardChunks(GradientKernel):
         "integers group, reals scale, integers normalized bytes"
     )
     shared = ("Shared<{dtype}, {BK}>",)
-    constants: ClassVar[tuple] = (("COLUMNS", "COLUMNS"),)
-    COLUMNS: ClassVar[int] = 64  # of states that are there at once
+    constants: ClassVar[tuple] = (("COLUMNS", "KEPT"),)
+    KEPT: ClassVar[int] = 64  # columns of states that are there at once
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
     gate: np.dtype
@@ -140,24 +193,10 @@ class DeltaBackwardChunks(GradientKernel):
     def tiles(self):
         return {"BK": self.BK, "chunk": self.CHUNK}
 
-    def kept_columns(self, V) -> int:
-        return ceil_div(V, self.COLUMNS) * self.COLUMNS
-
-    def kept_bytes(self, problem, inputs) -> int:
-        """Of states before and behind chunks, X and w, and of parts of gradients."""
-        B, T, K, V = problem.shape("B T K V")
-        token = self.dtype.itemsize * self.kept_columns(V) * (2 * self.BK // self.CHUNK + 2)
-        return B * inputs.group * T * (token + (8 * K if inputs.group > 1 else 0))
-
-
-class DplrBackwardStates(ChunkKernel):
-    """What goes from chunk to chunk of the gradients of a rule that erases by keys of its own."""
-
-    file = "delta/dplr_backward_states"
-    arguments = members(
-        "rows q k v a b do_ g, rows? initial dht dh0, rows dv u du, pointers kept, shape, reals scale, integers bytes"
-    )
-    shared = ("DplrShared<{dtype}, {gate}, {BK}, {BV}>",)
+    def parts_bytes(self, problem, inputs) -> int:
+        """Of parts of gradients, for the heads of values that share a head of keys."""
+        B, T, K = problem.shape("B T K")
+        return B * inputs.group * T * 8 * K if inputs.group > 1 else 0
 
 
 class DplrBackwardChunks(GradientKernel):
@@ -179,26 +218,8 @@ class DplrBackwardChunks(GradientKernel):
     def tiles(self):
         return {"BK": self.KEPT, "chunk": self.CHUNK}
 
-    def kept_size(self, size) -> int:
-        """Channels or columns of what is kept, of so many."""
-        return ceil_div(size, self.KEPT) * self.KEPT
-
-    def kept_bytes(self, problem, inputs) -> int:
-        """Of states before and behind chunks, u and du."""
-        B, T, K, V = problem.shape("B T K V")
-        states = 2 * ceil_div(T, self.CHUNK) * self.kept_size(K)
-        return B * self.dtype.itemsize * self.kept_size(V) * (states + 2 * T)
-
-
-class KdaBackwardStates(ChunkKernel):
-    """What goes from chunk to chunk of the gradients under a gate for every channel."""
-
-    file = "delta/kda_backward_states"
-    arguments = members(
-        "rows q k v do_ g beta, rows? initial dht dh0, rows dv e w, pointers kept, shape, integers group, reals scale, "
-        "integers normalized bytes"
-    )
-    shared = DeltaChannelForward.shared
+    def parts_bytes(self, problem, inputs) -> int:
+        return 0
 
 
 class KdaBackwardChunks(DplrBackwardChunks):
@@ -210,10 +231,9 @@ class KdaBackwardChunks(DplrBackwardChunks):
         "integers normalized bytes"
     )
 
-    def kept_bytes(self, problem, inputs) -> int:
-        """Of states before and behind chunks, e and w, and parts of gradients."""
+    def parts_bytes(self, problem, inputs) -> int:
         B, T, K = problem.shape("B T K")
-        return inputs.group * (super().kept_bytes(problem, inputs) + 8 * B * T * K)
+        return B * inputs.group * T * 8 * K
 
 
 class DeltaRecurrentForward(DeltaKernel):

@@ -1,0 +1,48 @@
+// what      What a chunk of a delta rule does to a state, as one kernel leaves it for another in global memory.
+// math      For a chunk, S is the state before it, V its values, D its decays. Y = E S, o = scale (W S + B V);
+//           gated delta rule and KDA, E = -kd:  S <- D S + Z^T (V + Y);   rwkv7, E = ad:  S <- D S + Zb^T Y + Z^T V.
+//           Backwards, C is the gradient of the state after the chunk:   C <- D C + scale W^T do + E^T P
+//           gated delta rule and KDA, without beta in Z and B:  w = Z C + scale B^T do,  dv = beta w,  P = beta Z C;
+//           rwkv7:  dv = Z C + scale B^T do,  du = Zb C + scale H^T do,  P = Zb C
+// shapes    a chunk of a head of values has one of these; those of a head lie one behind another
+#include "delta/chunk_storage.cuh"
+
+// TWO: values and what the state returns are written by different rows, Z[0] (Z) and Z[1] (Zb).
+template <typename T, int BK, bool TWO> struct alignas(16) Prepared {
+  static constexpr int OF_STATES = (2 + TWO) * C * BK * sizeof(T) + BK * sizeof(float);  // bytes before W
+
+  T E[C * BK], Z[1 + TWO][C * BK];  // tiles, as place<BK> lays them out
+  float whole[BK];                  // the chunk's decays
+  T W[C * BK];                      // W and B are for outputs alone
+  Matrix<T> B;
+};
+
+template <typename T, int COUNT> struct Matrices {
+  Matrix<T> of_residual[COUNT];
+};
+template <typename T> struct Matrices<T, 0> {};
+
+// For gradients. What tokens lack, the residual, is V + Y (KINDS = 0), of_residual[0] (V + Y) (1: KDA), or
+// of_residual[0] Y + of_residual[1] V (2: rwkv7).
+template <typename T, int BK, int KINDS> struct alignas(16) PreparedForGradients : Matrices<T, KINDS> {
+  static constexpr bool TWO = KINDS == 2;
+
+  T E[C * BK], Z[1 + TWO][C * BK];  // from here on also read backwards
+  float whole[BK], beta[C];
+  T W[C * BK];           // times scale; from here on read backwards alone
+  Matrix<T> B[1 + TWO];  // B, H
+};
+
+constexpr u32 SIGNS = 0x80008000;  // of two numbers of T
+
+// Stores an array of shared memory, whose bits in `flipped` change.
+template <int THREADS, typename X, int SIZE>
+__device__ __forceinline__ void store_pieces(X (&to)[SIZE], const X (&from)[SIZE], u32 flipped = 0) {
+  constexpr int PIECES = SIZE * sizeof(X) / 16;
+  static_assert(SIZE * sizeof(X) % 16 == 0);
+  for (int at = threadIdx.x; at < PIECES; at += THREADS) {
+    uint4 x = reinterpret_cast<const uint4*>(from)[at];
+    x.x ^= flipped, x.y ^= flipped, x.z ^= flipped, x.w ^= flipped;
+    reinterpret_cast<uint4*>(to)[at] = x;
+  }
+}

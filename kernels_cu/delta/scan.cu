@@ -1,0 +1,117 @@
+// what      The delta rules' walk over states, forwards, from chunk to chunk of 32 tokens: outputs and final states.
+//           Without OUTPUTS, what a sequence does to a state: from S to F S + G.
+// math      S is the state before a chunk; E, W, Z, Zb, B, D: prepared.cuh.   Y = E S;   o = scale (W S + B v);
+//           S <- D S + Z^T (v + Y), or, TWO, S <- D S + Zb^T Y + Z^T v. KINDS: prepared.cuh
+// shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32. Without OUTPUTS, the
+//           final state is G, from zeros, and F [N, H, K, K padded to a multiple of 4]
+//           is one of values of 0, from the identity
+// grid      a block for every (sequence, head, BV columns), sequence slowest; a warp for every 16 columns. Columns of F
+//           come behind those of G
+// smem      a ring of STAGES: a chunk as it was prepared, and its v
+// barriers  one a chunk: it is in shared memory, and the previous chunk has been read
+// numerics  S in float32 accumulators; S and v + Y (TWO: Y) are rounded to T for products
+// source    Yang et al., 2024 (2412.06464), section 3.3
+// limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
+#include "delta/chunk.cuh"
+#include "delta/prepared.cuh"
+#include "delta/walk.cuh"
+
+template <typename T> struct Args {
+  Rows<const T> v;
+  Rows<T> o;                  // null without OUTPUTS
+  Rows<const float> initial;  // or null
+  Rows<float> final;          // or null
+  float* F;                   // null with OUTPUTS
+  const void* prepared;       // Prepared of each chunk
+  Shape shape;
+  double scale;
+  i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long
+};
+
+template <typename T, int BK, int BV, int KINDS> struct alignas(16) Stage {
+  Prepared<T, BK, KINDS == 2> of;
+  T v[C * BV];
+};
+
+template <typename T, int BK, int BV, int KINDS, int STAGES> struct Shared {
+  Stage<T, BK, BV, KINDS> stages[STAGES];
+};
+
+template <typename T, int BK, int BV, int KINDS, int STAGES, bool OUTPUTS>
+__global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Args<T> args) {
+  constexpr int THREADS = 2 * BV;
+  constexpr bool TWO = KINDS == 2;
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, KINDS, STAGES>*>(dynamic_smem())->stages;
+  const Shape& shape = args.shape;
+  const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
+  const u32 pair = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = pair / H, h = pair % H, b = n / count;
+  const bool of_F = !OUTPUTS && tile >= value_tiles;
+  const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
+  const Span span = tokens_of(shape, n % count), chunks = chunks_of(shape, n % count);
+  const int v_tile = (of_F ? tile - value_tiles : tile) * BV, tokens = int(span.stop - span.start);
+  const int bytes = int(args.bytes);
+  const int channels = int(shape.K), columns = int(min(width - v_tile, i64(BV))), column = threadIdx.x / 32 * 16;
+  const auto* prepared =
+      static_cast<const Prepared<T, BK, TWO>*>(args.prepared) + (i64(b) * H + h) * shape.NC + chunks.start;
+
+  State<BK> S;
+  const auto each = [&](auto f) { each_number<BK>(S, 0, width, v_tile, channels, columns, f); };
+  {
+    const float* from = args.initial.p ? args.initial.row(n, h, 0) : nullptr;
+    each([&](float& x, i64 at, bool inside) {
+      x = !inside ? 0.f : of_F ? at % (width + 1) == 0 : from ? from[at] : 0.f;
+    });
+  }
+
+  const auto fetch = [&](int chunk, int stage) {
+    if (chunk * C < tokens) {
+      auto& to = stages[stage];
+      using Image = Prepared<T, BK, TWO>;
+      constexpr int SIZE = OUTPUTS ? sizeof(Image) : Image::OF_STATES;
+      copy_image<0, SIZE, THREADS>(&to.of, prepared + chunk);
+      if (!of_F)
+        copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * C) + v_tile, args.v.t, tokens - chunk * C,
+                                columns, bytes);
+    }
+    cp_async_commit();
+  };
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted once
+  for (int chunk = 0; chunk < STAGES - 1; ++chunk) fetch(chunk, chunk);
+#pragma unroll 1
+  for (int token = 0, chunk = 0, stage = 0; token < tokens; token += C, ++chunk) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
+    fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);
+    const auto& of = stages[stage].of;
+    const T* tile = stages[stage].v;
+    if (++stage == STAGES) stage = 0;
+
+    u32 v[C / 16][4] = {}, x[C / 16][4];
+    if (!of_F) load_packed<BV>(v, tile, column);
+    float y[C / 8][4] = {};
+    Columns o = {};
+    read_transposed<BK, OUTPUTS>(y, S, of.E, &o, of.W);
+    decay_state<BK>(S, of.whole);
+    if constexpr (TWO) write_rows<BK>(S, of.Z[0], v);
+    else add_packed<T>(y, v);
+    pack_tokens<T>(x, y);
+    write_rows<BK>(S, of.Z[TWO], x);
+    if constexpr (OUTPUTS) {
+      multiply_packed(o, of.B, v);
+      store_tokens<T>(
+          args.o.row(b, h, span.start + token) + v_tile, args.o.t,
+          [&](int i, int across) {
+            const float* two = o[i / 16][across / 8] + i % 16 / 8 * 2;
+            return pack<T>(scale * two[0], scale * two[1]);
+          },
+          tokens - token, column, columns, bytes);
+    }
+  }
+  float* to = of_F ? args.F + (i64(n) * H + h) * shape.K * width : args.final.p ? args.final.row(n, h, 0) : nullptr;
+  if (to) {
+    each([&](float& x, i64 at, bool inside) {
+      if (inside) to[at] = x;
+    });
+  }
+}

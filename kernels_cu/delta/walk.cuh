@@ -1,0 +1,183 @@
+// what      Steps of a walk over the states of a delta rule, by chunks as they were prepared: products of a warp's 16
+//           columns. What tokens read is transposed [columns, tokens], so that it is an operand as it is.
+// shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, 8 channels]
+#include "delta/chunk.cuh"
+
+// Starts to copy bytes FROM to STOP of a chunk's image.
+template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_image(void* to, const void* from) {
+  const int first = FROM + 16 * opaque(threadIdx.x);  // `opaque`: addresses take no registers between chunks
+#pragma unroll
+  for (int at = 0; at < STOP - FROM; at += THREADS * 16)
+    if (at + THREADS * 16 <= STOP - FROM || first + at < STOP)
+      cp_async<16>(static_cast<char*>(to) + first + at, static_cast<const char*>(from) + first + at, true);
+}
+
+// S as two right halves and as a left operand: channels 16 c to 16 c + 15 of the warp's columns.
+template <typename T, int BK> __device__ __forceinline__ void pack_state(u32 (&s)[4], const State<BK>& S, int c) {
+  const float (&low)[4] = S[2 * c], (&high)[4] = S[2 * c + 1];
+  s[0] = pack<T>(low[0], low[1]), s[1] = pack<T>(low[2], low[3]);
+  s[2] = pack<T>(high[0], high[1]), s[3] = pack<T>(high[2], high[3]);
+}
+
+// y (transposed) += rows S, for all tokens and the warp's columns; with OUTPUTS also o += more S.
+template <int BK, bool OUTPUTS = false, typename T>
+__device__ __forceinline__ void read_transposed(float (&y)[C / 8][4], const State<BK>& S, const T* rows,
+                                                Columns* o = nullptr, const T* more = nullptr) {
+  const RowsReader<BK, T> right;
+  const LeftReader<BK, T> left;
+#pragma unroll
+  for (int c = 0; c < BK / 32; ++c) {  // 32 channels
+    u32 e[C / 8][4], s[2][4];
+#pragma unroll
+    for (int n = 0; n < C / 8; ++n) ldmatrix_x4(e[n], right.at(rows, 8 * n, 32 * c));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      pack_state<T, BK>(s[half], S, 2 * c + half);
+#pragma unroll
+      for (int n = 0; n < C / 8; ++n) multiply_halves(y[n], s[half], {e[n][2 * half], e[n][2 * half + 1]}, T{});
+    }
+    if constexpr (OUTPUTS) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int m = 0; m < C / 16; ++m) {
+          u32 w[4];
+          ldmatrix_x4(w, left.at(more, 16 * m, 32 * c + 16 * half));
+          multiply_halves((*o)[m][0], w, {s[half][0], s[half][2]}, T{});
+          multiply_halves((*o)[m][1], w, {s[half][1], s[half][3]}, T{});
+        }
+    }
+  }
+}
+
+// S <- diag(decay) S.
+template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, const float* decay) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int c = 0; c < BK / 8; ++c) {
+    const float2 by = *reinterpret_cast<const float2*>(decay + 8 * c + 2 * t);
+    S[c][0] *= by.x, S[c][1] *= by.y, S[c][2] *= by.x, S[c][3] *= by.y;
+  }
+}
+
+// S += rows^T x; x: of the warp's columns and 16 tokens at a time, transposed.
+template <int BK, typename T>
+__device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const u32 (&x)[C / 16][4]) {
+  const RightReader<BK, T> reader;
+#pragma unroll
+  for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c) {
+      u32 b[4];
+      ldmatrix_x4_trans(b, reader.at(rows, 16 * n, 16 * c));
+      multiply_halves(S[2 * c], x[n], {b[0], b[1]}, T{});
+      multiply_halves(S[2 * c + 1], x[n], {b[2], b[3]}, T{});
+    }
+}
+
+// Loads the warp's columns of a chunk's tokens, packed and transposed.
+template <int BV, typename T>
+__device__ __forceinline__ void load_packed(u32 (&x)[C / 16][4], const T* tile, int column) {
+  const TransposedReader<BV, T> reader(column);
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m) ldmatrix_x4_trans(x[m], reader.at(tile, 16 * m, 0));
+}
+
+// y += x.
+template <typename T> __device__ __forceinline__ void add_packed(float (&y)[C / 8][4], const u32 (&x)[C / 16][4]) {
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m)
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      float* two = y[2 * m + part / 2] + part % 2 * 2;
+      const float2 value = unpack(x[m][part], T{});
+      two[0] += value.x, two[1] += value.y;
+    }
+}
+
+// Packs what is transposed; by(first): factors of tokens first + 2t and the next one.
+template <typename T, class By>
+__device__ __forceinline__ void pack_tokens(u32 (&packed)[C / 16][4], const float (&x)[C / 8][4], By by) {
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m)
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const float2 factors = by(16 * m + part / 2 * 8);
+      const float* two = x[2 * m + part / 2] + part % 2 * 2;
+      packed[m][part] = pack<T>(factors.x * two[0], factors.y * two[1]);
+    }
+}
+template <typename T>
+__device__ __forceinline__ void pack_tokens(u32 (&packed)[C / 16][4], const float (&x)[C / 8][4]) {
+  pack_tokens<T>(packed, x, [](int) { return float2{1.f, 1.f}; });
+}
+
+// d += M x, M lower triangular; x as `write_rows` has it.
+template <typename T>
+__device__ __forceinline__ void multiply_packed(Columns& d, const Matrix<T>& M, const u32 (&x)[C / 16][4]) {
+  const int lane = own_lane();
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m)
+#pragma unroll
+    for (int before = 0; before <= m; ++before)
+#pragma unroll
+      for (int number = 0; number < 2; ++number) {
+        u32 a[4];
+        ldmatrix_x4(a, M.x + number * M.REST + (16 * m + (lane & 15)) * M.LDA + 16 * before + (lane >> 4) * 8);
+        multiply_halves(d[m][0], a, {x[before][0], x[before][2]}, T{});
+        multiply_halves(d[m][1], a, {x[before][1], x[before][3]}, T{});
+      }
+}
+
+// y (transposed) += scale M^T x, M lower triangular; x as `write_rows` has it.
+template <typename T>
+__device__ __forceinline__ void add_tokens(float (&y)[C / 8][4], const u32 (&x)[C / 16][4], const Matrix<T>& M,
+                                           float scale) {
+  const int lane = own_lane();
+  float sums[C / 8][4] = {};
+#pragma unroll
+  for (int n = 0; n < C / 16; ++n)
+#pragma unroll
+    for (int from = n; from < C / 16; ++from)
+#pragma unroll
+      for (int number = 0; number < 2; ++number) {
+        u32 b[4];  // tokens 16 from + 0...15 of M's rows, columns 16 n + 0...15
+        ldmatrix_x4_trans(b, M.x + number * M.REST + (16 * from + (lane & 15)) * M.LDA + 16 * n + (lane >> 4) * 8);
+        multiply_halves(sums[2 * n], x[from], {b[0], b[1]}, T{});
+        multiply_halves(sums[2 * n + 1], x[from], {b[2], b[3]}, T{});
+      }
+#pragma unroll
+  for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+    for (int m = 0; m < 4; ++m) y[n][m] = fmaf(scale, sums[n][m], y[n][m]);
+}
+
+// Stores the warp's 16 columns of a chunk's tokens from `to` on; two(i, column): a lane's pair of neighbouring columns
+// of a token, i a multiple of 8 and column 0 or 8. Rows have `width` numbers, and are whole pieces of `bytes`.
+template <typename T, class Two>
+__device__ __forceinline__ void store_tokens(T* to, i64 stride, Two two, int rows, int column, int width, int bytes) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3;
+  to += g * stride + column + 2 * t;
+  if (rows >= C && bytes >= 4 && column + 16 <= width) {
+#pragma unroll
+    for (int i = 0; i < C; i += 8, to += 8 * stride)
+#pragma unroll
+      for (int across = 0; across < 16; across += 8) *reinterpret_cast<u32*>(to + across) = two(i, across);
+  } else {
+#pragma unroll
+    for (int i = 0; i < C; i += 8, to += 8 * stride)
+#pragma unroll
+      for (int across = 0; across < 16; across += 8) {
+        const u32 pair = two(i, across);
+        const int c = column + across + 2 * t;
+        if (i + g >= rows) continue;
+        if (bytes >= 4) {
+          if (c < width) *reinterpret_cast<u32*>(to + across) = pair;
+        } else {
+          const float2 x = unpack(pair, T{});
+          if (c < width) to[across] = from_float<T>(x.x);
+          if (c + 1 < width) to[across + 1] = from_float<T>(x.y);
+        }
+      }
+  }
+}
