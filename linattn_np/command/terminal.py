@@ -304,10 +304,13 @@ def add_tokenizer(add):
 @contextmanager
 def status(first):
     """A function that shows how far things are, on a terminal's last line, which is blank again in the end."""
+    shown = ""
 
     def show(line):
-        if sys.stderr.isatty():
+        nonlocal shown
+        if line != shown and sys.stderr.isatty():
             say(f"\r\x1b[K{line}", end="")
+            shown = line
 
     show(first)
     try:

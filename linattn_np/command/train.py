@@ -7,7 +7,8 @@
     linattn-np train --from model.pth --state --text texts.jsonl --out mine
     mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes
 
-The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte, or a token with --from.
+The last 5 % of the text are held out, or as much as 32 steps read where that is less: the loss on it is what is
+printed, in nats a byte, or a token with --from.
 Ctrl-C, SIGTERM and SIGHUP finish the step, write both files and tell the command that goes on; a second one ends at
 once.
 """
