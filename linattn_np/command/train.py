@@ -178,9 +178,9 @@ def declare(parser):
         type=whole(1),
         metavar="RANK",
         help="a low-rank adapter of every large matrix, which generate --adapter reads and linattn-np merge puts into "
-        "the model; on the cpu",
+        "the model",
     )
-    only.add_argument("--state", action="store_true", help="the state before the first token alone; on the cpu")
+    only.add_argument("--state", action="store_true", help="the state before the first token alone")
     add("--alpha", type=float, help="of --lora: the adapter counts alpha / RANK (default: RANK)")
     add_tokenizer(add)
     add_device(add)
