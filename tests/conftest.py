@@ -3,10 +3,11 @@
 pytest                                              numpy, and the CUDA kernels emulated on the CPU, those of Hopper too
 pytest --backends=cupy,numba                        on a card
 NUMBA_ENABLE_CUDASIM=1 pytest --backends=numba      Numba's simulator
-pytest -m quick                                     one minute: every operator, a kernel of every family
+pytest -m quick                                     one minute: every operator, by its kernels too
 pytest --exhaustive                                 every case of every product, where else are some of `pairs.py`
 """
 
+import functools
 import os
 import sys
 import zlib
@@ -26,6 +27,7 @@ from linattn_np.declarations import DELTA_RULES, GLA_VALUE_GATE
 from linattn_np.ops import OPS
 
 DOUBLE, SINGLE, HALF = (np.dtype(t) for t in ("float64", "float32", "float16"))
+QUICK = "quick"  # the mark, and what -m says for it
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 if SIMULATOR:
     from turns import take_turns
@@ -260,6 +262,17 @@ def kept(cases, joined, config):
     return {*range(len(cases))}.difference(costly).union(drawn, quick)
 
 
+@functools.cache
+def is_quick(path):
+    return f"mark.{QUICK}" in path.read_text()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`pytest -m quick` imports only the files that have such cases: the others take longer than the cases do."""
+    if config.option.markexpr == QUICK and collection_path.suffix == ".py" and not is_quick(collection_path):
+        return True
+
+
 def thins_at_once(config):
     """Before there are items, which take longer; where -k, or a name, chooses some, pairs are of what is left."""
     named = config.option.keyword or any("::" in name for name in config.args)
@@ -295,7 +308,7 @@ def pytest_configure_node(node):
 
 def pytest_report_header(config):
     chosen = config.option.markexpr or config.option.keyword or config.args != config.getini("testpaths")
-    takes = [] if chosen else ["all tests take 8 minutes of two cores with -n 3, else 15; pytest -m quick takes one"]
+    takes = [] if chosen else ["all tests take 25 minutes on two cores; pytest -m quick takes one"]
     return [f"backends: {', '.join(config.backends)}; --seed={config.option.seed}", *takes]
 
 

@@ -82,6 +82,7 @@ def test_the_page_is_what_help_tells():
         (["generate", "--promt", "x"], "--prompt"),
         (["generate", "--device", "cdua"], "cuda"),
         (["bench", "--heds=3"], "--heads"),
+        (["train", "--txt", "novel.txt", "--out", "novel"], "--text"),
     ],
 )
 def test_what_was_probably_meant(words, meant, capsys):

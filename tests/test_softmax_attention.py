@@ -421,6 +421,7 @@ def test_nothing_comes_from_sequences_beside(backend, rng):
         assert_close("a sequence's own", backend.tohost(x)[:, :, side], wanted[:, :, side], BFLOAT16, rows=10)
 
 
+@pytest.mark.quick
 def test_equal_scores_give_the_mean(backend, rng):
     """And scores of any size neither overflow nor vanish."""
     q, k, v = draw(SOFTMAX_ATTENTION, rng, Case(T=90).sizes, BFLOAT16)

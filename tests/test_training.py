@@ -200,6 +200,11 @@ def test_every_row_is_read_once_an_epoch_and_none_that_is_held_out():
     assert held == numbers[1901:].tolist()
 
 
+def test_of_a_long_text_no_more_is_held_out_than_32_steps_read():
+    text = Text(bytes(100_000), replace(SMALL, batch=2, context=10))
+    assert len(text.held) == 640 and len(text.learned) == 99_360
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 def test_a_restored_training_goes_on_bit_for_bit(tmp_path):
     whole, part = Training(TEXT, SMALL), Training(TEXT, SMALL)

@@ -44,6 +44,11 @@ WAYS_OUT = {
 class Parser(argparse.ArgumentParser):
     def __init__(self, **how):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+        self.given = []
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message):
         """One line, where argparse would print its usage too, with what was probably meant."""
@@ -54,6 +59,10 @@ class Parser(argparse.ArgumentParser):
             word, known = unknown[1], list(self._option_string_actions)
         elif unknown := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             word, known = unknown[1], re.findall(r"[\w-]+", unknown[2])
+        elif message.startswith("the following arguments are required"):  # one of them may be there, misspelt
+            options, known = self._option_string_actions, re.findall(r"--[\w-]+", message)
+            words = [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in options]
+            return next(filter(None, (meant(word, known) for word in words)), "")
         else:
             return ""
         return meant(word, known)
@@ -304,10 +313,13 @@ def add_tokenizer(add):
 @contextmanager
 def status(first):
     """A function that shows how far things are, on a terminal's last line, which is blank again in the end."""
+    shown = ""
 
     def show(line):
-        if sys.stderr.isatty():
+        nonlocal shown
+        if line != shown and sys.stderr.isatty():
             say(f"\r\x1b[K{line}", end="")
+            shown = line
 
     show(first)
     try:

@@ -7,7 +7,8 @@
     linattn-np train --from model.pth --state --text texts.jsonl --out mine
     mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes
 
-The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte, or a token with --from.
+The last 5 % of the text are held out, or as much as 32 steps read where that is less: the loss on it is what is
+printed, in nats a byte, or a token with --from.
 Ctrl-C, SIGTERM and SIGHUP finish the step, write both files and tell the command that goes on; a second one ends at
 once.
 """
@@ -177,9 +178,9 @@ def declare(parser):
         type=whole(1),
         metavar="RANK",
         help="a low-rank adapter of every large matrix, which generate --adapter reads and linattn-np merge puts into "
-        "the model; on the cpu",
+        "the model",
     )
-    only.add_argument("--state", action="store_true", help="the state before the first token alone; on the cpu")
+    only.add_argument("--state", action="store_true", help="the state before the first token alone")
     add("--alpha", type=float, help="of --lora: the adapter counts alpha / RANK (default: RANK)")
     add_tokenizer(add)
     add_device(add)

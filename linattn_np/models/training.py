@@ -29,6 +29,7 @@ from .single_process import OneProcess
 from .training_steps import CudaSteps, HostSteps
 
 HELD_OUT = 0.05  # share of the text, at its end, that is not learned
+HELD_OUT_STEPS = 32  # ... but no more of it than so many steps read, whose loss takes as long as about 11 steps
 MAX_BYTES = 1 << 24  # tokens of a step at most: more than fit in any machine's memory
 WARM_UP = 0.02  # share of the training in which the learning rate rises
 VECTORS = ("weights", "first", "second")  # the state of a training: the model's weights and AdamW's two moments
@@ -85,7 +86,8 @@ class Training:
     Parameters
     ----------
     text : bytes, or token ids [T]
-        The last 5 % are held out: only `held_out_loss` reads them.
+        The last 5 % are held out, or as many tokens as 32 steps read where these are fewer: only `held_out_loss` reads
+        them.
     settings : Settings
     device : "cpu" or "cuda"
     dtype : of the matrices in products and of activations, on CUDA; sums, the weights and the optimiser are float32
@@ -305,7 +307,7 @@ class Text:
     def __init__(self, text, settings):
         self.tokens, self.settings = as_tokens(text), settings
         self.unit = "bytes" if self.tokens.dtype == np.uint8 else "tokens"
-        held = int(len(self.tokens) * HELD_OUT)
+        held = min(int(len(self.tokens) * HELD_OUT), HELD_OUT_STEPS * settings.batch * settings.context)
         self.learned, self.held = self.tokens[: len(self.tokens) - held], self.tokens[len(self.tokens) - held :]
         least = 2 * settings.context + 1  # enough for one row wherever an epoch's first row starts
         if len(self.learned) < least or len(self.held) < 2:
