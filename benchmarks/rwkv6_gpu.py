@@ -376,7 +376,7 @@ def fla_weights_of_7(weights):
 
 
 def fla_weights(weights, L):
-    """RWKV-6's `weights` under fla's names: its mixes are in the order r w k v g, its LoRAs weights of Linear layers."""
+    """RWKV-6's `weights` under fla's names: mixes in the order r w k v g, LoRAs as Linear layers have them."""
     from linattn_np.models.rwkv6.names import FLA_ORDER, in_fla
 
     plain = {name: array for name, array in weights.items() if ".att.time_" not in name}
