@@ -7,8 +7,7 @@ The models are synthetic ones. The floor is every weight but the embedding once,
 large matrix is read, by the loops of this package: BLAS takes up to twice the time.
 Everything takes turns, so that a busy machine is busy for all, and a ratio is the median of the ratios within a round.
 Times are medians, the best beside them. Logits are compared before anything is timed. No round of a model begins after
-`--seconds`. The `rwkv` package, which needs torch, and rwkv.cpp, which has to be built, are optional; rwkv.cpp is
-measured with RWKV-6 alone.
+`--seconds`. The `rwkv` package, which needs torch, and rwkv.cpp, which has to be built, are optional.
 """
 
 import argparse
@@ -61,10 +60,7 @@ def arguments():
     parser.add_argument("--rwkv-cpp", metavar="LIBRARY", help="its librwkv.so, to be measured too")
     parser.add_argument("--note", default="", help="a sentence for the table: what was unusual while this was measured")
     parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
-    args = parser.parse_args()
-    if args.rwkv_cpp and args.version == 7:
-        parser.error("argument --rwkv-cpp: is measured with --version 6 only")
-    return args
+    return parser.parse_args()
 
 
 def cpu():

@@ -11,7 +11,7 @@ had taken from the device at most. On Hopper there are rows of matrices in int8 
 of their own), and of a recurrent state in bfloat16, too.
 
 The peers have the same weights, and need torch: the `rwkv` package (one sequence; its own CUDA kernels where it can
-build them) and flash-linear-attention's RWKV-6 model. One that is absent, or fails, is left out with the reason; one
+build them) and flash-linear-attention's model. One that is absent, or fails, is left out with the reason; one
 that an earlier file of the same card has is taken from there, with the day on which it was measured.
 """
 
@@ -21,7 +21,7 @@ import json
 import os
 import statistics
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import cupy
@@ -29,7 +29,7 @@ import devices
 import ml_dtypes
 import numpy as np
 import run
-from rwkv6_synthetic import is_matrix, scaled, shapes
+from rwkv6_synthetic import RANKS, is_matrix, scaled, shapes
 
 from linattn_np.backends.cupy.model_products import BatchProduct
 from linattn_np.models.versions import VERSIONS
@@ -41,6 +41,7 @@ ENQUEUED = 500_000  # nanoseconds in which the host has enqueued as many graphs
 PREFILL = 2048
 PROMPTS = [512], [PREFILL], [8192], np.random.default_rng(2).integers(16, 96, 64).tolist()
 PROMPT = list(range(1000, 1040))  # whose last logits are compared
+FLA_RANKS = {"decay": "W", "a": "A", "v": "Q", "gate": "G"}  # of RWKV-7: fla's names, those of rwkv6_synthetic
 
 
 def synthetic(sizes, version):
@@ -77,7 +78,7 @@ def main():
         "peers": {},
     }
     kept = kept_peers(args.keep_peers, card)
-    for name in args.peers if args.version == 6 else {"rwkv"}.intersection(args.peers):
+    for name in args.peers:
         if its := {peer: found for peer, found in kept.items() if peer.split()[0] == name}:
             result["peers"] |= its
             continue
@@ -287,27 +288,41 @@ def rwkv_package(weights, exact, args):
             del model, state, step
 
 
-def fla_model(weights, exact, args):
-    """flash-linear-attention's RWKV6ForCausalLM, in bfloat16."""
+def fla_of(weights, version, device):
+    """flash-linear-attention's model with these weights, in bfloat16."""
     import torch
-    from fla.models import RWKV6Config, RWKV6ForCausalLM
+    from fla import models
 
-    L, D, (V, _) = LARGE["L"], LARGE["D"], shapes(**LARGE)["emb.weight"]
-    config = RWKV6Config(
+    L = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
+    V, D = weights["emb.weight"].shape
+    only = {
+        6: {"num_heads": D // 64, "expand_k": 1.0, "expand_v": 1.0},
+        7: {f"{rank}_low_rank_dim": RANKS[7][axis] for rank, axis in FLA_RANKS.items()},
+    }[version]
+    config = getattr(models, f"RWKV{version}Config")(
         hidden_size=D,
         num_hidden_layers=L,
-        num_heads=D // 64,
-        expand_k=1.0,
-        expand_v=1.0,
         vocab_size=V,
-        intermediate_size=D * 7 // 2,
+        intermediate_size=len(weights["blocks.0.ffn.key.weight"]),
         fuse_cross_entropy=False,
+        **only,
     )
-    with torch.device("cuda"):
-        model = RWKV6ForCausalLM(config).to(torch.bfloat16).eval()
-    model.load_state_dict({name: to_torch(array) for name, array in fla_weights(weights, L).items()})
+    with torch.device("meta"):  # without values, whose initial ones take minutes
+        model = getattr(models, f"RWKV{version}ForCausalLM")(config).eval()
+    wanted = model.state_dict()
+    named = fla_weights(weights, L) if version == 6 else fla_weights_of_7(weights)
+    on_device = {name: to_torch(array).to(device, torch.bfloat16) for name, array in named.items()}
+    model.load_state_dict({name: x.reshape(wanted[name].shape) for name, x in on_device.items()}, assign=True)
     for layer in model.model.layers:
-        layer.attn.g_norm.eps = 64e-5  # the config has one eps for all norms
+        layer.attn.g_norm.eps = 64e-5  # RWKV-6's config has one eps for all norms
+    return model
+
+
+def fla_model(weights, exact, args):
+    """fla's model, by batch."""
+    import torch
+
+    model = fla_of(weights, args.version, "cuda")
     free()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
@@ -348,8 +363,20 @@ def show(name, found):
     print(f"{name}: relative error of the logits {found['error']:.1e}", flush=True)
 
 
+def fla_weights_of_7(weights):
+    """RWKV-7's `weights` under fla's names, without axes of 1."""
+    from linattn_np.models.rwkv.names import fla, transposed
+    from linattn_np.models.rwkv7.names import in_fla
+
+    naming, found = fla(partial(in_fla, weights)), {}
+    for name, array in weights.items():
+        its_name, make = naming(name)
+        found[its_name] = array.T if make is transposed else np.squeeze(array)
+    return found
+
+
 def fla_weights(weights, L):
-    """`weights` under fla's names: its mixes are in the order r w k v g, its LoRAs the weights of Linear layers."""
+    """RWKV-6's `weights` under fla's names: mixes in the order r w k v g, LoRAs as Linear layers have them."""
     from linattn_np.models.rwkv6.names import FLA_ORDER, in_fla
 
     plain = {name: array for name, array in weights.items() if ".att.time_" not in name}

@@ -3,6 +3,7 @@
 python benchmarks/rwkv6_gpu.py --out benchmarks/results/nvidia-h200-rwkv6.json
 python benchmarks/rwkv6_gpu.py --version 7 --out benchmarks/results/nvidia-h200-rwkv7.json
 python benchmarks/rwkv6_cpu.py --out benchmarks/results/<cpu>-rwkv6.json
+python benchmarks/rwkv6_cpu.py --version 7 --out benchmarks/results/<cpu>-rwkv7.json
 python benchmarks/rwkv6_table.py
 """
 
@@ -207,7 +208,8 @@ def on_a_cpu(result) -> str:
         f"{row['results']['floor']['decode']['ms']:.1f} ms at {row['L']} x {row['D']}" for row in result["rows"]
     )
     text = (
-        f"RWKV-6, {result['device']}, {result['threads']} threads, one sequence, models of layers x channels. Decoding "
+        f"RWKV-{result.get('version', 6)}, {result['device']}, {result['threads']} threads, one sequence, models of "
+        "layers x channels. Decoding "
         f"in float32 takes at least the time to read the weights as one matrix, {floors}; a prompt has "
         f"{result['prefill']} tokens. "
         "Factors are medians of pairs within a round, figures medians of all rounds. rwkv.cpp keeps the head in 16 "

@@ -1,12 +1,14 @@
-"""RWKV-6's training on the GPU: tokens/s, the share of the card's matrix rate, memory, and the peer's in the same run.
+"""RWKV's training on the GPU: tokens/s, the share of the card's matrix rate, memory, and the peer's in the same run.
 
-    python benchmarks/rwkv6_training.py [--sizes 12x768@16x1024 ...] [--steps 20] [--curve 300] [--no-peer] [--out FILE]
+    python benchmarks/rwkv6_training.py [--version 7] [--sizes 12x768@16x1024 ...] [--steps 20] [--curve 300]
+                                        [--no-peer] [--out FILE]
 
 A size is layers x width @ batch x context. A step is all that a training does: the batch from the text, loss,
 gradients, clipping, AdamW; times are between GPU events, the median of five samples of `--steps` steps each. The share
 is of 6 operations a parameter and token over the card's dense bfloat16 rate. Memory is what the libraries have taken
-from the device. The text is this package's own source. The peer (`rwkv6_training_peer.py`) starts from the same
-weights, reads the same batches and has the same learning rates, so that the losses can be laid over each other.
+from the device. The text is this package's own source. The peer (`rwkv6_training_peer.py`), which is RWKV-6's alone,
+starts from the same weights, reads the same batches and has the same learning rates, so that the losses can be laid
+over each other.
 """
 
 import argparse
@@ -18,9 +20,9 @@ import sys
 from pathlib import Path
 
 from linattn_np.models.devices import on_host
-from linattn_np.models.rwkv6.names import VERSION
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_steps import BETAS, CLIP
+from linattn_np.models.versions import VERSIONS
 
 RATES = {"H100": 790e12, "H200": 790e12}  # operations a second in bfloat16 that cuBLAS has been seen to reach at best
 SIZES = ("4x256@64x512", "12x768@16x1024", "24x1024@8x2048")
@@ -37,16 +39,17 @@ def main():
     rate = next((rate for name, rate in RATES.items() if name in card), None)
     if rate is None:
         sys.exit(f"{card}: its matrix rate is not known here, expected one of {', '.join(RATES)}")
-    print(f"{card}, CuPy {cupy.__version__}", flush=True)
-    result = {"device": card, "matrix_rate": rate, "note": args.note, "rows": [], "curve": {}}
+    print(f"RWKV-{args.version}, {card}, CuPy {cupy.__version__}", flush=True)
+    kind, peer = VERSIONS[args.version], args.version == 6 and not args.no_peer
+    result = {"version": args.version, "device": card, "matrix_rate": rate, "note": args.note, "rows": [], "curve": {}}
     if args.curve:  # before any row: what does not learn alike is not worth a time
         result["curve"]["size"] = CURVE
-        for name, losses in curves(args.curve, not args.no_peer):
+        for name, losses in curves(kind, args.curve, peer):
             result["curve"][name] = losses
             print("loss", name, losses[:: len(losses) // 4] if isinstance(losses, list) else losses, flush=True)
             store(result, args.out)
     for size in args.sizes:
-        for name, row in rows(size, args.steps, rate, not args.no_peer):
+        for name, row in rows(kind, size, args.steps, rate, peer):
             result["rows"].append(row := {"size": size, "who": name, **row})
             print(row, flush=True)
             store(result, args.out)
@@ -60,6 +63,7 @@ def store(result, path):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--version", type=int, choices=VERSIONS, default=6, help="of RWKV (default: %(default)s)")
     parser.add_argument("--sizes", nargs="+", default=SIZES)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--curve", type=int, default=300, help="steps whose losses are kept, 0 for none")
@@ -82,10 +86,10 @@ def settings_of(size, steps):
 
 
 class Ours:
-    def __init__(self, settings, recompute=False):
+    def __init__(self, kind, settings, recompute=False):
         import cupy
 
-        self.cupy, self.training = cupy, Training(text(), settings, "cuda", recompute=recompute)
+        self.cupy, self.training = cupy, Training(text(), settings, "cuda", kind=kind, recompute=recompute)
         self.start = on_host(self.training.steps.weights)
 
     def step(self):
@@ -117,7 +121,7 @@ class Theirs:
 
         self.torch, self.training = torch, ours.training
         settings, weights = self.training.settings, self.training.layout.named(ours.start)
-        matrices = {name for name in weights if VERSION.is_matrix(name)}
+        matrices = {name for name in weights if VERSIONS[6].version.is_matrix(name)}
         torch.cuda.reset_peak_memory_stats()
         self.peer = Peer(weights, matrices, settings.layers, settings.weight_decay, BETAS, CLIP)
 
@@ -145,20 +149,20 @@ class Theirs:
         self.torch.cuda.empty_cache()
 
 
-def rows(size, steps, rate, peer):
+def rows(kind, size, steps, rate, peer):
     """(who, row) of a size."""
     settings = settings_of(size, WARM + SAMPLES * steps)
-    ours = Ours(settings)
+    ours = Ours(kind, settings)
     yield "linattn-np", measured(ours, steps, rate)
     if peer:
         yield "fla", attempted(lambda: measured(Theirs(ours), steps, rate))
     if size == RECOMPUTED:
-        yield "linattn-np, recomputed", measured(Ours(settings, recompute=True), steps, rate)
+        yield "linattn-np, recomputed", measured(Ours(kind, settings, recompute=True), steps, rate)
 
 
-def curves(steps, peer):
+def curves(kind, steps, peer):
     """(who, the losses of every step)."""
-    ours = Ours(settings_of(CURVE, steps))
+    ours = Ours(kind, settings_of(CURVE, steps))
     yield "linattn-np", learned(ours, steps)
     if peer:
         yield "fla", attempted(lambda: learned(Theirs(ours), steps))

@@ -13,6 +13,7 @@ import tempfile
 import numpy as np
 
 CHUNK = 64  # tokens of a prompt at once, the most that is recommended
+PER_CHANNEL = ("w0", "a0", "v0", "k_k", "k_a", "x_k")  # of RWKV-7
 
 
 def models(library, weights, threads, types) -> dict:
@@ -76,23 +77,41 @@ def write(file, weights, half):
     vocabulary, channels = weights["emb.weight"].shape
     layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
     file.write(struct.pack("=6i", 0x67676D66, 101, vocabulary, channels, layers, int(half)))
-    for name, x in weights.items():
-        short = half and x.ndim > 1 and ".time_" not in name
-        x = arranged(name, x, weights["blocks.0.att.time_faaaa"].shape[0])
+    arranged = of_rwkv7 if "blocks.0.att.r_k" in weights else of_rwkv6
+    for name, x, matrix in arranged(weights):
+        short = half and matrix
         x, encoded = np.ascontiguousarray(x, np.float16 if short else np.float32), name.encode()
         file.write(struct.pack(f"={3 + x.ndim}i", x.ndim, len(encoded), int(short), *x.shape[::-1]))
         file.write(encoded + x.tobytes())
 
 
-def arranged(name, x, heads):
-    """A parameter as rwkv.cpp wants RWKV-6's."""
-    kind = name.rsplit(".", 1)[-1]
-    if kind.startswith("time_"):
-        x = x.squeeze()
-    if kind == "time_faaaa":
-        return x[..., None]
-    if kind in ("time_maa_w1", "time_decay_w1", "time_decay_w2"):
-        return x.T
-    if kind == "time_maa_w2":
-        return x.swapaxes(1, 2)
-    return x.reshape(heads, -1, 1) if kind == "time_decay" else x
+def of_rwkv6(weights):
+    """(name, values, whether in 16 bits) of every parameter as rwkv.cpp wants RWKV-6's."""
+    heads = weights["blocks.0.att.time_faaaa"].shape[0]
+    for name, x in weights.items():
+        kind, matrix = name.rsplit(".", 1)[-1], x.ndim > 1 and ".time_" not in name
+        if kind.startswith("time_"):
+            x = x.squeeze()
+        if kind == "time_faaaa":
+            x = x[..., None]
+        elif kind in ("time_maa_w1", "time_decay_w1", "time_decay_w2"):
+            x = x.T
+        elif kind == "time_maa_w2":
+            x = x.swapaxes(1, 2)
+        elif kind == "time_decay":
+            x = x.reshape(heads, -1, 1)
+        yield name, x, matrix
+
+
+def of_rwkv7(weights):
+    """The same of RWKV-7's: the six mixes of a layer as one, no gate of values in the first layer."""
+    for name, x in weights.items():
+        layer, kind = name.rsplit(".", 1)
+        if kind == "x_r":
+            mixes = (weights[f"{layer}.x_{which}"].reshape(1, -1) for which in "rwkvag")
+            yield f"{layer}.x_rwkvag", np.stack([*mixes]), False
+        elif kind in ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2"):
+            if not name.startswith("blocks.0.att.v"):
+                yield name, x.T, True
+        elif ".att.x_" not in name and name != "blocks.0.att.v0":
+            yield name, x.reshape(-1) if kind in PER_CHANNEL else x, kind == "weight" and x.ndim > 1

@@ -229,11 +229,14 @@ def train(tmp_path, *words):
 
 
 def test_an_adapter_is_trained_extended_and_merged(command, base, tmp_path):
-    code, _, said = command(*train(tmp_path, "--lora", 2, "--steps", 2))
+    chosen = "--lora", 2, "--matrices", "ffn.key,att.output"
+    code, _, said = command(*train(tmp_path, *chosen, "--steps", 2))
     file = tmp_path / "out" / "adapter.safetensors"
     generate = f"linattn-np generate --model {tmp_path / 'model.safetensors'} --adapter {file} 'The '"
     assert code == 0 and said.splitlines()[-1] == f"wrote {file}. To write with it: {generate}"
-    code, _, said = command(*train(tmp_path, "--lora", 2, "--resume", "--steps", 4))
+    places = {name.split(".", 2)[2] for name in load_file(file) if name != "lora_alpha"}
+    assert places == {f"{place}.lora_{part}" for place in ("ffn.key", "att.output") for part in "AB"}
+    code, _, said = command(*train(tmp_path, *chosen, "--resume", "--steps", 4))
     assert code == 0 and "step 4, " in said
     model, whole = tmp_path / "model.safetensors", tmp_path / "whole.safetensors"
     assert command("merge", "--model", model, "--adapter", file, "--out", whole)[0] == 0
@@ -256,7 +259,11 @@ def test_a_state_is_trained_and_written_with(command, base, tmp_path):
 
 def test_a_training_goes_on_from_the_same_model(base, tmp_path):
     moved = Base.of(base.weights | {"emb.weight": base.weights["emb.weight"] + 1})
-    for kind, other in ((LowRank(base, 2), LowRank(base, 2, alpha=3)), (States(base), States(moved))):
+    for kind, other in (
+        (LowRank(base, 2), LowRank(base, 2, alpha=3)),
+        (LowRank(base, 2, matrices=["att.key"]), LowRank(base, 2, matrices=["att.value"])),
+        (States(base), States(moved)),
+    ):
         Training(TEXT, few(), kind=kind).save(tmp_path / "training.safetensors")
         Training.restore(tmp_path / "training.safetensors", TEXT, kind=kind)
         with pytest.raises(
@@ -331,6 +338,8 @@ def test_a_loss_beyond_any_perplexity(command, base, tmp_path):
         (["--version", 7], "argument --version: does not go with --from"),
         (["--lora", 2, "--state"], "not allowed with argument"),
         (["--alpha", 2.0], "argument --alpha: goes with --lora only"),
+        (["--matrices", "att.key"], "argument --matrices: goes with --lora only"),
+        (["--lora", 2, "--matrices", "att.kye"], "LowRank: matrices is 'att.kye', expected some of att."),
         (["--out", "."], None),
     ],
 )

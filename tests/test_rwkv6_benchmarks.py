@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from linattn_np.models import RWKV7
 from linattn_np.models.rwkv6.names import official
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -70,6 +71,40 @@ def test_fla_gets_the_same_weights(load, rng):
         for name, shape in make.shapes(2, 128, V=30).items()
     }
     found = official(gpu.fla_weights(weights, 2))
+    assert list(found) == list(weights)
+    for name, array in weights.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_rwkv_cpps_file_has_every_value_of_rwkv7(load, rng, tmp_path):
+    peer, make = load("rwkv_cpp"), load("rwkv6_synthetic")
+    weights = {
+        name: rng.standard_normal(shape, np.float32) for name, shape in make.shapes(2, 128, V=30, version=7).items()
+    }
+    unread = {f"blocks.0.att.v{i}": np.zeros((1, 1, 128), np.float32) for i in range(3)}  # which some files have
+    found = {name: (x, matrix) for name, x, matrix in peer.of_rwkv7(weights | unread)}
+    assert not found.keys() & unread.keys() and sum(x.size for x, _ in found.values()) == sum(
+        x.size for x in weights.values()
+    )
+    mixes, matrix = found["blocks.1.att.x_rwkvag"]
+    assert mixes.shape == (6, 1, 128) and not matrix
+    np.testing.assert_array_equal(mixes[3, 0], weights["blocks.1.att.x_v"].ravel())
+    turned, matrix = found["blocks.1.att.w1"]
+    assert matrix
+    np.testing.assert_array_equal(turned, weights["blocks.1.att.w1"].T)
+    with open(tmp_path / "model.bin", "wb") as file:
+        peer.write(file, weights, half=True)
+        sizes = (12 + 4 * x.ndim + len(name) + x.size * (2 if matrix else 4) for name, (x, matrix) in found.items())
+        assert file.tell() == 24 + sum(sizes)
+
+
+def test_fla_gets_the_same_weights_of_rwkv7(load, rng):
+    pytest.importorskip("cupy", reason="the benchmark on a GPU computes with CuPy")
+    gpu, make = load("rwkv6_gpu"), load("rwkv6_synthetic")
+    weights = {
+        name: rng.standard_normal(shape, np.float32) for name, shape in make.shapes(2, 128, V=30, version=7).items()
+    }
+    found, _ = RWKV7.parameters(gpu.fla_weights_of_7(weights), None)
     assert list(found) == list(weights)
     for name, array in weights.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)

@@ -96,6 +96,21 @@ def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
         close(host(part), wanted_part, limit)
 
 
+@versions
+@pytest.mark.parametrize("lengths", [[5], [4, 1]], ids=str)
+def test_hidden_states_are_the_cpus(on_cuda, kind, lengths, rng):
+    weights, tokens = random_weights(kind, rng), rng.integers(0, SMALL["V"], (2, 5))
+    model, wanted_by, state, wanted_state = on_cuda(weights), kind(weights), None, None
+    for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
+        found, state = model.forward(part, state, hidden=True)
+        wanted, wanted_state = wanted_by.forward(part, wanted_state, hidden=True)
+        close(model.to_host(found), wanted, 1e-5)
+    found, _ = model.forward([[1], [2]], state, hidden=True, last=True)
+    wanted, _ = wanted_by.forward([[1], [2]], wanted_state, hidden=True, last=True)
+    assert found.shape == (2, SMALL["D"])
+    close(model.to_host(found), wanted, 1e-5)
+
+
 @pytest.mark.parametrize("kind", [RWKV6, pytest.param(RWKV7, marks=pytest.mark.exhaustive)])
 def test_logits_are_the_golden_ones(on_cuda, kind):
     path = austen({RWKV6: 6, RWKV7: 7}[kind])

@@ -54,7 +54,7 @@ CHANGES = ("steps", "minutes", "lr")  # settings that --resume may change
 # The defaults of what no file holds.
 HOW = {
     **{"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60, "version": None},
-    **{"from": None, "lora": None, "alpha": None, "tokenizer": "auto", "vocab": None},
+    **{"from": None, "lora": None, "alpha": None, "matrices": None, "tokenizer": "auto", "vocab": None},
 }
 SAMPLE, SAMPLED = 72, 1.0  # tokens of text with a report, and the seconds after which there are fewer
 SHOWN = 0.2  # seconds between two states of the progress bar
@@ -102,13 +102,15 @@ def trained_of(options) -> Trained:
     for name in ("version", "layers", "width", "head_size"):
         if getattr(options, name) is not None:
             raise ValueError(f"argument --{name.replace('_', '-')}: does not go with --from, whose model says it")
-    if options.alpha is not None and not options.lora:
-        raise ValueError("argument --alpha: goes with --lora only")
+    for name in ("alpha", "matrices"):
+        if getattr(options, name) is not None and not options.lora:
+            raise ValueError(f"argument --{name}: goes with --lora only")
     options.model = Path(options.base)
     base = Base.from_file(options.model)
     tokenizer = tokenizer_of(options, base)
     if options.lora:
-        return Trained(LowRank(base, options.lora, options.alpha), base.kind, tokenizer, "adapter")
+        matrices = options.matrices and options.matrices.split(",")
+        return Trained(LowRank(base, options.lora, options.alpha, matrices), base.kind, tokenizer, "adapter")
     if options.state:
         return Trained(States(base), base.kind, tokenizer, "state")
     return Trained(Whole(base), base.kind, tokenizer, "model")
@@ -182,6 +184,7 @@ def declare(parser):
     )
     only.add_argument("--state", action="store_true", help="the state before the first token alone")
     add("--alpha", type=float, help="of --lora: the adapter counts alpha / RANK (default: RANK)")
+    add("--matrices", metavar="NAMES", help="of --lora: which matrices, as att.key,att.value (default: all large ones)")
     add_tokenizer(add)
     add_device(add)
     add(

@@ -8,7 +8,7 @@ Each class implements `protocols.Trainable` for a `Base`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,11 +18,11 @@ import numpy as np
 from ..errors import ContractError
 from . import checkpoint
 from .array_math import library_of
-from .number_checks import real, whole
+from .number_checks import real, shown, whole
 from .quantised import Stored
 from .rwkv.adapters import ALPHA, A, B, adapter
 from .rwkv.model import Model
-from .rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS, NORM_EPS_NAME
+from .rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS, NORM_EPS_NAME, name_in_block
 from .training_products import HostProducts
 from .versions import kind_of
 
@@ -86,7 +86,8 @@ class Whole:
 class OfBase:
     """Base of those that train a few parameters of their own and leave the model's as they are."""
 
-    constants: Callable[[], dict[str, np.ndarray]]  # what files have beside the parameters
+    shapes: Callable[[], dict[str, tuple[int, ...]]]  # of the parameters, by name
+    constants: Callable[[], dict[str, np.ndarray]]  # what files have beside them
 
     def __init__(self, base: Base):
         self.base = base
@@ -97,7 +98,7 @@ class OfBase:
     @cached_property
     def beside(self) -> bytes:
         constants = b"".join(array.tobytes() for array in self.constants().values())
-        return hashlib.sha256(self.vector.data).digest() + constants
+        return hashlib.sha256(self.vector.data).digest() + constants + " ".join(self.shapes()).encode()
 
     def trainable(self, layers, width, head_size):
         return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, self.constants())
@@ -116,23 +117,31 @@ class OfBase:
 
 
 class LowRank(OfBase):
-    """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685): W + (alpha / rank) B A replaces each large matrix W.
+    """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685): W + (alpha / rank) B A replaces each chosen matrix W.
 
     A [rank, in] starts from random numbers and B [out, rank] from zeros. Their names are the matrix's, with `lora_A`
     and `lora_B` in place of `weight`, as in RWKV-PEFT.
 
     rank : from 1 up to the model's channels
     alpha : by default `rank`, so that the factor is 1
+    matrices : names in a layer, as ["att.key", "ffn.value"]; by default those of all large matrices
+
+    ContractError for a rank, an alpha or a matrix that cannot be.
     """
 
     decays = True
 
-    def __init__(self, base: Base, rank: int, alpha: float | None = None):
+    def __init__(self, base: Base, rank: int, alpha: float | None = None, matrices: Iterable[str] | None = None):
         super().__init__(base)
         self.rank = whole("LowRank", "rank", rank, 1, base.sizes["D"])
         self.alpha = real("LowRank", "alpha", rank if alpha is None else alpha, "a number above 0", lambda x: x > 0)
-        names = self.base.kind.version.linears(base.sizes["L"])
-        self.matrices = sorted((name for name in names if name.startswith("blocks.")), key=block_of)
+        large = [name for name in self.base.kind.version.linears(base.sizes["L"]) if name.startswith("blocks.")]
+        usual = dict.fromkeys(map(in_layer, large))
+        chosen = set(usual if matrices is None else matrices)
+        if not chosen or chosen - usual.keys():
+            found = shown(", ".join(sorted(map(str, chosen))))
+            refuse(f"LowRank: matrices is {found}, expected some of {', '.join(usual)}")
+        self.matrices = sorted((name for name in large if in_layer(name) in chosen), key=block_of)
 
     def shapes(self):
         found = {}
@@ -253,6 +262,11 @@ class Parameters:
 
 def block_of(name: str) -> int:
     return int(name.split(".")[1])
+
+
+def in_layer(name: str) -> str:
+    """A matrix's name within its layer, "att.key" of "blocks.0.att.key.weight"."""
+    return name_in_block(name).removesuffix(".weight")
 
 
 def refuse(complaint: str):

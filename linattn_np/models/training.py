@@ -281,7 +281,7 @@ class Training:
             raise checkpoint.CheckpointError(f"{path}: {error}") from None
         self = cls(text, settings, device, dtype, kind, recompute, ranks)
         if bytes(stored["text"]) != bytes(self.fingerprint):
-            same_model = ", from this model with this alpha" if kind.beside else ""
+            same_model = ", from this model with this alpha and these matrices" if kind.beside else ""
             raise checkpoint.CheckpointError(
                 f"{path}: is the training on another text, expected one on this{same_model}"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...errors import NotSupported
 from ..devices import NotCopied
 from ..locks import Turns
 from .cuda_decoder import DTYPES, FLOAT32, INT64, CudaDecoder
@@ -41,23 +40,27 @@ class CudaLayers(NotCopied):
         with self.turn():
             if rows.single:
                 return self.steps_of(len(tokens))(tokens, state, rows.slots)
-            slots = rows.slots
-            if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
-                slots = None  # all rows in order need no gathering
-            return self.prompts_of(rows, last)(tokens, state, slots)
+            return self.by_prompts(tokens, state, rows, last)
 
     def hidden(self, tokens, state, rows, last):
-        owner = self.decoder.version.owner
-        raise NotSupported(f"{owner}: hidden=True is for device 'cpu'; on 'cuda' a model gives logits")
+        """What the head reads, float32 [B * T, D], or [N, D] of the last tokens only."""
+        with self.turn():
+            return self.by_prompts(tokens, state, rows, last, hidden=True)
+
+    def by_prompts(self, tokens, state, rows, last, hidden=False):
+        slots = rows.slots
+        if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
+            slots = None  # all rows in order need no gathering
+        return self.prompts_of(rows, last, hidden)(tokens, state, slots)
 
     def steps_of(self, batch) -> Steps:
         """The steps for `batch` sequences."""
         return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
-    def prompts_of(self, rows, last) -> Prompts:
+    def prompts_of(self, rows, last, hidden) -> Prompts:
         """The `Prompts` for prompts of these lengths."""
-        key = rows.bounds.tobytes(), last
-        return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last), self.turn.wait)
+        key = rows.bounds.tobytes(), last, hidden
+        return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last, hidden), self.turn.wait)
 
 
 def recent(kept, key, make, before_dropping=lambda: None, most=MOST_KEPT):

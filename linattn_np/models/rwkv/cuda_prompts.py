@@ -25,9 +25,13 @@ PLACES = 4  # addresses for which launches, or a graph of them, are kept
 
 
 class Prompts:
-    """Computes prompts of the lengths in `rows` with a decoder's weights; `last`: logits of last tokens only."""
+    """Computes prompts of the lengths in `rows` with a decoder's weights.
 
-    def __init__(self, decoder, rows, last: bool):
+    last : whether the result has a row for last tokens only
+    hidden : whether a row is what the head reads, D numbers, and not V logits
+    """
+
+    def __init__(self, decoder, rows, last: bool, hidden: bool):
         self.my, self.device, self.bounds = decoder, decoder.device, rows.bounds
         self.wanted = rows.last if last else np.arange(rows.bounds[-1])
         parts = shapes_and_dtypes(decoder.sizes, len(rows.first), FLOAT32)
@@ -37,15 +41,17 @@ class Prompts:
         given = {name: contiguous(name, shape, FLOAT32) for name, shape in self.state.items()}
         given |= {name: contiguous(name, *array) for name, array in self.carried.items()}
         tokens = contiguous("tokens", self.x.shape[:1], np.dtype(np.int64))
-        logits = contiguous("logits", (len(self.wanted), decoder.sizes["V"]), FLOAT32)
+        self.result = (len(self.wanted), decoder.sizes["D" if hidden else "V"])
+        result = contiguous("result", self.result, FLOAT32)
         whole = vars(decoder.whole)
         self.start = self.compiled(self.draw_start, {"tokens": tokens, "x": self.x, **whole})
-        self.head = self.compiled(self.draw_head, {"x": self.x, "logits": logits, **whole})
+        draw_end = self.draw_last_norm if hidden else self.draw_head
+        self.end = self.compiled(draw_end, {"x": self.x, "result": result, **whole})
         self.layer = self.compiled(self.draw_layer, {"x": self.x, **given, **vars(decoder.layers[0])})
         self.launches: dict[int, list] = {}  # address of the layers' memory -> the launches of all layers
 
     def __call__(self, tokens, state: State, slots):
-        """Logits [T, V], or [N, V]; `state` is updated in place, in the rows `slots` (None: all)."""
+        """Rows of the tokens; `state` is updated in place, in the rows `slots` (None: all)."""
         my, device, L = self.my, self.device, len(self.my.layers)
         slots = None if slots is None else device.upload(slots)
         layer_arrays = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
@@ -53,7 +59,7 @@ class Prompts:
         memory = allocated([*layer_arrays, *other_buffers], device)
         (x, *states), buffers = memory[: len(layer_arrays)], memory[len(layer_arrays) :]
         before, after = states[: len(STATE)], states[len(STATE) :]
-        logits = device.empty((len(self.wanted), my.sizes["V"]), FLOAT32)
+        result = device.empty(self.result, FLOAT32)
 
         for array, copy in zip(state.arrays, before):
             if array.dtype == FLOAT32:
@@ -62,13 +68,13 @@ class Prompts:
                 copy[...] = gathered(array, slots)
         self.start([device.upload(tokens), x, *vars(my.whole).values()])
         self.run_layers(x, states, buffers)
-        self.head([x, logits, *vars(my.whole).values()])
+        self.end([x, result, *vars(my.whole).values()])
         for array, changed in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
                 device.copy(changed, array)
             else:
                 array[:, slice(None) if slots is None else slots] = changed
-        return logits
+        return result
 
     def run_layers(self, x, states, buffers):
         """Runs all layers on this memory. The stored launches hold its address, but do not keep it allocated."""
@@ -111,13 +117,19 @@ class Prompts:
 
     def draw_head(self, draft: Draft, seen):
         """Adds the last norm and the head for the tokens whose logits are wanted."""
-        normed = draft.empty((1, len(self.wanted), self.my.sizes["D"]), self.my.dtype)
-        wanted = draft.table(self.wanted)
-        kernels.ChosenNorm.launch(draft, wanted, seen.x, seen.ln_out, normed, self.my.layer_eps)
+        normed = draft.empty((len(self.wanted), self.my.sizes["D"]), self.my.dtype)
+        self.normed(draft, seen, normed)
         head = seen.head
         if head.dtype == INT8:
             head = widened(draft, head, seen.head_scales, draft.empty(head.shape, self.my.dtype), self.my.dtype)
-        draft.product(head, normed, seen.logits[None])
+        draft.product(head, normed[None], seen.result[None])
+
+    def draw_last_norm(self, draft: Draft, seen):
+        """Adds the last norm for the tokens that are wanted."""
+        self.normed(draft, seen, seen.result)
+
+    def normed(self, draft, seen, result):
+        kernels.ChosenNorm.launch(draft, draft.table(self.wanted), seen.x, seen.ln_out, result, self.my.layer_eps)
 
 
 def buffer(shape, dtype=FLOAT32) -> Buffer:

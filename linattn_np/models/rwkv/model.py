@@ -208,7 +208,7 @@ class Model:
         last : bool
             Returns logits after each sequence's last token only.
         hidden : bool
-            Returns the head's input, LN(x; ln_out), in place of logits; on the CPU only.
+            Returns the head's input, LN(x; ln_out), in place of logits. On a GPU a token is then read as a prompt.
 
         Returns
         -------
