@@ -10,7 +10,8 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-constexpr int FLIGHT = 16;  // tokens that are read before the first of them is written
+// Tokens that are read before the first of them is written. A chunk of so many is read once, for both sums.
+template <typename G> constexpr int FLIGHT = sizeof(G) == 8 ? 32 : 64;
 
 template <typename G> struct Args {
   Rows<const G> g;
@@ -18,44 +19,45 @@ template <typename G> struct Args {
   Shape shape;
 };
 
-// The gates of tokens first, first + step, ...: zeros from `stop` on, or before `start`.
+// The gates of FLIGHT tokens from `first` on; zeros from `stop` on.
 template <typename G>
-__device__ __forceinline__ void read(G (&x)[FLIGHT], const G* channel, i64 stride, Span span, i64 first, int step) {
+__device__ __forceinline__ void read(G (&x)[FLIGHT<G>], const G* channel, i64 stride, i64 first, i64 stop) {
 #pragma unroll
-  for (int n = 0; n < FLIGHT; ++n) {
-    const i64 t = first + n * step;
-    x[n] = t >= span.start && t < span.stop ? channel[t * stride] : from_real<G>(0);
-  }
+  for (int n = 0; n < FLIGHT<G>; ++n) x[n] = first + n < stop ? channel[(first + n) * stride] : from_real<G>(0);
 }
 
 template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum(const Args<G> args) {
   const Shape& shape = args.shape;
-  const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
-  const Span span = chunk_tokens(shape, c);
-  G x[FLIGHT];
+  const u32 NC = u32(shape.NC), H = u32(shape.H), head = blockIdx.x / NC, h = head % H, batch = head / H;
+  const Span span = chunk_tokens(shape, blockIdx.x % NC);
+  if (span.start >= span.stop) return;
+  G x[FLIGHT<G>];
   for (i64 channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
     const G* const gates = args.g.row(batch, h, 0) + channel;
     Real<G>* const b = args.b.row(batch, h, 0) + channel;
     Real<G>* const e = args.e.row(batch, h, 0) + channel;
     Real<G> sum = 0;
+    i64 first = span.start;
 #pragma unroll 1
-    for (i64 first = span.start; first < span.stop; first += FLIGHT) {
-      read(x, gates, args.g.t, span, first, 1);
+    for (;; first += FLIGHT<G>) {
+      read(x, gates, args.g.t, first, span.stop);
 #pragma unroll
-      for (int n = 0; n < FLIGHT; ++n) {
+      for (int n = 0; n < FLIGHT<G>; ++n) {
         sum += to_real(x[n]);
         if (first + n < span.stop) b[(first + n) * args.b.t] = sum;
       }
+      if (first + FLIGHT<G> >= span.stop) break;
     }
-    sum = 0;
+    sum = 0;  // and back, from the tokens that were read last
 #pragma unroll 1
-    for (i64 first = span.stop - 1; first >= span.start; first -= FLIGHT) {
-      read(x, gates, args.g.t, span, first, -1);
+    for (;; first -= FLIGHT<G>) {
 #pragma unroll
-      for (int n = 0; n < FLIGHT; ++n) {
-        if (first - n >= span.start) e[(first - n) * args.e.t] = sum;
+      for (int n = FLIGHT<G> - 1; n >= 0; --n) {
+        if (first + n < span.stop) e[(first + n) * args.e.t] = sum;
         sum += to_real(x[n]);
       }
+      if (first == span.start) break;
+      read(x, gates, args.g.t, first - FLIGHT<G>, span.stop);
     }
   }
 }

@@ -189,7 +189,7 @@ class Stages:
         if v.dtype == DOUBLE:
             kernel, blocks = Float64Combine(), shape.all_chunks
         else:
-            access = {"bytes": common_bytes(qg, states, A, v)}
+            access = {"bytes": common_bytes(qg, states, A, v, o)}
             kernel = Combine(v.dtype)
             blocks = shape.all_chunks * ceil_div(shape.chunk, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
         self.launch(kernel, blocks, qg=qg, h=states, A=A, v=v, o=o, scale=self.problem.scale, **access)
