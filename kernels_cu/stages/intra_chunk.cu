@@ -151,18 +151,17 @@ template <int BK, int W> __device__ __forceinline__ void multiply_unit(float* ro
   }
 }
 
-// Sums each of a lane's 16 values over the warp. Returns the sum of value l % 16 in lane l.
-__device__ __forceinline__ float sum_each(float (&x)[SUB]) {
+// Sums each of a lane's first 2 HALF values over lanes that differ in the bits up to HALF. Returns the sum of value l %
+// (2 HALF) in lane l.
+template <int HALF> __device__ __forceinline__ float sum_each(float (&x)[SUB]) {
+  const bool upper = threadIdx.x & HALF;
 #pragma unroll
-  for (int half = SUB / 2; half > 0; half /= 2) {
-    const bool upper = threadIdx.x & half;
-#pragma unroll
-    for (int n = 0; n < half; ++n) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
-      x[n] = (upper ? x[n + half] : x[n]) + other;
-    }
+  for (int n = 0; n < HALF; ++n) {
+    const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + HALF], HALF);
+    x[n] = (upper ? x[n + HALF] : x[n]) + other;
   }
-  return x[0] + __shfl_xor_sync(0xffffffffu, x[0], SUB);
+  if constexpr (HALF > 1) return sum_each<HALF / 2>(x);
+  else return x[0];
 }
 
 // The 16 tokens of a warp: where their numbers are, and which of these are inside.
@@ -249,7 +248,8 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
       }
     }
   }
-  const float sum = sum_each(itself);
+  float sum = sum_each<SUB / 2>(itself);
+  sum += __shfl_xor_sync(0xffffffffu, sum, SUB);
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
     const float score = __shfl_sync(0xffffffffu, sum, UNIT * unit + g);
