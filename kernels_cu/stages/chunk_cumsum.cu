@@ -10,7 +10,8 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-constexpr int FLIGHT = 16;  // tokens that are read before the first of them is written
+// Tokens that are read before the first of them is written. A chunk of so many is read once, for both sums.
+template <typename G> constexpr int FLIGHT = sizeof(G) == 8 ? 32 : 64;
 
 template <typename G> struct Args {
   Rows<const G> g;
@@ -18,44 +19,47 @@ template <typename G> struct Args {
   Shape shape;
 };
 
-// The gates of tokens first, first + step, ...: zeros from `stop` on, or before `start`.
-template <typename G>
-__device__ __forceinline__ void read(G (&x)[FLIGHT], const G* channel, i64 stride, Span span, i64 first, int step) {
+// The gates of FLIGHT tokens, `stride` apart; zeros from token `rows` on.
+template <typename G> __device__ __forceinline__ void read(G (&x)[FLIGHT<G>], const G* from, i64 stride, int rows) {
 #pragma unroll
-  for (int n = 0; n < FLIGHT; ++n) {
-    const i64 t = first + n * step;
-    x[n] = t >= span.start && t < span.stop ? channel[t * stride] : from_real<G>(0);
-  }
+  for (int n = 0; n < FLIGHT<G>; ++n, from += stride) x[n] = n < rows ? *from : from_real<G>(0);
 }
 
 template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum(const Args<G> args) {
   const Shape& shape = args.shape;
-  const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
-  const Span span = chunk_tokens(shape, c);
-  G x[FLIGHT];
-  for (i64 channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
-    const G* const gates = args.g.row(batch, h, 0) + channel;
-    Real<G>* const b = args.b.row(batch, h, 0) + channel;
-    Real<G>* const e = args.e.row(batch, h, 0) + channel;
+  const u32 NC = u32(shape.NC), H = u32(shape.H), head = blockIdx.x / NC, h = head % H, batch = head / H;
+  const Span span = chunk_tokens(shape, blockIdx.x % NC);
+  const int tokens = int(span.stop - span.start);
+  if (tokens == 0) return;
+  G x[FLIGHT<G>];
+#pragma unroll 1
+  for (int channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
+    const G* const gates = args.g.row(batch, h, span.start) + channel;
+    Real<G>* b = args.b.row(batch, h, span.start) + channel;
+    Real<G>* e = args.e.row(batch, h, span.stop - 1) + channel;
     Real<G> sum = 0;
+    int first = 0;
 #pragma unroll 1
-    for (i64 first = span.start; first < span.stop; first += FLIGHT) {
-      read(x, gates, args.g.t, span, first, 1);
+    for (;; first += FLIGHT<G>) {
+      read(x, gates + first * args.g.t, args.g.t, tokens - first);
 #pragma unroll
-      for (int n = 0; n < FLIGHT; ++n) {
+      for (int n = 0; n < FLIGHT<G>; ++n, b += args.b.t) {
         sum += to_real(x[n]);
-        if (first + n < span.stop) b[(first + n) * args.b.t] = sum;
+        if (n < tokens - first) *b = sum;
       }
+      if (first + FLIGHT<G> >= tokens) break;
     }
-    sum = 0;
+    sum = 0;  // and back, from the tokens that were read last
 #pragma unroll 1
-    for (i64 first = span.stop - 1; first >= span.start; first -= FLIGHT) {
-      read(x, gates, args.g.t, span, first, -1);
+    for (;; first -= FLIGHT<G>) {
 #pragma unroll
-      for (int n = 0; n < FLIGHT; ++n) {
-        if (first - n >= span.start) e[(first - n) * args.e.t] = sum;
+      for (int n = FLIGHT<G> - 1; n >= 0; --n) {
+        if (n >= tokens - first) continue;
+        *e = sum, e -= args.e.t;
         sum += to_real(x[n]);
       }
+      if (first == 0) break;
+      read(x, gates + (first - FLIGHT<G>)*args.g.t, args.g.t, FLIGHT<G>);
     }
   }
 }

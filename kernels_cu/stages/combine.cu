@@ -21,7 +21,7 @@ template <typename T> struct Args {
   Rows<T> o;
   Shape shape;
   double scale;
-  i64 bytes;  // rows of qg, h, A and v are whole pieces of so many
+  i64 bytes;  // rows of qg, h, A, v and o are whole pieces of so many
 };
 
 template <typename T> struct alignas(16) Stage {
@@ -56,10 +56,10 @@ __device__ __forceinline__ void accumulate(float (&acc)[TILE / 8][4], const Stag
 template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combine(const Args<T> args) {
   Shared<T>& s = *reinterpret_cast<Shared<T>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const i64 v_tiles = (shape.V + TILE - 1) / TILE, groups = (shape.chunk + TILE - 1) / TILE;
-  const i64 v_tile = blockIdx.x % v_tiles * TILE, group = blockIdx.x / v_tiles % groups;
-  const i64 c = blockIdx.x / v_tiles / groups % shape.NC, head = blockIdx.x / v_tiles / groups / shape.NC % shape.H;
-  const i64 batch = blockIdx.x / v_tiles / groups / shape.NC / shape.H;
+  const u32 v_tiles = u32(shape.V + TILE - 1) / TILE, groups = u32(shape.chunk + TILE - 1) / TILE;
+  const u32 NC = u32(shape.NC), H = u32(shape.H), chunk = blockIdx.x / v_tiles / groups, c = chunk % NC;
+  const u32 v_tile = blockIdx.x % v_tiles * TILE, group = blockIdx.x / v_tiles % groups;
+  const u32 head = chunk / NC % H, batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
   const i64 first = span.start + group * TILE;
   if (first >= span.stop) return;  // the whole block: the chunk is a short tail
@@ -97,12 +97,23 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
   }
 
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+  const float scale = float(args.scale);
+  const bool pairs = args.bytes >= 2 * i64(sizeof(T));
 #pragma unroll
-  for (int tile = 0; tile < TILE / 8; ++tile)
+  for (int down = 0; down < 2; ++down) {
+    const i64 row = first + 16 * warp + g + 8 * down;
+    if (row >= span.stop) continue;
+    T* const to = args.o.row(batch, head, row);
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const i64 row = first + 16 * warp + g + 8 * (x >> 1), column = v_tile + 8 * tile + 2 * t + (x & 1);
-      if (row < span.stop && column < shape.V)
-        args.o.row(batch, head, row)[column] = from_float<T>(float(args.scale) * acc[tile][x]);
+    for (int tile = 0; tile < TILE / 8; ++tile) {
+      const i64 column = v_tile + 8 * tile + 2 * t;
+      const float2 x = {scale * acc[tile][2 * down], scale * acc[tile][2 * down + 1]};
+      if (pairs) {
+        if (column < shape.V) put_pair(to + column, x);
+      } else {
+        if (column < shape.V) to[column] = from_float<T>(x.x);
+        if (column + 1 < shape.V) to[column + 1] = from_float<T>(x.y);
+      }
     }
+  }
 }

@@ -22,8 +22,8 @@ template <typename T> struct Args {
 
 template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 3) stages_gated_qk(const Args<T> args) {
   const Shape& shape = args.shape;
-  const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
-  const Span span = chunk_tokens(shape, c);
+  const u32 NC = u32(shape.NC), H = u32(shape.H), head = blockIdx.x / NC, h = head % H, batch = head / H;
+  const Span span = chunk_tokens(shape, blockIdx.x % NC);
 #pragma unroll 1
   for (i64 channel = threadIdx.x; channel < shape.K; channel += blockDim.x) {
     const auto first_row = [&](const auto& x) { return x.row(batch, h, span.start) + channel; };

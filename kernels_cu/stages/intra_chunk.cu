@@ -1,22 +1,26 @@
 // what      Stage 4: the scores of a chunk: the weight of each token in the output of each later one.
 // math      A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik), j <= i   (RWKV-6: to g_{i-1,k}; A_ii = sum_k q_ik u_k
-//           k_ik)
+//           k_ik). A pair's decay is a factor of the query, from a border between the two tokens on, times a factor of
+//           the key, up to it. Borders: the end of the key's 16 tokens; in these 16, the end of the key's 8; in these
+//           8, their middle, about which the factor of a token on the wrong side is an inverse
 // shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C] float32, zero above the diagonal
 // grid      a block for every (batch, head, chunk, ROWS rows of it), batch slowest; a warp has 16 rows
 // smem      Shared
-// barriers  for every 16 keys: keys have arrived, and the last ones are read | they and their decays are float32 in
-//           shared memory | the diagonal's scores are | queries and keys are multiplied by decays
-// numerics  on the diagonal decays are multiplied token by token; below it a pair's decay is a factor of the query,
-//           from the end of the key's sub-chunk, times a factor of the key, to that end, so that no exponent is
-//           positive for g <= 0; products as in copies.cuh
+// barriers  two for every ROWS keys: queries and keys are decayed | they are read; between these a warp works alone
+// numerics  scores within 16 tokens in three tf32 products, a token's with itself in float32, others as copies.cuh
+//           says. Decays are products of tokens' decays. About a middle these are at least e^-20, so that inverses are
+//           finite and a reset keeps e^-20 in its 8 tokens; a gate above GROWTH has their pairs scored one by one
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
 #include "read_order.cuh"
+#include "decays.cuh"
+#include "gated/forward_tiles.cuh"
+#include "growth.cuh"
 #include "ptx.cuh"
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
-constexpr int WARPS = THREADS / 32, SUB = 16;  // tokens of a sub-chunk
+constexpr int SUB = 16, UNIT = 8, HALF = 4;  // tokens that a warp has; those around a middle; those on a side of it
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
@@ -27,194 +31,355 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // rows of q, k and g are whole pieces of so many
 };
 
-// A block's sub-chunks of rows, and its rows.
-template <int BK> constexpr int SUBS = BK > 128 ? 1 : WARPS;
-template <int BK> constexpr int ROWS = SUBS<BK> * SUB;
+// A block's warps, and its rows.
+template <int BK> constexpr int WARPS = BK > 128 ? 2 : 4;
+template <int BK> constexpr int ROWS = WARPS<BK> * SUB;
 // The distance of rows of BK channels in floats: tensor cores' loads of pairs then touch every bank once.
 template <int BK> constexpr int ROW = BK + 8;
+// Neighbouring channels of a lane.
+template <typename T> constexpr int WIDTH = 4 / sizeof(T);
 
-template <typename T, typename G, int BK> struct alignas(16) Shared {
-  float q[ROWS<BK> * ROW<BK>];  // the rows' queries, each decayed from the start of its sub-chunk
-  float k[SUB * ROW<BK>];       // the keys of one sub-chunk
-  float a[SUB * ROW<BK>];       // that sub-chunk's decays
-  float carry[SUBS<BK>][BK];    // the decay from the end of that sub-chunk to the start of each 16 rows
-  float total[BK];              // the decay over that sub-chunk
-  float u[BK];
-  float diagonal[SUB * SUB];  // scores of 16 rows with their own keys
-  T given_k[SUB * BK];        // the next sub-chunk as it comes
-  G given_g[SUB * BK];
-  T given_q[sizeof(T) == 2 ? SUB * BK : 1];  // float32 queries come to their place at once
+template <int BK> struct alignas(16) Shared {
+  float q[ROWS<BK> * ROW<BK>];  // queries, each decayed from the border at hand
+  float k[ROWS<BK> * ROW<BK>];  // keys, each decayed to it
+  float total[WARPS<BK>][BK];   // the decay over each 16 keys
+  float carry[WARPS<BK>][BK];   // the decay from the end of the block's keys to the start of each 16 rows
 };
 
-// Two neighbours as floats.
-template <typename T> __device__ __forceinline__ float2 pair_of(const T* x) {
-  if constexpr (sizeof(T) == 2) return unpack(*reinterpret_cast<const u32*>(x), T{});
-  else return *reinterpret_cast<const float2*>(x);
+// A lane's channels of 16 tokens; zeros from token `rows` and channel `channels` on. All rows are whole pieces of
+// `bytes`.
+template <int W, typename X>
+__device__ __forceinline__ void load(Piece<W, X> (&x)[SUB], const X* from, i64 stride, int rows, int channels,
+                                     int bytes) {
+  const bool whole = bytes >= W * int(sizeof(X));
+#pragma unroll
+  for (int i = 0; i < SUB; ++i) {
+    x[i] = {};
+    if (whole) {
+      if (i < rows && channels > 0) x[i].load(from + i * stride);
+    } else {
+      float y[W];
+#pragma unroll
+      for (int c = 0; c < W; ++c) y[c] = i < rows && c < channels ? to_float(from[i * stride + c]) : 0.f;
+      x[i].set(y);
+    }
+  }
 }
 
-// scores[i, j] of the 16 x 16 pairs of a sub-chunk, zero above the diagonal. Decays `a` are multiplied one after the
-// other, as the recurrence does: exact for any gate. Eight neighbouring lanes have a key, each an eighth of its
-// channels.
-template <class ReadOrder, int BK>
-__device__ void diagonal_scores(float* scores, const float* q, const float* k, const float* a, const float* u) {
-  constexpr int LANES = THREADS / SUB;
-  const int slice = threadIdx.x % LANES, j = threadIdx.x / LANES, warps_first = (threadIdx.x & ~31) / LANES;
-  float score[SUB] = {};
-#pragma unroll 1
-  for (int c = 4 * slice; c < BK; c += 4 * LANES) {
-    float w[4], bonus[4];
+template <int W> __device__ __forceinline__ void put(float* to, const float (&x)[W]) {
+  Piece<W, float> piece;
+  piece.set(x);
+  piece.store(to);
+}
+
+// Stores queries decayed from, and keys to, the middle of their 8 tokens, for a lane's channels.
+template <class ReadOrder, int BK, int W, typename T>
+__device__ __forceinline__ void decay_about_middles(float* q, float* k, const Piece<W, T> (&queries)[SUB],
+                                                    const Piece<W, T> (&keys)[SUB], const float (&a)[SUB][W]) {
+  constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;  // a query is decayed by its own token's gate, too
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      w[x] = k[j * ROW<BK> + c + x];
-      bonus[x] = ReadOrder::reads_before_write ? u[c + x] : 1.f;
+  for (int first = 0; first < SUB; first += HALF) {
+    const bool behind = first & HALF;
+    float between[W];  // the decay of the tokens between the middle and this one
+#pragma unroll
+    for (int c = 0; c < W; ++c) between[c] = 1.f;
+#pragma unroll
+    for (int n = 0; n < HALF; ++n) {
+      const int i = first + (behind ? n : HALF - 1 - n);
+      float x[W], y[W];
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        const float near = between[c], far = near * fmaxf(a[i][c], LEAST);
+        const float query = behind == INCLUSIVE ? far : near;
+        x[c] = queries[i].get(c) * (behind ? query : inverse(query));
+        y[c] = keys[i].get(c) * (behind ? inverse(far) : near);
+        between[c] = far;
+      }
+      put(q + i * ROW<BK>, x);
+      put(k + i * ROW<BK>, y);
     }
+  }
+}
+
+// Stores queries decayed from the start of their 8 tokens. `units` become the decays over these.
+template <class ReadOrder, int BK, int W, typename T>
+__device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&queries)[SUB], const float (&a)[SUB][W],
+                                                  float (&units)[2][W]) {
 #pragma unroll
-    for (int i = 0; i < SUB; ++i) {
-      if (i < warps_first) continue;  // the same for the whole warp
+  for (int unit = 0; unit < 2; ++unit) {
 #pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const float query = q[i * ROW<BK> + c + x], decay = a[i * ROW<BK> + c + x];
-        if (!ReadOrder::reads_before_write && i > j) w[x] *= decay;
-        const float weight = i == j ? bonus[x] * w[x] : w[x];
-        if (i >= j) score[i] = fmaf(query, weight, score[i]);
-        if (ReadOrder::reads_before_write && i > j) w[x] *= decay;
+    for (int c = 0; c < W; ++c) units[unit][c] = 1.f;
+#pragma unroll
+    for (int i = UNIT * unit; i < UNIT * (unit + 1); ++i) {
+      float x[W];
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        const float before = units[unit][c], behind = before * a[i][c];
+        x[c] = queries[i].get(c) * (ReadOrder::reads_before_write ? before : behind);
+        units[unit][c] = behind;
+      }
+      put(q + i * ROW<BK>, x);
+    }
+  }
+}
+
+// Stores keys decayed to the end of their TOKENS tokens. `all` becomes the decay over the first TOKENS.
+template <int TOKENS, int BK, int W, typename T>
+__device__ __forceinline__ void decay_to_ends(float* k, const Piece<W, T> (&keys)[SUB], const float (&a)[SUB][W],
+                                              float (&all)[W]) {
+#pragma unroll
+  for (int i = SUB - 1; i >= 0; --i) {
+    float x[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      if (i % TOKENS == TOKENS - 1) all[c] = 1.f;
+      x[c] = keys[i].get(c) * all[c];
+      all[c] *= a[i][c];
+    }
+    put(k + i * ROW<BK>, x);
+  }
+}
+
+// Multiplies 8 rows of a lane's channels.
+template <int BK, int W> __device__ __forceinline__ void multiply_unit(float* rows, const float (&by)[W]) {
+#pragma unroll
+  for (int i = 0; i < UNIT; ++i) {
+    float x[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) x[c] = rows[i * ROW<BK> + c] * by[c];
+    put(rows + i * ROW<BK>, x);
+  }
+}
+
+// Sums each of a lane's first 2 HALF values over lanes that differ in the bits up to HALF. Returns the sum of value l %
+// (2 HALF) in lane l.
+template <int HALF> __device__ __forceinline__ float sum_each(float (&x)[SUB]) {
+  const bool upper = threadIdx.x & HALF;
+#pragma unroll
+  for (int n = 0; n < HALF; ++n) {
+    const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + HALF], HALF);
+    x[n] = (upper ? x[n + HALF] : x[n]) + other;
+  }
+  if constexpr (HALF > 1) return sum_each<HALF / 2>(x);
+  else return x[0];
+}
+
+// The 16 tokens of a warp: where their numbers are, and which of these are inside.
+template <typename T, typename G> struct Tokens {
+  const T *q, *k;
+  const G* g;
+  int rows, channels;
+};
+
+// own = a lane's scores of the warp's 16 queries and 16 keys, and queries and keys become those decayed from the
+// start of these 16 tokens and to their end; so does `total` the decay over them.
+template <class ReadOrder, typename T, typename G, int BK>
+__device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k, float* total,
+                                          const Tokens<T, G>& from, const Args<T, G>& args, const float* u) {
+  constexpr int W = WIDTH<T>;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  float border[4] = {};    // scores of the last 8 queries, which are a lane's last two, and the first 8 keys
+  float itself[SUB] = {};  // this lane's part of each token's score with itself
+  bool grows = false;
+#pragma unroll 1
+  for (int slice = 0; slice < BK; slice += 32 * W) {
+    const int channel = slice + lane * W;
+    Piece<W, T> queries[SUB], keys[SUB];
+    Piece<W, G> gates[SUB];
+    const int channels = from.channels - channel, bytes = int(args.bytes);
+    load(queries, from.q + channel, args.q.t, from.rows, channels, bytes);
+    load(keys, from.k + channel, args.k.t, from.rows, channels, bytes);
+    load(gates, from.g + channel, args.g.t, from.rows, channels, bytes);
+    float a[SUB][W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      const float bonus = !ReadOrder::reads_before_write ? 1.f : c < channels ? u[channel + c] : 0.f;
+#pragma unroll
+      for (int i = 0; i < SUB; ++i) {
+        const float gate = gates[i].get(c);
+        grows |= !(gate <= GROWTH);
+        a[i][c] = decay_of(gate);
+        itself[i] = fmaf(queries[i].get(c), bonus * keys[i].get(c), itself[i]);
+      }
+    }
+
+    decay_about_middles<ReadOrder, BK>(q + channel, k + channel, queries, keys, a);
+    __syncwarp();  // queries and keys are stored
+#pragma unroll 2
+    for (int c = slice; c < slice + 32 * W; c += 16) {
+      Pairs<true, float, 4> left;
+      Pairs<true, float, 2> right[2];
+      load_rounded<false>(left, q + c, ROW<BK>);
+      load_rounded<true>(right, k + c, ROW<BK>);
+      multiply(own, left, right);
+    }
+    __syncwarp();  // they are read
+    float units[2][W], all[W];
+    decay_from_starts<ReadOrder, BK>(q + channel, queries, a, units);
+    decay_to_ends<UNIT, BK>(k + channel, keys, a, all);
+    __syncwarp();  // stored
+#pragma unroll 2
+    for (int c = slice; c < slice + 32 * W; c += 16) {
+      Pairs<true, float, 4> left;
+      Pairs<true, float, 2> right[2];
+      load_rounded<false>(left, q + c, ROW<BK>);
+      load_rounded<true>(right, k + c, ROW<BK>);
+      multiply(border, left, right[0]);
+    }
+    __syncwarp();  // read
+    multiply_unit<BK>(q + UNIT * ROW<BK> + channel, units[0]);
+    multiply_unit<BK>(k + channel, units[1]);
+#pragma unroll
+    for (int c = 0; c < W; ++c) all[c] = units[0][c] * units[1][c];
+    put(total + channel, all);
+  }
+  if (__any_sync(0xffffffffu, grows)) {
+#pragma unroll 1
+    for (int unit = 0; unit < 2; ++unit) {
+      const int first = UNIT * unit;
+      const float score =
+          score_of_pair<ReadOrder>(from.q + first * args.q.t, from.k + first * args.k.t, from.g + first * args.g.t,
+                                   args.q.t, args.k.t, args.g.t, from.rows - first, from.channels);
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        const float mine = __shfl_sync(0xffffffffu, score, g * (g - 1) / 2 + 2 * t + p);  // for keys before the query
+        own[0][p] = unit == 0 ? mine : own[0][p];
+        own[1][2 + p] = unit == 1 ? mine : own[1][2 + p];
       }
     }
   }
+  float sum = sum_each<SUB / 2>(itself);
+  sum += __shfl_xor_sync(0xffffffffu, sum, SUB);
 #pragma unroll
-  for (int i = 0; i < SUB; ++i) {
-    for (int distance = LANES / 2; distance > 0; distance /= 2)
-      score[i] += __shfl_xor_sync(0xffffffffu, score[i], distance);
-    if (i % LANES == slice) scores[i * SUB + j] = score[i];
-  }
-}
-
-// Multiplies query i of a sub-chunk by the decay from the sub-chunk's start to the state that token i reads. A thread
-// has a channel.
-template <class ReadOrder, int BK> __device__ __forceinline__ void decay_queries(float* q, const float* a) {
-  for (int c = threadIdx.x; c < BK; c += THREADS) {
-    float decay = 1.f;
+  for (int unit = 0; unit < 2; ++unit) {
+    const float score = __shfl_sync(0xffffffffu, sum, UNIT * unit + g);
 #pragma unroll
-    for (int i = 0; i < SUB; ++i) {
-      if (!ReadOrder::reads_before_write) decay *= a[i * ROW<BK> + c];
-      q[i * ROW<BK> + c] *= decay;
-      if (ReadOrder::reads_before_write) decay *= a[i * ROW<BK> + c];
+    for (int p = 0; p < 2; ++p) {
+      float& x = own[unit][2 * unit + p];
+      x = 2 * t + p > g ? 0.f : 2 * t + p == g ? score : x;
     }
   }
+  own[1][0] = own[1][1] = 0.f, own[0][2] = border[2], own[0][3] = border[3];
 }
 
-// Multiplies key j of a sub-chunk by the decay from token j to the sub-chunk's end; `total` becomes the decay over the
-// sub-chunk. A thread has a channel.
-template <int BK> __device__ __forceinline__ void decay_keys(float* k, const float* a, float* total) {
-  for (int c = threadIdx.x; c < BK; c += THREADS) {
-    float decay = 1.f;
+// Stores keys decayed to the end of a warp's 16 tokens, and the decay over these.
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void decay_keys(float* k, float* total, const Tokens<T, G>& from, const Args<T, G>& args) {
+  constexpr int W = WIDTH<T>;
+#pragma unroll 1
+  for (int channel = (threadIdx.x & 31) * W; channel < BK; channel += 32 * W) {
+    const int channels = from.channels - channel, bytes = int(args.bytes);
+    Piece<W, T> keys[SUB];
+    Piece<W, G> gates[SUB];
+    load(keys, from.k + channel, args.k.t, from.rows, channels, bytes);
+    load(gates, from.g + channel, args.g.t, from.rows, channels, bytes);
+    float a[SUB][W], all[W];
 #pragma unroll
-    for (int j = SUB - 1; j >= 0; --j) {
-      k[j * ROW<BK> + c] *= decay;
-      decay *= a[j * ROW<BK> + c];
-    }
-    total[c] = decay;
+    for (int i = 0; i < SUB; ++i)
+#pragma unroll
+      for (int c = 0; c < W; ++c) a[i][c] = decay_of(gates[i].get(c));
+    decay_to_ends<SUB, BK>(k + channel, keys, a, all);
+    put(total + channel, all);
   }
 }
 
-// d = the scores of 16 rows, whose queries are decayed from their start, with the decayed keys of an earlier sub-chunk,
-// from whose end to the rows' start `carry` decays: of a warp, in columns 8 and 8.
+// Two neighbours.
+__device__ __forceinline__ float2 two_of(const float* x) { return *reinterpret_cast<const float2*>(x); }
+
+// d[n] = the scores of the warp's 16 queries with the n-th 16 keys of the block, for the first `count` of these. The
+// carry becomes that from their start.
 template <typename T, int BK>
-__device__ __forceinline__ void score_pairs(float (&d)[2][4], const float* q, const float* k, const float* carry) {
-  const int t = threadIdx.x & 3;
-#pragma unroll 2
+__device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Shared<BK>& s, int warp, int count) {
+  const int lane = threadIdx.x & 31, t = lane & 3;
+#pragma unroll 1
   for (int c = 0; c < BK; c += 16) {
-    LeftOf<T> a;
-    RightOf<T> b[2];
-    each_matrix<true, false>(q + c, ROW<BK>, [&](int m, float2 x) {
-      const float2 decay = pair_of(carry + c + 8 * (m >> 1) + 2 * t);
-      a.set(m, float2{x.x * decay.x, x.y * decay.y});
-    });
-    load_rounded<true>(b, k + c, ROW<BK>);
-    multiply(d, a, b);
+    float2 queries[4], decays[2];
+    each_matrix<true, false>(s.q + warp * SUB * ROW<BK> + c, ROW<BK>, [&](int m, float2 x) { queries[m] = x; });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) decays[half] = two_of(s.carry[warp] + c + 8 * half + 2 * t);
+#pragma unroll
+    for (int n = WARPS<BK> - 1; n >= 0; --n) {
+      if (n >= count) continue;
+      LeftOf<T> a;
+      RightOf<T> b[2];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) a.set(m, float2{queries[m].x * decays[m >> 1].x, queries[m].y * decays[m >> 1].y});
+      load_rounded<true>(b, s.k + n * SUB * ROW<BK> + c, ROW<BK>);
+      multiply(d[n], a, b);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 total = two_of(s.total[n] + c + 8 * half + 2 * t);
+        decays[half].x *= total.x, decays[half].y *= total.y;
+      }
+    }
+    __syncwarp();  // the carry is read
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (lane == t) *reinterpret_cast<float2*>(s.carry[warp] + c + 8 * half + 2 * t) = decays[half];
+  }
+  __syncwarp();  // and stored
+}
+
+// Stores a lane's scores of 16 rows from `row` on, which end before `stop`, with 16 keys from `column` on.
+__device__ __forceinline__ void store(const Rows<float>& A, u32 batch, u32 h, i64 row, i64 stop, i64 column,
+                                      const float (&d)[2][4]) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int down = 0; down < 2; ++down) {
+    if (row + g + 8 * down >= stop) continue;
+    float* const to = A.row(batch, h, row + g + 8 * down) + column + 2 * t;
+#pragma unroll
+    for (int across = 0; across < 2; ++across)
+      *reinterpret_cast<float2*>(to + 8 * across) = {d[across][2 * down], d[across][2 * down + 1]};
   }
 }
 
 template <class ReadOrder, typename T, typename G, int BK>
-__global__ void __launch_bounds__(THREADS, BK > 128 ? 2 : 3) stages_intra_chunk(const Args<T, G> args) {
-  Shared<T, G, BK>& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
+__global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Args<T, G> args) {
+  Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const i64 groups = (shape.chunk + ROWS<BK> - 1) / ROWS<BK>, group = blockIdx.x % groups;
-  const i64 c = blockIdx.x / groups % shape.NC, h = blockIdx.x / groups / shape.NC % shape.H;
-  const i64 batch = blockIdx.x / groups / shape.NC / shape.H;
+  const u32 groups = u32(shape.chunk + ROWS<BK> - 1) / ROWS<BK>, NC = u32(shape.NC), H = u32(shape.H);
+  const u32 own = blockIdx.x % groups, chunk = blockIdx.x / groups, c = chunk % NC, h = chunk / NC % H;
+  const u32 batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
-  const i64 first = span.start + group * ROWS<BK>, before = group * SUBS<BK>;  // sub-chunks before the rows
-  if (first >= span.stop) return;                                              // the whole block: a short tail
-  const i64 rows = span.stop - first < ROWS<BK> ? span.stop - first : ROWS<BK>;
+  if (span.start + own * ROWS<BK> >= span.stop) return;  // the whole block: a short tail
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const i64 top = span.start + own * ROWS<BK> + warp * SUB;  // the warp's rows
+  float* const k = s.k + warp * SUB * ROW<BK>;
 
-  // Starts to copy sub-chunk `sub`. Of queries, only the rows' own.
-  const auto fetch = [&](i64 sub) {
-    if (sub < 0) return;
-    const i64 token = span.start + sub * SUB;
-    copy_tile<SUB, BK, BK>(s.given_k, args.k, batch, h, token, span.stop, 0, shape.K, args.bytes);
-    copy_tile<SUB, BK, BK>(s.given_g, args.g, batch, h, token, span.stop, 0, shape.K, args.bytes);
-    if (sub < before) return;
-    if constexpr (sizeof(T) == 2)
-      copy_tile<SUB, BK, BK>(s.given_q, args.q, batch, h, token, span.stop, 0, shape.K, args.bytes);
-    else
-      copy_tile<SUB, BK, ROW<BK>>(s.q + (sub - before) * SUB * ROW<BK>, args.q, batch, h, token, span.stop, 0, shape.K,
-                                  args.bytes);
+  const auto tokens_from = [&](i64 token) {
+    const i64 left = span.stop - token;
+    const i64 at = left > 0 ? token : span.start;
+    return Tokens<T, G>{args.q.row(batch, h, at), args.k.row(batch, h, at), args.g.row(batch, h, at),
+                        int(left > SUB ? SUB
+                            : left > 0 ? left
+                                       : 0),
+                        int(shape.K)};
   };
-
-  const i64 last = before + (rows - 1) / SUB;
-  fetch(last);
-  for (int x = threadIdx.x; x < BK; x += THREADS) {
-    for (int sub = 0; sub < SUBS<BK>; ++sub) s.carry[sub][x] = 1.f;
-    s.u[x] = ReadOrder::reads_before_write && x < shape.K ? args.u[h * shape.K + x] : 0.f;
+  for (int x = lane; x < BK; x += 32) s.carry[warp][x] = 1.f;
+  if (top < span.stop) {
+    float d[2][4] = {};
+    score_own<ReadOrder, T, G, BK>(d, s.q + warp * SUB * ROW<BK>, k, s.total[warp], tokens_from(top), args,
+                                   args.u ? args.u + h * shape.K : nullptr);
+    store(args.A, batch, h, top, span.stop, top - span.start, d);
+    constexpr int LANES = 32 / SUB;  // a row, of whose later columns each writes four
+    if (const i64 row = top + lane / LANES; row < span.stop)
+      for (i64 column = top - span.start + SUB + lane % LANES * 4; column < shape.chunk; column += 4 * LANES)
+        *reinterpret_cast<float4*>(args.A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
   }
 #pragma unroll 1
-  for (i64 sub = last; sub >= 0; --sub) {
-    const bool own = sub >= before;  // then it is a sub-chunk of rows, too
-    float* const queries = s.q + (own ? sub - before : 0) * SUB * ROW<BK>;
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();  // the sub-chunk has arrived, and the last one's keys are read
-    for (int at = 2 * threadIdx.x; at < SUB * BK; at += 2 * THREADS) {
-      const int to = at / BK * ROW<BK> + at % BK;
-      const float2 gate = pair_of(s.given_g + at);
-      *reinterpret_cast<float2*>(s.k + to) = pair_of(s.given_k + at);
-      *reinterpret_cast<float2*>(s.a + to) = {decay_of(gate.x), decay_of(gate.y)};
-      if constexpr (sizeof(T) == 2)
-        if (own) *reinterpret_cast<float2*>(queries + to) = pair_of(s.given_q + at);
-    }
-    __syncthreads();  // numbers and decays stand
-    fetch(sub - 1);
-    if (own) {
-      diagonal_scores<ReadOrder, BK>(s.diagonal, queries, s.k, s.a, s.u);
-      __syncthreads();  // the diagonal's scores stand
-      decay_queries<ReadOrder, BK>(queries, s.a);
-      const i64 top = span.start + sub * SUB;
-      for (int at = threadIdx.x; at < SUB * SUB; at += THREADS)
-        if (top + at / SUB < span.stop) args.A.row(batch, h, top + at / SUB)[sub * SUB + at % SUB] = s.diagonal[at];
-      constexpr int LANES = THREADS / SUB;  // a row, of whose later columns each writes four
-      if (const i64 row = top + threadIdx.x / LANES; row < span.stop)
-        for (i64 column = (sub + 1) * SUB + threadIdx.x % LANES * 4; column < shape.chunk; column += 4 * LANES)
-          *reinterpret_cast<float4*>(args.A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
-    }
-    decay_keys<BK>(s.k, s.a, s.total);
+  for (int group = own;; --group) {
     __syncthreads();  // queries and keys are decayed
-
-    const i64 top = first + warp * SUB;  // the warp's rows
-    if (warp >= SUBS<BK> || before + warp <= sub || top >= span.stop) continue;
-    float d[2][4] = {};
-    score_pairs<T, BK>(d, s.q + warp * SUB * ROW<BK>, s.k, s.carry[warp]);
-    __syncwarp();  // the decays are read
-    for (int x = lane; x < BK; x += 32) s.carry[warp][x] *= s.total[x];
-    __syncwarp();
+    if (top < span.stop) {
+      const int count = group == int(own) ? warp : WARPS<BK>;
+      float d[WARPS<BK>][2][4] = {};
+      score_earlier<T, BK>(d, s, warp, count);
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int down = 0; down < 2; ++down) {
-        const i64 row = top + lane / 4 + 8 * down;
-        if (row < span.stop)
-          *reinterpret_cast<float2*>(args.A.row(batch, h, row) + sub * SUB + 8 * half + 2 * (lane & 3)) = {
-              d[half][2 * down], d[half][2 * down + 1]};
-      }
+      for (int n = 0; n < WARPS<BK>; ++n)
+        if (n < count) store(args.A, batch, h, top, span.stop, group * ROWS<BK> + n * SUB, d[n]);
+    }
+    if (group == 0) return;
+    __syncthreads();  // keys are read
+    decay_keys<T, G, BK>(k, s.total[warp], tokens_from(span.start + (group - 1) * ROWS<BK> + warp * SUB), args);
   }
 }

@@ -43,14 +43,17 @@ class InterChunk(Kernel):
 class IntraChunk(GatedKernel):
     file = "stages/intra_chunk"
     arguments = members("rows q k g, pointers u, rows A, shape, integers bytes")
-    shared = ("Shared<{dtype}, {gate}, {BK}>",)
-    threads = 128
+    shared = ("Shared<{BK}>",)
     BK: int
 
     @property
     def rows(self):
-        """Rows of scores per block."""
-        return SUB_CHUNK if self.BK > 128 else 64
+        """Rows of scores per block: a warp has SUB_CHUNK of them."""
+        return 32 if self.BK > 128 else 64
+
+    @property
+    def threads(self):
+        return 32 * self.rows // SUB_CHUNK
 
 
 class Combine(Kernel):
@@ -186,7 +189,7 @@ class Stages:
         if v.dtype == DOUBLE:
             kernel, blocks = Float64Combine(), shape.all_chunks
         else:
-            access = {"bytes": common_bytes(qg, states, A, v)}
+            access = {"bytes": common_bytes(qg, states, A, v, o)}
             kernel = Combine(v.dtype)
             blocks = shape.all_chunks * ceil_div(shape.chunk, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
         self.launch(kernel, blocks, qg=qg, h=states, A=A, v=v, o=o, scale=self.problem.scale, **access)
