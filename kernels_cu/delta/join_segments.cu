@@ -1,7 +1,8 @@
 // what      Joins the segments of sequences under a delta rule: the state before each segment.
 // math      A segment turns the state S before it into F S + G.  S_0 = initial;  S_{p+1} = F_p S_p + G_p;
 //           starts_p = S_p;  final = S_P
-// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], G and starts [N, P, H, K, V], initial and final [N, H, K, V], float32
+// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], G and starts [N, P, H, K, V], initial and final
+//           [N, H, K, V], float32
 // grid      a block for every (sequence, head, BV columns), sequence slowest; a thread has 2 channels of 4 columns
 // smem      S, and the next S
 // barriers  one a segment: the next S is in shared memory
