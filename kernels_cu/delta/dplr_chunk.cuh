@@ -91,8 +91,8 @@ __device__ __forceinline__ void decay_forwards(DplrMatrices<T, G, BK>& s, int c)
 #pragma unroll 4
   for (int i = 0; i < C; ++i) {
     const float2 decay = decays_at<BK>(s.g, i, c), a = unpack_pair(place<BK>(s.rows[OF_A], i, c));
-    const float2 of_q = times(1.f / s.power_rows[OF_Q][i], unpack_pair(place<BK>(s.rows[OF_Q], i, c)));
-    const float2 of_a = times(1.f / s.power_rows[OF_A][i], a);
+    const float2 of_q = times(inverse_of_power(s.power_rows[OF_Q][i]), unpack_pair(place<BK>(s.rows[OF_Q], i, c)));
+    const float2 of_a = times(inverse_of_power(s.power_rows[OF_A][i]), a);
     if (i % 8 == 0) eight = one;
     if (i % 16 == 0) sixteen = one;
     put_pair(place<BK>(s.kd, i, c), times(all, a));
@@ -115,10 +115,10 @@ __device__ __forceinline__ void decay_backwards(DplrMatrices<T, G, BK>& s, int k
 #pragma unroll 4
   for (int i = C - 1; i >= 0; --i) {
     const float2 decay = decays_at<BK>(s.g, i, c), x = unpack_pair(place<BK>(s.columns[kind], i, c));
-    const float2 small = times(1.f / s.power_columns[kind][i], x);
+    const float2 small = times(inverse_of_power(s.power_columns[kind][i]), x);
     if (i % 8 == 7) eight = one;
     if (i % 16 == 15) sixteen = one;
-    put_pair(place<BK>(s.to_end[kind], i, c), times(1.f / most, times(all, x)));
+    put_pair(place<BK>(s.to_end[kind], i, c), times(inverse_of_power(most), times(all, x)));
     if (i / 8 % 2 == 0) put_pair(place<BK>(s.columns_8[kind], i / 16 * 8 + i % 8, c), times(eight, small));
     if (i / 16 == 0) put_pair(place<BK>(s.columns_16[kind], i, c), times(sixteen, small));
     all = times(all, decay), eight = times(eight, decay), sixteen = times(sixteen, decay);

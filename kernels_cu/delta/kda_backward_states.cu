@@ -32,6 +32,21 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k, v, g, do and dv start on multiples of it, and are multiples long
 };
 
+// Stores queries decayed from the chunk's start (qd) in float32; for all warps but the first.
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_queries(ChannelMatrices<T, BK>& s, const T* q, const G* g) {
+#pragma unroll 1
+  for (int c = 2 * (int(threadIdx.x) - 32); c < BK; c += 2 * (THREADS - 32)) {
+    float2 all = {1.f, 1.f};
+#pragma unroll 4
+    for (int i = 0; i < C; ++i) {
+      all = times(all, decays_at<BK>(g, i, c));
+      *reinterpret_cast<float2*>(&s.from_start[i][c]) =
+          times(all, times(s.of.unit[C + i], unpack_pair(place<BK>(q, i, c))));
+    }
+  }
+}
+
 // Goes over the chunks of a sequence in one direction. S in the code is C if BACKWARDS. block: the number of the
 // (sequence, head of values, BV columns).
 template <bool BACKWARDS, typename T, typename G, int BK, int BV>
@@ -95,8 +110,14 @@ __device__ __forceinline__ void walk(ChannelShared<T, G, BK, BV>& s, const Args<
       }
     }
     look_at<THREADS>(s, q, k, args.normalized);
-    __syncthreads();  // lengths are in shared memory
-    decay_tokens<THREADS, BACKWARDS>(s, q, k, g);
+    decay_blocks<THREADS>(s, g);
+    __syncthreads();  // lengths and decays over blocks of 8 tokens are in shared memory
+    score_blocks<THREADS>(s, q, k, g);
+#pragma unroll 1
+    for (int task = threadIdx.x >> 5; task < BK / 16; task += THREADS / 32) {
+      float2 queries[BLOCK];
+      decay_block<BACKWARDS>(s, q, k, g, task % BLOCKS, task / BLOCKS * 64 + 2 * own_lane(), queries);
+    }
     __syncthreads();  // decayed queries and keys are in shared memory
     score_borders<THREADS>(s);
     Columns found = {};
