@@ -93,15 +93,15 @@ __device__ __forceinline__ float inverse_of_power(float x) { return __uint_as_fl
 
 // Stores the decays over each block of 8 tokens; a warp takes a block and 64 channels at a time. The block's threads
 // pass a barrier before others read them.
-template <int THREADS, typename T, typename G, int BK>
-__device__ __forceinline__ void decay_blocks(ChannelMatrices<T, BK>& s, const G* g) {
+template <int THREADS, typename G, int BK>
+__device__ __forceinline__ void decay_blocks(float (&over_blocks)[BLOCKS][BK], const G* g) {
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < BK / 16; task += THREADS / 32) {
     const int block = task % BLOCKS, c = task / BLOCKS * 64 + 2 * own_lane();
     float2 all = decays_at<BK>(g, block * BLOCK, c);
 #pragma unroll
     for (int i = 1; i < BLOCK; ++i) all = times(all, decays_at<BK>(g, block * BLOCK + i, c));
-    *reinterpret_cast<float2*>(&s.over_blocks[block][c]) = all;
+    *reinterpret_cast<float2*>(&over_blocks[block][c]) = all;
   }
 }
 

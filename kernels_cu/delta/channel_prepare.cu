@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived
   look_at<THREADS>(s, s.q, s.k, args.normalized);
-  decay_blocks<THREADS>(s, s.g);
+  decay_blocks<THREADS>(s.over_blocks, s.g);
   __syncthreads();  // lengths and decays over blocks of 8 tokens are in shared memory
   score_blocks<THREADS>(s, s.q, s.k, s.g);
   const BlockTask task;

@@ -28,6 +28,20 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of inputs, do and dv start on multiples of it, and are multiples long
 };
 
+// Computes qd in float32; for all warps but the first two.
+template <int THREADS, typename T, typename G, int BK>
+__device__ __forceinline__ void decay_queries(DplrMatrices<T, G, BK>& s) {
+#pragma unroll 1
+  for (int c = 2 * (int(threadIdx.x) - 64); c < BK; c += 2 * (THREADS - 64)) {
+    float2 all = {1.f, 1.f};
+#pragma unroll 4
+    for (int i = 0; i < C; ++i) {
+      all = times(all, decays_at<BK>(s.g, i, c));
+      *reinterpret_cast<float2*>(&s.from_start[i][c]) = times(all, unpack_pair(place<BK>(s.rows[OF_Q], i, c)));
+    }
+  }
+}
+
 // Goes over the chunks of a sequence in one direction. S in the code is C if BACKWARDS. block: the number of the
 // (sequence, head, BV columns).
 template <bool BACKWARDS, typename T, typename G, int BK, int BV>
@@ -76,6 +90,7 @@ __device__ __forceinline__ void walk(DplrShared<T, G, BK, BV>& s, const Args<T, 
     __syncthreads();  // the chunk has arrived; the previous chunk's matrices have been read
     for (int at = threadIdx.x; at < 3 * C * LDS; at += THREADS) (&s.scores[0][0][0])[at] = 0.f;
     look_at<THREADS>(s);
+    decay_blocks<THREADS>(s.over_blocks, s.g);
     if (column < kept_columns) {
 #pragma unroll
       for (int c = 0; c < BK / 8; ++c) {
@@ -88,7 +103,12 @@ __device__ __forceinline__ void walk(DplrShared<T, G, BK, BV>& s, const Args<T, 
       }
     }
     __syncthreads();  // powers of 2 are in shared memory
-    decay_tokens<THREADS>(s);
+    score_blocks<THREADS>(s);
+#pragma unroll 1
+    for (int task = threadIdx.x >> 5; task < BK / 16; task += THREADS / 32) {
+      float2 queries[BLOCK];
+      decay_block(s, task % BLOCKS, task / BLOCKS * 64 + 2 * own_lane(), queries);
+    }
     __syncthreads();  // decayed rows and columns are in shared memory
     score_borders<THREADS>(s);
     Columns found = {};

@@ -110,7 +110,7 @@ __device__ __forceinline__ void walk(ChannelShared<T, G, BK, BV>& s, const Args<
       }
     }
     look_at<THREADS>(s, q, k, args.normalized);
-    decay_blocks<THREADS>(s, g);
+    decay_blocks<THREADS>(s.over_blocks, g);
     __syncthreads();  // lengths and decays over blocks of 8 tokens are in shared memory
     score_blocks<THREADS>(s, q, k, g);
 #pragma unroll 1
