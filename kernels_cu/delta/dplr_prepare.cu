@@ -4,10 +4,10 @@
 // shapes    q k a b g [B, H, T, K], prepared [B, H, NC]
 // grid      a block for every (batch, head, chunk), chunks fastest
 // smem      DplrMatrices. In the code q and a are "rows", k and b "columns", after their place in Axy
-// barriers  seven: inputs have arrived | powers of 2, decays over 8 tokens | decayed tokens | scores | N, L and qd | H and B | W and Z.
-//           Each: these are in shared memory
-// numerics  scores, N and L in float32; operands kd, W, Z, Zb in T, H and B as the sum of two T; other decayed operands,
-//           N and L in float16, divided by powers of 2; decays: channel_chunk.cuh
+// barriers  seven: inputs have arrived | powers of 2, decays over 8 tokens | decayed tokens | scores | N, L and
+//           qd | H and B | W and Z. Each: these are in shared memory
+// numerics  scores, N and L in float32; operands kd, W, Z, Zb in T, H and B as the sum of two T; other decayed
+//           operands, N and L in float16, divided by powers of 2; decays: channel_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
