@@ -391,7 +391,7 @@ class GradientsInChunks(Gradients):
     states, what depends on them, and dv. The last computes the other gradients of all chunks in parallel.
     """
 
-    MOST = 4  # 128 channels and columns need 3.7; groups of heads would leave multiprocessors without blocks
+    MOST = 5  # 128 channels and columns need 4.6; groups of heads would leave multiprocessors without blocks
     residuals = ("X", "w")  # the last kernel's names of a token's residual, and of its gradient
 
     def __init__(self, problem, device, do, dht):
