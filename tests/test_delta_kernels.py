@@ -297,6 +297,15 @@ def test_few_heads_are_cut(op):
         assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
 
 
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_gradients_take_all_heads_at_once(op, monkeypatch, rng):
+    """Groups of heads, one after the other, would each leave more of a card idle."""
+    monkeypatch.setattr(gated_backward, "STATES_AT_LEAST", 0)
+    arrays, *_ = Case(op, H=4, T=64, K=128, V=128, dtype=BFLOAT16, gate_dtype=BFLOAT16).drawn(rng)
+    plan = planned.plan_of(op.bind(arrays, gradient=True), planned.Noting())
+    assert planned.names(plan).count("delta_backward_states") == 1
+
+
 @pytest.mark.parametrize(
     "changed, mode, reason",
     [

@@ -40,11 +40,6 @@ from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 BYTES = np.dtype(np.uint8)
-PREPARE = {
-    GATED_DELTA: DeltaPrepare,
-    KDA: DeltaChannelPrepare,
-    DPLR: DeltaDplrPrepare,
-}  # rule -> the kernel that prepares its chunks
 IN_CHUNKS = "in chunks"  # the way's name in explanations
 KEYS = ("q", "k", "a", "b")  # arrays that may have fewer heads than values
 
@@ -76,17 +71,21 @@ def why_no_gradients_in_chunks(problem, device) -> str | None:
 def forward_kernels(problem, device):
     """The kernels in chunks of a forward pass, for every card: what prepares chunks, and the walk over states."""
     N, H, K, V = problem.shape("N H K V")
-    rule = rule_of(problem.op)
-    scan = DeltaScan.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], N * H, device)
-    return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK, False), scan
+    scan = DeltaScan.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule_of(problem.op)], N * H, device)
+    return prepare_kernel(problem, scan.BK, gradient=False), scan
 
 
 def gradient_kernels(problem, device):
     """The kernels of the gradients in chunks that go from chunk to chunk, and what prepares chunks for them."""
     N, H, K, V = problem.shape("N H K V")
-    rule = rule_of(problem.op)
-    walk = DeltaBackwardStates.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], 2 * N * H, device)
-    return PREPARE[rule](problem.dtype, gate_dtype(problem), walk.BK, True), walk
+    walk = DeltaBackwardStates.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule_of(problem.op)], 2 * N * H, device)
+    return prepare_kernel(problem, walk.BK, gradient=True), walk
+
+
+def prepare_kernel(problem, BK, gradient):
+    """What prepares chunks of at most BK channels; `gradient`: for walks in both directions."""
+    kinds = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}
+    return kinds[rule_of(problem.op)](problem.dtype, gate_dtype(problem), BK, gradient)
 
 
 def rule_of(op):
@@ -391,7 +390,7 @@ class GradientsInChunks(Gradients):
     states, what depends on them, and dv. The last computes the other gradients of all chunks in parallel.
     """
 
-    MOST = 4  # 128 channels and columns need 3.7; groups of heads would leave multiprocessors without blocks
+    MOST = 5  # 128 channels and columns need 4.6; groups of heads would leave multiprocessors without blocks
     residuals = ("X", "w")  # the last kernel's names of a token's residual, and of its gradient
 
     def __init__(self, problem, device, do, dht):
