@@ -290,11 +290,20 @@ def test_explained(op, rng):
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_few_heads_are_cut(op):
     """Into segments that fill the card, where their number times a head's is small."""
-    for H, T, segments in ((2, 4096, 8), (2, 100, 1), (300, 4096, 1)):
+    for H, T, segments in ((2, 4096, 4), (2, 100, 1), (300, 4096, 1)):
         arrays = [np.broadcast_to(HALF.type(0), (1, H, T, 8)[: len(axes.split())]) for axes in op.arrays.values()]
         plan = planned.plan_of(op.bind(arrays), planned.Noting())
         assert plan.tiles.get("segments", 1) == segments
         assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
+
+
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_gradients_take_all_heads_at_once(op, monkeypatch, rng):
+    """Groups of heads, one after the other, would each leave more of a card idle."""
+    monkeypatch.setattr(gated_backward, "STATES_AT_LEAST", 0)
+    arrays, *_ = Case(op, H=4, T=64, K=128, V=128, dtype=BFLOAT16, gate_dtype=BFLOAT16).drawn(rng)
+    plan = planned.plan_of(op.bind(arrays, gradient=True), planned.Noting())
+    assert planned.names(plan).count("delta_backward_states") == 1
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ CHUNKS, ON_EVERY_CARD, TOKENS = (
     ["delta_prepare", "delta_scan"],
     ["delta_recurrent_forward"],
 )
+SEGMENTS = ["delta_prepare", "delta_scan", "delta_join_segments", "delta_scan"]  # of few heads of long sequences
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,8 @@ CHUNKS, ON_EVERY_CARD, TOKENS = (
         ((1, 2, 40, 136, 64), BFLOAT16, 90, {}, TOKENS),
         ((1, 2, 40, 60, 64), BFLOAT16, 90, {}, ON_EVERY_CARD),  # rows are no whole 16 bytes
         ((1, 2, 0, 64, 64), BFLOAT16, 90, {}, ON_EVERY_CARD),
+        ((1, 2, 4096, 64, 64), BFLOAT16, 90, {}, SEGMENTS),
+        ((1, 140, 4096, 64, 64), BFLOAT16, 90, {}, CHUNKS),
     ],
 )
 def test_which_calls_go_by_it(sizes, dtype, capability, how, kernels):

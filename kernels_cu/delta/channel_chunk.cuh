@@ -9,6 +9,7 @@
 #include "delta/chunk.cuh"
 
 constexpr int BLOCK = 8, PAIRS_OF_BLOCK = BLOCK * (BLOCK - 1) / 2;  // tokens whose pairs are multiplied one by one
+constexpr int BLOCKS = C / BLOCK;
 
 // The matrices of a chunk.
 template <typename T, int BK> struct alignas(16) ChannelMatrices {
@@ -28,10 +29,11 @@ template <typename T, int BK> struct alignas(16) ChannelMatrices {
   Matrix<T> B;
   Matrix<f16> of_Z;
   Scored of;
-  float power[2 * C];  // powers of 2 by which keys, then queries, are larger than what is rounded to float16
-  float own[C];        // q . k of a token
-  float whole[BK];     // the chunk's decays; pairs are written
-  float most;          // the largest power of keys
+  float power[2 * C];             // powers of 2 by which keys, then queries, are larger than what is rounded to float16
+  float own[C];                   // q . k of a token
+  float whole[BK];                // the chunk's decays; pairs are written
+  float over_blocks[BLOCKS][BK];  // decays over blocks of tokens
+  float most;                     // the largest power of keys
 };
 
 // The power of 2 below the root of a sum of squares; 1 for 0.
@@ -80,47 +82,71 @@ __device__ __forceinline__ float max_of_lanes(float x) {
   return x;
 }
 
-// Stores, for channels c and c + 1, keys decayed from the chunk's start, queries and keys decayed
-// from borders, and the chunk's decays.
-template <typename T, typename G, int BK>
-__device__ __forceinline__ void decay_forwards(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g, int c) {
-  float2 all = {1.f, 1.f}, eight = all, sixteen = all;
-#pragma unroll 4
-  for (int i = 0; i < C; ++i) {
-    const float2 a = decays_at<BK>(g, i, c), key = times(s.of.unit[i], unpack_pair(place<BK>(k, i, c)));
-    const float2 query = times(s.of.unit[C + i], unpack_pair(place<BK>(q, i, c)));
-    all = times(all, a), eight = i % 8 ? times(eight, a) : a, sixteen = i % 16 ? times(sixteen, a) : a;
-    const float2 of_k = times(1.f / s.power[i], key), of_q = times(1.f / s.power[C + i], query);
-    put_pair(place<BK>(s.kd, i, c), times(all, key));
-    if (i / 8 % 2) {
-      put_pair(place<BK>(s.rows_8, i - 8, c), times(eight, of_q));
-      put_pair(place<BK>(s.rows_8, i, c), times(eight, of_k));
-    }
-    if (i / 16) {
-      put_pair(place<BK>(s.rows_16, i - 16, c), times(sixteen, of_q));
-      put_pair(place<BK>(s.rows_16, i, c), times(sixteen, of_k));
-    }
+// 1 / x of a power of 2 from power_below.
+__device__ __forceinline__ float inverse_of_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
+
+// Stores the decays over each block of 8 tokens; a warp takes a block and 64 channels at a time. The block's threads
+// pass a barrier before others read them.
+template <int THREADS, typename G, int BK>
+__device__ __forceinline__ void decay_blocks(float (&over_blocks)[BLOCKS][BK], const G* g) {
+#pragma unroll 1
+  for (int task = threadIdx.x >> 5; task < BK / 16; task += THREADS / 32) {
+    const int block = task % BLOCKS, c = task / BLOCKS * 64 + 2 * own_lane();
+    float2 all = decays_at<BK>(g, block * BLOCK, c);
+#pragma unroll
+    for (int i = 1; i < BLOCK; ++i) all = times(all, decays_at<BK>(g, block * BLOCK + i, c));
+    *reinterpret_cast<float2*>(&over_blocks[block][c]) = all;
   }
-  *reinterpret_cast<float2*>(s.whole + c) = all;
 }
 
-// Stores, for channels c and c + 1, keys decayed to the chunk's end and to borders.
+// Stores keys decayed from the chunk's start and to its end, and queries and keys decayed from
+// and to borders, of a block of 8 tokens and channels c and c + 1. `queries` gets queries decayed from the start (qd).
 template <typename T, typename G, int BK>
-__device__ __forceinline__ void decay_backwards(ChannelMatrices<T, BK>& s, const T* k, const G* g, int c) {
+__device__ __forceinline__ void decay_block(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g, int block,
+                                            int c, float2 (&queries)[BLOCK]) {
   const float2 one = {1.f, 1.f};
-  float2 all = one, eight = one, sixteen = one;
-  const float most = max_of_lanes(s.power[threadIdx.x & 31]);
-  if (c == 0) s.most = most;
-#pragma unroll 4
-  for (int i = C - 1; i >= 0; --i) {
-    const float2 a = decays_at<BK>(g, i, c), key = times(s.of.unit[i], unpack_pair(place<BK>(k, i, c)));
-    if (i % 8 == 7) eight = one;
-    if (i % 16 == 15) sixteen = one;
-    const float2 of_k = times(1.f / s.power[i], key);
-    put_pair(place<BK>(s.ke, i, c), times(1.f / most, times(all, key)));
-    if (i / 8 % 2 == 0) put_pair(place<BK>(s.keys_8, i / 16 * 8 + i % 8, c), times(eight, of_k));
-    if (i / 16 == 0) put_pair(place<BK>(s.keys_16, i, c), times(sixteen, of_k));
-    all = times(all, a), eight = times(eight, a), sixteen = times(sixteen, a);
+  const auto over = [&](int n) { return *reinterpret_cast<const float2*>(&s.over_blocks[n][c]); };
+  float2 before = one, behind = one;  // decays from the chunk's start to the block, and from it to the chunk's end
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n)
+    if (n < block) before = times(before, over(n));
+    else if (n > block) behind = times(over(n), behind);
+  if (block == BLOCKS - 1) *reinterpret_cast<float2*>(s.whole + c) = times(before, over(block));
+  const float2 from_border = block == 3 ? over(2) : one, to_border = block == 0 ? over(1) : one;  // of 16 tokens
+  const float most = max_of_lanes(s.power[own_lane()]), of_most = inverse_of_power(most);
+  if (block == 0 && c == 0) s.most = most;
+  const int first = block * BLOCK;
+  float2(&decays)[BLOCK] = queries, since = one;
+#pragma unroll
+  for (int n = BLOCK - 1; n >= 0; --n) {
+    const int i = first + n;
+    decays[n] = decays_at<BK>(g, i, c);
+    const float2 key = times(s.of.unit[i], unpack_pair(place<BK>(k, i, c)));
+    const float2 decayed = times(since, times(inverse_of_power(s.power[i]), key));
+    put_pair(place<BK>(s.ke, i, c), times(of_most, times(times(since, behind), key)));
+    if (block % 2 == 0) put_pair(place<BK>(s.keys_8, block / 2 * BLOCK + n, c), decayed);
+    if (block < 2) put_pair(place<BK>(s.keys_16, i, c), times(to_border, decayed));
+    since = times(since, decays[n]);
+  }
+  since = one;
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) {
+    const int i = first + n;
+    since = times(since, decays[n]);
+    const float2 key = times(s.of.unit[i], unpack_pair(place<BK>(k, i, c))), all = times(before, since);
+    const float2 query = times(s.of.unit[C + i], unpack_pair(place<BK>(q, i, c)));
+    const float2 of_k = times(since, times(inverse_of_power(s.power[i]), key));
+    const float2 of_q = times(since, times(inverse_of_power(s.power[C + i]), query));
+    put_pair(place<BK>(s.kd, i, c), times(all, key));
+    queries[n] = times(all, query);
+    if (block % 2) {
+      put_pair(place<BK>(s.rows_8, i - 8, c), of_q);
+      put_pair(place<BK>(s.rows_8, i, c), of_k);
+    }
+    if (block >= 2) {
+      put_pair(place<BK>(s.rows_16, i - 16, c), times(from_border, of_q));
+      put_pair(place<BK>(s.rows_16, i, c), times(from_border, of_k));
+    }
   }
 }
 
@@ -164,22 +190,15 @@ __device__ __forceinline__ void score_block(const T* rows, const T* k, const G* 
   if (lane < PAIRS_OF_BLOCK) f(first + i, first + j, score);
 }
 
-// Stores all decayed queries and keys but qd, and computes scores within blocks of 8 tokens; a warp takes a task at
-// a time. The block's threads pass a barrier before and after.
+// Computes scores within blocks of 8 tokens; a warp takes a block's queries or keys at a time.
 template <int THREADS, typename T, typename G, int BK>
-__device__ __forceinline__ void decay_tokens(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g) {
-  constexpr int PANELS = BK / 64;
-  const int lane = own_lane();
+__device__ __forceinline__ void score_blocks(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g) {
 #pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < 2 * PANELS + 8; task += THREADS / 32) {
-    const int c = opaque(task / 2 * 64 + 2 * lane), block = task - 2 * PANELS;
-    const bool queries = block % 2;
-    if (block >= 0)
-      score_block<false, BK>(queries ? q : k, k, g, block / 2 * BLOCK, [&](int i, int j, float score) {
-        (queries ? s.of.A : s.of.M)[i][j] = s.of.unit[(queries ? C : 0) + i] * s.of.unit[j] * score;
-      });
-    else if (task % 2) decay_forwards(s, q, k, g, c);
-    else decay_backwards(s, k, g, c);
+  for (int task = threadIdx.x >> 5; task < 2 * BLOCKS; task += THREADS / 32) {
+    const bool queries = task % 2;
+    score_block<false, BK>(queries ? q : k, k, g, task / 2 * BLOCK, [&](int i, int j, float score) {
+      (queries ? s.of.A : s.of.M)[i][j] = s.of.unit[(queries ? C : 0) + i] * s.of.unit[j] * score;
+    });
   }
 }
 
@@ -205,20 +224,10 @@ template <int THREADS, typename T, int BK> __device__ __forceinline__ void score
   if (threadIdx.x < C) s.of.A[threadIdx.x][threadIdx.x] = s.own[threadIdx.x];
 }
 
-// Stores queries decayed from the chunk's start (qd) in float32; for all warps but the first.
-template <int THREADS, typename T, typename G, int BK>
-__device__ __forceinline__ void decay_queries(ChannelMatrices<T, BK>& s, const T* q, const G* g) {
-#pragma unroll 1
-  for (int c = 2 * (int(threadIdx.x) - 32); c < BK; c += 2 * (THREADS - 32)) {
-    float2 all = {1.f, 1.f};
-#pragma unroll 4
-    for (int i = 0; i < C; ++i) {
-      all = times(all, decays_at<BK>(g, i, c));
-      *reinterpret_cast<float2*>(&s.from_start[i][c]) =
-          times(all, times(s.of.unit[C + i], unpack_pair(place<BK>(q, i, c))));
-    }
-  }
-}
+// The task of a warp of decay_block where a block has 2 * BK threads: a block of tokens, and the lane's two channels.
+struct BlockTask {
+  int block = int(threadIdx.x >> 5) % BLOCKS, c = int(threadIdx.x >> 5) / BLOCKS * 64 + 2 * own_lane();
+};
 
 // Computes Z, which overwrites ke, and W times `scale`, which may overwrite kd; a warp has 16
 // channels of all tokens at a time.

@@ -6,8 +6,8 @@
 // shapes    q k [B, H, T, K], g [B, HV, T, K], beta [B, HV, T]; prepared [B, HV, NC]
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  seven: inputs have arrived | lengths | decayed tokens | M and A | N and qd | B | W and Z. Each: these are
-//           in shared memory
+// barriers  seven: inputs have arrived | lengths, decays over blocks | decayed tokens | M and A | N and qd | B | W and
+//           Z. Each: these are in shared memory
 // numerics  M, A and N in float32; E, W, Z in T, B as the sum of two T; decays: channel_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
@@ -58,13 +58,19 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived
   look_at<THREADS>(s, s.q, s.k, args.normalized);
-  __syncthreads();  // lengths are in shared memory
-  decay_tokens<THREADS>(s, s.q, s.k, s.g);
+  decay_blocks<THREADS>(s.over_blocks, s.g);
+  __syncthreads();  // lengths and decays over blocks of 8 tokens are in shared memory
+  score_blocks<THREADS>(s, s.q, s.k, s.g);
+  const BlockTask task;
+  float2 queries[BLOCK];  // qd of the thread's block of tokens and two channels
+  decay_block(s, s.q, s.k, s.g, task.block, task.c, queries);
   __syncthreads();  // decayed queries and keys are in shared memory
   score_borders<THREADS>(s);
   __syncthreads();  // M and A are in shared memory; their operands have been read, and qd may overwrite them
+#pragma unroll
+  for (int i = 0; i < BLOCK; ++i)
+    *reinterpret_cast<float2*>(&s.from_start[task.block * BLOCK + i][task.c]) = queries[i];
   if (threadIdx.x < 32) solve_column(of);
-  else decay_queries<THREADS>(s, s.q, s.g);
   __syncthreads();  // N and qd are in shared memory
   const i64 at = i64(pair) * chunks + chunk;
   using Gradient = PreparedForGradients<T, BK, 1>;

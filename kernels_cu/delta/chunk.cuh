@@ -168,17 +168,42 @@ __device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, b
   }
 }
 
-// Column `lane` of N.
+// N, by one warp: both diagonal blocks of 16 tokens by forward substitution, a column a lane; then what is below them,
+// N21 = -N22 diag(beta) M21 N11, 8 rows of a column a lane.
 __device__ __forceinline__ void solve_column(Scored& s) {
-  const int column = threadIdx.x & 31;
-  float x[C];
+  constexpr int HALF = C / 2, ROWS = HALF / 2;
+  const int lane = threadIdx.x & 31, column = lane % HALF, first = lane - column;
+  float x[HALF] = {};
 #pragma unroll
-  for (int i = 0; i < C; ++i) {
-    float sums[4] = {};
+  for (int i = 0; i < HALF; ++i) {
+    x[i] = fmaf(-s.beta[first + i], x[i], i == column ? 1.f : 0.f);
 #pragma unroll
-    for (int m = 0; m < i; ++m) sums[m % 4] = fmaf(s.M[i][m], x[m], sums[m % 4]);
-    x[i] = fmaf(-s.beta[i], (sums[0] + sums[1]) + (sums[2] + sums[3]), i == column ? 1.f : 0.f);
-    s.N[i][column] = x[i];
+    for (int j = i + 1; j < HALF; ++j) x[j] = fmaf(s.M[first + j][first + i], x[i], x[j]);
+  }
+#pragma unroll
+  for (int i = 0; i < HALF; ++i) {
+    s.N[first + i][lane] = x[i];
+    if (first) s.N[i][lane] = 0.f;
+    x[i] = __shfl_sync(0xffffffffu, x[i], column);  // N11's
+  }
+  __syncwarp();  // N22 is in shared memory
+  const int row = HALF + first / 2;
+  float product[HALF];  // a column of diag(beta) M21 N11
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    float sum = 0.f;
+#pragma unroll
+    for (int m = 0; m < HALF; ++m) sum = fmaf(s.M[row + i][m], x[m], sum);
+    sum *= s.beta[row + i];
+    const float other = __shfl_xor_sync(0xffffffffu, sum, HALF);
+    product[i] = first ? other : sum, product[ROWS + i] = first ? sum : other;
+  }
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    float sum = 0.f;
+#pragma unroll
+    for (int m = 0; m < HALF; ++m) sum = fmaf(s.N[row + i][HALF + m], product[m], sum);
+    s.N[row + i][column] = -sum;
   }
 }
 

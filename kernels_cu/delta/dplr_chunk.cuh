@@ -26,13 +26,16 @@ template <typename T, typename G, int BK> struct alignas(16) DplrMatrices {
     };
     float from_start[C][BK + 8];  // qd
   };
-  T kd[C * BK];  // forwards later overwritten by W
+  T kd[C * BK];
   union {
     f16 to_end[2][C * BK];  // ke and be over `most`
     T Z[2][C * BK];
   };
   float scores[3][C][LDS];  // Aqk, Aqb, and Aak, later overwritten by L
-  float N[C][LDS];
+  union {
+    float N[C][LDS];
+    float over_blocks[BLOCKS][BK];  // decays over blocks of 8 tokens
+  };
   union {
     float M[C][LDS];  // Aab
     Matrix<T> H;
@@ -76,68 +79,71 @@ __device__ __forceinline__ void look_at(DplrMatrices<T, G, BK>& s) {
   }
 }
 
-// Stores rows decayed from the chunk's start (kd) and from borders, two channels from c on; and the chunk's decays.
+// Stores rows decayed from the chunk's start (kd) and from borders, and columns decayed to its end and to borders, of a
+// block of 8 tokens and channels c and c + 1. `queries` gets queries decayed from the start (qd).
 template <typename T, typename G, int BK>
-__device__ __forceinline__ void decay_forwards(DplrMatrices<T, G, BK>& s, int c) {
+__device__ __forceinline__ void decay_block(DplrMatrices<T, G, BK>& s, int block, int c, float2 (&queries)[BLOCK]) {
   const float2 one = {1.f, 1.f};
-  float2 all = one, eight = one, sixteen = one;
-#pragma unroll 4
-  for (int i = 0; i < C; ++i) {
-    const float2 decay = decays_at<BK>(s.g, i, c), a = unpack_pair(place<BK>(s.rows[OF_A], i, c));
-    const float2 of_q = times(1.f / s.power_rows[OF_Q][i], unpack_pair(place<BK>(s.rows[OF_Q], i, c)));
-    const float2 of_a = times(1.f / s.power_rows[OF_A][i], a);
-    if (i % 8 == 0) eight = one;
-    if (i % 16 == 0) sixteen = one;
-    put_pair(place<BK>(s.kd, i, c), times(all, a));
-    if (i / 8 % 2) put_pair(place<BK>(s.rows_8, i, c), times(eight, of_a));
-    if (i / 16) put_pair(place<BK>(s.rows_16, i, c), times(sixteen, of_a));
-    all = times(all, decay), eight = times(eight, decay), sixteen = times(sixteen, decay);
-    if (i / 8 % 2) put_pair(place<BK>(s.rows_8, i - 8, c), times(eight, of_q));
-    if (i / 16) put_pair(place<BK>(s.rows_16, i - 16, c), times(sixteen, of_q));
+  const auto over = [&](int n) { return *reinterpret_cast<const float2*>(&s.over_blocks[n][c]); };
+  float2 before = one, behind = one;  // decays from the chunk's start to the block, and from it to the chunk's end
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n)
+    if (n < block) before = times(before, over(n));
+    else if (n > block) behind = times(over(n), behind);
+  if (block == BLOCKS - 1) *reinterpret_cast<float2*>(s.whole + c) = times(before, over(block));
+  const float2 from_border = block == 3 ? over(2) : one, to_border = block == 0 ? over(1) : one;  // of 16 tokens
+  const int first = block * BLOCK;
+  float2(&decays)[BLOCK] = queries;
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) decays[n] = decays_at<BK>(s.g, first + n, c);
+#pragma unroll
+  for (int kind = 0; kind < 2; ++kind) {
+    const float most = max_of_lanes(s.power_columns[kind][own_lane()]), of_most = inverse_of_power(most);
+    if (block == 0 && c == 0) s.most[kind] = most;
+    float2 since = one;
+#pragma unroll
+    for (int n = BLOCK - 1; n >= 0; --n) {
+      const int i = first + n;
+      const float2 x = unpack_pair(place<BK>(s.columns[kind], i, c));
+      const float2 decayed = times(since, times(inverse_of_power(s.power_columns[kind][i]), x));
+      put_pair(place<BK>(s.to_end[kind], i, c), times(of_most, times(times(since, behind), x)));
+      if (block % 2 == 0) put_pair(place<BK>(s.columns_8[kind], block / 2 * BLOCK + n, c), decayed);
+      if (block < 2) put_pair(place<BK>(s.columns_16[kind], i, c), times(to_border, decayed));
+      since = times(since, decays[n]);
+    }
   }
-  *reinterpret_cast<float2*>(s.whole + c) = all;
+  float2 since = one;
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) {
+    const int i = first + n;
+    const float2 a = unpack_pair(place<BK>(s.rows[OF_A], i, c)), q = unpack_pair(place<BK>(s.rows[OF_Q], i, c));
+    put_pair(place<BK>(s.kd, i, c), times(times(before, since), a));
+    const float2 of_a = times(since, times(inverse_of_power(s.power_rows[OF_A][i]), a));
+    since = times(since, decays[n]);
+    const float2 of_q = times(since, times(inverse_of_power(s.power_rows[OF_Q][i]), q));
+    queries[n] = times(times(before, since), q);
+    if (block % 2) {
+      put_pair(place<BK>(s.rows_8, i - 8, c), of_q);
+      put_pair(place<BK>(s.rows_8, i, c), of_a);
+    }
+    if (block >= 2) {
+      put_pair(place<BK>(s.rows_16, i - 16, c), times(from_border, of_q));
+      put_pair(place<BK>(s.rows_16, i, c), times(from_border, of_a));
+    }
+  }
 }
 
-// Stores columns of a kind decayed to the chunk's end and to borders, two channels from c on.
-template <typename T, typename G, int BK>
-__device__ __forceinline__ void decay_backwards(DplrMatrices<T, G, BK>& s, int kind, int c) {
-  const float2 one = {1.f, 1.f};
-  float2 all = one, eight = one, sixteen = one;
-  const float most = max_of_lanes(s.power_columns[kind][threadIdx.x & 31]);
-  if (c == 0) s.most[kind] = most;
-#pragma unroll 4
-  for (int i = C - 1; i >= 0; --i) {
-    const float2 decay = decays_at<BK>(s.g, i, c), x = unpack_pair(place<BK>(s.columns[kind], i, c));
-    const float2 small = times(1.f / s.power_columns[kind][i], x);
-    if (i % 8 == 7) eight = one;
-    if (i % 16 == 15) sixteen = one;
-    put_pair(place<BK>(s.to_end[kind], i, c), times(1.f / most, times(all, x)));
-    if (i / 8 % 2 == 0) put_pair(place<BK>(s.columns_8[kind], i / 16 * 8 + i % 8, c), times(eight, small));
-    if (i / 16 == 0) put_pair(place<BK>(s.columns_16[kind], i, c), times(sixteen, small));
-    all = times(all, decay), eight = times(eight, decay), sixteen = times(sixteen, decay);
-  }
-}
-
-// Stores all decayed rows and columns, and computes scores within blocks of 8 tokens; a warp a task.
+// Computes scores within blocks of 8 tokens; a warp takes a block's rows and columns of a kind at a time.
 template <int THREADS, typename T, typename G, int BK>
-__device__ __forceinline__ void decay_tokens(DplrMatrices<T, G, BK>& s) {
-  constexpr int PANELS = BK / 64;
-  const int lane = own_lane();
+__device__ __forceinline__ void score_blocks(DplrMatrices<T, G, BK>& s) {
 #pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < 3 * PANELS + 16; task += THREADS / 32) {
-    const int c = opaque(task / 3 * 64 + 2 * lane), block = task - 3 * PANELS, column = block % 2,
-              first = block / 4 * 8;
+  for (int task = threadIdx.x >> 5; task < 4 * BLOCKS; task += THREADS / 32) {
+    const int column = task % 2, first = task / 4 * BLOCK;
     const auto store = [&](int row_kind) {
       return [&s, row_kind, column](int i, int j, float score) { s.score(row_kind, column, i, j) = score; };
     };
-    if (block < 0) {
-      if (task % 3) decay_backwards(s, task % 3 - 1, c);
-      else decay_forwards(s, c);
-    } else if (block / 2 % 2) {
-      score_block<true, BK>(s.rows[OF_A], s.columns[column], s.g, first, store(OF_A));
-    } else {
-      score_block<false, BK>(s.rows[OF_Q], s.columns[column], s.g, first, store(OF_Q));
-    }
+    if (task / 2 % 2) score_block<true, BK>(s.rows[OF_A], s.columns[column], s.g, first, store(OF_A));
+    else score_block<false, BK>(s.rows[OF_Q], s.columns[column], s.g, first, store(OF_Q));
   }
 }
 
@@ -182,20 +188,6 @@ __device__ __forceinline__ void solve_column(DplrMatrices<T, G, BK>& s, int kind
   }
   largest = max_of_lanes(largest);
   if (column == 0) s.largest[kind] = power_below(largest) * power_below(largest);
-}
-
-// Computes qd in float32; for all warps but the first two.
-template <int THREADS, typename T, typename G, int BK>
-__device__ __forceinline__ void decay_queries(DplrMatrices<T, G, BK>& s) {
-#pragma unroll 1
-  for (int c = 2 * (int(threadIdx.x) - 64); c < BK; c += 2 * (THREADS - 64)) {
-    float2 all = {1.f, 1.f};
-#pragma unroll 4
-    for (int i = 0; i < C; ++i) {
-      all = times(all, decays_at<BK>(s.g, i, c));
-      *reinterpret_cast<float2*>(&s.from_start[i][c]) = times(all, unpack_pair(place<BK>(s.rows[OF_Q], i, c)));
-    }
-  }
 }
 
 // Computes H, B and of_Z.

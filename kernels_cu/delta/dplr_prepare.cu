@@ -4,8 +4,8 @@
 // shapes    q k a b g [B, H, T, K], prepared [B, H, NC]
 // grid      a block for every (batch, head, chunk), chunks fastest
 // smem      DplrMatrices. In the code q and a are "rows", k and b "columns", after their place in Axy
-// barriers  seven: inputs have arrived | norms' powers of 2 | decayed tokens | scores | N, L and qd | H and B | W and
-//           Z. Each: these are in shared memory
+// barriers  seven: inputs have arrived | powers of 2, decays over blocks | decayed tokens | scores | N, L and
+//           qd | H and B | W and Z. Each: these are in shared memory
 // numerics  scores, N and L in float32; operands kd, W, Z, Zb in T, H and B as the sum of two T; other decayed
 //           operands, N and L in float16, divided by powers of 2; decays: channel_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
@@ -45,13 +45,19 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<DplrMatrices<T, G, BK
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived
   look_at<THREADS>(s);
-  __syncthreads();  // powers of 2 are in shared memory
-  decay_tokens<THREADS>(s);
+  decay_blocks<THREADS>(s.over_blocks, s.g);
+  __syncthreads();  // powers of 2 and decays over blocks of 8 tokens are in shared memory
+  score_blocks<THREADS>(s);
+  const BlockTask task;
+  float2 queries[BLOCK];  // qd of the thread's block of tokens and two channels
+  decay_block(s, task.block, task.c, queries);
   __syncthreads();  // decayed rows and columns are in shared memory
   score_borders<THREADS>(s);
   __syncthreads();  // scores are in shared memory; their operands have been read, and qd may overwrite them
+#pragma unroll
+  for (int i = 0; i < BLOCK; ++i)
+    *reinterpret_cast<float2*>(&s.from_start[task.block * BLOCK + i][task.c]) = queries[i];
   if (threadIdx.x < 64) solve_column(s, threadIdx.x / 32);
-  else decay_queries<THREADS>(s);
   __syncthreads();  // N, L and qd are in shared memory
   multiply_scores<THREADS>(s);
   __syncthreads();  // H, B and of_Z are in shared memory

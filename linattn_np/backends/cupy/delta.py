@@ -16,22 +16,18 @@ from .delta_hopper import ScalarOnHopper, why_no_chunks
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
-    KDA,
     KINDS_OF_RESIDUALS,
     DeltaBackwardChunks,
     DeltaBackwardStates,
-    DeltaChannelPrepare,
-    DeltaDplrPrepare,
     DeltaJoinSegments,
-    DeltaPrepare,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
-    DeltaScan,
     DeltaSumParts,
     DplrBackwardChunks,
     GradientKernel,
     KdaBackwardChunks,
 )
+from .delta_segments import Cut, forward_kernels, gate_dtype, prepare_kernel, rule_of
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, TILES
@@ -40,11 +36,6 @@ from .plan import FLOAT32, Draft, ceil_div, common_bytes
 
 KERNEL_NAMES = {"r": "q", "w": "g"}  # an operator's name of an array -> the kernels' name, where they differ
 BYTES = np.dtype(np.uint8)
-PREPARE = {
-    GATED_DELTA: DeltaPrepare,
-    KDA: DeltaChannelPrepare,
-    DPLR: DeltaDplrPrepare,
-}  # rule -> the kernel that prepares its chunks
 IN_CHUNKS = "in chunks"  # the way's name in explanations
 KEYS = ("q", "k", "a", "b")  # arrays that may have fewer heads than values
 
@@ -73,31 +64,11 @@ def why_no_gradients_in_chunks(problem, device) -> str | None:
     return why_no_chunks(problem) or no_room(gradient_kernels(problem, device), problem, device)
 
 
-def forward_kernels(problem, device):
-    """The kernels in chunks of a forward pass, for every card: what prepares chunks, and the walk over states."""
-    N, H, K, V = problem.shape("N H K V")
-    rule = rule_of(problem.op)
-    scan = DeltaScan.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], N * H, device)
-    return PREPARE[rule](problem.dtype, gate_dtype(problem), scan.BK, False), scan
-
-
 def gradient_kernels(problem, device):
     """The kernels of the gradients in chunks that go from chunk to chunk, and what prepares chunks for them."""
     N, H, K, V = problem.shape("N H K V")
-    rule = rule_of(problem.op)
-    walk = DeltaBackwardStates.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule], 2 * N * H, device)
-    return PREPARE[rule](problem.dtype, gate_dtype(problem), walk.BK, True), walk
-
-
-def rule_of(op):
-    """The template argument `Rule` of an operator."""
-    return {declarations.KDA: KDA, declarations.RWKV7: DPLR}.get(op, GATED_DELTA)
-
-
-def gate_dtype(problem):
-    """The dtype in which kernels get gates and write strengths: their own if they share one, else float32."""
-    dtypes = {problem[name].dtype for name in (*problem.op.decays, *problem.op.strengths)}
-    return dtypes.pop() if len(dtypes) == 1 else FLOAT32
+    walk = DeltaBackwardStates.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule_of(problem.op)], 2 * N * H, device)
+    return prepare_kernel(problem, walk.BK, gradient=True), walk
 
 
 def plan(problem, device):
@@ -215,51 +186,6 @@ class InChunks:
             draft.launch(scan, blocks, v=v, o=o[:, heads], F=None, **states, **of_scan, shape=of_heads)
         tiles = scan.tiles | ({"segments": cut.segments} if cut.segments > 1 else {})
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=tiles)
-
-
-class Cut:
-    """How a forward pass in chunks is cut into segments, and its kernels.
-
-    Few heads leave multiprocessors idle, as one block goes through all chunks of 64 or 128 columns of a head. So
-    sequences are cut into segments: a first walk finds what each segment does to a state (F, by a walk whose values are
-    zeros and whose state is the identity at first, and G, by one from a state of zeros), and the walk that computes
-    outputs takes all segments at the same time. Times are in microseconds, of an H200.
-    """
-
-    CHUNK_TIME, SEGMENT_TIME, MORE_LAUNCHES = 1.0, 2.0, 12.0  # of a block's chunk; of a segment as it is joined
-
-    def __init__(self, problem, device):
-        self.problem, self.device = problem, device
-        self.prepare, scan = forward_kernels(problem, device)
-        longest = int(problem.spans.lengths.max(initial=0))
-        self.chunks = ceil_div(longest, scan.CHUNK)
-        counts = [1 << n for n in range(7) if 4 << n <= self.chunks or n == 0]
-        self.segments = min(counts, key=self.time)
-        self.scan = self.walk(problem.sizes["V"])
-        self.of_segments = self.walk(sum(problem.shape("K V")), outputs=False)
-
-    def walk(self, columns, outputs=True):
-        """The kernel that walks over so many columns of states."""
-        problem, (N, H, K) = self.problem, self.problem.shape("N H K")
-        kinds, heads = KINDS_OF_RESIDUALS[rule_of(problem.op)], N * H * self.segments
-        return DeltaScan.fitting(problem.dtype, K, columns, kinds, heads, self.device, outputs=outputs)
-
-    def time(self, segments) -> float:
-        """An estimate for the walks of a pass that is cut into so many segments."""
-        N, H, K, V = self.problem.shape("N H K V")
-        chunks = ceil_div(self.chunks, segments)
-
-        def of_walk(*columns):
-            blocks = sum(ceil_div(n, TILES[0]) for n in columns) * N * H * segments
-            return ceil_div(blocks, 2 * self.device.multiprocessors) * chunks * self.CHUNK_TIME
-
-        if segments == 1:
-            return of_walk(V)
-        return of_walk(V) + of_walk(K, V) + segments * self.SEGMENT_TIME + self.MORE_LAUNCHES
-
-    def shape(self, draft):
-        spans = self.problem.spans.segments(self.segments, self.scan.CHUNK) if self.segments > 1 else None
-        return draft.shape(self.problem, spans=spans, chunk=self.scan.CHUNK)
 
 
 def states_before_segments(draft, cut, shape, v, of_scan, initial, final):
@@ -391,7 +317,7 @@ class GradientsInChunks(Gradients):
     states, what depends on them, and dv. The last computes the other gradients of all chunks in parallel.
     """
 
-    MOST = 4  # 128 channels and columns need 3.7; groups of heads would leave multiprocessors without blocks
+    MOST = 5  # 128 channels and columns need 4.6; groups of heads would leave multiprocessors without blocks
     residuals = ("X", "w")  # the last kernel's names of a token's residual, and of its gradient
 
     def __init__(self, problem, device, do, dht):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .delta_hopper_kernels import DeltaScalarForwardSm90
+from .delta_segments import Cut
 from .gated_kernels import PANEL, TILES
 from .kernel import HALF
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, mappable, mappable_once_copied
@@ -24,6 +25,7 @@ class ScalarOnHopper:
     """A call in half precision whose tensor maps Hopper's kernel can have."""
 
     name = "by Hopper's own kernel"
+    CHUNK_TIME = 1.45  # microseconds of a chunk, one after the other, where each block has a multiprocessor of an H200
 
     @staticmethod
     def why_not(problem, device) -> str | None:
@@ -35,6 +37,10 @@ class ScalarOnHopper:
             return reason
         if not mappable_once_copied([problem[name] for name in "qkv"]):
             return "rows are no whole pieces of 16 bytes, or there are none"
+        (N, H, V), cut = problem.shape("N H V"), Cut(problem, device)
+        few = N * H * ceil_div(V, PANEL) <= device.multiprocessors
+        if few and cut.segments > 1 and cut.chunks * ScalarOnHopper.CHUNK_TIME > cut.whole_time:
+            return f"few heads of long sequences are faster in {cut.segments} segments"
         return None
 
     @staticmethod
