@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ... import declarations
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -31,8 +30,10 @@ def prepare_kernel(problem, BK, gradient):
 
 
 def rule_of(op):
-    """The template argument `Rule` of an operator."""
-    return {declarations.KDA: KDA, declarations.RWKV7: DPLR}.get(op, GATED_DELTA)
+    """The template argument `Rule` of an operator, or of a step."""
+    if "a" in op.arrays:
+        return DPLR
+    return KDA if any("K" in op.arrays[name].split() for name in op.decays) else GATED_DELTA
 
 
 def gate_dtype(problem):
