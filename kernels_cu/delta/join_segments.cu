@@ -55,7 +55,7 @@ template <int BK> __global__ void __launch_bounds__(2 * BK) delta_join_segments(
     each([&](int c, i64 at) {
       store(args.starts + segment * K * V + at, S[p % 2][c][group]);
       float4 sum = load(G + at);
-#pragma unroll 8
+#pragma unroll 2
       for (int k = 0; k < stride; k += 4) {
         const float4 four = *reinterpret_cast<const float4*>(F + c * stride + k);
         const float factors[4] = {four.x, four.y, four.z, four.w};
