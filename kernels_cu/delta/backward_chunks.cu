@@ -1,6 +1,7 @@
 // what      The delta rule backward, a block for each chunk of 32 tokens: dq, dk, dbeta and dg, from what
 //           backward_states.cu has computed from chunk to chunk.
-// math      S is the state [K, V] before the chunk, C the gradient of the state after it; X, w, N: backward_states.cu.
+// math      S is the state [K, V] before the chunk, C the gradient of the state after it; X: values less what S
+//           returns for their keys (the residual); w_t: the gradient of what is written for k_t; N: chunk.cuh.
 //           Decays: D_ij from token j to i, D_i from the chunk's start to i, D_end from i to the chunk's end.
 //           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; P = N diag(beta); U = P X, with rows u_i
 //           dA = scale (do X^T) P^T, j <= i;   dM_ij = -beta_i n_ij, n = (w X^T) P^T, j < i

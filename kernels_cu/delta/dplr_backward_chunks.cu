@@ -1,6 +1,7 @@
 // what      RWKV-7's recurrence backward, a block for each chunk of 32 tokens and 64 channels: dq, dk, da, db and dg,
-//           from what dplr_backward_states.cu has computed from chunk to chunk.
-// math      S is the state [K, V] before the chunk, C the gradient of the state after it; u, du: there. P_i: the decay
+//           from what backward_states.cu has computed from chunk to chunk.
+// math      S is the state [K, V] before the chunk, C the gradient of the state after it; u_t = S_{t-1}^T a_t (the
+//           residual); du_t: its gradient. P_i: the decay
 //           from the chunk's start to token i, E_i from i to the chunk's end, D_ij from j to i, D_i(i-1) that of gate i
 //           alone. Products of pairs: qk_ij = scale do_i . v_j and qb_ij = scale do_i . u_j, j <= i; ak_ij = du_i . v_j
 //           and ab_ij = du_i . u_j, j < i
@@ -9,7 +10,7 @@
 //           dk_j = E_j C v_j + sum_i (qk_ij D_ij q_i + ak_ij D_(i-1)j a_i);   db_j: u for v, qb and ab for qk and ak
 //           dg_t = the sum of all terms that gate t multiplies: of rows from t on that read S, of keys before t that C
 //           has, <S, C> times the chunk's decay, and of pairs with t between. No differences of sums
-// shapes    as in dplr_backward_states.cu; dq dk da db dg [B, H, T, K]
+// shapes    as in backward_states.cu; dq dk da db dg [B, H, T, K]
 // grid      a block for every (batch, head, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, a, k, b and gates; 64 columns of S, C, do, du, v and u at a time
 // barriers  two for every 64 columns: they have arrived | they have been read; then: terms of S and C are in shared

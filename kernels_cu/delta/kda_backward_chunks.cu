@@ -1,13 +1,14 @@
 // what      Kimi Delta Attention backward, a block for each chunk of 32 tokens and 64 channels: dq, dk, dbeta and dg,
-//           from what kda_backward_states.cu has computed from chunk to chunk.
-// math      S is the state [K, V] before the chunk, C the gradient of the state after it; e, w: there. P_i: the decay
+//           from what backward_states.cu has computed from chunk to chunk.
+// math      S is the state [K, V] before the chunk, C the gradient of the state after it; e_t: what v_t differs from
+//           what k_t reads (the residual); w_t: the gradient of beta_t e_t, what is written. P_i: the decay
 //           from the chunk's start to token i, E_i from i to the chunk's end, D_ij from j to i. Products of pairs:
 //           a_ij = scale beta_j do_i . e_j, j <= i; m_ij = -beta_i beta_j w_i . e_j, j < i
 //           dq_i = scale P_i S do_i + sum_j D_ij a_ij k_j;   dbeta_i = w_i . e_i
 //           dk_i = E_i beta_i C e_i - beta_i P_i S w_i + sum_j D_ij m_ij k_j + sum_j D_ji (a_ji q_j + m_ji k_j)
 //           dg_t = the sum of all terms that gate t multiplies: of rows from t on that read S, of keys before t that C
 //           has, <S, C> times the chunk's decay, and of pairs with j < t <= i. No differences of sums
-// shapes    as in kda_backward_states.cu; parts [2, B, HV, T, K] float32, of queries and keys after their division; dg
+// shapes    as in backward_states.cu; parts [2, B, HV, T, K] float32, of queries and keys after their division; dg
 //           [B, HV, T, K], dbeta [B, HV, T] float32
 // grid      a block for every (batch, head of values, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, k and gates; 64 columns of S, C, do, w and e at a time
