@@ -86,7 +86,7 @@ class Kernels(Backend):
     modes |= {op.name: ("recurrent", "chunk") for op in (GLA_VALUE_GATE, *DELTA_RULES)} | {"softmax_attention": ()}
     gradients = True
     rows = KERNEL_ROWS
-    tokens_that_share_bits = {"chunk": 8}  # which meet in their middle
+    tokens_that_share_bits = {"chunk": 8, "staged": 8}  # which meet in their middle
 
     @classmethod
     def takes(cls, op, mode, dtype):
