@@ -347,7 +347,7 @@ def as_tokens(text) -> np.ndarray:
     tokens = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size and tokens.min() < 0:
         refuse(f"text is {tokens.dtype} {tokens.shape}, expected bytes, or token ids [T] from 0 up")
-    owner = tokens
+    owner: object = tokens
     while isinstance(owner, np.ndarray):
         owner = owner.base
     return tokens if isinstance(owner, bytes) else tokens.copy()
