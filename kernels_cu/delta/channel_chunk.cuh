@@ -104,8 +104,8 @@ __device__ __forceinline__ void each_border(const float (&over)[BLOCKS][BK], con
   }
 }
 
-// Stores a block's rows, or columns, of a level, times `by`. Tokens on a side of the level's borders are in their order;
-// rows of KINDS alternate by 8.
+// Stores a block's rows, or columns, of a level, times `by`. Tokens on a side of the level's borders are in their
+// order; rows of KINDS alternate by 8.
 template <int KINDS, int BK>
 __device__ __forceinline__ void put_level(f16* tile, int level, int kind, const BlockTask<BK>& task,
                                           const float4 (&x)[BLOCK], float4 by) {
