@@ -359,7 +359,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
     for (int c = 0; c < W; ++c) x[i][c] = k[i].get(c) * decay[c];
     multiply_channels(decay, decay, token_decays[i]);
   }
-  if constexpr (Schedule::reads) {
+  if constexpr (Schedule::has_outputs) {
     if (!(sub_chunk & 1)) store_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + sub_chunk / 2, x, after.sub_chunk);
     if (WarpShare::SPANS == 8 && sub_chunk < 2)
       store_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + 2 + sub_chunk, x, after.half_chunk);
@@ -383,7 +383,7 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
     decays.compute(gates);
   };
   float (&token_decays)[SPAN][W] = decays.token;
-  if constexpr (Schedule::reads) {
+  if constexpr (Schedule::has_outputs) {
     Piece<W, T> q[SPAN], k[SPAN];
     load_span<BK>(q, s.q[stage], me);
     load_span<BK>(k, s.k[stage], me);
@@ -396,7 +396,7 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
     compute_decays();
   }
   const OtherHalfDecay<WarpShare> other(s.span_decays, me);
-  if constexpr (Schedule::reads) decay_queries<ReadOrder, PRODUCTS>(s, stage, me, token_decays, other, grows);
+  if constexpr (Schedule::has_outputs) decay_queries<ReadOrder, PRODUCTS>(s, stage, me, token_decays, other, grows);
   decay_keys<PRODUCTS>(s, stage, me, token_decays, other, grows);
 }
 

@@ -5,7 +5,7 @@
 
 // One launch computes whole sequences.
 struct SinglePass {
-  static constexpr bool reads = true;         // whether there are queries and outputs
+  static constexpr bool has_outputs = true;   // whether there are queries and outputs
   static constexpr bool all_channels = true;  // whether one launch has all channels
 };
 // A launch for every BK channels, whose outputs add up. Scores of different launches may cancel: so those in sub-chunks
@@ -15,7 +15,7 @@ struct SplitChannels : SinglePass {
 };
 // Only a segment's final state and its decay, if columns have gates too; otherwise segment_states.cu computes these.
 struct SegmentState : SinglePass {
-  static constexpr bool reads = false;
+  static constexpr bool has_outputs = false;
 };
 
 constexpr int STAGES = 2;        // chunks of inputs in shared memory: the current one, and the next one, being copied
@@ -23,7 +23,7 @@ constexpr int BC = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, hal
 template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::Type);  // tokens: 32, or 16 of floats
 
 // Blocks for which a multiprocessor has registers.
-template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::reads && BK > BV ? 2 : 256 / BV;
+template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::has_outputs && BK > BV ? 2 : 256 / BV;
 
 // The type of operands about a sub-chunk's middle, and the number of their products.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {
@@ -39,7 +39,8 @@ template <> struct MiddleOf<SplitChannels, bf16> : OperandOf<float> {
 // start, and of 2 and 3, decayed from the chunk's middle. Then come BORDER rows of keys: of sub-chunks 0 and 2, decayed
 // to their end, and of 0 and 1, decayed to the chunk's middle. A chunk of 16 tokens has only queries of sub-chunk 1 and
 // keys of sub-chunk 0; a product takes 8 more queries, whose scores are not used.
-template <class Schedule, typename T, int BK, bool READS = Schedule::reads> struct alignas(16) ScoreStorage {
+template <class Schedule, typename T, int BK, bool HAS_OUTPUTS = Schedule::has_outputs>
+struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;
   using Middle = typename MiddleOf<Schedule, T>::Type;
   static constexpr int BORDER = CHUNK<T> == 32 ? 32 : BC, LDA = CHUNK<T> + 8;

@@ -105,9 +105,9 @@ __device__ __noinline__ void go_by_token(State<BK>& S, const Args<T, G>& args, c
       const int c = n / 2 * 8 + 2 * t + n % 2;
       float& state = S[n / 2][n % 2 + 2 * side];
       state = fmaf(k.at(i, c, at.channels), value, grown(state, g.at(i, c, at.channels) + gate));
-      if (Schedule::reads) o = fmaf(q.at(i, c, at.channels), state, o);
+      if (Schedule::has_outputs) o = fmaf(q.at(i, c, at.channels), state, o);
     }
-    if (!Schedule::reads) continue;
+    if (!Schedule::has_outputs) continue;
     o += __shfl_xor_sync(0xffffffffu, o, 1);
     o += __shfl_xor_sync(0xffffffffu, o, 2);
     if (t || column >= at.columns) continue;
@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(2 * BV,
     value_gate_forward(const __grid_constant__ Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
   using Mine = WarpShare<T, BK, WARPS>;
-  constexpr bool READS = Schedule::reads;
+  constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
-  if (!READS && n % u32(args.of) >= u32(args.needed)) return;
+  if (!HAS_OUTPUTS && n % u32(args.of) >= u32(args.needed)) return;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(2 * BV,
     each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
   each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
-  if constexpr (READS) {
+  if constexpr (HAS_OUTPUTS) {
     for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
       s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
     if (Mine::CHANNEL_PARTS == 1)
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(2 * BV,
     const int rows = tokens - token;
     const i64 at = span.start + token;
     fetch_rows<BK, THREADS, T>(s.k[stage], args.k.row(b, h, at) + args.channel, args.k.t, rows, channels, bytes);
-    if constexpr (READS)
+    if constexpr (HAS_OUTPUTS)
       fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, at) + args.channel, args.q.t, rows, channels, bytes);
     fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, at) + v_tile, args.v.t, rows, columns, bytes);
   };
@@ -183,20 +183,21 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
     for (int x = 0; x < Mine::SHARES_PER_WARP; ++x) {
       const Mine me(x);
-      if (me.exists()) make_operands<AfterWrite, PRODUCTS>(s, stage, me, decays, grows || !READS);  // no vote there
+      if (me.exists())
+        make_operands<AfterWrite, PRODUCTS>(s, stage, me, decays, grows || !HAS_OUTPUTS);  // no vote there
     }
     if (more) fetch_next_gates(token + C);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();  // the operands stand; the gates of values have arrived
 
-    if constexpr (READS)
+    if constexpr (HAS_OUTPUTS)
       score_chunk<AfterWrite, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
     const int column = threadIdx.x >> 5 << 4;
     const ColumnsReader<BV, G> gates(column);
     const ColumnsReader<BV, T> values(column);
     const int rows = tokens - token;
-    if constexpr (!READS) {
+    if constexpr (!HAS_OUTPUTS) {
       if (threadIdx.x < channels)
         total += log_of(s.decay[threadIdx.x], tokens_at(args.g, b, h, span.start + token, args.channel), threadIdx.x,
                         min(rows, C));
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         most = at_least(x[p].x, at_least(x[p].y, most));
-        if constexpr (!READS) totals[p & 1] += sums(x[p].x + x[p].y).all;
+        if constexpr (!HAS_OUTPUTS) totals[p & 1] += sums(x[p].x + x[p].y).all;
       }
     }
     const bool columns_grow = __any_sync(0xffffffffu, !(most <= GROWTH));
@@ -231,9 +232,9 @@ __global__ void __launch_bounds__(2 * BV,
       for (int p = 0; p < 4; ++p) all[p & 1][2 * m + (p >> 1)] = whole_decay(x[p]);
     }
     Output<T> o = {};
-    if constexpr (READS) read_state_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
+    if constexpr (HAS_OUTPUTS) read_state_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state_by_columns<PRODUCTS, BV>(S, s, stage, gates, values, all);
-    if constexpr (READS) {
+    if constexpr (HAS_OUTPUTS) {
       __syncthreads();  // the scores stand
       read_scores_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all, columns_grow);
     }
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(2 * BV,
       for (int n = 0; n < BK / 2; ++n) S[n / 4][n % 4] = held[n / 4][n % 4];
       continue;
     }
-    if constexpr (READS) {
+    if constexpr (HAS_OUTPUTS) {
       const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
       if (!Schedule::all_channels) {
         float* sums =
@@ -288,11 +289,11 @@ __global__ void __launch_bounds__(2 * BV,
     each([&](float& x, i64 at, bool inside) {
       if (inside) args.final[at] = x;
     });
-  if (!READS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
+  if (!HAS_OUTPUTS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
     float* decays = args.channel_decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;
     decays[0] = total, decays[shape.K] = 0.f;
   }
-  if (!READS && args.channel == 0 && (threadIdx.x & 3) == 0) {
+  if (!HAS_OUTPUTS && args.channel == 0 && (threadIdx.x & 3) == 0) {
     const int column = (threadIdx.x >> 5 << 4) + (threadIdx.x >> 2 & 7);
     float* decays = args.column_decays + i64(pair) * shape.V + v_tile + column;
     if (column < columns) decays[0] = totals[0];

@@ -27,36 +27,38 @@ template <int BV> constexpr int CONSUMER_THREADS = BV * 2;
 template <class Schedule, typename T, typename G, int BK, int BV>
 constexpr int ALL_THREADS = CONSUMER_THREADS<BV> + Shared<Schedule, T, G, BK, BV>::GROUPS * ProducerCoord<BK>::THREADS;
 
-// Order: read_order.cuh; Schedule: forward_schedules.cuh.
+// Order: AfterWrite (GLA: a token reads the state after its own write) or BeforeWrite (RWKV-6), read_order.cuh.
+// Schedule: how blocks share the work, forward_schedules.cuh. T: of q, k, v and o; G: of g, or ScalarDecay.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     __launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK + BV == 128 ? 2 : 1)
         gated_sm90_forward(const __grid_constant__ Args<T, G> args) {
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int THREADS = ALL_THREADS<Schedule, T, G, BK, BV>, CONSUMERS = CONSUMER_THREADS<BV>;
-  constexpr int MAKING = ProducerCoord<BK>::THREADS;
+  constexpr int GROUP_THREADS = ProducerCoord<BK>::THREADS;  // of a producer group
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   const WorkTile work = work_tile<Schedule, BV>(args, blockIdx.x);
-  if (!Schedule::reads && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
+  if (!Schedule::has_outputs && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
   if (threadIdx.x == 0) {
     s.work = work;
     const bool backwards = runs_backwards<Schedule>(args);  // then all threads copy and arrive; else one thread
     for (int group = 0; group < S::GROUPS; ++group)
-      barrier_init(s.gates[group], backwards ? MAKING : 1), barrier_init(s.rows[group], backwards ? MAKING : 1);
+      barrier_init(s.gates[group], backwards ? GROUP_THREADS : 1),
+          barrier_init(s.rows[group], backwards ? GROUP_THREADS : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) {
-      const bool here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_of<Schedule>();
-      barrier_init(s.full[stage], (here ? MAKING : 0) + (Schedule::K_RANKS > 1 || !here ? SENT : 0));
+      const bool made_here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_of<Schedule>();
+      barrier_init(s.full[stage], (made_here ? GROUP_THREADS : 0) + (Schedule::K_RANKS > 1 || !made_here ? SENT : 0));
       barrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
     for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot) barrier_init(s.values[0][slot], backwards ? 128 : 1);
-    for (int stage = 0; stage < S::STAGES; ++stage) s.numbers[stage].row[0] = ALL_ROWS;
-    if constexpr (Schedule::reads)
-      for (int group = 0; group < S::GROUPS; ++group) s.scores[group].beyond = false;
-    if constexpr (!Schedule::reads) barrier_init(s.scan.loaded, 1);
+    for (int stage = 0; stage < S::STAGES; ++stage) s.headers[stage].row[0] = WHOLE_CHUNK;
+    if constexpr (Schedule::has_outputs)
+      for (int group = 0; group < S::GROUPS; ++group) s.scores[group].out_of_float16 = false;
+    if constexpr (!Schedule::has_outputs) barrier_init(s.scan.loaded, 1);
     if constexpr (Schedule::K_RANKS > 1)
-      for (Barrier& told : s.votes.told) barrier_init(told, Schedule::K_RANKS);
+      for (Barrier& arrived : s.votes.arrived) barrier_init(arrived, Schedule::K_RANKS);
   }
-  if constexpr (Schedule::reads) {
+  if constexpr (Schedule::has_outputs) {
     if (Order::reads_before_write)
       for (int c = threadIdx.x; c < BK; c += THREADS) {
         const i64 channel = (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0) + c;
@@ -69,17 +71,18 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   fence_async();
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // both blocks' barriers are initialised, and A is zero
   else __syncthreads();                                      // barriers are initialised, and A is zero
-  if constexpr (!Schedule::reads) narrow_work<THREADS>(s, args, work);
-  // WIDE: producers give registers to the consumers. NARROW: consumers, whose state is small, give registers to the
+  if constexpr (!Schedule::has_outputs) narrow_work<THREADS>(s, args, work);
+  // Whether producers give registers to the consumers; whether consumers, whose state is small, give registers to the
   // producers.
-  constexpr bool WIDE = THREADS == 384 && Schedule::K_RANKS > 1, NARROW = Schedule::reads && BK + BV == 128;
+  constexpr bool CONSUMERS_NEED = THREADS == 384 && Schedule::K_RANKS > 1,
+                 PRODUCERS_NEED = Schedule::has_outputs && BK + BV == 128;
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (WIDE) registers_up<192>();
-    if constexpr (NARROW) registers_down<112>();
+    if constexpr (CONSUMERS_NEED) registers_up<192>();
+    if constexpr (PRODUCERS_NEED) registers_down<112>();
     consume(s, args);
   } else {
-    if constexpr (WIDE) registers_down<120>();
-    if constexpr (NARROW) registers_up<144>();
+    if constexpr (CONSUMERS_NEED) registers_down<120>();
+    if constexpr (PRODUCERS_NEED) registers_up<144>();
     produce<Order>(s, args, threadIdx.x - CONSUMERS);
   }
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // the other block has copied its last data to this one

@@ -1,32 +1,36 @@
-// what      For Hopper's forward kernel that computes segments' final states: finds a segment's first tokens that its
-//           final state has forgotten, so that they are skipped, from sums of log gates backwards from the last token.
-//           Heads of most models forget within one or two thousand tokens.
-// math      the latest token from which on every channel's log gates sum to FORGOTTEN_NATS (-48) or less, none above 0
-// barriers  scan.loaded: a batch of gates is in shared memory; then sums are, and gates have been read | threads agree
+// what      For SegmentState, Hopper's forward kernel that computes only the final states of segments: finds the first
+//           tokens of a segment that decay so much until its end that they may be skipped. It adds up log gates from
+//           the last token backwards. Heads of largest_gate models forget within one or two thousand tokens.
+// math      the latest token from which on the log gates of every channel sum to FORGOTTEN_NATS (-48) or less, if no
+//           gate is above 0
+// smem      `inputs` as boxes of gates, [CHUNK, BK] each; `operands` as sums of gates, [warp, channel]
+// barriers  mbarrier scan.loaded: a batch of gates is in `inputs`. Of the block, for every batch: sums are in shared
+//           memory, and gates have been read | votes: a channel is not forgotten yet | it will not be
 // numerics  the skipped part is e^-48 (1.4e-21) of a state: float32 drops it when it is added to a number of similar
 //           size. If a gate is above 0, earlier states may have grown more than they were forgotten since: then nothing
 //           is skipped.
-// limits    sm_90a; it looks at the block's own channels only, and not at gates that all channels share
+// limits    sm_90a; a block adds up the gates of its own channels only. ScalarDecay and tensors with a negative stride
+//           of tokens are not searched: nothing is skipped
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 
-// The first token that is not forgotten, counted from the segment's start, a multiple of CHUNK. 0 if nothing is
-// forgotten, or if the mean of the gates seen so far says that less than a quarter of the tokens would be. For all
-// THREADS of the block, before its pipeline starts: it uses `inputs` and `operands` as memory of its own.
+// Returns the first token that is not forgotten, counted from the segment's start, a multiple of CHUNK; 0 if nothing is
+// forgotten. Also 0 as soon as the mean of the gates read so far predicts that less than a quarter of the tokens are.
+// For all THREADS threads of the block, before its pipeline starts, since it overwrites `inputs` and `operands`.
 template <int THREADS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                 const WorkTile& at) {
-  if constexpr (WIDTH<G> == 1) return 0;
+  if constexpr (GATES_PER_TOKEN<G> == 1) return 0;
   else {
     if (runs_backwards<Schedule>(args)) return 0;  // tensor maps have no negative token stride
     using Box = G[CHUNK][BK];
-    constexpr int BOXES = sizeof s.inputs / sizeof(Box), ACROSS = BK / 8;  // ACROSS threads have 8 channels each
-    constexpr int ROWS = THREADS >= CHUNK * ACROSS ? CHUNK : CHUNK / 2, WARPS = ROWS * ACROSS / 32;
+    constexpr int BOXES = sizeof s.inputs / sizeof(Box), ROW_THREADS = BK / 8;  // a thread has 8 channels of a row
+    constexpr int ROWS = THREADS >= CHUNK * ROW_THREADS ? CHUNK : CHUNK / 2, WARPS = ROWS * ROW_THREADS / 32;
     Box* const boxes = reinterpret_cast<Box*>(s.inputs);
     float (*const sums)[BK] = reinterpret_cast<float (*)[BK]>(&s.operands);
-    static_assert(sizeof(float) * WARPS * BK <= sizeof s.operands && THREADS >= ROWS * ACROSS && THREADS >= BK);
-    const int thread = threadIdx.x, row = thread / ACROSS, channel = thread % ACROSS * 8;
-    const bool asked = thread < BK && args.channel + thread < args.shape.K;
+    static_assert(sizeof(float) * WARPS * BK <= sizeof s.operands && THREADS >= ROWS * ROW_THREADS && THREADS >= BK);
+    const int thread = threadIdx.x, row = thread / ROW_THREADS, channel = thread % ROW_THREADS * 8;
+    const bool has_channel = thread < BK && args.channel + thread < args.shape.K;
     const auto fetch = [&](int stop) {  // starts copying the gates of the chunks before `stop`, the last one first
       const int count = min(stop, BOXES);
       barrier_expect(s.scan.loaded, count * u32(sizeof(Box)));
@@ -34,7 +38,8 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
         tensor_load(boxes[box], args.g, s.scan.loaded, i32(args.channel), at.start + (stop - 1 - box) * CHUNK, at.head,
                     at.batch);
     };
-    float total = 0.f, most = 0.f;  // the sum of channel `thread`'s gates; the largest gate that this thread has read
+    float total = 0.f,
+          largest_gate = 0.f;  // the sum of channel `thread`'s gates; the largest gate that this thread has read
     int stop = (at.tokens + CHUNK - 1) / CHUNK;
     if (thread == 0 && stop) fetch(stop);
     __syncwarp();  // else CUDA 13.0's assembler keeps thread 0 apart from its warp
@@ -50,28 +55,31 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
           for (int half = 0; half < 2; ++half) {
             unpack(g, boxes[box][i] + channel + 4 * half);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) x[4 * half + c] += g[c], most = fmaxf(most, g[c]);
+            for (int c = 0; c < 4; ++c) x[4 * half + c] += g[c], largest_gate = fmaxf(largest_gate, g[c]);
           }
         }
 #pragma unroll
       for (int c = 0; c < 8; ++c)
 #pragma unroll
-        for (int distance = 16; distance >= ACROSS; distance /= 2) x[c] += __shfl_xor_sync(0xffffffffu, x[c], distance);
-      if (row < ROWS && thread % 32 < ACROSS)
+        for (int distance = 16; distance >= ROW_THREADS; distance /= 2)
+          x[c] += __shfl_xor_sync(0xffffffffu, x[c], distance);
+      if (row < ROWS && thread % 32 < ROW_THREADS)
 #pragma unroll
         for (int c = 0; c < 8; ++c) sums[thread / 32][channel + c] = x[c];
       fence_async();    // orders these reads before the next copies of gates
       __syncthreads();  // sums are in shared memory, and all gates have been read
       stop -= count;
       if (thread == 0 && stop) fetch(stop);
-      if (asked)
+      if (has_channel)
         for (int warp = 0; warp < WARPS; ++warp) total += sums[warp][thread];
-      const float looked = float(at.tokens - stop * CHUNK);
-      const bool hopeless = most > 0.f || asked && !(total * (at.tokens - at.tokens / 4) <= FORGOTTEN_NATS * looked);
-      const bool kept = barrier_any(VALUES, THREADS, most > 0.f || asked && !(total <= FORGOTTEN_NATS));
-      if (kept && !barrier_any(VALUES, THREADS, hopeless)) continue;
+      const float tokens_read = float(at.tokens - stop * CHUNK);
+      const bool hopeless =
+          largest_gate > 0.f || has_channel && !(total * (at.tokens - at.tokens / 4) <= FORGOTTEN_NATS * tokens_read);
+      const bool remembered =
+          barrier_any(VALUES, THREADS, largest_gate > 0.f || has_channel && !(total <= FORGOTTEN_NATS));
+      if (remembered && !barrier_any(VALUES, THREADS, hopeless)) continue;
       if (stop) barrier_wait(s.scan.loaded, ~batch & 1);  // the copies under way have ended: `inputs` is free
-      return kept ? 0 : stop * CHUNK;
+      return remembered ? 0 : stop * CHUNK;
     }
     return 0;
   }

@@ -1,16 +1,18 @@
-// what      Hopper's forward kernel for a chunk with large growth: log gates so far above 0 that a chunk's operands
-//           would leave their types' ranges. It says which chunks have it, and makes their tokens one by one, for the
-//           same products as whole chunks.
-// math      a token in two steps:  S <- diag(a_t) S;  o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T;
-//           RWKV-6, in one:        o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
+// what      For chunks with large growth in Hopper's forward kernel, whose log gates are so far above 0 that the
+//           chunk's operands would exceed the range of their types: the tests that find such chunks, and make_tokens,
+//           by which a producer group stores the operands of one token after the other. Consumers multiply them as they
+//           multiply those of whole chunks.
+// math      GLA, two steps a token:  S <- diag(a_t) S;  o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T;
+//           RWKV-6, one step:        o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
 //           a_t = e^(g_t) [K]
-// barriers  of a group, two: first, scores are zero; then one a step: the step's operands are in shared memory
-// numerics  it multiplies by decays of single tokens, never by their inverses: results are finite wherever the
-//           recurrence token by token is
-// limits    sm_90a. 33 or 65 times a chunk's products: hardly any model has such gates
+// barriers  of a group: the stage's scores are zero; then one a step: the step's operands are in shared memory.
+//           mbarriers, every step: waits for empty (consumers have read the stage), arrives at full
+// numerics  it multiplies by decays of single tokens, never by their inverses: results are finite if those of the
+//           recurrence token by token are
+// limits    sm_90a. The consumers' products are computed 33 or 65 times for such a chunk. Few models have such gates
 //
-// The chunk's stage is filled once with zeros, then once for every step, with one row. The number of fills is odd: so
-// `full` and `empty` have the same parity afterwards as if the stage had been filled once.
+// make_tokens fills the chunk's stage once with zeros, then once for every step, with one row that is not zero. The
+// number of fills is odd: so the phases of `full` and `empty` have the same parity afterwards as after a single fill.
 #include "read_order.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
@@ -24,44 +26,47 @@ template <typename G> constexpr u32 ONE = 0x3f800000;
 template <> constexpr u32 ONE<bf16> = 0x3f803f80;
 template <> constexpr u32 ONE<f16> = 0x3c003c00;
 
-// If no gate of a chunk exceeds this one, the chunk is computed as a whole. With 32 such gates ordinary operands stay
-// in T's range. A reset (a_t = 0) counts as e^-20 within its sub-chunk, and at most 7 gates of 1 follow it: so at most
-// e^-13 of a token passes a reset.
-template <typename T, typename G> constexpr u32 LARGEST_GATE = COARSE<T> ? ONE<G> : EIGHTH<G>;
+// If no gate of a chunk exceeds this one (as bits), the chunk is computed as a whole: after 32 such gates operands of
+// ordinary size are still in T's range. A reset (a_t = 0) counts as e^-20 within its sub-chunk, and at most 7 gates of
+// 1 follow it: so at most e^-13 of a token passes a reset.
+template <typename T, typename G> constexpr u32 GATE_LIMIT = IS_BFLOAT16<T> ? ONE<G> : EIGHTH<G>;
 
 // A chunk with larger gates is computed as a whole, too, if each channel's gates above 0 sum to at most this many nats,
 // over each sub-chunk and over the chunk.
 constexpr float SUBCHUNK_GROWTH = 7.f;
-template <typename T> constexpr float CHUNK_GROWTH = COARSE<T> ? 32.f : 4.f;
+template <typename T> constexpr float CHUNK_GROWTH = IS_BFLOAT16<T> ? 32.f : 4.f;
 
-// Whether `most` is larger than the gate `other`. Of 16-bit gates both hold two, and one larger gate is enough.
-template <typename G> __device__ __forceinline__ bool exceeds(u32 most, u32 other) {
-  if (sizeof(G) == 2) return larger_of_halves(most, other) != other;
-  return i32(most) > i32(other);
+// Whether largest_gate is larger than the gate `other`, both as bits. If G has 16 bits, both hold two gates, and one
+// that is larger is enough.
+template <typename G> __device__ __forceinline__ bool exceeds(u32 largest_gate, u32 other) {
+  if (sizeof(G) == 2) return larger_of_halves(largest_gate, other) != other;
+  return i32(largest_gate) > i32(other);
 }
 
-// most <- the larger of it and the gates of this lane's token i.
-template <bool READS, typename T, int BK>
-__device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, ScalarDecay, BK>&,
-                                            const ProducerCoord<BK>&, float scalar_gate, int i) {
-  if (i == 0) most = max(i32(most), i32(__float_as_uint(scalar_gate)));  // each lane has one token's gate
+// Sets largest_gate to the largest of itself and the gates of this lane's token i.
+template <bool HAS_OUTPUTS, typename T, int BK>
+__device__ __forceinline__ void update_largest_gate(u32& largest_gate,
+                                                    const InputStage<HAS_OUTPUTS, T, ScalarDecay, BK>&,
+                                                    const ProducerCoord<BK>&, float scalar_gate, int i) {
+  if (i == 0)
+    largest_gate = max(i32(largest_gate), i32(__float_as_uint(scalar_gate)));  // each lane has one token's gate
 }
-template <bool READS, typename T, int BK>
-__device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, float, BK>& in,
-                                            const ProducerCoord<BK>& me, float, int i) {
-  const uint4 four = *reinterpret_cast<const uint4*>(in.g[me.first + i] + me.channel);
-  most = max(max(max(i32(most), i32(four.x)), max(i32(four.y), i32(four.z))), i32(four.w));
+template <bool HAS_OUTPUTS, typename T, int BK>
+__device__ __forceinline__ void update_largest_gate(u32& largest_gate, const InputStage<HAS_OUTPUTS, T, float, BK>& in,
+                                                    const ProducerCoord<BK>& coord, float, int i) {
+  const uint4 four = *reinterpret_cast<const uint4*>(in.g[coord.first + i] + coord.channel);
+  largest_gate = max(max(max(i32(largest_gate), i32(four.x)), max(i32(four.y), i32(four.z))), i32(four.w));
 }
-template <bool READS, typename T, typename G, int BK>
-__device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, G, BK>& in,
-                                            const ProducerCoord<BK>& me, float, int i) {
-  const uint2 four = *reinterpret_cast<const uint2*>(in.g[me.first + i] + me.channel);
-  most = larger_of_halves(larger_of_halves(most, four.x), four.y);
+template <bool HAS_OUTPUTS, typename T, typename G, int BK>
+__device__ __forceinline__ void update_largest_gate(u32& largest_gate, const InputStage<HAS_OUTPUTS, T, G, BK>& in,
+                                                    const ProducerCoord<BK>& coord, float, int i) {
+  const uint2 four = *reinterpret_cast<const uint2*>(in.g[coord.first + i] + coord.channel);
+  largest_gate = larger_of_halves(larger_of_halves(largest_gate, four.x), four.y);
 }
 
 // Whether gates above 0 of this lane's 4 channels sum to more than SUBCHUNK_GROWTH or CHUNK_GROWTH; also true for NaN.
-template <typename T, bool READS, typename G, int BK>
-__device__ __noinline__ bool outgrows(const InputStage<READS, T, G, BK>& in, int channel) {
+template <typename T, bool HAS_OUTPUTS, typename G, int BK>
+__device__ __noinline__ bool exceeds_growth(const InputStage<HAS_OUTPUTS, T, G, BK>& in, int channel) {
   float in_subchunk[4] = {}, in_chunk[4] = {};
   bool found = false;
 #pragma unroll 1
@@ -77,96 +82,101 @@ __device__ __noinline__ bool outgrows(const InputStage<READS, T, G, BK>& in, int
   }
   return found;
 }
-// The same for a ScalarDecay, of which a lane has one token's: each sub-chunk may have its share of CHUNK_GROWTH.
-template <typename T> __device__ __forceinline__ bool outgrows(float scalar_gate) {
+// The same for a ScalarDecay, of which a lane has one token's: instead of the chunk's sum, each sub-chunk's is
+// compared, with a fourth of CHUNK_GROWTH.
+template <typename T> __device__ __forceinline__ bool exceeds_growth(float scalar_gate) {
   float x = at_least(scalar_gate, 0.f);
   for (int distance = 1; distance < BC; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return !(x <= SUBCHUNK_GROWTH && x <= CHUNK_GROWTH<T> / NUM_SUBCHUNKS);
 }
 
-// Two blocks with half of the channels each must both make a chunk as a whole, or both token by token. tell_both, for
-// one thread: writes this block's vote to both blocks. either_grows: waits for both votes, and returns whether one of
-// them is for single tokens. Threads read their own block's vote from shared memory, too, which saves a register.
+// Two blocks with half of the channels each must both make a chunk as a whole, or both token by token. send_vote, for
+// one thread: writes this block's vote to both blocks' shared memory; grows: whether it is for single tokens.
+// wait_for_votes: waits for both votes, and returns whether one of them is for single tokens. Threads read their own
+// block's vote from shared memory, too, which saves a register.
 template <int K_RANKS>
-__device__ __forceinline__ void tell_both(Votes<K_RANKS>& votes, int rank, int stage, bool grows) {
+__device__ __forceinline__ void send_vote(Votes<K_RANKS>& votes, int rank, int stage, bool grows) {
   votes.grows[rank][stage][0] = grows;
   fence_async();
-  copy_to_peer(votes.grows[rank][stage], sizeof votes.grows[0][0], votes.told[stage]);
-  barrier_arrive(votes.told[stage]);
+  copy_to_peer(votes.grows[rank][stage], sizeof votes.grows[0][0], votes.arrived[stage]);
+  barrier_arrive(votes.arrived[stage]);
 }
-template <int K_RANKS> __device__ __forceinline__ bool either_grows(Votes<K_RANKS>& votes, int stage, u32 parity) {
-  barrier_wait(votes.told[stage], parity);
+template <int K_RANKS> __device__ __forceinline__ bool wait_for_votes(Votes<K_RANKS>& votes, int stage, u32 parity) {
+  barrier_wait(votes.arrived[stage], parity);
   return votes.grows[0][stage][0] | votes.grows[1][stage][0];
 }
 
-// Makes a chunk's tokens one by one in its stage, and then starts copying the group's next chunk. used: how often the
-// stage was filled before this chunk; parity: of rows[group]. The caller arrives at full[stage] for the last step.
+// Stores the operands of a chunk's tokens one by one in its stage, and then starts copying the inputs of the group's
+// next chunk. fills: how often the stage was filled before this chunk; parity: of the phase of rows[group] that says
+// that q and k have been copied. The caller arrives at full[stage] for the last step.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
-                                         int chunk, int stage, u32 used, u32 parity) {
-  constexpr bool READS = Schedule::reads;
-  constexpr int W = WIDTH<G>, LANES = ProducerCoord<BK>::LANES, THREADS = ProducerCoord<BK>::THREADS;
-  constexpr int STEPS = READS && !Order::reads_before_write ? 2 : 1;  // for each token
-  const ProducerCoord<BK> me(producer);
+                                         int chunk, int stage, u32 fills, u32 parity) {
+  constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
+  constexpr int GATES = GATES_PER_TOKEN<G>, LANES = ProducerCoord<BK>::LANES, THREADS = ProducerCoord<BK>::THREADS;
+  constexpr int STEPS =
+      HAS_OUTPUTS && !Order::reads_before_write ? 2 : 1;  // for each token: GLA's decay, then the rest
+  const ProducerCoord<BK> coord(producer);
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0, tokens = s.work.tokens - chunk * CHUNK;
   const float scale = float(args.scale);
-  const auto& in = s.inputs[me.group];
-  auto& numbers = s.numbers[stage];
+  const auto& in = s.inputs[coord.group];
+  auto& header = s.headers[stage];
   const auto put = [&](int i, const float (&q)[4], const float (&k)[4], float score) {  // stores row i of the sub-chunk
-    put_key<T>(in_tile(s.operands.k[stage][rank], me.first, me.channel), i, k);
-    if constexpr (READS) {
-      put_state_query<T>(in_tile(s.operands.q[stage][rank], me.first, me.channel), i, q);
-      const int t = i / 2;
-      if (me.channel == 0)
-        put_scores<Schedule, T>(reinterpret_cast<char*>(s.operands.scores(stage)[rank]) + me.first * 128 + t * 4,
-                                (me.subchunk ^ i) * 16 ^ s.operands.flip(stage), i * 128, i & 1 ? 0.f : score,
-                                i & 1 ? score : 0.f);
+    put_key<T>(in_tile(s.operands.k[stage][rank], coord.first, coord.channel), i, k);
+    if constexpr (HAS_OUTPUTS) {
+      put_state_query<T>(in_tile(s.operands.q[stage][rank], coord.first, coord.channel), i, q);
+      const int lane_pair = i / 2;  // two neighbouring scores are stored at once
+      if (coord.channel == 0)
+        put_scores<Schedule, T>(
+            reinterpret_cast<char*>(s.operands.scores(stage)[rank]) + coord.first * 128 + lane_pair * 4,
+            (coord.subchunk ^ i) * 16 ^ s.operands.flip(stage), i * 128, i & 1 ? 0.f : score, i & 1 ? score : 0.f);
     }
   };
-  const float scalar_gate = gate_of(s, args, me, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
-  barrier_wait(s.rows[me.group], parity);
+  const float scalar_gate = load_scalar_gate(s, args, coord, chunk), zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
+  barrier_wait(s.rows[coord.group], parity);
   for (int step = 0; step <= STEPS * CHUNK; ++step) {
-    if (used + step) barrier_wait(s.empty[stage], used + step - 1 & 1);
+    if (fills + step) barrier_wait(s.empty[stage], fills + step - 1 & 1);
     const int token = (step - 1) / STEPS, i = token % BC;
-    const bool decays = STEPS == 1 || step % STEPS == 1, acts = STEPS == 1 || step % STEPS == 0;
+    const bool decays = STEPS == 1 || step % STEPS == 1, writes = STEPS == 1 || step % STEPS == 0;
     if (step == 0) {
-      if constexpr (READS)
-        for (int at = me.thread; at < CHUNK * PANEL / 2; at += THREADS) {
-          const bool other = (at ^ at / 8) & 16;  // whether `at` is in the tile's columns of stage 1
-          if (!s.SHARED || other == (stage == 1)) reinterpret_cast<u32*>(s.operands.scores(stage)[rank])[at] = 0;
+      if constexpr (HAS_OUTPUTS)
+        for (int at = coord.thread; at < CHUNK * PANEL / 2; at += THREADS) {
+          const bool second = (at ^ at / 8) & 16;  // whether `at` is in the tile's columns of stage 1
+          if (!s.SHARED || second == (stage == 1)) reinterpret_cast<u32*>(s.operands.scores(stage)[rank])[at] = 0;
         }
-      barrier_sync(PRODUCERS + me.group, THREADS);  // the stage's scores are zero before a score is stored
+      barrier_sync(PRODUCERS + coord.group, THREADS);  // the stage's scores are zero before a score is stored
       for (int row = 0; row < BC; ++row) put(row, zeros, zeros, 0.f);
-      put_decays(numbers.decay[rank], me.channel, ones);
+      put_decays(header.decay[rank], coord.channel, ones);
     } else {
-      float g[W], q[4] = {}, k[4] = {}, score = 0.f;
-      gates_of(g, in, me, scalar_gate, i);
+      float g[GATES], q[4] = {}, k[4] = {}, score = 0.f;
+      load_gates(g, in, coord, scalar_gate, i);
       if (token < tokens) {
-        unpack(k, in.k[me.first + i] + me.channel);
-        if constexpr (READS) {
+        unpack(k, in.k[coord.first + i] + coord.channel);
+        if constexpr (HAS_OUTPUTS) {
           float uk[4];
-          for (int c = 0; c < 4; ++c) uk[c] = Order::reads_before_write ? s.u[me.channel + c] * k[c] : k[c];
-          unpack(q, in.q[me.first + i] + me.channel);
+          for (int c = 0; c < 4; ++c) uk[c] = Order::reads_before_write ? s.u[coord.channel + c] * k[c] : k[c];
+          unpack(q, in.q[coord.first + i] + coord.channel);
           score = scale * dot(q, uk);
-          for (float& x : q) x *= COARSE<T> ? scale : scale * TRUNCATED;
+          for (float& x : q) x *= IS_BFLOAT16<T> ? scale : scale * TRUNCATED;
         }
       }
       for (int distance = LANES / 2; distance > 0; distance /= 2)
         score += __shfl_xor_sync(0xffffffffu, score, distance);
-      if (decays && token % CHUNK > 0 && me.subchunk == (token - 1) / BC) put((token - 1) % BC, zeros, zeros, 0.f);
-      if (acts && me.subchunk == token / BC) put(i, q, k, score);
+      // the previous token's row becomes zero again
+      if (decays && token % CHUNK > 0 && coord.subchunk == (token - 1) / BC) put((token - 1) % BC, zeros, zeros, 0.f);
+      if (writes && coord.subchunk == token / BC) put(i, q, k, score);
       float by[4];
-      for (int c = 0; c < 4; ++c) by[c] = decays ? decay_of(g[c % W]) : 1.f;
-      if (me.subchunk == token / BC) put_decays(numbers.decay[rank], me.channel, by);
+      for (int c = 0; c < 4; ++c) by[c] = decays ? decay_of(g[c % GATES]) : 1.f;
+      if (coord.subchunk == token / BC) put_decays(header.decay[rank], coord.channel, by);
     }
-    if (me.thread == 0) numbers.row[0] = max(token, 0) + (step < STEPS * CHUNK ? AGAIN : 0);
+    if (coord.thread == 0) header.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE_FILLS : 0);
     fence_async();
-    barrier_sync(PRODUCERS + me.group, THREADS);  // the step's operands are in shared memory: they may be sent
-    if constexpr (READS && Schedule::CLUSTER_SIZE > 1)
-      if (me.thread == 0) send_operands(s, stage, rank, s.full[stage]), send_scores(s, stage, rank, s.full[stage]);
+    barrier_sync(PRODUCERS + coord.group, THREADS);  // the step's operands are in shared memory: they may be sent
+    if constexpr (HAS_OUTPUTS && Schedule::CLUSTER_SIZE > 1)
+      if (coord.thread == 0) send_operands(s, stage, rank, s.full[stage]), send_scores(s, stage, rank, s.full[stage]);
     if (step < STEPS * CHUNK) barrier_arrive(s.full[stage]);
   }
   const int next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
-  fetch_gates(s, args, me.thread, me.group, next, s.work.tokens);
-  fetch_rows(s, args, me.thread, me.group, next, s.work.tokens);
+  fetch_gates(s, args, coord.thread, coord.group, next, s.work.tokens);
+  fetch_rows(s, args, coord.thread, coord.group, next, s.work.tokens);
 }

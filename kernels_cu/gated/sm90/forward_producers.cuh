@@ -1,11 +1,16 @@
 // what      The producer warps of Hopper's forward kernel: they multiply queries and keys of a chunk (32 tokens, in 4
-//           sub-chunks of 8) by decays, and compute the scores of pairs of tokens.
-// math      a_t = e^(g_t). The decay over several tokens is a product of their a_t, from or to a border between
-//           sub-chunks, and never a quotient of cumulative decays: so a reset (a_t = 0) is exact
-// barriers  of a group, two a chunk: the decays over all sub-chunks are in shared memory | all operands of scores are;
-//           a third before scores are sent to another block; one more if gates are above a limit
-// numerics  Within a sub-chunk decays are measured from its middle, and each a_t is at least LEAST: see below. If data
-//           are bfloat16, operands at borders are float16, which has more digits; rows beyond its range are scaled
+//           sub-chunks of 8, two in each half) by decays, and compute the scores of pairs of tokens.
+// math      a_t = e^(g_t) for each channel. The decay over several tokens is a product of their a_t, from or to a
+//           border between sub-chunks, and never a quotient of cumulative decays: so a reset (a_t = 0) is exact
+// smem      reads inputs; writes and reads decays and scores (its group's); writes operands and headers, which
+//           consumers read: Shared in forward_storage.cuh
+// barriers  mbarriers: waits for gates and rows (inputs have been copied) and empty (consumers have read the stage),
+//           arrives at full (its operands are complete). Of a group, two a chunk: the decays over all sub-chunks are in
+//           shared memory | all operands of scores are; a third before scores are sent to the cluster's other block;
+//           one more if gates are above a limit
+// numerics  Within a sub-chunk decays are measured from its middle, and each a_t is at least LEAST: see below. If q and
+//           k are bfloat16, operands at borders are float16, which has more precision; a row that exceeds float16's
+//           range is scaled (forward_scales.cuh)
 // limits    sm_90a; K and V multiples of 8; rows start on 16 bytes
 //
 // A producer warp has a sub-chunk (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All warps run
@@ -14,376 +19,393 @@
 // row as they are needed, since registers are scarce. The score of a query and a key, by their distance:
 //   in different halves of the chunk       the query decayed from the end of the first half, the key decayed to it
 //   in different sub-chunks of a half      the same, for the end of the half's first sub-chunk
-//   in a sub-chunk                         the same, for its middle; a query before the middle, and a key after it, is
-//                                          multiplied by an inverse decay, over three tokens at most: if no gate is
+//   in one sub-chunk                       the same, for its middle; a query before the middle, and a key after it, is
+//                                          multiplied by an inverse decay, over three tokens at most: if no log gate is
 //                                          above 0 the largest factor is e^(3 * 20)
-//   the same token                         q . k (GLA) or q . u k (RWKV-6): no gate, exact but for the sum
+//   the same token                         q . k (GLA) or q . u k (RWKV-6): no gate, exact but for the sum's rounding
 //   RWKV-6: a key and the next query       q . k: no gate lies between
-// Since a_t is at least LEAST there, e^-20 of a token passes a reset within its own sub-chunk.
+// Since a_t counts as LEAST at least in one sub-chunk, e^-20 of a token passes a reset within its own sub-chunk.
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scales.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
-constexpr float LEAST = 2.0611536e-9f;  // e^-20
-constexpr int MIDDLE = BC / 2;          // a sub-chunk's middle is before this token
+constexpr float LEAST = 2.0611536e-9f;  // e^-20: the least a_t that decays from and to a middle are made of
+constexpr int MIDDLE = BC / 2;          // a sub-chunk's middle is before its token MIDDLE
 
-// Stores 4 neighbouring values, which the caller has both as they were `loaded` (of type T) and as floats x.
+// Stores 4 neighbouring channels as T or as float. The caller has them as they were `loaded`, of type T, and as floats
+// x: so nothing is rounded.
 template <typename T> __device__ __forceinline__ void put_loaded(T* to, uint2 loaded, const float (&)[4]) {
   *reinterpret_cast<uint2*>(to) = loaded;
 }
 __device__ __forceinline__ void put_loaded(float* to, uint2, const float (&x)[4]) { put_four(to, x); }
 
-// 4 neighbouring values rounded to B.
+// 4 neighbouring channels rounded to B.
 template <typename B> __device__ __forceinline__ uint2 packed(const float (&x)[4]) {
   return {pack<B>(x[0], x[1]), pack<B>(x[2], x[3])};
 }
-// x times the scale of row i, rounded to B. loaded: the row's 4 values in memory; same: whether x are these values, so
-// that no rounding is needed if T and B are one type.
+// An operand at a border: x, 4 channels of the sub-chunk's row i, times the row's scale (forward_scales.cuh), rounded
+// to B. loaded: the row's 4 channels as they are in memory, of type T; same: whether x are the same numbers, so that
+// they need no rounding if T and B are one type.
 template <typename T, typename B, class Scales>
-__device__ __forceinline__ uint2 at_border(bool same, uint2 loaded, const float (&x)[4], const Scales& scales, int i) {
+__device__ __forceinline__ uint2 border_operand(bool same, uint2 loaded, const float (&x)[4], const Scales& scales,
+                                                int i) {
   if constexpr (SCALED<Scales>) {
     const float by = scales.of(i), y[4] = {x[0] * by, x[1] * by, x[2] * by, x[3] * by};
     return packed<B>(y);
   }
-  return same && COARSE<T> == COARSE<B> ? loaded : packed<B>(x);
+  return same && IS_BFLOAT16<T> == IS_BFLOAT16<B> ? loaded : packed<B>(x);
 }
 
-// The decays over whole sub-chunks. The lanes of a sub-chunk write its decays, and all warps of the group read all.
+// The decays of channels over whole sub-chunks, in shared memory. The lanes of a sub-chunk write its decays
+// (put_decay); after a barrier all warps of the group read those of all sub-chunks (load_decay).
 template <int BK> using Decays = float[NUM_SUBCHUNKS][BK];
 template <int BK>
-__device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& me, const float (&x)[4]) {
-  *reinterpret_cast<float4*>(&decays[me.subchunk][me.channel]) = {x[0], x[1], x[2], x[3]};
+__device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& coord, const float (&x)[4]) {
+  *reinterpret_cast<float4*>(&decays[coord.subchunk][coord.channel]) = {x[0], x[1], x[2], x[3]};
 }
 template <int BK>
-__device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& me, const float (&x)[1]) {
-  if (me.channel == 0) decays[me.subchunk][0] = x[0];
+__device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& coord, const float (&x)[1]) {
+  if (coord.channel == 0) decays[coord.subchunk][0] = x[0];
 }
 template <int BK>
-__device__ __forceinline__ void get_decay(float (&x)[4], const Decays<BK>& decays, const ProducerCoord<BK>& me,
-                                          int subchunk) {
-  unpack(x, &decays[subchunk][me.channel]);
+__device__ __forceinline__ void load_decay(float (&x)[4], const Decays<BK>& decays, const ProducerCoord<BK>& coord,
+                                           int subchunk) {
+  unpack(x, &decays[subchunk][coord.channel]);
 }
 template <int BK>
-__device__ __forceinline__ void get_decay(float (&x)[1], const Decays<BK>& decays, const ProducerCoord<BK>&,
-                                          int subchunk) {
+__device__ __forceinline__ void load_decay(float (&x)[1], const Decays<BK>& decays, const ProducerCoord<BK>&,
+                                           int subchunk) {
   x[0] = decays[subchunk][0];
 }
 
-// decay *= max(a, LEAST): extends a decay within a sub-chunk by one token.
-template <int W> __device__ __forceinline__ void go_on(float (&decay)[W], const float (&a)[W]) {
+// Extends a decay from or to a sub-chunk's middle by one token: decay *= max(a, LEAST).
+template <int GATES> __device__ __forceinline__ void extend_decay(float (&decay)[GATES], const float (&a)[GATES]) {
 #pragma unroll
-  for (int c = 0; c < W; ++c) decay[c] *= fmaxf(a[c], LEAST);
+  for (int c = 0; c < GATES; ++c) decay[c] *= fmaxf(a[c], LEAST);
 }
-template <int W> __device__ __forceinline__ void invert(float (&y)[W], const float (&x)[W]) {
+template <int GATES> __device__ __forceinline__ void invert(float (&y)[GATES], const float (&x)[GATES]) {
 #pragma unroll
-  for (int c = 0; c < W; ++c) y[c] = inverse(x[c]);
+  for (int c = 0; c < GATES; ++c) y[c] = inverse(x[c]);
 }
 
-// `put` stores 4 neighbouring values times the decays over their half's other sub-chunk: the operands of the chunk's
-// middle. If data are bfloat16 and operands at borders float16, it multiplies in float16 (`four`: the rounded values),
-// which has three bits more than bfloat16; otherwise in float32 (x: the values).
-template <typename T, typename B, int W> struct PastNear {
-  static constexpr bool ROUNDED = COARSE<T> && !COARSE<B>;
-  float near[ROUNDED ? 1 : W];
-  uint2 rounded;
-  __device__ __forceinline__ PastNear(const float (&x)[W]) {
-    if constexpr (ROUNDED) {
-      rounded = {pack<f16>(x[0], x[1 % W]), pack<f16>(x[2 % W], x[3 % W])};
+// The decays of this lane's channels over the neighbour sub-chunk, the other one of the same half. `put` stores 4
+// channels of an operand at the neighbour's border times these decays, which is an operand at the border between the
+// chunk's halves. The caller has it as floats x and `rounded` to B. If T is bfloat16 and B float16, `put` multiplies in
+// float16 (IN_FLOAT16), which has three bits more than bfloat16; otherwise in float32.
+template <typename T, typename B, int GATES> struct NeighbourDecay {
+  static constexpr bool IN_FLOAT16 = IS_BFLOAT16<T> && !IS_BFLOAT16<B>;
+  float decay[IN_FLOAT16 ? 1 : GATES];
+  uint2 rounded_decay;
+  __device__ __forceinline__ NeighbourDecay(const float (&x)[GATES]) {
+    if constexpr (IN_FLOAT16) {
+      rounded_decay = {pack<f16>(x[0], x[1 % GATES]), pack<f16>(x[2 % GATES], x[3 % GATES])};
     } else {
 #pragma unroll
-      for (int c = 0; c < W; ++c) near[c] = x[c];
+      for (int c = 0; c < GATES; ++c) decay[c] = x[c];
     }
   }
-  __device__ __forceinline__ void put(B* to, uint2 four, const float (&x)[4]) const {
-    if constexpr (ROUNDED) {
-      *reinterpret_cast<uint2*>(to) = {mul_f16(four.x, rounded.x), mul_f16(four.y, rounded.y)};
+  __device__ __forceinline__ void put(B* to, uint2 rounded, const float (&x)[4]) const {
+    if constexpr (IN_FLOAT16) {
+      *reinterpret_cast<uint2*>(to) = {mul_f16(rounded.x, rounded_decay.x), mul_f16(rounded.y, rounded_decay.y)};
     } else {
       float y[4];
-      times(y, x, near);
+      times(y, x, decay);
       put_four(to, y);
     }
   }
 };
 
-// Stores the sub-chunk's keys, from the last token to the first: decayed to the end of the sub-chunk, of the half (by
-// `near`), and of the chunk (by `after`, the decay over all later sub-chunks); those before the middle decayed to it.
-// a: decays of single tokens.
-template <bool READS, typename T, int W, int BK, class Keys, class Scores, class Near, class Scales>
-__device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded)[CHUNK][BK], const float (&a)[BC][W],
-                                         const ProducerCoord<BK>& me, const Near& near, const float (&after)[W],
+// Stores operands made of the sub-chunk's keys, from its last token to its first: in s.rows, keys decayed to the end of
+// the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to it; in
+// k_tile, keys decayed to the end of the chunk, by later_decay, the decay over all later sub-chunks. k_rows: the
+// chunk's keys as they are in memory; a: decays of single tokens; scales: of k_rows (RowScales or NoScales).
+template <bool HAS_OUTPUTS, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales>
+__device__ __forceinline__ void put_keys(Tile& k_tile, Scores& s, const T (&k_rows)[CHUNK][BK],
+                                         const float (&a)[BC][GATES], const ProducerCoord<BK>& coord,
+                                         const Neighbour& neighbour, const float (&later_decay)[GATES],
                                          const Scales& scales) {
-  const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(loaded[me.first + i] + me.channel); };
-  char* const first = in_tile(keys, me.first, me.channel);
+  const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(k_rows[coord.first + i] + coord.channel); };
+  char* const row0 = in_tile(k_tile, coord.first, coord.channel);
   uint2 next = load(BC - 1);
   // Keys of sub-chunk 0 are stored for two borders. The vote tells the compiler that all lanes take the same branch; if
   // the warp also has sub-chunk 1, its lanes store the same values again.
   bool two_borders = false;
-  char* border = nullptr;  // the address of this lane's values of the first row
-  if constexpr (READS) {
-    two_borders = __any_sync(0xffffffffu, me.subchunk == 0);
-    border = reinterpret_cast<char*>(&s.rows[near_keys(s, me.subchunk)].border_k[me.channel]);
+  char* border = nullptr;  // the address of this lane's channels of the operand at the sub-chunk's end, row 0
+  if constexpr (HAS_OUTPUTS) {
+    two_borders = __any_sync(0xffffffffu, coord.subchunk == 0);
+    border = reinterpret_cast<char*>(&s.rows[near_keys(s, coord.subchunk)].border_k[coord.channel]);
   }
-  float to_end[W], to_middle[W];
+  float to_end[GATES], to_middle[GATES];
 #pragma unroll
-  for (int c = 0; c < W; ++c) to_end[c] = to_middle[c] = 1.f;
+  for (int c = 0; c < GATES; ++c) to_end[c] = to_middle[c] = 1.f;
 #pragma unroll
   for (int i = BC - 1; i >= 0; --i) {
     float k[4], x[4];
-    const uint2 own = next;
-    unpack<T>(k, own);
+    const uint2 loaded = next;
+    unpack<T>(k, loaded);
     if (i > 0) next = load(i - 1);
     times(x, k, to_end);
-    if constexpr (READS) {
+    if constexpr (HAS_OUTPUTS) {
       using B = typename Scores::Border;
-      const uint2 four = at_border<T, B>(i == BC - 1, own, x, scales, i);
-      store_if(me.subchunk < 3, border + i * sizeof s.rows[0], four);
-      if (two_borders) near.put(&s.rows[s.HALF + me.first + i].border_k[me.channel], four, x);
+      const uint2 rounded = border_operand<T, B>(i == BC - 1, loaded, x, scales, i);
+      store_if(coord.subchunk < 3, border + i * sizeof s.rows[0], rounded);
+      if (two_borders) neighbour.put(&s.rows[s.HALF + coord.first + i].border_k[coord.channel], rounded, x);
     }
-    times(x, x, after);
-    put_key<T>(first, i, x);
+    times(x, x, later_decay);
+    put_key<T>(row0, i, x);
 #pragma unroll
-    for (int c = 0; c < W; ++c) to_end[c] *= a[i][c];
-    if constexpr (READS)
+    for (int c = 0; c < GATES; ++c) to_end[c] *= a[i][c];
+    if constexpr (HAS_OUTPUTS)
       if (i < MIDDLE) {
         times(x, k, to_middle);
-        if (i == MIDDLE - 1) put_loaded(&s.rows[me.first + i].middle_k[me.channel], own, k);
-        else put_four(&s.rows[me.first + i].middle_k[me.channel], x);
-        go_on(to_middle, a[i]);
+        if (i == MIDDLE - 1) put_loaded(&s.rows[coord.first + i].middle_k[coord.channel], loaded, k);
+        else put_four(&s.rows[coord.first + i].middle_k[coord.channel], x);
+        extend_decay(to_middle, a[i]);
       }
   }
 }
 
-// Stores the sub-chunk's queries, from the first token to the last: decayed from the start of the sub-chunk, of the
-// half (by `near`), and of the chunk (by `before`, the decay over all earlier sub-chunks, times scale); and from the
-// middle, by inverse decays if they are before it. Also stores keys after the middle, by inverse decays. If queries
-// read before the write, itself[i] becomes this lane's part of q_i . u k_i. Between rows `direct` takes its steps.
-template <class Order, typename T, int W, int BK, class Queries, class Scores, class Near, class Scales, class Direct>
-__device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T (&loaded)[CHUNK][BK],
-                                            const T (&keys)[CHUNK][BK], const float (&a)[BC][W],
-                                            const ProducerCoord<BK>& me, const Near& near, const Scales& scales,
-                                            const float (&before)[W], const float (&u)[4], float (&itself)[BC],
-                                            Direct& direct) {
-  constexpr int INCLUSIVE = !Order::reads_before_write;
-  float from_start[W], from_middle[W], back[BC][W];
+// Stores operands made of the sub-chunk's queries, from its first token to its last: in s.rows, queries decayed from
+// the start of the sub-chunk, and from the start of the half by `neighbour`; queries decayed from the sub-chunk's
+// middle, by inverse decays if they are before it, and keys after the middle decayed to it by inverse decays; in
+// q_tile, queries decayed from the start of the chunk, by earlier_decay, the decay over all earlier sub-chunks times
+// `scale`. RWKV-6: self_scores[i] becomes this lane's part of q_i . u k_i. Between rows it takes the steps of `direct`,
+// the products of undecayed rows (DirectProducts), so that their latency is hidden. Other arguments as in put_keys.
+template <class Order, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales,
+          class Direct>
+__device__ __forceinline__ void put_queries(Tile& q_tile, Scores& s, const T (&q_rows)[CHUNK][BK],
+                                            const T (&k_rows)[CHUNK][BK], const float (&a)[BC][GATES],
+                                            const ProducerCoord<BK>& coord, const Neighbour& neighbour,
+                                            const Scales& scales, const float (&earlier_decay)[GATES],
+                                            const float (&u)[4], float (&self_scores)[BC], Direct& direct) {
+  constexpr int INCLUSIVE = !Order::reads_before_write;  // whether query i's state has had the decay of token i
+  float from_start[GATES], from_middle[GATES], inverse_decay[BC][GATES];
 #pragma unroll
-  for (int c = 0; c < W; ++c) from_start[c] = from_middle[c] = 1.f;
+  for (int c = 0; c < GATES; ++c) from_start[c] = from_middle[c] = 1.f;
 #pragma unroll
   for (int i = MIDDLE - 1; i > 0; --i) {  // the first query has no earlier key in its sub-chunk
-    if (INCLUSIVE) invert(back[i], from_middle);
-    go_on(from_middle, a[i]);
-    if (!INCLUSIVE) invert(back[i], from_middle);
+    if (INCLUSIVE) invert(inverse_decay[i], from_middle);
+    extend_decay(from_middle, a[i]);
+    if (!INCLUSIVE) invert(inverse_decay[i], from_middle);
   }
 #pragma unroll
-  for (int c = 0; c < W; ++c) from_middle[c] = 1.f;
+  for (int c = 0; c < GATES; ++c) from_middle[c] = 1.f;
   const auto load = [&](const T(&rows)[CHUNK][BK], int i) {
-    return *reinterpret_cast<const uint2*>(rows[me.first + i] + me.channel);
+    return *reinterpret_cast<const uint2*>(rows[coord.first + i] + coord.channel);
   };
-  char* const first = in_tile(queries, me.first, me.channel);
+  char* const row0 = in_tile(q_tile, coord.first, coord.channel);
+  // The keys that are needed here: those after the middle but the last, or, for self_scores, all.
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
-  uint2 next = load(loaded, 0), next_key = load(keys, FIRST_KEY);
-  const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // as in put_keys
-  const int border = near_queries(s, me.subchunk);
+  uint2 next = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
+  const bool two_borders = __any_sync(0xffffffffu, coord.subchunk == 3);  // as in put_keys
+  const int border = near_queries(s, coord.subchunk);
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
-    const uint2 own = next;
-    if (i == 0) direct.load(0);  // row 0 takes two steps, so that the last step's result is not waited for
+    const uint2 loaded = next;
+    if (i == 0) direct.load(0);  // row 0 takes two steps, the last row none: nothing waits for the last step's result
     else if (i + 1 < BC) direct.load(i + 1);
-    unpack<T>(q, own);
-    if (i + 1 < BC) next = load(loaded, i + 1);
+    unpack<T>(q, loaded);
+    if (i + 1 < BC) next = load(q_rows, i + 1);
     if (i >= FIRST_KEY && i <= LAST_KEY) unpack<T>(k, next_key);
-    if (i >= FIRST_KEY && i < LAST_KEY) next_key = load(keys, i + 1);
+    if (i >= FIRST_KEY && i < LAST_KEY) next_key = load(k_rows, i + 1);
     if (!INCLUSIVE) times(x, q, from_start);
 #pragma unroll
-    for (int c = 0; c < W; ++c) from_start[c] *= a[i][c];
+    for (int c = 0; c < GATES; ++c) from_start[c] *= a[i][c];
     if (INCLUSIVE) times(x, q, from_start);
     using B = typename Scores::Border;
-    const uint2 four = at_border<T, B>(!INCLUSIVE && i == 0, own, x, scales, i);
-    store_if(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], four);
-    if (two_borders) near.put(&s.rows[s.HALF + me.first - 16 + i].border_q[me.channel], four, x);
+    const uint2 rounded = border_operand<T, B>(!INCLUSIVE && i == 0, loaded, x, scales, i);
+    store_if(coord.subchunk > 0, &s.rows[border + i].border_q[coord.channel], rounded);
+    if (two_borders) neighbour.put(&s.rows[s.HALF + coord.first - 16 + i].border_q[coord.channel], rounded, x);
     if (i == 0) direct.multiply_step(0), direct.load(1);
-    times(x, x, before);
-    put_state_query<T>(first, i, x);
+    times(x, x, earlier_decay);
+    put_state_query<T>(row0, i, x);
     if (i > 0) {
       if (!INCLUSIVE && i >= MIDDLE) times(x, q, from_middle);
-      if (i >= MIDDLE) go_on(from_middle, a[i]);
+      if (i >= MIDDLE) extend_decay(from_middle, a[i]);
       if (INCLUSIVE && i >= MIDDLE) times(x, q, from_middle);
-      if (i < MIDDLE) times(x, q, back[i]);
-      if (i == MIDDLE - INCLUSIVE) put_loaded(&s.rows[me.first + i].middle_q[me.channel], own, q);
-      else put_four(&s.rows[me.first + i].middle_q[me.channel], x);
+      if (i < MIDDLE) times(x, q, inverse_decay[i]);
+      if (i == MIDDLE - INCLUSIVE) put_loaded(&s.rows[coord.first + i].middle_q[coord.channel], loaded, q);
+      else put_four(&s.rows[coord.first + i].middle_q[coord.channel], x);
     }
     if (i >= MIDDLE && i + 1 < BC) {  // the last key has no later query in its sub-chunk
-      invert(back[i], from_middle);
-      times(x, k, back[i]);
-      put_four(&s.rows[me.first + i].middle_k[me.channel], x);
+      invert(inverse_decay[i], from_middle);
+      times(x, k, inverse_decay[i]);
+      put_four(&s.rows[coord.first + i].middle_k[coord.channel], x);
     }
     if (!INCLUSIVE) {
       times(k, k, u);
-      itself[i] = dot(q, k);
+      self_scores[i] = dot(q, k);
     }
     if (i + 1 < BC) direct.multiply_step(i + 1);
   }
 }
 
-// One chunk that a producer group makes.
-struct Turn {
-  int group, rank, chunk;
-  int next;         // the group's next chunk
-  int tokens;       // of the sequence
-  u32 stage, used;  // the stage for the operands, and how often it was filled before
-  u32 parity;       // of gates[group] and rows[group]
+// One chunk whose operands a producer group makes.
+struct ChunkJob {
+  int group;         // the producer group in its block
+  int rank;          // the block in its cluster if K_RANKS > 1, which selects its channels; else 0
+  int chunk, next;   // this chunk's number, and that of the group's next chunk
+  int tokens;        // of the sequence
+  u32 stage, fills;  // the stage for the operands, and how often it was filled before
+  u32 parity;        // of the phases of gates[group] and rows[group] that this chunk's copies complete
 
   // The number of tokens in the sequence's last chunk if that is this one and not full; otherwise 0.
   __device__ __forceinline__ int partial() const { return chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0; }
 };
 
-// The result of make_chunk. MADE: the operands are complete. GROWS: no operand was made, since a gate exceeds the limit
-// or an earlier chunk was BEYOND. BEYOND: a row exceeds float16's range, so that the operands are wrong, and the copies
-// of the next chunk's inputs have been started. After GROWS and BEYOND the caller calls make_scaled or make_tokens.
-enum class Chunk { MADE, GROWS, BEYOND };
+// The result of make_chunk. MADE: the operands are complete. GROWS: no operand was made, since a log gate exceeds the
+// limit, or since an earlier chunk was OUT_OF_FLOAT16. OUT_OF_FLOAT16: a row of q or k exceeds float16's range, so that
+// the operands are wrong, and the next chunk's inputs are being copied over this chunk's. After GROWS and
+// OUT_OF_FLOAT16 the caller calls make_scaled or make_tokens.
+enum class Chunk { MADE, GROWS, OUT_OF_FLOAT16 };
 
 // Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as this chunk's have
-// been read. gate, next_gate: this lane's ScalarDecay of this chunk and of the next. SCALE: rows are scaled
-// (forward_scales.cuh). scaled: an earlier chunk was BEYOND. GROWS is returned only before any operand is stored.
+// been read. SCALE: whether rows are scaled (forward_scales.cuh). scalar_gate: this lane's ScalarDecay of this chunk;
+// next_scalar_gate: set to that of the next chunk. scaled: whether an earlier chunk was OUT_OF_FLOAT16. GROWS is
+// returned only before any operand is stored.
 template <class Order, bool SCALE, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
-                                            const ProducerCoord<BK>& me, const Turn& turn, float gate, float& next_gate,
-                                            bool scaled) {
+                                            const ProducerCoord<BK>& coord, const ChunkJob& job, float scalar_gate,
+                                            float& next_scalar_gate, bool scaled) {
   using P = ProducerCoord<BK>;
-  constexpr int W = WIDTH<G>;
-  constexpr bool READS = Schedule::reads;
-  const auto& in = s.inputs[me.group];
-  auto& scores = s.scores[me.group];
-  auto& numbers = s.numbers[turn.stage];
-  Barrier& full = s.full[turn.stage];
-  const auto& decays = s.decays[me.group];
+  constexpr int GATES = GATES_PER_TOKEN<G>;
+  constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
+  const auto& in = s.inputs[coord.group];
+  auto& scores = s.scores[coord.group];
+  auto& header = s.headers[job.stage];
+  Barrier& full = s.full[job.stage];
+  const auto& decays = s.decays[coord.group];
   const float scale = float(args.scale);
-  float a[BC][W], decay[W];
+  float a[BC][GATES], decay[GATES];  // of single tokens, and over the sub-chunk
   using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
-  constexpr u32 LARGEST = NARROWS<Schedule, T> ? EIGHTH<G> : LARGEST_GATE<T, G>;
-  u32 most = LARGEST;
+  constexpr u32 LIMIT = BORDER_IS_NARROWER<Schedule, T> ? EIGHTH<G> : GATE_LIMIT<T, G>;
+  u32 largest_gate = LIMIT;
 #pragma unroll
-  for (int c = 0; c < W; ++c) decay[c] = 1.f;
+  for (int c = 0; c < GATES; ++c) decay[c] = 1.f;
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
-    float g[W];
-    gates_of(g, in, me, gate, i);
-    note_growth(most, in, me, gate, i);
+    float g[GATES];
+    load_gates(g, in, coord, scalar_gate, i);
+    update_largest_gate(largest_gate, in, coord, scalar_gate, i);
 #pragma unroll
-    for (int c = 0; c < W; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
+    for (int c = 0; c < GATES; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
-  put_decay(s.decays[me.group], me, decay);
-  if constexpr (W == 4) fence_async();  // orders these reads before the next copy of gates
+  put_decay(s.decays[coord.group], coord, decay);
+  if constexpr (GATES == 4) fence_async();  // orders these reads before the next copy of gates
   // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's `scores`.
-  bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST || scaled);
-  const bool grown = grows;
-  if ((SCALE || !NARROWS<Schedule, T>) && grown) {
-    bool mine = exceeds<G>(most, LARGEST_GATE<T, G>);
-    if constexpr (W == 1) mine &= outgrows<T>(gate);
-    else mine = mine && outgrows<T>(in, me.channel);
-    grows = barrier_any(PRODUCERS + me.group, P::THREADS, mine);
+  bool grows = barrier_any(PRODUCERS + coord.group, P::THREADS, largest_gate != LIMIT || scaled);
+  const bool above_limit = grows;
+  if ((SCALE || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
+    bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
+    if constexpr (GATES == 1) exceeds_here &= exceeds_growth<T>(scalar_gate);
+    else exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
+    grows = barrier_any(PRODUCERS + coord.group, P::THREADS, exceeds_here);
   }
   const auto fetch_next_gates = [&] {
-    fetch_gates(s, args, me.thread, turn.group, turn.next, turn.tokens);
-    next_gate = gate_of(s, args, me, turn.next);
+    fetch_gates(s, args, coord.thread, job.group, job.next, job.tokens);
+    next_scalar_gate = load_scalar_gate(s, args, coord, job.next);
   };
-  const auto fetch_next_rows = [&] { fetch_rows(s, args, me.thread, turn.group, turn.next, turn.tokens); };
+  const auto fetch_next_rows = [&] { fetch_rows(s, args, coord.thread, job.group, job.next, job.tokens); };
   if constexpr (Schedule::K_RANKS > 1) {
-    if (me.thread == 0) tell_both(s.votes, turn.rank, turn.stage, grows);
+    if (coord.thread == 0) send_vote(s.votes, job.rank, job.stage, grows);
   } else if (!grows) fetch_next_gates();  // before the wait for the stage, since the copy's latency is not hidden
-  // near: the decay over the half's other sub-chunk; far: over the other half. The decay over all sub-chunks after this
-  // one, or before it, is the product of none, one or both of them. outer: near for sub-chunks 0 and 3, whose keys and
-  // queries are also stored for the chunk's middle; 1 for the others if a warp has two sub-chunks: see two_borders.
-  float near[W], far[W], across[W], outer[W];
-  get_decay(near, decays, me, me.subchunk ^ 1);
-  get_decay(far, decays, me, me.subchunk ^ 2);
-  get_decay(across, decays, me, me.subchunk ^ 3);
+  // neighbour: the decay over the half's other sub-chunk; other_half: over the other half; outside: over all sub-chunks
+  // after this one, and later before this one, which is the product of none, one or both of these two.
+  // border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys and queries are also stored for the border between
+  // the halves; 1 for the others if a warp has two sub-chunks, since their lanes store the same again: see two_borders.
+  float neighbour[GATES], other_half[GATES], outside[GATES], border_neighbour[GATES];
+  load_decay(neighbour, decays, coord, coord.subchunk ^ 1);
+  load_decay(other_half, decays, coord, coord.subchunk ^ 2);
+  load_decay(outside, decays, coord, coord.subchunk ^ 3);
 #pragma unroll
-  for (int c = 0; c < W; ++c) {
-    far[c] *= across[c];
-    outer[c] = P::LANES == 32 || me.subchunk == 0 || me.subchunk == 3 ? near[c] : 1.f;
+  for (int c = 0; c < GATES; ++c) {
+    other_half[c] *= outside[c];
+    border_neighbour[c] = P::LANES == 32 || coord.subchunk == 0 || coord.subchunk == 3 ? neighbour[c] : 1.f;
   }
-  const auto join = [&](bool half, bool other) {
+  const auto set_outside = [&](bool with_neighbour, bool with_other_half) {
 #pragma unroll
-    for (int c = 0; c < W; ++c) {
-      across[c] = other ? far[c] : 1.f;
-      if (half) across[c] *= near[c];
+    for (int c = 0; c < GATES; ++c) {
+      outside[c] = with_other_half ? other_half[c] : 1.f;
+      if (with_neighbour) outside[c] *= neighbour[c];
     }
   };
-  join(me.subchunk % 2 == 0, me.subchunk < 2);  // across: the decay over all sub-chunks after this one
-  const PastNear<T, Border, W> past_near(outer);
-  if (turn.used) barrier_wait(s.empty[turn.stage], turn.used - 1 & 1);
-  if constexpr (Schedule::K_RANKS > 1) grows = either_grows(s.votes, turn.stage, turn.used & 1);
+  set_outside(coord.subchunk % 2 == 0, coord.subchunk < 2);  // the decay over all sub-chunks after this one
+  const NeighbourDecay<T, Border, GATES> neighbour_decay(border_neighbour);
+  if (job.fills) barrier_wait(s.empty[job.stage], job.fills - 1 & 1);  // consumers have read the stage
+  if constexpr (Schedule::K_RANKS > 1) grows = wait_for_votes(s.votes, job.stage, job.fills & 1);
   if (__builtin_expect(grows, false)) return Chunk::GROWS;
   if constexpr (Schedule::K_RANKS > 1) fetch_next_gates();
-  barrier_wait(s.rows[me.group], turn.parity);
-  if (turn.partial()) clear_keys(s.inputs[me.group], me.first, turn.partial(), me.channel);
+  barrier_wait(s.rows[coord.group], job.parity);  // q and k are in `in`
+  if (job.partial()) clear_keys(s.inputs[coord.group], coord.first, job.partial(), coord.channel);
   constexpr int WARPS = P::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
-  const auto k_scales = scales_of<SCALE>(in.k, me, grown);
-  put_keys<READS, T>(s.operands.k[turn.stage][turn.rank], scores, in.k, a, me, past_near, across, k_scales);
-  join(me.subchunk % 2 == 1, me.subchunk >= 2);  // across: the decay over all sub-chunks before this one
-  if (me.subchunk == NUM_SUBCHUNKS - 1) {
-    float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[W];
-    get_decay(own, decays, me, me.subchunk);
-    times(whole, whole, across);
+  const auto k_scales = scales_of<SCALE>(in.k, coord, above_limit);
+  put_keys<HAS_OUTPUTS, T>(s.operands.k[job.stage][job.rank], scores, in.k, a, coord, neighbour_decay, outside,
+                           k_scales);
+  set_outside(coord.subchunk % 2 == 1, coord.subchunk >= 2);  // the decay over all sub-chunks before this one
+  if (coord.subchunk == NUM_SUBCHUNKS - 1) {
+    float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[GATES];
+    load_decay(own, decays, coord, coord.subchunk);
+    times(whole, whole, outside);
     times(whole, whole, own);
-    put_decays(numbers.decay[turn.rank], me.channel, whole);
-    numbers.row[0] = ALL_ROWS;
+    put_decays(header.decay[job.rank], coord.channel, whole);
+    header.row[0] = WHOLE_CHUNK;
   }
-  if constexpr (READS) {
-    float itself[BC], u[4];
+  if constexpr (HAS_OUTPUTS) {
+    float self_scores[BC], u[4];
 #pragma unroll
-    for (int c = 0; c < W; ++c) across[c] *= COARSE<T> ? scale : scale * TRUNCATED;
-    if (BEFORE) unpack(u, &s.u[me.channel]);
-    const int lane = u32(me.thread) % 32, warp = u32(me.thread) / 32;
+    for (int c = 0; c < GATES; ++c) outside[c] *= IS_BFLOAT16<T> ? scale : scale * TRUNCATED;
+    if (BEFORE) unpack(u, &s.u[coord.channel]);
+    const int lane = u32(coord.thread) % 32, warp = u32(coord.thread) / 32;
     __syncwarp();  // zeros that other lanes stored to keys after the sequence's end are visible
-    const auto q_scales = scales_of<SCALE>(in.q, me, grown);
-    if constexpr (SCALE) put_undo(scores, me, q_scales, k_scales);
-    constexpr bool LOOK = NARROWS<Schedule, T> && !SCALE;
-    DirectProducts<BEFORE, LOOK, N, T, BK> direct(in.q, in.k, warp * N, lane);
-    put_queries<Order>(s.operands.q[turn.stage][turn.rank], scores, in.q, in.k, a, me, past_near, q_scales, across, u,
-                       itself, direct);
-    if (LOOK && direct.out_of_range(lane)) scores.beyond = true;
-    fence_async();                                   // orders these reads before the next copies of q and k
-    barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands are in shared memory; q and k have been read
-    const bool beyond = LOOK && scores.beyond;
+    const auto q_scales = scales_of<SCALE>(in.q, coord, above_limit);
+    if constexpr (SCALE) put_undo(scores, coord, q_scales, k_scales);
+    constexpr bool CHECKS_RANGE = BORDER_IS_NARROWER<Schedule, T> && !SCALE;
+    DirectProducts<BEFORE, CHECKS_RANGE, N, T, BK> direct(in.q, in.k, warp * N, lane);
+    put_queries<Order>(s.operands.q[job.stage][job.rank], scores, in.q, in.k, a, coord, neighbour_decay, q_scales,
+                       outside, u, self_scores, direct);
+    if (CHECKS_RANGE && direct.out_of_range(lane)) scores.out_of_float16 = true;
+    fence_async();                                      // orders these reads before the next copies of q and k
+    barrier_sync(PRODUCERS + coord.group, P::THREADS);  // all operands are in shared memory; q and k have been read
+    const bool out_of_float16 = CHECKS_RANGE && scores.out_of_float16;
     fetch_next_rows();
-    if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0 && !beyond) send_operands(s, turn.stage, turn.rank, full);
-    make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(turn.stage)[turn.rank], scores, direct.scores, itself,
-                                               s.operands.flip(turn.stage), scale, warp, lane);
-    if (LOOK && __builtin_expect(__any_sync(0xffffffffu, beyond), false)) return Chunk::BEYOND;
+    if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
+    make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(job.stage)[job.rank], scores, direct.scores,
+                                               self_scores, s.operands.flip(job.stage), scale, warp, lane);
+    if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false)) return Chunk::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
-      barrier_sync(PRODUCERS + me.group, P::THREADS);  // all scores are in shared memory: one thread may send them
-      if (me.thread == 0) send_scores(s, turn.stage, turn.rank, full);
+      barrier_sync(PRODUCERS + coord.group, P::THREADS);  // all scores are in shared memory: one thread may send them
+      if (coord.thread == 0) send_scores(s, job.stage, job.rank, full);
     }
   } else {
-    fence_async();                                   // orders these reads before the next copy of k
-    barrier_sync(PRODUCERS + me.group, P::THREADS);  // keys and the sub-chunks' decays have been read
+    fence_async();                                      // orders these reads before the next copy of k
+    barrier_sync(PRODUCERS + coord.group, P::THREADS);  // keys and the sub-chunks' decays have been read
     fetch_next_rows();
   }
   return Chunk::MADE;
 }
 
-// Makes a chunk whose rows exceed float16's range, or which has gates above 1/8: rows are scaled; token by token if the
-// gates are too large for that. parity: of rows[group]. again: make_chunk returned BEYOND, so that the chunk's inputs
-// must be copied once more.
+// Makes a chunk again, for which make_chunk returned GROWS or OUT_OF_FLOAT16, with rows scaled; token by token if its
+// log gates are too large for that. parity: as in ChunkJob. inputs_lost: after OUT_OF_FLOAT16, the chunk's inputs must
+// be copied once more.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
-                                         int chunk, int stage, u32 used, u32 parity, bool again) {
-  const ProducerCoord<BK> me(producer);
-  if (again) fetch_again(s, args, me, chunk, parity);
-  else barrier_sync(PRODUCERS + me.group, me.THREADS);  // all have read the decays, which make_chunk stores again
-  const Turn turn{me.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), used, parity};
-  float next_gate;  // not used: the caller loads it itself
-  if (make_chunk<Order, true>(s, args, me, turn, gate_of(s, args, me, chunk), next_gate, false) != Chunk::MADE)
-    make_tokens<Order>(s, args, producer, chunk, stage, used, parity);
+                                         int chunk, int stage, u32 fills, u32 parity, bool inputs_lost) {
+  const ProducerCoord<BK> coord(producer);
+  if (inputs_lost) fetch_again(s, args, coord, chunk, parity);
+  else barrier_sync(PRODUCERS + coord.group, coord.THREADS);  // all have read the decays, which make_chunk stores again
+  const ChunkJob job{coord.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), fills, parity};
+  float next_scalar_gate;  // not used: the caller loads it itself
+  if (make_chunk<Order, true>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate, false) !=
+      Chunk::MADE)
+    make_tokens<Order>(s, args, producer, chunk, stage, fills, parity);
 }
 
-// The producers' loop over the chunks of their group. thread: the number among the block's producer threads.
+// A producer thread's loop over the chunks of its group. thread: its number among the block's producer threads.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread) {
   using P = ProducerCoord<BK>;
@@ -393,38 +415,42 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   const int tokens = at.tokens;
   int group = GROUPS > 1 ? u32(thread) / P::THREADS : 0;
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
+  // The group's number among those of the cluster that take chunks in turn: its first chunk.
   int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
   fetch_gates(s, args, thread % P::THREADS, group, maker, tokens);
   fetch_rows(s, args, thread % P::THREADS, group, maker, tokens);
-  float next_gate = gate_of(s, args, P(thread), maker);
+  float next_scalar_gate = load_scalar_gate(s, args, P(thread), maker);
   u32 iteration = 0;
-  bool scaled =
-      false;  // whether a chunk was BEYOND: later ones are scaled at once, since it is slow to make them twice
+  // Whether a chunk was OUT_OF_FLOAT16: later ones are then scaled at once, since it is slow to make them twice.
+  bool scaled = false;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
     // `forget` hides a value's origin: the compiler computes addresses again instead of holding them in registers.
-    // PLENTY: these instances have registers enough.
-    constexpr bool PLENTY = NARROWS<Schedule, T> && Schedule::CLUSTER_SIZE > 1 && BK + BV > 128 && sizeof(G) <= 2;
-    if constexpr (!PLENTY) {
+    // Instances with spare registers are faster without it.
+    constexpr bool HAS_SPARE_REGISTERS =
+        BORDER_IS_NARROWER<Schedule, T> && Schedule::CLUSTER_SIZE > 1 && BK + BV > 128 && sizeof(G) <= 2;
+    if constexpr (!HAS_SPARE_REGISTERS) {
       if constexpr (BK + BV > 128 || sizeof(G) == 4 || Schedule::CLUSTER_SIZE > 1) forget(thread);
-      if constexpr (NARROWS<Schedule, T> && (BK + BV > 128 || Order::reads_before_write)) forget(group), forget(maker);
+      if constexpr (BORDER_IS_NARROWER<Schedule, T> && (BK + BV > 128 || Order::reads_before_write))
+        forget(group), forget(maker);
       if constexpr (sizeof(G) == 4) forget(maker);
     }
-    const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // `%` tells the compiler that the group is 0
-    const float gate = next_gate;
+    const P coord{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // `%` tells the compiler that the group is 0
+    const float scalar_gate = next_scalar_gate;
     const u32 stage = S::MAKERS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
-    const u32 used = S::MAKERS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
-    const Turn turn{group, rank, chunk, chunk + S::MAKERS, tokens, stage, used, iteration & 1};
-    if (WIDTH<G> == 4) {
-      barrier_wait(s.gates[group], turn.parity);
-      if (turn.partial()) clear_gates(s.inputs[group], me.first, turn.partial(), me.channel);
+    const u32 fills = S::MAKERS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
+    const ChunkJob job{group, rank, chunk, chunk + S::MAKERS, tokens, stage, fills, iteration & 1};
+    if (GATES_PER_TOKEN<G> == 4) {
+      barrier_wait(s.gates[group], job.parity);
+      if (job.partial()) clear_gates(s.inputs[group], coord.first, job.partial(), coord.channel);
     }
-    const Chunk found = make_chunk<Order, false>(s, args, me, turn, gate, next_gate, scaled);
-    if (__builtin_expect(found != Chunk::MADE, false)) {
-      const bool again = found == Chunk::BEYOND;
-      scaled |= again;
-      if constexpr (NARROWS<Schedule, T>) make_scaled<Order>(s, args, thread, chunk, stage, used, turn.parity, again);
-      else make_tokens<Order>(s, args, thread, chunk, stage, used, turn.parity);
-      next_gate = gate_of(s, args, P(thread), turn.next);
+    const Chunk result = make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, scaled);
+    if (__builtin_expect(result != Chunk::MADE, false)) {
+      const bool inputs_lost = result == Chunk::OUT_OF_FLOAT16;
+      scaled |= inputs_lost;
+      if constexpr (BORDER_IS_NARROWER<Schedule, T>)
+        make_scaled<Order>(s, args, thread, chunk, stage, fills, job.parity, inputs_lost);
+      else make_tokens<Order>(s, args, thread, chunk, stage, fills, job.parity);
+      next_scalar_gate = load_scalar_gate(s, args, P(thread), job.next);
     }
     fence_async();
     barrier_arrive(s.full[stage]);

@@ -1,9 +1,10 @@
-// what      Rows, tokens of a chunk, in Hopper's forward kernel: how they are copied from memory, where they are in
-//           tiles of operands, and how these are sent to the cluster's other block.
+// what      For Hopper's forward kernel: copies of a chunk's q, k and g from memory, the addresses of a token's row in
+//           the tiles of operands, and copies of operands to the other block of the cluster. A row is a token of a
+//           chunk of 32.
 // limits    sm_90a; half data
 #include "gated/sm90/forward_storage.cuh"
 
-// x = 4 neighbouring values as float32.
+// Sets x to 4 neighbouring values as float32.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
   const float4 four = *reinterpret_cast<const float4*>(from);
   x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -20,8 +21,8 @@ __device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
   return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
 }
 
-// A producer thread's group, its number in the group, its sub-chunk of 8 rows, that one's first row, and the first of
-// the thread's 4 channels. BK / 4 lanes share a sub-chunk.
+// What a producer thread computes: 4 channels, from `channel` on, of a sub-chunk of 8 rows, from row `first` of the
+// chunk on. LANES lanes share a sub-chunk. group: the thread's producer group; thread: its number in the group.
 template <int BK> struct ProducerCoord {
   static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
   int group, thread, subchunk, first, channel;
@@ -33,8 +34,9 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
-// The first row in ScoreOperands of a sub-chunk's queries decayed from the border before it, or keys decayed to the
-// border after it. Queries of sub-chunk 3 and keys of sub-chunk 0 have one more copy, for the chunk's middle.
+// The first row in ScoreOperands of a sub-chunk's queries decayed from the border before it (near_queries), or of its
+// keys decayed to the border after it (near_keys). Queries of sub-chunk 3 and keys of sub-chunk 0 are also stored for
+// the border between the chunk's halves.
 template <class Scores> __device__ __forceinline__ int near_queries(const Scores& s, int subchunk) {
   return subchunk == 2 ? s.HALF : s.NEAR + 4 * (subchunk - 1);  // sub-chunk 0 has none
 }
@@ -42,10 +44,11 @@ template <class Scores> __device__ __forceinline__ int near_keys(const Scores& s
   return subchunk == 1 ? s.HALF + BC : s.NEAR + 4 * subchunk;  // sub-chunk 3 has none
 }
 
-// y = x times a factor of each channel, or, if W is 1, one factor of all.
-template <int W> __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[W]) {
+// Sets y to x times a factor for each channel, or one factor for all if GATES is 1.
+template <int GATES>
+__device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[GATES]) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) y[c] = x[c] * by[c % W];
+  for (int c = 0; c < 4; ++c) y[c] = x[c] * by[c % GATES];
 }
 
 // Stores 4 neighbouring values.
@@ -56,14 +59,15 @@ template <typename T> __device__ __forceinline__ void put_four(T* to, const floa
   *reinterpret_cast<uint2*>(to) = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
 }
 
-// Stores the decays of 4 neighbouring channels. Of each 16 channels the four that one consumer lane needs are side by
-// side: 2t, 2t + 1, 8 + 2t, 9 + 2t with t = lane % 4.
+// Stores the decays x of 4 neighbouring channels from `channel` on for consumers: of each 16 channels, the four that
+// one consumer lane needs are side by side: 2t, 2t + 1, 8 + 2t, 9 + 2t with t = lane % 4.
 __device__ __forceinline__ void put_decays(float* decays, u32 channel, const float (&x)[4]) {
   float* const to = decays + channel / 16 * 16 + channel % 8 * 2 + channel % 16 / 8 * 2;
   *reinterpret_cast<float2*>(to) = {x[0], x[1]}, *reinterpret_cast<float2*>(to + 4) = {x[2], x[3]};
 }
 
-// The address of channels `channel` to `channel` + 3 in row `first`, a multiple of 8, of a swizzled tile.
+// The address of channels `channel` ... `channel` + 3 in row `first`, a multiple of 8, of a tile of operands in the
+// 128-byte swizzle. Rows first + i are at this address XOR 16 i, plus 128 i bytes.
 template <typename T, int PANELS>
 __device__ __forceinline__ char* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel) {
   return reinterpret_cast<char*>(tile) + channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
@@ -77,58 +81,62 @@ __device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int f
   return reinterpret_cast<char*>(tile) + channel / 32 * (CHUNK * 128) + first * 128 + place;
 }
 
-// Stores 4 channels of the sub-chunk's row i. first: in_tile of row 0.
+// Stores 4 channels x of row i of a sub-chunk: of keys, or of queries that are multiplied by the state. first: the
+// address that in_tile returns for the sub-chunk.
 template <typename T> __device__ __forceinline__ void put_key(char* first, int i, const float (&x)[4]) {
   store_flipped(first, i * 16, i * 128, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
 }
 template <typename T> __device__ __forceinline__ void put_state_query(char* first, int i, const float (&x)[4]) {
-  if constexpr (COARSE<T>) return put_key<T>(first, i, x);
+  if constexpr (IS_BFLOAT16<T>) return put_key<T>(first, i, x);
   store_flipped(first, i * 16, i * 128, {__float_as_uint(x[0]), __float_as_uint(x[2])});
   store_flipped(first, i * 16 ^ 16, i * 128, {__float_as_uint(x[1]), __float_as_uint(x[3])});
 }
 
-// The log gates of the sub-chunk's token i: of this lane's 4 channels, or the ScalarDecay, which lane i of the
-// sub-chunk's lanes has read.
-template <bool READS, typename T, int BK>
-__device__ __forceinline__ void gates_of(float (&g)[1], const InputStage<READS, T, ScalarDecay, BK>&,
-                                         const ProducerCoord<BK>&, float scalar_gate, int i) {
+// Sets g to the log gates of the sub-chunk's token i: those of this lane's 4 channels; or the ScalarDecay, which lane i
+// of the sub-chunk's lanes has as scalar_gate.
+template <bool HAS_OUTPUTS, typename T, int BK>
+__device__ __forceinline__ void load_gates(float (&g)[1], const InputStage<HAS_OUTPUTS, T, ScalarDecay, BK>&,
+                                           const ProducerCoord<BK>&, float scalar_gate, int i) {
   constexpr int LANES = ProducerCoord<BK>::LANES;
   g[0] = __shfl_sync(0xffffffffu, scalar_gate, (threadIdx.x & 31) / LANES * LANES + i);
 }
-template <bool READS, typename T, typename G, int BK>
-__device__ __forceinline__ void gates_of(float (&g)[4], const InputStage<READS, T, G, BK>& in,
-                                         const ProducerCoord<BK>& me, float, int i) {
-  unpack(g, in.g[me.first + i] + me.channel);
+template <bool HAS_OUTPUTS, typename T, typename G, int BK>
+__device__ __forceinline__ void load_gates(float (&g)[4], const InputStage<HAS_OUTPUTS, T, G, BK>& in,
+                                           const ProducerCoord<BK>& coord, float, int i) {
+  unpack(g, in.g[coord.first + i] + coord.channel);
 }
 
-// The ScalarDecay of the sub-chunk's token thread % 8; 0, which is no decay, after the sequence's end.
+// Returns the ScalarDecay of token thread % 8 of the thread's sub-chunk in chunk `chunk`; 0, which is no decay, after
+// the sequence's end and for other types of gates.
 template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ float gate_of(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
-                                         const ProducerCoord<BK>& me, int chunk) {
+__device__ __forceinline__ float load_scalar_gate(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
+                                                  const ProducerCoord<BK>& coord, int chunk) {
   const WorkTile& at = s.work;
-  const int row = chunk * CHUNK + me.first + me.thread % BC;
+  const int row = chunk * CHUNK + coord.first + coord.thread % BC;
   const bool exists = row < at.tokens && at.start + row < i32(args.shape.T);
-  return WIDTH<G> == 1 && exists ? *args.scalar_gate.row(at.batch, at.head, at.start + row) : 0.f;
+  return GATES_PER_TOKEN<G> == 1 && exists ? *args.scalar_gate.row(at.batch, at.head, at.start + row) : 0.f;
 }
 
-// Set to zero the gates, or the keys, of this sub-chunk's tokens from `tokens` on, which are after the sequence's end,
-// so that they change no state. The outputs of such tokens are not stored.
-template <bool READS, typename T, typename G, int BK>
-__device__ __noinline__ void clear_gates(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
-  if constexpr (WIDTH<G> == 4)
+// Set to zero the gates, or the keys, of this thread's channels and sub-chunk in rows from `tokens` on, which are after
+// the sequence's end, so that they change no state. The outputs of such rows are not stored. first, channel: as in
+// ProducerCoord.
+template <bool HAS_OUTPUTS, typename T, typename G, int BK>
+__device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first, int tokens, int channel) {
+  if constexpr (GATES_PER_TOKEN<G> == 4)
     for (int row = max(first, tokens); row < first + BC; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
   fence_async();  // orders these stores before the copy of the next chunk to the same place
 }
-template <bool READS, typename T, typename G, int BK>
-__device__ __noinline__ void clear_keys(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
+template <bool HAS_OUTPUTS, typename T, typename G, int BK>
+__device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first, int tokens, int channel) {
   for (int row = max(first, tokens); row < first + BC; ++row)
     for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
-  fence_async();  // likewise
+  fence_async();  // orders these stores before the copy of the next chunk to the same place
 }
 
 // Starts copying a chunk's rows without a tensor map; for all threads of a group. Rows from `tokens` on and channels
-// from `channels` on become zero. Not inlined, since it is rare. tokens: the sequence's tokens from this chunk on.
+// from `channels` on become zero. from: the chunk's first row in memory; stride: of rows; tokens: the sequence's tokens
+// from this chunk on. Not inlined, since it is rare.
 template <int THREADS, typename X, int BK>
 __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 stride, int tokens, int channels,
                                        int thread) {
@@ -140,12 +148,13 @@ __device__ __noinline__ void copy_rows(X (&to)[CHUNK][BK], const X* from, i64 st
   }
 }
 
-// Start copying the gates, or the queries and keys, of the group's chunk `chunk`, if the sequence has it; for all
-// threads of the group. tokens: of the sequence.
+// Start copying the gates, or the queries and keys, of chunk `chunk` to the group's inputs, if the sequence has such a
+// chunk; gates[group] or rows[group] counts the copies. For all threads of the group. tokens: of the sequence; thread:
+// the number in the group.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
                                             int group, int chunk, int tokens) {
-  if constexpr (WIDTH<G> == 4) {
+  if constexpr (GATES_PER_TOKEN<G> == 4) {
     if (chunk * CHUNK >= tokens) return;
     const WorkTile& at = s.work;
     if (__builtin_expect(runs_backwards<Schedule>(args), false)) {
@@ -177,7 +186,8 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
       return x.row(at.batch, at.head, at.start + chunk * CHUNK) + first;
     };
     copy_rows<THREADS>(in.k, start(args.k_rows), args.k_rows.t, rest, channels, thread);
-    if constexpr (Schedule::reads) copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.t, rest, channels, thread);
+    if constexpr (Schedule::has_outputs)
+      copy_rows<THREADS>(in.q, start(args.q_rows), args.q_rows.t, rest, channels, thread);
     copies_arrive(s.rows[group]);
     return;
   }
@@ -185,7 +195,7 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
   const i32 row = at.start + chunk * CHUNK, h = at.head, b = at.batch;
   Barrier& rows = s.rows[group];
-  if constexpr (Schedule::reads) {
+  if constexpr (Schedule::has_outputs) {
     barrier_expect(rows, sizeof in.k + sizeof in.q);
     tensor_load(in.k, args.k, rows, channel, row, h, b);
     tensor_load(in.q, args.q, rows, channel, row, h, b);
@@ -195,18 +205,19 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
   }
 }
 
-// Start copying this block's operands, or scores, to the cluster's other block, where each copy arrives at `full`; for
-// one thread, after a barrier of the group.
-constexpr int SENT = 4;  // copies of a chunk: q, k, decays and scores
+// Start copying this block's operands, or scores, to the same stage of the cluster's other block, where each copy
+// arrives at `full`. For one thread, after a barrier of the group. rank: the block whose channels they are, if K_RANKS
+// > 1.
+constexpr int SENT = 4;  // the copies of a chunk: q, k, decays and scores
 template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, Barrier& full) {
   const auto& q = s.operands.q[stage][rank];
   const auto& k = s.operands.k[stage][rank];
-  const auto& made = s.numbers[stage];
+  const auto& header = s.headers[stage];
   copy_to_peer(q, sizeof q, full);
   copy_to_peer(k, sizeof k, full);
-  // Each of K_RANKS blocks writes numbers.row itself; blocks that make chunks in turn send it along with the decays.
-  const u32 row = sizeof made.decay == sizeof made.decay[0] ? sizeof made.row : 0;
-  copy_to_peer(made.decay[rank], sizeof made.decay[0] + row, full);
+  // Each of K_RANKS blocks writes header.row itself; blocks that make chunks in turn send it along with the decays.
+  const u32 row_bytes = sizeof header.decay == sizeof header.decay[0] ? sizeof header.row : 0;
+  copy_to_peer(header.decay[rank], sizeof header.decay[0] + row_bytes, full);
 }
 template <class S> __device__ __forceinline__ void send_scores(const S& s, int stage, int rank, Barrier& full) {
   const auto& A = s.operands.A[stage][rank];

@@ -12,10 +12,10 @@ constexpr int PANEL = 64;                                      // columns of V a
 
 // One block makes all operands of its chunks and multiplies them.
 struct SinglePass {
-  static constexpr bool reads = true;  // whether there are queries and outputs
+  static constexpr bool has_outputs = true;  // whether there are queries and outputs
   static constexpr int CLUSTER_SIZE = 1;
-  static constexpr int K_RANKS = 1;      // K_RANKS blocks make the operands of BK channels each, of every chunk
-  static constexpr int CHUNK_RANKS = 1;  // CHUNK_RANKS blocks make chunks in turn
+  static constexpr int K_RANKS = 1;      // blocks that share the channels of every chunk, BK each
+  static constexpr int CHUNK_RANKS = 1;  // blocks that make the operands of chunks in turn, of all channels
 };
 // For K > BK: each of the cluster's two blocks makes the operands of BK channels and copies them to the other block.
 // Each block multiplies all channels; a score is the sum of both blocks' scores.
@@ -29,7 +29,7 @@ struct ClusterSplitV : SinglePass {
 // Computes only the final states of parts of segments, starting from zero, and their decays; no outputs.
 // scan_segments.cu joins them. One launch for every BK channels.
 struct SegmentState : SinglePass {
-  static constexpr bool reads = false;
+  static constexpr bool has_outputs = false;
 };
 
 // This block's number in its cluster.
@@ -37,38 +37,43 @@ template <class Schedule> __device__ __forceinline__ int rank_of() {
   return Schedule::CLUSTER_SIZE > 1 ? blockIdx.x % Schedule::CLUSTER_SIZE : 0;
 }
 
-// What this block computes: `tokens` tokens of a head from token `start` of the batch row on, and BV columns from
-// `column` on.
+// What a block computes: `tokens` tokens of a head from token `start` of the batch row on, and BV columns from `column`
+// on.
 struct WorkTile {
-  i32 sequence;  // the number of the sequence, of the segment or of the part, over the batch
+  i32 sequence;  // the number, over the batch, of the segment (a sequence, if none is cut), or of the part
   i32 batch, head, column, start;
-  i32 tokens;            // a multiple of CHUNK if they end with the batch row, after which boxes read 0, store nothing
+  // If they end with the batch row, rounded up to a multiple of CHUNK: after the row's end boxes read 0, and store
+  // nothing.
+  i32 tokens;
   const float* initial;  // the state before the tokens; null: zero
   float* final;          // where the state after the tokens is stored; null: it is not
 };
 
+// The work of block number `block` of the grid. Blocks: column fastest, then head, part, batch row and sequence.
 template <class Schedule, int BV, class Args>
 __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   constexpr u32 SIZE = Schedule::CLUSTER_SIZE;
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
-  const u32 segments = u32(args.segments), parts = Schedule::reads ? 1 : u32(args.parts);
+  const u32 segments = u32(args.segments), parts = Schedule::has_outputs ? 1 : u32(args.parts);
+  // s: the sequence or segment in its batch row; segment: the same over the batch; n: the part over the batch.
   const u32 pair = block / tiles, h = pair % H, row = pair / H / parts, batch = row % u32(shape.B);
   const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s, n = segment * parts + pair / H % parts;
   const Span span = tokens_of(shape, s);
   const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
   const bool continues = args.segment_states && segment % segments;
-  const bool last = !Schedule::reads || segment % segments == segments - 1;
-  const bool of_sequences = args.segment_states || !Schedule::reads;  // args.initial: a state a sequence, not a segment
-  const i32 tokens = i32(span.stop - span.start), whole = (tokens + CHUNK - 1) / CHUNK * CHUNK;
-  const float* const before = continues ? args.segment_states : args.initial;
-  const u32 own = of_sequences ? segment / segments : segment, from = continues ? segment - 1 : own;
+  const bool last = !Schedule::has_outputs || segment % segments == segments - 1;
+  // Whether args.initial has a state for each sequence, not for each segment.
+  const bool initial_of_sequence = args.segment_states || !Schedule::has_outputs;
+  const i32 tokens = i32(span.stop - span.start), rounded_up = (tokens + CHUNK - 1) / CHUNK * CHUNK;
+  const float* const states = continues ? args.segment_states : args.initial;
+  const u32 initial = initial_of_sequence ? segment / segments : segment, before = continues ? segment - 1 : initial;
   return {i32(n),
           i32(batch),
           i32(h),
           i32(block % tiles * BV),
           i32(span.start),
-          span.stop == shape.T && !(Schedule::K_RANKS == 1 && args.backwards) ? whole : tokens,
-          before ? before + state(from) : nullptr,
-          args.final && last ? args.final + state(Schedule::reads ? segment / segments : n) : nullptr};
+          span.stop == shape.T && !(Schedule::K_RANKS == 1 && args.backwards) ? rounded_up : tokens,
+          states ? states + state(before) : nullptr,
+          args.final && last ? args.final + state(Schedule::has_outputs ? segment / segments : n) : nullptr};
 }

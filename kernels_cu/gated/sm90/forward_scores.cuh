@@ -1,7 +1,9 @@
-// what      The scores of a chunk's pairs of tokens in Hopper's forward kernel. Every producer warp computes a share.
+// what      The scores A of a chunk's pairs of tokens in Hopper's forward kernel. Every warp of a producer group
+//           computes a share, from operands that all warps of the group have stored (ScoreOperands in
+//           forward_storage.cuh).
 // math      A[i, j] = scale sum_c (q_i decayed from z) (k_j decayed to z), j < i: z is the middle of their sub-chunk
-//           of 8 tokens or a border between their sub-chunks. No gate lies between q_i and k_i, nor, in RWKV-6, between
-//           q_i and k_(i - 1): these are q_i . k_i (RWKV-6: q_i . u k_i) and q_i . k_(i - 1) of undecayed rows
+//           of 8 tokens or a border between their sub-chunks. Undecayed rows give the scores of pairs without a gate
+//           between them: q_i . k_i (RWKV-6: q_i . u k_i) and, in RWKV-6, q_i . k_(i - 1)
 // numerics  operands about a middle are bfloat16 or tf32; those at borders float16, or T if two blocks' scores are
 //           added; sums float32; a score in A is the sum of two bfloat16 numbers, or one float16 number
 // limits    sm_90a
@@ -11,6 +13,7 @@
 // TRUNCATED compensates for that in a product of two operands.
 constexpr float TRUNCATED = 1.f + 2 * 3.522e-4f;
 
+// d += a b on tensor cores, for operands of the type of the first argument. Sums: a lane's accumulators [16, 8].
 using Sums = float[4];
 __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a, b); }
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }
@@ -18,23 +21,25 @@ __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[2], u32 b
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[2], u32 b) { mma_f16(d, a, b); }
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
-// Stores two neighbouring scores at (address `at` XOR `flip`) + `offset` bytes, and their rounding errors 32 columns
-// later, which in the swizzle is an XOR with 64 bytes.
+// Stores two scores x and y of neighbouring keys at (address `at` XOR `flip`) + `offset` bytes, and, if SPLIT_SCORES,
+// their rounding errors 32 columns later, which in the swizzle is an XOR with 64 bytes.
 template <class Schedule, typename T>
 __device__ __forceinline__ void put_scores(void* at, int flip, int offset, float x, float y) {
   const u32 two = pack<T>(x, y);
   store_flipped(at, flip, offset, two);
-  if constexpr (TWO_NUMBERS<Schedule, T>)
+  if constexpr (SPLIT_SCORES<Schedule, T>)
     store_flipped(at, flip ^ 64, offset, pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)})));
 }
 
-// The bits of the limits of a bfloat16 row's sum of squares between which float16 holds the row: 16 gates of 1/8 then
-// make no number infinite, and what underflows is less than bfloat16's rounding error. A sum of 0 is allowed, too.
+// The limits, as bits of float32, of the sum of squares of a bfloat16 row between which float16 holds the row: 16 log
+// gates of 1/8 then make no number infinite, and numbers that underflow are less than bfloat16's rounding error. A sum
+// of 0 is allowed, too.
 constexpr u32 LEAST_SQUARE = 0x31800000, LARGEST_SQUARE = 0x4c800000;  // 2^-28 and 2^26
 
-// A warp's share of the scores: those within N of the four sub-chunks, and N of four tiles of 16 queries and 8 keys in
-// different sub-chunks. Two tiles have the queries of sub-chunks 1 and 3 and the keys of 0 or 2, of which the half with
-// neighbouring sub-chunks is used; two (`halves`) have the queries of sub-chunks 2 and 3 and the keys of 0 or 1.
+// A warp's share of the scores, in a group of WARPS warps: those within N of the four sub-chunks, and N of four tiles
+// of 16 queries and 8 keys of different sub-chunks. Two tiles have the queries of sub-chunks 1 and 3 and the keys of 0
+// or 2: the scores of neighbouring sub-chunks are used, half of each tile. Two tiles (`halves`) have the queries of
+// sub-chunks 2 and 3 and the keys of 0 or 1.
 template <int WARPS> struct ScoreShare {
   static constexpr int N = NUM_SUBCHUNKS / WARPS;
   static_assert(N == 1 || N == 2);
@@ -44,13 +49,13 @@ template <int WARPS> struct ScoreShare {
       : subchunk(warp * N), keys(N == 1 ? warp & 1 : 0), halves(warp >= WARPS / 2) {}
 };
 
-// The address of a row's piece of 16 bytes.
+// The address of 16-byte piece `piece` of a row.
 template <typename X> __device__ __forceinline__ const char* piece_of(const X* row, int piece) {
   return reinterpret_cast<const char*>(row) + piece * 16;
 }
 
-// Adds one step along the channels to the sums of N tiles: queries and keys of type X at byte `at` of their rows. One
-// ldmatrix loads the keys of two tiles, or of one tile in two steps.
+// Adds to the sums of N tiles the products of one step of STEP bytes along the channels: queries and keys of type X at
+// byte `at` of their rows. One ldmatrix loads the keys of two tiles, or of one tile in two steps: k holds them.
 constexpr int STEP = 32;  // bytes of a row
 template <typename X, int N>
 __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries, const char* keys, u32 (&k)[4],
@@ -66,8 +71,8 @@ __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries
   }
 }
 
-// The same within a sub-chunk. One ldmatrix loads its 8 queries and 8 keys. Both together are the product's 16 rows,
-// since a product has no fewer: the products of keys with keys are not used.
+// The same of 8 queries and 8 keys within a sub-chunk, which one ldmatrix loads from `both`. A product has 16 rows:
+// both together, of which the products of keys with keys are not used.
 template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1], const char* both, int at) {
   u32 x[4];
   ldmatrix_x4(x, both + at);
@@ -76,9 +81,10 @@ template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1
   else multiply(X{}, to[0], x, {x[1], x[3]});
 }
 
-// Computes within[m]: scores of 8 queries and 8 keys of the share's sub-chunk m (the product's other 8 rows, the other
-// sub-chunk's queries or this one's keys, are not used); border[m]: of the 16 queries and 8 keys of tile m. A product
-// waits for the previous product of the same sum: so a warp with many products, in tf32, adds to TURNS sums in turn.
+// Computes this warp's share. within[m]: the scores of 8 queries and 8 keys of the share's sub-chunk m. The product has
+// 8 more rows, of the other sub-chunk's queries or of this one's keys, which are not used. border[m]: the scores of the
+// 16 queries and 8 keys of tile m. A product waits for the previous product of the same sum: so a warp with many
+// products, in tf32, adds to TURNS sums in turn.
 template <int WARPS, typename M, typename B, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],
@@ -123,12 +129,12 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
     }
 }
 
-// Products of undecayed queries and keys of N sub-chunks from `first` on. Numbers 0 and 1 of a lane's scores[m] have
-// q_i . k_i at place [i, i] of the product or, if BEFORE, q_i . k_(i - 1) at [i, i - 1]; numbers 2 and 3 have |k_i|^2
-// at [i, i]. If SQUARES, numbers 0 and 1 of squares[m] have |q_i|^2 there. Other places are not used, so that rows need
-// not agree in the order of their 16-byte pieces: each row begins with another piece, and 8 rows are in all banks.
-// There is one step for each row of queries, and the work on that row hides the step's latency. Each product is of 8
-// channels, so that no register has to move.
+// Products of undecayed queries and keys of N sub-chunks from `first` on. StageHeader 0 and 1 of a lane's scores[m]
+// have q_i . k_i at place [i, i] of the product or, if BEFORE, q_i . k_(i - 1) at [i, i - 1]; numbers 2 and 3 have
+// |k_i|^2 at [i, i]. If SQUARES, numbers 0 and 1 of squares[m] have |q_i|^2 there. Other places are not used, so that
+// rows need not agree in the order of their 16-byte pieces: each row begins with another piece, and 8 rows are in all
+// banks. put_queries (forward_producers.cuh) takes a step for each row of queries that it stores, which hides the
+// step's latency. Each product is of 8 channels, so that no register has to move.
 template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectProducts {
   static constexpr int STEPS = BK * sizeof(T) / STEP;  // for each sub-chunk
   static_assert(N * STEPS == BC);
@@ -155,17 +161,17 @@ template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectPro
   __device__ __forceinline__ bool out_of_range(int lane) const {
     const int row = lane >> 2;
     u32 largest = 0, least = ~0u;  // least: of squares - 1, by which 0 becomes the largest number
-    const auto look = [&](const float* own) {
+    const auto compare = [&](const float* own) {
       const u32 square = __float_as_uint(row & 1 ? own[1] : own[0]);
       largest = max(largest, square), least = min(least, square - 1);
     };
 #pragma unroll
-    for (int m = 0; m < N; ++m) look(scores[m] + 2), look(squares[m]);
+    for (int m = 0; m < N; ++m) compare(scores[m] + 2), compare(squares[m]);
     return (largest > LARGEST_SQUARE || least < LEAST_SQUARE - 1) && row / 2 == (lane & 3);
   }
 };
 
-// Joins each of 8 values over LANES lanes by `join`, such as a sum; lane l returns the result of value l % 8.
+// Reduces each of 8 values over LANES lanes by `join`, such as a sum; lane l returns the result of value l % 8.
 template <int LANES, typename X, class Join> __device__ __forceinline__ X join_each(X (&x)[8], int lane, Join join) {
 #pragma unroll
   for (int half = 4; half > 0; half /= 2) {
@@ -195,19 +201,20 @@ __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<tr
   }
 }
 
-// Computes a warp's share of the scores, and stores it in A. flip: see Operands; direct: the sums of the warp's
-// DirectProducts; itself: in RWKV-6 this lane's part of q_i . u k_i of its sub-chunk's tokens.
+// Computes a warp's share of the scores, and stores it in A. SCALED: rows have scales (forward_scales.cuh). direct: the
+// scores of the warp's DirectProducts; self_scores: in RWKV-6, this lane's part of q_i . u k_i of its sub-chunk's
+// tokens; flip: see Operands (forward_storage.cuh).
 template <int WARPS, class Order, class Schedule, bool SCALED, typename M, typename B, typename T, int BK>
 __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& s,
-                                            const Sums (&direct)[ScoreShare<WARPS>::N], float (&itself)[BC], int flip,
-                                            float scale, int warp, int lane) {
+                                            const Sums (&direct)[ScoreShare<WARPS>::N], float (&self_scores)[BC],
+                                            int flip, float scale, int warp, int lane) {
   using Share = ScoreShare<WARPS>;
   const int g = lane >> 2, t = lane & 3;
   const Share share(warp);
   Sums within[Share::N], border[Share::N];
   constexpr int LANES = 32 / Share::N;  // lanes that share a sub-chunk
   float sum = 0.f;
-  if (Order::reads_before_write) sum = join_each<LANES>(itself, lane, [](float x, float y) { return x + y; });
+  if (Order::reads_before_write) sum = join_each<LANES>(self_scores, lane, [](float x, float y) { return x + y; });
   score_products<WARPS>(within, border, s, share, lane);
   if constexpr (SCALED) {
     const int first = share.halves ? s.HALF : s.NEAR;
@@ -223,10 +230,10 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
     const int own = share.subchunk + m;
-    float present[2] = {direct[m][0], direct[m][1]};
-    if (Order::reads_before_write) present[0] = present[1] = __shfl_sync(0xffffffffu, sum, LANES * m + g);
-    float x = 2 * t < g ? within[m][0] : 2 * t == g ? present[0] : 0.f;
-    float y = 2 * t + 1 < g ? within[m][1] : 2 * t + 1 == g ? present[1] : 0.f;
+    float self_score[2] = {direct[m][0], direct[m][1]};
+    if (Order::reads_before_write) self_score[0] = self_score[1] = __shfl_sync(0xffffffffu, sum, LANES * m + g);
+    float x = 2 * t < g ? within[m][0] : 2 * t == g ? self_score[0] : 0.f;
+    float y = 2 * t + 1 < g ? within[m][1] : 2 * t + 1 == g ? self_score[1] : 0.f;
     if (Order::reads_before_write) {
       if (2 * t + 1 == g) x = direct[m][0];
       if (2 * t + 2 == g) y = direct[m][1];
