@@ -91,6 +91,8 @@ def torch_refusal(x, use, operator) -> str | None:
     instead = differentiable(operator, "torch")
     if torch.compiler.is_compiling():
         return "is traced by torch.compile, which cannot look into this call" + instead
+    if recorded(torch):
+        return "is in a graph that torch records, which would hold this call's result as a constant" + instead
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return "is a tensor under a transformation of torch.func, which would not see this call" + instead
     if misfit := not_plain(torch, x):
@@ -114,6 +116,17 @@ REFUSALS = {"numpy": numpy_refusal, "cupy": cupy_refusal, "jax": jax_refusal, "t
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
+def recorded(torch) -> bool:
+    """Whether torch records a graph of its own operators, as `make_fx` and `torch.jit.trace` do."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY
+    recorders = (
+        torch._C._get_tracing_state(),
+        torch._C._get_dispatch_mode(proxies),
+        torch._ops._get_dispatch_mode_pre_dispatch(proxies),
+    )
+    return any(recorder is not None for recorder in recorders)
+
+
 def not_plain(torch, x) -> str | None:
     """Why a tensor that is not plain (strided numbers on the CPU or on CUDA) is refused; None for a plain tensor."""
     if type(x) not in (torch.Tensor, torch.nn.Parameter):

@@ -152,10 +152,9 @@ def delta_rules():
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
     for prepare, (T, G), K, gradient in product(prepares, GATES[1:], gated.TILES, (False, True)):
         yield prepare(T, G, K, gradient)
-    for T, (K, V), kinds, ring, outputs in product(HALF, WIDTHS, (0, 1, 2), (2, 3), (False, True)):
-        yield delta.DeltaScan(T, K, V, kinds, ring, outputs)
-    for T, (K, V), kinds, ring in product(HALF, WIDTHS, (0, 1, 2), (2, 3)):
-        yield delta.DeltaBackwardStates(T, K, V, kinds, ring)
+    walks = (delta.DeltaScan, delta.DeltaBackwardStates)
+    for walk, T, (K, V), *sizes in product(walks, HALF, WIDTHS, (0, 1, 2), (2, 3), (False, True)):
+        yield walk(T, K, V, *sizes)
     yield from (delta.DeltaJoinSegments(K) for K in gated.TILES)
     for T, G in GATES[1:]:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)

@@ -268,6 +268,7 @@ def delta_rules(rng, run, as_older, as_filled):
         yield as_filled(run, backward, rwkv7, *arrays)
     arrays, _ = drawn(KDA, rng, (1, 1, 4096, 60, 64), BFLOAT16)
     yield run(kda, *arrays)
+    yield run(backward, kda, *arrays)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):

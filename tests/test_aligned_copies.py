@@ -9,7 +9,7 @@ from reference import assert_close, draw, draw_states, exact, exact_vjp, same_bi
 from linattn_np import gla, rwkv6, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import aligned_copies, execute, segments
-from linattn_np.backends.cupy.plan import Draft, describe_array, whole
+from linattn_np.backends.cupy.plan import Draft, as_array, describe_array
 from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
 SIZES = {"B": 1, "H": 2, "T": 75, "K": 12, "V": 9, "N": 1}
@@ -21,7 +21,7 @@ def kernels(backend, monkeypatch):
     """A backend of kernels, which thinks copies worth it whatever the size."""
     if not isinstance(backend, Kernels):
         pytest.skip("NumPy has no kernels")
-    monkeypatch.setattr("linattn_np.backends.cupy.plan.WORTH_A_LAUNCH", 1)
+    monkeypatch.setattr("linattn_np.backends.cupy.plan.LARGE_BYTES", 1)
     return backend
 
 
@@ -68,7 +68,7 @@ def test_forward(kernels, rng, op, layout, given):
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_time_backwards(kernels, rng, layout, monkeypatch):
     """The same bits as of arrays that were turned round before, without a copy."""
-    for method in ("copy", "contiguous"):
+    for method in ("copy", "contiguous_copy"):
         monkeypatch.setattr(Draft, method, lambda *_, **__: pytest.fail("copies"))
     arrays = draw(GLA, rng, SIZES | {"K": 16, "V": 8}, BFLOAT16)
     do = rng.standard_normal((1, 2, 75, 8)).astype(BFLOAT16)
@@ -138,8 +138,8 @@ def test_copies_of_rows(device, rng, shape, to, order, steps, off):
     dtypes = [BFLOAT16, np.dtype(np.float32)]
     given = [laid(rng, device, shape, dtype, order, steps, off) for dtype in dtypes] * 5  # two launches
     draft, described = Draft(), [describe_array(f"x{n}", x, device) for n, x in enumerate(given)]
-    found = [draft.like(whole(x), shape=to) for x in described]
-    aligned_copies.copy_rows(draft, zip(map(whole, described), found), "for a test")
+    found = [draft.like(as_array(x), shape=to) for x in described]
+    aligned_copies.copy_rows(draft, zip(map(as_array, described), found), "for a test")
     plan = draft.plan(tuple(found), given=tuple(described))
     assert len(plan.launches) == 2 and plan.copies == ("for a test",) * 2
     results, _ = execute.compile_plan(plan, device)(given)
@@ -155,5 +155,5 @@ def test_memory_with_gaps_is_copied_to_as_it_lies(device):
     """As a caller's `out` may lie."""
     draft, given = Draft(), np.zeros((1, 2, 5, 16), BFLOAT16)
     x, out = (describe_array(name, device.upload(given), device) for name in ("x", "out"))
-    aligned_copies.copy_rows(draft, [(whole(x), whole(out)[..., :9])])
+    aligned_copies.copy_rows(draft, [(as_array(x), as_array(out)[..., :9])])
     assert [type(step).__name__ for step in draft.steps] == ["Copy"]

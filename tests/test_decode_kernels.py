@@ -16,7 +16,7 @@ from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import model_products as products
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.execute import CompiledPlan
-from linattn_np.backends.cupy.plan import Draft, Plan, describe_array, whole
+from linattn_np.backends.cupy.plan import Draft, Plan, as_array, describe_array
 from linattn_np.models import RWKV6
 from linattn_np.models.matrices import quantised
 from linattn_np.models.rwkv6 import cuda_decode
@@ -366,7 +366,7 @@ def units(dtype, terms):
 def run_products(device, launch, given, B, K):
     draft = Draft()
     every = [array for arrays, _ in given for array in arrays if array is not None]
-    seen = {id(array): whole(describe_array("array", array, device)) for array in every}
+    seen = {id(array): as_array(describe_array("array", array, device)) for array in every}
     launch(draft, [(*(seen.get(id(array)) for array in arrays), finish) for arrays, finish in given], B, K)
     plan = Plan((), tuple(draft.steps), None, given=tuple(array.memory for array in seen.values()))
     for command in CompiledPlan(plan, device).commands(every):

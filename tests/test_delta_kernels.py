@@ -289,12 +289,13 @@ def test_explained(op, rng):
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_few_heads_are_cut(op):
-    """Into segments that fill the card, where their number times a head's is small."""
-    for H, T, segments in ((2, 4096, 4), (2, 100, 1), (300, 4096, 1)):
+    """Into segments that fill the card, where their number times a head's is small; their gradients likewise."""
+    for H, T, *both in ((2, 4096, 5, 5), (2, 100, 1, 1), (300, 4096, 1, 1), (64, 16384, 3, 1), (16, 16384, 8, 6)):
         arrays = [np.broadcast_to(HALF.type(0), (1, H, T, 8)[: len(axes.split())]) for axes in op.arrays.values()]
-        plan = planned.plan_of(op.bind(arrays), planned.Noting())
-        assert plan.tiles.get("segments", 1) == segments
-        assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
+        for gradient, segments in enumerate(both):
+            plan = planned.plan_of(op.bind(arrays, gradient=bool(gradient)), planned.Noting())
+            assert plan.tiles.get("segments", 1) == segments
+            assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
 
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
@@ -322,18 +323,31 @@ def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
     assert plan.against["in chunks"].startswith(reason)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
-def test_segments(monkeypatch, backend, op, packed, rng):
-    """Segments, unequal and empty ones too, are joined to what a walk over whole sequences finds: as exact as those."""
-    monkeypatch.setattr(delta.Cut, "time", lambda cut, segments: -segments)
-    options = {"cu_seqlens": [0, 300, 300, 333]} if packed else {}
-    case = Case(op, B=1 if packed else 2, T=333, K=40, V=70, dtype=BFLOAT16, gate="weak", options=options)
-    arrays, start, *_ = case.drawn(rng)
-    wanted = case.function(
-        *map(double, arrays), mode="recurrent", initial_state=double(start), output_final_state=True, **options
-    )
-    options |= {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "chunk"}
-    found = backend.run(case.function, *map(backend.asarray, arrays), **options)
-    for what, x, y in zip(("o", "state"), found, wanted, strict=True):
-        assert rms(double(backend.tohost(x)) - y) < 1.3 * HARD_LIMITS[BFLOAT16] * rms(y), what
+@pytest.mark.pairwise
+@pytest.mark.parametrize("segments", [3, 4])
+@pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
+@pytest.mark.parametrize(
+    "options", [{}, {"cu_seqlens": [0, 530, 530, 541]}, {"reverse": True}], ids=lambda x: "".join(x)
+)
+@pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_segments(monkeypatch, backend, op, dtype, options, states, segments, rng):
+    """Segments, unequal and empty ones too, are joined to what a walk over whole sequences finds: as exact as those,
+    forwards and backwards."""
+    monkeypatch.setattr(delta.Cut, "time", lambda cut, number: abs(number - segments))
+    groups, B = 1 if op is RWKV7 else 2, 1 if "cu_seqlens" in options else 2
+    case = Case(op, B, 2 // groups, groups, T=541, K=39, V=70, dtype=dtype, gate="weak", options=options)
+    arrays, start, do, dht = case.drawn(rng)
+    start, dht = (x if states else None for x in (start, dht))
+    o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start, **options)
+    given = {"initial_state": backend.asarray(start), "output_final_state": True} if states else {}
+    found, pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), mode="chunk", **options, **given)
+    back = pull(backend.asarray(do), *([backend.asarray(dht)] if states else []))
+    for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
+        assert rms(double(backend.tohost(x)) - y) < 1.3 * HARD_LIMITS[dtype] * rms(y), what
+    for name, given, x, y in zip((*op.arrays, "h0"), (*arrays, start), back, gradients, strict=states):
+        size = rms(y)
+        if name in op.decays:  # sums of what may cancel
+            terms = np.abs(double(arrays[0]) * gradients[0])
+            size = max(size, rms(terms if given.ndim == 4 else np.sum(terms, -1)))
+        assert rms(double(backend.tohost(x)) - y) <= 1.6 * HARD_LIMITS[dtype] * (3 if y.ndim == 3 else 1) * size, name

@@ -15,6 +15,7 @@ from linattn_np.declarations import GLA
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("linattn_np.interop.torch")
+proxy_tensor = pytest.importorskip("torch.fx.experimental.proxy_tensor")
 torch_memory = pytest.importorskip("linattn_np.interop.torch_memory")
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
@@ -424,6 +425,79 @@ def test_an_exported_program_holds_the_call(rng):
     given, others = ([*map(torch.tensor, draw(GLA, rng, SIZES))] for _ in range(2))
     program = torch.export.export(Doubled(), tuple(given), strict=False).module()
     assert torch.equal(program(*others), 2 * interop.gla(*others))
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("name", ["gla", "rwkv6", "softmax_attention"])
+def test_a_recorded_graph_holds_the_call(name, tracing_mode, rng):
+    """And its gradients: no result is a constant."""
+    case, others = Case(name, rng), Case(name, rng)
+
+    def gradients(*inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        results = case.ours(*inputs, **GIVEN.get(name, {}))
+        return *results, *torch.autograd.grad(sum(x.square().sum() for x in results), inputs)
+
+    given, new = ([*map(torch.tensor, x.arrays)] for x in (case, others))
+    graph = proxy_tensor.make_fx(gradients, tracing_mode=tracing_mode)(*given)
+    compare(graph(*new), gradients(*new), torch.float64)
+
+
+def test_gradients_recorded_later(rng):
+    """The graph of a backward pass whose forward pass no graph has."""
+    inputs = [torch.tensor(x, requires_grad=True) for x in draw(GLA, rng, SIZES)]
+    o = interop.gla(*inputs)
+    given, other = torch.randn_like(o), torch.randn_like(o)
+
+    def pull(do):
+        return torch.autograd.grad(o, inputs, do, retain_graph=True)
+
+    compare(proxy_tensor.make_fx(pull)(given)(other), pull(other), torch.float64)
+
+
+def test_a_recorded_mask(rng):
+    mask, other = (torch.tensor(rng.random((2, 21)) < 0.7) for _ in range(2))
+    arrays = [*map(torch.tensor, draw(GLA, rng, {**SIZES, "B": 2}))]
+    graph = proxy_tensor.make_fx(lambda mask: interop.gla(*arrays, mask=mask))(mask)
+    assert torch.equal(graph(other), interop.gla(*arrays, mask=other))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_function_holds_the_call(rng):
+    given, others = ([*map(torch.tensor, draw(GLA, rng, SIZES))] for _ in range(2))
+    traced = torch.jit.trace(interop.gla, tuple(given))
+    assert torch.equal(traced(*others), interop.gla(*others))
+
+
+def record(function, *inputs):
+    return proxy_tensor.make_fx(function)(*inputs)
+
+
+def trace(function, *inputs):
+    return torch.jit.trace(function, inputs, check_trace=False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("recorder", [record, trace])
+def test_what_a_graph_would_hold_as_a_constant_is_refused(recorder, rng):
+    q, k, v, g = map(torch.tensor, draw(GLA, rng, {**SIZES, "B": 1}))
+    bounds = torch.tensor([0, 5, SIZES["T"]])
+    with pytest.raises(ContractTypeError, match="gla: q is in a graph that torch records, .* from linattn_np.interop"):
+        recorder(lambda q: linattn_np.gla(q, k, v, g), q)
+    with pytest.raises(ContractTypeError, match="gla: cu_seqlens is a tensor where torch records a graph, expected nu"):
+        recorder(lambda bounds: interop.gla(q, k, v, g, cu_seqlens=bounds), bounds)
+    with pytest.raises(ContractError, match="gla: comm is given where torch records a graph"):
+        recorder(lambda q: interop.gla(q, k, v, g, comm=linattn_np.distributed.connect()), q)
+
+
+def test_sizes_of_symbols_are_numbers_of_the_call(rng):
+    (q, *_), (other, *_) = ([*map(torch.tensor, draw(GLA, rng, {**SIZES, "B": 1}))] for _ in range(2))
+
+    def scaled(q):
+        return interop.gla(q, q, q, q, scale=q.shape[2] ** -0.5, cu_seqlens=[0, q.shape[2]])
+
+    graph = proxy_tensor.make_fx(scaled, tracing_mode="symbolic")(q)
+    assert torch.equal(graph(other), scaled(other))
 
 
 @compiles

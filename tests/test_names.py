@@ -190,6 +190,43 @@ def test_a_config_that_asks_for_what_is_not_computed(weights, field, value):
     RWKV6(weights, config={field: value})  # official names have no config
 
 
+FIELDS = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}
+FLA_FIELDS = {"num_heads": 2, "proj_low_rank_dim": 3, "gate_low_rank_dim": 4}
+
+
+@pytest.mark.parametrize(
+    "naming, config",
+    [
+        (to_fla, FLA_CONFIG | FIELDS | FLA_FIELDS),
+        (to_hugging_face, FIELDS | {"head_size": 8, "num_attention_heads": 64}),
+    ],
+)
+def test_a_config_of_other_sizes(naming, config, weights):
+    """Null is no size; published files of Hugging Face have another number of heads, which no model reads."""
+    named = naming(weights)
+    RWKV6(named, config=config)
+    RWKV6(named, config=dict.fromkeys(FIELDS))
+    for field in config.keys() - {"norm_eps", "num_attention_heads"}:
+        for value in (config[field] + 1, str(config[field]), 1 << 200):
+            with pytest.raises(ContractError, match=f"RWKV6: config.json has {field} .*, but the weights have"):
+                RWKV6(named, config=config | {field: value})
+            with pytest.raises(ContractError, match=f"RWKV6: config.json has {field} .*, but the weights have"):
+                RWKV6.quantise(
+                    {f"module.{name}": array for name, array in named.items()}, "int8", config | {field: value}
+                )
+
+
+def test_flas_names_need_its_config(weights):
+    """Its group norm has another eps; under a trainer's prefix, too."""
+    with pytest.raises(ContractError, match="RWKV6: the weights have fla's names, expected its config.json"):
+        RWKV6(to_fla(weights))
+    found = [
+        RWKV6({before + name: array for name, array in to_fla(weights).items()}, config=FLA_CONFIG | {"norm_eps": 1})
+        for before in ("", "module.")
+    ]
+    assert np.array_equal(*(model.forward([[1, 2]])[0] for model in found))
+
+
 @pytest.mark.parametrize("eps", [[1e-5], [1e-5, 0], [np.nan, 1], [np.inf, 1]])
 def test_an_eps_that_is_none(weights, eps):
     with pytest.raises(ContractError, match="RWKV6: norm_eps is .* expected two numbers above 0"):

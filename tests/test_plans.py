@@ -14,18 +14,18 @@ from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import arguments, execute, gated_kernels, rwkv6_model_kernels, stages
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy.plan import (
+    CallerArray,
     Copy,
     Draft,
     Fill,
-    Given,
     Launch,
     Ref,
     TensorMap,
     Upload,
     aligned16,
+    as_array,
     has_rows,
     is_contiguous,
-    whole,
 )
 from linattn_np.backends.cupy.source import checks, text
 
@@ -93,14 +93,14 @@ def test_includes_are_pasted_once_and_the_others_left_alone(tmp_path):
 # -- arguments ---------------------------------------------------------------------------------------------------------
 def given(name="x", shape=(2, 3, 4, 8), dtype=SINGLE, start=0):
     strides = np.empty(shape, np.float32).strides
-    return Given(name, shape, strides, dtype, start)
+    return CallerArray(name, shape, strides, dtype, start)
 
 
 def test_an_argument_is_packed_as_declared():
     declared = arguments.members("rows q, pointers u none, integers T, reals scale")
     memory = given()
     args = {
-        "q": whole(memory)[:, :, 1:],
+        "q": as_array(memory)[:, :, 1:],
         "u": Ref(memory, 24),
         "none": None,
         "T": np.int32(64),
@@ -139,7 +139,7 @@ def test_tensor_maps_and_structs_are_packed_in_place():
     inner = arguments.members("maps m, integers n")
     declared = (*arguments.structs("two", 2, inner), *arguments.members("integers last"))
     memory = given()
-    box = TensorMap(whole(memory), 8, 4, False)
+    box = TensorMap(as_array(memory), 8, 4, False)
     packed = arguments.Packed(declared, {"two": [{"m": box, "n": 5}, {"m": box, "n": 6}], "last": 7}, {memory: 0})
     words = packed.filled(np.array([64]), lambda found: bytes([found.columns] * 128))
     assert arguments.size_of(inner) == 192 and arguments.size_of(declared) == 448 == words.nbytes
@@ -204,7 +204,7 @@ def test_a_kernel_that_failed_is_tried_again(compiling):
 )
 def test_views_are_numpys(view):
     memory = np.arange(2 * 3 * 4 * 8, dtype=np.float32).reshape(2, 3, 4, 8)
-    wanted, found = view(memory), view(whole(given()))
+    wanted, found = view(memory), view(as_array(given()))
     assert found.shape == wanted.shape and found.nbytes == wanted.nbytes and found.ndim == wanted.ndim
     offset = wanted.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
     assert found.offset == offset or not wanted.size
@@ -216,17 +216,17 @@ def test_views_are_numpys(view):
 
 
 def test_where_16_bytes_can_be_read_at_once():
-    x = whole(given())
+    x = as_array(given())
     assert aligned16(x) and aligned16(x[..., :4]) and not aligned16(x[..., :3]) and not aligned16(x[..., 1:5])
-    assert not aligned16(whole(given(start=4))) and not has_rows(x.swapaxes(2, 3)) and has_rows(x[:, :, ::-1])
+    assert not aligned16(as_array(given(start=4))) and not has_rows(x.swapaxes(2, 3)) and has_rows(x[:, :, ::-1])
 
 
 def test_memory_in_the_order_of_another():
     draft = Draft()
-    turned = whole(given()).swapaxes(1, 2)
+    turned = as_array(given()).swapaxes(1, 2)
     assert draft.like(turned).strides == turned.strides
     assert (
-        draft.like(whole(given()).swapaxes(2, 3)).strides == np.empty((2, 3, 8, 4), np.float32).strides
+        draft.like(as_array(given()).swapaxes(2, 3)).strides == np.empty((2, 3, 8, 4), np.float32).strides
     )  # has no rows
     assert [buffer.nbytes for buffer in draft.buffers] == 2 * [2 * 3 * 4 * 8 * 4]
 
@@ -234,13 +234,13 @@ def test_memory_in_the_order_of_another():
 def test_steps_are_executed_in_order():
     """A copy to another dtype, zeros, a table, a launch, a copy into what the caller gave."""
     draft, x, out = Draft(), given("x", (8,)), given("out", (8,))
-    half = draft.cast(whole(x), np.dtype(np.float16), "x: in half")
+    half = draft.cast(as_array(x), np.dtype(np.float16), "x: in half")
     zeros = draft.zeros((8,), SINGLE)
     table = draft.table(np.arange(4))
-    tokens, logits = draft.zeros((2,), np.dtype(np.int64)), draft.contiguous(half, SINGLE)
+    tokens, logits = draft.zeros((2,), np.dtype(np.int64)), draft.contiguous_copy(half, SINGLE)
     draft.launch(rwkv6_model_kernels.Argmax(), 2, logits=logits, tokens=tokens, V=4)
-    draft.copy(logits[::-1], whole(out))
-    plan = draft.plan((whole(out), tokens, zeros[2:], None, table), given=(x, out))
+    draft.copy(logits[::-1], as_array(out))
+    plan = draft.plan((as_array(out), tokens, zeros[2:], None, table), given=(x, out))
     assert [type(step) for step in plan.steps] == [Copy, Fill, Upload, Fill, Copy, Launch, Copy]
     assert plan.copies == ("x: in half",) and plan.kernels == (rwkv6_model_kernels.Argmax(),)
     assert plan.scratch == 16 + 32

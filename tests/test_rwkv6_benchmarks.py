@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from linattn_np.models import RWKV7
+from linattn_np.models.rwkv import names
 from linattn_np.models.rwkv6.names import official
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -104,7 +105,7 @@ def test_fla_gets_the_same_weights_of_rwkv7(load, rng):
     weights = {
         name: rng.standard_normal(shape, np.float32) for name, shape in make.shapes(2, 128, V=30, version=7).items()
     }
-    found, _ = RWKV7.parameters(gpu.fla_weights_of_7(weights), None)
+    found, _ = names.parameters(RWKV7.version, gpu.fla_weights_of_7(weights))
     assert list(found) == list(weights)
     for name, array in weights.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)

@@ -210,12 +210,14 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rn
     weights, lengths = random_weights(kind, rng), [4, 5]
     model, reference = on_cuda(weights), kind(weights)
     device = type(model.layers.decoder.device)
-    memory, captured, graphs, allocated = {}, device.captured, [], cuda_prompts.allocated
+    memory, captured, graphs, allocated = {}, device.captured, [], cuda_prompts.in_one_allocation
     monkeypatch.setattr(
         device, "captured", lambda self, launches: graphs.append(len(launches)) or captured(self, launches)
     )
     monkeypatch.setattr(
-        cuda_prompts, "allocated", lambda buffers, device: memory.setdefault(len(buffers), allocated(buffers, device))
+        cuda_prompts,
+        "in_one_allocation",
+        lambda buffers, device: memory.setdefault(len(buffers), allocated(buffers, device)),
     )
     state, wanted_state = model.initial_state(2), reference.initial_state(2)
     for n in range(4):

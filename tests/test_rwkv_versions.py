@@ -14,7 +14,7 @@ from linattn_np import ContractError
 from linattn_np.models import RWKV6, RWKV7, Batch, Bytes, Sampling, State, austen, checkpoint, load, matrices
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
-from linattn_np.models.rwkv import cpu_layers
+from linattn_np.models.rwkv import cpu_layers, names
 from linattn_np.models.rwkv.version import name_in_block
 from linattn_np.models.text import Request, complete
 from linattn_np.models.training import Settings, Training
@@ -237,7 +237,7 @@ NAMINGS = {
 @pytest.mark.parametrize("naming", NAMINGS)
 def test_every_naming_of_rwkv7_gives_the_same_arrays(naming, rng):
     weights = layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32))
-    found, sizes = RWKV7.parameters(NAMINGS[naming](weights), None)
+    found, sizes = names.parameters(RWKV7.version, NAMINGS[naming](weights))
     assert list(found) == list(weights) and sizes["N"] == 8
     for name, array in weights.items():
         np.testing.assert_array_equal(found[name], array)
@@ -257,6 +257,31 @@ def test_flas_config_says_the_eps(tmp_path, rng):
     np.testing.assert_allclose(found[0], wanted, rtol=0, atol=1e-4)
     with pytest.raises(ContractError, match="RWKV7: config.json has attn"):
         RWKV7(to_fla(weights), config={"attn": {"layers": [1]}})
+
+
+def test_flas_config_says_the_sizes(rng):
+    """As fla reads them: num_heads beside head_dim has no meaning, value_dim is a number a layer."""
+    layout = layout_of(RWKV7)
+    named = to_fla(layout.named(rng.standard_normal(layout.size, np.float32)))
+    _, sizes = names.parameters(RWKV7.version, named)
+    fields = {
+        "hidden_size": "D",
+        "num_hidden_layers": "L",
+        "vocab_size": "V",
+        "intermediate_size": "F",
+        "head_dim": "N",
+    }
+    ranks = {"decay_low_rank_dim": "W", "a_low_rank_dim": "A", "v_low_rank_dim": "Q", "gate_low_rank_dim": "G"}
+    config = {field: sizes[axis] for field, axis in (fields | ranks).items()} | {"norm_eps": 1e-5}
+    RWKV7(named, config=config | {"num_heads": 999, "value_dim": [sizes["D"]] * sizes["L"]})
+    others = {field: size + 1 for field, size in config.items() if field != "norm_eps"}
+    for field, value in (others | {"value_dim": [sizes["D"]] * (sizes["L"] - 1) + [1]}).items():
+        with pytest.raises(ContractError, match=f"RWKV7: config.json has {field} .*, but the weights have"):
+            RWKV7(named, config=config | {field: value})
+    with pytest.raises(ContractError, match="RWKV7: config.json has num_heads 999, but the weights have"):
+        RWKV7(named, config={"num_heads": 999})
+    first = {name: array for name, array in named.items() if name.split(".")[2:3] not in (["1"], ["2"])}
+    RWKV7(first, config=config | {"num_hidden_layers": 1})  # whose rank of values is nowhere
 
 
 @pytest.mark.parametrize(

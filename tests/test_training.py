@@ -190,7 +190,7 @@ def test_the_learning_rate_rises_and_falls():
 
 def test_every_row_is_read_once_an_epoch_and_none_that_is_held_out():
     numbers = np.arange(2000, dtype=np.uint16).astype(np.uint8)
-    text = Text(numbers.tobytes(), replace(SMALL, batch=1, context=10))
+    text = Text(numbers, replace(SMALL, batch=1, context=10))
     epoch = [text.batch(step)[0] for step in range(text.rows)]
     starts = sorted(text.start(row) for row in range(text.rows))
     assert np.diff(starts).tolist() == [10] * (text.rows - 1) and starts[-1] + 11 <= len(text.learned) == 1900
@@ -201,8 +201,26 @@ def test_every_row_is_read_once_an_epoch_and_none_that_is_held_out():
 
 
 def test_of_a_long_text_no_more_is_held_out_than_32_steps_read():
-    text = Text(bytes(100_000), replace(SMALL, batch=2, context=10))
+    text = Text(np.zeros(100_000, np.uint8), replace(SMALL, batch=2, context=10))
     assert len(text.held) == 640 and len(text.learned) == 99_360
+
+
+@pytest.mark.parametrize("view", ["array", "read-only", "map", "bytearray"])
+def test_the_text_is_no_memory_that_others_write_to(view, tmp_path):
+    """What a caller does with an array afterwards changes neither steps nor the text's fingerprint."""
+    (tmp_path / "text.bin").write_bytes(TEXT)
+    owner = bytearray(TEXT) if view == "bytearray" else np.frombuffer(TEXT, np.uint8).copy()
+    if view == "map":
+        owner = np.memmap(tmp_path / "text.bin", mode="r+")
+    given = np.frombuffer(owner, np.uint8) if view == "bytearray" else owner[:]
+    given.flags.writeable = view != "read-only"
+    found, wanted = Training(given, SMALL), Training(TEXT, SMALL)
+    np.asarray(owner)[:] = 0
+    assert [float(found.step()) for _ in range(3)] == [float(wanted.step()) for _ in range(3)]
+
+
+def test_bytes_are_not_copied():
+    assert np.shares_memory(Training(TEXT, SMALL).text.tokens, np.frombuffer(TEXT, np.uint8))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 // what      The delta rules' walk over states, forwards, from chunk to chunk of 32 tokens: outputs and final states.
-//           Without OUTPUTS, what a sequence does to a state: from S to F S + G.
+//           Without OUTPUTS, what a segment of a sequence does to a state: from S to F S + G.
 // math      S is the state before a chunk; E, W, Z, Zb, B, D: prepared.cuh.   Y = E S;   o = scale (W S + B v);
 //           S <- D S + Z^T (v + Y), or, TWO, S <- D S + Zb^T Y + Z^T v. KINDS: prepared.cuh
-// shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32. Without OUTPUTS, the
-//           final state is G, from zeros, and F [N, H, K, K padded to a multiple of 4]
-//           is one of values of 0, from the identity
-// grid      a block for every (sequence, head, BV columns), sequence slowest; a warp for every 16 columns. Columns of F
+// shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32; starts, F:
+//           join_segments.cu. Without OUTPUTS, the state behind a walk from zeros, or from the initial state, is G, and
+//           one of values of 0 from the identity is F. Nobody needs G of a last segment, and F of a first or last one
+// grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. Columns of F
 //           come behind those of G
 // smem      a ring of STAGES: a chunk as it was prepared, and its v
 // barriers  one a chunk: it is in shared memory, and the previous chunk has been read
@@ -21,9 +21,10 @@ template <typename T> struct Args {
   Rows<T> o;                  // null without OUTPUTS
   Rows<const float> initial;  // or null
   Rows<float> final;          // or null
-  float* F;                   // null with OUTPUTS
+  float *starts, *F;          // null if no sequence is cut, and F with OUTPUTS
   const void* prepared;       // Prepared of each chunk
-  Shape shape;
+  Shape shape;                // segments are sequences here
+  i64 P;                      // segments of a sequence
   double scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long
 };
@@ -47,6 +48,8 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const u32 pair = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
   const bool of_F = !OUTPUTS && tile >= value_tiles;
+  const auto segment = segment_of<false, OUTPUTS>(shape, u32(args.P), n, h, args.initial, args.starts, args.final);
+  if (!OUTPUTS && (segment.last || (of_F && segment.first))) return;
   const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
   const Span span = tokens_of(shape, n % count), chunks = chunks_of(shape, n % count);
   const int v_tile = (of_F ? tile - value_tiles : tile) * BV, tokens = int(span.stop - span.start);
@@ -57,12 +60,9 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
 
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, v_tile, channels, columns, f); };
-  {
-    const float* from = args.initial.p ? args.initial.row(n, h, 0) : nullptr;
-    each([&](float& x, i64 at, bool inside) {
-      x = !inside ? 0.f : of_F ? at % (width + 1) == 0 : from ? from[at] : 0.f;
-    });
-  }
+  each([&](float& x, i64 at, bool inside) {
+    x = !inside ? 0.f : of_F ? at % (width + 1) == 0 : segment.from ? segment.from[at] : 0.f;
+  });
 
   const auto fetch = [&](int chunk, int stage) {
     if (chunk * C < tokens) {
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
           tokens - token, column, columns, bytes);
     }
   }
-  float* to = of_F ? args.F + (i64(n) * H + h) * shape.K * width : args.final.p ? args.final.row(n, h, 0) : nullptr;
+  float* to = of_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
   if (to) {
     each([&](float& x, i64 at, bool inside) {
       if (inside) to[at] = x;

@@ -38,7 +38,7 @@ from ..errors import ContractTypeError
 from ..gates import Gates, of_library
 from ..messages import kind_of
 from .calls import Operator, as_returned, flat, functions, initial, is_pair
-from .torch_calls import Call, Compute, ComputeNow, settled
+from .torch_calls import Call, Compute, ComputeNow, is_watched, settled
 from .torch_memory import as_torch
 
 ON_RANKS = {op: function for function, op in distributed.operators.OPERATORS.items()}
@@ -110,7 +110,7 @@ def under_autocast(declared, tensors) -> list:
 
 def refuse_unreadable(declared, name, x):
     """ContractTypeError for a tensor whose numbers torch would look for where none are; one that is traced has none."""
-    traced = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    traced = torch.compiler.is_compiling() or is_watched() or torch._C._functorch.is_functorch_wrapped_tensor(x)
     if not traced and (misfit := accepted_arrays.not_plain(torch, x)):
         declared.refuse(name, misfit, ContractTypeError)
 
@@ -149,6 +149,12 @@ class CallOnRanks:
 
     def __init__(self, call, function, learns):
         self.call, self.function, self.learns = call, function, learns
+
+    def text(self) -> None:
+        """None, as no graph can hold messages."""
+        if accepted_arrays.recorded(torch):
+            declared = self.call.operator.declared
+            declared.refuse("comm", "is given where torch records a graph, which cannot hold messages")
 
     def run(self, tensors):
         arrays, state, arguments, _ = self.call.taken_apart(tensors)

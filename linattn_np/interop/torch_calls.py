@@ -20,6 +20,7 @@ from .. import accepted_arrays
 from ..accepted_arrays import host_array
 from ..array_kinds import BFLOAT16, from_native
 from ..declarations import OPERATORS
+from ..errors import ContractTypeError
 from .calls import Operator, blank, outline
 from .torch_memory import as_torch
 
@@ -31,6 +32,7 @@ DTYPES = {
     torch.bool: np.dtype(bool),
 }
 OF_TORCH = {theirs: ours for ours, theirs in DTYPES.items()}
+SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 REVERSE_MODE = "linattn_np.interop.torch: gradients are first-order and reverse-mode: "
 
 
@@ -49,6 +51,10 @@ class Call:
         return cls(operator_named(name), counts, dict(arguments))
 
     def text(self) -> str:
+        for name, x in self.arguments.items():
+            if isinstance(x, torch.Tensor):
+                wanted = "where torch records a graph, expected numbers: x.tolist(), read outside of it, is a list"
+                self.operator.declared.refuse(name, f"is a tensor {wanted}", ContractTypeError)
         return repr((self.operator.declared.name, self.counts, [(n, plain(x)) for n, x in self.arguments.items()]))
 
     def taken_apart(self, tensors):
@@ -104,21 +110,37 @@ def operator_named(name) -> Operator:
 
 def settled(x):
     """An argument that its owner can no longer change: arrays are copied, lists become tuples."""
-    if isinstance(x, torch.Tensor) and (numbers := host_array(x)) is not None:
+    if isinstance(x, torch.Tensor) and not accepted_arrays.recorded(torch) and (numbers := host_array(x)) is not None:
         x = numbers
     return x.copy() if isinstance(x, np.ndarray) else tuple(x) if isinstance(x, list) else x
 
 
 def plain(x):
     """An argument as a Python literal, of which `ast.literal_eval` reads the repr."""
+    if isinstance(x, tuple):
+        return tuple(map(plain, x))
     if isinstance(x, (np.ndarray, np.generic)):
         return x.tolist()
+    for symbol, number in SYMBOLS.items():
+        if isinstance(x, symbol):  # torch records that the graph holds for this number alone
+            return number(x)
     return np.dtype(x).name if isinstance(x, (type, np.dtype)) else x
 
 
 def blank_of(x):
     """A `blank` array with the shape and dtype of a tensor."""
     return blank(tuple(map(int, x.shape)), DTYPES[x.dtype])
+
+
+def is_watched() -> bool:
+    """Whether torch records its operators, or shows them to a mode, of which this call has to be one."""
+    modes = torch._C._len_torch_dispatch_stack() + torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    return modes > 0 or accepted_arrays.recorded(torch)
+
+
+def whole_text(call) -> str | None:
+    """The text of a call that the custom operator computes, else None; one recorded later than it was made, too."""
+    return call if isinstance(call, str) else call.text() if is_watched() else None
 
 
 # -- autograd functions -----------------------------------------------------------------------------------------------
@@ -129,7 +151,8 @@ class Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(call, *tensors):
-        return tuple(forward_whole(list(tensors), call)) if isinstance(call, str) else call.run(tensors)
+        whole = whole_text(call)
+        return tuple(forward_whole(list(tensors), whole)) if whole else call.run(tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -158,7 +181,8 @@ class ComputeGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(call, *given):
-        return tuple(backward_whole(list(given), call)) if isinstance(call, str) else call.gradients(given)
+        whole = whole_text(call)
+        return tuple(backward_whole(list(given), whole)) if whole else call.gradients(given)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

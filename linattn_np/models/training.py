@@ -128,7 +128,8 @@ class Training:
         if recompute and device == "cpu":
             refuse("recompute is for device 'cuda'")
         self.ranks = ranks or OneProcess()
-        self.fingerprint = fingerprint(as_tokens(text), kind.beside)
+        tokens = as_tokens(text)
+        self.fingerprint = fingerprint(tokens, kind.beside)
         self.ranks.agree(
             {
                 "the settings": settings,
@@ -140,7 +141,7 @@ class Training:
         rows, context = self.ranks.share(settings.batch, settings.context)
         self.settings, self.device = settings, device
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
-        self.text = Text(text, settings)
+        self.text = Text(tokens, settings)
         if (largest := int(self.text.tokens.max())) >= self.layout.sizes["V"]:
             refuse(f"the text has token {largest}, but the vocabulary has {self.layout.sizes['V']} tokens")
         loss: Callable = kind.loss
@@ -299,13 +300,13 @@ def first_not_finite(arrays) -> str | None:
 
 
 class Text:
-    """The tokens to learn, cut into rows of `context` + 1 tokens; each epoch has its own cuts and order of rows.
+    """The tokens [T] to learn, cut into rows of `context` + 1 tokens; each epoch has its own cuts and order of rows.
 
     unit : "bytes" or "tokens", for messages
     """
 
-    def __init__(self, text, settings):
-        self.tokens, self.settings = as_tokens(text), settings
+    def __init__(self, tokens, settings):
+        self.tokens, self.settings = tokens, settings
         self.unit = "bytes" if self.tokens.dtype == np.uint8 else "tokens"
         held = min(int(len(self.tokens) * HELD_OUT), HELD_OUT_STEPS * settings.batch * settings.context)
         self.learned, self.held = self.tokens[: len(self.tokens) - held], self.tokens[len(self.tokens) - held :]
@@ -342,10 +343,14 @@ class Text:
 
 
 def as_tokens(text) -> np.ndarray:
+    """The tokens [T] in memory that nobody else writes to: a copy, unless they are `bytes`."""
     tokens = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size and tokens.min() < 0:
         refuse(f"text is {tokens.dtype} {tokens.shape}, expected bytes, or token ids [T] from 0 up")
-    return tokens
+    owner: object = tokens
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return tokens if isinstance(owner, bytes) else tokens.copy()
 
 
 def fingerprint(tokens, beside: bytes) -> np.ndarray:

@@ -33,7 +33,7 @@ from ...declarations import (
 from ...kernel_choice import portable
 from . import delta, delta_step, execute, gated, scalar_decay, softmax, stages, step, step_of_several, value_gate
 from .device import LEAST_CAPABILITY, CupyDevice
-from .plan import Plan, contiguous
+from .plan import Plan, caller_array
 
 PLANNERS = (
     dict.fromkeys(GATED, gated)
@@ -153,8 +153,8 @@ def plan_of(problem, device) -> Plan:
     planner = PLANNERS[problem.op]
     if not problem.gradient:
         return execute.plan_of(planner, problem, device)
-    do = contiguous("do", problem.shape(problem.op.out), problem.dtype)
-    saved = [contiguous("saved", *part) for part in planner.saved(problem)] if hasattr(planner, "saved") else ()
+    do = caller_array("do", problem.shape(problem.op.out), problem.dtype)
+    saved = [caller_array("saved", *part) for part in planner.saved(problem)] if hasattr(planner, "saved") else ()
     return execute.vjp_plan_of(planner, problem, device, do, None, saved)
 
 

@@ -13,7 +13,7 @@ from .plan import (
     Copy,
     Draft,
     aligned16,
-    are_worth_a_launch,
+    are_large,
     arrays_in,
     ceil_div,
     common_bytes,
@@ -85,7 +85,7 @@ def with_fast_copies(plan):
     draft, pairs, reasons = Draft(), [], []
 
     def move():
-        if are_worth_a_launch([x for x, _ in pairs]):
+        if are_large([x for x, _ in pairs]):
             copy_rows(draft, pairs, "; ".join(reason for reason in reasons if reason))
         else:
             for pair, reason in zip(pairs, reasons):
@@ -96,7 +96,7 @@ def with_fast_copies(plan):
         if isinstance(step, Copy) and moves_rows(step):
             if any(step.source.memory is to.memory for _, to in pairs):
                 move()
-            pairs.append(forwards(step.source, step.target))
+            pairs.append(with_ascending_axes(step.source, step.target))
             reasons.append(step.reason)
         else:
             move()
@@ -112,18 +112,18 @@ def moves_rows(copy) -> bool:
         same
         and not copy.is_of_bytes
         and 2 <= copy.target.ndim <= 4
-        and fills_memory(forwards(copy.source, copy.target)[1])
+        and fills_memory(with_ascending_axes(copy.source, copy.target)[1])
     )
 
 
-def forwards(x, to):
+def with_ascending_axes(x, to):
     """Both arrays with every axis in the direction in which `to` lies in memory."""
     key = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in to.strides)
     return x[key], to[key]
 
 
 def fills_memory(x) -> bool:
-    return x.start == 0 and has_rows(x) and is_contiguous(in_memory_order(x, x))
+    return x.address_mod_16 == 0 and has_rows(x) and is_contiguous(in_memory_order(x, x))
 
 
 def in_memory_order(x, of):

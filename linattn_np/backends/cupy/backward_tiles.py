@@ -64,7 +64,7 @@ class Reused(Draft):
 
     def again(self) -> Reused:
         """Frees all buffers for the next part, which reads nothing that the previous part wrote."""
-        self.taken, self.made_plain = {}, {}
+        self.taken, self.contiguous_versions = {}, {}
         return self
 
     def empty(self, shape, dtype, axes=None) -> Array:

@@ -16,10 +16,7 @@ from .delta_hopper import ScalarOnHopper, why_no_chunks
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
-    KINDS_OF_RESIDUALS,
     DeltaBackwardChunks,
-    DeltaBackwardStates,
-    DeltaJoinSegments,
     DeltaRecurrentBackward,
     DeltaRecurrentForward,
     DeltaSumParts,
@@ -27,7 +24,7 @@ from .delta_kernels import (
     GradientKernel,
     KdaBackwardChunks,
 )
-from .delta_segments import Cut, forward_kernels, gate_dtype, prepare_kernel, rule_of
+from .delta_segments import Cut, chunk_kernels, gate_dtype, rule_of
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, TILES
@@ -49,7 +46,7 @@ def unsupported(problem) -> str | None:
 
 def why_not_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels for every card cannot compute a call; None if they can."""
-    return why_no_chunks(problem) or no_room(forward_kernels(problem, device), problem, device)
+    return why_no_chunks(problem) or no_room(chunk_kernels(problem, device, gradient=False), problem, device)
 
 
 def no_room(kernels, problem, device) -> str | None:
@@ -61,14 +58,7 @@ def no_room(kernels, problem, device) -> str | None:
 
 def why_no_gradients_in_chunks(problem, device) -> str | None:
     """Why the chunk kernels cannot compute the gradients of a call; None if they can."""
-    return why_no_chunks(problem) or no_room(gradient_kernels(problem, device), problem, device)
-
-
-def gradient_kernels(problem, device):
-    """The kernels of the gradients in chunks that go from chunk to chunk, and what prepares chunks for them."""
-    N, H, K, V = problem.shape("N H K V")
-    walk = DeltaBackwardStates.fitting(problem.dtype, K, V, KINDS_OF_RESIDUALS[rule_of(problem.op)], 2 * N * H, device)
-    return prepare_kernel(problem, walk.BK, gradient=True), walk
+    return why_no_chunks(problem) or no_room(chunk_kernels(problem, device, gradient=True), problem, device)
 
 
 def plan(problem, device):
@@ -162,9 +152,9 @@ class InChunks:
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         cut = Cut(problem, device)
-        prepare, scan, states, initial = cut.prepare, cut.scan, {}, draft.initial(problem)
+        prepare, initial = cut.prepare, draft.initial(problem)
         (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
-        bytes_of_a_head = B * shape.NC * scan.prepared_bytes
+        bytes_of_a_head = B * shape.NC * cut.walk.prepared_bytes
         most_bytes = InChunks.MOST * sum(x.nbytes for x in inputs.arrays.values())
         at_once = group * heads_at_once(H // group, group * bytes_of_a_head, most_bytes)
         prepared = draft.empty((at_once * bytes_of_a_head,), BYTES)
@@ -179,26 +169,8 @@ class InChunks:
             states = {name: None if x is None else x[:, heads] for name, x in (("initial", initial), ("final", final))}
             v = arrays.pop("v")
             draft.launch(prepare, B * of_heads.H * shape.NC, **arrays, **of_prepare, shape=of_heads)
-            if cut.segments > 1:
-                starts = states_before_segments(draft, cut, of_heads, v, of_scan, **states)
-                states = {"initial": starts, "final": None}
-            blocks = B * of_heads.count * of_heads.H * scan.grid(of_heads.V)
-            draft.launch(scan, blocks, v=v, o=o[:, heads], F=None, **states, **of_scan, shape=of_heads)
-        tiles = scan.tiles | ({"segments": cut.segments} if cut.segments > 1 else {})
-        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=tiles)
-
-
-def states_before_segments(draft, cut, shape, v, of_scan, initial, final):
-    """Launches what finds the state before each segment [N P, H, K, V], and the final states."""
-    K, V, P, spans = shape.K, shape.V, cut.segments, shape.B * shape.count
-    F, G, starts = (draft.empty((spans, shape.H, K, columns), FLOAT32) for columns in (4 * ceil_div(K, 4), V, V))
-    blocks = spans * shape.H * (cut.of_segments.grid(V) + cut.of_segments.grid(K))
-    draft.launch(cut.of_segments, blocks, v=v, o=None, initial=None, final=G, F=F, **of_scan, shape=shape)
-    join = DeltaJoinSegments(cut.scan.BK)
-    states = {"F": F, "G": G, "starts": starts, "initial": initial, "final": final}
-    blocks = spans // P * shape.H * ceil_div(V, join.BV)
-    draft.launch(join, blocks, **states, P=P, H=shape.H, K=K, V=V)
-    return starts
+            cut.launch_walk(draft, of_heads, {"v": v} | of_scan, states, {"o": o[:, heads]})
+        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=cut.walk.tiles | cut.tiles)
 
 
 FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
@@ -240,6 +212,7 @@ class Gradients:
 
     MOST = 1
     kernel: GradientKernel  # the last kernel of a group, which computes most gradients
+    tiles: dict  # the sizes that `explain` shows
 
     def __init__(self, problem, device, do, dht):
         self.problem, self.device, draft = problem, device, Draft()
@@ -257,7 +230,7 @@ class Gradients:
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
         results = tuple(self.gradients.values()), self.draft.stored_gradient(self.problem, self.states["dh0"])
-        return self.draft.plan(results, tiles=self.kernel.tiles, against=self.against)
+        return self.draft.plan(results, tiles=self.tiles, against=self.against)
 
     def of_heads(self, first, heads):
         """(initial, dht and dh0; do and dv): the parts of `heads` value heads from head `first` on."""
@@ -281,6 +254,7 @@ class GradientsByToken(Gradients):
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
         self.kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, problem.sizes["K"], device.shared_per_block)
+        self.tiles = self.kernel.tiles
 
     def bytes_of_heads(self):
         return self.kernel.kept_bytes(self.problem, self.inputs)
@@ -322,7 +296,8 @@ class GradientsInChunks(Gradients):
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
-        self.kernel, (self.prepare, self.walk) = self.last_kernel(), gradient_kernels(problem, device)
+        self.kernel, self.cut = self.last_kernel(), Cut(problem, device, gradient=True)
+        self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles
 
     def last_kernel(self):
         return DeltaBackwardChunks(self.problem.dtype, self.inputs.gate, TILES[self.problem.sizes["K"] > TILES[0]])
@@ -332,10 +307,10 @@ class GradientsInChunks(Gradients):
         return self.walk.kept_bytes(self.problem, inputs.group) + self.kernel.parts_bytes(self.problem, inputs)
 
     def launch(self, first, heads):
-        draft, problem, inputs, walk, prepare = self.draft, self.problem, self.inputs, self.walk, self.prepare
+        draft, problem, inputs, walk, prepare = self.draft, self.problem, self.inputs, self.walk, self.cut.prepare
         arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, K, V, N = problem.shape("B T K V N")
-        shape = replace(draft.shape(problem, chunk=walk.CHUNK), H=heads)
+        B, T, K, V = problem.shape("B T K V")
+        shape = replace(self.cut.shape(draft), H=heads)
         channels, wide = walk.kept_size(K), walk.kept_size(V)
         v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
         kept = draft.empty((2, B, heads, shape.NC, channels, wide), problem.dtype)
@@ -345,9 +320,8 @@ class GradientsInChunks(Gradients):
         of_prepare = {name: x for name, x in how.items() if name in prepare.names} | {"w_scale": problem.scale}
         draft.launch(prepare, B * heads * shape.NC, **arrays, **of_prepare, prepared=prepared)
         written = {"kept": kept, "residual": residual, "dresidual": dresidual, "dv": columns.pop("dv")}
-        of_walk = {name: x for name, x in how.items() if name in walk.names}
-        blocks = 2 * N * heads * walk.grid(V)
-        draft.launch(walk, blocks, v=v, **columns, **states, prepared=prepared, **written, **of_walk)
+        read = {"v": v, "prepared": prepared} | columns | {name: how[name] for name in ("scale", "bytes")}
+        self.cut.launch_walk(draft, shape, read, states, written)
         found = dict(zip(self.residuals, (residual, dresidual), strict=True)) | {"kept": kept}
         arguments = arrays | columns | found | how | {"v": v}
         arguments = {name: x for name, x in arguments.items() if name in self.kernel.names}

@@ -53,13 +53,14 @@ class Walk(TiledKernel):
     BV: int
     kinds: int  # see `KINDS_OF_RESIDUALS`
     stages: int  # chunks that are in shared memory at once
+    outputs: bool = True  # whether outputs are computed, not what segments do to states
 
     @classmethod
-    def fitting(cls, dtype, K, V, kinds, heads, device, **more):
+    def fitting(cls, dtype, K, V, kinds, heads, device):
         """With 128 columns where blocks of so many are enough for half of the card, and three stages where they fit."""
         BK, enough = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
         BV = TILES[V > TILES[0] and enough]
-        kernels = [cls(dtype, BK, *tile, kinds, stages, **more) for *tile, stages in ((BV, 3), (BV, 2), (TILES[0], 2))]
+        kernels = [cls(dtype, BK, *tile, kinds, stages) for *tile, stages in ((BV, 3), (BV, 2), (TILES[0], 2))]
         return next((x for x in kernels if x.shared_bytes <= device.shared_per_block), kernels[-1])
 
     @property
@@ -81,10 +82,11 @@ class DeltaScan(Walk):
 
     file = "delta/scan"
     arguments = members(
-        "rows v, rows? o initial final, pointers? F, pointers prepared, shape, reals scale, integers bytes"
+        "rows v, rows? o initial final, pointers? starts F, pointers prepared, shape, integers P, reals scale, "
+        "integers bytes"
     )
     shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
-    outputs: bool = True  # whether outputs are computed, not what a sequence does to a state
+    directions: ClassVar[int] = 1
 
 
 class DeltaBackwardStates(Walk):
@@ -92,10 +94,11 @@ class DeltaBackwardStates(Walk):
 
     file = "delta/backward_states"
     arguments = members(
-        "rows v do_, rows? initial dht dh0, rows dv residual dresidual, pointers kept prepared, shape, reals scale, "
-        "integers bytes"
+        "rows v do_, rows? initial dht dh0 dv residual dresidual, pointers? kept starts F, pointers prepared, shape, "
+        "integers P, reals scale, integers bytes"
     )
     shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
+    directions: ClassVar[int] = 2
     KEPT: ClassVar[int] = 64  # states have multiples of so many channels and columns in memory
 
     def kept_size(self, size) -> int:
@@ -111,11 +114,11 @@ class DeltaBackwardStates(Walk):
 
 
 class DeltaJoinSegments(Kernel):
-    """The state before each segment, from what segments do to states."""
+    """The states from which segments start, in each direction, from what segments do to states."""
 
     file = "delta/join_segments"
     shared = ("Shared<{BK}>",)
-    arguments = members("pointers F G, rows? initial, pointers starts, rows? final, integers P H K V")
+    arguments = members("pointers F starts, integers N P H K V")
     BK: int
     BV: ClassVar[int] = 16
 

@@ -1,8 +1,12 @@
-"""Compiles plans for a device and runs them.
+"""Compiles plans (see `plan`) for a device and runs them.
 
-A plan is compiled once and then run for all calls with equal descriptions (shapes, dtypes, strides, options), whatever
-their addresses. Each execution allocates the plan's buffers, fills the addresses into the kernels' argument structs
-(or finds the structs of an earlier execution with these addresses) and launches the kernels.
+A plan is compiled once. It then serves all calls with the same shapes, dtypes, strides and options, whatever their
+addresses. Each execution allocates the plan's buffers, writes the addresses into the kernels' argument structs (or
+finds the structs of an earlier execution with these addresses) and launches the kernels.
+
+A planner is a module with the functions `plan` and `plan_vjp`, and maybe `plan_summary` and `plan_summary_vjp`: such as
+`gated`. A device is an object like `device.CupyDevice`; the tests' emulator is another one. do and dht are the
+gradients of a call's o and final state.
 """
 
 from __future__ import annotations
@@ -29,102 +33,114 @@ from .plan import (
     arrays_of,
     describe,
     describe_tree,
-    forwards,
+    with_ascending_tokens,
 )
 
-# compiled plans kept for calls of one description: each stream has its own, and so has each description of the
-# gradients that a pullback gets
-COMPILED = 16
-PLACES = 64  # sets of addresses per compiled plan whose argument structs are kept, such as one for each model layer
-ALIGNED = 256  # bytes; buffers start at multiples of it
+# The most compiled plans that are stored for calls with one description. There is a plan for each stream, and for each
+# description of the do and dht that a pullback gets.
+COMPILED_PLANS = 16
+# The most sets of addresses for which a compiled plan stores the commands: a model may use one set per layer.
+ADDRESS_SETS = 64
+BUFFER_ALIGNMENT = 256  # bytes; buffers that share an allocation start at multiples of it
 
 
 def plan_of(planner, problem, device, kept=()) -> Plan:
-    """A planner's plan of a call; `kept` are the arrays that a plan of `plan_summary` has saved, if there was one."""
-    return drawn(planner.plan, problem, device, **({"kept": kept} if kept else {}))
+    """The plan of a call. `kept`: the arrays saved by a plan of `plan_summary` for the same call, if one has run."""
+    return plan_from_descriptions(planner.plan, problem, device, **({"kept": kept} if kept else {}))
 
 
 def summary_plan_of(planner, problem, device) -> Plan | None:
-    """A planner's plan of a call's effect on the state, without o."""
-    return drawn(planner.plan_summary, problem, device)
+    """The plan of a call's final state for an initial state of zero, without o; None if `plan_summary` makes none."""
+    return plan_from_descriptions(planner.plan_summary, problem, device)
 
 
 def vjp_plan_of(planner, problem, device, do, dht, saved=(), kept=()) -> Plan:
-    """A planner's plan of a pullback; `kept` are the arrays that a plan of `plan_summary_vjp` has saved, if any."""
+    """The plan of a pullback. `saved`: the arrays saved by the plan of the call. `kept`: the arrays saved by a plan of
+    `plan_summary_vjp` for the same do, if one has run."""
     trees = {"do": do, "dht": dht, "saved": tuple(saved)} | ({"kept": kept} if kept else {})
-    return drawn(planner.plan_vjp, problem.replace(out=None), device, **trees)
+    return plan_from_descriptions(planner.plan_vjp, problem.replace(out=None), device, **trees)
 
 
 def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
-    """A planner's plan of the initial state's gradient alone."""
-    return drawn(planner.plan_summary_vjp, problem.replace(out=None), device, do=do, saved=tuple(saved))
+    """The plan of the initial state's gradient for dht = 0, without the other gradients; None if there is no plan."""
+    trees = {"do": do, "saved": tuple(saved)}
+    return plan_from_descriptions(planner.plan_summary_vjp, problem.replace(out=None), device, **trees)
 
 
-def drawn(draw, problem, device, **trees):
-    """The plan that the planner's function `draw` makes from descriptions of the problem and the trees of arrays.
-
-    None if `draw` returns None.
-    """
+def plan_from_descriptions(make_plan, problem, device, **trees):
+    """What the planner's function `make_plan` returns for descriptions of the call and of further arrays: a plan, with
+    large copies made faster, or None. `trees`: nested tuples of arrays, in the order of the function's parameters."""
     described_problem, memory = describe(problem, device)
     given = list(memory)
     trees = {name: describe_tree(name, tree, device, given) for name, tree in trees.items()}
-    plan = draw(described_problem, device, *trees.values())
+    plan = make_plan(described_problem, device, *trees.values())
     return plan and replace(with_fast_copies(plan), given=tuple(given))
 
 
 def run(planner, problem, device, kept=()):
-    """Runs a call: (results, the arrays saved for the pullback)."""
-    return call(partial(plan_of, planner), problem, device, kept)
+    """Runs a call; returns ((o, final state), the arrays saved for the pullback). `kept` is as in `plan_of`."""
+    return run_compiled(partial(plan_of, planner), problem, device, kept)
 
 
 def summarise(planner, problem, device):
-    """((final state from the state 0, total decays), arrays that `run` takes as `kept`); None without such a plan."""
+    """((the final state for an initial state of zero, the products of the decays), arrays that `run` takes as `kept`);
+    None if the planner has no plan for it."""
     if not hasattr(planner, "plan_summary"):
         return None
-    return call(partial(summary_plan_of, planner), problem, device, kept_as="summaries")
+    return run_compiled(partial(summary_plan_of, planner), problem, device, memo_key="summaries")
 
 
 def pull(planner, problem, device, do, dht, saved=(), kept=()):
     """(the gradients in the order of the problem's arrays, the initial state's gradient or None)."""
-    return call(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, kept)[0]
+    return run_compiled(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, kept)[0]
 
 
 def summarise_vjp(planner, problem, device, do, saved=()):
-    """((the initial state's gradient for dht = 0, total decays), arrays that `pull` takes as `kept`), or None."""
+    """((the initial state's gradient for dht = 0, the products of the decays), arrays that `pull` takes as `kept`);
+    None if the planner has no plan for it."""
     if not hasattr(planner, "plan_summary_vjp"):
         return None
     plan = partial(summary_vjp_plan_of, planner)
-    return call(plan, problem.replace(out=None), device, do, saved, kept_as="summaries_vjp")
+    return run_compiled(plan, problem.replace(out=None), device, do, saved, memo_key="summaries_vjp")
 
 
-def call(plan, problem, device, *trees, kept_as="plans"):
-    """Runs a call by its compiled plan, compiling it if no call of this description has run on this queue before.
+def run_compiled(make_plan, problem, device, *trees, memo_key="plans"):
+    """Runs a compiled plan on the arrays of a call and of `trees`; returns what `CompiledPlan.__call__` returns.
 
-    `plan` makes the plan; None is returned if it makes none. `kept_as`: the kind of plan, a key of the problem's memo.
+    The plan is the one stored at `memo_key` of the call's memo for this device, its queue (stream and thread) and
+    arrays like these. If there is none, `make_plan(problem, device, *trees)` makes it; if that is None, so is the
+    result. `problem.memo` is a dictionary shared by calls with equal descriptions, or None if nothing may be stored.
     """
     memo, tree_arrays = problem.memo, arrays_in(trees)
-    kinds = [signature(x) for x in tree_arrays]
-    if memo is None or None in kinds:
-        compiled = compile_plan(plan(problem, device, *trees), device)
+    signatures = [signature(x) for x in tree_arrays]
+    if memo is None or None in signatures:
+        compiled = compile_plan(make_plan(problem, device, *trees), device)
     else:
-        plans, key = memo.setdefault(kept_as, {}), (device, device.queue, *kinds)
+        plans, key = memo.setdefault(memo_key, {}), (device, device.queue, *signatures)
         if key not in plans:
-            similar = None
-            if device.capturing:  # uploads are impossible: use a plan of another queue, whose tables are on the device
-                similar = next((x for (on, _, *of), x in plans.items() if on is device and of == kinds), None)
-            if len(plans) >= COMPILED:
+            of_another_queue = None
+            if device.capturing:  # nothing can be uploaded now: take a plan whose tables are on the device already
+                of_another_queue = next(
+                    (x for (on, _, *of), x in plans.items() if on is device and of == signatures), None
+                )
+            if len(plans) >= COMPILED_PLANS:
                 plans.clear()
-            plans[key] = similar or compile_plan(plan(problem, device, *trees), device)
+            plans[key] = of_another_queue or compile_plan(make_plan(problem, device, *trees), device)
         compiled = plans[key]
     return compiled and compiled([*arrays_of(problem), *tree_arrays])
 
 
 def compile_plan(plan, device):
+    """The `CompiledPlan`, or None if `plan` is None."""
     return plan and CompiledPlan(plan, device)
 
 
 class CompiledPlan:
-    """A plan compiled for a device. It holds none of the caller's arrays."""
+    """A plan compiled for a device. It holds none of the caller's arrays.
+
+    The *arrays of an execution* are a list: the given arrays, the plan's buffers, its tables. A *command* is a function
+    of this list that enqueues one step on the device.
+    """
 
     def __init__(self, plan: Plan, device):
         self.device, self.plan = device, plan
@@ -132,56 +148,52 @@ class CompiledPlan:
         tables = [step.table for step in plan.steps if isinstance(step, Upload)]
         self.tables = [device.upload(table.host) for table in tables]
         memories = [*plan.given, *plan.buffers, *tables]
-        self.number = {memory: n for n, memory in enumerate(memories)}
-        self.makers = [maker(buffer, device) for buffer in plan.buffers]
-        self.addressed = len(plan.given) + len(plan.buffers)
-        self.packed = {step: Packed(step.kernel.arguments, step.args, self.number) for step in plan.launches}
+        self.index_of = {memory: n for n, memory in enumerate(memories)}  # among the arrays of an execution
+        self.allocators = [allocator(buffer, device) for buffer in plan.buffers]
+        self.first_table = len(plan.given) + len(plan.buffers)  # an index among the arrays of an execution
+        self.packed = {step: Packed(step.kernel.arguments, step.args, self.index_of) for step in plan.launches}
         self.result = self.reader((plan.results, plan.saved))
-        kept = {self.number[x.memory] for x in arrays_in((plan.results, plan.saved))}
-        self.hidden = [n for n in range(len(plan.given), len(memories)) if n not in kept]
-        self.filled: dict = {}
+        returned = {self.index_of[x.memory] for x in arrays_in((plan.results, plan.saved))}
+        # the arrays that the caller neither gives nor gets
+        self.internal = [n for n in range(len(plan.given), len(memories)) if n not in returned]
+        self.commands_by_address: dict = {}
 
     def __call__(self, given):
-        """Runs the plan on `given`, the caller's arrays in the plan's order; returns (results, saved arrays)."""
-        arrays = [*given, *[make() for make in self.makers]]
+        """Runs the plan on `given`, the arrays of `plan.given` in its order; returns (results, saved arrays)."""
+        arrays = [*given, *[allocate() for allocate in self.allocators]]
         addresses = tuple(map(self.device.pointer, arrays))
         arrays += self.tables
-        commands = self.filled.get(addresses)
+        commands = self.commands_by_address.get(addresses)
         if commands is None:
-            if len(self.filled) >= PLACES:
-                self.filled.clear()
-            commands = self.filled[addresses] = self.fill(arrays)
+            if len(self.commands_by_address) >= ADDRESS_SETS:
+                self.commands_by_address.clear()
+            commands = self.commands_by_address[addresses] = self.commands_at(arrays)
         for command in commands:
             command(arrays)
-        if self.hidden and self.device.capturing:
-            lent, tables = self.device.lent, self.addressed
-            graph_capture.in_graphs.extend(arrays[n] for n in self.hidden if n >= tables or not lent(arrays[n]))
+        if self.internal and self.device.capturing:  # the graph uses these arrays whenever it is replayed
+            lent, first_table = self.device.lent, self.first_table
+            graph_capture.in_graphs.extend(arrays[n] for n in self.internal if n >= first_table or not lent(arrays[n]))
         return self.result(arrays)
 
     def commands(self, arrays) -> list:
-        """The commands for a caller who also owns the plan's buffers and runs the commands many times.
+        """The commands on `arrays` (those of `plan.given` and `plan.buffers`), for a caller who runs them many times.
 
-        Each command may be called with None, because none of them is a copy, which alone reads its argument.
+        Each may be called with None in place of the arrays: only copies and fills read them, and there are none.
         """
         assert all(isinstance(step, (Launch, Product, Upload)) for step in self.plan.steps)
-        return self.fill([*arrays, *self.tables])
+        return self.commands_at([*arrays, *self.tables])
 
-    def fill(self, arrays) -> list:
-        """The commands, in order, of an execution on arrays at these addresses; each is called with the arrays."""
+    def commands_at(self, arrays) -> list:
+        """The commands of all steps for `arrays` and any other arrays at the same addresses."""
         addresses = np.array([self.device.pointer(x) for x in arrays], np.int64)
         return [command for step in self.plan.steps if (command := self.command(step, arrays, addresses))]
 
     def command(self, step, arrays, addresses):
-        """The command of one step; None if there is nothing to do."""
+        """The command of one step, or None if the step needs none. `addresses`: those of `arrays`."""
         if isinstance(step, Launch):
             if not step.blocks:
                 return None
-            args = self.packed[step].filled(
-                addresses,
-                lambda box: self.device.tensor_map(
-                    self.reader(forwards(box.array))(arrays), box.columns, box.tokens, box.swizzled, box.heads
-                ),
-            )
+            args = self.packed[step].filled(addresses, lambda tensor_map: self.encoded(tensor_map, arrays))
             smem = step.kernel.shared_bytes + step.more_shared
             launch = self.device.prepared(step.kernel, step.blocks, args, smem, step.together)
             return lambda arrays: launch()
@@ -198,34 +210,41 @@ class CompiledPlan:
             return lambda arrays: self.device.fill(target(arrays))
         return None  # tables were uploaded when the plan was compiled
 
+    def encoded(self, tensor_map, arrays) -> bytes:
+        """A `plan.TensorMap` as the driver's CUtensorMap. The driver takes no negative strides, so reversed tokens are
+        described in the order of their addresses."""
+        x = self.reader(with_ascending_tokens(tensor_map.array))(arrays)
+        return self.device.tensor_map(x, tensor_map.columns, tensor_map.tokens, tensor_map.swizzled, tensor_map.heads)
+
     def reader(self, tree):
-        """A function that returns `tree` with the plan's arrays replaced by an execution's arrays."""
+        """A function of the arrays of an execution that returns `tree`, nested tuples of `plan.Array` and None, with an
+        array on the device in place of each `plan.Array`."""
         if tree is None:
             return lambda arrays: None
         if isinstance(tree, (tuple, list)):
             parts = [self.reader(part) for part in tree]
             return lambda arrays: tuple([part(arrays) for part in parts])
-        number, view = self.number[tree.memory], self.device.view
-        if tree.is_whole:
-            return lambda arrays: arrays[number]
-        return lambda arrays: view(arrays[number], tree.shape, tree.strides, tree.dtype, tree.offset)
+        index, view = self.index_of[tree.memory], self.device.view
+        if tree.covers_memory:
+            return lambda arrays: arrays[index]
+        return lambda arrays: view(arrays[index], tree.shape, tree.strides, tree.dtype, tree.offset)
 
 
-def allocated(buffers, device) -> list:
-    """The buffers as views of one allocation, which gets the same address again more often than many would."""
-    places = np.cumsum([0, *(padded(buffer.nbytes, ALIGNED) for buffer in buffers)])
-    memory = device.empty((int(places[-1]),), np.uint8)
+def in_one_allocation(buffers, device) -> list:
+    """Allocates all buffers at once; returns them as arrays. A single allocation gets an address that was used before
+    more often than many allocations do, and then stored launches can be used again."""
+    offsets = np.cumsum([0, *(padded(buffer.nbytes, BUFFER_ALIGNMENT) for buffer in buffers)]).tolist()
+    memory = device.empty((offsets[-1],), np.uint8)
     return [
-        device.view(memory, buffer.shape, buffer.strides, buffer.dtype, int(at)) for buffer, at in zip(buffers, places)
+        device.view(memory, buffer.shape, buffer.strides, buffer.dtype, offset)
+        for buffer, offset in zip(buffers, offsets)
     ]
 
 
-def maker(buffer: Buffer, device):
-    """A function that allocates the buffer and returns it with its axes as the plan has them, not as in memory."""
+def allocator(buffer: Buffer, device):
+    """A function that allocates a buffer and returns it as an array of the buffer's shape and strides."""
     if buffer.axes == tuple(range(len(buffer.axes))):
         return partial(device.empty, buffer.shape, buffer.dtype)
-    shape, back = (
-        tuple(buffer.shape[axis] for axis in buffer.axes),
-        tuple(map(buffer.axes.index, range(len(buffer.axes)))),
-    )
-    return lambda: device.empty(shape, buffer.dtype).transpose(back)
+    shape_in_memory = tuple(buffer.shape[axis] for axis in buffer.axes)
+    to_callers_axes = tuple(map(buffer.axes.index, range(len(buffer.axes))))
+    return lambda: device.empty(shape_in_memory, buffer.dtype).transpose(to_callers_axes)

@@ -105,7 +105,7 @@ class GatedBackwardPass:
         problem = tile.problem(self.problem, **({} if u is None else {"u": u}))
         inputs = tuple(tile.part(x, axis) for x, axis in zip(self.inputs, "KKVK", strict=True))
         gradients = tuple(tile.part(x, axis) for x, axis in zip(self.gradients, "KKVK", strict=True))
-        dht, dh0 = draft.plain(tile.state(self.dht), "dht"), draft.gradient_of_state(problem)
+        dht, dh0 = draft.as_contiguous(tile.state(self.dht), "dht"), draft.gradient_of_state(problem)
         return GatedBackwardPass(problem, inputs, tile.part(self.do, "V"), gradients, dht, dh0, tile.adds, tile.adds_dv)
 
 
@@ -247,7 +247,7 @@ def tile_after_tile(draft, whole, cut):
     bonus = {}  # first channel of a tile -> u of its channels
     if u is not None:
         bonus = {
-            tile_of_u.channels.start: draft.contiguous(tile_of_u.part(u, "K"), FLOAT32)
+            tile_of_u.channels.start: draft.contiguous_copy(tile_of_u.part(u, "K"), FLOAT32)
             for tile_of_u in tiles
             if not tile_of_u.adds
         }

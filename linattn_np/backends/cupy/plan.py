@@ -1,7 +1,10 @@
-"""A plan is data: the memory that a call needs, the steps that it takes in order, and the arrays that it returns.
+"""A plan describes how a call is computed: the memory it needs, the steps it takes in order, the arrays it returns.
 
-Planners write plans with a `Draft`. They see arrays as `Array`, which has a shape, strides and a place in some memory,
-and no numbers. `execute` runs a plan on a device, again and again on other arrays; `explain` and tests read it.
+A planner (a module with a function `plan`, such as `gated`) writes a plan with a `Draft`. It sees each array as an
+`Array`: a shape, strides and a place in some memory, without numbers. The module `execute` runs a plan on a device, any
+number of times and on other arrays each time; `explain` and tests read it.
+
+Axes: B batch, H heads, T tokens, K channels of queries and keys, V columns of values, N sequences.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from ...contract import CHUNK
 from ...summary import Transition
 
 FLOAT32 = np.dtype(np.float32)
-WORTH_A_LAUNCH = 1 << 20  # bytes of copied arrays
+LARGE_BYTES = 1 << 20  # a copy of so many bytes takes much longer than the launch of a kernel
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -27,25 +30,28 @@ def ceil_div(a: int, b: int) -> int:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
-class Given:
-    """An array of the caller."""
+class CallerArray:
+    """The description of an array that the caller gives, or that another plan has computed."""
 
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype
-    start: int  # its address modulo 16, which is the same in all calls that share a plan
+    address_mod_16: int  # the same in all calls that share a plan
 
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Memory that every execution allocates, without gaps. `axes` is the memory order of the axes: the one with the
-    largest stride first."""
+    """An array that every execution allocates, without gaps between its numbers.
+
+    `axes` lists the axes by falling stride: (0, 2, 1) for [B, H, T] whose heads are neighbours in memory. Buffers start
+    at multiples of 16 bytes.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     axes: tuple[int, ...]
-    start = 0
+    address_mod_16 = 0
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +68,10 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Numbers of the host that are the same in every execution; they are sent to the device once."""
+    """An array on the host whose numbers are the same in every execution; it is copied to the device once."""
 
     host: np.ndarray
-    start = 0
+    address_mod_16 = 0
 
     @property
     def shape(self):
@@ -84,15 +90,15 @@ class Table:
 class Ref:
     """An address: `offset` bytes behind the start of `memory`."""
 
-    memory: Given | Buffer | Table
+    memory: CallerArray | Buffer | Table
     offset: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Array:
-    """Numbers in some memory, with strides in bytes as NumPy has them."""
+    """A view of some memory, with a shape and with strides in bytes, as a NumPy array has."""
 
-    memory: Given | Buffer | Table
+    memory: CallerArray | Buffer | Table
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype
@@ -115,36 +121,36 @@ class Array:
         return Ref(self.memory, self.offset)
 
     @property
-    def start(self) -> int:
+    def address_mod_16(self) -> int:
         """The address modulo 16."""
-        return (self.memory.start + self.offset) % 16
+        return (self.memory.address_mod_16 + self.offset) % 16
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it has all numbers of its memory, with the shape and strides that the memory has."""
+    def covers_memory(self) -> bool:
+        """Whether the view has the same numbers, shape and strides as its memory."""
         return not self.offset and self.shape == self.memory.shape and self.strides == self.memory.strides
 
     def __getitem__(self, key) -> Array:
-        """A view, by slices, integers, None and one Ellipsis."""
-        keys = list(key) if isinstance(key, tuple) else [key]
-        axes = sum(part is not None and part is not Ellipsis for part in keys)
-        at = next((n for n, part in enumerate(keys) if part is Ellipsis), len(keys))
-        keys[at : at + 1] = [slice(None)] * (self.ndim - axes)
+        """A view by slices, integers, None and at most one Ellipsis, as in NumPy."""
+        indices = list(key) if isinstance(key, tuple) else [key]
+        indexed_axes = sum(index is not None and index is not Ellipsis for index in indices)
+        ellipsis = next((n for n, index in enumerate(indices) if index is Ellipsis), len(indices))
+        indices[ellipsis : ellipsis + 1] = [slice(None)] * (self.ndim - indexed_axes)
         shape, strides, offset, axis = [], [], self.offset, 0
-        for part in keys:
-            if part is None:
+        for index in indices:
+            if index is None:
                 shape.append(1)
                 strides.append(0)
                 continue
-            step, size = self.strides[axis], self.shape[axis]
+            stride, size = self.strides[axis], self.shape[axis]
             axis += 1
-            if isinstance(part, slice):
-                first, stop, by = part.indices(size)
-                shape.append(len(range(first, stop, by)))
-                strides.append(step * by)
-                offset += first * step
+            if isinstance(index, slice):
+                first, stop, step = index.indices(size)
+                shape.append(len(range(first, stop, step)))
+                strides.append(stride * step)
+                offset += first * stride
             else:
-                offset += range(size)[part] * step
+                offset += range(size)[index] * stride
         return Array(self.memory, tuple(shape), tuple(strides), self.dtype, offset)
 
     def swapaxes(self, a: int, b: int) -> Array:
@@ -160,20 +166,21 @@ class Array:
         return Array(self.memory, shape, strides, self.dtype, self.offset)
 
     def in_heads(self, heads: int) -> Array:
-        """[..., heads, D / heads] for [..., D]."""
-        size, step = self.shape[-1] // heads, self.strides[-1]
-        shape, strides = (*self.shape[:-1], heads, size), (*self.strides[:-1], size * step, step)
+        """A view [..., D] as [..., heads, D / heads]."""
+        size, stride = self.shape[-1] // heads, self.strides[-1]
+        shape, strides = (*self.shape[:-1], heads, size), (*self.strides[:-1], size * stride, stride)
         return Array(self.memory, shape, strides, self.dtype, self.offset)
 
 
-def whole(memory) -> Array:
-    """All of some memory as an array."""
+def as_array(memory) -> Array:
+    """The view of all numbers of `memory`, a `CallerArray`, `Buffer` or `Table`."""
     return Array(memory, memory.shape, memory.strides, memory.dtype)
 
 
-# -- how arrays lie ----------------------------------------------------------------------------------------------------
+# -- strides and alignment ---------------------------------------------------------------------------------------------
 def has_rows(x) -> bool:
-    """Whether the numbers of a row are neighbours in memory, as kernels ask for; all other strides are free."""
+    """Whether the numbers of each row (the last axis) are neighbours in memory. Kernels need this of every array that
+    they read or write by rows; the other strides may have any value."""
     return x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1 or x.size == 0
 
 
@@ -187,14 +194,15 @@ def is_contiguous(x) -> bool:
 
 
 def aligned16(*arrays) -> bool:
-    """Whether every row of every array starts on 16 bytes and has a multiple of 16 bytes, as 16-byte copies need."""
-    return not any(at % 16 for x in arrays for at in (x.start, *x.strides[:-1], x.shape[-1] * x.dtype.itemsize))
+    """Whether every row of every array starts at a multiple of 16 bytes and is a multiple of 16 bytes long, as copies
+    of 16 bytes at a time need."""
+    return common_bytes(*arrays) == 16
 
 
 def common_bytes(*arrays) -> int:
-    """How many bytes copies may move at once: the largest power of 2, at most 16, of which the start and the length of
-    every row are multiples."""
-    return gcd(16, *(at for x in arrays for at in (x.start, *x.strides[:-1], x.shape[-1] * x.dtype.itemsize)))
+    """The most bytes that a kernel may copy at a time: the largest power of 2, at most 16, that divides the address and
+    the length in bytes of every row."""
+    return gcd(16, *(n for x in arrays for n in (x.address_mod_16, *x.strides[:-1], x.shape[-1] * x.dtype.itemsize)))
 
 
 def mappable(*arrays) -> bool:
@@ -203,45 +211,45 @@ def mappable(*arrays) -> bool:
 
 
 def mappable_either_way(x) -> bool:
-    """Whether a tensor map can describe an array, or the array with its tokens in the opposite order. Then kernels copy
-    rows themselves."""
-    return mappable(x) or mappable(forwards(x))
+    """Whether a tensor map can describe `x` [B, H, T, D], or `x` with its tokens in the opposite order. A kernel that
+    gets such a map of reversed tokens does not use it: it copies the rows of `x` itself."""
+    return mappable(x) or mappable(with_ascending_tokens(x))
 
 
-def forwards(x):
-    """[B, H, T, D] with tokens in the order of memory: reversed if their stride is negative."""
+def with_ascending_tokens(x):
+    """A view of `x` [B, H, T, D] whose tokens are in the order of their addresses: reversed if their stride is < 0."""
     return x[:, :, ::-1] if x.strides[2] < 0 else x
 
 
 def have_positive_strides(arrays) -> bool:
-    """Whether no axis is repeated or runs backwards, and no array is empty."""
+    """Whether no array is empty and every axis of more than one number has a stride above 0."""
     return all(x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
 
 
 def mappable_once_copied(arrays) -> bool:
-    """Whether tensor maps can describe the arrays or contiguous copies of them: none is empty, and rows have a multiple
-    of 16 bytes."""
+    """Whether tensor maps can describe contiguous copies of the arrays: none is empty, and the rows of each are a
+    multiple of 16 bytes long."""
     return all(x.size and x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
 
 
 def token_arrays(problem) -> list:
-    """The arrays of a call that have a row for every token."""
+    """The arrays of a call that have an axis of tokens: u, for example, has none."""
     return [x for name, x in problem.arrays.items() if "T" in problem.op.arrays[name].split()]
 
 
-def are_worth_a_launch(arrays) -> bool:
-    """Whether copies of the arrays, none of which is empty, take much longer than a launch."""
-    return all(x.size for x in arrays) and sum(x.nbytes for x in arrays) >= WORTH_A_LAUNCH
+def are_large(arrays) -> bool:
+    """Whether no array is empty and a copy of all of them takes much longer than the launch of a kernel."""
+    return all(x.size for x in arrays) and sum(x.nbytes for x in arrays) >= LARGE_BYTES
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
+# -- the steps of a plan, and the arguments of kernels -----------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """The description of an array [B, H, T, D] from which Hopper's tensor copies (TMA) fetch boxes: each of `columns`
-    columns, `tokens` tokens and `heads` heads.
+    """A kernel argument that describes an array [B, H, T, D] to Hopper's tensor copies (TMA). One tensor copy moves a
+    box of `heads` heads, `tokens` tokens and `columns` of the D columns between the array and shared memory.
 
-    In shared memory the rows of a box follow each other without gaps; or, if `swizzled`, each has 128 bytes in the
-    128-byte swizzle.
+    In shared memory the rows of a box follow each other without gaps. If `swizzled`, a row has 128 bytes, and its
+    pieces of 16 bytes are permuted by the hardware's 128-byte swizzle.
     """
 
     array: Array
@@ -253,7 +261,8 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Shape:
-    """The kernels' struct `Shape`, member by member: the sizes of a problem, and which tokens each sequence has."""
+    """The members of the kernels' C++ struct `Shape`, in order: a problem's sizes, and which tokens each sequence has.
+    A row of the batch holds one sequence, or several packed ones, or the segments into which a planner cuts one."""
 
     B: int
     H: int
@@ -261,15 +270,15 @@ class Shape:
     K: int
     V: int
     count: int  # sequences in a row of the batch
-    bounds: Ref | None  # the first token of every sequence, and the end of the last; null if all have T tokens
+    bounds: Ref | None  # int64 [count + 1]: each sequence's first token, then T; null if all sequences have T tokens
     chunk: int  # tokens of a chunk
     NC: int  # chunks in a row of the batch
-    chunks: Ref | None  # of every chunk, its first token and its end
-    chunk_bounds: Ref | None  # the first chunk of every sequence, and the number of chunks
+    chunks: Ref | None  # int64 [NC, 2]: each chunk's first token and last token + 1; null where `bounds` is
+    chunk_bounds: Ref | None  # int64 [count + 1]: each sequence's first chunk, then NC; null where `bounds` is
 
     @property
     def all_chunks(self) -> int:
-        """(batch, head, chunk) triples: the blocks of a kernel that takes a chunk a block."""
+        """The chunks of all heads and batch rows: the blocks of a kernel whose blocks compute one chunk each."""
         return self.B * self.H * self.NC
 
 
@@ -278,14 +287,14 @@ SHAPE = tuple(member.name for member in fields(Shape))
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A launch of a kernel with `blocks` blocks; `args` by the names of the kernel's declaration."""
+    """A launch of a `kernel.Kernel` with `blocks` blocks."""
 
     kernel: Any
     blocks: int
-    args: dict
-    reason: str = ""  # why the kernel copies an array of the caller, if it does
-    more_shared: int = 0  # bytes of shared memory behind those that the kernel declares
-    together: bool = False  # whether blocks wait for each other, so that the card must run all at the same time
+    args: dict  # {a member of the kernel's argument struct: its value}
+    reason: str = ""  # if the kernel copies arrays of the caller: which ones and why, for `explain`
+    more_shared: int = 0  # bytes of shared memory per block besides `kernel.shared_bytes`
+    together: bool = False  # whether blocks wait for each other, so that the card must run all of them at the same time
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,44 +309,44 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """target[...] = source, in the target's dtype."""
+    """target[...] = source, converted to the target's dtype."""
 
     source: Array
     target: Array
-    reason: str = ""  # why an array of the caller is copied
+    reason: str = ""  # if an array of the caller is copied: which one and why, for `explain`
 
     @property
     def is_of_bytes(self) -> bool:
-        """Whether it copies one run of bytes to another, unchanged."""
+        """Whether it copies all bytes of one contiguous range of memory to another."""
         same = self.source.dtype == self.target.dtype and self.source.shape == self.target.shape
         return same and is_contiguous(self.source) and is_contiguous(self.target)
 
 
 @dataclass(frozen=True, eq=False)
 class Fill:
-    """Zeros for all of a buffer."""
+    """Zeros for all of a contiguous array."""
 
     target: Array
 
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """The numbers of a table go to the device, once for all executions."""
+    """Copies a table to the device when the plan is compiled; executions skip this step."""
 
     table: Table
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A call as data. `results` is a tree of tuples, arrays and None; `saved` is what the pullback needs besides."""
+    """How a call is computed; see the module."""
 
     buffers: tuple[Buffer, ...]
-    steps: tuple
-    results: object
-    saved: tuple[Array, ...] = ()
-    given: tuple[Given, ...] = ()  # the caller's arrays, in the order in which `execute` is handed them
-    mode: str | None = None
-    tiles: dict = field(default_factory=dict)  # the sizes that the main kernels work in, for `explain`
+    steps: tuple  # of Launch, Product, Copy, Fill and Upload
+    results: object  # nested tuples whose leaves are arrays and None
+    saved: tuple[Array, ...] = ()  # arrays that a later plan reads, such as the pullback's
+    given: tuple[CallerArray, ...] = ()  # in the order in which `execute` gets the arrays of a call
+    mode: str | None = None  # the mode in which the call is computed, such as "chunk"
+    tiles: dict = field(default_factory=dict)  # {name: size} of tiles, chunks and segments, for `explain`
     against: dict = field(default_factory=dict)  # {another way of computing the call: why it is not taken}, likewise
 
     @property
@@ -350,18 +359,18 @@ class Plan:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Which of the caller's arrays are copied, and why."""
+        """The reasons of all steps that copy arrays of the caller: which ones, and why."""
         return tuple(step.reason for step in self.steps if isinstance(step, (Copy, Launch)) and step.reason)
 
     @property
     def scratch(self) -> int:
-        """Bytes that an execution allocates besides the results and what the pullback needs."""
-        kept = {id(x.memory) for x in arrays_in((self.results, self.saved))}
-        return sum(buffer.nbytes for buffer in self.buffers if id(buffer) not in kept)
+        """Bytes of the buffers that are neither results nor saved."""
+        returned = {id(x.memory) for x in arrays_in((self.results, self.saved))}
+        return sum(buffer.nbytes for buffer in self.buffers if id(buffer) not in returned)
 
 
 def arrays_in(tree) -> list:
-    """The leaves of a tree of tuples, without None."""
+    """The leaves of nested tuples and lists, without None."""
     if isinstance(tree, (tuple, list)):
         return [x for part in tree for x in arrays_in(part)]
     return [] if tree is None else [tree]
@@ -371,14 +380,19 @@ def arrays_in(tree) -> list:
 class Draft:
     """A plan that is being written: its methods allocate buffers and append steps.
 
-    numbers : of a kernel's arguments by their names; a launch that does not name one of them takes it from here
+    A method with a parameter `name` or `reason` may copy an array of the caller: `name` is the array's, and `reason` is
+    the text that `explain` prints for the copy.
+
+    default_args : kernel arguments by name, which every launch passes unless it passes others of these names
     """
 
-    def __init__(self, **numbers):
-        self.buffers, self.steps, self.made_plain, self.numbers = [], [], {}, numbers
+    def __init__(self, **default_args):
+        self.buffers, self.steps, self.default_args = [], [], default_args
+        self.contiguous_versions: dict[tuple, Array] = {}  # (array, dtype) -> its copy by `as_contiguous`
 
-    def plan(self, results, **more) -> Plan:
-        return Plan(tuple(self.buffers), tuple(self.steps), results, **more)
+    def plan(self, results, **fields) -> Plan:
+        """The finished plan; `fields`: those of `Plan` besides buffers, steps and results."""
+        return Plan(tuple(self.buffers), tuple(self.steps), results, **fields)
 
     def include(self, plan: Plan):
         """Appends the buffers and steps of another plan, and returns its results."""
@@ -387,9 +401,10 @@ class Draft:
         return plan.results
 
     def empty(self, shape, dtype, axes=None) -> Array:
+        """A new array; `axes`: its axes by falling stride, those of C order if None."""
         buffer = Buffer(tuple(shape), np.dtype(dtype), tuple(range(len(shape))) if axes is None else axes)
         self.buffers.append(buffer)
-        return whole(buffer)
+        return as_array(buffer)
 
     def zeros(self, shape, dtype) -> Array:
         x = self.empty(shape, dtype)
@@ -397,28 +412,30 @@ class Draft:
         return x
 
     def fill(self, x: Array):
-        """Zeros for all of a new array."""
+        """Writes zeros to `x`, which must be contiguous."""
         self.steps.append(Fill(x))
 
     def like(self, prototype: Array, dtype=None, shape=None) -> Array:
-        """A new array with the axes in the memory order of `prototype`; contiguous where `has_rows` would fail."""
+        """A new array whose axes have the memory order of the `prototype`'s, or C order if `has_rows` would fail."""
         shape, dtype = prototype.shape if shape is None else shape, prototype.dtype if dtype is None else dtype
         axes = sorted(range(len(shape)), key=lambda axis: -abs(prototype.strides[axis]))
         ordered = Buffer(tuple(shape), np.dtype(dtype), tuple(axes))
-        return self.empty(shape, dtype, ordered.axes if has_rows(whole(ordered)) else None)
+        return self.empty(shape, dtype, ordered.axes if has_rows(as_array(ordered)) else None)
 
     def with_shape(self, x: Array, shape) -> Array:
-        """`x` if it has the shape, or new memory in the same order."""
+        """`x` if it has this shape, else a new array of this shape (`like` x)."""
         return x if x.shape == shape else self.like(x, shape=shape)
 
     def table(self, host) -> Array:
+        """An array on the device with the numbers of the NumPy array `host`."""
         table = Table(np.ascontiguousarray(host))
         self.steps.append(Upload(table))
-        return whole(table)
+        return as_array(table)
 
     def launch(self, kernel, blocks: int, /, reason="", more_shared=0, together=False, **args):
-        numbers = {name: self.numbers[name] for name in kernel.names & self.numbers.keys()}
-        self.steps.append(Launch(kernel, blocks, kernel.complete(numbers | args), reason, more_shared, together))
+        """Appends a `Launch`; `args`: the members of the kernel's argument struct that `default_args` lacks."""
+        defaults = {name: self.default_args[name] for name in kernel.names & self.default_args.keys()}
+        self.steps.append(Launch(kernel, blocks, kernel.complete(defaults | args), reason, more_shared, together))
 
     def product(self, w: Array, x: Array, y: Array, add=False):
         self.steps.append(Product(w, x, y, add))
@@ -428,100 +445,116 @@ class Draft:
 
     # -- copies that are made only where they are needed --
     def cast(self, x: Array, dtype, reason="") -> Array:
-        """`x` in `dtype`, in the same memory order."""
+        """`x`, or a copy in `dtype` with the same memory order if its dtype is another one."""
         if x.dtype == dtype:
             return x
-        found = self.like(x, dtype)
-        self.copy(x, found, reason)
-        return found
+        copied = self.like(x, dtype)
+        self.copy(x, copied, reason)
+        return copied
 
-    def contiguous(self, x: Array, dtype=None, reason="") -> Array:
-        """A contiguous copy of `x`."""
-        found = self.empty(x.shape, x.dtype if dtype is None else dtype)
-        self.copy(x, found, reason)
-        return found
+    def contiguous_copy(self, x: Array, dtype=None, reason="") -> Array:
+        """A contiguous copy of `x`, in its own dtype if `dtype` is None."""
+        copied = self.empty(x.shape, x.dtype if dtype is None else dtype)
+        self.copy(x, copied, reason)
+        return copied
 
-    def plain(self, x: Array | None, name: str, dtype=FLOAT32) -> Array | None:
-        """`x` as a contiguous array of `dtype`."""
+    def as_contiguous(self, x: Array | None, name: str, dtype=FLOAT32) -> Array | None:
+        """`x`, or a contiguous copy in `dtype` if it is not contiguous or has another dtype. An array is copied once,
+        however often this is called."""
         if x is None or x.dtype == dtype and is_contiguous(x):
             return x
-        if (x, dtype) not in self.made_plain:
+        if (x, dtype) not in self.contiguous_versions:
             reason = f"{name}: the kernels read it as contiguous {dtype}"
-            self.made_plain[x, dtype] = self.contiguous(x, dtype, reason)
-        return self.made_plain[x, dtype]
+            self.contiguous_versions[x, dtype] = self.contiguous_copy(x, dtype, reason)
+        return self.contiguous_versions[x, dtype]
 
     def in_rows(self, x: Array, name: str) -> Array:
-        return x if has_rows(x) else self.contiguous(x, reason=f"{name}: its last axis is not contiguous")
+        """`x`, or a contiguous copy if `has_rows` fails."""
+        return x if has_rows(x) else self.contiguous_copy(x, reason=f"{name}: its last axis is not contiguous")
 
     def mapped(self, x: Array, name: str, fits=mappable_either_way) -> Array:
-        """`x`, or a copy of it where a tensor map cannot describe it, whichever way its tokens run."""
+        """`x`, or a contiguous copy if `fits` fails: by default, if a tensor map cannot describe `x`, nor `x` with its
+        tokens reversed."""
         x = self.in_rows(x, name)
-        return x if fits(x) else self.contiguous(x, reason=f"{name}: a tensor map cannot describe it")
+        return x if fits(x) else self.contiguous_copy(x, reason=f"{name}: a tensor map cannot describe it")
 
     def aligned(self, x: Array | None, name: str) -> Array | None:
-        """`x`, or a copy of it where it does not start on 16 bytes."""
-        return x if x is None or x.start == 0 else self.contiguous(x, reason=f"{name}: it does not start on 16 bytes")
+        """`x`, or a contiguous copy if its address is not a multiple of 16 bytes."""
+        if x is None or x.address_mod_16 == 0:
+            return x
+        return self.contiguous_copy(x, reason=f"{name}: it does not start on 16 bytes")
 
-    # -- a problem's arrays --
+    # -- the arrays of a call: `problem` as `describe` returns it --
     def inputs(self, problem) -> tuple[Array, ...]:
-        """The arrays of the call except the bonus u, in the order of the declaration; copies where `has_rows` fails."""
+        """The arrays of the call except the bonus u, in the order of the declaration, each by `in_rows`."""
         return tuple(self.in_rows(x, name) for name, x in problem.arrays.items() if name != "u")
 
     def mapped_inputs(self, problem, fits=mappable_either_way) -> tuple[Array, ...]:
-        """The same; copies where `fits` fails, by default where tensor maps cannot describe an array."""
+        """The arrays of the call except the bonus u, in the order of the declaration, each by `mapped`."""
         return tuple(self.mapped(x, name, fits) for name, x in problem.arrays.items() if name != "u")
 
     def bonus(self, problem) -> Array | None:
-        """u as contiguous [H, K]."""
-        return self.plain(problem.arrays.get("u"), "u", problem.compute_dtype)
+        """The bonus u [H, K] of RWKV-6, contiguous; None for an operator without one."""
+        return self.as_contiguous(problem.arrays.get("u"), "u", problem.compute_dtype)
 
     def initial(self, problem) -> Array | None:
+        """The initial state [N, H, K, V], contiguous; None if the caller gives none."""
         given = problem.initial_state and problem.initial_state[0]
-        return self.plain(given, "initial_state", problem.compute_dtype)
+        return self.as_contiguous(given, "initial_state", problem.compute_dtype)
 
     def final(self, problem) -> Array | None:
-        """The final state, in the memory that a model has for it, or new."""
+        """The array [N, H, K, V] to which kernels write the final state: a model's own (the option "final_state"), or a
+        new one if the caller asks for the final state, else None."""
         if "final_state" in problem.options:
             return problem.options["final_state"]
         return self.empty(problem.shape("N H K V"), problem.compute_dtype) if problem.output_final_state else None
 
-    def stored(self, problem, final):
-        """(the final state in the dtype that the caller wants,), or None."""
+    def in_state_dtype(self, problem, final):
+        """(`final` in the dtype that the caller asked for,), or None if `final` is None."""
         return None if final is None else (self.cast(final, problem.state_dtype),)
 
     def output(self, problem, fits=has_rows) -> Array:
-        """o where the caller wants it, if kernels can write it there, or new in the memory order of the first input."""
+        """The array to which kernels write o: the caller's `out` if there is one and `fits(out)`, else a new array with
+        the memory order of the first input. `give_back` copies it to `out` if necessary."""
         if problem.out is not None and fits(problem.out):
             return problem.out
         return self.like(next(iter(problem.arrays.values())), problem.dtype, problem.shape(problem.op.out))
 
     def give_back(self, problem, o) -> Array:
-        """The caller's `out`, to which o is copied if the kernels could not write there, or o if there is no `out`."""
+        """What a call returns for `o`: the caller's `out`, to which o is copied if kernels wrote o elsewhere; `o` if
+        there is no `out`."""
         if problem.out is None or o is problem.out:
             return o
         self.copy(o, problem.out, "out: the kernels cannot write it as it lies")
         return problem.out
 
     def results(self, problem, o, final) -> tuple:
-        """(o, the final state's parts or None) as the caller wants them."""
-        return self.give_back(problem, o), self.stored(problem, final)
+        """What a call returns: (o, the final state), by `give_back` and `in_state_dtype`."""
+        return self.give_back(problem, o), self.in_state_dtype(problem, final)
 
-    # -- the arrays of its pullback --
+    # -- the arrays of the call's pullback --
     def cotangents(self, problem, do, dht) -> tuple[Array, Array | None]:
-        """(do in the dtype of the inputs, as `has_rows` asks for; the final state's gradient, contiguous, or None)."""
+        """(do in the dtype of the inputs and with `has_rows`; the final state's gradient [N, H, K, V], contiguous, or
+        None). `dht`: (the final state's gradient,) or None."""
         do = self.in_rows(self.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
-        return do, self.plain(None if dht is None else dht[0], "dht", problem.compute_dtype)
+        return do, self.as_contiguous(None if dht is None else dht[0], "dht", problem.compute_dtype)
 
     def gradient_of_state(self, problem) -> Array | None:
-        """Memory for the initial state's gradient, if there is an initial state."""
+        """A new array for the initial state's gradient [N, H, K, V]; None if there is no initial state."""
         return None if problem.initial_state is None else self.empty(problem.shape("N H K V"), problem.compute_dtype)
 
     def stored_gradient(self, problem, dh0):
-        """The initial state's gradient in the dtype of the state."""
+        """(the initial state's gradient in the dtype of the caller's initial state,), or None if `dh0` is None."""
         return None if dh0 is None else (self.cast(dh0, problem.initial_state[0].dtype),)
 
     def shape(self, problem, spans=None, chunk=None, **changed) -> Shape:
-        """The `Shape` of a problem. `spans`: token ranges that take the place of sequences; `changed`: other K or V."""
+        """The argument `Shape` of a kernel.
+
+        spans : ranges of tokens (`varlen.Spans`) that the kernel treats as sequences, such as segments; by default the
+            problem's own sequences
+        chunk : tokens of a chunk, by default as the caller gave it, or `CHUNK`
+        changed : K or V, if the kernel's arrays have other sizes than the problem's
+        """
         B, H, T = problem.shape("B H T")
         dense, chunk = spans is None and not problem.varlen, chunk or problem.chunk_size or CHUNK
         spans = spans or problem.spans
@@ -531,14 +564,14 @@ class Draft:
             return Shape(**sizes, NC=ceil_div(T, chunk), bounds=None, chunks=None, chunk_bounds=None)
         bounds, chunk_bounds, chunks = spans.bounds, spans.chunk_bounds(chunk), spans.chunks(chunk)
         table = self.table(np.concatenate([bounds, chunk_bounds, chunks.ravel()])).memory
-        ends = np.cumsum([bounds.nbytes, chunk_bounds.nbytes]).tolist()
-        places = Ref(table), Ref(table, ends[0]), Ref(table, ends[1])
-        return Shape(**sizes, NC=len(chunks), bounds=places[0], chunk_bounds=places[1], chunks=places[2])
+        chunk_bounds_ref = Ref(table, bounds.nbytes)
+        chunks_ref = Ref(table, bounds.nbytes + chunk_bounds.nbytes)
+        return Shape(**sizes, NC=len(chunks), bounds=Ref(table), chunk_bounds=chunk_bounds_ref, chunks=chunks_ref)
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
+# -- descriptions of calls ---------------------------------------------------------------------------------------------
 def arrays_of(problem) -> list:
-    """The caller's arrays on the device."""
+    """The arrays on the device that the caller of a checked call gave, in the order of `describe`."""
     arrays = [*problem.arrays.values(), *(problem.initial_state or ())]
     if problem.out is not None:
         arrays.append(problem.out)
@@ -546,71 +579,73 @@ def arrays_of(problem) -> list:
 
 
 def array_options(problem) -> list[str]:
-    """The options of a step that are arrays on the device: slots may be numbers of the host."""
-    names, option = ("state", "pending", "accepted"), problem.options.get
-    found = [name for name in names if option(name) is not None]
-    return found if isinstance(option("slots"), (type(None), np.ndarray)) else [*found, "slots"]
+    """The names of the options that are arrays on the device. Only steps (one-token operators) have such options; their
+    `slots` may also be an array on the host."""
+    option = problem.options.get
+    names = [name for name in ("state", "pending", "accepted") if option(name) is not None]
+    return names if isinstance(option("slots"), (type(None), np.ndarray)) else [*names, "slots"]
 
 
 def describe(problem, device) -> tuple:
-    """(the problem as planners see it: with an `Array` for each of the caller's arrays, and without the mode "auto";
-    the memory of these arrays, in the order of `arrays_of`)."""
-    given = []
+    """(a checked call as planners get it: with an `Array` in place of each array, and a mode in place of "auto"; a
+    `CallerArray` for each array, in the order of `arrays_of`)."""
+    given: list[CallerArray] = []
 
-    def seen(name, x):
-        if x is None:
-            return None
-        given.append(describe_array(name, x, device))
-        return whole(given[-1])
+    def described(name, x):
+        return describe_tree(name, x, device, given)
 
-    arrays = {name: seen(name, x) for name, x in problem.arrays.items()}
-    initial = problem.initial_state and tuple(seen("initial_state", part) for part in problem.initial_state)
-    out, options = seen("out", problem.out), dict(problem.options)
+    arrays = {name: described(name, x) for name, x in problem.arrays.items()}
+    initial = problem.initial_state and described("initial_state", problem.initial_state)
+    out, options = described("out", problem.out), dict(problem.options)
     for name in array_options(problem):
-        options[name] = seen(name, options[name])
-    seen_problem = problem.replace(
+        options[name] = described(name, options[name])
+    described_problem = problem.replace(
         arrays=arrays, initial_state=initial, out=out, options=options, mode=mode_of(problem), memo=None, example=None
     )
-    return seen_problem, tuple(given)
+    return described_problem, tuple(given)
 
 
 def mode_of(problem) -> str:
-    """The mode that "auto" stands for on a GPU: "chunk", or "staged" if the state of every chunk is asked for. A delta
-    rule's planner chooses."""
+    """The mode that "auto" stands for on a GPU: "chunk", or "staged" if the caller asks to materialize the states of
+    all chunks. For delta rules "auto" is returned: their planner chooses."""
     if problem.mode != "auto" or problem.op.transition is Transition.RANK_ONE:
         return problem.mode
     return "staged" if problem.materialize else "chunk"
 
 
-def contiguous(name, shape, dtype) -> Given:
-    """The description of a contiguous array of a caller that starts on 16 bytes."""
+def caller_array(name, shape, dtype) -> CallerArray:
+    """The description of a contiguous array whose address is a multiple of 16 bytes."""
     buffer = Buffer(tuple(shape), dtype, tuple(range(len(shape))))
-    return Given(name, buffer.shape, buffer.strides, dtype, 0)
+    return CallerArray(name, buffer.shape, buffer.strides, dtype, 0)
 
 
-def describe_array(name, x, device) -> Given:
-    """The description of a caller's array `x`, or `x` if it is one."""
-    if isinstance(x, Given):
+def describe_array(name, x, device) -> CallerArray:
+    """The description of an array `x` on the device; `x` itself if it is a description already."""
+    if isinstance(x, CallerArray):
         return x
-    return Given(name, tuple(x.shape), tuple(x.strides), x.dtype, device.pointer(x) % 16)
+    return CallerArray(name, tuple(x.shape), tuple(x.strides), x.dtype, device.pointer(x) % 16)
 
 
-def describe_parts(device, **parts: dict) -> tuple[SimpleNamespace, tuple[Given, ...], list]:
-    """(a namespace for each part, with an `Array` for each array by its name; their memory; the arrays, in the order
-    of it). None stays None."""
-    given: list[Given] = []
-    found = {
+def describe_parts(device, **parts: dict) -> tuple[SimpleNamespace, tuple[CallerArray, ...], list]:
+    """Descriptions of arrays in named groups, for the plans of language models.
+
+    `parts` is {group: {name: an array, nested tuples of arrays, or None}}. Returns (a namespace of namespaces, with an
+    `Array` as `.group.name`; a `CallerArray` for each array; the arrays in the same order).
+    """
+    given: list[CallerArray] = []
+    groups = {
         part: SimpleNamespace(**{name: describe_tree(name, x, device, given) for name, x in arrays.items()})
         for part, arrays in parts.items()
     }
-    return SimpleNamespace(**found), tuple(given), [x for part in parts.values() for x in arrays_in([*part.values()])]
+    return SimpleNamespace(**groups), tuple(given), [x for part in parts.values() for x in arrays_in([*part.values()])]
 
 
 def describe_tree(name, tree, device, given):
-    """A tree of arrays with an `Array` for each; their memory is appended to `given`."""
+    """`tree` (an array, nested tuples of arrays, or None) with an `Array` in place of each array, whose `CallerArray`
+    is appended to `given`."""
     if isinstance(tree, tuple):
         return tuple(describe_tree(name, part, device, given) for part in tree)
     if tree is None:
         return None
     given.append(describe_array(name, tree, device))
-    return whole(given[-1])
+    return as_array(given[-1])

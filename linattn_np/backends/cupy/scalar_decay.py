@@ -183,7 +183,7 @@ def in_float32(draft, gla):
 def joined_state(draft, problem, parts, name):
     """[S | z] of the state's `parts` S [N, H, K, V] and z [N, H, K]."""
     N, H, K, V = problem.shape("N H K V")
-    S, z = (draft.plain(part, name, problem.compute_dtype) for part in parts)
+    S, z = (draft.as_contiguous(part, name, problem.compute_dtype) for part in parts)
     return with_last(draft, S, z[..., None], (N, H, K, ceil_div(V + 1, WHOLE) * WHOLE), "")
 
 

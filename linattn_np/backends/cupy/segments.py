@@ -46,7 +46,7 @@ from .gated_kernels import (
 from .plan import (
     FLOAT32,
     aligned16,
-    are_worth_a_launch,
+    are_large,
     ceil_div,
     common_bytes,
     has_rows,
@@ -244,7 +244,7 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
 def forward_cut(problem, device) -> ForwardCut:
     """For gates of every channel. Where kernels would load 2 bytes at a time, copies and they together are faster."""
     arrays = token_arrays(problem)
-    if are_worth_a_launch(arrays) and "final_state" not in problem.options and common_bytes(*arrays) == 2:
+    if are_large(arrays) and "final_state" not in problem.options and common_bytes(*arrays) == 2:
         return ForwardCut(COPIED)
     if are_small(problem, device):
         return small_forward_cut(problem, device)
@@ -430,7 +430,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) 
         P = tiles_segments(problem, device, arrays)
         if P:
             return BackwardCut(TILED, device, P, short=short_segment_of(problem, device, P))
-    if are_worth_a_launch([*arrays, do]) and not aligned16(*arrays, do):  # copies and all are 10 times as fast
+    if are_large([*arrays, do]) and not aligned16(*arrays, do):  # copies and all are 10 times as fast
         return BackwardCut(COPIED, device)
     if are_small(problem, device):
         return small_backward_cut(problem, device)

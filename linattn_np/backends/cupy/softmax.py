@@ -216,8 +216,8 @@ def plan_vjp(problem, device, do, dht, saved):
     inputs, sinks = attention.inputs, attention.sinks
     do, _ = draft.cotangents(problem, do, None)
     if device.capability == 90 and problem.dtype in HALF and not mappable(do) and mappable(*inputs.values()):
-        do = draft.contiguous(do, reason="do: a tensor map cannot describe it")
-    dL = draft.plain(dht and dht[0], "dlse", problem.compute_dtype)
+        do = draft.contiguous_copy(do, reason="do: a tensor map cannot describe it")
+    dL = draft.as_contiguous(dht and dht[0], "dlse", problem.compute_dtype)
     dq, dk, dv = (draft.like(x) for x in inputs.values())
     statistics = draft.empty((*problem.shape("B H"), attention.numbers["chunks"], 2, STATISTICS), problem.compute_dtype)
     passes = {
@@ -270,7 +270,7 @@ class SoftmaxLaunches:
     def __init__(self, draft, problem, device):
         self.draft, self.problem, self.device = draft, problem, device
         self.inputs = {name: draft.in_rows(problem.arrays[name], name) for name in "qkv"}
-        self.sinks = draft.plain(problem.arrays.get("sinks"), "sinks", problem.compute_dtype)
+        self.sinks = draft.as_contiguous(problem.arrays.get("sinks"), "sinks", problem.compute_dtype)
         B, H, T, K, V, HK = problem.shape("B H T K V HK")
         left, right = softmax_tiles.window(problem)
         self.numbers = {"B": B, "H": H, "group": H // max(HK, 1), "Tq": T, "K": K, "V": V, "left": left, "right": right}

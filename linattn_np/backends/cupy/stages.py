@@ -96,7 +96,7 @@ def plan(problem, device):
     stages = Stages(draft, problem, draft.like)
     results = getattr(stages, name)(*draft.inputs(problem))
     if name == "inter_chunk":
-        results = results[0], draft.stored(problem, results[1])
+        results = results[0], draft.in_state_dtype(problem, results[1])
     if name == "combine":
         results = draft.give_back(problem, results)
     tiled = name == "intra_chunk" and problem.dtype != DOUBLE
@@ -183,7 +183,7 @@ class Stages:
         o, shape = self.draft.output(self.problem), self.shape
         B, H, NC, K, V = h.shape
         if h.strides[2] != K * h.strides[3]:  # the kernel reads chunks and channels as one axis
-            h = self.draft.contiguous(h, reason="h: its chunks are not side by side")
+            h = self.draft.contiguous_copy(h, reason="h: its chunks are not side by side")
         states = Array(h.memory, (B, H, NC * K, V), (*h.strides[:2], *h.strides[3:]), h.dtype, h.offset)
         access = {}
         if v.dtype == DOUBLE:

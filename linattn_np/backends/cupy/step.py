@@ -45,7 +45,7 @@ def plan(problem, device):
     if isinstance(slots, np.ndarray):
         slots = draft.table(slots)
     o, kernel = draft.output(problem), RecurrentStep(read_order(problem.op), problem.dtype, g.dtype, state.dtype)
-    u = draft.plain(problem.arrays.get("u"), "u", DOUBLE if DOUBLE in (problem.dtype, state.dtype) else FLOAT32)
+    u = draft.as_contiguous(problem.arrays.get("u"), "u", DOUBLE if DOUBLE in (problem.dtype, state.dtype) else FLOAT32)
     arrays = {"q": q, "k": k, "v": v, "g": g, "o": o, "u": u, "state": state, "slots": slots}
     sizes = {"H": H, "K": K, "V": V, "scale": problem.scale, "pieces": aligned16(state)}
     draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **arrays, **sizes)

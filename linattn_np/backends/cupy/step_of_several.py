@@ -73,7 +73,7 @@ def plan(problem, device):
     kernel = StepOfSeveral(rule, problem.dtype, inputs.gate, state.dtype, channels(K))
     arrays = {name: x for name, x in inputs.arrays.items() if name != "u"}
     arrays |= {"state": state, "pending": pending, "slots": slots, "accepted": options["accepted"], "o": o}
-    arrays["bonus"] = draft.plain(problem.arrays.get("u"), "u", kernel.real)
+    arrays["bonus"] = draft.as_contiguous(problem.arrays.get("u"), "u", kernel.real)
     sizes = {"H": H, "T_": T, "K": K, "V": V, "M": pending.shape[2], "group": inputs.group}
     how = {"scale": problem.scale, "normalized": inputs.normalized, "pieces": aligned16(state)}
     draft.launch(kernel, B * H, **arrays, **sizes, **how)

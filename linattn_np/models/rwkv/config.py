@@ -7,9 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..number_checks import real, shown
-from .names import blocks_of
+from .names import blocks_of, unwrapped
 from .version import LAYER_NORM_EPS, NORM_EPS_NAME, Version
 
+HUGGING_FACE_SIZES = {  # its num_attention_heads is 64 in files of 32 heads, and no model reads it
+    "vocab_size": "V",
+    "hidden_size": "D",
+    "attention_hidden_size": "D",
+    "intermediate_size": "F",
+    "num_hidden_layers": "L",
+    "head_size": "N",
+}
 FLA_NORMS = ("attn_norm", "ffn_norm", "pre_norm", "model.norm")  # norms without bias if `norm_bias` is false
 
 
@@ -17,9 +25,12 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
     """`weights` with Hugging Face's or fla's names, completed by what their config says; others are returned unchanged.
 
     The array NORM_EPS_NAME is added: the eps of the layer norms and of the group norm; so are biases of 0 for norms
-    without bias, and tied matrices. ContractError for a value that is not supported.
+    without bias, and tied matrices. ContractError for a value that is not supported, or fla's names without a config.
     """
+    weights = unwrapped(weights)
     prefix = blocks_of(weights)
+    if config is None and prefix == "model.layers." and NORM_EPS_NAME not in weights:
+        version.refuse("the weights have fla's names, expected its config.json beside them, which has the norms' eps")
     if config is None or prefix == "blocks.":
         return weights
     completed_weights = dict(weights)
@@ -45,6 +56,20 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
     if config.get("tie_word_embeddings") and table in completed_weights:
         completed_weights[head] = completed_weights[table]
     return completed_weights
+
+
+def check_sizes(version: Version, weights: Mapping, config: Mapping | None, sizes: Mapping):
+    """ContractError if the config of `weights` with Hugging Face's or fla's names says other sizes than theirs."""
+    prefix = blocks_of(unwrapped(weights))
+    if config is None or prefix == "blocks.":
+        return
+    axes = version.fla_sizes if prefix == "model.layers." else HUGGING_FACE_SIZES
+    for field, axis in axes.items():
+        value, size = config.get(field), sizes.get(axis)  # a single block of RWKV-7 has no rank of values
+        if field == "num_heads" and config.get("head_dim") is not None:
+            continue  # fla does not read it then
+        if None not in (value, size) and value not in (size, [size] * sizes["L"]):
+            version.refuse(f"config.json has {field} {shown(value)}, but the weights have {size}")
 
 
 def eps(version, config, field, default) -> float:

@@ -20,7 +20,7 @@ from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.execute import CompiledPlan
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
-from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
+from ...backends.cupy.plan import Array, Draft, Plan, caller_array, ceil_div, describe_parts
 from ...errors import ContractTypeError, NotSupported
 from ..devices import NotCopied
 from . import names
@@ -184,7 +184,7 @@ class CudaDecoder(NotCopied):
         """Enqueues a step on the current stream; returns ``logits`` [B, V]. `state` is updated in place.
 
         tokens : int64 [B] on the device, each below V; with `greedy` they are replaced by the most likely next tokens.
-        state : P rows on the device, contiguous, float32 except for `wkv`, which has `state_dtype`.
+        state : P rows on the device, caller_array, float32 except for `wkv`, which has `state_dtype`.
         slots : int64 [B] on the device, all different, or None
             The row of the state that belongs to each sequence; without slots P = B and sequence b has row b.
 
@@ -253,8 +253,8 @@ class CudaDecoder(NotCopied):
     def compile(self):
         """Starts to compile the kernels of a step in the background."""
         parts = shapes_and_dtypes(self.sizes | {"L": 1}, 1, self.state_dtype)
-        state = State(**{name: contiguous(name, *how) for name, how in parts.items()})
-        plan, _ = self.plan_of(contiguous("tokens", (self.batch,), INT64), state, None, False, 1)
+        state = State(**{name: caller_array(name, *how) for name, how in parts.items()})
+        plan, _ = self.plan_of(caller_array("tokens", (self.batch,), INT64), state, None, False, 1)
         self.device.compile(plan.kernels)
 
     def check(self, tokens, state, slots):

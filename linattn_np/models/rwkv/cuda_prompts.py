@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.execute import CompiledPlan, allocated
+from ...backends.cupy.execute import CompiledPlan, in_one_allocation
 from ...backends.cupy.kernel import INT8
-from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts
+from ...backends.cupy.plan import Array, Buffer, Draft, Plan, caller_array, describe_parts
 from ...varlen import Spans
 from .cuda_weights import FLOAT32, SCALES, widened
 from .state import STATE, State, shapes_and_dtypes
@@ -36,13 +36,13 @@ class Prompts:
         self.wanted = rows.last if last else np.arange(rows.bounds[-1])
         parts = shapes_and_dtypes(decoder.sizes, len(rows.first), FLOAT32)
         self.state = {f"{name}_{when}": shape[1:] for when in ("before", "after") for name, (shape, _) in parts.items()}
-        self.x = contiguous("x", (int(rows.bounds[-1]), decoder.sizes["D"]), FLOAT32)
+        self.x = caller_array("x", (int(rows.bounds[-1]), decoder.sizes["D"]), FLOAT32)
         self.carried = decoder.pieces.carried(decoder, self.x.shape[0])
-        given = {name: contiguous(name, shape, FLOAT32) for name, shape in self.state.items()}
-        given |= {name: contiguous(name, *array) for name, array in self.carried.items()}
-        tokens = contiguous("tokens", self.x.shape[:1], np.dtype(np.int64))
+        given = {name: caller_array(name, shape, FLOAT32) for name, shape in self.state.items()}
+        given |= {name: caller_array(name, *array) for name, array in self.carried.items()}
+        tokens = caller_array("tokens", self.x.shape[:1], np.dtype(np.int64))
         self.result = (len(self.wanted), decoder.sizes["D" if hidden else "V"])
-        result = contiguous("result", self.result, FLOAT32)
+        result = caller_array("result", self.result, FLOAT32)
         whole = vars(decoder.whole)
         self.start = self.compiled(self.draw_start, {"tokens": tokens, "x": self.x, **whole})
         draw_end = self.draw_last_norm if hidden else self.draw_head
@@ -56,7 +56,7 @@ class Prompts:
         slots = None if slots is None else device.upload(slots)
         layer_arrays = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
         other_buffers = [*(buffer(*array) for array in self.carried.values()), *self.layer.plan.buffers]
-        memory = allocated([*layer_arrays, *other_buffers], device)
+        memory = in_one_allocation([*layer_arrays, *other_buffers], device)
         (x, *states), buffers = memory[: len(layer_arrays)], memory[len(layer_arrays) :]
         before, after = states[: len(STATE)], states[len(STATE) :]
         result = device.empty(self.result, FLOAT32)

@@ -24,7 +24,7 @@ from ..quantised import collected, of_bits
 from ..sampling import Sampling
 from ..training_products import HostProducts
 from . import names
-from .config import completed
+from .config import check_sizes, completed
 from .cpu_layers import cpu_layers
 from .numpy_layers import NumpyLayers
 from .parameters import Layout
@@ -106,7 +106,10 @@ class Model:
     @classmethod
     def parameters(cls, weights: Mapping, config: Mapping | None) -> tuple[dict, dict[str, int]]:
         """(the weights by official name, quantised matrices joined with their scales; the model's sizes)."""
-        return names.parameters(cls.version, completed(cls.version, collected(weights), config))
+        weights = collected(weights)
+        official_weights, sizes = names.parameters(cls.version, completed(cls.version, weights, config))
+        check_sizes(cls.version, weights, config, sizes)
+        return official_weights, sizes
 
     def __repr__(self):
         sizes = "{L} layers, {D} channels, {H} heads of {N}, {V:,} tokens".format(**self.sizes)

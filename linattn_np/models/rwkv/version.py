@@ -65,6 +65,9 @@ MODEL = {
     "ln_out": norm("ln_out"),
 }
 
+# Fields of flash-linear-attention's config that every version has, and the axes whose sizes they are.
+FLA_SIZES = {"vocab_size": "V", "hidden_size": "D", "intermediate_size": "F", "num_hidden_layers": "L"}
+
 
 @dataclass(frozen=True)
 class Version:
@@ -80,6 +83,7 @@ class Version:
         official name, which returns (the name in the file, the function that converts the file's array))
     others : a function of the weights in a file. It returns {part of a name: the other version that has such names}
     fla_fields : {field of flash-linear-attention's config: the only value that is supported}
+    fla_sizes : {field of flash-linear-attention's config: the axis whose size it is}
     fla_eps : flash-linear-attention's eps of norms if its config has none
     fla_group_eps_factor : a function of weights with flash-linear-attention's names: the group norm's eps divided by
         the layer norms'
@@ -92,6 +96,7 @@ class Version:
     naming: Callable[[Mapping], tuple[str, Callable]]
     others: Callable[[Mapping], Mapping[str, str]]
     fla_fields: dict[str, object]
+    fla_sizes: dict[str, str]
     fla_eps: float
     fla_group_eps_factor: Callable[[Mapping], float]
     first_layer_lacks: frozenset[str] = frozenset()

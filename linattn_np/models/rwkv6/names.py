@@ -7,7 +7,7 @@ from functools import partial
 
 from ..rwkv import names
 from ..rwkv.names import blocks_of, fla, hugging_face, official_first, row, same, transposed, unchanged
-from ..rwkv.version import Version
+from ..rwkv.version import FLA_SIZES, Version
 from .weights import LAYER
 
 # Every parameter of a block and its axes; an axis gets its size where it is first named. D n_embd, H heads, N head
@@ -125,6 +125,7 @@ VERSION = Version(
     naming=naming,
     others=lambda weights: {} if of_web_rwkv(weights) else OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None},
+    fla_sizes=FLA_SIZES | {"num_heads": "H", "proj_low_rank_dim": "A", "gate_low_rank_dim": "W"},
     fla_eps=1e-6,
     fla_group_eps_factor=lambda weights: 1,
 )

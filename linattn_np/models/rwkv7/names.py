@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..rwkv.names import blocks_of, fla, official_first, row, same, transposed
-from ..rwkv.version import Version, name_in_block
+from ..rwkv.version import FLA_SIZES, Version, name_in_block
 from .weights import LAYER
 
 # Every parameter of a block and its axes; an axis gets its size where it is first named. D n_embd, H heads, N head
@@ -115,6 +115,9 @@ VERSION = Version(
     naming=naming,
     others=lambda weights: OTHER_VERSIONS,
     fla_fields={"hidden_act": "sqrelu", "norm_first": True, "attn": None},
+    fla_sizes=FLA_SIZES
+    | {"head_dim": "N", "num_heads": "H", "value_dim": "D"}
+    | {f"{name}_low_rank_dim": rank for name, rank in dict(decay="W", a="A", v="Q", gate="G").items()},
     fla_eps=1e-5,
     fla_group_eps_factor=head_size,
     first_layer_lacks=frozenset({"att.v0", "att.v1", "att.v2"}),
