@@ -64,7 +64,8 @@ def asks_for_the_card(kernel):
 
 def asks_for_shared_memory(kernel):
     """How much multiprocessors have: blocks that have no room there need no registers either."""
-    return kernel.file in ("gated/backward_values", "gated/forward", "value_gate/forward")
+    prepares = "delta/channel_prepare", "delta/dplr_prepare", "delta/prepare"
+    return kernel.file in ("gated/backward_values", "gated/forward", "value_gate/forward", *prepares)
 
 
 def translated_for(target, kernel):

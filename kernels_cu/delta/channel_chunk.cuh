@@ -1,40 +1,53 @@
-// what      A chunk of the delta rule under a gate for every channel: queries and keys with decays, and scores of pairs
-//           of tokens.
-// math      D_ij the decays from token j to token i, of each channel. M = sum_c D_ij k_i k_j below the diagonal,
-//           A = sum_c D_ij q_i k_j up to it
-// numerics  Pairs within 8 tokens are multiplied in float32 as the recurrence does. All others meet at a border of 8 or
-//           16 tokens between them: rows are decayed from it, keys up to it, and rounded to float16, as are keys that
-//           go to the chunk's end. Powers of 2 bring rows into its range. A decay is a product of those of the tokens
-//           between, so that any gate is exact
+// what      A chunk of the delta rule under gates for every channel: decays of rows and columns of scores, scores of
+//           pairs of tokens, and products of matrices of tokens.
+// math      D_ij the decays from token j to token i, of each channel; a score is sum_c D_ij x_i y_j
+// shapes    a thread decays 4 channels of 4 tokens: a row of a tile has BK / 4 threads. Pairs of different blocks of 4
+//           tokens meet at the border between the halves of 8, 16 or 32 tokens, one of LEVELS; rows are in the upper
+//           half, columns in the lower one
+// numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). Pairs within 4 tokens are multiplied
+//           in float32 as the recurrence does. All others meet at a border between them: rows are decayed from it,
+//           columns up to it, and rounded to float16, as are keys that go to the chunk's end. A decay is a product of
+//           those of the tokens between, so that any gate is exact
 #include "delta/chunk.cuh"
 
-constexpr int BLOCK = 8, PAIRS_OF_BLOCK = BLOCK * (BLOCK - 1) / 2;  // tokens whose pairs are multiplied one by one
-constexpr int BLOCKS = C / BLOCK;
+constexpr int BLOCK = 4, PAIRS = BLOCK * (BLOCK - 1) / 2;  // tokens whose pairs are multiplied one by one
+constexpr int BLOCKS = C / BLOCK, LEVELS = 3;
 
-// The matrices of a chunk.
-template <typename T, int BK> struct alignas(16) ChannelMatrices {
-  static constexpr int WIDE = BK + 8;
-  union {
-    struct {
-      f16 rows_8[C * BK], rows_16[C * BK];          // behind a border: 8 queries and 8 keys twice; 16 and 16
-      f16 keys_8[C * BK / 2], keys_16[C * BK / 2];  // up to it
-    };
-    float from_start[C][WIDE];  // queries
-  };
-  T kd[C * BK];  // keys from the chunk's start
-  union {
-    f16 ke[C * BK];  // keys to the chunk's end
-    T Z[C * BK];
-  };
-  Matrix<T> B;
-  Matrix<f16> of_Z;
-  Scored of;
-  float power[2 * C];             // powers of 2 by which keys, then queries, are larger than what is rounded to float16
-  float own[C];                   // q . k of a token
-  float whole[BK];                // the chunk's decays; pairs are written
-  float over_blocks[BLOCKS][BK];  // decays over blocks of tokens
-  float most;                     // the largest power of keys
+// The block of tokens of a thread, and the first of its channels.
+template <int BK> struct BlockTask {
+  static constexpr int LANES = BK / 4;
+  int lane = threadIdx.x & LANES - 1, block = threadIdx.x / u32(LANES), first = BLOCK * block, c = 4 * lane;
+
+  // The place of token n of the block, in a tile of all tokens.
+  template <typename X> __device__ __forceinline__ X* at(X* tile, int n) const {
+    return Spot<BK, 4, X>(4 * (block & 1), c).at(tile, block >> 1, n);
+  }
 };
+
+__device__ __forceinline__ float4 times(float4 x, float4 y) { return {x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w}; }
+__device__ __forceinline__ float4 times(float x, float4 y) { return {x * y.x, x * y.y, x * y.z, x * y.w}; }
+__device__ __forceinline__ void add_product(float& sum, float4 x, float4 y) {
+  sum = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
+}
+
+__device__ __forceinline__ float4 unpack_four(const float* x) { return *reinterpret_cast<const float4*>(x); }
+template <typename T> __device__ __forceinline__ float4 unpack_four(const T* x) {
+  const uint2 pairs = *reinterpret_cast<const uint2*>(x);
+  const float2 low = unpack(pairs.x, T{}), high = unpack(pairs.y, T{});
+  return {low.x, low.y, high.x, high.y};
+}
+template <typename G> __device__ __forceinline__ float4 decays_at(const G* g) {
+  const float4 x = unpack_four(g);
+  return {decay_of(x.x), decay_of(x.y), decay_of(x.z), decay_of(x.w)};
+}
+template <typename T> __device__ __forceinline__ void put_four(T* to, float4 x) {
+  *reinterpret_cast<uint2*>(to) = {pack<T>(x.x, x.y), pack<T>(x.z, x.w)};
+}
+template <typename T> __device__ __forceinline__ void put_one(T* to, float x) {
+  *to = from_float<T>(x), to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
+}
+
+// ---- lengths --------------------------------------------------------------------------------------------------------
 
 // The power of 2 below the root of a sum of squares; 1 for 0.
 __device__ __forceinline__ float power_below(float squares) {
@@ -43,115 +56,20 @@ __device__ __forceinline__ float power_below(float squares) {
   return __uint_as_float(u32(127 + min(max(exponent, -126), 126)) << 23);
 }
 
-// Computes 1 / length of each query and key (1 if not `normalized`), their powers of 2, and q . k of each token.
-template <int THREADS, typename T, int BK>
-__device__ __forceinline__ void look_at(ChannelMatrices<T, BK>& s, const T* q, const T* k, bool normalized) {
-  const int lane = own_lane();
-#pragma unroll 1
-  for (int i = threadIdx.x >> 5; i < C; i += THREADS / 32) {
-    float qq = 0.f, kk = 0.f, qk = 0.f;
-#pragma unroll
-    for (int c = 2 * lane; c < BK; c += 64) {
-      const float2 x = unpack_pair(place<BK>(q, i, c)), y = unpack_pair(place<BK>(k, i, c));
-      qq = fmaf(x.x, x.x, fmaf(x.y, x.y, qq)), kk = fmaf(y.x, y.x, fmaf(y.y, y.y, kk));
-      qk = fmaf(x.x, y.x, fmaf(x.y, y.y, qk));
-    }
-    qq = warp_sum(qq), kk = warp_sum(kk), qk = warp_sum(qk);
-    if (lane) continue;
-    const float of_q = normalized ? inverse_root(qq + float(LEAST_SQUARE)) : 1.f;
-    const float of_k = normalized ? inverse_root(kk + float(LEAST_SQUARE)) : 1.f;
-    s.of.unit[i] = of_k, s.of.unit[C + i] = of_q, s.own[i] = of_q * of_k * qk;
-    s.power[i] = power_below(of_k * of_k * kk), s.power[C + i] = power_below(of_q * of_q * qq);
+// What tokens are multiplied by to come to lengths of [1, 2), and the powers of 2 that they, or what is left of them
+// after a division by their lengths, are divided by.
+struct Lengths {
+  float factor[C], power[C];
+
+  __device__ __forceinline__ void set(int i, float squares, bool normalized) {
+    const float unit = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
+    const float below = power_below(unit * unit * squares);
+    power[i] = below, factor[i] = unit * __uint_as_float(0x7f000000u - __float_as_uint(below));  // unit / below
   }
-}
-
-template <int BK> __device__ __forceinline__ float2 decays_at(const float* g, int i, int c) {
-  const float2 x = *reinterpret_cast<const float2*>(place<BK>(g, i, c));
-  return {decay_of(x.x), decay_of(x.y)};
-}
-template <int BK, typename G> __device__ __forceinline__ float2 decays_at(const G* g, int i, int c) {
-  const float2 x = unpack_pair(place<BK>(g, i, c));
-  return {decay_of(x.x), decay_of(x.y)};
-}
-__device__ __forceinline__ float2 times(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
-__device__ __forceinline__ float2 times(float x, float2 y) { return {x * y.x, x * y.y}; }
-
-__device__ __forceinline__ float max_of_lanes(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
-  return x;
-}
-
-// 1 / x of a power of 2 from power_below.
-__device__ __forceinline__ float inverse_of_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
-
-// Stores the decays over each block of 8 tokens; a warp takes a block and 64 channels at a time. The block's threads
-// pass a barrier before others read them.
-template <int THREADS, typename G, int BK>
-__device__ __forceinline__ void decay_blocks(float (&over_blocks)[BLOCKS][BK], const G* g) {
-#pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < BK / 16; task += THREADS / 32) {
-    const int block = task % BLOCKS, c = task / BLOCKS * 64 + 2 * own_lane();
-    float2 all = decays_at<BK>(g, block * BLOCK, c);
-#pragma unroll
-    for (int i = 1; i < BLOCK; ++i) all = times(all, decays_at<BK>(g, block * BLOCK + i, c));
-    *reinterpret_cast<float2*>(&over_blocks[block][c]) = all;
-  }
-}
-
-// Stores keys decayed from the chunk's start and to its end, and queries and keys decayed from
-// and to borders, of a block of 8 tokens and channels c and c + 1. `queries` gets queries decayed from the start (qd).
-template <typename T, typename G, int BK>
-__device__ __forceinline__ void decay_block(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g, int block,
-                                            int c, float2 (&queries)[BLOCK]) {
-  const float2 one = {1.f, 1.f};
-  const auto over = [&](int n) { return *reinterpret_cast<const float2*>(&s.over_blocks[n][c]); };
-  float2 before = one, behind = one;  // decays from the chunk's start to the block, and from it to the chunk's end
-#pragma unroll
-  for (int n = 0; n < BLOCKS; ++n)
-    if (n < block) before = times(before, over(n));
-    else if (n > block) behind = times(over(n), behind);
-  if (block == BLOCKS - 1) *reinterpret_cast<float2*>(s.whole + c) = times(before, over(block));
-  const float2 from_border = block == 3 ? over(2) : one, to_border = block == 0 ? over(1) : one;  // of 16 tokens
-  const float most = max_of_lanes(s.power[own_lane()]), of_most = inverse_of_power(most);
-  if (block == 0 && c == 0) s.most = most;
-  const int first = block * BLOCK;
-  float2(&decays)[BLOCK] = queries, since = one;
-#pragma unroll
-  for (int n = BLOCK - 1; n >= 0; --n) {
-    const int i = first + n;
-    decays[n] = decays_at<BK>(g, i, c);
-    const float2 key = times(s.of.unit[i], unpack_pair(place<BK>(k, i, c)));
-    const float2 decayed = times(since, times(inverse_of_power(s.power[i]), key));
-    put_pair(place<BK>(s.ke, i, c), times(of_most, times(times(since, behind), key)));
-    if (block % 2 == 0) put_pair(place<BK>(s.keys_8, block / 2 * BLOCK + n, c), decayed);
-    if (block < 2) put_pair(place<BK>(s.keys_16, i, c), times(to_border, decayed));
-    since = times(since, decays[n]);
-  }
-  since = one;
-#pragma unroll
-  for (int n = 0; n < BLOCK; ++n) {
-    const int i = first + n;
-    since = times(since, decays[n]);
-    const float2 key = times(s.of.unit[i], unpack_pair(place<BK>(k, i, c))), all = times(before, since);
-    const float2 query = times(s.of.unit[C + i], unpack_pair(place<BK>(q, i, c)));
-    const float2 of_k = times(since, times(inverse_of_power(s.power[i]), key));
-    const float2 of_q = times(since, times(inverse_of_power(s.power[C + i]), query));
-    put_pair(place<BK>(s.kd, i, c), times(all, key));
-    queries[n] = times(all, query);
-    if (block % 2) {
-      put_pair(place<BK>(s.rows_8, i - 8, c), of_q);
-      put_pair(place<BK>(s.rows_8, i, c), of_k);
-    }
-    if (block >= 2) {
-      put_pair(place<BK>(s.rows_16, i - 16, c), times(from_border, of_q));
-      put_pair(place<BK>(s.rows_16, i, c), times(from_border, of_k));
-    }
-  }
-}
+};
 
 // The sum over lanes of x[lane], in each lane its own.
-template <int HALF> __device__ __forceinline__ float sum_in_turn(const float (&x)[2 * HALF]) {
+template <int HALF> __device__ __forceinline__ float sum_in_turn(const float* x) {
   const bool upper = threadIdx.x & HALF;
   float half[HALF];
 #pragma unroll
@@ -161,99 +79,151 @@ template <int HALF> __device__ __forceinline__ float sum_in_turn(const float (&x
   else return sum_in_turn<HALF / 2>(half);
 }
 
-// Calls f(i, j, score) for the rows of a block of 8 tokens and the keys before them, by one warp. BEFORE_GATE: a row
-// meets keys before they decay by its own gate.
-template <bool BEFORE_GATE, int BK, typename T, typename G, class F>
-__device__ __forceinline__ void score_block(const T* rows, const T* k, const G* g, int first, F f) {
-  const int lane = own_lane();
-  float sums[32] = {};
-#pragma unroll 1
-  for (int c = 2 * lane; c < BK; c += 64) {
-    float2 keys[BLOCK];  // decayed to the present row
-#pragma unroll
-    for (int i = 0; i < BLOCK; ++i) {
-      const float2 a = decays_at<BK>(g, first + i, c), x = unpack_pair(place<BK>(rows, first + i, c));
-#pragma unroll
-      for (int j = 0; j < i; ++j) {
-        const float2 before = keys[j];
-        keys[j] = times(before, a);
-        const float2 key = BEFORE_GATE ? before : keys[j];
-        float& sum = sums[i * (i - 1) / 2 + j];
-        sum = fmaf(x.x, key.x, fmaf(x.y, key.y, sum));
-      }
-      keys[i] = unpack_pair(place<BK>(k, first + i, c));
-    }
-  }
-  const float score = sum_in_turn<16>(sums);
-  int i = 1, j = lane;
-  while (j >= i) j -= i++;  // the lane's pair
-  if (lane < PAIRS_OF_BLOCK) f(first + i, first + j, score);
-}
-
-// Computes scores within blocks of 8 tokens; a warp takes a block's queries or keys at a time.
-template <int THREADS, typename T, typename G, int BK>
-__device__ __forceinline__ void score_blocks(ChannelMatrices<T, BK>& s, const T* q, const T* k, const G* g) {
-#pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < 2 * BLOCKS; task += THREADS / 32) {
-    const bool queries = task % 2;
-    score_block<false, BK>(queries ? q : k, k, g, task / 2 * BLOCK, [&](int i, int j, float score) {
-      (queries ? s.of.A : s.of.M)[i][j] = s.of.unit[(queries ? C : 0) + i] * s.of.unit[j] * score;
-    });
-  }
-}
-
-// Computes scores of pairs in different blocks of 8 tokens, from rows and keys decayed to the border between them, and
-// stores the scores of tokens with themselves.
-template <int THREADS, typename T, int BK> __device__ __forceinline__ void score_borders(ChannelMatrices<T, BK>& s) {
-  const int lane = own_lane(), g = lane >> 2, t = lane & 3;
-#pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < 6; task += THREADS / 32) {
-    float d[2][4] = {};
-    const bool near = task >= 4;
-    const int column = 8 * (task % 2), half = task / 2 % 2;  // of 16 tokens: keys; rows are queries, then keys
-    if (near) multiply_rows<BK>(d, s.rows_8, s.keys_8, 2 * column, column);
-    else multiply_rows<BK>(d, s.rows_16, s.keys_16, 16 * half, column);
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int lower = x / 2, across = 2 * t + x % 2;
-      const int row = near ? 2 * column + 8 + g : 16 + 8 * lower + g, key = (near ? 2 * column : column) + across;
-      const bool of_key = near ? lower : half;
-      (of_key ? s.of.M : s.of.A)[row][key] = s.power[(of_key ? 0 : C) + row] * s.power[key] * (d[0][x] + d[1][x]);
-    }
-  }
-  if (threadIdx.x < C) s.of.A[threadIdx.x][threadIdx.x] = s.own[threadIdx.x];
-}
-
-// The task of a warp of decay_block where a block has 2 * BK threads: a block of tokens, and the lane's two channels.
-struct BlockTask {
-  int block = int(threadIdx.x >> 5) % BLOCKS, c = int(threadIdx.x >> 5) / BLOCKS * 64 + 2 * own_lane();
+// The rows' and the column's tokens of a pair of a block.
+struct PairOfBlock {
+  int i, j;
+  __device__ __forceinline__ PairOfBlock(int pair) : i(1 + (pair >= 1) + (pair >= 3)), j(pair - i * (i - 1) / 2) {}
 };
 
-// Computes Z, which overwrites ke, and W times `scale`, which may overwrite kd; a warp has 16
-// channels of all tokens at a time.
-template <int THREADS, typename T, int BK>
-__device__ __forceinline__ void make_wide(ChannelMatrices<T, BK>& s, T* W, float scale) {
+// ---- decays ---------------------------------------------------------------------------------------------------------
+
+// Calls rows(level, decays from the level's border to a block) or columns(level, those from the block to the border)
+// for each level. `before` and `behind` get decays from the chunk's start to the block, and from it to the chunk's end.
+template <int BK, class Rows, class Columns>
+__device__ __forceinline__ void each_border(const float (&over)[BLOCKS][BK], const BlockTask<BK>& task, float4& before,
+                                            float4& behind, Rows rows, Columns columns) {
+  before = behind = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll
+  for (int level = 0; level < LEVELS; ++level) {
+    const float* other = over[(task.block >> level ^ 1) << level] + task.c;  // the half on the border's other side
+    float4 all = unpack_four(other);
+#pragma unroll
+    for (int n = 1; n < 1 << level; ++n) all = times(all, unpack_four(other + n * BK));
+    if (task.block >> level & 1) rows(level, before), before = times(before, all);
+    else columns(level, behind), behind = times(behind, all);
+  }
+}
+
+// Stores a block's rows, or columns, of a level, times `by`. Tokens on a side of the level's borders are in their
+// order; rows of KINDS alternate by 8.
+template <int KINDS, int BK>
+__device__ __forceinline__ void put_level(f16* tile, int level, int kind, const BlockTask<BK>& task,
+                                          const float4 (&x)[BLOCK], float4 by) {
+  const int at = task.block >> (level + 1) << level | task.block & (1 << level) - 1;
+  const Spot<BK, 4, f16> spot(4 * (at & 1), task.c);
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (at >> 1) * KINDS + kind, n), times(by, x[n]));
+}
+
+// Calls f(i, j, scores of rows of the first kind, of the second kind) for the scores at borders of tokens i with tokens
+// j and j + 1.
+template <int BK, class F>
+__device__ __forceinline__ void score_borders(const f16 (&rows)[LEVELS][C * BK],
+                                              const f16 (&columns)[LEVELS][C / 2 * BK], int task, F f) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3, level = min(task / 2, LEVELS - 1);
+  const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
+  float d[2][4] = {};
+  multiply_rows<BK>(d, rows[level], columns[level], 16 * left, 8 * right);
+  int i = 16 * left + 8 + g, j = 16 * right + 2 * t;
+  if (level == 0) i = 16 * left + (g >> 2) * 8 + 4 + (g & 3), j = 16 * right + (t >> 1) * 8 + (t & 1) * 2;
+  if (level == LEVELS - 1) i = 16 + 8 * left + g, j = 8 * right + 2 * t;
+  if (level || g >> 2 == t >> 1)  // else they are of different borders
+    f(i, j, float2{d[0][0] + d[1][0], d[0][1] + d[1][1]}, float2{d[0][2] + d[1][2], d[0][3] + d[1][3]});
+}
+
+// ---- matrices of tokens times tokens --------------------------------------------------------------------------------
+
+// x, of one warp: column `lane` of (1 - diag(weight) M)^-1 Y by forward substitution, M below the diagonal; y(i): of Y.
+template <class Y>
+__device__ __forceinline__ void solve_column(float (&x)[C], const float (&M)[C][LD], const float (&weight)[C], Y y) {
+#pragma unroll
+  for (int i = 0; i < C; ++i) {
+    float sums[2] = {};
+#pragma unroll
+    for (int j = 0; j + 1 < i; j += 4) {
+      if (j + 4 < i) {
+        const float4 row = unpack_four(&M[i][j]);
+        sums[0] = fmaf(row.y, x[j + 1], fmaf(row.x, x[j], sums[0]));
+        sums[1] = fmaf(row.w, x[j + 3], fmaf(row.z, x[j + 2], sums[1]));
+      } else {
+#pragma unroll
+        for (int n = j; n + 1 < i; ++n) sums[n % 2] = fmaf(M[i][n], x[n], sums[n % 2]);
+      }
+    }
+    x[i] = fmaf(weight[i], sums[0] + sums[1], y(i));
+    if (i) x[i] = fmaf(weight[i] * M[i][i - 1], x[i - 1], x[i]);  // the last product waits for the row before
+  }
+}
+
+// Stores a column as a row of a matrix in two numbers.
+__device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[C]) {
+  f16* row = to.at(threadIdx.x & 31, 0);
+#pragma unroll
+  for (int i = 0; i < C; i += 8) {
+    u32 high[4], low[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float *two = x + i + 2 * n, one = two[0], next = two[1];
+      high[n] = pack<f16>(one, next);
+      const float2 rounded = unpack(high[n], f16{});
+      low[n] = pack<f16>(one - rounded.x, next - rounded.y);
+    }
+    *reinterpret_cast<uint4*>(row + i) = {high[0], high[1], high[2], high[3]};
+    *reinterpret_cast<uint4*>(row + Matrix<f16>::REST + i) = {low[0], low[1], low[2], low[3]};
+  }
+}
+
+// Loads rows row + 0...15, columns column + 0...15 as a left operand in two numbers.
+__device__ __forceinline__ void load_left(u32 (&a)[2][4], const Matrix<f16>& x, int row, int column) {
+  const int lane = own_lane();
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+    ldmatrix_x4(a[n], x.x + n * x.REST + (row + (lane & 15)) * x.LDA + column + (lane >> 4) * 8);
+}
+// The same of what is below the diagonal.
+__device__ __forceinline__ void load_left(u32 (&a)[2][4], const float (&x)[C][LD], int row, int column) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int i = row + g + n % 2 * 8, j = column + 2 * t + n / 2 * 8;
+    const float one = j < i ? x[i][j] : 0.f, next = j + 1 < i ? x[i][j + 1] : 0.f;
+    a[0][n] = pack<f16>(one, next);
+    const float2 rounded = unpack(a[0][n], f16{});
+    a[1][n] = pack<f16>(one - rounded.x, next - rounded.y);
+  }
+}
+
+// Calls f(i, j, (x y)_ij, (x y)_i(j + 1)); x and y are lower triangles, `turned` is y's transpose.
+template <int THREADS, class X, class F>
+__device__ __forceinline__ void multiply_triangles(const X& x, const Matrix<f16>& turned, F f) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
-  for (int channel = threadIdx.x / 32 * 16; channel < BK; channel += THREADS / 2) {
-    Columns w = {}, z = {};
+  for (int task = threadIdx.x >> 5; task < 8; task += THREADS / 32) {
+    const int row = task / 4 * 16, column = task % 4 * 8;
+    float d[4] = {};
 #pragma unroll
-    for (int m = 0; m < C / 16; ++m) {
-      multiply_tokens<LOWER, BK>(w[m], s.B, s.kd, 16 * m, channel);
-      multiply_tokens<UPPER, BK>(z[m], s.of_Z, s.ke, 16 * m, channel);
+    for (int token = 0; token < C; token += 16) {
+      if (token > row || token + 15 < column) continue;
+      u32 a[2][4], b[4];
+      load_left(a, x, row, token);
+      ldmatrix_x4(
+          b, turned.x + (lane >> 4) * turned.REST + (column + (lane & 7)) * turned.LDA + token + (lane >> 3 & 1) * 8);
+      multiply_halves(d, a[1], {b[0], b[1]}, f16{});
+      multiply_halves(d, a[0], {b[2], b[3]}, f16{});
+      multiply_halves(d, a[0], {b[0], b[1]}, f16{});
     }
-    __syncwarp();  // all lanes have read these channels of kd and ke
 #pragma unroll
-    for (int m = 0; m < C / 16; ++m)
+    for (int down = 0; down < 2; ++down) f(row + g + 8 * down, column + 2 * t, d[2 * down], d[2 * down + 1]);
+  }
+}
+
+// Stores a warp's 16 channels of a tile, which its lanes have written.
+template <int BK, typename T> __device__ __forceinline__ void store_channels(T* to, const T* tile) {
+  const int lane = own_lane(), c = int(threadIdx.x) / 32 * 16 + lane % 2 * 8;
+  __syncwarp();
 #pragma unroll
-      for (int across = 0; across < 2; ++across)
-#pragma unroll
-        for (int down = 0; down < 2; ++down) {
-          const int i = 16 * m + g + 8 * down, c = channel + 8 * across + 2 * t;
-          const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
-          const float *of_w = w[m][across] + 2 * down, *of_z = z[m][across] + 2 * down;
-          put_pair(place<BK>(W, i, c), {scale * (query.x - of_w[0]), scale * (query.y - of_w[1])});
-          put_pair(place<BK>(s.Z, i, c), {s.most * of_z[0], s.most * of_z[1]});
-        }
+  for (int n = 0; n < C; n += 16) {
+    const int row = n + lane / 2;
+    *reinterpret_cast<uint4*>(place<BK>(to, row, c)) = *reinterpret_cast<const uint4*>(place<BK>(tile, row, c));
   }
 }

@@ -1,14 +1,19 @@
 // what      The delta rule with a gate for every channel (Kimi Delta Attention): what each chunk of 32 tokens does to a
 //           state, for the kernels that walk over states; GRADIENT: for those that walk in both directions.
-// math      kd, qd: k and q decayed from the chunk's start; ke: k decayed to its end; M and A: channel_chunk.cuh.
+// math      kd, qd: k and q decayed from the chunk's start; ke: k decayed to its end; M = D_ij k_i . k_j below the
+//           diagonal, A = D_ij q_i . k_j up to it: channel_chunk.cuh.
 //           N = (I + diag(beta) M)^-1, B = A N diag(beta);   E = -kd, W = w_scale (qd - B kd), Z = diag(beta) N^T ke
 //           GRADIENT: B and Z without beta, residuals by I - M N diag(beta)
+//           Keys are p k', queries r q', p and r powers of 2. So with M' and A' of k' and q', N' = (I + diag(beta p^2)
+//           M')^-1 and ke' of k':   B = diag(r) A' N' diag(p beta), Z = diag(beta p) N'^T ke', M N = diag(p) M' N'
+//           diag(p)
 // shapes    q k [B, H, T, K], g [B, HV, T, K], beta [B, HV, T]; prepared [B, HV, NC]
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  seven: inputs have arrived | lengths, decays over blocks | decayed tokens | M and A | N and qd | B | W and
-//           Z. Each: these are in shared memory
-// numerics  M, A and N in float32; E, W, Z in T, B as the sum of two T; decays: channel_chunk.cuh
+// barriers  six: inputs have arrived | decays over blocks | decayed tokens | M' and A' | N' and qd | B. Each: these are
+//           in shared memory
+// numerics  M' and N' in float32, for products as the sum of two float16, as A'; E, W, Z in T, B as the sum of two T;
+//           decays: channel_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
@@ -26,82 +31,224 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k and g start on multiples of it, and are multiples long
 };
 
-template <typename T, typename G, int BK> struct alignas(16) Shared : ChannelMatrices<T, BK> {
+enum Kind { OF_K, OF_Q };
+
+template <typename T, typename G, int BK> struct alignas(16) Shared {
+  union {
+    T k[C * BK];
+    T kd[C * BK];
+  };
   union {
     T q[C * BK];
-    T W[C * BK];
+    f16 ke[C * BK];
+    T Z[C * BK];
   };
-  T k[C * BK];
-  G g[C * BK];
+  union {
+    G g[C * BK];
+    Matrix<f16> A;
+  };
+  union {
+    struct {
+      f16 rows[LEVELS][C * BK], keys[LEVELS][C / 2 * BK];
+    };
+    struct {
+      float from_start[C][BK + 8];  // q' decayed from the chunk's start
+      T W[C * BK];
+      Matrix<T> B;
+    };
+  };
+  union {
+    float over[BLOCKS][BK];  // decays over blocks
+    Matrix<f16> turned_N;    // the transpose of N'
+  };
+  float M[C][LD];
+  Lengths lengths[2];
+  float beta[C], weight[C];  // weight: -beta p^2
+};
+
+// The sums over channels of a block: pairs' scores, of keys and of queries; squares; q . k of each token.
+template <int BK> struct SumsOfBlock {
+  static constexpr int SQUARES = 2 * PAIRS, OWN = SQUARES + 2 * BLOCK, COUNT = OWN + BLOCK,
+                       LANES = BlockTask<BK>::LANES;
+  static constexpr int EACH = (COUNT + LANES - 1) / LANES;  // of a lane, LANES apart
+  float x[EACH];
+
+  template <typename T, typename G> __device__ __forceinline__ void add(const T* q, const T* k, const G* g) {
+    const BlockTask<BK> task;
+    float sums[EACH * LANES] = {};
+    float4 keys[BLOCK];  // decayed to the present row
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) {
+      const float4 key = unpack_four(task.at(k, i));
+      const float4 query = unpack_four(task.at(q, i));
+      const float4 decay = decays_at(task.at(g, i));
+#pragma unroll
+      for (int j = 0; j < i; ++j) {
+        const int pair = i * (i - 1) / 2 + j;
+        keys[j] = times(keys[j], decay);
+        add_product(sums[pair], key, keys[j]), add_product(sums[PAIRS + pair], query, keys[j]);
+      }
+      keys[i] = key;
+      add_product(sums[SQUARES + i], key, key), add_product(sums[SQUARES + BLOCK + i], query, query);
+      add_product(sums[OWN + i], query, key);
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) x[n] = sum_in_turn<LANES / 2>(sums + n * LANES);
+  }
+  // Calls f(number of a sum, the sum) for the lane's sums.
+  template <class F> __device__ __forceinline__ void each(F f) const {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) f(n * LANES + BlockTask<BK>().lane, x[n]);
+  }
 };
 
 template <typename T, typename G, int BK, bool GRADIENT>
-__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256 / BK))
+__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384 / BK))
     delta_channel_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK;
   auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
-  Scored& of = s.of;
   const Shape& shape = args.shape;
   const u32 chunks = u32(shape.NC), chunk = blockIdx.x % chunks, pair = blockIdx.x / chunks;
   const u32 b = pair / u32(shape.H), h = pair % u32(shape.H), head = h / u32(args.group);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start), channels = int(shape.K), bytes = int(args.bytes);
+  using Image = typename ImageOf<T, BK, 1, GRADIENT>::Type;
+  Image& to = static_cast<Image*>(args.prepared)[i64(pair) * chunks + chunk];
+  const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
 
   copy_chunk<BK, THREADS>(s.k, args.k.row(b, head, span.start), args.k.t, rows, channels, bytes);
   copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.t, rows, channels, bytes);
   copy_chunk<BK, THREADS>(s.g, args.g.row(b, h, span.start), args.g.t, rows, channels, bytes);
   cp_async_commit();
-  TokenNumbers numbers;
-  numbers.ask_strength(args.beta, b, h, span.start, rows);
-  numbers.put(of);
-  for (int at = threadIdx.x; at < C * LD; at += THREADS) of.M[at / LD][at % LD] = of.A[at / LD][at % LD] = 0.f;
+  if (threadIdx.x < C) {
+    const int i = threadIdx.x;
+    s.beta[i] = i < rows ? to_float(*args.beta.row(b, h, span.start + i)) : 0.f;
+    if constexpr (GRADIENT) to.beta[i] = s.beta[i];
+  }
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived
-  look_at<THREADS>(s, s.q, s.k, args.normalized);
-  decay_blocks<THREADS>(s.over_blocks, s.g);
-  __syncthreads();  // lengths and decays over blocks of 8 tokens are in shared memory
-  score_blocks<THREADS>(s, s.q, s.k, s.g);
-  const BlockTask task;
-  float2 queries[BLOCK];  // qd of the thread's block of tokens and two channels
-  decay_block(s, s.q, s.k, s.g, task.block, task.c, queries);
-  __syncthreads();  // decayed queries and keys are in shared memory
-  score_borders<THREADS>(s);
-  __syncthreads();  // M and A are in shared memory; their operands have been read, and qd may overwrite them
+
+  using Sums = SumsOfBlock<BK>;
+  const BlockTask<BK> task;
+  Sums sums;
+  sums.add(s.q, s.k, s.g);
+  sums.each([&](int n, float sum) {
+    n -= Sums::SQUARES;
+    if (n >= 0 && n < 2 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, args.normalized);
+  });
+  __syncwarp();                                        // lengths of the block's tokens are in shared memory
+  float4 queries[BLOCK], keys[BLOCK], earlier[BLOCK];  // decayed from the block's start; keys to its end
+  {
+    float4 decays[BLOCK], since = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
-  for (int i = 0; i < BLOCK; ++i)
-    *reinterpret_cast<float2*>(&s.from_start[task.block * BLOCK + i][task.c]) = queries[i];
-  if (threadIdx.x < 32) solve_column(of);
-  __syncthreads();  // N and qd are in shared memory
-  const i64 at = i64(pair) * chunks + chunk;
-  using Gradient = PreparedForGradients<T, BK, 1>;
-  Gradient* const gradient = GRADIENT ? static_cast<Gradient*>(args.prepared) + at : nullptr;
-  multiply_scores<THREADS>(of.A, of.N, [&](int i, int j, float x, float y) {
-    const float beta = GRADIENT ? 1.f : of.beta[i];
-    put_two(s.B.at(i, j), of.beta[j] * x, of.beta[j + 1] * y);
-    put_two(s.of_Z.at(i, j), beta * of.N[j][i], beta * of.N[j + 1][i]);
-    if constexpr (GRADIENT) put_two(gradient->B[0].at(i, j), x, y);
+    for (int n = BLOCK - 1; n >= 0; --n) {
+      decays[n] = decays_at(task.at(s.g, n));
+      keys[n] = times(of_k.factor[task.first + n], unpack_four(task.at(s.k, n)));
+      earlier[n] = times(since, keys[n]), since = times(since, decays[n]);
+    }
+    since = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll
+    for (int n = 0; n < BLOCK; ++n) {
+      since = times(since, decays[n]), keys[n] = times(since, keys[n]);
+      const float4 query = unpack_four(task.at(s.q, n));
+      queries[n] = times(since, times(of_q.factor[task.first + n], query));
+    }
+    *reinterpret_cast<float4*>(&s.over[task.block][task.c]) = since;
+  }
+  __syncthreads();  // decays over blocks are in shared memory; inputs have been read, and may be overwritten
+
+#pragma unroll
+  for (int n = 0; n < BLOCK * 8; n += task.LANES) {
+    const int piece = n + task.lane;
+    *reinterpret_cast<uint4*>(s.A.at(task.first + piece / 8, piece % 4 * 8) + piece / 4 % 2 * s.A.REST) = uint4{};
+  }
+  float4 before, behind;
+  each_border<BK>(
+      s.over, task, before, behind,
+      [&](int level, float4 by) {
+        put_level<2>(s.rows[level], level, OF_K, task, keys, by);
+        put_level<2>(s.rows[level], level, OF_Q, task, queries, by);
+      },
+      [&](int level, float4 by) { put_level<1>(s.keys[level], level, 0, task, earlier, by); });
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) {
+    const int i = task.first + n;
+    put_four(task.at(s.kd, n), times(of_k.power[i], times(before, keys[n])));
+    put_four(task.at(s.ke, n), times(behind, earlier[n]));
+    queries[n] = times(before, queries[n]);
+  }
+  if (task.block == BLOCKS - 1)
+    *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.over[task.block][task.c]));
+  __syncwarp();  // zeros of the block's rows of A are in shared memory
+  sums.each([&](int n, float sum) {
+    if (n >= Sums::OWN && n < Sums::COUNT) {
+      const int i = task.first + n - Sums::OWN;
+      put_one(s.A.at(i, i), of_q.factor[i] * of_k.factor[i] * sum);
+    } else if (n < Sums::SQUARES) {
+      const bool query = n >= PAIRS;
+      const PairOfBlock of(n % PAIRS);
+      const int i = task.first + of.i, j = task.first + of.j;
+      const float score = s.lengths[query].factor[i] * of_k.factor[j] * sum;
+      if (query) put_one(s.A.at(i, j), score);
+      else s.M[i][j] = score;
+    }
+  });
+  __syncthreads();  // decayed queries and keys are in shared memory
+
+#pragma unroll 1
+  for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32)
+    score_borders<BK>(s.rows, s.keys, n, [&](int i, int j, float2 key, float2 query) {
+      put_two(s.A.at(i, j), query.x, query.y);
+      *reinterpret_cast<float2*>(&s.M[i][j]) = key;
+    });
+  __syncthreads();  // M' and A' are in shared memory; their operands have been read, and qd may overwrite them
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = queries[n];
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    s.weight[lane] = -s.beta[lane] * of_k.power[lane] * of_k.power[lane];
+    __syncwarp();  // weights are in shared memory
+    float x[C];
+    solve_column(x, s.M, s.weight, [&](int i) { return float(i == lane); });
+    put_column(s.turned_N, x);
+  } else {
+    store_pieces<THREADS - 32>(to.E, s.kd, SIGNS, threadIdx.x - 32);
+  }
+  __syncthreads();  // N' and qd are in shared memory
+
+  multiply_triangles<THREADS>(s.A, s.turned_N, [&](int i, int j, float x, float y) {
+    const float by = of_q.power[i];
+    x *= by * of_k.power[j], y *= by * of_k.power[j + 1];
+    put_two(s.B.at(i, j), s.beta[j] * x, s.beta[j + 1] * y);
+    if constexpr (GRADIENT) put_two(to.B[0].at(i, j), x, y);
   });
   if constexpr (GRADIENT)
-    multiply_scores<THREADS>(of.M, of.N, [&](int i, int j, float x, float y) {
-      put_two(gradient->of_residual[0].at(i, j), float(i == j) - of.beta[j] * x,
-              float(i == j + 1) - of.beta[j + 1] * y);
+    multiply_triangles<THREADS>(s.M, s.turned_N, [&](int i, int j, float x, float y) {
+      const float by = of_k.power[i];
+      x *= by * of_k.power[j] * s.beta[j], y *= by * of_k.power[j + 1] * s.beta[j + 1];
+      put_two(to.of_residual[0].at(i, j), float(i == j) - x, float(i == j + 1) - y);
     });
-  __syncthreads();  // B and of_Z are in shared memory
-  make_wide<THREADS>(s, s.W, float(args.w_scale));
-  __syncthreads();  // W and Z are in shared memory
-  const auto store = [&](auto& to) {
-    store_pieces<THREADS>(to.E, s.kd, SIGNS);
-    store_pieces<THREADS>(to.W, s.W);
-    store_pieces<THREADS>(to.Z[0], s.Z);
-    store_pieces<THREADS>(to.whole, s.whole);
-  };
-  if constexpr (GRADIENT) {
-    store(*gradient);
-    store_pieces<THREADS>(gradient->beta, of.beta);
-    clear_padding<THREADS>(gradient->B[0]), clear_padding<THREADS>(gradient->of_residual[0]);
-  } else {
-    auto& to = static_cast<Prepared<T, BK, false>*>(args.prepared)[at];
-    store(to);
-    store_pieces<THREADS>(to.B.x, s.B.x);
-  }
+  const int channel = int(threadIdx.x) / 32 * 16;
+  Columns sum = {};
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m) multiply_tokens<UPPER, BK>(sum[m], s.turned_N, s.ke, 16 * m, channel);
+  __syncwarp();  // all lanes have read these channels of ke
+  each_pair([&](int i, int c, int m, int across, int down) {
+    const float by = GRADIENT ? of_k.power[i] : s.beta[i] * of_k.power[i], *two = sum[m][across] + 2 * down;
+    put_pair(place<BK>(s.Z, i, c), {by * two[0], by * two[1]});
+    sum[m][across][2 * down] = sum[m][across][2 * down + 1] = 0.f;
+  });
+  store_channels<BK>(to.Z[0], s.Z);
+  __syncthreads();  // B is in shared memory
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(sum[m], s.B, s.kd, 16 * m, channel);
+  const float scale = float(args.w_scale);
+  each_pair([&](int i, int c, int m, int across, int down) {
+    const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
+    const float by = scale * of_q.power[i], *two = sum[m][across] + 2 * down;
+    put_pair(place<BK>(s.W, i, c), {by * query.x - scale * two[0], by * query.y - scale * two[1]});
+  });
+  store_channels<BK>(to.W, s.W);
+  if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.of_residual[0]);
+  else store_pieces<THREADS>(to.B.x, s.B.x);
 }

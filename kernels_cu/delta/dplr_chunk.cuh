@@ -7,7 +7,96 @@
 // numerics  scores, N and L in float32; kd, W and Z in T, H and B as the sum of two T; other decayed operands, N and L
 //           in float16, divided by powers of 2; decays: channel_chunk.cuh
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
-#include "delta/channel_chunk.cuh"
+#include "delta/chunk.cuh"
+
+constexpr int BLOCK = 8, PAIRS_OF_BLOCK = BLOCK * (BLOCK - 1) / 2;  // tokens whose pairs are multiplied one by one
+constexpr int BLOCKS = C / BLOCK;
+
+// The power of 2 below the root of a sum of squares; 1 for 0.
+__device__ __forceinline__ float power_below(float squares) {
+  if (squares == 0.f) return 1.f;
+  const int exponent = int(floorf(0.5f * log2_approx(squares)));
+  return __uint_as_float(u32(127 + min(max(exponent, -126), 126)) << 23);
+}
+
+template <int BK> __device__ __forceinline__ float2 decays_at(const float* g, int i, int c) {
+  const float2 x = *reinterpret_cast<const float2*>(place<BK>(g, i, c));
+  return {decay_of(x.x), decay_of(x.y)};
+}
+template <int BK, typename G> __device__ __forceinline__ float2 decays_at(const G* g, int i, int c) {
+  const float2 x = unpack_pair(place<BK>(g, i, c));
+  return {decay_of(x.x), decay_of(x.y)};
+}
+__device__ __forceinline__ float2 times(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
+__device__ __forceinline__ float2 times(float x, float2 y) { return {x * y.x, x * y.y}; }
+
+__device__ __forceinline__ float max_of_lanes(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  return x;
+}
+
+// 1 / x of a power of 2 from power_below.
+__device__ __forceinline__ float inverse_of_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
+
+// Stores the decays over each block of 8 tokens; a warp takes a block and 64 channels at a time. The block's threads
+// pass a barrier before others read them.
+template <int THREADS, typename G, int BK>
+__device__ __forceinline__ void decay_blocks(float (&over_blocks)[BLOCKS][BK], const G* g) {
+#pragma unroll 1
+  for (int task = threadIdx.x >> 5; task < BK / 16; task += THREADS / 32) {
+    const int block = task % BLOCKS, c = task / BLOCKS * 64 + 2 * own_lane();
+    float2 all = decays_at<BK>(g, block * BLOCK, c);
+#pragma unroll
+    for (int i = 1; i < BLOCK; ++i) all = times(all, decays_at<BK>(g, block * BLOCK + i, c));
+    *reinterpret_cast<float2*>(&over_blocks[block][c]) = all;
+  }
+}
+
+// The sum over lanes of x[lane], in each lane its own.
+template <int HALF> __device__ __forceinline__ float sum_in_turn(const float (&x)[2 * HALF]) {
+  const bool upper = threadIdx.x & HALF;
+  float half[HALF];
+#pragma unroll
+  for (int n = 0; n < HALF; ++n)
+    half[n] = (upper ? x[n + HALF] : x[n]) + __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + HALF], HALF);
+  if constexpr (HALF == 1) return half[0];
+  else return sum_in_turn<HALF / 2>(half);
+}
+
+// Calls f(i, j, score) for the rows of a block of 8 tokens and the keys before them, by one warp. BEFORE_GATE: a row
+// meets keys before they decay by its own gate.
+template <bool BEFORE_GATE, int BK, typename T, typename G, class F>
+__device__ __forceinline__ void score_block(const T* rows, const T* k, const G* g, int first, F f) {
+  const int lane = own_lane();
+  float sums[32] = {};
+#pragma unroll 1
+  for (int c = 2 * lane; c < BK; c += 64) {
+    float2 keys[BLOCK];  // decayed to the present row
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) {
+      const float2 a = decays_at<BK>(g, first + i, c), x = unpack_pair(place<BK>(rows, first + i, c));
+#pragma unroll
+      for (int j = 0; j < i; ++j) {
+        const float2 before = keys[j];
+        keys[j] = times(before, a);
+        const float2 key = BEFORE_GATE ? before : keys[j];
+        float& sum = sums[i * (i - 1) / 2 + j];
+        sum = fmaf(x.x, key.x, fmaf(x.y, key.y, sum));
+      }
+      keys[i] = unpack_pair(place<BK>(k, first + i, c));
+    }
+  }
+  const float score = sum_in_turn<16>(sums);
+  int i = 1, j = lane;
+  while (j >= i) j -= i++;  // the lane's pair
+  if (lane < PAIRS_OF_BLOCK) f(first + i, first + j, score);
+}
+
+// The task of a warp of decay_block where a block has 2 * BK threads: a block of tokens, and the lane's two channels.
+struct BlockTask {
+  int block = int(threadIdx.x >> 5) % BLOCKS, c = int(threadIdx.x >> 5) / BLOCKS * 64 + 2 * own_lane();
+};
 
 constexpr int LDS = C + 2;  // the row stride of a float matrix [token, token]
 

@@ -33,14 +33,23 @@ template <typename T, int BK, int KINDS> struct alignas(16) PreparedForGradients
   Matrix<T> B[1 + TWO];  // B, H
 };
 
+template <typename T, int BK, int KINDS, bool GRADIENT> struct ImageOf {
+  using Type = Prepared<T, BK, KINDS == 2>;
+};
+template <typename T, int BK, int KINDS> struct ImageOf<T, BK, KINDS, true> {
+  using Type = PreparedForGradients<T, BK, KINDS>;
+};
+
 constexpr u32 SIGNS = 0x80008000;  // of two numbers of T
 
 // Stores an array of shared memory, whose bits in `flipped` change.
 template <int THREADS, typename X, int SIZE>
-__device__ __forceinline__ void store_pieces(X (&to)[SIZE], const X (&from)[SIZE], u32 flipped = 0) {
+__device__ __forceinline__ void store_pieces(X (&to)[SIZE], const X (&from)[SIZE], u32 flipped = 0,
+                                             int thread = threadIdx.x) {
   constexpr int PIECES = SIZE * sizeof(X) / 16;
   static_assert(SIZE * sizeof(X) % 16 == 0);
-  for (int at = threadIdx.x; at < PIECES; at += THREADS) {
+#pragma unroll
+  for (int at = thread; at < PIECES; at += THREADS) {
     uint4 x = reinterpret_cast<const uint4*>(from)[at];
     x.x ^= flipped, x.y ^= flipped, x.z ^= flipped, x.w ^= flipped;
     reinterpret_cast<uint4*>(to)[at] = x;
