@@ -56,6 +56,12 @@ __device__ __forceinline__ float power_below(float squares) {
   return __uint_as_float(u32(127 + min(max(exponent, -126), 126)) << 23);
 }
 
+__device__ __forceinline__ float max_of_lanes(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  return x;
+}
+
 // What tokens are multiplied by to come to lengths of [1, 2), and the powers of 2 that they, or what is left of them
 // after a division by their lengths, are divided by.
 struct Lengths {
@@ -79,7 +85,23 @@ template <int HALF> __device__ __forceinline__ float sum_in_turn(const float* x)
   else return sum_in_turn<HALF / 2>(half);
 }
 
-// The rows' and the column's tokens of a pair of a block.
+// COUNT sums over the channels of a block, over the lanes that have it: so many each, LANES apart.
+template <int BK, int COUNT> struct SumsOfLanes {
+  static constexpr int LANES = BlockTask<BK>::LANES, EACH = (COUNT + LANES - 1) / LANES;
+  float x[EACH];
+
+  __device__ __forceinline__ SumsOfLanes(const float (&sums)[EACH * LANES]) {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) x[n] = sum_in_turn<LANES / 2>(sums + n * LANES);
+  }
+  // Calls f(number of a sum, the sum) for the lane's sums.
+  template <class F> __device__ __forceinline__ void each(F f) const {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) f(n * LANES + BlockTask<BK>().lane, x[n]);
+  }
+};
+
+// The tokens i and j of a pair of a block.
 struct PairOfBlock {
   int i, j;
   __device__ __forceinline__ PairOfBlock(int pair) : i(1 + (pair >= 1) + (pair >= 3)), j(pair - i * (i - 1) / 2) {}
@@ -155,15 +177,15 @@ __device__ __forceinline__ void solve_column(float (&x)[C], const float (&M)[C][
   }
 }
 
-// Stores a column as a row of a matrix in two numbers.
-__device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[C]) {
+// Stores a column, times `by`, as a row of a matrix in two numbers.
+__device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[C], float by = 1.f) {
   f16* row = to.at(threadIdx.x & 31, 0);
 #pragma unroll
   for (int i = 0; i < C; i += 8) {
     u32 high[4], low[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const float *two = x + i + 2 * n, one = two[0], next = two[1];
+      const float one = by * x[i + 2 * n], next = by * x[i + 2 * n + 1];
       high[n] = pack<f16>(one, next);
       const float2 rounded = unpack(high[n], f16{});
       low[n] = pack<f16>(one - rounded.x, next - rounded.y);

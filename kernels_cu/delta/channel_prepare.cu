@@ -42,6 +42,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     T q[C * BK];
     f16 ke[C * BK];
     T Z[C * BK];
+    T W[C * BK];
   };
   union {
     G g[C * BK];
@@ -53,7 +54,6 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     };
     struct {
       float from_start[C][BK + 8];  // q' decayed from the chunk's start
-      T W[C * BK];
       Matrix<T> B;
     };
   };
@@ -66,41 +66,29 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float beta[C], weight[C];  // weight: -beta p^2
 };
 
-// The sums over channels of a block: pairs' scores, of keys and of queries; squares; q . k of each token.
-template <int BK> struct SumsOfBlock {
-  static constexpr int SQUARES = 2 * PAIRS, OWN = SQUARES + 2 * BLOCK, COUNT = OWN + BLOCK,
-                       LANES = BlockTask<BK>::LANES;
-  static constexpr int EACH = (COUNT + LANES - 1) / LANES;  // of a lane, LANES apart
-  float x[EACH];
+// Sums of a block: scores of its pairs, of keys and of queries; squares; q . k of each token.
+constexpr int SQUARES = 2 * PAIRS, OWN = SQUARES + 2 * BLOCK, SUMS = OWN + BLOCK;
 
-  template <typename T, typename G> __device__ __forceinline__ void add(const T* q, const T* k, const G* g) {
-    const BlockTask<BK> task;
-    float sums[EACH * LANES] = {};
-    float4 keys[BLOCK];  // decayed to the present row
+template <int BK, typename T, typename G>
+__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* k, const G* g) {
+  const BlockTask<BK> task;
+  float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
+  float4 keys[BLOCK];  // decayed to the present row
 #pragma unroll
-    for (int i = 0; i < BLOCK; ++i) {
-      const float4 key = unpack_four(task.at(k, i));
-      const float4 query = unpack_four(task.at(q, i));
-      const float4 decay = decays_at(task.at(g, i));
+  for (int i = 0; i < BLOCK; ++i) {
+    const float4 query = unpack_four(task.at(q, i)), key = unpack_four(task.at(k, i)), decay = decays_at(task.at(g, i));
 #pragma unroll
-      for (int j = 0; j < i; ++j) {
-        const int pair = i * (i - 1) / 2 + j;
-        keys[j] = times(keys[j], decay);
-        add_product(sums[pair], key, keys[j]), add_product(sums[PAIRS + pair], query, keys[j]);
-      }
-      keys[i] = key;
-      add_product(sums[SQUARES + i], key, key), add_product(sums[SQUARES + BLOCK + i], query, query);
-      add_product(sums[OWN + i], query, key);
+    for (int j = 0; j < i; ++j) {
+      const int pair = i * (i - 1) / 2 + j;
+      keys[j] = times(keys[j], decay);
+      add_product(sums[pair], key, keys[j]), add_product(sums[PAIRS + pair], query, keys[j]);
     }
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) x[n] = sum_in_turn<LANES / 2>(sums + n * LANES);
+    keys[i] = key;
+    add_product(sums[SQUARES + i], key, key), add_product(sums[SQUARES + BLOCK + i], query, query);
+    add_product(sums[OWN + i], query, key);
   }
-  // Calls f(number of a sum, the sum) for the lane's sums.
-  template <class F> __device__ __forceinline__ void each(F f) const {
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) f(n * LANES + BlockTask<BK>().lane, x[n]);
-  }
-};
+  return sums;
+}
 
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384 / BK))
@@ -128,12 +116,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived
 
-  using Sums = SumsOfBlock<BK>;
   const BlockTask<BK> task;
-  Sums sums;
-  sums.add(s.q, s.k, s.g);
+  const auto sums = sum_block<BK>(s.q, s.k, s.g);
   sums.each([&](int n, float sum) {
-    n -= Sums::SQUARES;
+    n -= SQUARES;
     if (n >= 0 && n < 2 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, args.normalized);
   });
   __syncwarp();                                        // lengths of the block's tokens are in shared memory
@@ -181,10 +167,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.over[task.block][task.c]));
   __syncwarp();  // zeros of the block's rows of A are in shared memory
   sums.each([&](int n, float sum) {
-    if (n >= Sums::OWN && n < Sums::COUNT) {
-      const int i = task.first + n - Sums::OWN;
+    if (n >= OWN && n < SUMS) {
+      const int i = task.first + n - OWN;
       put_one(s.A.at(i, i), of_q.factor[i] * of_k.factor[i] * sum);
-    } else if (n < Sums::SQUARES) {
+    } else if (n < SQUARES) {
       const bool query = n >= PAIRS;
       const PairOfBlock of(n % PAIRS);
       const int i = task.first + of.i, j = task.first + of.j;

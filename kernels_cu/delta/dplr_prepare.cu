@@ -1,17 +1,26 @@
-// what      RWKV-7's recurrence: what each chunk of 32 tokens does to a state, for the kernels that walk over states.
-// math      kd, qd, be, ke, N, L, H and B: dplr_chunk.cuh.   E = kd, W = w_scale (qd + H kd), Zb = N^T be,
-//           Z = ke + L^T be
+// what      RWKV-7's recurrence, a delta rule that erases with vectors a and b of its own: what each chunk of 32 tokens
+//           does to a state, for the kernels that walk over states; GRADIENT: for those that walk in both directions.
+// math      kd_i: a_i decayed from the chunk's start to token i - 1; qd_i: q_i decayed from the start to i; ke, be: k
+//           and b decayed to the chunk's end. Axy_ij = x_i . y_j with the decay between both, for x = q or a, y = k or
+//           b; q_i takes its own gate, j <= i; a_i does not, j < i.
+//           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   E = kd, W = w_scale (qd + H kd), Zb = N^T be,
+//           Zk = ke + L^T be
+//           A token x is p_x x', p_x a power of 2. So with primes for what is made of such tokens, D = diag(p_a p_b),
+//           N' = (I - D Aab')^-1 and L' = N' D Aak':   H = diag(p_q) Aqb' N' diag(p_b), B = diag(p_q) (Aqk' + Aqb' L')
+//           diag(p_k), Zb = diag(p_b) N'^T be', Zk = diag(p_k) (ke' + L'^T be'), N = diag(1 / p_b) N' diag(p_b),
+//           L = diag(1 / p_b) L' diag(p_k)
 // shapes    q k a b g [B, H, T, K], prepared [B, H, NC]
 // grid      a block for every (batch, head, chunk), chunks fastest
-// smem      DplrMatrices. In the code q and a are "rows", k and b "columns", after their place in Axy
-// barriers  seven: inputs have arrived | powers of 2, decays over blocks | decayed tokens | scores | N, L and
-//           qd | H and B | W and Z. Each: these are in shared memory
-// numerics  scores, N and L in float32; operands kd, W, Z, Zb in T, H and B as the sum of two T; other decayed
-//           operands, N and L in float16, divided by powers of 2; decays: channel_chunk.cuh
+// smem      Shared. In the code q and a are "rows", k and b "columns", after their place in Axy
+// barriers  eight: inputs have arrived | decays over blocks | decayed rows and k | scores with k | decayed b | scores
+//           with b | N', L' and qd | H and B. Each: these are in shared memory, and what was read for them may be
+//           overwritten
+// numerics  scores, N' and L' in float32, for products as the sum of two float16; operands E, W, Z in T, H and B as the
+//           sum of two T; decays: channel_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
-#include "delta/dplr_chunk.cuh"
+#include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
 
 template <typename T, typename G> struct Args {
@@ -23,71 +32,266 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows start on multiples of it, and are multiples long
 };
 
+enum Kind { OF_Q, OF_A, WITH_K, WITH_B };  // rows of scores, and columns
+
+template <typename T, typename G, int BK> struct alignas(16) Shared {
+  union {
+    T q[C * BK];
+    T kd[C * BK];
+  };
+  union {
+    T columns[2][C * BK];  // k and b
+    f16 to_end[2][C * BK];
+    T Z[2][C * BK];
+  };
+  union {
+    struct {
+      T a[C * BK];
+      G g[C * BK];
+    };
+    struct {
+      Matrix<f16> QB;   // Aqb'
+      float QK[C][LD];  // Aqk'
+    };
+  };
+  union {
+    struct {
+      f16 rows[LEVELS][C * BK], with[LEVELS][C / 2 * BK];
+    };
+    struct {
+      float from_start[C][BK + 8];     // q' decayed from the chunk's start
+      Matrix<f16> turned_N, turned_L;  // the transposes of N' and L' over `largest`
+    };
+  };
+  union {
+    float over[BLOCKS][BK];  // decays over blocks
+    struct {
+      float AB[C][LD], AK[C][LD];  // Aab' and Aak'
+    };
+    struct {
+      Matrix<T> B, H;
+    };
+  };
+  Lengths lengths[4];
+  float weight[C], largest[2];  // weight: p_a p_b; largest: powers of 2 below the numbers of L' and N'
+};
+
+// Sums of a block: scores of its pairs, of q and a with k, then with b; squares; q . k, then q . b of each token.
+constexpr int SQUARES = 4 * PAIRS, OWN = SQUARES + 4 * BLOCK, SUMS = OWN + 2 * BLOCK;
+
+template <typename T, typename G, int BK>
+__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK>& s) {
+  const BlockTask<BK> task;
+  float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
+  float4 columns[2][BLOCK];  // decayed to the present row
+#pragma unroll
+  for (int i = 0; i < BLOCK; ++i) {
+    const float4 q = unpack_four(task.at(s.q, i)), a = unpack_four(task.at(s.a, i)), decay = decays_at(task.at(s.g, i));
+    add_product(sums[SQUARES + BLOCK * OF_Q + i], q, q), add_product(sums[SQUARES + BLOCK * OF_A + i], a, a);
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+      for (int j = 0; j < i; ++j) {
+        const int pair = 2 * PAIRS * kind + i * (i - 1) / 2 + j;
+        float4& x = columns[kind][j];
+        add_product(sums[PAIRS + pair], a, x);
+        x = times(x, decay);
+        add_product(sums[pair], q, x);
+      }
+      const float4 x = columns[kind][i] = unpack_four(task.at(s.columns[kind], i));
+      add_product(sums[SQUARES + BLOCK * (WITH_K + kind) + i], x, x), add_product(sums[OWN + BLOCK * kind + i], q, x);
+    }
+  }
+  return sums;
+}
+
 template <typename T, typename G, int BK, bool GRADIENT>
-__global__ void __launch_bounds__(2 * BK, blocks_with_room<DplrMatrices<T, G, BK>>(256 / BK))
+__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256 / BK))
     delta_dplr_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK;
-  auto& s = *reinterpret_cast<DplrMatrices<T, G, BK>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 chunks = u32(shape.NC), chunk = blockIdx.x % chunks, pair = blockIdx.x / chunks;
   const u32 b = pair / u32(shape.H), h = pair % u32(shape.H);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start), channels = int(shape.K), bytes = int(args.bytes);
+  using Image = typename ImageOf<T, BK, 2, GRADIENT>::Type;
+  Image& to = static_cast<Image*>(args.prepared)[i64(pair) * chunks + chunk];
+  const Lengths &of_q = s.lengths[OF_Q], &of_a = s.lengths[OF_A], *with = s.lengths + WITH_K;
 
   const auto copy = [&](auto* tile, const auto& from) {
     copy_chunk<BK, THREADS>(tile, from.row(b, h, span.start), from.t, rows, channels, bytes);
   };
-  copy(s.rows[OF_Q], args.q), copy(s.rows[OF_A], args.a);
-  copy(s.columns[WITH_K], args.k), copy(s.columns[WITH_B], args.b);
-  copy(s.g, args.g);
+  copy(s.q, args.q), copy(s.a, args.a), copy(s.columns[0], args.k), copy(s.columns[1], args.b), copy(s.g, args.g);
   cp_async_commit();
-  for (int at = threadIdx.x; at < 3 * C * LDS; at += THREADS) (&s.scores[0][0][0])[at] = 0.f;
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived
-  look_at<THREADS>(s);
-  decay_blocks<THREADS>(s.over_blocks, s.g);
-  __syncthreads();  // powers of 2 and decays over blocks of 8 tokens are in shared memory
-  score_blocks<THREADS>(s);
-  const BlockTask task;
-  float2 queries[BLOCK];  // qd of the thread's block of tokens and two channels
-  decay_block(s, task.block, task.c, queries);
-  __syncthreads();  // decayed rows and columns are in shared memory
-  score_borders<THREADS>(s);
-  __syncthreads();  // scores are in shared memory; their operands have been read, and qd may overwrite them
+
+  const BlockTask<BK> task;
+  const auto sums = sum_block(s);
+  sums.each([&](int n, float sum) {
+    n -= SQUARES;
+    if (n >= 0 && n < 4 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, false);
+  });
+  __syncwarp();                                 // lengths of the block's tokens are in shared memory
+  float4 of_start[2][BLOCK], to_end[2][BLOCK];  // rows decayed from the block's start, columns to its end
+  {
+    const float4 one = {1.f, 1.f, 1.f, 1.f};
+    float4 decays[BLOCK], since = one;
 #pragma unroll
-  for (int i = 0; i < BLOCK; ++i)
-    *reinterpret_cast<float2*>(&s.from_start[task.block * BLOCK + i][task.c]) = queries[i];
-  if (threadIdx.x < 64) solve_column(s, threadIdx.x / 32);
-  __syncthreads();  // N, L and qd are in shared memory
-  multiply_scores<THREADS>(s);
-  __syncthreads();  // H, B and of_Z are in shared memory
-  T(&W)[C * BK] = s.rows[OF_Q];
-  make_wide<THREADS>(s, W, float(args.w_scale));
-  __syncthreads();  // W and Z are in shared memory
-  const i64 at = i64(pair) * chunks + chunk;
-  const auto store = [&](auto& to) {
-    store_pieces<THREADS>(to.E, s.kd);
-    store_pieces<THREADS>(to.W, W);
-    store_pieces<THREADS>(to.Z[0], s.Z[WITH_K]);
-    store_pieces<THREADS>(to.Z[1], s.Z[WITH_B]);
-    store_pieces<THREADS>(to.whole, s.whole);
+    for (int n = BLOCK - 1; n >= 0; --n) {
+      decays[n] = decays_at(task.at(s.g, n));
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+        const float4 x = unpack_four(task.at(s.columns[kind], n));
+        to_end[kind][n] = times(since, times(with[kind].factor[task.first + n], x));
+      }
+      since = times(since, decays[n]);
+    }
+    since = one;
+#pragma unroll
+    for (int n = 0; n < BLOCK; ++n) {
+      const float4 a = unpack_four(task.at(s.a, n)), q = unpack_four(task.at(s.q, n));
+      of_start[OF_A][n] = times(since, times(of_a.factor[task.first + n], a));
+      since = times(since, decays[n]);
+      of_start[OF_Q][n] = times(since, times(of_q.factor[task.first + n], q));
+    }
+    *reinterpret_cast<float4*>(&s.over[task.block][task.c]) = since;
+  }
+  __syncthreads();  // decays over blocks are in shared memory; inputs have been read, and may be overwritten
+
+#pragma unroll
+  for (int n = 0; n < BLOCK * 8; n += task.LANES) {
+    const int piece = n + task.lane;
+    *reinterpret_cast<uint4*>(s.QB.at(task.first + piece / 8, piece % 4 * 8) + piece / 4 % 2 * s.QB.REST) = uint4{};
+  }
+  float4 before, behind;
+  each_border<BK>(
+      s.over, task, before, behind,
+      [&](int level, float4 by) {
+        put_level<2>(s.rows[level], level, OF_Q, task, of_start[OF_Q], by);
+        put_level<2>(s.rows[level], level, OF_A, task, of_start[OF_A], by);
+      },
+      [&](int level, float4 by) { put_level<1>(s.with[level], level, 0, task, to_end[0], by); });
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) {
+    put_four(task.at(s.kd, n), times(of_a.power[task.first + n], times(before, of_start[OF_A][n])));
+    of_start[OF_Q][n] = times(before, of_start[OF_Q][n]);
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(behind, to_end[kind][n]));
+  }
+  if (task.block == BLOCKS - 1)
+    *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.over[task.block][task.c]));
+  __syncthreads();  // decayed rows and k are in shared memory
+  const auto score = [&](auto f) {
+#pragma unroll 1
+    for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32) score_borders<BK>(s.rows, s.with, n, f);
   };
+  score([&](int i, int j, float2 of_q, float2 of_a) {
+    *reinterpret_cast<float2*>(&s.QK[i][j]) = of_q, *reinterpret_cast<float2*>(&s.AK[i][j]) = of_a;
+  });
+  __syncthreads();  // scores with k are in shared memory; b may take k's place
+  each_border<BK>(
+      s.over, task, before, behind, [](int, float4) {},
+      [&](int level, float4 by) { put_level<1>(s.with[level], level, 0, task, to_end[1], by); });
+  __syncthreads();  // decayed b is in shared memory; decays over blocks have been read
+  sums.each([&](int n, float sum) {
+    if (n < SQUARES) {
+      const int kind = n / (2 * PAIRS), of = n / PAIRS % 2;
+      const PairOfBlock pair(n % PAIRS);
+      const int i = task.first + pair.i, j = task.first + pair.j;
+      sum *= s.lengths[of].factor[i] * with[kind].factor[j];
+      if (of == OF_A) (kind ? s.AB : s.AK)[i][j] = sum;
+      else if (kind) put_one(s.QB.at(i, j), sum);
+      else s.QK[i][j] = sum;
+    } else if (n >= OWN && n < SUMS) {
+      const int kind = (n - OWN) / BLOCK, i = task.first + (n - OWN) % BLOCK;
+      sum *= of_q.factor[i] * with[kind].factor[i];
+      if (kind) put_one(s.QB.at(i, i), sum);
+      else s.QK[i][i] = sum;
+    }
+  });
+  score([&](int i, int j, float2 of_q, float2 of_a) {
+    put_two(s.QB.at(i, j), of_q.x, of_q.y);
+    *reinterpret_cast<float2*>(&s.AB[i][j]) = of_a;
+  });
+  __syncthreads();  // scores are in shared memory; their operands have been read, and qd may overwrite them
+
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = of_start[OF_Q][n];
+  if (threadIdx.x < 64) {
+    const int lane = threadIdx.x % 32, kind = threadIdx.x / 32;
+    float x[C], largest = 0.f;
+    if (kind) s.weight[lane] = of_a.power[lane] * with[1].power[lane];
+    barrier_sync(1, 64);  // weights are in shared memory
+    solve_column(x, s.AB, s.weight, [&](int i) {
+      return kind ? float(i == lane) : lane < i ? s.weight[i] * s.AK[i][lane] : 0.f;
+    });
+#pragma unroll
+    for (int i = 0; i < C; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    largest = power_below(max_of_lanes(largest));
+    largest *= largest;
+    if (lane == 0) s.largest[kind] = largest;
+    put_column(kind ? s.turned_N : s.turned_L, x, 1.f / largest);
+  } else {
+    store_pieces<THREADS - 64>(to.E, s.kd, 0, threadIdx.x - 64);
+  }
+  __syncthreads();  // N', L' and qd are in shared memory
+
+  const float of_L = s.largest[0], of_N = s.largest[1];
+  multiply_triangles<THREADS>(s.QB, s.turned_N, [&](int i, int j, float x, float y) {
+    const float by = of_N * of_q.power[i];
+    put_two(s.H.at(i, j), by * with[1].power[j] * x, by * with[1].power[j + 1] * y);
+  });
+  multiply_triangles<THREADS>(s.QB, s.turned_L, [&](int i, int j, float x, float y) {
+    const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f, by = of_q.power[i];
+    put_two(s.B.at(i, j), by * with[0].power[j] * fmaf(of_L, x, one), by * with[0].power[j + 1] * fmaf(of_L, y, next));
+  });
+  const int channel = int(threadIdx.x) / 32 * 16;
+  Columns z[2] = {};
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m) {
+    multiply_tokens<UPPER, BK>(z[0][m], s.turned_L, s.to_end[1], 16 * m, channel);
+    multiply_tokens<UPPER, BK>(z[1][m], s.turned_N, s.to_end[1], 16 * m, channel);
+  }
+  __syncwarp();  // all lanes have read these channels of be
+  each_pair([&](int i, int c, int m, int across, int down) {
+    const float *of_k = z[0][m][across] + 2 * down, *of_b = z[1][m][across] + 2 * down;
+    const float2 key = unpack_pair(place<BK>(s.to_end[0], i, c));
+    const float by_k = with[0].power[i], by_b = of_N * with[1].power[i];
+    put_pair(place<BK>(s.Z[0], i, c), {by_k * fmaf(of_L, of_k[0], key.x), by_k * fmaf(of_L, of_k[1], key.y)});
+    put_pair(place<BK>(s.Z[1], i, c), {by_b * of_b[0], by_b * of_b[1]});
+  });
+  store_channels<BK>(to.Z[0], s.Z[0]);
+  store_channels<BK>(to.Z[1], s.Z[1]);
+  __syncthreads();  // H and B are in shared memory
+  Columns w = {};
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.kd, 16 * m, channel);
+  const float scale = float(args.w_scale);
+  each_pair([&](int i, int c, int m, int across, int down) {
+    const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
+    const float by = scale * of_q.power[i], *two = w[m][across] + 2 * down;
+    put_pair(place<BK>(s.Z[0], i, c), {fmaf(by, query.x, scale * two[0]), fmaf(by, query.y, scale * two[1])});
+  });
+  store_channels<BK>(to.W, s.Z[0]);
   if constexpr (GRADIENT) {
-    auto& to = static_cast<PreparedForGradients<T, BK, 2>*>(args.prepared)[at];
-    store(to);
-    store_pieces<THREADS>(to.B[0].x, s.B.x);
-    store_pieces<THREADS>(to.B[1].x, s.H.x);
-    const auto& L = s.scores[2];
+    store_pieces<THREADS>(to.B[0].x, s.B.x), store_pieces<THREADS>(to.B[1].x, s.H.x);
     for (int x = 2 * threadIdx.x; x < C * C; x += 2 * THREADS) {
       const int i = x / C, j = x % C;
-      put_two(to.of_residual[0].at(i, j), s.N[i][j], s.N[i][j + 1]);
-      put_two(to.of_residual[1].at(i, j), L[i][j], L[i][j + 1]);
+      const float by = 1.f / with[1].power[i];
+      const auto put = [&](Matrix<T>& M, const Matrix<f16>& turned, float largest, const Lengths& of) {
+        const auto at = [&](int j) {
+          const f16* two = turned.x + j * turned.LDA + i;
+          return by * largest * of.power[j] * (to_float(two[0]) + to_float(two[turned.REST]));
+        };
+        put_two(M.at(i, j), at(j), at(j + 1));
+      };
+      put(to.of_residual[0], s.turned_N, of_N, with[1]), put(to.of_residual[1], s.turned_L, of_L, with[0]);
     }
     clear_padding<THREADS>(to.of_residual[0]), clear_padding<THREADS>(to.of_residual[1]);
     if (threadIdx.x < C) to.beta[threadIdx.x] = 1.f;
   } else {
-    auto& to = static_cast<Prepared<T, BK, true>*>(args.prepared)[at];
-    store(to);
     store_pieces<THREADS>(to.B.x, s.B.x);
   }
 }

@@ -157,7 +157,7 @@ class DeltaDplrPrepare(DeltaPrepare):
 
     file = "delta/dplr_prepare"
     arguments = members("rows q k a b g, pointers prepared, shape, reals w_scale, integers bytes")
-    shared = ("DplrMatrices<{dtype}, {gate}, {BK}>",)
+    shared = ("Shared<{dtype}, {gate}, {BK}>",)
 
 
 class GradientKernel(Kernel):
