@@ -145,7 +145,7 @@ def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
         return [backend.tohost(x) for x in pull(backend.asarray(do), backend.asarray(dht))]
 
     once = gradients()
-    monkeypatch.setattr(gated_backward, "STATES_AT_LEAST", 1)
+    monkeypatch.setattr(gated_backward, "STATE_BYTES", 1)
     assert all(same_bits(x, y) for x, y in zip(once, gradients(), strict=True))
 
 
@@ -302,7 +302,7 @@ def test_few_heads_are_cut(op):
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_gradients_take_all_heads_at_once(op, monkeypatch, rng):
     """Groups of heads, one after the other, would each leave more of a card idle."""
-    monkeypatch.setattr(gated_backward, "STATES_AT_LEAST", 0)
+    monkeypatch.setattr(gated_backward, "STATE_BYTES", 0)
     arrays, *_ = Case(op, H=4, T=64, K=128, V=128, dtype=BFLOAT16, gate_dtype=BFLOAT16).drawn(rng)
     plan = planned.plan_of(op.bind(arrays, gradient=True), planned.Noting())
     assert planned.names(plan).count("delta_backward_states") == 1

@@ -403,7 +403,7 @@ def test_heads_take_turns(backend, rng, monkeypatch):
     arrays, (start, dht) = case.drawn(rng)
     do = rng.standard_normal(arrays[2].shape).astype(SINGLE)
     wanted, dh0 = pulled_back(case, arrays, start, None, do, dht)
-    monkeypatch.setattr(gated_backward, "STATES_AT_LEAST", 1)
+    monkeypatch.setattr(gated_backward, "STATE_BYTES", 1)
     given = [backend.asarray(x) for x in arrays]
     _, pull = backend.run(vjp, gla, *given, initial_state=backend.asarray(start))
     for x, y in zip(pull(backend.asarray(do), backend.asarray(dht)), (*wanted, dh0), strict=True):

@@ -1,13 +1,16 @@
-"""Gradients of the gated family.
+"""Gradients of the gated family: o_t = scale q_t S_t of a state S_t [K, V] that decays channel by channel.
 
-On every card: one kernel stores the state at every chunk's start and its gradient at every chunk's end; then all chunks
-are computed in parallel, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel goes forwards in time and
-computes dq and du, another goes backwards in time and computes the rest. If the state [K, V] is larger than a block's
-tile, the two kernels are launched for one tile after the other.
+On every card: one kernel stores the state at every chunk's start and the state's gradient at every chunk's end; then
+all chunks are computed in parallel, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel goes forwards
+in time and computes dq and du, another goes backwards in time and computes the rest. If the state is larger than a
+block's tile, the two kernels are launched for one tile after the other.
 
-Sequences may be cut into P segments. A segment's summary is the state that it leaves from the initial state 0 and its
-total decay; backwards in time, the same for the state's gradient. A scan joins the summaries to the states at the
-segments' starts and the gradients at their ends.
+Sequences may be cut into P segments. A segment's summary is its final state if its initial state is 0, and the product
+of its decays; backwards in time, it is the gradient of its initial state if that of its final state is 0, and the same
+product. From the summaries a scan computes the states at the segments' starts and the states' gradients at their ends.
+
+Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns. dht and dh0 are the gradients of the final and of
+the initial state.
 """
 
 from __future__ import annotations
@@ -24,37 +27,38 @@ from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, common_
 from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, OF_CHANNELS, PORTABLE, SMALL, TILED
 
-STATES_AT_LEAST = 1 << 27  # bytes of states that may be stored at a time even if the inputs are smaller
+STATE_BYTES = 1 << 27  # the states and gradients of so many bytes may be stored at a time, however small the inputs are
 
 
-def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
+def plan_vjp(problem, device, do, dht, saved=None, summaries=(), gate=OF_CHANNELS):
     """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None).
 
-    `saved`: the states at the segments' starts, if the forward pass has saved them; () if its plan saves them only when
-    the problem asks for gradients, which it did not: the forward pass then runs again, so that gradients have the same
-    bits; None if no forward pass saves them. `kept`: the summaries that a plan of `plan_summary_vjp` has saved for the
-    same `do`. `gate`: the kind of gates, passed to `segments.backward_cut`.
+    saved : (the states at the segments' starts,) if the forward pass has saved them; () if the forward pass would have
+        saved them for a problem with `gradient`, but this problem had none: they are then computed again in the same
+        way, so that the gradients have the same bits; None if forward passes of this problem never save them
+    summaries : those that a plan of `plan_summary_vjp` has saved for the same `do`
+    gate : the kind of gates, for `segments.backward_cut`
     """
 
-    def plan_wide(wide, do, dht):
-        return plan_vjp(wide, device, do, dht, gate=gate)
+    def plan_of_copies(copied_problem, do, dht):
+        return plan_vjp(copied_problem, device, do, dht, gate=gate)
 
-    cut = segments.backward_cut(problem, device, do, gate, saved, bool(kept))
+    cut = segments.backward_cut(problem, device, do, gate, saved, bool(summaries))
     if cut.way == COPIED:
-        return aligned_copies.plan_on_copies(problem, plan_wide, do, dht)
+        return aligned_copies.plan_on_copies(problem, plan_of_copies, do, dht)
     draft, bonus = Draft(), problem.arrays.get("u")
     inputs = draft.mapped_inputs(problem) if cut.way in (HOPPER, TILED) else draft.inputs(problem)
     do, dht = draft.cotangents(problem, do, dht)
     gradients, dh0 = tuple(map(draft.like, inputs)), draft.gradient_of_state(problem)
-    whole = GatedBackwardPass(problem, inputs, do, gradients, dht, dh0)
+    backward = GatedBackwardPass(problem, inputs, do, gradients, dht, dh0)
     if cut.way == HOPPER:
         starts = saved[0] if saved else None
-        if cut.forward is not None:
-            starts = HopperForward(draft, problem, cut.forward, inputs, inputs[2]).starts_of_the_backward()
-        tiles, partial_du = on_hopper(draft, whole, cut, kept, starts)
+        if cut.forward is not None:  # the forward pass that computes these states again
+            starts = HopperForward(draft, problem, cut.forward, inputs, inputs[2]).starts_of_backward_segments()
+        tiles, partial_du = launch_hopper(draft, backward, cut, summaries, starts)
     else:
-        way = {TILED: tile_after_tile, SMALL: on_small_heads, PORTABLE: on_every_card}[cut.way]
-        tiles, partial_du = way(draft, whole, cut)
+        launch = {TILED: launch_tile_by_tile, SMALL: launch_small, PORTABLE: launch_portable}[cut.way]
+        tiles, partial_du = launch(draft, backward, cut)
     if bonus is not None:
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
         sum_arrays(draft, partial_du, gradients[-1])
@@ -62,10 +66,11 @@ def plan_vjp(problem, device, do, dht, saved=None, kept=(), gate=OF_CHANNELS):
 
 
 def plan_summary_vjp(problem, device, do, saved=()):
-    """A plan of ((the initial state's gradient for dht = 0,), the total decay [N, H, K]), adjacent in memory.
+    """A plan of ((the initial state's gradient for dht = 0,), the product of all decays [N, H, K]). Both results are in
+    one buffer, so that a rank can send them to the others at once.
 
-    The plan saves the segments' summaries, which `plan_vjp` takes as `kept`. None if a whole pullback costs no more.
-    `saved` is as in `plan_vjp`; with it the summaries forwards in time are left out.
+    The plan saves the segments' summaries for `plan_vjp`. None where computing all gradients takes no longer. `saved`
+    is as in `plan_vjp`; if it has states, only the summaries backwards in time are computed.
     """
     P = segments.hoppers_backward_segments(problem, device).count
     if not P:
@@ -73,9 +78,9 @@ def plan_summary_vjp(problem, device, do, saved=()):
     draft, (K, V) = Draft(), problem.shape("K V")
     read = dict(zip("qkvg", draft.mapped_inputs(problem), strict=True))
     read["do_"] = draft.mapped(draft.cotangents(problem, do, None)[0], "do")
-    summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
-    launches = HopperBackward(draft, problem, P, summary.CHUNK, framed=True)
-    return launches.summary(summary, read, K, first=int(bool(saved) or P == 1), ends=0)
+    kernel = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, read["g"].dtype, K, V)
+    launches = HopperBackward(draft, problem, P, kernel.CHUNK, framed=True)
+    return launches.summary_plan(kernel, read, K, first=int(bool(saved) or P == 1), ends=0)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,8 @@ class GatedBackwardPass:
     gradients: tuple[Array | None, ...]  # dq, dk, dv, dg
     dht: Array | None  # the gradient of the final state
     dh0: Array | None  # the memory for the gradient of the initial state
-    adds: bool = False  # whether this pass adds to dq, dk and dg, which hold the terms of other tiles' columns
-    adds_dv: bool = False  # whether this pass adds to dv, which holds the terms of other tiles' channels
+    adds: bool = False  # whether kernels add to dq, dk and dg, which then hold the terms of other tiles' columns
+    adds_dv: bool = False  # whether kernels add to dv, which then holds the terms of other tiles' channels
 
     @property
     def read(self) -> dict[str, Array]:
@@ -98,10 +103,12 @@ class GatedBackwardPass:
 
     @property
     def written(self) -> dict[str, Array | None]:
+        """The gradients that kernels write, by the names of their arguments."""
         return dict(zip(("dq", "dk", "dv", "dg"), self.gradients, strict=True))
 
     def of_tile(self, tile: StateTile, draft, u=None) -> GatedBackwardPass:
-        """The pass of one tile of the state. `u`: the bonus of the tile's channels. dht and dh0 are copies of parts."""
+        """The pass of one tile of the state, with the tile's channels and columns of all arrays. `u`: the bonus of the
+        tile's channels. The tile's dht is a copy and its dh0 is new memory, since kernels need them contiguous."""
         problem = tile.problem(self.problem, **({} if u is None else {"u": u}))
         inputs = tuple(tile.part(x, axis) for x, axis in zip(self.inputs, "KKVK", strict=True))
         gradients = tuple(tile.part(x, axis) for x, axis in zip(self.gradients, "KKVK", strict=True))
@@ -110,11 +117,11 @@ class GatedBackwardPass:
 
 
 # -- on every card -----------------------------------------------------------------------------------------------------
-def on_every_card(draft, backward, cut):
-    """Launches the kernels that run on every card: (their tile sizes, du of each chunk).
+def launch_portable(draft, backward, cut):
+    """Launches the kernels that run on every card; returns (their tile sizes, du of each chunk or None).
 
-    For some heads at a time, kernel `states` stores the states and their gradients between chunks; `channels` and
-    `values` then compute the gradients of all chunks of these heads.
+    For a group of heads at a time, kernel `states` stores the states and their gradients between chunks; `channels`
+    (for dq, dk, dg and du) and `values` (for dv) then compute the gradients of all chunks of these heads.
     """
     problem, read, P, (dq, dk, dv, dg) = backward.problem, backward.read, cut.segments, backward.gradients
     B, N, H, K, V = problem.shape("B N H K V")
@@ -127,33 +134,36 @@ def on_every_card(draft, backward, cut):
     blocks = P * N * states.blocks(K, V)  # per head
 
     if P > 1:
-        left, decays = memory_of_summaries(draft, problem, P)
-        summaries = {"initial": initial, "dht": dht, "states": left, "decays": decays}
-        draft.launch(states, H * blocks, **read, **common, **summaries, P=P, first=0, heads=H)
-        initial, dht = scanned(draft, problem, left, decays, P)
+        segment_states, decays = memory_of_summaries(draft, problem, P)
+        arrays = {"initial": initial, "dht": dht, "states": segment_states, "decays": decays}
+        draft.launch(states, H * blocks, **read, **common, **arrays, P=P, first=0, heads=H)
+        initial, dht = joined_by_scan(draft, problem, segment_states, decays, P)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
     elements_per_head = 2 * B * shape.NC * tiles * states.TILE**2
-    at_once = heads_at_once(H, elements_per_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
-    kept = draft.empty((max(1, at_once * elements_per_head),), states.stored)  # not null, which would request summaries
-    for first in range(0, H, at_once):
-        heads = min(at_once, H - first)
-        chunks, heads_arguments = B * shape.NC * heads, common | {"kept": kept, "first": first, "heads": heads}
-        draft.launch(states, heads * blocks, **read, **heads_arguments, P=P, initial=initial, dht=dht, dh0=backward.dh0)
+    group = heads_at_once(H, elements_per_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
+    # at least one number, as the kernel computes summaries instead if `kept` is null
+    kept = draft.empty((max(1, group * elements_per_head),), states.stored)
+    for first in range(0, H, group):
+        heads = min(group, H - first)
+        chunks, group_args = B * shape.NC * heads, common | {"kept": kept, "first": first, "heads": heads}
+        draft.launch(states, heads * blocks, **read, **group_args, P=P, initial=initial, dht=dht, dh0=backward.dh0)
         channel_arrays = {"dq": dq, "dk": dk, "dg": dg, "u": u, "partial_du": partial_du}
-        draft.launch(channels, chunks * ceil_div(K, channels.TILE), **read, **heads_arguments, **channel_arrays)
+        draft.launch(channels, chunks * ceil_div(K, channels.TILE), **read, **group_args, **channel_arrays)
         without_v = {name: x for name, x in read.items() if name != "v"}
-        draft.launch(values, chunks * ceil_div(V, values.BV), **without_v, **heads_arguments, dv=dv, u=u)
+        draft.launch(values, chunks * ceil_div(V, values.BV), **without_v, **group_args, dv=dv, u=u)
     return states.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
-def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
-    """The heads per group, for nearly equal groups, whose states take at most max(inputs, STATES_AT_LEAST) bytes."""
-    most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
+def heads_at_once(heads, bytes_of_a_head, input_bytes) -> int:
+    """How many heads a group has, if groups are nearly equal and the stored states of a group take at most
+    max(input_bytes, STATE_BYTES). `bytes_of_a_head`: the stored states of one head."""
+    most = max(1, max(input_bytes, STATE_BYTES) // max(1, bytes_of_a_head))
     return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
 
 
-def on_small_heads(draft, backward, cut):
-    """Launches the kernels for small heads, which run on every card: (their tile sizes, du of each segment)."""
+def launch_small(draft, backward, cut):
+    """Launches the kernels for small heads, which run on every card; returns (their tile sizes, du of each segment or
+    None)."""
     problem, read, written, P = backward.problem, backward.read, backward.written, cut.segments
     B, N, H, K, V = problem.shape("B N H K V")
     (main,), states = cut.kernels, cut.summary
@@ -161,46 +171,37 @@ def on_small_heads(draft, backward, cut):
     common = {"shape": shape, "scale": problem.scale, "bytes": common_bytes(*read.values(), *written.values())}
     starts, ends = draft.initial(problem), backward.dht
     if P > 1:
-        left, decays = memory_of_summaries(draft, problem, P)
-        states_arguments = {"initial": starts, "dht": ends, "left": left, "decays": decays}
-        draft.launch(
-            states, 2 * states.blocks(N * P * H), **read, **common, **states_arguments, of=P, needed=P, both=True
-        )
-        starts, ends = scanned(draft, problem, left, decays, P)
+        segment_states, decays = memory_of_summaries(draft, problem, P)
+        arrays = {"initial": starts, "dht": ends, "left": segment_states, "decays": decays}
+        draft.launch(states, 2 * states.blocks(N * P * H), **read, **common, **arrays, of=P, needed=P, both=True)
+        starts, ends = joined_by_scan(draft, problem, segment_states, decays, P)
     partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
-    kept = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
-    states_arguments = {
-        "starts": starts,
-        "ends": ends,
-        "dh0": backward.dh0,
-        "u": draft.bonus(problem),
-        "partial_du": partial_du,
-    }
-    draft.launch(main, main.blocks(N * P * H), **read, **written, **common, **states_arguments, kept=kept, P=P)
+    arrays = {"starts": starts, "ends": ends, "dh0": backward.dh0, "u": draft.bonus(problem), "partial_du": partial_du}
+    arrays["kept"] = draft.empty((B, shape.NC, H, main.D**2), FLOAT32)
+    draft.launch(main, main.blocks(N * P * H), **read, **written, **common, **arrays, P=P)
     return main.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
 def memory_of_summaries(draft, problem, P):
-    """Memory for the summaries of P segments, forwards and backwards in time: (states, decays)."""
+    """New arrays (states [2, N P, H, K, V], decays [2, N P, H, K]) for the summaries of P segments of each sequence,
+    forwards in time at index 0 and backwards in time at index 1."""
     N, H, K, V = problem.shape("N H K V")
     return draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
 
 
-def scanned(draft, problem, left, decays, P):
-    """(the states at the segments' starts, the gradients of the states at their ends), from the summaries.
+def joined_by_scan(draft, problem, segment_states, decays, P):
+    """(the states at the segments' starts, the states' gradients at their ends) from summaries, whose memory they take.
 
-    The summary kernel itself writes the first two segments' in either direction; more segments need the scan.
+    In each direction the summary kernel has written those of the first two segments already; the others take a scan.
     """
     if P > 2:
-        scan_both_ways(draft, problem, left, decays, P)
-    return left[0], left[1]
+        scan_both_ways(draft, problem, segment_states, decays, P)
+    return segment_states[0], segment_states[1]
 
 
 def scan_both_ways(draft, problem, states, decays, P, first=0):
-    """Launches the scan, which replaces summaries in `states` by what each of P segments starts from.
-
-    Direction 0: states, forwards in time; direction 1: gradients of states, backwards in time. With `first` = 1 only
-    the latter.
+    """Launches the scan of the summaries `states` and `decays` of P segments. In their place it writes to states[0] the
+    state at each segment's start, and to states[1] the state's gradient at its end: with `first` = 1 only the latter.
     """
     N, H, K, V = problem.shape("N H K V")
     scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "first": first}
@@ -208,28 +209,29 @@ def scan_both_ways(draft, problem, states, decays, P, first=0):
 
 
 # -- on Hopper ---------------------------------------------------------------------------------------------------------
-def on_hopper(draft, backward, cut, kept=(), starts=None):
-    """Launches Hopper's two kernels: (their tile sizes, du of each segment).
+def launch_hopper(draft, backward, cut, summaries=(), starts=None):
+    """Launches Hopper's two kernels; returns (their tile sizes, du of each segment or None).
 
-    The first kernel writes its share of dg to `weight` and stores states in `checkpoints`; the second reads both.
-    `kept`: the summaries that `HopperBackward.summary` has saved. `starts`: the states at the starts of the segments,
-    which then have equal lengths.
+    The first kernel writes its terms of dg to `weight` and stores states in `checkpoints`; the second reads both.
+
+    summaries : those that the plan of `HopperBackward.summary_plan` has saved
+    starts : the states at the starts of the segments, if they are known; the segments then have equal lengths
     """
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
     weight, (queries, keys), short = draft.like(dg) if backward.adds else dg, cut.kernels, cut.short
-    launches = HopperBackward(draft, problem, cut.segments, keys.CHUNK, framed=bool(kept), short=short)
+    launches = HopperBackward(draft, problem, cut.segments, keys.CHUNK, framed=bool(summaries), short=short)
     P = launches.P
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
     u, ends = draft.bonus(problem), draft.empty((N * P, H, K), FLOAT32)
     sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
     checkpoints = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
-    if kept:
-        initial, dht = launches.resumed(*kept, dht, starts)
+    if summaries:
+        initial, dht = launches.joined_saved_summaries(*summaries, dht, starts)
     elif P > 1:
-        which = {"first": int(starts is not None), "ends": int(short > 0)}
-        initial, dht = launches.between_segments(cut.summary, read, initial, dht, starts, **which)
+        args = {"first": int(starts is not None), "ends": int(short > 0)}
+        initial, dht = launches.joined_summaries(cut.summary, read, initial, dht, starts, **args)
     common = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": checkpoints, "P": P, "joined": int(short > 0)}
     common |= {"adds": backward.adds}
     launches.launch_mapped(queries, cut.blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **common)
@@ -238,9 +240,11 @@ def on_hopper(draft, backward, cut, kept=(), starts=None):
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
-def tile_after_tile(draft, whole, cut):
-    """Launches Hopper's kernels for one tile of the state after the other: (the first tile's sizes, parts of du)."""
-    problem = whole.problem
+def launch_tile_by_tile(draft, whole_state, cut):
+    """Launches Hopper's kernels for one tile of the state after the other, all in the same memory. `whole_state` is the
+    `GatedBackwardPass` of the problem. Returns (the tile sizes of the first tile's kernels, du of each tile of columns
+    or None)."""
+    problem = whole_state.problem
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
     memory, sizes, backward_segments = Reused(draft), [], segments.BackwardSegments(cut.segments, cut.short)
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
@@ -253,12 +257,12 @@ def tile_after_tile(draft, whole, cut):
         }
     for tile in tiles:
         tile_draft = memory.again()
-        backward = whole.of_tile(tile, tile_draft, bonus.get(tile.channels.start))
+        backward = whole_state.of_tile(tile, tile_draft, bonus.get(tile.channels.start))
         tile_cut = segments.hoppers_backward_cut(backward.problem, cut.device, backward_segments, starts_known=False)
-        tile_sizes, partial_du = on_hopper(tile_draft, backward, tile_cut)
+        tile_sizes, partial_du = launch_hopper(tile_draft, backward, tile_cut)
         sizes.append(tile_sizes)
-        if whole.dh0 is not None:
-            draft.copy(backward.dh0, tile.state(whole.dh0))
+        if whole_state.dh0 is not None:
+            draft.copy(backward.dh0, tile.state(whole_state.dh0))
         if du is not None:
             sum_arrays(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
     return sizes[0] | {"tiles": len(tiles)}, du
@@ -267,10 +271,11 @@ def tile_after_tile(draft, whole, cut):
 class HopperBackward:
     """Adds launches of Hopper's backward kernels to a draft, with P segments per sequence.
 
-    `framed`: an empty segment is added before a sequence's segments and another after them. Summaries can then be
-    computed before the final state's gradient is known: `resumed` inserts it for the last two segments. The initial
-    state's gradient is the one that the first, empty segment starts from. `short`: the tokens of the first and the
-    last of three segments per sequence; 0 for P segments of equal length.
+    framed : whether an empty segment is added before a sequence's segments and another after them. The summaries can
+        then be computed before dht is known: `joined_saved_summaries` inserts it for the last two segments. The initial
+        state's gradient is that of the state at the end of the first, empty segment.
+    short : 0 for P segments of equal length; else each sequence has three segments, and the first and the last of them
+        have so many tokens
     """
 
     def __init__(self, draft, problem, P, chunk, framed=False, short=0):
@@ -281,33 +286,33 @@ class HopperBackward:
         self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
-    def launch_mapped(self, kernel, blocks, mapped, **more):
-        """Launches `blocks` blocks of a kernel that reads the arrays `mapped` as tensor maps and as rows."""
+    def launch_mapped(self, kernel, blocks, mapped, **args):
+        """Launches `blocks` blocks of a kernel. It gets each array of `mapped` (argument -> array) twice: as a tensor
+        map, and as rows, for tokens that the boxes of the map do not cover."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
-        self.draft.launch(kernel, blocks, **maps, **rows, **more, shape=self.shape, scale=self.problem.scale)
+        self.draft.launch(kernel, blocks, **maps, **rows, **args, shape=self.shape, scale=self.problem.scale)
 
-    def between_segments(self, summary, mapped, initial, dht, starts=None, **more):
-        """(the states at the segments' starts, or `starts` if given, and the gradients of the states at their ends)."""
-        states, decays = self.left_by_segments(summary, mapped, initial, dht, **more)
+    def joined_summaries(self, kernel, mapped, initial, dht, starts=None, **args):
+        """Launches the summaries by `kernel` and their scan. Returns (the states at the segments' starts, or
+        `starts` if given; the states' gradients at their ends)."""
+        states, decays = self.segment_summaries(kernel, mapped, initial, dht, **args)
         if self.P > 2 and not self.short:
             scan_both_ways(self.draft, self.problem, states, decays, self.P, first=int(starts is not None))
         return states[0] if starts is None else starts, states[1]
 
-    def summary(self, kernel, mapped, channels, **more):
-        """The plan that `plan_summary_vjp` returns, with `channels` channels of decays."""
+    def summary_plan(self, kernel, mapped, channels, **args):
+        """The plan that `plan_summary_vjp` returns; the product of decays has `channels` channels."""
         draft, results = self.draft, RankSummary(self.draft, self.problem, channels)
-        states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
+        states, decays = self.segment_summaries(kernel, mapped, self.initial, None, **args)
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, first=1)
         return draft.plan(results.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
-    def resumed(self, states, decays, dht, starts=None):
-        """What `between_segments` returns, computed from the summaries that `summary` has saved.
-
-        `starts`, if given, has no states for the two empty segments.
-        """
+    def joined_saved_summaries(self, states, decays, dht, starts=None):
+        """What `joined_summaries` returns, from the summaries that the plan of `summary_plan` has saved. These are left
+        unchanged for another pullback. `starts`, if given, has no states for the two empty segments."""
         draft, states_known = self.draft, starts is not None or self.P == 3
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
@@ -315,7 +320,7 @@ class HopperBackward:
             for segment in (self.P - 2, self.P - 1):
                 draft.copy(dht, joined[1][:, segment])
         if states_known:
-            draft.fill(joined[0])  # kernels read the states of empty segments, too; any finite value will do
+            draft.fill(joined[0])  # kernels read the states of empty segments, too, where any finite number will do
         if starts is not None:
             for n, first_start in enumerate(range(0, starts.shape[0], self.P - 2)):
                 draft.copy(starts[first_start : first_start + self.P - 2], joined[0][n, 1:-1])
@@ -326,11 +331,12 @@ class HopperBackward:
         scan_both_ways(draft, self.problem, joined, decays, self.P, first=int(states_known))
         return joined[0], joined[1]
 
-    def left_by_segments(self, summary, mapped, initial, dht, **more):
-        """Launches the summaries in both directions: (states [2, N, P, H, K, V], decays [2, N, P, H, 1, K])."""
+    def segment_summaries(self, kernel, mapped, initial, dht, **args):
+        """Launches the summaries forwards (index 0) and backwards (index 1) in time: (states [2, N, P, H, K, V], decays
+        [2, N, P, H, 1, K])."""
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
         arrays = {"initial": initial, "dht": dht, "states": states, "decays": decays}
-        self.launch_mapped(summary, 2 * P * N * H * ceil_div(K, summary.BK), mapped, **arrays, P=P, **more)
+        self.launch_mapped(kernel, 2 * P * N * H * ceil_div(K, kernel.BK), mapped, **arrays, P=P, **args)
         return states, decays

@@ -1,8 +1,11 @@
 """The forward pass of the gated family in chunks. `segments.ForwardCut` says how sequences are cut into segments.
 
-A pass over whole sequences has one launch. A pass in segments has three: (1) each segment's summary, which is its final
-state from the initial state 0 and its total decay; (2) a scan, which computes the state at each segment's start; (3) o.
-A way is a set of kernels; each subclass of `ForwardPass` launches those of one way.
+A pass over whole sequences has one launch. A pass in segments has three: (1) the summary of each segment, which is its
+final state if its initial state is 0, and the product of its decays; (2) a scan, which computes the state at each
+segment's start from the summaries; (3) o. A *way* is a set of kernels, such as Hopper's; each subclass of `ForwardPass`
+launches those of one way.
+
+Sizes: B batch, N sequences, H heads, K channels, V columns, P segments of a sequence, R parts of a segment.
 """
 
 from __future__ import annotations
@@ -18,24 +21,25 @@ from .segments import COPIED, HOPPER, PORTABLE, SMALL, WIDE
 from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 
-def plan_in_chunks(problem, device, kept=()):
-    """The plan of mode "chunk". `kept`: the summaries that a plan of `plan_summary` has saved for the same arrays."""
+def plan_in_chunks(problem, device, summaries=()):
+    """The plan of mode "chunk". `summaries`: those that a plan of `plan_summary` has saved for the same arrays."""
     cut = segments.forward_cut(problem, device)
     if cut.way == COPIED:
         return aligned_copies.plan_on_copies(problem, lambda wide: plan_in_chunks(wide, device))
     draft = Draft()
     o, final = draft.output(problem, cut.fits), draft.final(problem)
     inputs = draft.mapped_inputs(problem, cut.fits) if cut.way == HOPPER else draft.inputs(problem)
-    launches = PASSES[cut.way](draft, problem, cut, inputs, o)
-    launches.run(final, kept)
+    forward = PASS_OF_WAY[cut.way](draft, problem, cut, inputs, o)
+    forward.launch_all(final, summaries)
     results = draft.results(problem, o, final)
-    return draft.plan(results, mode=problem.mode, tiles=cut.tiles, saved=launches.saved)
+    return draft.plan(results, mode=problem.mode, tiles=cut.tiles, saved=forward.saved)
 
 
 def plan_summary(problem, device):
-    """A plan of ((the final state from the state 0,), the total decay [N, H, K]), adjacent in memory, without o.
+    """A plan of ((the final state for an initial state of 0,), the product of all decays [N, H, K]), without o. Both
+    results are in one buffer, so that a rank can send them to the others at once.
 
-    The plan saves the segments' summaries, which `plan_in_chunks` takes as `kept`. None if a whole call costs no more.
+    The plan saves the segments' summaries for `plan_in_chunks`. None where computing o as well takes no longer.
     """
     if problem.mode != "chunk" or problem.dtype == DOUBLE:
         return None
@@ -45,78 +49,84 @@ def plan_summary(problem, device):
     cut = segments.without_a_short_segment(problem, device, cut)
     draft = Draft()
     inputs = draft.mapped_inputs(problem)
-    # o is not written; v is passed in its place for the tensor map
-    launches = HopperForward(draft, problem, cut, inputs, o=inputs[2])
-    return launches.summary(problem.sizes["K"])
+    # o is not written, but the kernel needs a tensor map of some array in its place: v
+    return HopperForward(draft, problem, cut, inputs, o=inputs[2]).summary_plan(problem.sizes["K"])
 
 
 class ForwardPass:
-    """Adds the launches of one forward pass to a draft; `arrays` are q, k, v, g in the layout that kernels read."""
+    """Adds the launches of one forward pass to a draft.
 
-    saved: tuple = ()  # the states at the starts of the pullback's segments, which it need not compute then
+    cut : a `segments.ForwardCut`
+    arrays : q, k, v, g in a layout that the kernels of the way can read
+    o : the array to which they write
+    """
+
+    saved: tuple = ()  # (the states [N * segments, H, K, V] at the starts of the pullback's segments,) or nothing
     gates_columns = False  # whether columns of V have gates, too
-    last_leaves_final = False  # whether launch (3) writes the final state; else the scan does
+    last_segment_writes_final = False  # whether launch (3) writes the final state; else the scan does
 
     def __init__(self, draft, problem, cut, arrays, o):
         self.draft, self.problem, self.cut, self.o = draft, problem, cut, o
         self.q, self.k, self.v, self.g = arrays
-        self.u, self.starts = draft.bonus(problem), None
+        self.u = draft.bonus(problem)
+        self.starts = None  # the states [N * P, H, K, V] at the starts of this pass's segments, once they are computed
 
     def launch_outputs(self, shape, initial, final):
-        """Launches the kernel of o on sequences or segments that start from `initial` and write `final`, or None."""
+        """Launches the kernel of o on the sequences or segments of `shape`: they start from the states `initial`, and
+        their last states are written to `final` unless it is None."""
         raise NotImplementedError
 
-    def launch_summaries(self, parts, left, of, needed):
-        """Launches the kernel of summaries for the first `needed` of the `of` segments of each sequence.
-
-        Each segment is divided into `parts`, whose summaries are written to `left` (states, decays).
-        """
+    def launch_summaries(self, parts, summaries, segments, computed):
+        """Launches the kernel of summaries for the first `computed` of the `segments` of each sequence. Each segment is
+        divided into `parts`, and the summary of each part is written to `summaries`: (states, decays, ...)."""
         raise NotImplementedError
 
     # -- the launches of a pass --
     def shape(self, spans=None):
-        """The kernel argument that tells the bounds of sequences, or of the segments `spans`."""
+        """The kernel argument `plan.Shape` with the bounds of sequences, or of the segments `spans`."""
         return self.draft.shape(self.problem, spans)
 
-    def run(self, final, kept=()):
-        """Launches all kernels of the pass. `kept`: the summaries, if `summary` has computed and saved them."""
+    def launch_all(self, final, summaries=()):
+        """Launches all kernels of the pass. `summaries`: those that the plan of `summary_plan` has saved, if it has run
+        for the same arrays."""
         initial, cut = self.draft.initial(self.problem), self.cut
         if cut.segments == 1:
             self.launch_outputs(self.shape(), initial, final)
             return
-        from_scan, from_last_segment = (None, final) if self.last_leaves_final else (final, None)
-        left = kept or self.left_by_segments(from_scan is not None)
-        self.starts = self.states_at_starts(left, initial, from_scan)
+        from_scan, from_last_segment = (None, final) if self.last_segment_writes_final else (final, None)
+        summaries = summaries or self.segment_summaries(with_last=from_scan is not None)
+        self.starts = self.states_at_starts(summaries, initial, from_scan)
         self.launch_outputs(self.shape(cut.spans), self.starts, from_last_segment)
 
-    def summary(self, channels):
-        """The plan that `plan_summary` returns: the final state from the state 0 and `channels` channels of decays."""
+    def summary_plan(self, channels):
+        """The plan that `plan_summary` returns; the product of decays has `channels` channels."""
         results = RankSummary(self.draft, self.problem, channels)
-        left = self.left_by_segments(True)
-        self.states_at_starts(left, None, results.state)
-        return self.draft.plan(results.finish(left[1]), saved=left)
+        summaries = self.segment_summaries(with_last=True)
+        self.states_at_starts(summaries, None, results.state)
+        return self.draft.plan(results.finish(summaries[1]), saved=summaries)
 
-    def left_by_segments(self, last):
+    def segment_summaries(self, with_last):
         """Launches the summaries of R parts of each of P segments; returns them.
 
         These are states [N * P * R, H, K, V], decays [N * P * R, H, 2, K], and if columns have gates, their decays
-        [N * P * R, H, V]. Each sequence's last segment is left out unless `last`.
+        [N * P * R, H, V]. Without `with_last` those of each sequence's last segment are not computed.
         """
         N, H, K, V = self.problem.shape("N H K V")
-        P, R = self.cut.segments, self.cut.parts[last]
+        P, R = self.cut.segments, self.cut.parts[with_last]
         count = N * P * R
-        left = self.draft.empty((count, H, K, V), FLOAT32), self.draft.empty((count, H, 2, K), FLOAT32)
+        summaries = self.draft.empty((count, H, K, V), FLOAT32), self.draft.empty((count, H, 2, K), FLOAT32)
         if self.gates_columns:
-            left += (self.draft.empty((count, H, V), FLOAT32),)
-        self.launch_summaries(R, left, P, P if last else P - 1)
-        return left
+            summaries += (self.draft.empty((count, H, V), FLOAT32),)
+        self.launch_summaries(R, summaries, P, P if with_last else P - 1)
+        return summaries
 
-    def states_at_starts(self, left, initial, final):
-        """Launches the scan; returns the states [N * P, H, K, V] at the segments' starts. It writes `final`, too."""
+    def states_at_starts(self, summaries, initial, final):
+        """Launches the scan of the summaries, from the states `initial`. Returns the states [N * P, H, K, V] at the
+        segments' starts. The scan also writes the sequences' last states to `final` unless it is None."""
         (N, H, K, V), P = self.problem.shape("N H K V"), self.cut.segments
         starts, scan = self.draft.empty((N * P, H, K, V), FLOAT32), ScanSegments.fitting(V)
-        arrays = dict(zip(("left", "decays", "column_decays"), left)) | {"initial": initial, "final": final}
-        sizes = {"P": P, "R": left[0].shape[0] // (N * P), "H": H, "K": K, "V": V}
+        arrays = dict(zip(("left", "decays", "column_decays"), summaries)) | {"initial": initial, "final": final}
+        sizes = {"P": P, "R": summaries[0].shape[0] // (N * P), "H": H, "K": K, "V": V}
         blocks = N * H * ceil_div(K * V, scan.width * scan.threads)
         self.draft.launch(scan, blocks, **arrays, starts=starts, **sizes)
         return starts
@@ -126,13 +136,14 @@ class ForwardPass:
         return range(0, self.problem.sizes["K"], kernel.channels)
 
     def finer_shape(self, parts):
-        """As `shape`, with every part of a segment as a segment of its own."""
+        """The `plan.Shape` in which every part of a segment is a segment."""
         spans = self.cut.spans
         return self.draft.shape(self.problem, spans.segments(parts, self.cut.summary.CHUNK) if parts > 1 else spans)
 
 
 class PortableForward(ForwardPass):
-    """The forward pass by kernels that run on every card. With several launches for the channels, each adds to o."""
+    """The forward pass by kernels that run on every card. If the channels take several launches, each launch adds its
+    channels' terms to the float32 array `sums`, and the last one writes the sum to o."""
 
     @cached_property
     def sums(self):
@@ -148,24 +159,26 @@ class PortableForward(ForwardPass):
     def launch_outputs(self, shape, initial, final):
         self.launch(self.cut.kernel, shape, initial=initial, final=final, u=self.u)
 
-    def launch(self, kernel, shape, **more):
+    def launch(self, kernel, shape, **args):
+        """Launches `kernel` for all channels; `args`: its arguments besides those that every launch of a pass has."""
         (B, H, K, V), rows = self.problem.shape("B H K V"), self.rows
-        more |= {"shape": shape, "scale": self.problem.scale, "sums": self.sums, "bytes": common_bytes(*rows.values())}
+        args |= {"shape": shape, "scale": self.problem.scale, "sums": self.sums, "bytes": common_bytes(*rows.values())}
         blocks = B * H * shape.count * kernel.grid(V)
         for channel in self.channels_of(kernel):
-            self.draft.launch(kernel.with_channels(K - channel), blocks, **rows, **more, channel=channel)
+            self.draft.launch(kernel.with_channels(K - channel), blocks, **rows, **args, channel=channel)
 
-    def launch_summaries(self, parts, left, of, needed):
+    def launch_summaries(self, parts, summaries, segments, computed):
         kernel, (N, H, V), rows = self.cut.summary, self.problem.shape("N H V"), {"k": self.k, "v": self.v, "g": self.g}
-        options = {"left": left[0], "decays": left[1], "of": of, "needed": needed, "parts": parts}
-        options |= {"shape": self.draft.shape(self.problem, self.cut.spans), "bytes": common_bytes(*rows.values())}
-        blocks = N * H * needed * parts * kernel.grid(V)
+        args = {"left": summaries[0], "decays": summaries[1], "of": segments, "needed": computed, "parts": parts}
+        args |= {"shape": self.draft.shape(self.problem, self.cut.spans), "bytes": common_bytes(*rows.values())}
+        blocks = N * H * computed * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
-            self.draft.launch(kernel, blocks, **rows, **options, channel=channel)
+            self.draft.launch(kernel, blocks, **rows, **args, channel=channel)
 
 
 class WideForward(PortableForward):
-    """The forward pass by two kernels: the first prepares operands and scores of all chunks, the second multiplies."""
+    """The forward pass by two kernels for more than 128 channels, on every card: the first computes the operands and
+    scores of all chunks, the second multiplies them."""
 
     def shape(self, spans=None):
         return self.draft.shape(self.problem, spans, GatedWideForward.CHUNK)
@@ -179,14 +192,10 @@ class WideForward(PortableForward):
             "scores": draft.empty((*chunks, kernel.SCORES), problem.dtype),
             "decays": draft.empty((*chunks, kernel.channels), FLOAT32),
         }
-        prepare, q_k_g = (
-            GatedWideOperands(read_order(problem.op), problem.dtype, self.g.dtype),
-            (self.q, self.k, self.g),
-        )
-        rows = dict(zip("qkg", q_k_g))
-        draft.launch(
-            prepare, shape.all_chunks, **rows, u=self.u, **intermediate, shape=shape, bytes=common_bytes(*q_k_g)
-        )
+        prepare = GatedWideOperands(read_order(problem.op), problem.dtype, self.g.dtype)
+        rows = {"q": self.q, "k": self.k, "g": self.g}
+        rows["bytes"] = common_bytes(self.q, self.k, self.g)
+        draft.launch(prepare, shape.all_chunks, **rows, u=self.u, **intermediate, shape=shape)
         rows = {"v": self.v, "o": self.o, "bytes": common_bytes(self.v, self.o)}
         states = {"initial": initial, "final": final}
         blocks = B * H * shape.count * kernel.grid(V)
@@ -194,80 +203,88 @@ class WideForward(PortableForward):
 
 
 class SmallForward(ForwardPass):
-    """The forward pass by kernels in which a warp computes several heads."""
+    """The forward pass by kernels for heads of at most 16 channels and columns, of which a warp computes several."""
 
     def launch_outputs(self, shape, initial, final):
-        more = {"u": self.u, "initial": initial, "final": final}
-        self.launch(self.cut.kernel, shape, self.problem.sizes["B"] * shape.count, {"o": self.o}, **more)
+        args = {"u": self.u, "initial": initial, "final": final}
+        self.launch(self.cut.kernel, shape, self.problem.sizes["B"] * shape.count, {"o": self.o}, **args)
 
-    def launch_summaries(self, parts, left, of, needed):
-        (states, decays), shape = left, self.draft.shape(self.problem, self.cut.spans)
-        more = {"left": states, "decays": decays, "of": of, "needed": needed, "both": False}
-        self.launch(self.cut.summary, shape, self.problem.sizes["N"] * needed, {}, **more)
+    def launch_summaries(self, parts, summaries, segments, computed):
+        (states, decays), shape = summaries, self.draft.shape(self.problem, self.cut.spans)
+        args = {"left": states, "decays": decays, "of": segments, "needed": computed, "both": False}
+        self.launch(self.cut.summary, shape, self.problem.sizes["N"] * computed, {}, **args)
 
-    def launch(self, kernel, shape, sequences, written, **more):
+    def launch(self, kernel, shape, sequences, written, **args):
+        """Launches `kernel` for all heads of so many sequences or segments; `written`: the arrays with a row for every
+        token that it writes."""
         arrays = {"k": self.k, "v": self.v, "g": self.g, "q": self.q} | written
-        more |= {"shape": shape, "scale": self.problem.scale, "bytes": common_bytes(*arrays.values())}
-        self.draft.launch(kernel, kernel.blocks(sequences * self.problem.sizes["H"]), **arrays, **more)
+        args |= {"shape": shape, "scale": self.problem.scale, "bytes": common_bytes(*arrays.values())}
+        self.draft.launch(kernel, kernel.blocks(sequences * self.problem.sizes["H"]), **arrays, **args)
 
 
 class HopperForward(ForwardPass):
-    """The forward pass by Hopper's kernel, which can also store the states at every `cut.marks` chunks (`marks`)."""
+    """The forward pass by Hopper's kernel. It can also store the state before every `cut.marks`-th chunk, at which the
+    pullback's segments start: `marks` [N * segments, H, K, V]."""
 
-    last_leaves_final = True
+    last_segment_writes_final = True
     marks = None
 
-    def run(self, final, kept=()):
+    def launch_all(self, final, summaries=()):
         if self.cut.marks:
             N, H, K, V = self.problem.shape("N H K V")
             self.marks = self.draft.empty((N * self.cut.backward_segments, H, K, V), FLOAT32)
             self.saved = (self.marks,)
         if not self.cut.first:
-            super().run(final, kept)
+            super().launch_all(final, summaries)
             if self.cut.starts_are_the_backwards:
                 self.saved = (self.starts,)
             return
+        # Two unequal segments: the first one's last state is the second one's initial state, so no scan is needed.
         (N, H, K, V), initial = self.problem.shape("N H K V"), self.draft.initial(self.problem)
-        left, decays = self.draft.empty((2 * N, H, K, V), FLOAT32), self.draft.empty((2 * N, H, 2, K), FLOAT32)
-        self.launch_summaries(1, (left, decays), 2, 1, initial)
-        self.launch_outputs(self.shape(self.cut.spans), initial, final, left)
+        states, decays = self.draft.empty((2 * N, H, K, V), FLOAT32), self.draft.empty((2 * N, H, 2, K), FLOAT32)
+        self.launch_summaries(1, (states, decays), 2, 1, initial)
+        self.launch_outputs(self.shape(self.cut.spans), initial, final, states)
 
-    def starts_of_the_backward(self):
-        """Launches what computes the states at the starts of the pullback's segments, and returns these states."""
+    def starts_of_backward_segments(self):
+        """Launches what computes the states at the starts of the pullback's segments; returns them as `saved` does."""
         if self.cut.starts_are_the_backwards:
-            return self.states_at_starts(self.left_by_segments(False), self.draft.initial(self.problem), None)
-        self.o = self.draft.empty(self.o.shape, self.o.dtype)  # the kernel writes o, which is not used
-        self.run(None)
+            summaries = self.segment_summaries(with_last=False)
+            return self.states_at_starts(summaries, self.draft.initial(self.problem), None)
+        self.o = self.draft.empty(self.o.shape, self.o.dtype)  # the kernel that stores the states also writes o
+        self.launch_all(None)
         return self.marks
 
-    def launch_outputs(self, shape, initial, final, left=None):
-        """`left`: if each sequence has two segments, the state that the first leaves and the second starts from."""
-        states = {"initial": initial, "final": final, "segment_states": left}
+    def launch_outputs(self, shape, initial, final, segment_states=None):
+        """`segment_states` [2 N, H, K, V]: for two unequal segments, the last state of each sequence's first segment in
+        the place of that segment."""
+        states = {"initial": initial, "final": final, "segment_states": segment_states}
         self.launch(self.cut.kernel, shape, 1, states, segments=self.cut.segments, computed=1)
 
-    def launch_summaries(self, parts, left, of, needed, initial=None):
-        states = {"initial": initial, "final": left[0], "decays": left[1]}
+    def launch_summaries(self, parts, summaries, segments, computed, initial=None):
+        states = {"initial": initial, "final": summaries[0], "decays": summaries[1]}
         shape = self.draft.shape(self.problem, self.cut.spans)
-        self.launch(self.cut.summary, shape, parts, states, segments=of, computed=needed)
+        self.launch(self.cut.summary, shape, parts, states, segments=segments, computed=computed)
 
-    def launch(self, kernel, shape, parts, states, **which):
+    def launch(self, kernel, shape, parts, states, **args):
+        """Launches `kernel` for all channels; `states`: its arguments that are states and decays."""
         B, H, V = self.problem.shape("B H V")
         marks = self.marks if kernel.reads else None
         marks_per_sequence = 0 if marks is None else marks.shape[0] // (B * shape.count)
-        which |= {"marks": marks, "mark_every": self.cut.marks if self.marks is not None else 0}
-        which |= {"marks_per_sequence": marks_per_sequence, "parts": parts}
+        args |= {"marks": marks, "mark_every": self.cut.marks if self.marks is not None else 0}
+        args |= {"marks_per_sequence": marks_per_sequence, "parts": parts}
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
-        which |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}
+        args |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}
         blocks = B * H * shape.count * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
-            self.draft.launch(kernel, blocks, **arrays, **which, shape=shape, scale=self.problem.scale, channel=channel)
+            self.draft.launch(kernel, blocks, **arrays, **args, shape=shape, scale=self.problem.scale, channel=channel)
 
     def inputs_of(self, kernel) -> dict:
-        """q, k, g, v as tensor maps and as rows, and o as tensor map `o_boxes`, by the names of kernel arguments."""
+        """The kernel's arguments that describe q, k, g, v and o: tensor maps of all five (that of o is `o_boxes`), and
+        rows of the first four."""
         channels, columns = {"q": self.q, "k": self.k, "g": self.g}, {"v": self.v, "o_boxes": self.o}
         maps = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in channels.items()}
         maps |= {name: TensorMap(x, PANEL, kernel.CHUNK, True) for name, x in columns.items()}
         return maps | {f"{name}_rows": x for name, x in zip("qkgv", (self.q, self.k, self.g, self.v))}
 
 
-PASSES = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward, PORTABLE: PortableForward}
+PASS_OF_WAY = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward, PORTABLE: PortableForward}
