@@ -1,7 +1,14 @@
-"""float64: every recurrence by two kernels that go token by token, one forwards and one backwards in time.
+"""Gated operators in float64, by two kernels that go token by token: one forwards and one backwards in time.
 
-A kernel sums over the columns of the state, a row a warp: over the values for the gradients of queries and keys. For
-outputs and the gradients of values it takes the state turned over. Plain and exact; nothing here is fast.
+Both compute the rows of a state X [R, C], one warp per row:
+
+    X_t = a_t (b_t * X_{t-1}) + x_t y_t^T,      result_t = scale X_t z_t
+
+with decays a [R] and b [C]. X is either the operator's state S [K, V], with x = k and y = v; or its transpose [V, K],
+with x = v and y = k. Transposed, z = q gives o; not transposed, z = do gives dq. The gradients of x and of the gate of
+X's rows come from the kernel that goes backwards. This code is simple and exact, not fast.
+
+Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns.
 """
 
 from __future__ import annotations
@@ -16,26 +23,33 @@ from .gated_kernels import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div
 
-COLUMNS = (64, 256, 512)  # of a state's row, in the registers of a warp; more are more launches, which add up
-CHUNK = 64  # tokens between the states that are kept for a gradient, all of which one chunk keeps in turn
-MODES = ("auto", "recurrent", "chunk")  # all of them token by token
+COLUMNS = (64, 256, 512)  # columns of X that a launch can take; if X has more, several launches add up their results
+CHUNK = 64  # tokens between the states that the forward kernel stores for the backward one, which computes the others
+MODES = ("auto", "recurrent", "chunk")  # the modes that these kernels serve, always token by token
 
 
 class Float64(Kernel):
+    """The base of the two kernels."""
+
     threads = 128
-    ROWS: ClassVar[int] = 4  # of a state, a block
+    ROWS: ClassVar[int] = 4  # rows of X per block
     read_order: str
     columns: int
 
     @classmethod
     def fitting(cls, op, columns):
+        """The instance with the fewest columns that are at least `columns`, or with the most of all."""
         return cls(read_order(op), next((size for size in COLUMNS if columns <= size), COLUMNS[-1]))
 
 
+# R, C: the sizes of X; columns: how many of C this launch takes; adds: whether earlier launches took others;
+# row, column: the strides of X in the arrays of states; a_step, b_step: 0 if one decay serves all rows or columns
 STATE = members("integers R C columns adds row column a_step b_step")
 
 
 class Forwards(Float64):
+    """`result`, the `final` state, and in `kept` the state at the start of every chunk of CHUNK tokens."""
+
     file = "float64/forwards"
     arguments = (
         *members("rows x a y b z result, pointers u_rows u_columns initial final kept, shape"),
@@ -45,6 +59,9 @@ class Forwards(Float64):
 
 
 class Backwards(Float64):
+    """dx, da, du and dh0. It reads what `Forwards` stored in `kept`; `before` is memory for all states of a chunk; p is
+    what reads the rows of X: q for S, do for its transpose."""
+
     file = "float64/backwards"
     arguments = (
         *members("rows x a y b z p dx da, pointers u_rows u_columns du dht dh0 kept before, shape"),
@@ -62,36 +79,38 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
+    """The plan of a call."""
     draft = Draft()
-    o, final, sides = draft.output(problem), draft.final(problem), Sides(draft, problem)
-    sides.forwards(True, z=sides.q, result=o, initial=draft.initial(problem), final=final)
+    o, final, launches = draft.output(problem), draft.final(problem), StateLaunches(draft, problem)
+    launches.forwards(True, z=launches.q, result=o, initial=draft.initial(problem), final=final)
     return draft.plan(draft.results(problem, o, final), mode="recurrent")
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
-    """(gradients in the order of the arrays, that of the initial state or None). A decay that channels share gets
-    theirs one by one."""
+    """The plan of a pullback: (gradients in the order of the arrays, that of the initial state or None). The gradient
+    of a gate that channels share is [B, H, T, K], not yet summed over the channels. `saved` is always empty."""
     draft = Draft()
-    sides = Sides(draft, problem)
+    launches = StateLaunches(draft, problem)
     (do, dht), initial = draft.cotangents(problem, do, dht), draft.initial(problem)
-    dq, dk, dv = (draft.like(x) for x in (sides.q, sides.k, sides.v))
-    dg, dgv = (gate and draft.empty(x.shape, DOUBLE) for gate, x in ((sides.g, dq), (sides.gv, dv)))
+    dq, dk, dv = (draft.like(x) for x in (launches.q, launches.k, launches.v))
+    dg, dgv = (gate and draft.empty(x.shape, DOUBLE) for gate, x in ((launches.g, dq), (launches.gv, dv)))
     dh0 = draft.gradient_of_state(problem)
     N, H, K = problem.shape("N H K")
-    partial_du = draft.empty((N, H, K), DOUBLE) if sides.u else None
+    partial_du = draft.empty((N, H, K), DOUBLE) if launches.u else None
     states = {"initial": initial, "dht": dht}
-    sides.gradients(False, z=do, p=sides.q, results=(dq, dk, dg), dh0=dh0, du=partial_du, **states)
-    sides.gradients(True, z=sides.q, p=do, results=(draft.like(dv), dv, dgv), **states)
-    found = [x for x in (dq, dk, dv, dg, dgv) if x is not None]
-    if sides.u:
+    launches.gradients(False, z=do, p=launches.q, results=(dq, dk, dg), dh0=dh0, du=partial_du, **states)
+    unused = draft.like(dv)  # the kernel that goes forwards writes o once more
+    launches.gradients(True, z=launches.q, p=do, results=(unused, dv, dgv), **states)
+    gradients = [dx for dx in (dq, dk, dv, dg, dgv) if dx is not None]
+    if launches.u:
         du = draft.empty((H, K), DOUBLE)
         sum_arrays(draft, partial_du, du)
-        found.append(draft.cast(du, problem["u"].dtype))
-    return draft.plan((tuple(found), draft.stored_gradient(problem, dh0)))
+        gradients.append(draft.cast(du, problem["u"].dtype))
+    return draft.plan((tuple(gradients), draft.stored_gradient(problem, dh0)))
 
 
-class Sides:
-    """The state's rows and columns: its channels and values, or, turned over, its values and channels."""
+class StateLaunches:
+    """Adds launches of the kernels to a draft, with X the operator's state or, if `transposed`, its transpose."""
 
     def __init__(self, draft, problem):
         self.draft, self.problem = draft, problem
@@ -101,50 +120,47 @@ class Sides:
         self.u = draft.bonus(problem)
 
     def decays(self, gate):
-        """exp of a gate; 1 where there is none."""
+        """exp(gate) in a new array; the number 1 [1, 1, 1, 1] if `gate` is None."""
         if gate is None:
             return self.draft.table(np.ones((1, 1, 1, 1)))
-        found, kernel = self.draft.empty(gate.shape, DOUBLE), FeatureMap("Exp", DOUBLE, DOUBLE)
+        decays, kernel = self.draft.empty(gate.shape, DOUBLE), FeatureMap("Exp", DOUBLE, DOUBLE)
         sizes = dict(zip(("B", "H", "T_", "C"), gate.shape))
-        self.draft.launch(kernel, ceil_div(gate.size, kernel.threads), x=gate, y=found, **sizes, step=1, vectors=0)
-        return found
+        self.draft.launch(kernel, ceil_div(gate.size, kernel.threads), x=gate, y=decays, **sizes, step=1, vectors=0)
+        return decays
 
-    def launch(self, kind, turned, *, z, kept, states, **more):
-        """A kernel on the state as it is, or turned over; of more columns than it has, some after the others."""
+    def launch(self, kernel_class, transposed, *, z, kept, states, **args):
+        """Launches a kernel for all columns of X, with as many launches as that takes. `states`: the arguments that are
+        [N, H, K, V]; `args`: those of the class that are not named here."""
         K, V = self.problem.shape("K V")
-        sides = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]
-        (x, a, R, row), (y, b, C, column) = reversed(sides) if turned else sides
-        kernel, (N, H) = kind.fitting(self.problem.op, C), self.problem.shape("N H")
+        axes = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]  # what writes it, its decays, size, stride in a state
+        (x, a, R, row), (y, b, C, column) = reversed(axes) if transposed else axes
+        kernel, (N, H) = kernel_class.fitting(self.problem.op, C), self.problem.shape("N H")
         gated, blocks = b.shape[-1] > 1, N * H * ceil_div(R, kernel.ROWS)
         sizes = {"R": R, "C": C, "row": row, "column": column, "a_step": int(a.shape[-1] > 1), "b_step": int(gated)}
-        more |= sizes | {"shape": self.draft.shape(self.problem, chunk=CHUNK), "scale": self.problem.scale}
+        args |= sizes | {"shape": self.draft.shape(self.problem, chunk=CHUNK), "scale": self.problem.scale}
         for first in range(0, C, kernel.columns) or (0,):
-            here = (..., slice(first, None))
-            in_states = (*here, slice(None)) if turned else here
-            arrays = {
-                "x": x,
-                "a": a,
-                "y": y[here],
-                "b": b[here] if gated else b,
-                "z": z[here],
-                "kept": kept and kept[here],
-            }
-            arrays |= {"u_columns": self.u[here] if turned and self.u else None, "u_rows": None if turned else self.u}
-            arrays |= {name: state and state[in_states] for name, state in states.items()}
-            columns = min(C - first, kernel.columns)
-            self.draft.launch(kernel, blocks, **arrays, columns=columns, adds=first > 0, **more)
+            columns = (..., slice(first, None))
+            columns_of_states = (*columns, slice(None)) if transposed else columns
+            arrays = {"x": x, "a": a, "y": y[columns], "b": b[columns] if gated else b, "z": z[columns]}
+            arrays |= {"kept": kept and kept[columns], "u_rows": None if transposed else self.u}
+            arrays["u_columns"] = self.u[columns] if transposed and self.u else None
+            arrays |= {name: state and state[columns_of_states] for name, state in states.items()}
+            count = min(C - first, kernel.columns)
+            self.draft.launch(kernel, blocks, **arrays, columns=count, adds=first > 0, **args)
 
-    def forwards(self, turned, *, initial, final=None, kept=None, **more):
-        self.launch(Forwards, turned, kept=kept, states={"initial": initial, "final": final}, **more)
+    def forwards(self, transposed, *, initial, final=None, kept=None, **args):
+        """Launches `Forwards`."""
+        self.launch(Forwards, transposed, kept=kept, states={"initial": initial, "final": final}, **args)
 
-    def gradients(self, turned, *, z, p, results, initial, dh0=None, du=None, dht):
-        """The gradients of what reads a state's rows, writes them, and of their gates."""
-        read, written, gates = results
+    def gradients(self, transposed, *, z, p, results, initial, dh0=None, du=None, dht):
+        """Launches `Forwards` and then `Backwards`. `results`: the arrays for scale X z (dq if X is not transposed),
+        for the gradient of x, and for that of the gate of X's rows."""
+        result, dx, da = results
         N, H, K, V = self.problem.shape("N H K V")
-        R, C = (V, K) if turned else (K, V)
+        R, C = (V, K) if transposed else (K, V)
         NC = self.draft.shape(self.problem, chunk=CHUNK).NC
         kept = self.draft.empty((*self.problem.shape("B H"), NC, R, C), DOUBLE)
         before = self.draft.empty((N, H, R, CHUNK, min(C, COLUMNS[-1])), DOUBLE)
-        self.forwards(turned, z=z, result=read, initial=initial, kept=kept)
+        self.forwards(transposed, z=z, result=result, initial=initial, kept=kept)
         states = {"dht": dht, "dh0": dh0}
-        self.launch(Backwards, turned, z=z, kept=kept, states=states, p=p, dx=written, da=gates, du=du, before=before)
+        self.launch(Backwards, transposed, z=z, kept=kept, states=states, p=p, dx=dx, da=da, du=du, before=before)

@@ -67,4 +67,4 @@ def launch_recurrent(draft, problem, kernel, arrays, o, final):
     return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
 
 
-PLANS = {"recurrent": plan_recurrent, "chunk": gated_forward.plan_in_chunks, "staged": stages.plan_in_a_row}
+PLANS = {"recurrent": plan_recurrent, "chunk": gated_forward.plan_in_chunks, "staged": stages.plan_all_stages}

@@ -1,7 +1,14 @@
 """Plans of the five public stages of the chunked form, one launch each, and of all five for one call (mode "staged").
 
-`linattn_np.stages` documents them: b and e are the sums of log gates from a chunk's start and to its end, qg and kg the
-queries and keys decayed by these, h the states before chunks, A the scores.
+`linattn_np.stages` has their equations. The arrays between stages are
+
+    b, e    [B, H, T, K]      sums of the log gates from a chunk's first token to this one, and behind it to its last
+    qg, kg  [B, H, T, K]      q exp(b) and k exp(e): queries decayed from the chunk's start, keys to its end
+    h       [B, H, NC, K, V]  the state before every chunk
+    A       [B, H, T, chunk]  the weight of each token of a chunk in the output of another one
+
+with B batch, H heads, T tokens, K channels, V columns and NC chunks. The kernels compute data in float64 by files of
+their own for the stages 3 to 5.
 """
 
 from __future__ import annotations
@@ -18,6 +25,8 @@ STAGE_COLUMNS = 64  # channels or columns per block of the stages `inter_chunk` 
 
 
 class ChunkCumsum(Kernel):
+    """Stage 1: b and e from g."""
+
     file = "stages/chunk_cumsum"
     arguments = members("rows g b e, shape")
     threads = 128
@@ -25,6 +34,8 @@ class ChunkCumsum(Kernel):
 
 
 class GatedQk(Kernel):
+    """Stage 2: qg and kg."""
+
     file = "stages/gated_qk"
     arguments = members("rows q k b e qg kg, shape")
     threads = 128
@@ -33,6 +44,8 @@ class GatedQk(Kernel):
 
 
 class InterChunk(Kernel):
+    """Stage 3: h and the final state."""
+
     file = "stages/inter_chunk"
     arguments = members("rows kg b v, pointers h initial final, shape, integers bytes")
     shared = ("Shared<{dtype}>",)
@@ -41,6 +54,8 @@ class InterChunk(Kernel):
 
 
 class IntraChunk(GatedKernel):
+    """Stage 4: A."""
+
     file = "stages/intra_chunk"
     arguments = members("rows q k g, pointers u, rows A, shape, integers bytes")
     shared = ("Shared<{BK}>",)
@@ -57,6 +72,8 @@ class IntraChunk(GatedKernel):
 
 
 class Combine(Kernel):
+    """Stage 5: o = scale (qg h + A v)."""
+
     file = "stages/combine"
     arguments = members("rows qg h A v o, shape, reals scale, integers bytes")
     shared = ("Shared<{dtype}>",)
@@ -92,6 +109,7 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
+    """The plan of one stage, which `problem.op` names."""
     draft, name = Draft(), problem.op.name
     stages = Stages(draft, problem, draft.like)
     results = getattr(stages, name)(*draft.inputs(problem))
@@ -104,8 +122,8 @@ def plan(problem, device):
     return draft.plan(results, tiles=BK | {"chunk": problem.chunk_size})
 
 
-def plan_in_a_row(problem, device, kept):
-    """The plan of mode "staged" of an operator of the gated family: all five stages."""
+def plan_all_stages(problem, device, summaries):
+    """The plan of mode "staged" of an operator of the gated family: all five stages. `summaries` is always empty."""
     draft = Draft()
     stages = Stages(draft, problem, lambda x, dtype, shape=None: draft.empty(shape or x.shape, dtype))
     q, k, v, g = draft.inputs(problem)
@@ -124,13 +142,13 @@ def plan_vjp(problem, device, do, dht, saved):
 
 
 class Stages:
-    """Adds the launches of stages to a draft. A stage's method takes the arrays of its public function, in its order.
+    """Adds the launches of stages to a draft. A stage's method has the name and the arrays of its public function.
 
-    `new(prototype, dtype, shape)` makes the arrays of results.
+    new_array : a function of (a prototype, a dtype, a shape or None for the prototype's) that makes arrays of results
     """
 
-    def __init__(self, draft, problem, new):
-        self.draft, self.problem, self.new = draft, problem, new
+    def __init__(self, draft, problem, new_array):
+        self.draft, self.problem, self.new_array = draft, problem, new_array
         self.shape, self.real = draft.shape(problem), problem.compute_dtype
         exclusive = problem.options.get("exclusive", problem.op.reads_before_write)
         self.read_order = "BeforeWrite" if exclusive else "AfterWrite"
@@ -139,18 +157,18 @@ class Stages:
         self.draft.launch(kernel, blocks, **arrays, shape=self.shape)
 
     def chunk_cumsum(self, g):
-        b, e = self.new(g, self.real), self.new(g, self.real)
+        b, e = self.new_array(g, self.real), self.new_array(g, self.real)
         self.launch(ChunkCumsum(g.dtype), self.shape.all_chunks, g=g, b=b, e=e)
         return b, e
 
     def gated_qk(self, q, k, b, e):
-        qg, kg = self.new(q, self.real), self.new(k, self.real)
+        qg, kg = self.new_array(q, self.real), self.new_array(k, self.real)
         kernel = GatedQk(self.read_order, q.dtype)
         self.launch(kernel, self.shape.all_chunks, q=q, k=k, b=b, e=e, qg=qg, kg=kg)
         return qg, kg
 
     def inter_chunk(self, kg, v, b):
-        """(the states before all chunks, the final state or None)"""
+        """(h, the final state or None)"""
         shape, final = self.shape, self.draft.final(self.problem)
         h = self.draft.empty((shape.B, shape.H, shape.NC, shape.K, shape.V), self.real)
         access = {}
@@ -167,7 +185,7 @@ class Stages:
 
     def intra_chunk(self, q, k, g):
         shape = self.shape
-        A = self.new(q, self.real, (shape.B, shape.H, shape.T, shape.chunk))
+        A = self.new_array(q, self.real, (shape.B, shape.H, shape.T, shape.chunk))
         access = {}
         if q.dtype == DOUBLE:
             kernel, blocks = Float64IntraChunk(self.read_order), shape.all_chunks

@@ -1,4 +1,7 @@
-"""One token for every sequence, with the state updated in place."""
+"""The planner of steps of gated operators: one token for every sequence, whose state is updated in place.
+
+Sizes: B sequences, H heads, K channels, V columns. A step has no gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,25 @@ from .plan import FLOAT32, Draft, aligned16, ceil_div, has_rows
 
 
 class RecurrentStep(GatedKernel):
+    """o and the new state. `slots`: the row of `state` that each sequence uses, or null if these are 0 ... B - 1;
+    `pieces`: whether rows of the state allow accesses of 16 bytes."""
+
     file = "recurrent/step"
     arguments = members(
         "rows q k v g o, pointers u, rows state, pointers slots, integers H K V, reals scale, integers pieces"
     )
     shared = ("Wider<{dtype}, {state}>[WARPS<{state}>][BV]",)
-    BV: ClassVar[int] = 64  # columns of V a block
+    BV: ClassVar[int] = 64  # columns of the state per block
     state: np.dtype
 
     @property
     def threads(self):
-        return 64 * self.BV * self.state.itemsize // (4 * 16)  # 64 channels at a time, four pieces of 16 bytes each
+        return 64 * self.BV * self.state.itemsize // (4 * 16)  # of 64 channels a thread has 4 pieces of 16 bytes
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
-    """Why the kernels cannot compute a problem; None when they can."""
+    """Why this kernel cannot compute a problem; None when it can."""
     state = problem.options["state"]
     if state.dtype not in FLOATS:
         return f"the state is {state.dtype}; it takes {', '.join(map(str, FLOATS))}"
@@ -38,6 +44,7 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
+    """The plan of a step: o, with the option "state" updated in place."""
     draft = Draft()
     q, k, v, g = draft.inputs(problem)
     state, slots = problem.options["state"], problem.options["slots"]
@@ -45,7 +52,8 @@ def plan(problem, device):
     if isinstance(slots, np.ndarray):
         slots = draft.table(slots)
     o, kernel = draft.output(problem), RecurrentStep(read_order(problem.op), problem.dtype, g.dtype, state.dtype)
-    u = draft.as_contiguous(problem.arrays.get("u"), "u", DOUBLE if DOUBLE in (problem.dtype, state.dtype) else FLOAT32)
+    real = DOUBLE if DOUBLE in (problem.dtype, state.dtype) else FLOAT32
+    u = draft.as_contiguous(problem.arrays.get("u"), "u", real)
     arrays = {"q": q, "k": k, "v": v, "g": g, "o": o, "u": u, "state": state, "slots": slots}
     sizes = {"H": H, "K": K, "V": V, "scale": problem.scale, "pieces": aligned16(state)}
     draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **arrays, **sizes)

@@ -1,4 +1,10 @@
-"""A few tokens for every sequence: the state takes those of the call before that were accepted."""
+"""The planner of steps of several tokens, for speculative decoding: a call computes a few tokens of every sequence, of
+which the caller may later reject the last ones.
+
+First those of the previous call's tokens that were accepted, the first `accepted` of the `pending` ones, are applied to
+the state. This call's tokens are then stored as pending. The state and `pending` are updated in place. Such a step has
+no gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +25,14 @@ from .step import unsupported as unsupported_state
 
 __all__ = ["plan", "plan_vjp", "unsupported"]
 
-GLA, BEFORE_WRITE = "Gla", "BeforeWrite"  # the template argument `Rule`, beside those of the delta rules
+GLA, BEFORE_WRITE = "Gla", "BeforeWrite"  # the template argument `rule` of gated operators; `delta_kernels` has others
 
 
 class StepOfSeveral(Kernel):
+    """o, the new state and the new pending tokens, by a block for each sequence and head of values. M is how many
+    tokens `pending` has room for, `group` how many heads of values share a head of q and k; `pieces`: whether rows of
+    the state allow accesses of 16 bytes."""
+
     file = "recurrent/step_of_several"
     arguments = members(
         "rows q k v, rows? a b, rows g, rows? beta, rows o, pointers? bonus, rows state pending, "
@@ -39,12 +49,12 @@ class StepOfSeveral(Kernel):
 
     @property
     def real(self) -> np.dtype:
-        """What is computed, and what pending tokens are kept in."""
+        """The dtype of the arithmetic and of `pending`."""
         return DOUBLE if DOUBLE in (self.dtype, self.state) else FLOAT32
 
     @property
     def BV(self) -> int:
-        """Columns at a time."""
+        """Columns of the state that a block computes at a time."""
         return self.threads // (8 if self.BK == 256 and self.real == DOUBLE else 4)
 
     @property
@@ -63,6 +73,7 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
+    """The plan of a step: o, with the options "state" and "pending" updated in place."""
     draft = Draft()
     inputs, o, op = Inputs(draft, problem), draft.output(problem), problem.op
     options, (B, H, T, K, V) = problem.options, problem.shape("B H T K V")
@@ -75,6 +86,6 @@ def plan(problem, device):
     arrays |= {"state": state, "pending": pending, "slots": slots, "accepted": options["accepted"], "o": o}
     arrays["bonus"] = draft.as_contiguous(problem.arrays.get("u"), "u", kernel.real)
     sizes = {"H": H, "T_": T, "K": K, "V": V, "M": pending.shape[2], "group": inputs.group}
-    how = {"scale": problem.scale, "normalized": inputs.normalized, "pieces": aligned16(state)}
-    draft.launch(kernel, B * H, **arrays, **sizes, **how)
+    options = {"scale": problem.scale, "normalized": inputs.normalized, "pieces": aligned16(state)}
+    draft.launch(kernel, B * H, **arrays, **sizes, **options)
     return draft.plan(draft.give_back(problem, o), tiles={"BK": kernel.BK, "BV": kernel.BV})

@@ -1,8 +1,10 @@
-"""gla with gates of channels and of columns: S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_t^T.
+"""The planner of gla with gates of channels and of columns: S_t = diag(exp g_t) S_{t-1} diag(exp gv_t) + k_t v_t^T.
 
 The forward pass goes in chunks or token by token, the pullback in chunks. The transposed state obeys the same
 recurrence with values in place of keys and gv in place of g. Therefore the same backward kernels run twice, for two
 sides: the keys' side reads q, k and g; the values' side, the transposed one, reads do, v and gv in their places.
+
+Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns, NC chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +42,6 @@ class ValueGateForward(TiledKernel):
         "integers channel of needed bytes"
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
-    ALIKE: ClassVar[type] = GatedForward  # the kernel without gates of columns, whose chunks and threads this one has
     SUB_CHUNK = GatedForward.SUB_CHUNK
     schedule: str
     dtype: np.dtype
@@ -67,29 +68,31 @@ class ValueGateForward(TiledKernel):
         return next(kernel for kernel in kernels if kernel.shared_bytes <= shared)
 
     @property
-    def ungated(self):
-        """The instance of `GatedForward` with the same template arguments."""
-        return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
+    def without_column_gates(self):
+        """The instance of `GatedForward` with the same template arguments. It has the same chunks and threads."""
+        return GatedForward("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
 
-    def with_channels(self, _left):
-        """The instance for a launch: the same for all launches."""
+    def with_channels(self, channels_left):
+        """The instance for a launch, of which there is one kind, however many channels are left."""
         return self
 
     @property
     def CHUNK(self):
-        return self.ungated.CHUNK
+        return self.without_column_gates.CHUNK
 
     @property
     def threads(self):
-        return self.ungated.threads
+        return self.without_column_gates.threads
 
     @property
     def resident(self):
-        return self.ungated.resident
+        return self.without_column_gates.resident
 
 
 class ValueGateBackwardScores(Kernel):
-    """For one side: the scores of each chunk, queries decayed from its start and keys decayed to its end."""
+    """For one side and each chunk of 64 tokens: `starts`, the queries decayed from the chunk's start; `ends`, the keys
+    decayed to its end; `pairs`, the scores of a query with the keys of earlier tokens; `own`, those with its own key;
+    `decays`, the product of the chunk's decays; `growth`, the factor by which gates above 0 let the state grow."""
 
     file = "value_gate/backward_scores"
     arguments = members(
@@ -104,7 +107,9 @@ class ValueGateBackwardScores(Kernel):
 
 
 class ValueGateBackwardStates(Kernel):
-    """The states before all chunks and the gradients of the states after them."""
+    """`kept`: the states before all chunks and the gradients of the states after them. It reads what
+    `ValueGateBackwardScores` wrote: `starts` and `ends` of both sides as q, k, do_ and v; or, where a chunk's gates let
+    the state grow too much, the call's own arrays (`given_q` ...)."""
 
     file = "value_gate/backward_states"
     arguments = members(
@@ -130,6 +135,7 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
+    """The plan of a call."""
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
     draft = Draft()
@@ -139,13 +145,13 @@ def plan(problem, device):
         size = channels(problem.sizes["K"])
         kernel = Recurrent("AfterWrite", problem.dtype, named["g"].dtype, size, gates_columns=True)
         return gated.launch_recurrent(draft, problem, kernel, named, o, final)
-    launches = ValueGateForwardPass(draft, problem, forward_cut(problem, device, arrays[3].dtype), arrays, o)
-    launches.run(final)
-    return draft.plan(draft.results(problem, o, final), mode=problem.mode, tiles=launches.cut.tiles)
+    cut = forward_cut(problem, device, arrays[3].dtype)
+    ValueGateForwardPass(draft, problem, cut, arrays, o).launch_all(final)
+    return draft.plan(draft.results(problem, o, final), mode=problem.mode, tiles=cut.tiles)
 
 
 def forward_cut(problem, device, gate):
-    """How the forward pass is cut into segments; `gate` is the dtype of both gates."""
+    """How the forward pass is cut into segments: a `segments.ForwardCut`. `gate` is the dtype of both gates."""
     instance = problem.dtype, gate, segments.tf32_products(problem), *problem.shape("K V"), device.shared_per_block
     schedule = SPLIT_CHANNELS if problem.sizes["K"] > TILES[-1] else SINGLE_PASS
     kernels = (ValueGateForward.fitting(schedule, *instance) for schedule in (schedule, SEGMENT_STATE))
@@ -153,31 +159,36 @@ def forward_cut(problem, device, gate):
 
 
 class ValueGateForwardPass(PortableForward):
-    """The forward pass in chunks, with gates of channels and of columns."""
+    """The forward pass in chunks, with gates of channels and of columns; see `gated_forward.ForwardPass`."""
 
     gates_columns = True
 
     def __init__(self, draft, problem, cut, arrays, o):
-        *ungated, self.gv = arrays
-        super().__init__(draft, problem, cut, ungated, o)
+        *without_gv, self.gv = arrays
+        super().__init__(draft, problem, cut, without_gv, o)
 
     @property
     def rows(self):
         return super().rows | {"gv": self.gv}
 
     def launch_outputs(self, shape, initial, final):
-        self.launch_decays(self.cut.kernel, shape, initial, final)
+        self.launch_with_decays(self.cut.kernel, shape, initial, final)
 
-    def launch_summaries(self, parts, left, of, needed):
-        self.launch_decays(self.cut.summary, self.finer_shape(parts), None, *left, of * parts, needed * parts)
+    def launch_summaries(self, parts, summaries, segments, computed):
+        shape = self.finer_shape(parts)
+        self.launch_with_decays(self.cut.summary, shape, None, *summaries, segments * parts, computed * parts)
 
-    def launch_decays(self, kernel, shape, initial, final, channels=None, columns=None, of=1, needed=1):
-        """Launches a kernel; it writes the total decays of segments to `channels` and `columns`, if these are given."""
-        decays = {"channel_decays": channels, "column_decays": columns}
-        self.launch(kernel, shape, initial=initial, final=final, **decays, of=of, needed=needed)
+    def launch_with_decays(
+        self, kernel, shape, initial, final, channel_decays=None, column_decays=None, segments=1, computed=1
+    ):
+        """Launches `kernel` for the first `computed` of the `segments` of each sequence. It writes the products of a
+        segment's decays to `channel_decays` and `column_decays` unless these are None."""
+        decays = {"channel_decays": channel_decays, "column_decays": column_decays}
+        self.launch(kernel, shape, initial=initial, final=final, **decays, of=segments, needed=computed)
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
+    """The plan of a pullback. `saved` is always empty: plans of calls save nothing."""
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht, saved)
     draft = Draft()
@@ -186,81 +197,84 @@ def plan_vjp(problem, device, do, dht, saved=()):
     kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
     states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
     gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
-    results = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients, problem.arrays.values(), strict=True))
+    results = tuple(draft.cast(dx, x.dtype) for dx, x in zip(gradients, problem.arrays.values(), strict=True))
     return draft.plan((results, draft.stored_gradient(problem, dh0)), tiles=kernel.tiles)
 
 
 def launch_gradients(draft, problem, kernel, arrays, do, states):
     """Launches, for some heads at a time, both sides' scores, the states between chunks, and both sides' gradients.
 
+    arrays : q, k, v, g, gv
+    states : {"initial", "dht", "dh0"}, arguments of the kernel of states
+
     Returns (dq, dk, dv, dg, dgv).
     """
     (q, k, v, g, gv), (B, N, H, K, V) = arrays, problem.shape("B N H K V")
     tiles = ceil_div(K, kernel.TILE) * ceil_div(V, kernel.TILE)
     elements_per_head = 2 * B * draft.shape(problem, None, kernel.CHUNK).NC * tiles * kernel.TILE**2
-    inputs = sum(x.nbytes for x in arrays)
-    heads = gated_backward.heads_at_once(H, elements_per_head * kernel.stored.itemsize, inputs)
+    input_bytes = sum(x.nbytes for x in arrays)
+    heads = gated_backward.heads_at_once(H, elements_per_head * kernel.stored.itemsize, input_bytes)
     kept = draft.empty((max(1, heads * elements_per_head),), kernel.stored)
     between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.gate, kernel.products)
     keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, False)
     values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, True)
     for first in range(0, H, heads):
-        here = {"first": first, "heads": min(heads, H - first)}
-        blocks = B * keys.shape.NC * here["heads"]
-        keys.launch_scores(blocks, **here)
-        values.launch_scores(blocks, **here)
+        group = {"first": first, "heads": min(heads, H - first)}
+        blocks = B * keys.shape.NC * group["heads"]
+        keys.launch_scores(blocks, **group)
+        values.launch_scores(blocks, **group)
         read = {"q": keys.starts, "k": keys.ends, "v": values.ends, "do_": values.starts}
         read |= {"channel_decays": keys.scores["decays"], "column_decays": values.scores["decays"]}
         read |= {"channel_growth": keys.growth, "column_growth": values.growth}
         read |= {"given_q": q, "given_k": k, "given_v": v, "given_do": do, "g": g, "gv": gv}
-        state_blocks, common = 2 * N * here["heads"] * tiles, {"shape": keys.shape, "scale": problem.scale} | here
+        state_blocks, common = 2 * N * group["heads"] * tiles, {"shape": keys.shape, "scale": problem.scale} | group
         draft.launch(between_chunks, state_blocks, **read, **states, kept=kept, **common)
-        keys.launch_channels(blocks, values, kept=kept, **here)
-        values.launch_channels(blocks, keys, kept=kept, **here)
-    of_keys, of_values = keys.written, values.written
-    return of_keys["dq"], of_keys["dk"], of_values["dk"], of_keys["dg"], of_values["dg"]
+        keys.launch_gradients(blocks, values, kept=kept, **group)
+        values.launch_gradients(blocks, keys, kept=kept, **group)
+    return keys.written["dq"], keys.written["dk"], values.written["dk"], keys.written["dg"], values.written["dg"]
 
 
 class ValueGateSide:
-    """The arrays and launches of one side (`turned`: the values' side).
+    """The arrays and launches of one side: the keys' side, or, if `transposed`, the values' side.
 
-    `read`: what the kernels read as q, k and g; `written`: the gradients of these. The others are passed from kernel to
-    kernel: `starts`, queries decayed from the chunk's start; `ends`, keys decayed to its end; `scores`; and `growth`,
-    by how much a chunk's gates above 0 let the state grow.
+    read : {"q", "k", "g"}: the arrays that the kernels read in these places
+    written : {"dq", "dk", "dg"}: the gradients of these; dq is None on the values' side, where it would be that of do
+    starts, ends, scores, growth : what `ValueGateBackwardScores` writes for the other kernels
     """
 
-    def __init__(self, draft, problem, kernel, heads, read, turned):
+    def __init__(self, draft, problem, kernel, heads, read, transposed):
         self.draft, self.read = draft, read
         B, T, K, V = problem.shape("B T K V")
-        self.K, self.V = (V, K) if turned else (K, V)
+        self.K, self.V = (V, K) if transposed else (K, V)
         self.shape = draft.shape(problem, None, kernel.CHUNK, K=self.K, V=self.V)
-        self.written = {f"d{name}": None if turned and name == "q" else draft.like(x) for name, x in read.items()}
+        self.written = {f"d{name}": None if transposed and name == "q" else draft.like(x) for name, x in read.items()}
         stored, chunks, width = kernel.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
         self.starts, self.ends = (draft.empty((B, heads, T, width), stored) for _ in range(2))
         pairs, own = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
         self.scores = {"pairs": pairs, "own": own, "decays": draft.empty((*chunks, width), FLOAT32)}
         self.growth = draft.empty(chunks, FLOAT32)
-        self.kernel = replace(kernel, columns="GatedTurned" if turned else "Gated")
+        self.kernel = replace(kernel, columns="GatedTurned" if transposed else "Gated")
         rows = [x for x in (*read.values(), *self.written.values()) if x is not None]
-        self.more = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*rows)}
+        self.common = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*rows)}
 
-    def launch_scores(self, blocks, **here):
-        """Launches this side's kernel of scores; `here`: the first head and the number of heads."""
+    def launch_scores(self, blocks, **group):
+        """Launches this side's kernel of scores; `group`: the first head and the number of heads."""
         kernel = ValueGateBackwardScores(self.kernel.dtype, self.kernel.gate, self.kernel.products)
-        made = self.scores | {"starts": self.starts, "ends": self.ends, "growth": self.growth}
-        self.draft.launch(kernel, blocks, **self.read, **made, **self.more, **here)
+        written = self.scores | {"starts": self.starts, "ends": self.ends, "growth": self.growth}
+        self.draft.launch(kernel, blocks, **self.read, **written, **self.common, **group)
 
-    def launch_channels(self, blocks, other, **here):
-        """Launches the kernel of dq, dk and dg of this side; it reads what the `other` side's scores kernel wrote."""
+    def launch_gradients(self, blocks, other, **args):
+        """Launches the kernel of dq, dk and dg of this side, which also reads what the `other` side's kernel of scores
+        wrote; `args`: the stored states and the group of heads."""
         blocks *= ceil_div(self.K, self.kernel.TILE)
         arrays = self.read | self.written | other.scores | {"v": other.ends, "do_": other.starts}
         arrays |= {"given_do": other.read["q"], "given_v": other.read["k"], "gv": other.read["g"]}
         arrays |= {"row_growth": self.growth, "column_growth": other.growth}
-        self.draft.launch(self.kernel, blocks, **arrays, **self.more, **here)
+        self.draft.launch(self.kernel, blocks, **arrays, **self.common, **args)
 
 
 def operands(draft, problem):
-    """(q, k, v, g, gv), both gates in one dtype: float32 if their dtypes differ."""
+    """The call's arrays (q, k, v, g, gv), with both gates in one dtype: float32 if theirs differ."""
     q, k, v, g, gv = draft.inputs(problem)
     dtype = g.dtype if g.dtype == gv.dtype else FLOAT32
     gates = (draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv)))
