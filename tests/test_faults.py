@@ -515,6 +515,6 @@ def test_cupy_with_a_full_folder_keeps_kernels_in_memory(monkeypatch):
     cuda = SimpleNamespace(Device=lambda number: nullcontext())
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawModule=module))
     monkeypatch.setattr(device, "program", lambda kernels: "")
-    monkeypatch.setattr(device, "BEGUN", set())
+    monkeypatch.setattr(device, "USED_OPTIONS", set())
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
     assert device.compiled(SimpleNamespace(arch="", expression="kernel<1>"), 0) == "kernel<1>"

@@ -159,7 +159,7 @@ def test_an_argument_that_is_missing_or_too_many_is_refused():
 def compiling(monkeypatch):
     """`device.compiled` is the function that a test puts into the list."""
     found = []
-    monkeypatch.setattr(devices, "LOADING", {})
+    monkeypatch.setattr(devices, "FUNCTIONS", {})
     monkeypatch.setattr(devices, "compilers", lambda pool=ThreadPoolExecutor(2): pool)
     monkeypatch.setattr(devices, "current", lambda: 0)
     monkeypatch.setattr(devices, "compiled", lambda kernel, device: found[-1](kernel))

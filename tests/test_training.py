@@ -129,8 +129,12 @@ def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
         y[...] = matrices(a, of_a, m, k, lda, next_a) @ matrices(b, of_b, k, n, ldb, next_b) + before
 
     cublas = object.__new__(blas.Cublas)
-    cublas.stream, cublas.handle, cublas.workspace = lambda: SimpleNamespace(ptr=0), None, on_device(np.zeros(1))
-    cublas.follows, cublas.lock = None, nullcontext()
+    cublas.current_stream, cublas.handle, cublas.workspace = (
+        lambda: SimpleNamespace(ptr=0),
+        None,
+        on_device(np.zeros(1)),
+    )
+    cublas.stream_of_handle, cublas.lock = None, nullcontext()
     monkeypatch.setattr(cublas, "call", call, raising=False)
     a, b = rng.standard_normal((2, 5, 3), dtype=np.float32), rng.standard_normal((2, 3, 4), dtype=np.float32)
     rows_apart = np.concatenate([a, a], axis=2)[:, :, :3]

@@ -1,7 +1,10 @@
 """The argument struct of a kernel: its declaration, its layout and its bytes.
 
-Members consist of 8-byte words. A kernel class declares them by `members`. `pack` and `Packed` make the bytes; the
-compiler compares the declaration's size and offsets with its own `sizeof` and `offsetof`.
+Members consist of 8-byte words. A kernel class declares them by `members`. `pack` and `Packed` make the bytes. The
+module `source` makes the compiler compare the declaration's size and offsets with its own `sizeof` and `offsetof`.
+
+In this module `declared` is a struct's tuple of `StructMember`, and `args` are its values by member: a `plan.Array`, a
+`plan.TensorMap`, a `plan.Shape`, a number or None.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class StructMember:
     optional: bool = False  # null if a launch does not pass it
 
 
-KINDS = {  # first word of a declaration's part -> (kind, words of a member)
+KINDS = {  # first word of a part of a declaration -> (kind of its members, 8-byte words per member)
     "rows": ("rows", 4),  # `Rows`: a pointer and three strides, in elements
     "pointers": ("pointer", 1),
     "integers": ("integer", 1),
@@ -67,6 +70,7 @@ def size_of(declared) -> int:
 
 
 def has_maps(declared) -> bool:
+    """Whether a struct of these members, or one inside it, has tensor maps."""
     return any(member.kind == "map" or has_maps(member.inner) for member in declared)
 
 
@@ -94,6 +98,7 @@ def row_words(x, _):
 
 
 def struct_words(values, member):
+    """The words of several structs, one after the other, each padded to its size; `values`: the `args` of each."""
     size, words = size_of(member.inner) // WORD, []
     for value in values:
         inner = words_of(member.inner, value)
@@ -114,17 +119,19 @@ WORDS = {
 
 
 class Packed:
-    """The argument struct of a launch without addresses and tensor maps, which `filled` adds for each execution."""
+    """The argument struct of a launch without addresses and tensor maps, which `filled` adds for each execution.
 
-    def __init__(self, declared, args, number):
-        """`number` maps each memory of a plan to its index among an execution's arrays."""
+    index_of : {memory of the plan (such as `plan.Buffer`): its index among the arrays of an execution}
+    """
+
+    def __init__(self, declared, args, index_of):
         size = size_of(declared)
         self.words, word_index = np.zeros(size // WORD, np.int64), 0
         reals, address_indices, memory_indices, byte_offsets, self.maps = self.words.view(np.float64), [], [], [], []
         for word in words_of(declared, args):
             if isinstance(word, Ref):
                 address_indices.append(word_index)
-                memory_indices.append(number[word.memory])
+                memory_indices.append(index_of[word.memory])
                 byte_offsets.append(word.offset)
             elif isinstance(word, TensorMap):
                 self.maps.append((word_index, word))
@@ -134,19 +141,20 @@ class Packed:
             elif word is not None:
                 self.words[word_index] = word
             word_index += 1
-        self.where, self.which, self.offset = (
+        self.address_indices, self.memory_indices, self.byte_offsets = (
             np.array(numbers, np.int64) for numbers in (address_indices, memory_indices, byte_offsets)
         )
 
-    def filled(self, addresses, tensor_map) -> np.ndarray:
-        """The words of the struct for these addresses; `tensor_map` encodes a `TensorMap` as bytes."""
+    def filled(self, addresses, encode) -> np.ndarray:
+        """The words of the struct for an execution on arrays at these `addresses`; `encode` makes the bytes of a
+        CUtensorMap of a `TensorMap`."""
         words = self.words.copy()
-        words[self.where] = addresses[self.which] + self.offset
-        for at, box_map in self.maps:
-            words[at : at + MAP_WORDS] = np.frombuffer(tensor_map(box_map), np.int64)
+        words[self.address_indices] = addresses[self.memory_indices] + self.byte_offsets
+        for index, tensor_map in self.maps:
+            words[index : index + MAP_WORDS] = np.frombuffer(encode(tensor_map), np.int64)
         return words
 
 
 def pack(declared, args) -> np.ndarray:
-    """The words of a struct whose addresses are given as integers."""
+    """The words of a struct whose arrays are given by their addresses."""
     return Packed(declared, args, {}).words

@@ -1,4 +1,5 @@
-"""cuBLAS for products with a float32 result, also while a graph is captured: CuPy refuses to call it then."""
+"""Matrix products by cuBLAS with float32 sums, called through ctypes: CuPy refuses to call cuBLAS while a CUDA graph is
+captured."""
 
 import ctypes
 from collections import defaultdict
@@ -14,44 +15,46 @@ NORMAL, TRANSPOSED = 0, 1  # of cublasOperation_t
 DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}  # of cudaDataType
 COMPUTE_32F = 68  # of cublasComputeType_t
 DEFAULT_ALGORITHM = -1  # of cublasGemmAlgo_t
-WORKSPACE = 32 << 20  # bytes, as cuBLAS takes on sm_90; our own, so that a graph allocates none
-UNUSED: defaultdict[int, list] = defaultdict(list)  # cuBLAS's handles by device, whose owners are gone
+WORKSPACE = 32 << 20  # bytes that cuBLAS uses on sm_90. We allocate them, so that a captured graph need not
+UNUSED_HANDLES: defaultdict[int, list] = defaultdict(list)  # device -> cuBLAS handles of deleted `Cublas` objects
 
 
 class Cublas:
-    """A handle on the current CUDA device, for the current stream of each call. Products share a workspace, so that
-    those on different streams must not run at the same time."""
+    """A cuBLAS handle on the current CUDA device. Each product runs on the stream that is current when it is called.
+    All products share a workspace, so products of one object on different streams must not run at the same time."""
 
     def __init__(self):
         import cupy
         from cupy.cuda import cublas  # noqa: F401  finds the library and loads it
 
-        self.stream, self.follows, self.lock = cupy.cuda.get_current_stream, None, Lock()
+        self.current_stream, self.lock = cupy.cuda.get_current_stream, Lock()
+        self.stream_of_handle = None  # the address of the stream on which the handle works
         self.cublas = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
         self.workspace = cupy.empty(WORKSPACE, np.uint8)
-        unused = UNUSED[cupy.cuda.runtime.getDevice()]
+        unused = UNUSED_HANDLES[cupy.cuda.runtime.getDevice()]
         try:
             self.handle = unused.pop()
         except IndexError:
             self.handle = ctypes.c_void_p()
             self.call("cublasCreate_v2", ctypes.byref(self.handle))
-        finalize(self, unused.append, self.handle)  # to destroy it would wait for the device
+        finalize(self, unused.append, self.handle)  # the handle is used again: to destroy it would wait for the device
 
     def product(self, a, b, y, add: bool = False):
-        """y = a b, or y += a b; a [C, M, K], b [C, K, N] of one dtype, each by rows or a transposed view of such."""
+        """y = a b, or y += a b if `add`, for C matrices: a [C, M, K] and b [C, K, N] of one dtype, y [C, M, N]. The
+        rows or the columns of each matrix must be contiguous; of y, the rows."""
         self.prepared(a, b, y, add)()
 
     def prepared(self, a, b, y, add: bool = False):
-        """A function that enqueues such a product of whatever is at these addresses then."""
+        """A function that enqueues `product` for the arrays that are then at the addresses of a, b and y."""
         (C, M, K), N = a.shape, b.shape[2]
-        (of_a, lda, stride_a), (of_b, ldb, stride_b), (_, ldy, stride_y) = map(reading, (a, b, y))
+        (op_a, lda, stride_a), (op_b, ldb, stride_b), (_, ldy, stride_y) = map(layout, (a, b, y))
         pointer, one, beta = ctypes.c_void_p, ctypes.c_float(1), ctypes.c_float(add)
-        # cuBLAS goes by columns: what it sees is y^T = b^T a^T.
+        # cuBLAS expects matrices by columns. It reads ours by rows as their transposes: y^T = b^T a^T.
         return partial(
             self.multiply,
             self.handle,
-            of_b,
-            of_a,
+            op_b,
+            op_a,
             N,
             M,
             K,
@@ -75,24 +78,26 @@ class Cublas:
         )
 
     def multiply(self, *arguments):
-        stream = self.stream().ptr
-        with self.lock:  # of threads with streams of their own
-            if stream != self.follows:
+        """Calls cublasGemmStridedBatchedEx on the current stream."""
+        stream = self.current_stream().ptr
+        with self.lock:  # threads may have streams of their own
+            if stream != self.stream_of_handle:
                 self.call("cublasSetStream_v2", self.handle, ctypes.c_void_p(stream))
-                workspace = ctypes.c_void_p(self.workspace.data.ptr)  # a new stream takes the old one's away
+                workspace = ctypes.c_void_p(self.workspace.data.ptr)  # cublasSetStream has reset it
                 self.call("cublasSetWorkspace_v2", self.handle, workspace, ctypes.c_size_t(WORKSPACE))
-                self.follows = stream
+                self.stream_of_handle = stream
             self.call("cublasGemmStridedBatchedEx", *arguments)
 
     def call(self, name, *arguments):
+        """Calls a function of cuBLAS by its name; RuntimeError if it fails."""
         status = getattr(self.cublas, name)(*arguments)
         if status:
             raise RuntimeError(f"{name} failed with cublasStatus_t {status}")
 
 
-def reading(x):
-    """How cuBLAS reads x [C, rows, columns]: as it is or transposed, and how far apart rows (or columns), matrices
-    are."""
-    matrices, rows, columns = (step // x.itemsize for step in x.strides)
-    how, leading = (NORMAL, rows) if columns == 1 else (TRANSPOSED, columns)
-    return how, leading, ctypes.c_longlong(matrices)
+def layout(x):
+    """How cuBLAS is to read x [C, rows, columns]: (the operation, the leading dimension, the stride between matrices).
+    The leading dimension is the stride of the rows, or of the columns if these are contiguous."""
+    matrix_stride, row_stride, column_stride = (stride // x.itemsize for stride in x.strides)
+    operation, leading = (NORMAL, row_stride) if column_stride == 1 else (TRANSPOSED, column_stride)
+    return operation, leading, ctypes.c_longlong(matrix_stride)

@@ -15,13 +15,15 @@ import numpy as np
 
 from .source import OPTIONS, program
 
-LEAST_CAPABILITY = 80  # cp.async and tf32 products came with sm_80
+LEAST_CAPABILITY = 80  # of the cards that are served: sm_80 has cp.async and tf32 products
 SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that a kernel may use without asking
 
 
 class CupyDevice:
-    """The current CUDA device, on which a kernel begins when the one before it has ended. `portable`: planners are told
-    that it is the oldest card that is served, so that they plan the kernels of every card.
+    """The current CUDA device, on which a kernel begins when the one before it has ended.
+
+    portable : whether planners see the capability of the oldest card that is served, so that they plan the kernels that
+        run on every card
     """
 
     def __init__(self, portable: bool = False):
@@ -30,7 +32,7 @@ class CupyDevice:
     # -- properties --
     @property
     def capability(self) -> int:
-        """10 major + minor."""
+        """The compute capability as 10 major + minor: 90 for Hopper."""
         return LEAST_CAPABILITY if self.portable else capability(current())
 
     @property
@@ -44,7 +46,7 @@ class CupyDevice:
 
     @property
     def shared_per_block(self) -> int:
-        """Bytes of shared memory that a block may have."""
+        """The most bytes of shared memory that a block may have."""
         return attribute(current(), "MaxSharedMemoryPerBlockOptin")
 
     @property
@@ -63,18 +65,18 @@ class CupyDevice:
         return event
 
     def wait(self, event):
-        """Has the current stream wait until all work before `event` is done."""
+        """Makes the current stream wait until all work recorded by `event` is done."""
         import cupy
 
         cupy.cuda.get_current_stream().wait_event(event)
 
     def finish(self, event):
-        """Has the host wait for `event`."""
+        """Makes the host wait until all work recorded by `event` is done."""
         event.synchronize()
 
     @property
     def capturing(self) -> bool:
-        """Whether launches now go into a CUDA graph."""
+        """Whether launches on the current stream are captured by a CUDA graph now."""
         import cupy
 
         return cupy.cuda.get_current_stream().is_capturing()
@@ -91,6 +93,7 @@ class CupyDevice:
         return cupy.zeros(shape, dtype)
 
     def upload(self, host):
+        """A copy on the device of the NumPy array `host`."""
         import cupy
 
         if self.capturing:
@@ -101,7 +104,7 @@ class CupyDevice:
         return cupy.asarray(host)
 
     def lent(self, x) -> bool:
-        """Whether another library has allocated the memory of `x`, and keeps it for its own CUDA graphs."""
+        """Whether another library owns the memory of `x`. That library then keeps it for its own CUDA graphs."""
         import cupy
 
         return isinstance(x.data.mem, cupy.cuda.UnownedMemory)
@@ -122,6 +125,7 @@ class CupyDevice:
         x.data.memset_async(0, x.nbytes)
 
     def pointer(self, x) -> int:
+        """The address of an array's first number."""
         return x.data.ptr
 
     def tensor_map(self, x, columns: int, tokens: int, swizzled: bool, heads: int = 1) -> bytes:
@@ -130,10 +134,10 @@ class CupyDevice:
 
     # -- launches --
     def compile(self, kernels):
-        """Begins to compile and load the kernels that are not loaded yet, in other threads. A launch waits for its
-        kernel."""
+        """Begins to compile and load the kernels that are not loaded yet, in other threads. A launch of a kernel waits
+        until that kernel is loaded."""
         for kernel in kernels:
-            loading(kernel, current())
+            begin_loading(kernel, current())
 
     def wait_for(self, kernels):
         """Waits until all kernels are compiled and loaded."""
@@ -141,25 +145,28 @@ class CupyDevice:
         for kernel in kernels:
             load(kernel, current())
 
-    cooperative = False  # whether all blocks of a launch can be at work at once
+    cooperative = False  # whether this device can make all blocks of a launch run at the same time
 
     def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, together: bool = False):
-        """A function that enqueues `blocks` blocks on grid x, with `args` and `smem` bytes of shared memory.
+        """A function that enqueues a launch: `blocks` blocks with the argument struct `args` and `smem` bytes of shared
+        memory per block, by default those that the kernel declares.
 
         `together`, on a cooperative device: all blocks run at the same time, so that they may wait for each other.
         """
         smem = kernel.shared_bytes if smem is None else smem
-        function = ready(kernel, smem, current())
-        # CuPy looks at every field of a struct: one without fields takes it the least time.
+        function = function_with_shared_memory(kernel, smem, current())
+        # CuPy looks at every field of a struct, so a struct without fields takes it the least time.
         argument = args.view(np.dtype((np.void, args.nbytes)))
         return partial(function, (blocks,), (kernel.threads,), (argument,), shared_mem=smem)
 
     def launch(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None):
-        if blocks:  # CuPy would launch one for 0
+        """Enqueues a launch at once; see `prepared`."""
+        if blocks:  # CuPy would launch one block for 0
             self.prepared(kernel, blocks, args, smem)()
 
     def captured(self, launches):
-        """A function that enqueues all `launches`, which have run before, as one CUDA graph."""
+        """A function that enqueues all `launches` as one CUDA graph. They are commands of `execute.CompiledPlan` that
+        have run before; like these, the function takes one argument, which is not used."""
         import cupy
 
         stream = cupy.cuda.Stream(non_blocking=True)
@@ -171,18 +178,20 @@ class CupyDevice:
         return lambda _: graph.launch()
 
     def product(self, w, x, y, add: bool):
-        """A function that enqueues y = x w^T, or adds it to y, as `plan.Product` describes it."""
+        """A function that enqueues y = x w^T, or y += x w^T if `add`; see `plan.Product` for the shapes."""
         return self.cublas.prepared(x, w.swapaxes(1, 2), y, add)
 
     @cached_property
     def cublas(self):
-        """cuBLAS with a workspace for this object alone: objects on different streams multiply at the same time."""
+        """cuBLAS with a workspace of this object's own, so that the products of device objects on different streams may
+        run at the same time."""
         from .blas import Cublas
 
         return Cublas()
 
 
 def current() -> int:
+    """The number of the current CUDA device."""
     import cupy
 
     return cupy.cuda.runtime.getDevice()
@@ -203,35 +212,35 @@ def capability(device: int) -> int:
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
-LOADING: dict[tuple, Future] = {}  # the CuPy functions, also those still to come, by kernel and device
-LOADING_LOCK = Lock()
-BEGUN: set[tuple] = set()  # options with which NVRTC has compiled something
-BEGUN_LOCK = Lock()
-NOTHING = 'extern "C" __global__ void nothing() {}'
+FUNCTIONS: dict[tuple, Future] = {}  # (kernel, device) -> its CuPy function, loaded or being loaded
+FUNCTIONS_LOCK = Lock()
+USED_OPTIONS: set[tuple] = set()  # compiler options with which something was compiled
+USED_OPTIONS_LOCK = Lock()
+EMPTY_KERNEL = 'extern "C" __global__ void empty() {}'
 
 
 @cache
 def compilers() -> ThreadPoolExecutor:
-    """The threads that compile: NVRTC takes a core for seconds, without Python's lock."""
+    """The threads that compile. NVRTC occupies a core for seconds, and releases Python's lock meanwhile."""
     return ThreadPoolExecutor(os.cpu_count(), "linattn-nvrtc")
 
 
-def loading(kernel, device: int) -> Future:
-    """The CuPy function of `kernel` on `device`, which another thread may still have to compile."""
-    with LOADING_LOCK:
-        found = LOADING.get((kernel, device))
-        if found is None:
-            found = LOADING[kernel, device] = compilers().submit(compiled, kernel, device)
-        return found
+def begin_loading(kernel, device: int) -> Future:
+    """The future CuPy function of `kernel` on `device`; begins to compile it in another thread if nobody has."""
+    with FUNCTIONS_LOCK:
+        function = FUNCTIONS.get((kernel, device))
+        if function is None:
+            function = FUNCTIONS[kernel, device] = compilers().submit(compiled, kernel, device)
+        return function
 
 
 def load(kernel, device: int):
-    """The CuPy function of `kernel` on `device`."""
-    found = loading(kernel, device)
+    """The CuPy function of `kernel` on `device`; waits until it is compiled and loaded."""
+    function = begin_loading(kernel, device)
     try:
-        return found.result()
-    except Exception:  # what fails now, as for lack of memory, may succeed later
-        LOADING.pop((kernel, device), None)
+        return function.result()
+    except Exception:  # it may succeed next time, for example if there was no memory
+        FUNCTIONS.pop((kernel, device), None)
         raise
 
 
@@ -242,38 +251,38 @@ def compiled(kernel, device: int):
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
     with cupy.cuda.Device(device):
         try:
-            begin_compiling(options)
-            return function_of(kernel, options)
-        except OSError:  # CuPy's folder is full, or gone
+            prepare_options(options)
+            return compile_module(kernel, options)
+        except OSError:  # CuPy cannot write to its cache folder
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-            return function_of(kernel, options)
+            return compile_module(kernel, options)
 
 
-def function_of(kernel, options):
-    """The CuPy function of `kernel`, in a module of its own."""
+def compile_module(kernel, options):
+    """Compiles a module with `kernel` alone; returns the CuPy function."""
     import cupy
 
     module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
     return module.get_function(kernel.expression)
 
 
-def begin_compiling(options):
-    """Compiles an empty kernel with these options once, while other threads wait.
+def prepare_options(options):
+    """Compiles an empty kernel with these options, unless something was compiled with them before.
 
-    CuPy compiles such a kernel before the first one of these options, and remembers its result. Threads that begin at
-    the same time would all do so, one after the other.
+    CuPy itself compiles such a kernel when it first sees a set of options, and stores the result. Threads that compiled
+    their first kernels at the same time would all do so, one after the other.
     """
     import cupy
 
-    with BEGUN_LOCK:
-        if options not in BEGUN:
-            cupy.RawModule(code=NOTHING, options=options).compile()
-            BEGUN.add(options)
+    with USED_OPTIONS_LOCK:
+        if options not in USED_OPTIONS:
+            cupy.RawModule(code=EMPTY_KERNEL, options=options).compile()
+            USED_OPTIONS.add(options)
 
 
 @cache
-def ready(kernel, smem: int, device: int):
-    """CuPy's function that launches `kernel` with `smem` bytes of shared memory on `device`, which must be current."""
+def function_with_shared_memory(kernel, smem: int, device: int):
+    """CuPy's function that launches `kernel`, allowed to use `smem` bytes of shared memory, on the current `device`."""
     function = load(kernel, device)
     if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
         function.max_dynamic_shared_size_bytes = smem
@@ -290,9 +299,10 @@ def driver():
     return ctypes.CDLL("libcuda.so.1")
 
 
-@lru_cache(1024)  # without a cache: half of the time of a small call; calls reuse the same addresses
+@lru_cache(1024)  # calls reuse addresses; encoding the maps anew would take half of the host's time of a small call
 def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, int], swizzled: bool) -> bytes:
-    """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last; `box` of [D, T, H]."""
+    """The CUtensorMap of an array [B, H, T, D]. `strides` are in bytes, multiples of 16 but for the last; `box`: the
+    columns, tokens and heads that one tensor copy moves."""
     buffer = ctypes.create_string_buffer(128 + 64)  # the map has 128 bytes, and must start at a multiple of 64
     start = -ctypes.addressof(buffer) % 64
 
@@ -300,21 +310,23 @@ def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, in
         return (ctype * len(values))(*values)
 
     sizes = array(ctypes.c_uint64, shape[::-1])
-    steps = array(ctypes.c_uint64, [max(16, step) for step in strides[-2::-1]])  # 0 where there is one element
-    ones = array(ctypes.c_uint32, [1] * 4)
+    # the driver refuses strides below 16, also those of axes of size 1, which are never used
+    outer_strides = array(ctypes.c_uint64, [max(16, stride) for stride in strides[-2::-1]])
+    element_strides = array(ctypes.c_uint32, [1] * 4)
+    interleave = fill_with_nan = 0  # none
     status = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(ctypes.addressof(buffer) + start),
         TYPES[dtype],
-        4,
+        4,  # axes
         ctypes.c_void_p(pointer),
         sizes,
-        steps,
+        outer_strides,
         array(ctypes.c_uint32, [*box, 1]),
-        ones,
-        0,
+        element_strides,
+        interleave,
         SWIZZLE_128B if swizzled else 0,
         PROMOTE_256B,
-        0,
+        fill_with_nan,
     )
     if status:
         raise RuntimeError(f"the driver makes no tensor map of {shape} with strides {strides}: CUresult {status}")
@@ -347,23 +359,26 @@ class LaunchConfig(ctypes.Structure):
 
 @cache
 def attributes(*ids):
+    """An array of launch attributes with these ids, all with the value 1."""
     return (LaunchAttribute * len(ids))(*(LaunchAttribute(id=id, value=(ctypes.c_int * 16)(1)) for id in ids))
 
 
 @cache
-def entry(kernel, smem, device):
-    """The driver's handle of `kernel` on `device`, which must be the current one."""
+def driver_function(kernel, smem, device):
+    """The driver's handle of `kernel`, allowed to use `smem` bytes of shared memory, on the current `device`."""
     function = load(kernel, device)
     if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):  # never less than other launches need
         function.max_dynamic_shared_size_bytes = smem
-    # In percent, the same for all kernels: a multiprocessor changes the share only while it is empty.
+    # The percentage of on-chip memory that is shared memory. It is the same for all kernels, because a multiprocessor
+    # changes it only while no block runs there.
     function.preferred_shared_memory_carveout = 100
     return ctypes.c_void_p(function.kernel.ptr)
 
 
 class OverlappedDevice(CupyDevice):
-    """The current CUDA device, on which blocks of a kernel with `overlaps` start as soon as blocks of the kernel before
-    it leave room (programmatic dependent launch, sm_90). Such a kernel itself waits for the results that it reads."""
+    """The current CUDA device, on which a kernel with `overlaps` begins before the previous kernel has ended, as soon
+    as a multiprocessor has room for its blocks (programmatic dependent launch, sm_90). Such a kernel itself waits for
+    the previous kernel before it reads that kernel's results."""
 
     cooperative = True
 
@@ -371,9 +386,9 @@ class OverlappedDevice(CupyDevice):
         import cupy
 
         smem, current_stream = kernel.shared_bytes if smem is None else smem, cupy.cuda.get_current_stream
-        how = [COOPERATIVE] * together + [PROGRAMMATIC_STREAM_SERIALIZATION] * kernel.overlaps
-        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, None, attributes(*how), len(how))
-        function, launch_kernel = entry(kernel, smem, current()), driver().cuLaunchKernelEx
+        ids = [COOPERATIVE] * together + [PROGRAMMATIC_STREAM_SERIALIZATION] * kernel.overlaps
+        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, None, attributes(*ids), len(ids))
+        function, launch_kernel = driver_function(kernel, smem, current()), driver().cuLaunchKernelEx
         arguments = ctypes.byref(config), function, ctypes.byref(ctypes.c_void_p(args.ctypes.data)), None
 
         def launch(args=args):  # the default keeps `args` alive as long as `launch`, which uses its address

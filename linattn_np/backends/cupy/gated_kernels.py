@@ -1,11 +1,13 @@
 """Kernel classes of the gated family: a class for each CUDA file; its fields are the template's arguments, in order.
 
 A class says how many threads a block has, the members of the kernel's argument struct, and the C++ types of its shared
-memory; `source` makes the compiler check both. `fitting` chooses the tile sizes of an instance.
+memory; the module `source` makes the compiler check both. `fitting` chooses the tile sizes of an instance.
 
 Words: a head's state has K channels and V columns; BK and BV are the channels and columns of a block's tile. A launch
 takes BK channels; more channels need more launches, whose outputs are added up. A segment is a run of chunks that a
-block computes by itself. `resident` is the number of blocks whose registers fit on one multiprocessor.
+block computes by itself. `resident` is the number of blocks whose registers fit on one multiprocessor. The kernels'
+files describe the arguments; `bytes` is how many bytes a copy may move at once, `vectors` whether that is 16, and P the
+number of segments of each sequence.
 """
 
 from __future__ import annotations
@@ -75,9 +77,10 @@ class GatedForward(TiledKernel):
             return instance
         return replace(instance, BK=TILES[0]) if is_split else replace(instance, BV=TILES[0])
 
-    def with_channels(self, left) -> GatedForward:
-        """The instance for a launch when `left` channels remain."""
-        return replace(self, BK=TILES[0]) if self.schedule == SPLIT_CHANNELS and left <= TILES[0] else self
+    def with_channels(self, channels_left) -> GatedForward:
+        """The instance for the next launch if `channels_left` channels remain."""
+        narrow = self.schedule == SPLIT_CHANNELS and channels_left <= TILES[0]
+        return replace(self, BK=TILES[0]) if narrow else self
 
     @property
     def CHUNK(self):
@@ -93,7 +96,8 @@ class GatedForward(TiledKernel):
 
 
 class GatedSegmentStates(TiledKernel):
-    """Each segment's final state from the initial state 0, and the product of its decays."""
+    """Each segment's final state if its initial state is 0 (`left`), and the product of its `decays`; of the first
+    `needed` of `of` segments per sequence, each in so many `parts`."""
 
     file = "gated/segment_states"
     arguments = members("rows k v g, pointers left decays, shape, integers channel of needed parts bytes")
@@ -158,7 +162,8 @@ class GatedBackward(GatedKernel):
 
 
 class GatedBackwardStates(GatedBackward):
-    """The states before all chunks, forwards in time, and their gradients, backwards in time; or segments' own."""
+    """The states before all chunks, forwards in time, and their gradients, backwards in time (`kept`). If `kept` is
+    null: the summaries of segments, each segment's final state and gradient from 0 (`states`) and its `decays`."""
 
     file = "gated/backward_states"
     arguments = members(
@@ -170,7 +175,7 @@ class GatedBackwardStates(GatedBackward):
 
     @classmethod
     def widths(cls, dtype, products, V=TILES[-1]):
-        """The possible BV. Half-precision data with three products leave registers for 64 columns only."""
+        """The possible BV. For half-precision data with three products the registers hold 64 columns only."""
         return TILES if V > cls.TILE and (products == 1 or dtype.itemsize == 4) else TILES[:1]
 
     def blocks(self, K, V) -> int:
@@ -187,8 +192,8 @@ class GatedBackwardStates(GatedBackward):
 class GatedBackwardChannels(GatedBackward):
     """The gradients dq, dk, dg, and du of each chunk.
 
-    `columns`: "Ungated"; "Gated" if columns have gates, too; "GatedTurned" for the transposed state with gated columns,
-    in which values take the place of keys.
+    `columns`: "Ungated"; "Gated" if columns of V have gates, too; "GatedTurned" for the transposed state of that case,
+    with values in the place of keys (see `value_gate`).
     """
 
     file = "gated/backward_channels"
@@ -212,20 +217,22 @@ class GatedBackwardValues(GatedBackward):
 
     @classmethod
     def fitting(cls, read_order, dtype, gate, products, V, shared):
-        """With BV = 128, which computes the scores once for more columns, if `shared` bytes suffice; else with 64."""
+        """The instance with BV = 128, which computes the scores once for more columns, if `shared` bytes of shared
+        memory suffice; else with BV = 64."""
         wide = cls(read_order, dtype, gate, products, 128)
         return wide if V > 64 and wide.shared_bytes <= shared else cls(read_order, dtype, gate, products, 64)
 
 
 class ScanSegments(Kernel):
-    """Every segment's initial state from the segments' own states and decays, by a scan in the order of time."""
+    """The scan of the summaries of segments: `starts`, the state at the start of each of P segments, and the `final`
+    state. `left` are the final states of the R parts of each segment if their initial states are 0."""
 
     file = "gated/scan_segments"
     arguments = members(
         "pointers left decays, pointers? column_decays initial, pointers starts, pointers? final, integers P R H K V"
     )
     threads = 256
-    width: int  # columns per thread, of one channel
+    width: int  # neighbouring columns per thread
 
     @classmethod
     def fitting(cls, V):
@@ -233,7 +240,8 @@ class ScanSegments(Kernel):
 
 
 class ScanBothWays(Kernel):
-    """As `ScanSegments`, for the backward pass: states forwards in time, their gradients backwards in time."""
+    """As `ScanSegments`, for the backward pass: states forwards in time, their gradients backwards in time, in place of
+    the summaries `states`. `first` = 1 leaves the former out."""
 
     file = "gated/scan_both_ways"
     arguments = members("pointers states decays, integers N P H K V first")
@@ -280,7 +288,7 @@ class GatedForwardSm90(TiledKernel):
 
     @property
     def reads(self):
-        """Whether the kernel computes o."""
+        """Whether the kernel computes o, for which it reads the states."""
         return self.schedule != SEGMENT_STATE
 
     @property
@@ -311,9 +319,10 @@ class GatedBackwardSm90(GatedKernel, TiledKernel):
     arch = SM90
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
-    # tokens between stored states. The gates' gradient, a running sum, starts anew there, which bounds its error.
+    # Tokens between stored states. The gates' gradient is a running sum that starts anew at each of these, which bounds
+    # its error.
     CHECKPOINT_EVERY: ClassVar[int] = 1024
-    FLAGS: ClassVar[int] = 2  # float32 numbers after a chunk's sums, which hold 8 flags: one byte per warp
+    FLAGS: ClassVar[int] = 2  # float32 numbers behind a chunk's `sums`; their 8 bytes are a flag for each warp
     constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
     BK: int
     BV: int
@@ -354,7 +363,7 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
-    """dq, du and the queries' part of dg, forwards in time; stores checkpoints of the states."""
+    """dq, du and the queries' terms of dg (`weight`), forwards in time; stores states in `kept`."""
 
     file = "gated/sm90/backward_queries"
     arguments = members(
@@ -364,7 +373,7 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
 
 
 class GatedBackwardKeysSm90(GatedBackwardMainSm90):
-    """dk, dv and dg, backwards in time."""
+    """dk, dv, dg and dh0, backwards in time, from what `GatedBackwardQueriesSm90` stored."""
 
     file = "gated/sm90/backward_keys"
     arguments = members(
@@ -378,7 +387,8 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
-    """Each segment's own state and state gradient, and its decays; `ScanBothWays` joins them."""
+    """The summary of each segment: its final state and its initial state's gradient, from 0, and its decays.
+    `ScanBothWays` joins the summaries."""
 
     file = "gated/sm90/backward_segments"
     arguments = members(

@@ -15,22 +15,22 @@ from .plan import ceil_div
 from .source import root
 
 CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: "bf16"}
-HALF = tuple(CTYPES)[1:]
+HALF = tuple(CTYPES)[1:]  # float16 and bfloat16
 DOUBLE = np.dtype(np.float64)
 INT8 = np.dtype(np.int8)
 FLOATS = CTYPES | {DOUBLE: "double"}
-SPELLED = FLOATS | {INT8: "i8"}
+CPP_NAMES = FLOATS | {INT8: "i8"}
 
 
-def spelled(value) -> str:
-    """A template argument as C++ text."""
+def cpp_text(value) -> str:
+    """A template argument (a dtype, a bool, a number or a C++ name) as C++ text."""
     if isinstance(value, np.dtype):
-        return SPELLED[value]
+        return CPP_NAMES[value]
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def no_kernels(dtype, dtypes) -> str | None:
-    """The reason why no kernel computes data of `dtype`, for kernels of `dtypes`; None if one does."""
+    """What `explain` prints if the kernels, which exist for `dtypes`, cannot compute data of `dtype`; None if they can."""
     return None if dtype in dtypes else f"no {dtype} kernels; it has {', '.join(map(str, dtypes))}"
 
 
@@ -39,7 +39,9 @@ def padded(size: int, to: int) -> int:
     return ceil_div(size, to) * to
 
 
-SHARED_MEMORY = "shared_memory.json"  # the file of `struct_sizes` in kernels_cu; tests/shared_memory.py writes it
+SHARED_MEMORY = (
+    "shared_memory.json"  # the file in kernels_cu that `struct_sizes` reads; tests/shared_memory.py writes it
+)
 
 
 @cache
@@ -75,7 +77,8 @@ class Kernel:
 
     @property
     def template(self) -> tuple[str, ...]:
-        return tuple(spelled(getattr(self, field.name)) for field in fields(self))
+        """The template's arguments as C++ text."""
+        return tuple(cpp_text(getattr(self, field.name)) for field in fields(self))
 
     @property
     def expression(self) -> str:
@@ -84,8 +87,9 @@ class Kernel:
 
     @property
     def shared_types(self) -> tuple[str, ...]:
-        words = {field.name: word for field, word in zip(fields(self), self.template)}
-        return tuple(cpp_type.format(**words) for cpp_type in self.shared)
+        """The C++ types in `shared`, with the template's arguments filled in."""
+        values = {field.name: text for field, text in zip(fields(self), self.template)}
+        return tuple(cpp_type.format(**values) for cpp_type in self.shared)
 
     @property
     def threads(self) -> int:
@@ -117,7 +121,8 @@ class Kernel:
         return {member.name for member in self.arguments}
 
     def complete(self, args) -> dict:
-        """All members of the argument struct by name: `args`, and None for optional members not in `args`."""
+        """All members of the argument struct by name: `args`, and None for optional members not in `args`. TypeError if
+        others are missing or too many."""
         declared = self.names
         complete = dict.fromkeys(member.name for member in self.arguments if member.optional) | args
         if declared != set(complete):
@@ -130,7 +135,8 @@ class Kernel:
 
 
 class GatedKernel(Kernel):
-    """A kernel with template arguments for the dtypes of data and gates, and for whether o reads before the write."""
+    """The base of kernels with template arguments for the dtypes of data and gates, and for whether a token's output
+    reads the state before or after the token is written ("BeforeWrite", "AfterWrite")."""
 
     read_order: str
     dtype: np.dtype
@@ -138,7 +144,7 @@ class GatedKernel(Kernel):
 
 
 class TiledKernel(Kernel):
-    """A kernel whose blocks each compute a tile of the state [K, V]: BK channels and BV columns."""
+    """The base of kernels whose blocks each compute a tile of the state [K, V]: BK channels and BV columns."""
 
     CHUNK: ClassVar[int] = 0  # tokens per chunk; 0 if the kernel goes token by token
     SUB_CHUNK: ClassVar[int] = 0  # tokens per sub-chunk; 0 if chunks are not divided
@@ -160,6 +166,6 @@ class TiledKernel(Kernel):
 
 
 class ModelKernel(Kernel):
-    """A kernel of the language models; all of them may overlap with the previous kernel."""
+    """The base of the language models' kernels, all of which may start before the previous kernel ends."""
 
     overlaps = True

@@ -1,6 +1,19 @@
-"""The kernels of RWKV-6 models besides those of the operators: a decoding step, and what a prompt takes.
+"""The kernels of RWKV-6 models besides those of the operators: for decoding steps, which compute one token of B
+sequences, and for prompts, whose T tokens are computed at once. RWKV-7 uses some of them, too.
 
-X is the dtype of what a kernel hands to the next product.
+A class declares one CUDA kernel: its fields are the template's arguments, and the kernel's file has its equations and
+shapes. Words:
+
+    D, H, N     channels of the model, its heads, channels of a head
+    dtype       of the weight matrices
+    X           the dtype of a kernel's output that is an operand of the next matrix product
+    TERMS       how many numbers of dtype X, whose sum is exact, represent each float32 number of such an output
+    mix         an input of a matrix product: a token's normed channels xx, interpolated with the previous token's:
+                mixed_c = xx + (previous - xx) maa_c. C is how many a layer's half has, maa [C, D] are their weights
+    shift       [.., D], a part of the recurrent state: the previous token's normed channels
+    slots       [B], the row of the states that each sequence uses
+    parts       arrays whose sum is meant, where a product has divided its sum over columns among blocks
+    EACH        groups of four channels (or what the class says) per thread
 """
 
 from __future__ import annotations
@@ -20,14 +33,16 @@ from .plan import FLOAT32, Array, Draft, ceil_div
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 class NormShift(ModelKernel):
+    """For a step: x += sigmoid(gate) * value; layer norm; token shift; C mixes. A block computes one sequence."""
+
     file = "rwkv6/norm_shift"
     arguments = members(
         "pointers x value gate weight bias maa shift slots xx d mixed, integers B D C P squares, reals eps"
     )
     shared = ("Shared",)
-    PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # of value
-    MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
+    PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # the possible PARTS: of `value`
+    MIXES_AT_MOST: ClassVar[tuple[int, ...]] = (2, 6)  # the possible MIXES
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH: 2048 channels times it
     threads = 512
     X: np.dtype
     EACH: int
@@ -37,7 +52,7 @@ class NormShift(ModelKernel):
 
     @classmethod
     def fitting(cls, X, D, C, parts, terms=1):
-        """Few parts, and few mixes, take so few registers that two blocks share a multiprocessor."""
+        """The instance with the least PARTS and MIXES: with few of both, two blocks fit on a multiprocessor."""
         each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
         parts, mixes = (
             next(most for most in limits if n <= most)
@@ -50,6 +65,8 @@ TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y
 
 
 class TimeMixStep(ModelKernel):
+    """For a step: decay, state update, group norm and gate. A block computes one head of one sequence."""
+
     file = "rwkv6/time_mix_step"
     arguments = TIME_MIX
     shared = ("TimeMixScratch",)
@@ -64,14 +81,14 @@ class TimeMixStep(ModelKernel):
 
 
 class TimeMixBatch(ModelKernel):
-    """The time mix of one token of many sequences with heads of 64 channels: a warp computes one sequence."""
+    """`TimeMixStep` for many sequences with heads of 64 channels: a warp computes one head of one sequence."""
 
     file = "rwkv6/time_mix_batch"
     arguments = (*TIME_MIX, *members("integers P"))
     shared = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
-    MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
-    WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # sequences of a block
+    MOST_PARTS: ClassVar[int] = 2  # of k, v, r and gate, for blocks of few sequences
+    WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # the possible SEQUENCES
     dtype: np.dtype
     state: np.dtype
     TERMS: int
@@ -79,14 +96,16 @@ class TimeMixBatch(ModelKernel):
 
     @classmethod
     def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
-        """The kernel, and the bytes of shared memory behind its own; None where it does not serve. So many sequences a
-        block that almost every multiprocessor has one."""
+        """(the instance, the bytes of shared memory for `low` and `up`, the decay's factors of rank W); None if the
+        kernel cannot compute the step. The instance has the most sequences per block for which almost every
+        multiprocessor has a block."""
         kernels = [cls(dtype, state, terms, width) for width in cls.WIDTHS]
-        busy = (kernel for kernel in kernels if kernel.blocks(B, H) >= 0.9 * device.multiprocessors)
-        kernel = next(busy, kernels[-1])
-        more = W * (4 * kernel.SEQUENCES + N * dtype.itemsize)
-        room = device.shared_per_multiprocessor // 2 - 1024
-        return (kernel, more) if N == cls.N and W % 2 == 0 and kernel.shared_bytes + more <= room else None
+        filling = (kernel for kernel in kernels if kernel.blocks(B, H) >= 0.9 * device.multiprocessors)
+        kernel = next(filling, kernels[-1])
+        more_shared = W * (4 * kernel.SEQUENCES + N * dtype.itemsize)
+        limit = device.shared_per_multiprocessor // 2 - 1024  # two blocks; the driver takes 1024 bytes of each
+        serves = N == cls.N and W % 2 == 0 and kernel.shared_bytes + more_shared <= limit
+        return (kernel, more_shared) if serves else None
 
     @property
     def threads(self):
@@ -94,6 +113,7 @@ class TimeMixBatch(ModelKernel):
 
     @property
     def parts(self) -> int:
+        """The most parts of k, v, r and gate that this instance adds up."""
         return self.MOST_PARTS if self.SEQUENCES < max(self.WIDTHS) else 1
 
     def blocks(self, B, H) -> int:
@@ -101,7 +121,12 @@ class TimeMixBatch(ModelKernel):
 
 
 class DecodeFew(ModelKernel):
-    """All layers of one sequence's token in one launch, whose blocks hand each other words in place of barriers."""
+    """A whole decoding step of one sequence in one launch, on Hopper. Blocks wait for each other's results without
+    barriers: each number is stored as a word that also says of which layer it is.
+
+    Of each matrix product a block multiplies tiles of ROWS rows. It copies the weights to shared memory in slots, a
+    ring of `stages` x 16 KB, and the product's input to an area of shared memory, the *input area*.
+    """
 
     file = "rwkv6/decode_few"
     arguments = members(
@@ -112,58 +137,66 @@ class DecodeFew(ModelKernel):
         "first last, reals eps group_eps, pointers tokens likeliest brought"
     )
     shared, arch, threads = ("Shared<{stages}>",), "sm_90a", 384
-    ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
-    STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # 16 KB of weights on their way each
-    DIGITS_AT_ONCE: ClassVar[int] = 7168  # numbers whose digits have one unit a warp
+    ROWS: ClassVar[int] = 16  # of a weight matrix per tile of the tensor cores
+    STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # the possible `stages`
+    DIGITS_AT_ONCE: ClassVar[int] = 7168  # int8 weights: input numbers that share a power of 2 with a warp's others
     dtype: np.dtype
     state: np.dtype
     stages: int
 
     @classmethod
     def fitting(cls, dtype, state, sizes, device) -> tuple[DecodeFew, int] | None:
-        """The kernel and the bytes of its stage: two mixes of a norm, and all that the widest product takes, if that
-        costs few stages."""
+        """(the instance, the bytes of its input area), or None if shared memory is too small.
+
+        The area holds the operands of two mixes and the norm that they come from. It also holds the whole input of the
+        widest product if at least 8 stages then fit; otherwise that input is copied in several turns.
+        """
         widest, scratch = max(sizes["D"], sizes["F"]), TimeMixStep(dtype, dtype, state, 1).shared_bytes
-        for count, least in ((widest, 8), (sizes["D"], cls.STAGES[-1])):
+        for input_size, least_stages in ((widest, 8), (sizes["D"], cls.STAGES[-1])):
             for stages in cls.STAGES:
                 kernel = cls(dtype, state, stages)
-                count = padded(count, kernel.slot)
+                input_size = padded(input_size, kernel.slot)
                 norm = (2 * kernel.bytes_of_operand + kernel.bytes_of_float) * sizes["D"]
-                room = max(kernel.bytes_of_operand * count, norm, scratch, 4 * sizes["A"])
-                if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
-                    return kernel, room
+                area = max(kernel.bytes_of_operand * input_size, norm, scratch, 4 * sizes["A"])
+                if stages >= least_stages and kernel.shared_bytes + area <= device.shared_per_block:
+                    return kernel, area
         return None
 
-    def staged(self, room) -> int:
-        """Numbers that a stage of so many bytes holds, in whole slots."""
-        room = room // self.bytes_of_operand
-        return (min(room, self.DIGITS_AT_ONCE) if self.dtype == INT8 else room) // self.slot * self.slot
+    def staged(self, area) -> int:
+        """Numbers of a product's input that an input area of so many bytes holds at a time: a multiple of `slot`."""
+        numbers = area // self.bytes_of_operand
+        return (min(numbers, self.DIGITS_AT_ONCE) if self.dtype == INT8 else numbers) // self.slot * self.slot
 
     @property
     def slot(self) -> int:
-        """Columns of a slot of weights."""
+        """Columns of a weight matrix in one slot of shared memory."""
         return 1024 // self.dtype.itemsize
 
     @property
     def bytes_of_operand(self) -> int:
-        """Bytes of a float as an operand in the stage: of three bfloat16 numbers, of four digits, or its own."""
+        """Bytes of an input number in the input area: three bfloat16 numbers whose sum it is (bfloat16 weights), four
+        int8 digits (int8 weights), or the float32 number itself."""
         return 6 if self.dtype == BFLOAT16 else 4
 
     @property
     def bytes_of_float(self) -> int:
-        """Bytes of a norm's float beside its operands; 0 if the operands replace it."""
+        """Bytes per channel that the input area holds of a norm, besides operands; 0 if these overwrite the norm."""
         return {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
 
 
 class Argmax(ModelKernel):
+    """The likeliest token of each sequence."""
+
     file = "rwkv6/argmax"
     arguments = members("pointers logits tokens, integers V")
     shared = ("Shared",)
     threads = 1024
 
 
-# -- of both -----------------------------------------------------------------------------------------------------------
+# -- decoding and prompts ----------------------------------------------------------------------------------------------
 class ChosenNorm(ModelKernel):
+    """Layer norms of the rows of x whose numbers are `chosen`: tokens' embeddings, or some tokens of a prompt."""
+
     file = "rwkv6/chosen_norm"
     arguments = members("pointers chosen x weight bias y, integers D, reals eps")
     shared = ("Shared",)
@@ -173,20 +206,26 @@ class ChosenNorm(ModelKernel):
 
     @classmethod
     def launch(cls, draft: Draft, chosen, x, norm, y, eps):
-        """The `norm` of the rows of x that are `chosen`, to y."""
+        """Launches y = the norms of the rows `chosen` [B] of x. `norm`: its (weight, bias)."""
         draft.launch(cls(x.dtype, y.dtype), chosen.size, chosen=chosen, x=x, **affine(norm), y=y, eps=eps)
 
 
-LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile
+LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile of a product with a matrix of low rank
 
 
 def low_rank_blocks(tiles, tokens, D) -> int:
+    """Blocks of a product with a low-rank matrix [rank, D], if a block computes so many tiles of tokens."""
     return ceil_div(tokens, tiles * LOW_RANK_TOKENS) * ceil_div(D, LOW_RANK_COLUMNS)
 
 
 class DataMix(ModelKernel):
-    """A step of many sequences takes all five inputs a block, and reads what they share once; others take one, so that
-    more multiprocessors are busy."""
+    """The five mixes w, k, v, r, g of RWKV-6's time mix, whose weights depend on the data: mixed_c = xx + (previous -
+    xx) (maa_c + tanh(low_c) up_c), with `low` [5, T, A] and `up` [5, A, D] of low rank A.
+
+    A block computes INPUTS of the five: all of them in a step of many sequences, so that it reads xx once; else one, so
+    that more multiprocessors have a block. It computes TILES tiles of tokens. In its products each number tanh(low) is
+    a sum of PARTS numbers of the dtype of `up`.
+    """
 
     file = "rwkv6/data_mix"
     arguments = members("pointers low up maa xx d mixed, integers tokens D A P")
@@ -210,7 +249,7 @@ class DataMix(ModelKernel):
 
     @property
     def most_parts(self) -> int:
-        """The most parts whose sum is `low`."""
+        """The most parts of `low` that this instance adds up."""
         return 8 if self.TILES == self.INPUTS == 1 and self.X != FLOAT32 else 1
 
     def blocks(self, tokens, D) -> int:
@@ -218,15 +257,16 @@ class DataMix(ModelKernel):
 
 
 class FiveMixes(ModelKernel):
-    """`DataMix` for a batch on Hopper, after a `NarrowProduct`: a block has all five inputs."""
+    """`DataMix` for steps of many sequences on Hopper: a block computes all five mixes. `low` must come from the kernel
+    `model_products.NarrowProduct`, in its parts."""
 
     file = "rwkv6/five_mixes"
     arguments = members("pointers low up maa xx d mixed, integers B D A")
     shared = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
     COLUMNS: ClassVar[int] = 128
     RANKS: ClassVar[tuple[int, ...]] = (32, 64)
-    LEAST: ClassVar[int] = 17  # sequences; fewer make too few blocks to fill the card
-    LEAST_INT8: ClassVar[int] = 65  # the same beside int8 matrices
+    LEAST: ClassVar[int] = 17  # sequences: fewer give too few blocks to fill the card
+    LEAST_INT8: ClassVar[int] = 65  # sequences, if the model's matrices are int8
     arch = "sm_90a"
     dtype: np.dtype
     RANK: int
@@ -234,12 +274,13 @@ class FiveMixes(ModelKernel):
 
     @classmethod
     def all(cls, dtype) -> list[FiveMixes]:
+        """Every instance for a dtype."""
         return [cls(dtype, rank, tokens) for rank in cls.RANKS for tokens in (16, 32) if rank * tokens <= 1024]
 
     @classmethod
     def fitting(cls, matrices, X, B, A, device) -> FiveMixes | None:
-        """The kernel with blocks of 16 sequences, or of 32 if a multiprocessor had two blocks that read the same `up`;
-        None where `DataMix` serves."""
+        """The instance with blocks of 16 sequences, or of 32 where a multiprocessor would otherwise have two blocks
+        that read the same columns of `up`. None where `DataMix` is to be used."""
         rank = next((rank for rank in cls.RANKS if A <= rank and A % 2 == 0), None)
         if device.capability != 90 or X not in HALF or rank is None:
             return None
@@ -255,8 +296,8 @@ class FiveMixes(ModelKernel):
         return ceil_div(B, self.TOKENS) * ceil_div(D, self.COLUMNS)
 
 
-class OfElements(ModelKernel):
-    """A thread has EACH neighbours of an array."""
+class ElementwiseKernel(ModelKernel):
+    """The base of kernels whose threads compute EACH neighbouring elements of an array each."""
 
     EACH: ClassVar[int]
     threads = 256
@@ -265,7 +306,9 @@ class OfElements(ModelKernel):
         return ceil_div(count, self.EACH * self.threads)
 
 
-class Activation(OfElements):
+class Activation(ElementwiseKernel):
+    """y = relu(x)^2 or tanh(x), where the product that made x could not apply it."""
+
     file = "rwkv6/activation"
     arguments = members("pointers x y, integers count")
     KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh")
@@ -275,7 +318,9 @@ class Activation(OfElements):
     Y: np.dtype
 
 
-class Widen(OfElements):
+class Widen(ElementwiseKernel):
+    """w = scale q: an int8 matrix q, with a scale for each row, in the dtype of products."""
+
     file = "rwkv6/widen"
     arguments = members("pointers q scales w, integers count K")
     EACH = 16
@@ -284,22 +329,26 @@ class Widen(OfElements):
 
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------
 class ShiftMix(ModelKernel):
+    """`NormShift` for prompts: layer norm, token shift and C mixes of all tokens. A block computes one token. `before`
+    and `shift` are the states at the sequences' starts and ends; `starts` and `ends` say which tokens these are."""
+
     file = "rwkv6/shift_mix"
     arguments = members("pointers x weight bias maa before shift starts ends xx d mixed, integers T D C, reals eps")
     shared = ("Shared",)
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH: 2048 channels times it
     threads = 512
     X: np.dtype
     EACH: int
 
     @classmethod
     def fitting(cls, X, D):
-        """With the fewest registers, so that many tokens are under way."""
+        """The instance with the fewest registers, so that many blocks fit on a multiprocessor."""
         return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
 class Openings(ModelKernel):
-    """What data open by MATRICES of low rank: the decay, and of RWKV-7, which has four, three more. Y: their dtype."""
+    """What depends on a token's data by MATRICES products of low rank R. RWKV-6 has one product: for w, the log of the
+    decay. RWKV-7 has four: `openings` are its learning rate, gate, and share of the first layer's value, in dtype Y."""
 
     file = "rwkv6/openings"
     arguments = members("pointers low up bases w, pointers? openings, integers tokens D R")
@@ -323,32 +372,38 @@ class Openings(ModelKernel):
         return self.MATRICES * low_rank_blocks(self.TILES, tokens, D)
 
 
-class OfHeads(ModelKernel):
-    """A warp has a head of a token."""
+class HeadKernel(ModelKernel):
+    """The base of kernels whose warps compute one head of one token each; a lane has PAIRS pairs of channels."""
 
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 64 channels
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible PAIRS: 64 channels times it
     threads = 256
     X: np.dtype
     PAIRS: int
 
     @classmethod
-    def fitting(cls, X, N, **more):
-        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width), **more)
+    def fitting(cls, X, N, **fields):
+        """The instance with the fewest registers for heads of N channels; `fields`: those of the derived class."""
+        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width), **fields)
 
     def blocks(self, rows) -> int:
+        """Blocks for so many rows, each a head of a token."""
         return ceil_div(rows * 32, self.threads)
 
 
-class GatedNorm(OfHeads):
+class GatedNorm(HeadKernel):
+    """y = GroupNorm(o) silu(gate), by heads. With BONUS, for RWKV-7: y = (GroupNorm(o) + (sum r k bonus) v) gate."""
+
     file = "rwkv6/gated_norm"
     arguments = members(
         "pointers o, pointers? r k v, pointers gate weight bias, pointers? bonus, pointers y, "
         "integers rows H N, reals eps"
     )
-    BONUS: bool  # of RWKV-7, whose gate is open already
+    BONUS: bool
 
 
-class GatedAdd(OfElements):
+class GatedAdd(ElementwiseKernel):
+    """x += sigmoid(gate) value."""
+
     file = "rwkv6/gated_add"
     arguments = members("pointers x gate value, integers count")
     EACH = 4
@@ -356,16 +411,18 @@ class GatedAdd(OfElements):
 
 
 def affine(norm) -> dict:
-    """The arguments of a kernel that applies a norm's weight and bias."""
+    """The kernel arguments of a `norm`, given as (weight, bias)."""
     weight, bias = norm
     return {"weight": weight, "bias": bias}
 
 
 def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, scale):
-    """The operator `op` on packed sequences, as a part of another plan.
+    """Adds to a draft the plan of the operator `op` in mode "chunk", on packed sequences.
 
-    arrays : by name, those of tokens [1, H, T, N]
-    state : (before, after), [N, H, N, N] each
+    arrays : those of the operator by name; those with tokens are [1, H, T, N]
+    o : the array [1, H, T, N] that gets the output
+    state : (the states before, the array for those after all tokens), each [sequences, H, N, N]
+    spans : the token ranges of the sequences, a `varlen.Spans`
     """
     before, after = state
     B, H, T, N = o.shape

@@ -1,6 +1,16 @@
-"""The kernels of RWKV-6's training steps besides those of the operators, and how they are launched.
+"""The kernels of training steps of RWKV models besides those of the operators, and how they are launched.
 
-T is the dtype of what products take and give, the activations'. THREADS have eight channels each.
+A class declares one CUDA kernel: its fields are the template's arguments, and the kernel's file has its equations and
+shapes. Words:
+
+    T           the dtype of activations; as a kernel argument it is T_, the tokens of a sequence
+    D, N, V     channels of the model, channels of a head, tokens of the vocabulary
+    C           mixes of a layer's half: mixed_c = xx + (previous xx - xx) (maa_c + m_c)
+    parts       sums over the tokens of each block, which `ColumnSums` adds up
+    each        tokens that a block computes, one after the other
+    d...        a gradient: dy is that of y
+
+A thread computes eight channels.
 """
 
 from __future__ import annotations
@@ -12,20 +22,22 @@ import numpy as np
 from .arguments import members, structs
 from .kernel import Kernel
 
-WIDTHS = (32, 64, 96, 128, 192, 256)  # threads of a block that has a token's channels
-MOST_CHANNELS = 8 * WIDTHS[-1]
-HEADS = (8, 16, 32, 64, 128, 256)  # channels of a head that neighbouring lanes can share
+WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
+MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D
+HEADS = (8, 16, 32, 64, 128, 256)  # the possible N
+# the argument of kernels that apply dropout: site is the number of the place in the model; rate, that of zeros
 DROPOUT = structs("drop", 1, members("pointers seeds, integers site, reals rate"))
 
 
 def width(D: int) -> int:
-    """THREADS of the kernels that have a token's D channels at once."""
+    """THREADS of a `TokenKernel` for D channels."""
     return next(threads for threads in WIDTHS if D <= 8 * threads)
 
 
-def launch(device, kernel, blocks: int, /, **fields):
-    """`fields` are those of the kernel's argument, arrays as they are."""
-    device.launch(kernel, blocks, kernel.pack(**{name: address(device, value) for name, value in fields.items()}))
+def launch(device, kernel, blocks: int, /, **args):
+    """Launches a kernel at once, without a plan; `args`: the members of its argument struct, arrays of the device as
+    they are."""
+    device.launch(kernel, blocks, kernel.pack(**{name: address(device, value) for name, value in args.items()}))
 
 
 def address(device, value):
@@ -33,8 +45,8 @@ def address(device, value):
     return device.pointer(value) if hasattr(value, "strides") else value
 
 
-class OfTokens(Kernel):
-    """A block has all channels of a token."""
+class TokenKernel(Kernel):
+    """The base of kernels whose blocks compute all channels of a token at a time."""
 
     T: np.dtype
     THREADS: int
@@ -45,13 +57,16 @@ class OfTokens(Kernel):
 
 
 class Elementwise(Kernel):
-    """A thread has eight elements."""
+    """The base of kernels whose threads compute eight elements of an array."""
 
     threads = 256
     T: np.dtype
 
 
-class AddNorm(OfTokens):
+class AddNorm(TokenKernel):
+    """y = x + dropout(change), xx = LayerNorm(y). `change` is one of CHANGES: "Added": the array first; "Gated":
+    sigmoid(first) value; "Embedded": y is the embedding of the token, with dropout; "Kept": there is no change."""
+
     file = "training/add_norm"
     arguments = (
         *members("pointers x first value table read weight bias y moments xx, integers T_ D"),
@@ -64,19 +79,25 @@ class AddNorm(OfTokens):
 
 
 class MixForward(Elementwise):
+    """The C mixes of all tokens."""
+
     file = "training/mix_forward"
     arguments = members("pointers xx maa m mixed, integers tokens T_ D")
-    MIXES: ClassVar[tuple[int, ...]] = (1, 2, 5, 6)
+    MIXES: ClassVar[tuple[int, ...]] = (1, 2, 5, 6)  # the possible C
     C: int
 
 
-class MixBackward(OfTokens):
+class MixBackward(TokenKernel):
+    """The gradients of RWKV-6's five data-dependent mixes: of m, xx, the token shift and maa."""
+
     file = "training/mix_backward"
     arguments = members("pointers dmixed m maa xx dxx dd parts, integers tokens T_ D each")
     shared = ("Shared<{THREADS}>",)
 
 
-class NormBackward(OfTokens):
+class NormBackward(TokenKernel):
+    """The gradients of `AddNorm` and of C mixes (`MixForward` without m) that follow it."""
+
     file = "training/norm_backward"
     arguments = (
         *members(
@@ -86,52 +107,66 @@ class NormBackward(OfTokens):
         *DROPOUT,
     )
     shared = ("Shared<{THREADS} / 32>",)
-    CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated")
-    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)
+    CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated")  # the possible `change`, as in `AddNorm`
+    MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 6)  # the possible C
     change: str
     C: int
 
 
-class GatedNormBackward(OfTokens):
+class GatedNormBackward(TokenKernel):
+    """The gradients of `rwkv6_model_kernels.GatedNorm`: y = GroupNorm(o) silu(gate)."""
+
     file = "training/gated_norm_backward"
     arguments = members("pointers dy o gate weight bias do_ dgate parts, integers tokens D N each, reals eps")
 
 
 class LogDecayForward(Elementwise):
+    """w = -exp(decay + low), the log of RWKV-6's decay."""
+
     file = "training/log_decay_forward"
     arguments = members("pointers low decay w, integers count D")
 
 
-class LogDecayBackward(OfTokens):
+class LogDecayBackward(TokenKernel):
+    """The gradients of `LogDecayForward`."""
+
     file = "training/log_decay_backward"
     arguments = members("pointers dw w dlow parts, integers tokens D each")
 
 
 class ActivationBackward(Kernel):
+    """The gradient of an activation y, computed from y; it overwrites dy."""
+
     file = "training/activation_backward"
     arguments = members("pointers dy y, integers count")
     threads = 256
-    kind: str  # of `Activation.KINDS`
+    kind: str  # the activation, one of `rwkv6_model_kernels.Activation.KINDS`
     T: np.dtype
 
 
 class CrossEntropy(Kernel):
+    """The losses of all tokens, and their gradient in the place of the logits."""
+
     file = "training/cross_entropy"
     arguments = members("pointers logits read losses, integers tokens T_ V, reals share")
     threads = 256
-    TOKENS: ClassVar[int] = 8  # of a block, a warp each
+    TOKENS: ClassVar[int] = 8  # tokens per block: a warp computes one
     T: np.dtype
 
 
 class ColumnSums(Kernel):
+    """The sum of P rows of `parts`: the first `split` columns go to the array `first`, the others to `rest`."""
+
     file = "training/column_sums"
     arguments = members("pointers parts first rest, integers P columns split")
     shared = ("Shared",)
     threads = 1024
-    COLUMNS: ClassVar[int] = 32  # of a block
+    COLUMNS: ClassVar[int] = 32  # columns per block
 
 
 class SquareSums(Kernel):
+    """For each block the sum of the squares of its part of x, for the norm of a gradient."""
+
     file = "training/square_sums"
     arguments = members("pointers x parts, integers count blocks")
     shared = ("Shared",)
@@ -139,6 +174,8 @@ class SquareSums(Kernel):
 
 
 class AdamW(Kernel):
+    """A step of AdamW over all parameters, with the gradient clipped by its norm, and a copy of the matrices in T."""
+
     file = "training/adamw"
     arguments = members(
         "pointers weights gradient first second copy squares schedule, integers count matrices P blocks, "

@@ -1,6 +1,5 @@
-"""The kernels that RWKV-7 models have besides those of RWKV-6 and of the operator.
-
-X is the dtype of what a kernel hands to the next product.
+"""The kernels of RWKV-7 models besides those of the operator and those of `rwkv6_model_kernels`, whose words these use:
+X is the dtype of a kernel's output that is an operand of the next matrix product.
 """
 
 from __future__ import annotations
@@ -9,12 +8,14 @@ import numpy as np
 
 from .arguments import members
 from .kernel import ModelKernel
-from .rwkv6_model_kernels import OfHeads
+from .rwkv6_model_kernels import HeadKernel
 
-DOWNS = 4  # matrices of low rank: of the decay, the learning rate, the gate and the value
+DOWNS = 4  # products of low rank in a layer's time mix: for the decay, the learning rate, the gate and the value
 
 
 class TimeMixOfToken(ModelKernel):
+    """For a decoding step: the state update of one head of one sequence, its group norm, bonus and gate."""
+
     file = "rwkv7/time_mix_step"
     arguments = members(
         "pointers v k r w openings first removal replacement bonus weight bias state slots y, integers B H N, reals eps"
@@ -26,6 +27,9 @@ class TimeMixOfToken(ModelKernel):
     TERMS: int
 
 
-class Keys(OfHeads):
+class Keys(HeadKernel):
+    """For prompts: the operator's keys k, a, b and the value, from the key, its learning rate and the share of the
+    first layer's value."""
+
     file = "rwkv7/keys"
     arguments = members("pointers k v rate share first a b removal replacement, integers rows H N")

@@ -1,4 +1,6 @@
-"""Instances of Hopper's kernels for scalar decays: a gate that all channels share. `gated_kernels` has the others."""
+"""Kernel classes of Hopper's kernels for scalar decays, gates that all channels share. `gated_kernels` explains the
+classes and has the other kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,22 @@ WEIGHTED_SUM = members(
     "maps q k v o partner, rows q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
     "integers K V state_k state_v, reals output_scale value_scale, integers backwards adds_to_o"
 )
+# WeightedSums.what -> the sums that one launch computes
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
 class WeightedSums(TiledKernel):
     """Sums of values weighted by decayed products of queries with keys: o, dq, dk and dv are such sums.
 
-    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others;
-    "GatedQueries" and "GatedKeys" give the gate's gradient as well.
+    `what` says which a launch computes: "Whole": o; "Summary": the summaries of segments; "Gradients": dq, dk and dv;
+    "Queries": dq; "Keys": dk and dv; "GatedQueries" and "GatedKeys": as the last two, and the gate's gradient.
     """
 
     file = "scalar_decay/sm90/weighted_sums"
     shared = ("Shared<{what}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 64
-    STRETCH: ClassVar[int] = 256  # tokens between states that are kept for the gate's gradient
+    STRETCH: ClassVar[int] = 256  # tokens between the states that are stored for the gate's gradient
     what: str
     gate: np.dtype
     BK: int
@@ -49,7 +52,7 @@ class WeightedSums(TiledKernel):
 
     @property
     def gives_gate(self) -> bool:
-        """Whether it takes part in the gate's gradient."""
+        """Whether the launch is one of the two that compute the gate's gradient together."""
         return self.what.startswith("Gated")
 
     @property
@@ -66,7 +69,8 @@ class WeightedSums(TiledKernel):
 
 
 class ScalarBackwardSegments(TiledKernel):
-    """The state and the state's gradient that each segment leaves by itself, on Hopper under a scalar decay."""
+    """The summary of each segment for the backward pass: its final state and its initial state's gradient, from 0, and
+    its decays."""
 
     file = "scalar_decay/sm90/backward_segments"
     arguments = members(

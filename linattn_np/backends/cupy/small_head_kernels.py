@@ -1,4 +1,7 @@
-"""Instances of the kernels of heads of at most 16 channels and columns."""
+"""Kernel classes of the gated family for heads of at most 16 channels and columns, on every card.
+
+`gated_kernels` explains the classes and has the other kernels.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from .arguments import members
 from .kernel import GatedKernel
 from .plan import ceil_div
 
-SIZES = (8, 16)  # D: a head has at most so many channels and columns
+SIZES = (8, 16)  # the possible D: the most channels and columns of a head
 
 
 class GatedSmall(GatedKernel):
-    """A kernel of small heads: a warp computes several heads, a block has WARPS warps."""
+    """The base of these kernels: a warp computes several heads, and a block has WARPS warps."""
 
-    CHUNK: ClassVar[int] = 8  # tokens of a step, which are in shared memory together
+    CHUNK: ClassVar[int] = 8  # tokens that are in shared memory at a time
     WARPS: ClassVar[int] = 4
     SEGMENT: ClassVar[int] = 64  # tokens of the shortest segment
     shared = ("Shared<{dtype}, {gate}, {D}>",)
@@ -37,15 +40,16 @@ class GatedSmall(GatedKernel):
 
     @property
     def heads(self) -> int:
-        """Heads of a block."""
+        """Heads per block."""
         return 64 // self.D * self.WARPS
 
     def blocks(self, heads) -> int:
+        """Blocks for the given number of heads, counted over all sequences or segments."""
         return ceil_div(heads, self.heads)
 
     @property
     def channels(self):
-        """Channels of a launch."""
+        """The most channels per launch."""
         return self.D
 
     @property
@@ -54,12 +58,15 @@ class GatedSmall(GatedKernel):
 
 
 class GatedSmallForward(GatedSmall):
+    """o and the final state."""
+
     file = "gated/small_forward"
     arguments = members("rows q k v g o, pointers u initial final, shape, reals scale, integers bytes")
 
 
 class GatedSmallStates(GatedSmall):
-    """The state that each segment leaves from zero, and with it the state's gradient where asked for."""
+    """The summaries of segments: each segment's final state if its initial state is 0 (`left`), and its `decays`; with
+    `both` the same backwards in time, for the state's gradient. Of the first `needed` of `of` segments per sequence."""
 
     file = "gated/small_states"
     arguments = members(
@@ -69,7 +76,8 @@ class GatedSmallStates(GatedSmall):
 
 
 class GatedSmallBackward(GatedSmall):
-    """dq, dk, dv, dg and the parts of du."""
+    """dq, dk, dv, dg, dh0, and du of each segment. `starts` and `ends`: the states at the segments' starts and the
+    states' gradients at their ends."""
 
     file = "gated/small_backward"
     arguments = members(
@@ -78,7 +86,7 @@ class GatedSmallBackward(GatedSmall):
     WARPS: ClassVar[int] = 2
     SEGMENT: ClassVar[int] = 32
     resident = 4
-    NUMBERS: ClassVar[int] = 16  # numbers of a state in the registers of a lane
+    NUMBERS: ClassVar[int] = 16  # numbers of a state that each lane holds in registers
     constants = (*GatedSmall.constants, ("NUMBERS", "NUMBERS"))
 
     @property

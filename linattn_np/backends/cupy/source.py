@@ -1,6 +1,7 @@
-"""The text of a kernel: its `.cu` file with our own headers pasted in, and what the host believes of its sizes.
+"""The C++ text of a kernel: its `.cu` file with our own headers pasted in, and assertions that the compiler's sizes,
+offsets and constants are those that the Python class declares.
 
-The same text is what NVRTC, the compile check and the CPU emulator of the tests take.
+NVRTC, the compile check and the CPU emulator of the tests all compile this text.
 """
 
 import re
@@ -14,7 +15,7 @@ OPTIONS = ("-std=c++17",)
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
 
-# `Bytes` names both numbers in the compiler's message.
+# If an assertion fails, the compiler's message names both numbers, as template arguments of `Bytes`.
 CHECKS = """
 #line 1 "the host's declaration of sizes"
 template <long long HOST, long long KERNEL> struct Bytes {
@@ -51,9 +52,9 @@ def header(name) -> Path:
 def text(file, include=None) -> str:
     """The text of `file` with our own includes pasted in, each once.
 
-    CuPy's disk cache does not see what a header holds; a pasted header changes the text and so the key.
-    `#line` keeps the compiler's messages on the true file. `include` maps an include's name to the file to
-    take instead of that of `header`. `file` may also be an absolute path without `.cu`.
+    CuPy's disk cache takes the text for its key, so a changed header must change the text. `#line` directives make the
+    compiler's messages name the original files. `include` maps the name of an include to a file that replaces it.
+    `file` is a path under `kernels_cu`, or an absolute one, without `.cu`.
     """
     replaced = include or {}
     pasted = set()
@@ -76,29 +77,28 @@ def text(file, include=None) -> str:
 
 
 def program(kernels, include=None) -> str:
-    """The whole program of some instantiations of one file: its text, and a check of every size that the host
-    declares."""
+    """The text of the kernels' file, followed by the assertions of `checks`. All kernels must be instances of templates
+    in the same file."""
     (file,) = {kernel.file for kernel in kernels}
     return text(file, include) + CHECKS + "".join(map(checks, kernels, count()))
 
 
 def checks(kernel, number=0) -> str:
-    """Assertions on the argument's struct, shared memory and constants; any wrong number fails to compile.
-
-    `number` tells the kernels of a program apart.
-    """
+    """C++ assertions that the kernel's argument struct, shared memory and constants are as the class declares them.
+    `number`: the kernel's index in the program, for names of its own."""
     lines = []
     if kernel.arguments:
         args = f"ArgumentsOfKernel{number}"
         lines.append(f"using {args} = ArgumentOf<decltype({kernel.expression})>::type;\n")
-        lines.append(agree(size_of(kernel.arguments), f"sizeof({args})"))
-        lines += [agree(at, f"OFFSET_OF({args}, {name})") for name, at in offsets(kernel.arguments)]
+        lines.append(assert_equal(size_of(kernel.arguments), f"sizeof({args})"))
+        lines += [assert_equal(at, f"OFFSET_OF({args}, {name})") for name, at in offsets(kernel.arguments)]
     if kernel.shared_types:
-        sizes = " + ".join(f"sizeof({found})" for found in kernel.shared_types)
-        lines.append(agree(kernel.shared_bytes, sizes))
-    lines += [agree(getattr(kernel, ours), its) for its, ours in kernel.constants]
+        sizes = " + ".join(f"sizeof({cpp_type})" for cpp_type in kernel.shared_types)
+        lines.append(assert_equal(kernel.shared_bytes, sizes))
+    lines += [assert_equal(getattr(kernel, name), cpp_name) for cpp_name, name in kernel.constants]
     return "".join(lines)
 
 
-def agree(host: int, kernel: str) -> str:
-    return f"static_assert(Bytes<{host}, (long long)({kernel})>::agree);\n"
+def assert_equal(host: int, expression: str) -> str:
+    """A C++ assertion that an expression of the kernel's file has the value `host`."""
+    return f"static_assert(Bytes<{host}, (long long)({expression})>::agree);\n"

@@ -10,7 +10,6 @@ Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns, NC chunks
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -92,7 +91,8 @@ class ValueGateForward(TiledKernel):
 class ValueGateBackwardScores(Kernel):
     """For one side and each chunk of 64 tokens: `starts`, the queries decayed from the chunk's start; `ends`, the keys
     decayed to its end; `pairs`, the scores of a query with the keys of earlier tokens; `own`, those with its own key;
-    `decays`, the product of the chunk's decays; `growth`, the factor by which gates above 0 let the state grow."""
+    `decays`, the product of the chunk's decays; `growth`, the logarithm of the most by which the chunk's gates let the
+    state grow, or 0 if none is far above 0."""
 
     file = "value_gate/backward_scores"
     arguments = members(

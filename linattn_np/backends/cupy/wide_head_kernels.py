@@ -1,4 +1,7 @@
-"""Instances of the kernels of heads with more than 128 channels."""
+"""Kernel classes of the gated family for heads of more than 128 channels, on every card.
+
+`gated_kernels` explains the classes and has the other kernels.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from .plan import ceil_div
 
 
 class GatedWideOperands(GatedKernel):
-    """Forward with more than 128 channels, on every card: the operands and the scores of all chunks, made once for all
-    columns."""
+    """The first kernel of the forward pass: the operands (queries and keys with their decays) and the scores of all
+    chunks, computed once for all columns."""
 
     file = "gated/wide_operands"
     arguments = members("rows q k g, pointers u operands scores decays, shape, integers bytes")
@@ -22,16 +25,18 @@ class GatedWideOperands(GatedKernel):
 
 
 class GatedWideForward(TiledKernel):
-    """Forward from the operands and scores that `GatedWideOperands` has written."""
+    """The second kernel: o and the final state, from what `GatedWideOperands` has written."""
 
     file = "gated/wide_forward"
     arguments = members("rows v o, pointers operands scores decays initial final, shape, reals scale, integers bytes")
     shared = ("WideShared<{dtype}, {channel_tiles}>",)
     CHUNK: ClassVar[int] = 32
-    TILE: ClassVar[int] = 128  # channels
-    SCORES: ClassVar[int] = 2 * 32 * 40  # numbers of a chunk's scores
+    TILE: ClassVar[int] = 128  # channels of a tile
+    SCORES: ClassVar[int] = (
+        2 * 32 * 40
+    )  # numbers per chunk in the array `scores`: two matrices of 32 rows, padded to 40
     BV: ClassVar[int] = 64
-    MOST_TILES: ClassVar[int] = 4  # tiles of channels for which a block has registers
+    MOST_TILES: ClassVar[int] = 4  # tiles of channels that a block's registers can hold
     constants = (("CHUNK<bf16>", "CHUNK"), ("WIDE", "TILE"), ("SCORES", "SCORES"), ("BV", "BV"))
     dtype: np.dtype
     channel_tiles: int
@@ -42,7 +47,7 @@ class GatedWideForward(TiledKernel):
 
     @property
     def channels(self):
-        """Channels of a launch."""
+        """The channels of all tiles; one launch computes all of them."""
         return self.channel_tiles * self.TILE
 
     @property
