@@ -30,7 +30,7 @@ def cpp_text(value) -> str:
 
 
 def no_kernels(dtype, dtypes) -> str | None:
-    """What `explain` prints if the kernels, which exist for `dtypes`, cannot compute data of `dtype`; None if they can."""
+    """What `explain` prints if the kernels, which exist for `dtypes`, cannot compute `dtype`; None if they can."""
     return None if dtype in dtypes else f"no {dtype} kernels; it has {', '.join(map(str, dtypes))}"
 
 

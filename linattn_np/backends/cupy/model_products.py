@@ -1,6 +1,15 @@
-"""Products of a model's weights with the vectors of a step: by rows for few, on tensor cores for a batch.
+"""Products of a model's weight matrices with the vectors of a decoding step, one vector per sequence: row by row for
+few sequences, on tensor cores for a batch.
 
-X is the dtype of what a kernel hands to the next product.
+A product is y = x w^T. C matrices of the same size form a stack w [C, M, K], which multiplies vectors x [C, B, K] and
+gives y [C, B, M]. Words:
+
+    rows, columns   the M rows and the K columns of a matrix
+    vectors         the B sequences' vectors
+    parts           a kernel may divide the K columns among blocks; it then leaves as many arrays, whose sum is y
+    terms           a float32 vector may be given as FLOAT_TERMS vectors of a half type, whose sum it is
+    step            what a block multiplies at a time: a box of columns of its rows
+    finish          what is done with a product: one of WRITE, ADD, RELU_SQUARED, PARTS
 """
 
 from __future__ import annotations
@@ -15,18 +24,20 @@ from .arguments import members, structs
 from .kernel import HALF, INT8, ModelKernel
 from .plan import Draft, TensorMap, ceil_div
 
-FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
-# The products' `Finish`. `Matvec` has no PARTS, `BatchProduct` no ADD.
+FLOAT_TERMS = 3
+# `finish`: y = p; y += p; y = relu(p)^2; y gets the parts of p. `Matvec` has no PARTS, `BatchProduct` no ADD.
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)
-PRODUCTS = 7  # in one launch
+PRODUCTS = 7  # the most products in one launch of `Matvec`
 PRODUCT = members("pointers w x y, integers M finish")
 
 
 class Matvec(ModelKernel):
+    """Products of matrices with at most 8 float32 vectors, on every card."""
+
     file = "rwkv6/matvec"
-    ROWS: ClassVar[int] = 16  # rows of a weight in a block: one side of a tensor-core tile
-    COLUMNS: ClassVar[int] = 8  # sequences at most: the tile's other side
-    THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
+    ROWS: ClassVar[int] = 16  # rows of a matrix per block: one side of a tensor-core tile
+    COLUMNS: ClassVar[int] = 8  # the most vectors: the tile's other side
+    THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)  # the possible THREADS_A_BLOCK
     arguments = (*structs("products", PRODUCTS, PRODUCT), *members("integers B K"))
     shared = ("Shared<{THREADS_A_BLOCK}>",)
     dtype: np.dtype
@@ -34,8 +45,8 @@ class Matvec(ModelKernel):
 
     @classmethod
     def fitting(cls, dtype, blocks, device):
-        """The kernel with so many threads a block that a multiprocessor has about 1,024; with many blocks the fewest,
-        so that blocks end one after the other."""
+        """The instance with the most threads per block that gives a multiprocessor about 1,024 of them; or the fewest
+        if there are many blocks: then blocks end at different times, and others take their places."""
         most = device.multiprocessors * 1024
         return cls(dtype, max((size for size in cls.THREADS if size * blocks <= most), default=cls.THREADS[0]))
 
@@ -44,21 +55,22 @@ class Matvec(ModelKernel):
         return self.THREADS_A_BLOCK
 
 
-STACKS = 2  # in one launch
+STACKS = 2  # the most stacks in one launch of the other kernels
 STACK = members("maps w x, pointers y scales, integers C M finish")
-SWIZZLED = 128  # bytes of K in a box of weights or of vectors
+SWIZZLED = 128  # bytes of each row, or vector, in a box that a tensor copy moves
 
 
-def stacked(products, rows, vectors) -> list[dict]:
-    """The kernels' stacks of products (w, scales, x, y, finish), copied in boxes of `rows` of w and `vectors` of x."""
+def stack_args(products, rows, vectors) -> list[dict]:
+    """The members STACK of each of STACKS stacks. `products`: tuples (w, scales, x, y, finish), with x [terms, C, B,
+    K]. Tensor copies move boxes of so many `rows` of w and `vectors` of x. Stacks that are not needed have C = 0."""
 
-    def boxes(array, many, heads=1):
-        return TensorMap(array, SWIZZLED // array.dtype.itemsize, many, True, heads)
+    def tensor_map(array, rows, heads=1):
+        return TensorMap(array, SWIZZLED // array.dtype.itemsize, rows, True, heads)
 
     stacks = [
         {
-            "w": boxes(w[None], rows),
-            "x": boxes(x.swapaxes(0, 1), vectors, x.shape[0]),
+            "w": tensor_map(w[None], rows),
+            "x": tensor_map(x.swapaxes(0, 1), vectors, x.shape[0]),
             "y": y,
             "scales": scales,
             "C": w.shape[0],
@@ -71,33 +83,35 @@ def stacked(products, rows, vectors) -> list[dict]:
 
 
 class BatchProduct(ModelKernel):
-    """Products of half-precision or int8 weights and the vectors of a batch. `SPLIT` blocks compute a tile together,
-    each a part of K."""
+    """Products of half-precision or int8 matrices with the vectors of a batch, on Hopper. `SPLIT` blocks, a cluster,
+    compute a tile of y together, each with a part of K; with the finish PARTS they leave SPLIT parts."""
 
     file = "rwkv6/batch_product"
-    WIDTHS: ClassVar[tuple[int, ...]] = (8, 16, 32, 64)  # vectors of a block
-    EXACT: ClassVar[int] = 8  # vectors at most that are given as `FLOAT_TERMS` terms
-    SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
-    FEW_ROWS: ClassVar[int] = 256
-    DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)
-    MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
+    WIDTHS: ClassVar[tuple[int, ...]] = (8, 16, 32, 64)  # the possible COLUMNS: vectors per block
+    EXACT: ClassVar[int] = 8  # blocks of so many vectors take them as `FLOAT_TERMS` terms, others as one term
+    SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)  # the possible SPLIT
+    FEW_ROWS: ClassVar[int] = 256  # matrices of at most so many rows in all are faster here for any number of vectors
+    DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)  # of matrices
+    MOST: ClassVar[int] = 128  # vectors up to which this is faster than cuBLAS for all matrices
     arguments = (*structs("stacks", STACKS, STACK), *members("integers B K"))
     shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
     arch, threads = "sm_90a", 320
-    DEEP_COLUMNS: ClassVar[int] = 16  # vectors at most of a block with `DEEP`
-    DEEP_STEP: ClassVar[int] = 512  # columns of K at most that its cluster multiplies in a step
+    DEEP_COLUMNS: ClassVar[int] = 16  # the most vectors of a block with `DEEP`
+    DEEP_STEP: ClassVar[int] = 512  # the most columns of K that the cluster of such a block multiplies in a step
     SHARED: ClassVar[range] = range(6, 17)  # numbers of vectors for which ROWS = 64 is considered
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
-    DEEP: bool = False  # whether a block has more stages, and a multiprocessor almost for itself
-    ROWS: int = 128  # of a weight: 64 for each of two warpgroups; or 64 in all, and each warpgroup half of a step's K
+    DEEP: bool = False  # whether shared memory holds more steps' weights, so that no second block fits beside this one
+    ROWS: int = (
+        128  # rows per block: 64 for each of two warpgroups; or 64, of which each takes half of a step's columns
+    )
 
     @classmethod
     def fitting(cls, dtype, B, K, rows, device, early=False) -> BatchProduct | None:
-        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster.
+        """The fastest instance for stacks of the sizes `rows`, (C, M) each; None if there is none, or cuBLAS is faster.
 
-        `early`: whether small kernels run before it, while which it can copy weights already.
+        `early`: whether small kernels run just before; the instance can copy weights at that time already.
         """
         few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
         if device.capability != 90 or dtype not in cls.DTYPES or B > cls.MOST and not few_rows:
@@ -108,41 +122,44 @@ class BatchProduct(ModelKernel):
 
     @classmethod
     def choices(cls, dtype, B) -> list[BatchProduct]:
-        """The kernels for B vectors that `fitting` chooses from."""
+        """The instances for B vectors among which `fitting` chooses."""
         columns = next((width for width in cls.WIDTHS if B <= width), cls.WIDTHS[-1])
         if B not in cls.SHARED:
             return [cls(dtype, columns, split) for split in cls.SPLITS]
-        # Blocks with all rows of 128 and twice the split are as many, and take as many steps: no faster.
+        # ROWS = 128 with SPLIT > 1 is no candidate: ROWS = 64 with half of that SPLIT has as many blocks and steps.
         return [*(cls(dtype, columns, split, ROWS=64) for split in cls.SPLITS), cls(dtype, columns, 1)]
 
     @property
     def may_be_deep(self) -> bool:
-        """Whether some `early` product has few enough blocks for `DEEP`. Such a product has four times as many rows as
-        columns, and more columns than half of a cluster's step (else K would be split less)."""
+        """Whether any model has an `early` product that uses this instance with `DEEP`: such products have four times
+        as many rows as columns, and more columns than half of a cluster's step, as K would be split less otherwise."""
         return self.COLUMNS <= self.DEEP_COLUMNS and self.depth * self.SPLIT <= self.DEEP_STEP
 
     def steps(self, B, K, rows, device) -> float:
-        """The cost: steps that a multiprocessor takes one after the other, with 4 for a block's beginning and end. Two
-        blocks of a multiprocessor share its part of the memory's rate, so only the total of blocks counts."""
+        """The cost: the steps that a multiprocessor takes one after the other, where a block's start and end count as 4
+        steps. Two blocks on a multiprocessor share its memory bandwidth and are no faster than one after the other."""
         waves = max(1.0, self.blocks(B, rows) / device.multiprocessors)
         return waves * (ceil_div(K, self.depth * self.SPLIT) + 4)
 
     def blocks(self, B, rows) -> int:
+        """Blocks for B vectors and stacks of the sizes `rows`, (C, M) each."""
         return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
 
     def launch(self, draft: Draft, products, B, K):
-        """`products`: stacks (w [C, M, K], scales [C, M] or None, x [terms, C, B, K], y [C, B, M], in parts
-        [SPLIT, C, B, M], or as x, finish)."""
+        """Adds a launch to a draft. `products`: stacks (w [C, M, K], scales [C, M] or None, x [terms, C, B, K], y,
+        finish). y is [C, B, M]; with PARTS it is [SPLIT, C, B, M]; as the input of a next product it may have the shape
+        [terms, C, B, M]."""
         blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
-        draft.launch(self, blocks, stacks=stacked(products, self.ROWS, self.COLUMNS), B=B, K=K)
+        draft.launch(self, blocks, stacks=stack_args(products, self.ROWS, self.COLUMNS), B=B, K=K)
 
     @property
     def depth(self) -> int:
-        """Columns of K that a block multiplies in a step."""
+        """Columns that a block multiplies in a step."""
         return SWIZZLED // self.dtype.itemsize * (128 // self.ROWS)
 
     @property
     def terms(self):
+        """The terms of each vector."""
         return FLOAT_TERMS if self.COLUMNS == self.EXACT else 1
 
     @property
@@ -151,40 +168,41 @@ class BatchProduct(ModelKernel):
 
 
 class NarrowProduct(ModelKernel):
-    """A product of few rows with a batch's vectors, left in parts."""
+    """The product of a matrix of few rows with a batch's vectors, on Hopper. It leaves PARTS parts: y [PARTS, B, M]."""
 
     file = "rwkv6/narrow_product"
     arguments = members("pointers w scales x y, integers B K M")
     shared = ("Shared<{VECTORS}>",)
-    ROWS: ClassVar[int] = 32  # of a weight
+    ROWS: ClassVar[int] = 32  # rows per block
     PARTS: ClassVar[int] = 4
-    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32)
+    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32)  # the possible VECTORS, per block
     arch, threads = "sm_90a", 256
     dtype: np.dtype
     VECTORS: int
 
     @classmethod
     def fitting(cls, dtype, B) -> NarrowProduct:
-        """The kernel with so many vectors a block that all blocks run at once, two a multiprocessor."""
+        """The instance whose blocks all run at the same time, two on each multiprocessor."""
         return cls(dtype, cls.WIDTHS[B > BatchProduct.MOST])
 
     def blocks(self, B, M) -> int:
+        """Blocks for B vectors and M rows."""
         return self.PARTS * ceil_div(M, self.ROWS) * ceil_div(B, self.VECTORS)
 
 
 class WideProduct(ModelKernel):
-    """Products of half-precision weights with at least `LEAST` vectors: a block has `ROWS` rows, and `GROUPS`
-    warpgroups with 64 vectors each. `HALVES` = 2 blocks of a cluster share the copies of weights. A split of K leaves
-    parts."""
+    """Products of half-precision matrices with at least LEAST vectors, on Hopper. A block has ROWS rows, and GROUPS
+    warpgroups with 64 vectors each. HALVES blocks, a cluster, share the copies of weights. Blocks may divide K; then
+    they leave parts."""
 
     file = "rwkv6/wide_product"
-    # (rows, halves, groups) by the most vectors. With one of these numbers of rows the blocks of a model's product fill
-    # one wave.
+    # {the most vectors: the possible (ROWS, HALVES, GROUPS)}. Of the two numbers of rows, one divides the product of a
+    # usual model into about as many blocks as a card has multiprocessors.
     SHAPES: ClassVar[dict[int, tuple]] = {64: ((64, 1, 1), (72, 1, 1)), 256: ((128, 2, 2), (144, 2, 2))}
-    LEAST: ClassVar[int] = 56  # vectors; with fewer too much of its tiles is empty
-    DEPTH: ClassVar[int] = 64  # columns of K in a step
-    PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
-    WAVES: ClassVar[int] = 2  # at most; beyond, BatchProduct's and cuBLAS's tiles of more rows are faster
+    LEAST: ClassVar[int] = 56  # vectors: with fewer, too much of its tiles is empty
+    DEPTH: ClassVar[int] = 64  # columns that a block multiplies in a step
+    PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)  # the possible numbers of parts
+    WAVES: ClassVar[int] = 2  # the most blocks per multiprocessor: beyond, BatchProduct and cuBLAS are faster
     arguments = (*structs("stacks", STACKS, STACK), *members("integers B K parts"))
     shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
     arch = "sm_90a"
@@ -192,19 +210,23 @@ class WideProduct(ModelKernel):
     ROWS: int
     HALVES: int
     GROUPS: int
-    DEEP: bool = False
+    DEEP: bool = False  # as in `BatchProduct`
 
     @classmethod
     def all(cls, dtype) -> list[WideProduct]:
+        """Every instance for a dtype."""
         kernels = [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
         return kernels + [replace(kernel, DEEP=True) for kernel in kernels if kernel.HALVES == 1]
 
     @classmethod
     def fitting(cls, dtype, B, K, rows, in_parts, device, early=False) -> tuple[WideProduct, int] | None:
-        """The fastest kernel for stacks (C, M) of products and how many parts it leaves; None where none serves, or
-        another is faster. `early` as `BatchProduct.fitting` has it."""
-        many = 64 < B <= BatchProduct.MOST
-        if device.capability != 90 or dtype not in HALF or many or not cls.LEAST <= B <= max(cls.SHAPES):
+        """(the fastest instance for stacks of the sizes `rows`, (C, M) each; how many parts it leaves), or None if
+        there is none or another kernel is faster. `in_parts`: whether it may leave parts. `early` is as in
+        `BatchProduct`."""
+        batch_product_is_faster = 64 < B <= BatchProduct.MOST
+        if device.capability != 90 or dtype not in HALF or batch_product_is_faster:
+            return None
+        if not cls.LEAST <= B <= max(cls.SHAPES):
             return None
         if any(M % 8 for _, M in rows) or sum(C * M for C, M in rows) <= BatchProduct.FEW_ROWS:
             return None
@@ -216,26 +238,28 @@ class WideProduct(ModelKernel):
         return None if blocks > cls.WAVES * device.multiprocessors else (replace(kernel, DEEP=deep), parts)
 
     def steps(self, B, K, rows, parts, device) -> float:
-        """The cost: steps of 64 or 128 rows that a multiprocessor takes one after the other, with 4 for a block's
-        beginning and end, and half of one for each part that the next kernel reads."""
+        """The cost: the steps of 64 x HALVES rows that a multiprocessor takes one after the other, where a block's
+        start and end count as 4 steps, and each part that the next kernel reads as half a step."""
         waves = self.blocks(B, rows, parts) / device.multiprocessors
-        waves = max(1.0, waves) if self.HALVES == 1 else ceil(waves)  # two blocks may share a multiprocessor, or not
+        waves = (
+            max(1.0, waves) if self.HALVES == 1 else ceil(waves)
+        )  # with HALVES = 1 two blocks share a multiprocessor
         return waves * (ceil_div(K, self.DEPTH * parts) * self.ROWS / (64 * self.HALVES) + 4) + parts / 2
 
     def blocks(self, B, rows, parts) -> int:
+        """Blocks for B vectors and stacks of the sizes `rows`, (C, M) each."""
         tiles = sum(C * ceil_div(M, self.ROWS) for C, M in rows)
         return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
 
     def launch(self, draft: Draft, products, B, K, parts):
-        """`products`: stacks (w [C, M, K], None, x [1, C, B, K], y [C, B, M], in parts [parts, C, B, M], or as x,
-        finish)."""
+        """As `BatchProduct.launch`, with x [1, C, B, K] and no scales; in `parts` parts y is [parts, C, B, M]."""
         blocks = self.blocks(B, [w.shape[:2] for w, *_ in products], parts)
-        stacks = stacked(products, self.ROWS, self.vectors)
+        stacks = stack_args(products, self.ROWS, self.vectors)
         draft.launch(self, blocks, stacks=stacks, B=B, K=K, parts=parts)
 
     @property
     def vectors(self) -> int:
-        """Vectors of a block."""
+        """Vectors per block."""
         return 64 * self.GROUPS
 
     @property

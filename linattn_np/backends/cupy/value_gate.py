@@ -10,6 +10,7 @@ Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns, NC chunks
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class ValueGateForward(TiledKernel):
         "integers channel of needed bytes"
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    WITHOUT_COLUMN_GATES: ClassVar[type] = GatedForward  # the kernel whose chunks and threads this one has
     SUB_CHUNK = GatedForward.SUB_CHUNK
     schedule: str
     dtype: np.dtype
@@ -68,8 +70,9 @@ class ValueGateForward(TiledKernel):
 
     @property
     def without_column_gates(self):
-        """The instance of `GatedForward` with the same template arguments. It has the same chunks and threads."""
-        return GatedForward("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
+        """The instance of `GatedForward` with the same template arguments."""
+        instance = self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV
+        return self.WITHOUT_COLUMN_GATES("AfterWrite", *instance)
 
     def with_channels(self, channels_left):
         """The instance for a launch, of which there is one kind, however many channels are left."""

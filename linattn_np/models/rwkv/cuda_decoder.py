@@ -184,7 +184,7 @@ class CudaDecoder(NotCopied):
         """Enqueues a step on the current stream; returns ``logits`` [B, V]. `state` is updated in place.
 
         tokens : int64 [B] on the device, each below V; with `greedy` they are replaced by the most likely next tokens.
-        state : P rows on the device, caller_array, float32 except for `wkv`, which has `state_dtype`.
+        state : P rows on the device, contiguous, float32 except for `wkv`, which has `state_dtype`.
         slots : int64 [B] on the device, all different, or None
             The row of the state that belongs to each sequence; without slots P = B and sequence b has row b.
 
