@@ -153,7 +153,7 @@ def delta_rules():
     for prepare, (T, G), K, gradient in product(prepares, GATES[1:], gated.TILES, (False, True)):
         yield prepare(T, G, K, gradient)
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
-    for walk, T, (K, V), *sizes in product(walks, HALF, WIDTHS, (0, 1, 2), (2, 3), (False, True)):
+    for walk, T, (K, V), *sizes in product(walks, HALF, WIDTHS, (False, True), (2, 3), (False, True)):
         yield walk(T, K, V, *sizes)
     yield from (delta.DeltaJoinSegments(K) for K in gated.TILES)
     for T, G in GATES[1:]:

@@ -100,6 +100,7 @@ def targets(instances):
 #   value_gate/forward  sm_80   x3 SegmentState 56, float16 8, its SplitChannels 8
 #                       sm_90   bfloat16 200
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
+#   delta/backward_chunks  sm_100, sm_120  an address of half-precision rows, 128 channels
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
 # in bfloat16: 8), and value_gate/forward on sm_90 (64 channels, bfloat16: 8).
 SPILLED = {
@@ -108,6 +109,8 @@ SPILLED = {
     ("gated/forward", "sm_80"): 8,
     ("gated/forward", "sm_90"): 120,
     ("gated/forward", "sm_100"): 144,
+    ("delta/backward_chunks", "sm_100"): 8,
+    ("delta/backward_chunks", "sm_120"): 28,
     ("value_gate/forward", "sm_80"): 56,
     ("value_gate/forward", "sm_90"): 200,
     ("value_gate/forward", "sm_100"): 156,

@@ -1,23 +1,24 @@
 // what      The delta rule backward, a block for each chunk of 32 tokens: dq, dk, dbeta and dg, from what
 //           backward_states.cu has computed from chunk to chunk.
-// math      S is the state [K, V] before the chunk, C the gradient of the state after it; X: values less what S
-//           returns for their keys (the residual); w_t: the gradient of what is written for k_t; N: chunk.cuh.
-//           Decays: D_ij from token j to i, D_i from the chunk's start to i, D_end from i to the chunk's end.
-//           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; P = N diag(beta); U = P X, with rows u_i
-//           dA = scale (do X^T) P^T, j <= i;   dM_ij = -beta_i n_ij, n = (w X^T) P^T, j < i
-//           dq_i = scale D_i S do_i + sum_j dA_ij D_ij k_j;   dbeta_i = w_i . X_i - sum_j M_ij n_ij
-//           dk_i = D_end C u_i - beta_i D_i S w_i + sum_j (dM_ij + dM_ji) D_ij k_j + sum_j dA_ji D_ji q_j
+// math      S is the state [K, V] before the chunk, C the gradient of the state after it; e_t: what v_t differs from
+//           what k_t reads (the residual); w_t: the gradient of beta_t e_t, what is written. Decays: D_ij from token j
+//           to i, D_i from the chunk's start to i, D_end from i to the chunk's end.
+//           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; dbeta_i = w_i . e_i
+//           dA_ij = scale beta_j do_i . e_j, j <= i;   dM_ij = -beta_i beta_j w_i . e_j, j < i
+//           dq_i = scale D_i S do_i + sum_j dA_ij D_ij k_j
+//           dk_i = D_end beta_i C e_i - beta_i D_i S w_i + sum_j (dM_ij + dM_ji) D_ij k_j + sum_j dA_ji D_ji q_j
 //           dg_t = the sum of all terms that gate t multiplies: of rows from t on that read S, of keys before t that C
 //           has, <S, C> times the chunk's decay, and A dA + M dM of pairs with j < t <= i. No differences of sums
 // shapes    as in backward_states.cu; dq dk [B, H, T, K]; or, if several heads of values share a head of queries, parts
 //           [2, B, HV, T, K] float32 of each, of queries and keys after their division; dbeta dg [B, HV, T] float32
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
-// smem      Shared: the chunk's q and k; 64 columns of S, C, do, X and w at a time
-// barriers  q and k | decays and lengths | M and A | N are in shared memory; three for every 64 columns: they are, and
-//           P | U is | they have been read; then: do X^T, w X^T, sums over channels | matrices of dq and dk | sums of
-//           dg; with normalized rows: those have been read | rows times their gradients
-// numerics  products of T are summed in float32; U is rounded once; matrices [32, 32] that multiply q or k are the sum
-//           of two numbers of T, other products with them are float32. No division by a decay or by beta
+// smem      Shared: the chunk's q and k; 64 columns of S, C, do, e and w at a time
+// barriers  q, k and gates are in shared memory; for every 64 columns: they are, as decays and lengths are | they have
+//           been read; then: terms over channels, matrices of dq and dk, terms of pairs are in shared memory | sums of
+//           dg; with normalized rows: those have been read | products of rows and their gradients, over a warp's
+//           channels, are in shared memory | over all channels
+// numerics  products of T are summed in float32; those of pairs take e, and those with q or k a matrix [32, 32], in two
+//           numbers of T. No division by a decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
@@ -25,9 +26,9 @@
 #include "delta/chunk.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_, X, w;
-  Rows<const G> g, beta;  // rows of one number, for each token
-  const T* kept;          // S and C: backward_storage.cuh
+  Rows<const T> q, k, do_, e, w;  // e: its numbers, then what rounding leaves of them
+  Rows<const G> g, beta;          // rows of one number, for each token
+  const T* kept;                  // S and C: backward_storage.cuh
   Rows<T> dq, dk;
   float* parts;           // not null: gets dq and dk of each head of values
   Rows<float> dbeta, dg;  // rows of one number, for each token; dg null without gates
@@ -51,17 +52,19 @@ template <typename T, int BK> struct alignas(16) Shared {
   };
   union {
     struct {
-      T do_[C * COLUMNS], X[C * COLUMNS], w[C * COLUMNS], U[C * COLUMNS];
+      T do_[C * COLUMNS], e[C * COLUMNS], rest[C * COLUMNS], w[C * COLUMNS];
     };
-    float products[2][C][LD];  // do X^T, w X^T
+    float pairs[C][LD];  // A_ij dA_ij + M_ij dM_ij, j < i
   };
-  Matrix<T> of_U;
-  Scored of;                  // M, A, N, decays; at the end `between` has A dA + M dM of each pair
-  float reads[WARPS][2 * C];  // sums over a warp's channels of dg's terms: rows that read S, then keys that C has
-  float own[WARPS][C], dots[WARPS];  // dg's terms of pairs, of a warp's rows; <S, C>, a warp's share
+  Decayed of;
+  float reads[WARPS][2 * C];  // of a warp's channels: dg's terms of rows that read S, then those of keys that C has;
+                              // at the end k . dk, then q . dq
+  float own[WARPS][C];        // dg's terms of pairs, of a warp's rows
+  float dots[2];              // <S, C>, of the first and of the second half of every 64 columns
+  float along[2 * C];         // k . dk / k . k, then q . dq / q . q
 };
 
-// Starts copying 64 columns from `column` on of S, C, do, X and w.
+// Starts copying 64 columns from `column` on of S, C, do, e and w.
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int column) {
@@ -77,30 +80,78 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
     }
   copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.t, rows,
                                int(args.shape.V) - column, int(args.bytes));
-  copy_chunk<COLUMNS, THREADS>(s.X, args.X.row(b, h, span.start) + column, args.X.t, rows, wide, 16);
+  copy_chunk<COLUMNS, THREADS>(s.e, args.e.row(b, h, span.start) + column, args.e.t, rows, wide, 16);
+  copy_chunk<COLUMNS, THREADS>(s.rest, args.e.row(b, h, span.start) + padded(args.shape.V) + column, args.e.t, rows,
+                               wide, 16);
   copy_chunk<COLUMNS, THREADS>(s.w, args.w.row(b, h, span.start) + column, args.w.t, rows, wide, 16);
   cp_async_commit();
 }
 
-// d [32 tokens, 16 channels of the warp] += rows [32 tokens, 64 columns] times the state's transpose.
+// Adds products of rows and states' transposes, of 64 columns: [32 tokens, 16 channels of the warp].
 template <int BK, typename T>
-__device__ __forceinline__ void multiply_states(Columns& d, const T* rows, const T* state) {
+__device__ __forceinline__ void multiply_states(Columns& S_do, Columns& S_w, Columns& C_e, const Shared<T, BK>& s) {
   const int lane = own_lane(), matrix = lane >> 3, warp = threadIdx.x >> 5;
   const LeftReader<COLUMNS, T> reader(lane);
-  const T* from =
-      state + warp / 4 * COLUMNS * KEPT + ((matrix & 1) * 8 + 2 * (warp % 4) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+  const int first =
+      warp / 4 * COLUMNS * KEPT + ((matrix & 1) * 8 + 2 * (warp % 4) + (matrix >> 1)) * 64 + (lane & 7) * 8;
 #pragma unroll
   for (int c = 0; c < COLUMNS / 16; ++c) {
     u32 b[4];
-    ldmatrix_x4_trans(b, from + 2 * c * KEPT * 8);
+    const auto add = [&](Columns& d, const T* rows) {
 #pragma unroll
-    for (int m = 0; m < C / 16; ++m) {
-      u32 a[4];
-      ldmatrix_x4(a, reader.at(rows, 16 * m, 16 * c));
-      multiply_halves(d[m][0], a, {b[0], b[1]}, T{});
-      multiply_halves(d[m][1], a, {b[2], b[3]}, T{});
-    }
+      for (int m = 0; m < C / 16; ++m) {
+        u32 a[4];
+        ldmatrix_x4(a, reader.at(rows, 16 * m, 16 * c));
+        multiply_halves(d[m][0], a, {b[0], b[1]}, T{});
+        multiply_halves(d[m][1], a, {b[2], b[3]}, T{});
+      }
+    };
+    ldmatrix_x4_trans(b, s.states[0] + first + 2 * c * KEPT * 8);
+    add(S_do, s.do_), add(S_w, s.w);
+    ldmatrix_x4_trans(b, s.states[1] + first + 2 * c * KEPT * 8);
+    add(C_e, s.e);
   }
+}
+
+// dot += the products of x and y, S and C, over 32 columns of the 64, from `column` on: two diagonals of matrices
+// [8, 8], whose row g is in dot[0] and dot[1], and in dot[2] and dot[3].
+template <int BK, typename T>
+__device__ __forceinline__ void multiply_both(float (&dot)[4], const T* x, const T* y, int column) {
+  const int lane = own_lane(), matrix = lane >> 3;
+  const int first = (column / 8 + (matrix & 1)) * KEPT * 8 + (matrix >> 1) * 64 + (lane & 7) * 8;
+#pragma unroll 4
+  for (int n = 0; n < BK / 8; ++n) {
+    const int at = first + n / 8 * COLUMNS * KEPT + n / 4 % 2 * 2 * KEPT * 8 + n % 4 * 128;
+    u32 a[4], b[4];
+    ldmatrix_x4(a, x + at);
+    ldmatrix_x4(b, y + at);
+    multiply_halves(dot, {a[0], 0, a[2], 0}, {b[0], b[2]}, T{});
+    multiply_halves(dot, {0, a[1], 0, a[3]}, {b[1], b[3]}, T{});
+  }
+}
+
+// The sum of the x of the lanes below.
+__device__ __forceinline__ float sum_below(float x) {
+  const int lane = own_lane();
+  x = __shfl_up_sync(0xffffffffu, x, 1);
+  if (lane == 0) x = 0.f;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, x, distance);
+    if (lane >= distance) x += other;
+  }
+  return x;
+}
+
+// The sum of the x of this lane and of those above.
+__device__ __forceinline__ float sum_from(float x) {
+  const int lane = own_lane();
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float other = __shfl_down_sync(0xffffffffu, x, distance);
+    if (lane + distance < 32) x += other;
+  }
+  return x;
 }
 
 // Stores x as the sum of two numbers of T.
@@ -110,12 +161,22 @@ template <typename T> __device__ __forceinline__ void put_one(Matrix<T>& M, int 
   M.at(i, j)[M.REST] = from_float<T>(x - to_float(first));
 }
 
+// What a warp computes beside products with states. Part 0 to 5: dA and dM of 16 rows and 8 keys, those that have pairs
+// j <= i. Part 6 and 7: <S, C>, of half of the columns.
+struct Part {
+  static constexpr int COUNT = 8;
+  bool of_pairs;
+  int row, key, column;
+  __device__ __forceinline__ explicit Part(int part)
+      : of_pairs(part < 6), row(part < 2 ? 0 : 16), key(8 * (part < 2 ? part : part - 2)), column(32 * (part - 6)) {}
+};
+
 template <typename T, typename G, int BK>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     delta_backward_chunks(const Args<T, G> args) {
-  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, TASKS = 16 / WARPS;
+  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, OWN = Part::COUNT / WARPS;
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
-  Scored& of = s.of;
+  Decayed& of = s.of;
   const Shape& shape = args.shape;
   const u32 chunk = blockIdx.x % u32(shape.NC), pair = blockIdx.x / u32(shape.NC);
   const u32 h = pair % u32(shape.H), b = pair / u32(shape.H), head = h / u32(args.group);
@@ -133,59 +194,36 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   numbers.put(of);
   cp_async_wait<1>();
   __syncthreads();  // q and k have arrived, and `of` has decays and beta
-  score_pairs<BK, THREADS>(of, s.q, s.k, args.normalized);
-  __syncthreads();  // M and A are in shared memory
-  if (warp == 0) solve_column(of);
-  __syncthreads();  // N is in shared memory
-  for (int at = 2 * threadIdx.x; at < C * C; at += 2 * THREADS) {
-    const int i = at / C, j = at % C;
-    put_two(s.of_U.at(i, j), of.beta[j] * of.N[i][j], of.beta[j + 1] * of.N[i][j + 1]);
-  }
+  decay_pairs<WARPS>(of);
+  measure_rows<BK, WARPS>(of, s.q, s.k, args.normalized);
 
-  Columns of_q = {}, of_k = {}, of_end = {};  // S do, S w and C u; of_q and of_k become dq and dk
-  float products[TASKS][2][4] = {}, dot = 0.f;
+  Columns of_q = {}, of_k = {}, of_end = {};  // S do, S w and C e; of_q and of_k become dq and dk
+  float products[OWN][2][4] = {};             // of the warp's parts: do . e and w . e; or <S, C>
 #pragma unroll 1
   for (int column = 0;; column += COLUMNS) {
     cp_async_wait<0>();
-    __syncthreads();  // the columns have arrived, and P is in shared memory
+    __syncthreads();  // the columns have arrived; decays and lengths are in shared memory
+    multiply_states(of_q, of_k, of_end, s);
 #pragma unroll
-    for (int n = 0; n < 8 / WARPS; ++n) {
-      const int task = warp + n * WARPS, row = task % 2 * 16, first = task / 2 * 16;
-      float u[2][4] = {};
-      multiply_tokens<LOWER, COLUMNS>(u, s.of_U, s.X, row, first);
-#pragma unroll
-      for (int across = 0; across < 2; ++across)
-#pragma unroll
-        for (int down = 0; down < 2; ++down)
-          put_pair(place<COLUMNS>(s.U, row + g + 8 * down, first + 8 * across + 2 * t),
-                   {u[across][2 * down], u[across][2 * down + 1]});
-    }
-    if (args.dg.p)
-      for (int at = 2 * threadIdx.x; at < COLUMNS * BK; at += 2 * THREADS) {
-        const float2 x = unpack_pair(s.states[0] + at), y = unpack_pair(s.states[1] + at);
-        dot = fmaf(x.x, y.x, fmaf(x.y, y.y, dot));
+    for (int n = 0; n < OWN; ++n) {
+      const Part part(warp + n * WARPS);
+      if (!part.of_pairs) {
+        if (args.dg.p) multiply_both<BK>(products[n][0], s.states[0], s.states[1], part.column);
+        continue;
       }
 #pragma unroll
-    for (int n = 0; n < TASKS; ++n) {
-      const int task = warp + n * WARPS, key = task % 4 * 8, row = task / 4 % 2 * 16;
-      if (key <= row + 15) multiply_rows<COLUMNS>(products[n], task < 8 ? s.do_ : s.w, s.X, row, key);
+      for (int m = 0; m < 2; ++m) {
+        float sums[2][4] = {};
+        multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.e, part.row, part.key);
+        multiply_rows<COLUMNS>(sums, m ? s.w : s.do_, s.rest, part.row, part.key);
+#pragma unroll
+        for (int x = 0; x < 4; ++x) products[n][m][x] += sums[0][x] + sums[1][x];
+      }
     }
-    __syncthreads();  // U is in shared memory
-    multiply_states<BK>(of_q, s.do_, s.states[0]);
-    multiply_states<BK>(of_k, s.w, s.states[0]);
-    multiply_states<BK>(of_end, s.U, s.states[1]);
-    __syncthreads();  // the columns have been read: the next ones, or `products` and matrices, may overwrite them
+    __syncthreads();  // the columns have been read: the next ones, or matrices and pairs, may overwrite them
     if (column + COLUMNS >= shape.V) break;
-    fetch_columns<BK>(s, args, b, h, span, chunk, column + COLUMNS);
-  }
-  dot = warp_sum(dot);
-  if (lane == 0) s.dots[warp] = dot;
-#pragma unroll
-  for (int n = 0; n < TASKS; ++n) {
-    const int task = warp + n * WARPS, key = task % 4 * 8, row = task / 4 % 2 * 16;
-#pragma unroll
-    for (int x = 0; x < 4; ++x)
-      s.products[task / 8][row + g + x / 2 * 8][key + 2 * t + x % 2] = products[n][0][x] + products[n][1][x];
+    // `opaque`: addresses take no registers meanwhile.
+    fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, column + COLUMNS);
   }
   // The terms of S and C: of_q and of_k become these terms of dq and dk, and dg's sums over channels are stored.
 #pragma unroll
@@ -193,7 +231,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
       const int i = 16 * m + g + 8 * down;
-      const float of_query = scale * of.start[i], of_key = -of.start[i] * of.beta[i], to_end = of.end[i];
+      const float of_query = scale * of.start[i], of_key = -of.start[i] * of.beta[i], to_end = of.end[i] * of.beta[i];
       float read = 0.f, written = 0.f;
 #pragma unroll
       for (int across = 0; across < 2; ++across) {
@@ -214,50 +252,43 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       read = sum_of_lanes<4>(read), written = sum_of_lanes<4>(written);
       if (t == 0) s.reads[warp][i] = read, s.reads[warp][C + i] = written;
     }
-  __syncthreads();  // `products` and `reads` are in shared memory
-  {
-    constexpr int EACH = C * C / THREADS, ACROSS = C / EACH;
-    const int i = threadIdx.x / ACROSS, first = threadIdx.x % ACROSS;  // a thread has row i, every ACROSS-th column
-    float dA[EACH] = {}, n[EACH] = {}, erased = 0.f;
-#pragma unroll 2
-    for (int m = 0; m < C; m += 4) {
-      const float4 x = *reinterpret_cast<const float4*>(&s.products[0][i][m]);
-      const float4 y = *reinterpret_cast<const float4*>(&s.products[1][i][m]);
-      const float4 beta = *reinterpret_cast<const float4*>(&of.beta[m]);
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        const float4 N = *reinterpret_cast<const float4*>(&of.N[first + ACROSS * j][m]);
-        const float by[4] = {beta.x * N.x, beta.y * N.y, beta.z * N.z, beta.w * N.w};
-        dA[j] = fmaf(x.x, by[0], fmaf(x.y, by[1], fmaf(x.z, by[2], fmaf(x.w, by[3], dA[j]))));
-        n[j] = fmaf(y.x, by[0], fmaf(y.y, by[1], fmaf(y.z, by[2], fmaf(y.w, by[3], n[j]))));
-      }
+  for (int n = 0; n < OWN; ++n) {
+    const Part part(warp + n * WARPS);
+    if (!part.of_pairs) {
+      const float (&dot)[4] = products[n][0];
+      const float sum = warp_sum(t == g / 2 ? (g % 2 ? dot[1] + dot[3] : dot[0] + dot[2]) : 0.f);
+      if (lane == 0) s.dots[part.column != 0] = sum;
+      continue;
     }
-    const float key = of.unit[i], query = of.unit[C + i], beta = of.beta[i];
+    float of_A[2][4] = {}, of_M[2][4] = {};  // q . k and k . k, each in two sums
+    multiply_rows<BK>(of_A, s.q, s.k, part.row, part.key);
+    multiply_rows<BK>(of_M, s.k, s.k, part.row, part.key);
 #pragma unroll
-    for (int at = 0; at < EACH; ++at) {
-      const int j = first + ACROSS * at;
-      const float of_A = j <= i ? scale * dA[at] : 0.f, of_M = j < i ? -beta * n[at] : 0.f, D = of.between[i][j];
-      put_one(s.of_dq, i, j, of_A * D * of.unit[j]);
-      put_one(s.of_queries, j, i, of_A * D * query);
+    for (int x = 0; x < 4; ++x) {
+      const int i = part.row + g + x / 2 * 8, j = part.key + 2 * t + x % 2;
+      const float key = of.unit[i], query = of.unit[C + i], D = of.between[i][j], of_key = D * of.unit[j];
+      const float read = products[n][0][x], written = products[n][1][x];
+      const float dA = j <= i ? scale * of.beta[j] * read : 0.f, dM = j < i ? -of.beta[i] * of.beta[j] * written : 0.f;
+      put_one(s.of_dq, i, j, dA * of_key);
+      put_one(s.of_queries, j, i, dA * D * query);
       if (j <= i) {
-        put_one(s.of_dk, i, j, of_M * D * of.unit[j]);
-        put_one(s.of_dk, j, i, of_M * D * key);
+        put_one(s.of_dk, i, j, dM * of_key);
+        put_one(s.of_dk, j, i, dM * D * key);
       }
-      const float M = of.M[i][j];
-      of.between[i][j] = j < i ? fmaf(of.A[i][j], of_A, M * of_M) : 0.f;
-      if (j < i) erased = fmaf(M, n[at], erased);
+      const float A = query * of_key * (of_A[0][x] + of_A[1][x]), M = key * of_key * (of_M[0][x] + of_M[1][x]);
+      s.pairs[i][j] = fmaf(A, dA, M * dM);
+      if (i == j && i < rows) *args.dbeta.row(b, h, span.start + i) = written;
     }
-    erased = sum_of_lanes<ACROSS>(erased);
-    if (first == 0 && i < rows) *args.dbeta.row(b, h, span.start + i) = s.products[1][i][i] - erased;
   }
-  __syncthreads();  // the matrices that multiply q and k, and of.between, are in shared memory
+  __syncthreads();  // terms over channels, matrices that multiply q and k, and terms of pairs are in shared memory
   if (args.dg.p) {
     float passed = 0.f;  // of this warp's rows, the terms of pairs that gate `lane` multiplies
-    for (int i = warp; i < C; i += WARPS) {
-      float row = 0.f;
-#pragma unroll 8
-      for (int j = 0; j < C; ++j) row += j < lane ? of.between[i][j] : 0.f;
-      passed += i >= lane ? row : 0.f;
+#pragma unroll
+    for (int n = 0; n < C / WARPS; ++n) {
+      const int i = warp + n * WARPS;
+      const float before = sum_below(lane < i ? s.pairs[i][lane] : 0.f);
+      passed += lane <= i ? before : 0.f;
     }
     s.own[warp][lane] = passed;
   }
@@ -268,14 +299,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     multiply_tokens<UPPER, BK>(of_k[m], s.of_queries, s.q, 16 * m, channel);
   }
   __syncthreads();  // dg's terms of pairs are in shared memory
-  if (args.dg.p && warp == 0 && lane < rows) {
-    float dg = 0.f, across = 0.f;
+  if (args.dg.p && warp == 0) {
+    float dg = 0.f, read = 0.f, kept = 0.f;
+#pragma unroll
     for (int other = 0; other < WARPS; ++other) {
-      dg += s.own[other][lane], across += s.dots[other];
-#pragma unroll 8
-      for (int i = 0; i < C; ++i) dg += s.reads[other][i >= lane ? i : C + i];
+      dg += s.own[other][lane];
+      read += s.reads[other][lane], kept += s.reads[other][C + lane];
     }
-    *args.dg.row(b, h, span.start + lane) = fmaf(of.start[C - 1], across, dg);
+    dg += sum_from(read) + sum_below(kept);
+    if (lane < rows) *args.dg.row(b, h, span.start + lane) = fmaf(of.start[C - 1], s.dots[0] + s.dots[1], dg);
   }
   const bool divided = args.normalized && !args.parts;
   if (divided) {
@@ -296,7 +328,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
         queries = sum_of_lanes<4>(queries), keys = sum_of_lanes<4>(keys);
         if (t == 0) s.reads[warp][i] = keys, s.reads[warp][C + i] = queries;
       }
-    __syncthreads();  // the products of rows and their gradients are in shared memory
+    __syncthreads();  // products of rows and their gradients, over a warp's channels, are in shared memory
+    if (threadIdx.x < 2 * C) {
+      const float unit = of.unit[threadIdx.x];
+      float sum = 0.f;
+#pragma unroll
+      for (int other = 0; other < WARPS; ++other) sum += s.reads[other][threadIdx.x];
+      s.along[threadIdx.x] = unit * unit * sum;
+    }
+    __syncthreads();  // those over all channels are in shared memory
   }
   // Stores a gradient; kind: 0 for queries, 1 for keys. If rows were divided by their lengths, the part along the row
   // is removed, and the rest is divided by the length.
@@ -312,11 +352,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       }
       if (divided) {
         const int at = (kind ? 0 : C) + i;
-        float along = 0.f;
-        for (int other = 0; other < WARPS; ++other) along += s.reads[other][at];
         const float2 value = unpack_pair(place<BK>(x, i, c));
-        const float unit = of.unit[at];
-        along *= unit * unit;
+        const float unit = of.unit[at], along = s.along[at];
         one = unit * fmaf(-along, value.x, one), two = unit * fmaf(-along, value.y, two);
       }
       store_pair(to.row(b, head, span.start + i), c, channels, bytes, one, two);

@@ -2,13 +2,14 @@
 //           [K, V] before every chunk, and what every token's value lacks, the residual. Backwards: the gradient C of
 //           the state after every chunk, the gradients of residuals, and dv. Without OUTPUTS, what a segment of a
 //           sequence does to a state, from S to F S + G, and to the gradient of one, from C to F^T C + G.
-// math      E, W, Z, Zb, B, H, D, beta: prepared.cuh. Forwards: Y = E S;  X = v + Y;  residual = X (KINDS = 0),
-//           R X (1), R Y + L v (2);  S <- D S + Z^T beta X, or D S + Zb^T Y + Z^T v (2)
+// math      E, W, Z, Zb, B, H, D, R, L, beta: prepared.cuh. Forwards: Y = E S;  X = v + Y;  residual = R X, or, TWO,
+//           R Y + L v;  S <- D S + Z^T beta X, or, TWO, D S + Zb^T Y + Z^T v
 //           Backwards: P = Z C;  dresidual = P + scale B^T do, dv = beta dresidual;  C <- D C + scale W^T do +
-//           E^T beta P;  or (2): P = Zb C, dresidual = P + scale H^T do, dv = Z C + scale B^T do,
+//           E^T beta P;  or, TWO: P = Zb C, dresidual = P + scale H^T do, dv = Z C + scale B^T do,
 //           C <- D C + scale W^T do + E^T P
 // shapes    v do dv [B, HV, T, V]; initial dht dh0 [N, HV, K, V] float32; residual dresidual [B, HV, T, V padded to a
-//           multiple of 64]; prepared [B, HV, NC]; kept, S and C: backward_storage.cuh; without OUTPUTS: scan.cu
+//           multiple of 64], a residual, unless TWO, twice: its numbers, and what rounding leaves of them; prepared
+//           [B, HV, NC]; kept, S and C: backward_storage.cuh; without OUTPUTS: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
 //           16 columns. Columns of F come behind those of G, forwards
 // smem      a ring of STAGES: a chunk as it was prepared, and its v or do
@@ -36,23 +37,23 @@ template <typename T> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of v, do and dv start on multiples of it, and are multiples long
 };
 
-template <typename T, int BK, int BV, int KINDS> struct alignas(16) Stage {
-  PreparedForGradients<T, BK, KINDS> of;
+template <typename T, int BK, int BV, bool TWO> struct alignas(16) Stage {
+  PreparedForGradients<T, BK, TWO> of;
   T values[C * BV];
 };
 
-template <typename T, int BK, int BV, int KINDS, int STAGES> struct Shared {
-  Stage<T, BK, BV, KINDS> stages[STAGES];
+template <typename T, int BK, int BV, bool TWO, int STAGES> struct Shared {
+  Stage<T, BK, BV, TWO> stages[STAGES];
 };
 
 // Goes over the chunks of a segment in one direction. S in the code is C if BACKWARDS. block: the number of the
 // (segment, head, BV columns); the first `value_tiles` of `tiles` have columns of values.
-template <bool BACKWARDS, bool OUTPUTS, int STAGES, int KINDS, int BK, int BV, typename T>
-__device__ __forceinline__ void walk(Stage<T, BK, BV, KINDS> (&stages)[STAGES], const Args<T>& args, u32 block,
+template <bool BACKWARDS, bool OUTPUTS, int STAGES, bool TWO, int BK, int BV, typename T>
+__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO> (&stages)[STAGES], const Args<T>& args, u32 block,
                                      u32 value_tiles, u32 tiles) {
-  using Image = PreparedForGradients<T, BK, KINDS>;
-  constexpr int THREADS = 2 * BV, RESIDUALS = KINDS * sizeof(Matrix<T>);
-  constexpr int OF_BOTH = (2 + Image::TWO) * C * BK * sizeof(T) + (BK + C) * sizeof(float);
+  using Image = PreparedForGradients<T, BK, TWO>;
+  constexpr int THREADS = 2 * BV, RESIDUALS = (1 + TWO) * sizeof(Matrix<T>);
+  constexpr int OF_BOTH = (2 + TWO) * C * BK * sizeof(T) + (BK + C) * sizeof(float);
   constexpr int FROM = BACKWARDS || !OUTPUTS ? RESIDUALS : 0;
   constexpr int STOP = BACKWARDS ? sizeof(Image) - !OUTPUTS * sizeof(Image::B) : RESIDUALS + OF_BOTH;
   const Shape& shape = args.shape;
@@ -125,8 +126,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, KINDS> (&stages)[STAGES], 
     };
     if constexpr (BACKWARDS) {
       float p[C / 8][4] = {}, w[C / 8][4];
-      read_transposed<BK>(p, S, of.Z[Image::TWO]);
-      if constexpr (OUTPUTS && KINDS == 2) {
+      read_transposed<BK>(p, S, of.Z[TWO]);
+      if constexpr (OUTPUTS && TWO) {
         float dv[C / 8][4] = {};
         read_transposed<BK>(dv, S, of.Z[0]);
         add_tokens(dv, v, of.B[0], scale);
@@ -138,15 +139,15 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, KINDS> (&stages)[STAGES], 
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
           for (int m = 0; m < 4; ++m) w[n][m] = p[n][m];
-        add_tokens(w, v, of.B[Image::TWO], scale);
+        add_tokens(w, v, of.B[TWO], scale);
         pack_tokens<T>(x, w);
         write(residual, as_they_are(x), kept_columns, 4);
-        if constexpr (KINDS < 2) {
+        if constexpr (!TWO) {
           pack_tokens<T>(x, w, strength);
           write(args.dv, as_they_are(x), columns, bytes);
         }
       }
-      if constexpr (KINDS < 2) pack_tokens<T>(x, p, strength);
+      if constexpr (!TWO) pack_tokens<T>(x, p, strength);
       else pack_tokens<T>(x, p);
       decay_state<BK>(S, of.whole);
       write_rows<BK>(S, of.W, v);
@@ -154,14 +155,12 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, KINDS> (&stages)[STAGES], 
     } else {
       float y[C / 8][4] = {};
       read_transposed<BK>(y, S, of.E);
-      if constexpr (KINDS < 2) add_packed<T>(y, v);
+      if constexpr (!TWO) add_packed<T>(y, v);
       pack_tokens<T>(x, y);
-      if constexpr (OUTPUTS && KINDS == 0) {
-        write(residual, as_they_are(x), kept_columns, 4);
-      } else if constexpr (OUTPUTS) {
+      if constexpr (OUTPUTS) {
         Columns r = {};
         multiply_packed(r, of.of_residual[0], x);
-        if constexpr (KINDS == 2) multiply_packed(r, of.of_residual[1], v);
+        if constexpr (TWO) multiply_packed(r, of.of_residual[1], v);
         write(
             residual,
             [&](int i, int across) {
@@ -169,9 +168,21 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, KINDS> (&stages)[STAGES], 
               return pack<T>(two[0], two[1]);
             },
             kept_columns, 4);
+        if constexpr (!TWO) {
+          Rows<T> rest = residual;
+          rest.p += padded(shape.V);
+          write(
+              rest,
+              [&](int i, int across) {
+                const float* two = r[i / 16][across / 8] + i % 16 / 8 * 2;
+                const float2 rounded = unpack(pack<T>(two[0], two[1]), T{});
+                return pack<T>(two[0] - rounded.x, two[1] - rounded.y);
+              },
+              kept_columns, 4);
+        }
       }
       decay_state<BK>(S, of.whole);
-      if constexpr (KINDS < 2) {
+      if constexpr (!TWO) {
         pack_tokens<T>(x, y, strength);
         write_rows<BK>(S, of.Z[0], x);
       } else {
@@ -188,9 +199,9 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, KINDS> (&stages)[STAGES], 
   }
 }
 
-template <typename T, int BK, int BV, int KINDS, int STAGES, bool OUTPUTS>
+template <typename T, int BK, int BV, bool TWO, int STAGES, bool OUTPUTS>
 __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_backward_states(const Args<T> args) {
-  auto& stages = reinterpret_cast<Shared<T, BK, BV, KINDS, STAGES>*>(dynamic_smem())->stages;
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO, STAGES>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 back = u32(shape.V + BV - 1) / BV, forth = back + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 half = u32(shape.B * shape.count * shape.H) * forth;  // blocks that go forwards

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const u32 b = pair / u32(shape.H), h = pair % u32(shape.H), head = h / u32(args.group);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start), channels = int(shape.K), bytes = int(args.bytes);
-  using Image = typename ImageOf<T, BK, 1, GRADIENT>::Type;
+  using Image = typename ImageOf<T, BK, false, GRADIENT>::Type;
   Image& to = static_cast<Image*>(args.prepared)[i64(pair) * chunks + chunk];
   const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
 

@@ -1,8 +1,7 @@
-// what      A chunk of the delta rule under a gate for all channels of a token: pairs of its tokens, the matrices that
-//           hang on no state, and products of these with a state.
+// what      A chunk of the delta rule under a gate for all channels of a token: pairs of its tokens, and the matrices
+//           that hang on no state.
 // math      D_ij the decay from token j to token i. M = D_ij k_i . k_j below the diagonal, A = D_ij q_i . k_j up to it,
 //           N = (I + diag(beta) M)^-1, B = A N diag(beta); W = q D_i - B D_j k, Z = beta_j N^T D_end k
-// shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, 8 channels]
 // numerics  M, A and N in float32; W and Z in T, matrices that multiply tokens in two numbers of T
 // source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N is multiplied
 //           into what is read and written, which it does not enlarge, and not into what a state lacks
@@ -12,19 +11,6 @@
 #include "half_products.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
-
-template <typename T, typename G> struct ForwardArgs {
-  Rows<const T> q, k, v;
-  Rows<const G> g, beta;  // a token's beta is a row of one number, as is its g where all channels have one gate
-  Rows<T> o;
-  const float* initial;  // or null
-  float* final;          // or null
-  Shape shape;           // its H are the heads of values
-  i64 group;             // so many of them share a head of queries and keys
-  double scale;
-  i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 bytes;  // all rows of q, k, v and o, and of g where channels have gates, are whole pieces of so many: 16 to 2
-};
 
 using Columns = float[C / 16][2][4];  // of a warp: all tokens of a chunk, 16 columns
 
@@ -75,7 +61,7 @@ struct TokenNumbers {
   __device__ __forceinline__ void ask_strength(const Rows<const G>& b, i64 batch, i64 head, i64 first, int rows) {
     if (threadIdx.x < C) beta = int(threadIdx.x) < rows ? to_float(*b.row(batch, head, first + threadIdx.x)) : 0.f;
   }
-  __device__ __forceinline__ void put(Scored& s) const {
+  __device__ __forceinline__ void put(Decayed& s) const {
     if (threadIdx.x < C) s.decay[threadIdx.x] = decay_of(gate), s.beta[threadIdx.x] = beta;
   }
 };
@@ -119,24 +105,28 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
   }
 }
 
-// M and A of queries and keys that have arrived, with what is to know of their tokens. The block's threads
-// have passed a barrier since `decay` and `beta` were put; they pass another here, and one before they read results.
-template <int BK, int THREADS, typename T>
-__device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, bool normalized) {
-  constexpr int WARPS = THREADS / 32, TASKS = 16 / WARPS;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  if (warp == 0) {
-    float all = 1.f, since = 1.f, mine = 1.f;  // decays from the start, from the lane's token, and to its end
+// Computes the decays of pairs, and from the chunk's start and to its end; a warp has C / WARPS rows. The block's
+// threads have passed a barrier since `decay` was put, and pass another before they read results.
+template <int WARPS> __device__ __forceinline__ void decay_pairs(Decayed& s) {
+  constexpr int ROWS = C / WARPS;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const float first = s.decay[0];
+  float since = 1.f;  // from token `lane` to token i
 #pragma unroll
-    for (int i = 0; i < C; ++i) {
-      all *= s.decay[i];
-      since = i > lane ? since * s.decay[i] : 1.f;
-      mine = i == lane ? all : mine;
-      s.between[i][lane] = i < lane ? 0.f : since;
-    }
-    s.start[lane] = mine, s.end[lane] = since;
+  for (int i = 0; i < C; ++i) {
+    since = i > lane ? since * s.decay[i] : 1.f;
+    if (i / ROWS != warp) continue;
+    s.between[i][lane] = i < lane ? 0.f : since;
+    if (lane == 0) s.start[i] = first * since;
   }
-  for (int row = warp; row < 2 * C; row += WARPS) {  // what rows of keys, then of queries, are multiplied by
+  if (warp == 0) s.end[lane] = since;
+}
+
+// Computes what rows of keys and queries are multiplied by; a barrier must follow.
+template <int BK, int WARPS, typename T>
+__device__ __forceinline__ void measure_rows(Decayed& s, const T* q, const T* k, bool normalized) {
+  const int lane = threadIdx.x & 31;
+  for (int row = threadIdx.x >> 5; row < 2 * C; row += WARPS) {
     float squares = 0.f;
     if (normalized) {
 #pragma unroll
@@ -148,6 +138,16 @@ __device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, b
     }
     if (lane == 0) s.unit[row] = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
   }
+}
+
+// M and A of queries and keys that have arrived, with what is to know of their tokens. The block's threads
+// have passed a barrier since `decay` and `beta` were put; they pass another here, and one before they read results.
+template <int BK, int THREADS, typename T>
+__device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, bool normalized) {
+  constexpr int WARPS = THREADS / 32, TASKS = 16 / WARPS;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  decay_pairs<WARPS>(s);
+  measure_rows<BK, WARPS>(s, q, k, normalized);
   float d[TASKS][2][4] = {};  // in two sums, added to in turn: a product waits for the previous one of its sum
 #pragma unroll
   for (int n = 0; n < TASKS; ++n) {  // 16 rows, of keys and then of queries, with 8 keys
@@ -225,9 +225,8 @@ __device__ __forceinline__ void multiply_scores(const float (&x)[C][LD], const f
 
 enum Filled { LOWER, UPPER, WHOLE };  // where a matrix of tokens is not 0
 
-// d[16 tokens, 16 columns] += rows of M, a matrix of tokens in two numbers, times tokens; TURNED: rows of its
-// transpose. FILLED says where what multiplies tokens is not 0.
-template <Filled FILLED, int COLS, bool TURNED = false, typename T>
+// d[16 tokens, 16 columns] += rows of M, a matrix of tokens in two numbers, times tokens. FILLED says where M is not 0.
+template <Filled FILLED, int COLS, typename T>
 __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T>& M, const T* tokens, int row,
                                                 int column) {
   const RightReader<COLS, T> reader;
@@ -240,12 +239,7 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
 #pragma unroll
     for (int number = 0; number < 2; ++number) {
       u32 a[4];
-      const T* x = M.x + number * M.REST;
-      if constexpr (TURNED) {
-        ldmatrix_x4_trans(a, x + (token + (lane & 7) + (lane >> 4) * 8) * M.LDA + row + (lane >> 3 & 1) * 8);
-      } else {
-        ldmatrix_x4(a, x + (row + (lane & 15)) * M.LDA + token + (lane >> 4) * 8);
-      }
+      ldmatrix_x4(a, M.x + number * M.REST + (row + (lane & 15)) * M.LDA + token + (lane >> 4) * 8);
       multiply_halves(d[0], a, {b[0], b[1]}, T{});
       multiply_halves(d[1], a, {b[2], b[3]}, T{});
     }
@@ -274,54 +268,6 @@ __device__ __forceinline__ void make_wide(Shared& s, const T* q, const T* k, flo
                  {scale * (from_start * query.x - of_w[0]), scale * (from_start * query.y - of_w[1])});
         put_pair(place<BK>(s.Z, i, c), {z[across][2 * down], z[across][2 * down + 1]});
       }
-  }
-}
-
-// ---- products with a state ------------------------------------------------------------------------------------------
-
-// d += rows S.
-template <int BK, typename T>
-__device__ __forceinline__ void read_state(Columns& d, const State<BK>& S, const T* rows) {
-  const LeftReader<BK, T> reader;
-#pragma unroll
-  for (int c = 0; c < BK / 16; ++c) {
-    const float (&x)[4] = S[2 * c], (&y)[4] = S[2 * c + 1];
-#pragma unroll
-    for (int m = 0; m < C / 16; ++m) {
-      u32 a[4];
-      ldmatrix_x4(a, reader.at(rows, 16 * m, 16 * c));
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-        multiply_halves(d[m][n], a, {pack<T>(x[2 * n], x[2 * n + 1]), pack<T>(y[2 * n], y[2 * n + 1])}, T{});
-    }
-  }
-}
-
-// S += keys^T values, for 16 columns from `column` on; S is multiplied by `decay` before, if there is one.
-template <int BK, int BV, typename T>
-__device__ __forceinline__ void write_state(State<BK>& S, const T* keys, const T* values, const float* decay,
-                                            int column) {
-  const int t = opaque(threadIdx.x & 3);
-  const TransposedReader<BV, T> left(column);
-  const RightReader<BK, T> right;
-#pragma unroll
-  for (int n = 0; n < C / 16; ++n) {
-    u32 a[4];
-    ldmatrix_x4_trans(a, left.at(values, 16 * n, 0));
-#pragma unroll
-    for (int c = 0; c < BK / 16; ++c) {
-      u32 b[4];
-      ldmatrix_x4_trans(b, right.at(keys, 16 * n, 16 * c));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float (&x)[4] = S[2 * c + half];
-        if (n == 0 && decay) {
-          const float2 by = *reinterpret_cast<const float2*>(decay + 16 * c + 8 * half + 2 * t);
-          x[0] *= by.x, x[1] *= by.y, x[2] *= by.x, x[3] *= by.y;
-        }
-        multiply_halves(x, a, {b[2 * half], b[2 * half + 1]}, T{});
-      }
-    }
   }
 }
 

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   const u32 b = pair / u32(shape.H), h = pair % u32(shape.H);
   const Span span = chunk_tokens(shape, chunk);
   const int rows = int(span.stop - span.start), channels = int(shape.K), bytes = int(args.bytes);
-  using Image = typename ImageOf<T, BK, 2, GRADIENT>::Type;
+  using Image = typename ImageOf<T, BK, true, GRADIENT>::Type;
   Image& to = static_cast<Image*>(args.prepared)[i64(pair) * chunks + chunk];
   const Lengths &of_q = s.lengths[OF_Q], &of_a = s.lengths[OF_A], *with = s.lengths + WITH_K;
 

@@ -14,16 +14,17 @@
 // smem      Shared: the chunk's q, k and gates; 64 columns of S, C, do, w and e at a time
 // barriers  two for every 64 columns: they have arrived | they have been read; then: terms of S and C, and lengths, are
 //           in shared memory | terms of keys that C has, and dk's sums over rows, are
-// numerics  products with S and C, and of values, are of T, summed in float32; all sums over pairs in float32: a thread
-//           has a channel and holds all decayed keys, or decayed rows, of the chunk in registers
+// numerics  products with S and C, and of values, are of T, those of values with e in two numbers, summed in float32;
+//           all sums over pairs in float32: a thread has a channel and holds all decayed keys, or decayed rows, of the
+//           chunk in registers
 // source    Kimi Team, 2025 (2510.26692), eq. 1
 // limits    T of bfloat16, float16
 #include "delta/channel_backward.cuh"
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, do_, e, w;
-  Rows<const G> g, beta;  // a token's beta is a row of one number
-  const T* kept;          // S and C: backward_storage.cuh
+  Rows<const T> q, k, do_, e, w;  // e: its numbers, then what rounding leaves of them
+  Rows<const G> g, beta;          // a token's beta is a row of one number
+  const T* kept;                  // S and C: backward_storage.cuh
   float* parts;
   Rows<G> dg;
   Rows<float> dbeta;
@@ -35,7 +36,7 @@ template <typename T, typename G> struct Args {
 };
 
 enum Token { OF_Q, OF_K };
-enum Value { DO, W, E };
+enum Value { DO, W, E, REST };  // REST: what rounding leaves of e
 
 template <typename T, typename G> struct alignas(16) Shared {
   T tokens[2][C * KEPT];
@@ -43,7 +44,7 @@ template <typename T, typename G> struct alignas(16) Shared {
   union {
     struct {
       T states[2][KEPT * KEPT];  // S, C
-      T values[3][C * KEPT];
+      T values[4][C * KEPT];
     };
     // S do, S w, C e; then dg's terms of rows, dk's terms of rows, dg's terms of all keys before; dk's terms of keys.
     float terms[4][C][KEPT];
@@ -70,7 +71,9 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
   copy_chunk<KEPT, THREADS>(s.values[DO], args.do_.row(b, h, at) + column, args.do_.t, rows, int(args.shape.V) - column,
                             int(args.bytes));
   copy_chunk<KEPT, THREADS>(s.values[W], args.w.row(b, h, at) + column, args.w.t, rows, wide, 16);
-  copy_chunk<KEPT, THREADS>(s.values[E], args.e.row(b, h, at) + column, args.e.t, rows, wide, 16);
+  const T* e = args.e.row(b, h, at) + column;
+  copy_chunk<KEPT, THREADS>(s.values[E], e, args.e.t, rows, wide, 16);
+  copy_chunk<KEPT, THREADS>(s.values[REST], e + padded(args.shape.V), args.e.t, rows, wide, 16);
   cp_async_commit();
 }
 
@@ -83,6 +86,7 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_value
     if (column > row + 15) continue;
     float d[2][4] = {};
     multiply_rows<KEPT>(d, s.values[DO + of_w], s.values[E], row, column);
+    multiply_rows<KEPT>(d, s.values[DO + of_w], s.values[REST], row, column);
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int i = row + g + x / 2 * 8, j = column + 2 * t + x % 2;

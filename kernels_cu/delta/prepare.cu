@@ -1,7 +1,8 @@
 // what      The delta rule with one gate for all channels of a token: what each chunk of 32 tokens does to a state, for
 //           the kernels that walk over states; GRADIENT: for those that walk in both directions.
 // math      D_i decays from the chunk's start to token i; A, N: chunk.cuh.   B = A N diag(beta), W = w_scale (D_i q -
-//           B D_i k), Z = diag(beta) N^T D_end k, E = -D_i k.   GRADIENT: B and Z without beta
+//           B D_i k), Z = diag(beta) N^T D_end k, E = -D_i k.
+//           GRADIENT: B and Z without beta, and R = 1 - M N diag(beta)
 // shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC]
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
@@ -56,6 +57,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / 
   __syncthreads();  // M and A are in shared memory
   if (threadIdx.x < 32) solve_column(of);
   __syncthreads();  // N is in shared memory
+  const i64 at = i64(pair) * chunks + chunk;
+  using Gradient = PreparedForGradients<T, BK, false>;
+  if constexpr (GRADIENT)
+    multiply_scores<THREADS>(of.M, of.N, [&](int i, int j, float x, float y) {
+      put_two(static_cast<Gradient*>(args.prepared)[at].of_residual[0].at(i, j), float(i == j) - of.beta[j] * x,
+              float(i == j + 1) - of.beta[j + 1] * y);
+    });
   multiply_scores<THREADS>(of.A, of.N, [&](int i, int j, float x, float y) {
     const float beta = of.beta[j], next = of.beta[j + 1], row = GRADIENT ? 1.f : of.beta[i];
     put_two(s.B.at(i, j), GRADIENT ? x : beta * x, GRADIENT ? y : next * y);
@@ -66,7 +74,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / 
   __syncthreads();  // B, of_W and of_Z are in shared memory
   make_wide<BK, THREADS>(s, s.q, s.k, float(args.w_scale));
   __syncthreads();  // W and Z are in shared memory; keys have been read
-  const i64 at = i64(pair) * chunks + chunk;
   const auto store = [&](auto& to, Matrix<T>& B) {
     for (int x = 2 * threadIdx.x; x < C * BK; x += 2 * THREADS) {
       const int i = x / BK;
@@ -81,9 +88,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / 
     for (int c = threadIdx.x; c < BK; c += THREADS) to.whole[c] = of.start[C - 1];
   };
   if constexpr (GRADIENT) {
-    auto& to = static_cast<PreparedForGradients<T, BK, 0>*>(args.prepared)[at];
+    auto& to = static_cast<Gradient*>(args.prepared)[at];
     store(to, to.B[0]);
     if (threadIdx.x < C) to.beta[threadIdx.x] = of.beta[threadIdx.x];
+    clear_padding<THREADS>(to.of_residual[0]);
   } else {
     auto& to = static_cast<Prepared<T, BK, false>*>(args.prepared)[at];
     store(to, to.B);

@@ -17,27 +17,20 @@ template <typename T, int BK, bool TWO> struct alignas(16) Prepared {
   Matrix<T> B;
 };
 
-template <typename T, int COUNT> struct Matrices {
-  Matrix<T> of_residual[COUNT];
-};
-template <typename T> struct Matrices<T, 0> {};
-
-// For gradients. What tokens lack, the residual, is V + Y (KINDS = 0), of_residual[0] (V + Y) (1: KDA), or
-// of_residual[0] Y + of_residual[1] V (2: rwkv7).
-template <typename T, int BK, int KINDS> struct alignas(16) PreparedForGradients : Matrices<T, KINDS> {
-  static constexpr bool TWO = KINDS == 2;
-
+// For gradients. What tokens lack, the residual, is R (V + Y), or, TWO, R Y + L V.
+template <typename T, int BK, bool TWO> struct alignas(16) PreparedForGradients {
+  Matrix<T> of_residual[1 + TWO];   // R, L; read forwards alone
   T E[C * BK], Z[1 + TWO][C * BK];  // from here on also read backwards
   float whole[BK], beta[C];
   T W[C * BK];           // times scale; from here on read backwards alone
   Matrix<T> B[1 + TWO];  // B, H
 };
 
-template <typename T, int BK, int KINDS, bool GRADIENT> struct ImageOf {
-  using Type = Prepared<T, BK, KINDS == 2>;
+template <typename T, int BK, bool TWO, bool GRADIENT> struct ImageOf {
+  using Type = Prepared<T, BK, TWO>;
 };
-template <typename T, int BK, int KINDS> struct ImageOf<T, BK, KINDS, true> {
-  using Type = PreparedForGradients<T, BK, KINDS>;
+template <typename T, int BK, bool TWO> struct ImageOf<T, BK, TWO, true> {
+  using Type = PreparedForGradients<T, BK, TWO>;
 };
 
 constexpr u32 SIGNS = 0x80008000;  // of two numbers of T

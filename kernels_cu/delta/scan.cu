@@ -1,7 +1,7 @@
 // what      The delta rules' walk over states, forwards, from chunk to chunk of 32 tokens: outputs and final states.
 //           Without OUTPUTS, what a segment of a sequence does to a state: from S to F S + G.
 // math      S is the state before a chunk; E, W, Z, Zb, B, D: prepared.cuh.   Y = E S;   o = scale (W S + B v);
-//           S <- D S + Z^T (v + Y), or, TWO, S <- D S + Zb^T Y + Z^T v. KINDS: prepared.cuh
+//           S <- D S + Z^T (v + Y), or, TWO, S <- D S + Zb^T Y + Z^T v
 // shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32; starts, F:
 //           join_segments.cu. Without OUTPUTS, the state behind a walk from zeros, or from the initial state, is G, and
 //           one of values of 0 from the identity is F. Nobody needs G of a last segment, and F of a first or last one
@@ -29,20 +29,19 @@ template <typename T> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long
 };
 
-template <typename T, int BK, int BV, int KINDS> struct alignas(16) Stage {
-  Prepared<T, BK, KINDS == 2> of;
+template <typename T, int BK, int BV, bool TWO> struct alignas(16) Stage {
+  Prepared<T, BK, TWO> of;
   T v[C * BV];
 };
 
-template <typename T, int BK, int BV, int KINDS, int STAGES> struct Shared {
-  Stage<T, BK, BV, KINDS> stages[STAGES];
+template <typename T, int BK, int BV, bool TWO, int STAGES> struct Shared {
+  Stage<T, BK, BV, TWO> stages[STAGES];
 };
 
-template <typename T, int BK, int BV, int KINDS, int STAGES, bool OUTPUTS>
+template <typename T, int BK, int BV, bool TWO, int STAGES, bool OUTPUTS>
 __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Args<T> args) {
   constexpr int THREADS = 2 * BV;
-  constexpr bool TWO = KINDS == 2;
-  auto& stages = reinterpret_cast<Shared<T, BK, BV, KINDS, STAGES>*>(dynamic_smem())->stages;
+  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO, STAGES>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 pair = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);

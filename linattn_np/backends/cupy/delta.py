@@ -291,8 +291,8 @@ class GradientsInChunks(Gradients):
     states, what depends on them, and dv. The last computes the other gradients of all chunks in parallel.
     """
 
-    MOST = 5  # 128 channels and columns need 4.6; groups of heads would leave multiprocessors without blocks
-    residuals = ("X", "w")  # the last kernel's names of a token's residual, and of its gradient
+    MOST = 6  # 128 channels and columns need 5.1; groups of heads would leave multiprocessors without blocks
+    residuals = ("e", "w")  # the last kernel's names of a token's residual, and of its gradient
 
     def __init__(self, problem, device, do, dht):
         super().__init__(problem, device, do, dht)
@@ -314,7 +314,8 @@ class GradientsInChunks(Gradients):
         channels, wide = walk.kept_size(K), walk.kept_size(V)
         v, prepared = arrays.pop("v"), draft.empty((B * heads * shape.NC * walk.prepared_bytes,), BYTES)
         kept = draft.empty((2, B, heads, shape.NC, channels, wide), problem.dtype)
-        residual, dresidual = (draft.empty((B, heads, T, wide), problem.dtype) for _ in range(2))
+        numbers = 2 - walk.two  # of a residual
+        residual, dresidual = (draft.empty((B, heads, T, n * wide), problem.dtype) for n in (numbers, 1))
 
         how = self.common(shape, *(self.gradients[name] for name in "qkv"))
         of_prepare = {name: x for name, x in how.items() if name in prepare.names} | {"w_scale": problem.scale}
@@ -367,8 +368,6 @@ class DplrGradientsInChunks(GradientsInChunks):
 
 class KdaGradientsInChunks(GradientsInChunks):
     """The same for kda. Gradients of q and k are float32 parts of heads of values, which another kernel adds up."""
-
-    residuals = ("e", "w")
 
     def last_kernel(self):
         return KdaBackwardChunks(self.problem.dtype, self.inputs.gate)

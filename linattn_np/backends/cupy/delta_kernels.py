@@ -12,7 +12,6 @@ from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
-KINDS_OF_RESIDUALS = {GATED_DELTA: 0, KDA: 1, DPLR: 2}  # how a token's residual is found: kernels_cu/delta/prepared.cuh
 READ = members(
     "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes"
 )
@@ -51,16 +50,17 @@ class Walk(TiledKernel):
     dtype: np.dtype
     BK: int
     BV: int
-    kinds: int  # see `KINDS_OF_RESIDUALS`
+    two: bool  # whether a token writes its value and what the state returns by keys of their own: Dplr
     stages: int  # chunks that are in shared memory at once
     outputs: bool = True  # whether outputs are computed, not what segments do to states
 
     @classmethod
-    def fitting(cls, dtype, K, V, kinds, heads, device):
+    def fitting(cls, dtype, K, V, rule, heads, device):
         """With 128 columns where blocks of so many are enough for half of the card, and three stages where they fit."""
         BK, enough = TILES[K > TILES[0]], 2 * heads * ceil_div(V, TILES[1]) >= device.multiprocessors
         BV = TILES[V > TILES[0] and enough]
-        kernels = [cls(dtype, BK, *tile, kinds, stages) for *tile, stages in ((BV, 3), (BV, 2), (TILES[0], 2))]
+        tiles = (BV, 3), (BV, 2), (TILES[0], 2)
+        kernels = [cls(dtype, BK, *tile, rule == DPLR, stages) for *tile, stages in tiles]
         return next((x for x in kernels if x.shared_bytes <= device.shared_per_block), kernels[-1])
 
     @property
@@ -85,7 +85,7 @@ class DeltaScan(Walk):
         "rows v, rows? o initial final, pointers? starts F, pointers prepared, shape, integers P, reals scale, "
         "integers bytes"
     )
-    shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
+    shared = ("Shared<{dtype}, {BK}, {BV}, {two}, {stages}>",)
     directions: ClassVar[int] = 1
 
 
@@ -97,7 +97,7 @@ class DeltaBackwardStates(Walk):
         "rows v do_, rows? initial dht dh0 dv residual dresidual, pointers? kept starts F, pointers prepared, shape, "
         "integers P, reals scale, integers bytes"
     )
-    shared = ("Shared<{dtype}, {BK}, {BV}, {kinds}, {stages}>",)
+    shared = ("Shared<{dtype}, {BK}, {BV}, {two}, {stages}>",)
     directions: ClassVar[int] = 2
     KEPT: ClassVar[int] = 64  # states have multiples of so many channels and columns in memory
 
@@ -106,10 +106,11 @@ class DeltaBackwardStates(Walk):
         return ceil_div(size, self.KEPT) * self.KEPT
 
     def kept_bytes(self, problem, group) -> int:
-        """Of what is prepared and kept for `group` heads: images, states before and behind chunks, two residuals."""
+        """Of what is prepared and kept for `group` heads: images, states before and behind chunks, residuals in
+        two numbers, and their gradients."""
         B, T, K, V = problem.shape("B T K V")
         states = 2 * ceil_div(T, self.CHUNK) * self.kept_size(K)
-        kept = self.dtype.itemsize * self.kept_size(V) * (states + 2 * T)
+        kept = self.dtype.itemsize * self.kept_size(V) * (states + 3 * T)
         return B * group * (kept + ceil_div(T, self.CHUNK) * self.prepared_bytes)
 
 
@@ -173,7 +174,7 @@ class DeltaBackwardChunks(GradientKernel):
 
     file = "delta/backward_chunks"
     arguments = members(
-        "rows q k do_ X w g beta, pointers kept, rows dq dk, pointers? parts, rows dbeta, rows? dg, shape, "
+        "rows q k do_ e w g beta, pointers kept, rows dq dk, pointers? parts, rows dbeta, rows? dg, shape, "
         "integers group, reals scale, integers normalized bytes"
     )
     shared = ("Shared<{dtype}, {BK}>",)

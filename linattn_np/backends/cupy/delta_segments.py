@@ -8,7 +8,6 @@ from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     KDA,
-    KINDS_OF_RESIDUALS,
     DeltaBackwardStates,
     DeltaChannelPrepare,
     DeltaDplrPrepare,
@@ -23,10 +22,10 @@ from .plan import FLOAT32, ceil_div
 def chunk_kernels(problem, device, gradient, segments=1):
     """What prepares chunks, and the walk over states, for every card; `gradient`: the walk in both directions."""
     walk, (N, H, K, V) = DeltaBackwardStates if gradient else DeltaScan, problem.shape("N H K V")
-    heads, kinds = walk.directions * N * H * segments, KINDS_OF_RESIDUALS[rule_of(problem.op)]
-    fitting = walk.fitting(problem.dtype, K, V, kinds, heads, device)
-    kinds = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}
-    return kinds[rule_of(problem.op)](problem.dtype, gate_dtype(problem), fitting.BK, gradient), fitting
+    heads, rule = walk.directions * N * H * segments, rule_of(problem.op)
+    fitting = walk.fitting(problem.dtype, K, V, rule, heads, device)
+    prepares = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}
+    return prepares[rule](problem.dtype, gate_dtype(problem), fitting.BK, gradient), fitting
 
 
 def rule_of(op):
