@@ -10,7 +10,8 @@
 //           those of the tokens between, so that any gate is exact
 #include "delta/chunk.cuh"
 
-constexpr int BLOCK = 4, PAIRS = BLOCK * (BLOCK - 1) / 2;  // tokens whose pairs are multiplied one by one
+constexpr int BLOCK = 4;  // tokens whose pairs are multiplied one by one
+constexpr int PAIRS = BLOCK * (BLOCK - 1) / 2, PAIRS_WITH_SELF = PAIRS + BLOCK, PAIRS_OF_BOTH = PAIRS + PAIRS_WITH_SELF;
 constexpr int BLOCKS = C / BLOCK, LEVELS = 3;
 
 // The block of tokens of a thread, and the first of its channels.
@@ -45,6 +46,18 @@ template <typename T> __device__ __forceinline__ void put_four(T* to, float4 x) 
 }
 template <typename T> __device__ __forceinline__ void put_one(T* to, float x) {
   *to = from_float<T>(x), to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
+}
+
+// Starts to copy a chunk's rows, which are whole pieces of 16 bytes; zeros behind the last of them.
+template <int BK, int THREADS, typename T>
+__device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
+  constexpr int PIECE = 16 / sizeof(T), ACROSS = BK / PIECE, AT_ONCE = THREADS / ACROSS;
+  const int first = threadIdx.x / ACROSS, c = threadIdx.x % ACROSS * PIECE;
+  from += first * stride + c;
+  rows = c < width ? rows - first : 0;
+#pragma unroll
+  for (int down = 0; down < C; down += AT_ONCE, from += AT_ONCE * stride)
+    cp_async<16>(place<BK>(tile, first + down, c), from, down < rows);
 }
 
 // ---- lengths --------------------------------------------------------------------------------------------------------
@@ -101,10 +114,17 @@ template <int BK, int COUNT> struct SumsOfLanes {
   }
 };
 
-// The tokens i and j of a pair of a block.
+// Pairs of a block's tokens by number: PAIRS_WITH_SELF with j <= i, and behind them PAIRS with j < i.
 struct PairOfBlock {
+  bool apart;
   int i, j;
-  __device__ __forceinline__ PairOfBlock(int pair) : i(1 + (pair >= 1) + (pair >= 3)), j(pair - i * (i - 1) / 2) {}
+  __device__ __forceinline__ PairOfBlock(int n) : apart(n >= PAIRS_WITH_SELF) {
+    n -= apart ? PAIRS_WITH_SELF : 0;
+    const int row = (n >= 1) + (n >= 3) + (n >= 6);
+    i = row + apart, j = n - row * (row + 1) / 2;
+  }
+  static constexpr int with_self(int i, int j) { return i * (i + 1) / 2 + j; }
+  static constexpr int before(int i, int j) { return PAIRS_WITH_SELF + i * (i - 1) / 2 + j; }
 };
 
 // ---- decays ---------------------------------------------------------------------------------------------------------
@@ -215,27 +235,39 @@ __device__ __forceinline__ void load_left(u32 (&a)[2][4], const float (&x)[C][LD
   }
 }
 
-// Calls f(i, j, (x y)_ij, (x y)_i(j + 1)); x and y are lower triangles, `turned` is y's transpose.
-template <int THREADS, class X, class F>
-__device__ __forceinline__ void multiply_triangles(const X& x, const Matrix<f16>& turned, F f) {
+// Calls f(i, j, sums of X y_ij and of X y_i(j + 1) for each y); X and all y are lower triangles, `turned` their
+// transposes.
+template <int THREADS, class X, class F, class... Y>
+__device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... turned) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 8; task += THREADS / 32) {
     const int row = task / 4 * 16, column = task % 4 * 8;
-    float d[4] = {};
+    const int from = (lane >> 4) * Matrix<f16>::REST + (column + (lane & 7)) * Matrix<f16>::LDA + (lane >> 3 & 1) * 8;
+    float d[sizeof...(Y)][4] = {};
 #pragma unroll
     for (int token = 0; token < C; token += 16) {
       if (token > row || token + 15 < column) continue;
-      u32 a[2][4], b[4];
+      u32 a[2][4];
       load_left(a, x, row, token);
-      ldmatrix_x4(
-          b, turned.x + (lane >> 4) * turned.REST + (column + (lane & 7)) * turned.LDA + token + (lane >> 3 & 1) * 8);
-      multiply_halves(d, a[1], {b[0], b[1]}, f16{});
-      multiply_halves(d, a[0], {b[2], b[3]}, f16{});
-      multiply_halves(d, a[0], {b[0], b[1]}, f16{});
+      int n = 0;
+      const auto multiply = [&](const Matrix<f16>& y) {
+        u32 b[4];
+        ldmatrix_x4(b, y.x + from + token);
+        multiply_halves(d[n], a[1], {b[0], b[1]}, f16{});
+        multiply_halves(d[n], a[0], {b[2], b[3]}, f16{});
+        multiply_halves(d[n], a[0], {b[0], b[1]}, f16{});
+        ++n;
+      };
+      (multiply(turned), ...);
     }
 #pragma unroll
-    for (int down = 0; down < 2; ++down) f(row + g + 8 * down, column + 2 * t, d[2 * down], d[2 * down + 1]);
+    for (int down = 0; down < 2; ++down) {
+      float2 sums[sizeof...(Y)];
+#pragma unroll
+      for (int n = 0; n < int(sizeof...(Y)); ++n) sums[n] = {d[n][2 * down], d[n][2 * down + 1]};
+      f(row + g + 8 * down, column + 2 * t, sums);
+    }
   }
 }
 

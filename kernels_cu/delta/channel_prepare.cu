@@ -36,7 +36,7 @@ enum Kind { OF_K, OF_Q };
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   union {
     T k[C * BK];
-    T kd[C * BK];
+    T E[C * BK];
   };
   union {
     T q[C * BK];
@@ -66,26 +66,27 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float beta[C], weight[C];  // weight: -beta p^2
 };
 
-// Sums of a block: scores of its pairs, of keys and of queries; squares; q . k of each token.
-constexpr int SQUARES = 2 * PAIRS, OWN = SQUARES + 2 * BLOCK, SUMS = OWN + BLOCK;
+// Sums of a block: scores of queries, then keys, as PairOfBlock has them; squares of keys, then queries.
+constexpr int SQUARES = PAIRS_OF_BOTH, SUMS = SQUARES + 2 * BLOCK;
 
 template <int BK, typename T, typename G>
-__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* k, const G* g) {
+__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* k, const G* g,
+                                                           float4 (&decays)[BLOCK]) {
   const BlockTask<BK> task;
   float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
   float4 keys[BLOCK];  // decayed to the present row
 #pragma unroll
   for (int i = 0; i < BLOCK; ++i) {
-    const float4 query = unpack_four(task.at(q, i)), key = unpack_four(task.at(k, i)), decay = decays_at(task.at(g, i));
+    const float4 query = unpack_four(task.at(q, i)), key = unpack_four(task.at(k, i));
+    decays[i] = decays_at(task.at(g, i));
 #pragma unroll
-    for (int j = 0; j < i; ++j) {
-      const int pair = i * (i - 1) / 2 + j;
-      keys[j] = times(keys[j], decay);
-      add_product(sums[pair], key, keys[j]), add_product(sums[PAIRS + pair], query, keys[j]);
+    for (int j = 0; j <= i; ++j) {
+      keys[j] = j == i ? key : times(keys[j], decays[i]);
+      add_product(sums[PairOfBlock::with_self(i, j)], query, keys[j]);
+      if (j < i) add_product(sums[PairOfBlock::before(i, j)], key, keys[j]);
     }
-    keys[i] = key;
-    add_product(sums[SQUARES + i], key, key), add_product(sums[SQUARES + BLOCK + i], query, query);
-    add_product(sums[OWN + i], query, key);
+    add_product(sums[SQUARES + BLOCK * OF_K + i], key, key),
+        add_product(sums[SQUARES + BLOCK * OF_Q + i], query, query);
   }
   return sums;
 }
@@ -104,9 +105,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   Image& to = static_cast<Image*>(args.prepared)[i64(pair) * chunks + chunk];
   const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
 
-  copy_chunk<BK, THREADS>(s.k, args.k.row(b, head, span.start), args.k.t, rows, channels, bytes);
-  copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.t, rows, channels, bytes);
-  copy_chunk<BK, THREADS>(s.g, args.g.row(b, h, span.start), args.g.t, rows, channels, bytes);
+  const auto inputs = [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, h); };
+  if (bytes == 16)
+    inputs([&](auto* tile, const auto& from, u32 of) {
+      copy_pieces<BK, THREADS>(tile, from.row(b, of, span.start), from.t, rows, channels);
+    });
+  else
+    inputs([&](auto* tile, const auto& from, u32 of) {
+      copy_numbers<BK, THREADS>(tile, from.row(b, of, span.start), from.t, rows, channels);
+    });
   cp_async_commit();
   if (threadIdx.x < C) {
     const int i = threadIdx.x;
@@ -117,7 +124,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   __syncthreads();  // inputs have arrived
 
   const BlockTask<BK> task;
-  const auto sums = sum_block<BK>(s.q, s.k, s.g);
+  float4 decays[BLOCK];
+  const auto sums = sum_block<BK>(s.q, s.k, s.g, decays);
   sums.each([&](int n, float sum) {
     n -= SQUARES;
     if (n >= 0 && n < 2 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, args.normalized);
@@ -125,10 +133,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   __syncwarp();                                        // lengths of the block's tokens are in shared memory
   float4 queries[BLOCK], keys[BLOCK], earlier[BLOCK];  // decayed from the block's start; keys to its end
   {
-    float4 decays[BLOCK], since = {1.f, 1.f, 1.f, 1.f};
+    float4 since = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
     for (int n = BLOCK - 1; n >= 0; --n) {
-      decays[n] = decays_at(task.at(s.g, n));
       keys[n] = times(of_k.factor[task.first + n], unpack_four(task.at(s.k, n)));
       earlier[n] = times(since, keys[n]), since = times(since, decays[n]);
     }
@@ -159,7 +166,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
     const int i = task.first + n;
-    put_four(task.at(s.kd, n), times(of_k.power[i], times(before, keys[n])));
+    const float4 key = times(-of_k.power[i], times(before, keys[n]));
+    put_four(task.at(s.E, n), key), put_four(task.at(to.E, n), key);
     put_four(task.at(s.ke, n), times(behind, earlier[n]));
     queries[n] = times(before, queries[n]);
   }
@@ -167,17 +175,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.over[task.block][task.c]));
   __syncwarp();  // zeros of the block's rows of A are in shared memory
   sums.each([&](int n, float sum) {
-    if (n >= OWN && n < SUMS) {
-      const int i = task.first + n - OWN;
-      put_one(s.A.at(i, i), of_q.factor[i] * of_k.factor[i] * sum);
-    } else if (n < SQUARES) {
-      const bool query = n >= PAIRS;
-      const PairOfBlock of(n % PAIRS);
-      const int i = task.first + of.i, j = task.first + of.j;
-      const float score = s.lengths[query].factor[i] * of_k.factor[j] * sum;
-      if (query) put_one(s.A.at(i, j), score);
-      else s.M[i][j] = score;
-    }
+    if (n >= SQUARES) return;
+    const PairOfBlock of(n);
+    const int i = task.first + of.i, j = task.first + of.j;
+    const float score = s.lengths[of.apart ? OF_K : OF_Q].factor[i] * of_k.factor[j] * sum;
+    if (of.apart) s.M[i][j] = score;
+    else put_one(s.A.at(i, j), score);
   });
   __syncthreads();  // decayed queries and keys are in shared memory
 
@@ -197,23 +200,28 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     float x[C];
     solve_column(x, s.M, s.weight, [&](int i) { return float(i == lane); });
     put_column(s.turned_N, x);
-  } else {
-    store_pieces<THREADS - 32>(to.E, s.kd, SIGNS, threadIdx.x - 32);
   }
   __syncthreads();  // N' and qd are in shared memory
 
-  multiply_triangles<THREADS>(s.A, s.turned_N, [&](int i, int j, float x, float y) {
-    const float by = of_q.power[i];
-    x *= by * of_k.power[j], y *= by * of_k.power[j + 1];
-    put_two(s.B.at(i, j), s.beta[j] * x, s.beta[j + 1] * y);
-    if constexpr (GRADIENT) put_two(to.B[0].at(i, j), x, y);
-  });
+  const auto with_powers = [&](int j, float by, float2 x) {
+    return float2{by * of_k.power[j] * x.x, by * of_k.power[j + 1] * x.y};
+  };
+  multiply_triangles<THREADS>(
+      s.A,
+      [&](int i, int j, const float2(&sum)[1]) {
+        const float2 x = with_powers(j, of_q.power[i], sum[0]);
+        put_two(s.B.at(i, j), s.beta[j] * x.x, s.beta[j + 1] * x.y);
+        if constexpr (GRADIENT) put_two(to.B[0].at(i, j), x.x, x.y);
+      },
+      s.turned_N);
   if constexpr (GRADIENT)
-    multiply_triangles<THREADS>(s.M, s.turned_N, [&](int i, int j, float x, float y) {
-      const float by = of_k.power[i];
-      x *= by * of_k.power[j] * s.beta[j], y *= by * of_k.power[j + 1] * s.beta[j + 1];
-      put_two(to.of_residual[0].at(i, j), float(i == j) - x, float(i == j + 1) - y);
-    });
+    multiply_triangles<THREADS>(
+        s.M,
+        [&](int i, int j, const float2(&sum)[1]) {
+          const float2 x = with_powers(j, of_k.power[i], sum[0]);
+          put_two(to.of_residual[0].at(i, j), float(i == j) - s.beta[j] * x.x, float(i == j + 1) - s.beta[j + 1] * x.y);
+        },
+        s.turned_N);
   const int channel = int(threadIdx.x) / 32 * 16;
   Columns sum = {};
 #pragma unroll
@@ -227,12 +235,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   store_channels<BK>(to.Z[0], s.Z);
   __syncthreads();  // B is in shared memory
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(sum[m], s.B, s.kd, 16 * m, channel);
+  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(sum[m], s.B, s.E, 16 * m, channel);
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
     const float by = scale * of_q.power[i], *two = sum[m][across] + 2 * down;
-    put_pair(place<BK>(s.W, i, c), {by * query.x - scale * two[0], by * query.y - scale * two[1]});
+    put_pair(place<BK>(s.W, i, c), {fmaf(by, query.x, scale * two[0]), fmaf(by, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.W);
   if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.of_residual[0]);

@@ -73,18 +73,21 @@ template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {
   return x;
 }
 
-// Starts to copy a chunk's rows; zeros behind the last of them.
+// Copies a chunk's rows, number by number; zeros behind the last of them.
+template <int COLS, int THREADS, typename T>
+__device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride, int rows, int width) {
+#pragma unroll 1
+  for (int at = threadIdx.x; at < C * COLS; at += THREADS) {
+    const int row = at / COLS, column = at % COLS;
+    *place<COLS>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
+  }
+}
+
+// Starts to copy a chunk's rows, which are whole pieces of `bytes`.
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_chunk(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
-  if (bytes == 16) {
-    copy_rows<16, 8, C, COLS, THREADS>(tile, from, stride, rows, width);
-  } else {
-#pragma unroll 1
-    for (int at = threadIdx.x; at < C * COLS; at += THREADS) {
-      const int row = at / COLS, column = at % COLS;
-      *place<COLS>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
-    }
-  }
+  if (bytes == 16) copy_rows<16, 8, C, COLS, THREADS>(tile, from, stride, rows, width);
+  else copy_numbers<COLS, THREADS>(tile, from, stride, rows, width);
 }
 
 // d = the products of rows x and y [8 tokens from `column` on] over their COLS numbers.

@@ -37,7 +37,7 @@ enum Kind { OF_Q, OF_A, WITH_K, WITH_B };  // rows of scores, and columns
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   union {
     T q[C * BK];
-    T kd[C * BK];
+    T E[C * BK];
   };
   union {
     T columns[2][C * BK];  // k and b
@@ -76,30 +76,30 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float weight[C], largest[2];  // weight: p_a p_b; largest: powers of 2 below the numbers of L' and N'
 };
 
-// Sums of a block: scores of its pairs, of q and a with k, then with b; squares; q . k, then q . b of each token.
-constexpr int SQUARES = 4 * PAIRS, OWN = SQUARES + 4 * BLOCK, SUMS = OWN + 2 * BLOCK;
+// Sums of a block: scores of q, then a, with k and then b, as PairOfBlock has them; squares.
+constexpr int SQUARES = 2 * PAIRS_OF_BOTH, SUMS = SQUARES + 4 * BLOCK;
 
 template <typename T, typename G, int BK>
-__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK>& s) {
+__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK>& s, float4 (&decays)[BLOCK]) {
   const BlockTask<BK> task;
   float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
   float4 columns[2][BLOCK];  // decayed to the present row
 #pragma unroll
   for (int i = 0; i < BLOCK; ++i) {
-    const float4 q = unpack_four(task.at(s.q, i)), a = unpack_four(task.at(s.a, i)), decay = decays_at(task.at(s.g, i));
+    const float4 q = unpack_four(task.at(s.q, i)), a = unpack_four(task.at(s.a, i));
+    decays[i] = decays_at(task.at(s.g, i));
     add_product(sums[SQUARES + BLOCK * OF_Q + i], q, q), add_product(sums[SQUARES + BLOCK * OF_A + i], a, a);
 #pragma unroll
     for (int kind = 0; kind < 2; ++kind) {
+      float* const with = sums + PAIRS_OF_BOTH * kind;
+      const float4 own = columns[kind][i] = unpack_four(task.at(s.columns[kind], i));
+      add_product(sums[SQUARES + BLOCK * (WITH_K + kind) + i], own, own);
 #pragma unroll
-      for (int j = 0; j < i; ++j) {
-        const int pair = 2 * PAIRS * kind + i * (i - 1) / 2 + j;
+      for (int j = 0; j <= i; ++j) {
         float4& x = columns[kind][j];
-        add_product(sums[PAIRS + pair], a, x);
-        x = times(x, decay);
-        add_product(sums[pair], q, x);
+        if (j < i) add_product(with[PairOfBlock::before(i, j)], a, x), x = times(x, decays[i]);
+        add_product(with[PairOfBlock::with_self(i, j)], q, x);
       }
-      const float4 x = columns[kind][i] = unpack_four(task.at(s.columns[kind], i));
-      add_product(sums[SQUARES + BLOCK * (WITH_K + kind) + i], x, x), add_product(sums[OWN + BLOCK * kind + i], q, x);
     }
   }
   return sums;
@@ -119,16 +119,24 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   Image& to = static_cast<Image*>(args.prepared)[i64(pair) * chunks + chunk];
   const Lengths &of_q = s.lengths[OF_Q], &of_a = s.lengths[OF_A], *with = s.lengths + WITH_K;
 
-  const auto copy = [&](auto* tile, const auto& from) {
-    copy_chunk<BK, THREADS>(tile, from.row(b, h, span.start), from.t, rows, channels, bytes);
+  const auto inputs = [&](auto copy) {
+    copy(s.q, args.q), copy(s.a, args.a), copy(s.columns[0], args.k), copy(s.columns[1], args.b), copy(s.g, args.g);
   };
-  copy(s.q, args.q), copy(s.a, args.a), copy(s.columns[0], args.k), copy(s.columns[1], args.b), copy(s.g, args.g);
+  if (bytes == 16)
+    inputs([&](auto* tile, const auto& from) {
+      copy_pieces<BK, THREADS>(tile, from.row(b, h, span.start), from.t, rows, channels);
+    });
+  else
+    inputs([&](auto* tile, const auto& from) {
+      copy_numbers<BK, THREADS>(tile, from.row(b, h, span.start), from.t, rows, channels);
+    });
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived
 
   const BlockTask<BK> task;
-  const auto sums = sum_block(s);
+  float4 decays[BLOCK];
+  const auto sums = sum_block(s, decays);
   sums.each([&](int n, float sum) {
     n -= SQUARES;
     if (n >= 0 && n < 4 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, false);
@@ -137,10 +145,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   float4 of_start[2][BLOCK], to_end[2][BLOCK];  // rows decayed from the block's start, columns to its end
   {
     const float4 one = {1.f, 1.f, 1.f, 1.f};
-    float4 decays[BLOCK], since = one;
+    float4 since = one;
 #pragma unroll
     for (int n = BLOCK - 1; n >= 0; --n) {
-      decays[n] = decays_at(task.at(s.g, n));
 #pragma unroll
       for (int kind = 0; kind < 2; ++kind) {
         const float4 x = unpack_four(task.at(s.columns[kind], n));
@@ -175,7 +182,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
       [&](int level, float4 by) { put_level<1>(s.with[level], level, 0, task, to_end[0], by); });
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
-    put_four(task.at(s.kd, n), times(of_a.power[task.first + n], times(before, of_start[OF_A][n])));
+    const float4 a = times(of_a.power[task.first + n], times(before, of_start[OF_A][n]));
+    put_four(task.at(s.E, n), a), put_four(task.at(to.E, n), a);
     of_start[OF_Q][n] = times(before, of_start[OF_Q][n]);
 #pragma unroll
     for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(behind, to_end[kind][n]));
@@ -196,20 +204,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
       [&](int level, float4 by) { put_level<1>(s.with[level], level, 0, task, to_end[1], by); });
   __syncthreads();  // decayed b is in shared memory; decays over blocks have been read
   sums.each([&](int n, float sum) {
-    if (n < SQUARES) {
-      const int kind = n / (2 * PAIRS), of = n / PAIRS % 2;
-      const PairOfBlock pair(n % PAIRS);
-      const int i = task.first + pair.i, j = task.first + pair.j;
-      sum *= s.lengths[of].factor[i] * with[kind].factor[j];
-      if (of == OF_A) (kind ? s.AB : s.AK)[i][j] = sum;
-      else if (kind) put_one(s.QB.at(i, j), sum);
-      else s.QK[i][j] = sum;
-    } else if (n >= OWN && n < SUMS) {
-      const int kind = (n - OWN) / BLOCK, i = task.first + (n - OWN) % BLOCK;
-      sum *= of_q.factor[i] * with[kind].factor[i];
-      if (kind) put_one(s.QB.at(i, i), sum);
-      else s.QK[i][i] = sum;
-    }
+    if (n >= SQUARES) return;
+    const int kind = n / PAIRS_OF_BOTH;
+    const PairOfBlock of(n % PAIRS_OF_BOTH);
+    const int i = task.first + of.i, j = task.first + of.j;
+    sum *= s.lengths[of.apart ? OF_A : OF_Q].factor[i] * with[kind].factor[j];
+    if (kind && !of.apart) put_one(s.QB.at(i, j), sum);
+    else (kind ? s.AB : of.apart ? s.AK : s.QK)[i][j] = sum;
   });
   score([&](int i, int j, float2 of_q, float2 of_a) {
     put_two(s.QB.at(i, j), of_q.x, of_q.y);
@@ -233,20 +234,21 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     largest *= largest;
     if (lane == 0) s.largest[kind] = largest;
     put_column(kind ? s.turned_N : s.turned_L, x, 1.f / largest);
-  } else {
-    store_pieces<THREADS - 64>(to.E, s.kd, 0, threadIdx.x - 64);
   }
   __syncthreads();  // N', L' and qd are in shared memory
 
   const float of_L = s.largest[0], of_N = s.largest[1];
-  multiply_triangles<THREADS>(s.QB, s.turned_N, [&](int i, int j, float x, float y) {
-    const float by = of_N * of_q.power[i];
-    put_two(s.H.at(i, j), by * with[1].power[j] * x, by * with[1].power[j + 1] * y);
-  });
-  multiply_triangles<THREADS>(s.QB, s.turned_L, [&](int i, int j, float x, float y) {
-    const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f, by = of_q.power[i];
-    put_two(s.B.at(i, j), by * with[0].power[j] * fmaf(of_L, x, one), by * with[0].power[j + 1] * fmaf(of_L, y, next));
-  });
+  multiply_triangles<THREADS>(
+      s.QB,
+      [&](int i, int j, const float2(&sums)[2]) {
+        const auto put = [&](Matrix<T>& M, float by, const Lengths& of, float x, float y) {
+          put_two(M.at(i, j), by * of.power[j] * x, by * of.power[j + 1] * y);
+        };
+        const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f;
+        put(s.B, of_q.power[i], with[0], fmaf(of_L, sums[0].x, one), fmaf(of_L, sums[0].y, next));
+        put(s.H, of_N * of_q.power[i], with[1], sums[1].x, sums[1].y);
+      },
+      s.turned_L, s.turned_N);
   const int channel = int(threadIdx.x) / 32 * 16;
   Columns z[2] = {};
 #pragma unroll
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   __syncthreads();  // H and B are in shared memory
   Columns w = {};
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.kd, 16 * m, channel);
+  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.E, 16 * m, channel);
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);

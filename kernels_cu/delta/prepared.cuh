@@ -33,18 +33,15 @@ template <typename T, int BK, bool TWO> struct ImageOf<T, BK, TWO, true> {
   using Type = PreparedForGradients<T, BK, TWO>;
 };
 
-constexpr u32 SIGNS = 0x80008000;  // of two numbers of T
-
-// Stores an array of shared memory, whose bits in `flipped` change.
+// Stores an array of shared memory.
 template <int THREADS, typename X, int SIZE>
-__device__ __forceinline__ void store_pieces(X (&to)[SIZE], const X (&from)[SIZE], u32 flipped = 0,
-                                             int thread = threadIdx.x) {
+__device__ __forceinline__ void store_pieces(X (&to)[SIZE], const X (&from)[SIZE]) {
   constexpr int PIECES = SIZE * sizeof(X) / 16;
   static_assert(SIZE * sizeof(X) % 16 == 0);
 #pragma unroll
-  for (int at = thread; at < PIECES; at += THREADS) {
-    uint4 x = reinterpret_cast<const uint4*>(from)[at];
-    x.x ^= flipped, x.y ^= flipped, x.z ^= flipped, x.w ^= flipped;
-    reinterpret_cast<uint4*>(to)[at] = x;
+  for (int n = 0; n < PIECES; n += THREADS) {
+    const int at = n + threadIdx.x;
+    if (n + THREADS <= PIECES || at < PIECES)
+      reinterpret_cast<uint4*>(to)[at] = reinterpret_cast<const uint4*>(from)[at];
   }
 }
