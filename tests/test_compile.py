@@ -64,8 +64,8 @@ def asks_for_the_card(kernel):
 
 def asks_for_shared_memory(kernel):
     """How much multiprocessors have: blocks that have no room there need no registers either."""
-    prepares = "delta/channel_prepare", "delta/dplr_prepare", "delta/prepare"
-    return kernel.file in ("gated/backward_values", "gated/forward", "value_gate/forward", *prepares)
+    delta = "delta/channel_prepare", "delta/dplr_backward_chunks", "delta/dplr_prepare", "delta/prepare"
+    return kernel.file in ("gated/backward_values", "gated/forward", "value_gate/forward", *delta)
 
 
 def translated_for(target, kernel):

@@ -19,12 +19,12 @@ __device__ __forceinline__ float2 unpack_pair(const bf16* x) {
 }
 __device__ __forceinline__ float2 unpack_pair(const f16* x) { return unpack(*reinterpret_cast<const u32*>(x), f16{}); }
 
-// Stores x and y, and behind them what rounding leaves of them.
-template <typename T> __device__ __forceinline__ void put_two(T* to, float x, float y) {
+// Stores x and y, and REST numbers behind them what rounding leaves of them.
+template <typename T, int REST = Matrix<T>::REST> __device__ __forceinline__ void put_two(T* to, float x, float y) {
   const u32 pair = pack<T>(x, y);
   const float2 rounded = unpack(pair, T{});
   *reinterpret_cast<u32*>(to) = pair;
-  *reinterpret_cast<u32*>(to + Matrix<T>::REST) = pack<T>(x - rounded.x, y - rounded.y);
+  *reinterpret_cast<u32*>(to + REST) = pack<T>(x - rounded.x, y - rounded.y);
 }
 
 // Stores zeros between the rows of a matrix in global memory, which are copied with the matrix.

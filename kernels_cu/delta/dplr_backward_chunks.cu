@@ -13,13 +13,21 @@
 // shapes    as in backward_states.cu; dq dk da db dg [B, H, T, K]
 // grid      a block for every (batch, head, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, a, k, b and gates; 64 columns of S, C, do, du, v and u at a time
-// barriers  two for every 64 columns: they have arrived | they have been read; then: terms of S and C are in shared
-//           memory | dg's terms of keys that C has are
-// numerics  products with S and C, and of values, are of T, summed in float32; all sums over pairs in float32: a thread
-//           has a channel and holds all decayed keys, or decayed rows, of the chunk in registers
+// barriers  two for every 64 columns: they have arrived | they have been read; then: terms of S and C, and pairs | rows
+//           and columns beside the border of 16 tokens | their products | those beside borders of 8 | theirs are in
+//           shared memory
+// numerics  products with S and C, and of values, are of T, summed in float32. Pairs within 8 tokens are added up in
+//           float32. All others meet at a border of 8 or 16 tokens between them: rows are decayed from it, columns up
+//           to it, and pairs, rows and columns are the sum of two bfloat16, of which three products are taken. A decay
+//           is a product of those of the tokens between, so that any gate is exact
 // source    Peng et al., 2025 (2503.14456), eq. 17
 // limits    T of bfloat16, float16
-#include "delta/channel_backward.cuh"
+#include "cards.cuh"
+#include "delta/backward_storage.cuh"
+#include "delta/chunk.cuh"
+
+constexpr int THREADS = 2 * KEPT, HALF = C / 2;  // HALF: tokens on a side of the border between 16
+constexpr int BLOCK = 8, BLOCKS = C / BLOCK;     // tokens whose pairs are added up one by one
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, a, b, do_, v, u, du;
@@ -36,18 +44,38 @@ enum Token { OF_Q, OF_A, OF_K, OF_B };
 enum Value { DO, DU, V_, U };  // rows, of q and a; columns, of k and b
 
 template <typename T, typename G> struct alignas(16) Shared {
-  T tokens[4][C * KEPT];
+  union {
+    T tokens[4][C * KEPT];
+    // Beside a border: rows q and a of tokens after it, columns k and b of those before it, each in two numbers.
+    bf16 decayed[2][2][C * KEPT];
+  };
   G g[C * KEPT];
   union {
     struct {
       T states[2][KEPT * KEPT];  // S, C
       T values[4][C * KEPT];
     };
-    float terms[4][C][KEPT];  // S do, S du, C v, C u; then dg's terms of rows of q, of a, and of all columns before
+    float terms[4][C * KEPT];  // of dq, da, dk and db, from beyond the token's block; `term` has their places
   };
-  float4 pairs[C][C + 1];  // qk, qb, ak, ab
-  float dots[2][KEPT];     // <S, C>, of the first and of the second half of every 64 columns
+  float4 pairs[BLOCKS][BLOCK][BLOCK];  // qk, qb, ak, ab within blocks of 8 tokens
+  bf16 borders[2][4][2][HALF * HALF];  // of pairs that a border of 16, of 8 tokens parts, each in two numbers
+  float over_blocks[BLOCKS][KEPT];     // decays over blocks
+  float reads[BLOCKS][KEPT], written[BLOCKS][KEPT];  // dg's terms of S, of C: sums over a block's rows, its keys
+  float across[2][KEPT];  // `reads` of the last block, `written` of the first, with those of the border of 16 tokens
+  float dots[KEPT];       // <S, C>
+
+  __device__ __forceinline__ float* term(int kind, int i, int c) { return terms[kind] + i * KEPT + (c ^ (i & 3) * 8); }
 };
+
+// A place in a matrix of `borders`.
+__device__ __forceinline__ int border_place(int i, int j) { return i * HALF + ((j / 8 ^ i >> 2 & 1) * 8 | j % 8); }
+
+__device__ __forceinline__ float2 times(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
+__device__ __forceinline__ float2 plus(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
+__device__ __forceinline__ float2 plus_times(float2 sum, float2 x, float2 y) {
+  return {fmaf(x.x, y.x, sum.x), fmaf(x.y, y.y, sum.y)};
+}
+__device__ __forceinline__ float2 plus_times(float2 sum, float x, float2 y) { return plus_times(sum, {x, x}, y); }
 
 // Starts copying 64 columns from `column` on of S, C, do, du, v and u.
 template <typename T, typename G>
@@ -70,92 +98,194 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
   cp_async_commit();
 }
 
-// Adds the products of the present 64 columns of values to the pairs of tokens that have any; a warp a task.
-template <typename T, typename G> __device__ __forceinline__ void multiply_values(Shared<T, G>& s, float scale) {
-  const int lane = own_lane(), g = lane >> 2, t = lane & 3;
-#pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < 32; task += WARPS) {
-    const int of_a = task & 1, with_b = task >> 1 & 1, row = (task >> 2 & 1) * 16, column = (task >> 3) * 8;
-    if (column > row + 15) continue;
-    float d[2][4] = {};
-    multiply_rows<KEPT>(d, s.values[DO + of_a], s.values[V_ + with_b], row, column);
+// Adds the products of 64 columns of rows x and y to pairs of 16 tokens by 8: both of the first half's rows, then four.
+template <typename T> __device__ __forceinline__ void multiply_values(float (&d)[6][4], const T* x, const T* y) {
+  const RowsReader<KEPT, T> right;
+  const LeftReader<KEPT, T> left;
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int i = row + g + x / 2 * 8, j = column + 2 * t + x % 2;
-      float* sum = reinterpret_cast<float*>(&s.pairs[i][j]) + 2 * of_a + with_b;
-      if (j + of_a <= i) *sum += (of_a ? 1.f : scale) * (d[0][x] + d[1][x]);
+  for (int c = 0; c < KEPT; c += 32) {
+    u32 a[2][2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < 2; ++n) ldmatrix_x4(a[m][n], left.at(x, 16 * m, c + 16 * n));
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) {
+      u32 b[4];
+      ldmatrix_x4(b, right.at(y, 8 * j, c));
+#pragma unroll
+      for (int m = j / 2; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) multiply_halves(d[2 * m + j], a[m][n], {b[2 * n], b[2 * n + 1]}, T{});
     }
   }
 }
 
-// dq, da and dg's terms of rows, of one channel: goes forwards over rows and holds the keys before them, decayed to the
-// row.
+// Adds the products of 64 columns of values with S and C to `terms` of the warp's 16 channels, and <S, C> to the
+// diagonals of `dots`.
 template <typename T, typename G>
-__device__ __forceinline__ void gather_rows(Shared<T, G>& s, float (&passed)[C], int c, float scale, T* dq, i64 next_q,
-                                            T* da, i64 next_a, int rows) {
-  float k[C] = {}, b[C] = {}, all = 1.f;
-#pragma unroll 1
-  for (int i = 0; i < C; ++i) {
-    const float decay = decay_of(to_float(*place<KEPT>(s.g, i, c)));
-    const float q_i = to_float(*place<KEPT>(s.tokens[OF_Q], i, c)), a_i = to_float(*place<KEPT>(s.tokens[OF_A], i, c));
-    const float k_i = to_float(*place<KEPT>(s.tokens[OF_K], i, c)), b_i = to_float(*place<KEPT>(s.tokens[OF_B], i, c));
-    float of_q = 0.f, of_a = 0.f;  // sums over the keys so far
-    each_group<false>(i, [&](auto group, auto near) {
+__device__ __forceinline__ void multiply_states(Columns (&terms)[4], float (&dots)[4], const Shared<T, G>& s) {
+  const int lane = own_lane(), matrix = lane >> 3;
+  const LeftReader<KEPT, T> reader(lane);
+  const int at = ((matrix & 1) * (KEPT / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+#pragma unroll 2
+  for (int c = 0; c < KEPT / 16; ++c) {
+    u32 b[2][4];
 #pragma unroll
-      for (int j = group.value * GROUP; j < (group.value + 1) * GROUP; ++j) {
-        const float4 pair = s.pairs[i][j];
-        of_a = fmaf(pair.z, k[j], fmaf(pair.w, b[j], of_a));
-        if (!near.value || j < i - 1) passed[j] = fmaf(a_i, of_a, passed[j]);
-        k[j] = near.value && j == i ? k_i : decay * k[j], b[j] = near.value && j == i ? b_i : decay * b[j];
-        of_q = fmaf(pair.x, k[j], fmaf(pair.y, b[j], of_q));
-        if (!near.value || j < i) passed[j] = fmaf(q_i, of_q, passed[j]);
+    for (int way = 0; way < 2; ++way) ldmatrix_x4_trans(b[way], s.states[way] + at + 2 * c * (KEPT / 8) * 64);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int m = 0; m < C / 16; ++m) {
+        u32 a[4];
+        ldmatrix_x4(a, reader.at(s.values[n], 16 * m, 16 * c));
+        multiply_halves(terms[n][m][0], a, {b[n / 2][0], b[n / 2][1]}, T{});
+        multiply_halves(terms[n][m][1], a, {b[n / 2][2], b[n / 2][3]}, T{});
       }
-    });
-    const float state_a = all * s.terms[1][i][c];
-    all *= decay;
-    const float state_q = scale * all * s.terms[0][i][c];
-    s.terms[0][i][c] = q_i * state_q, s.terms[1][i][c] = a_i * state_a;
-    if (i < rows && dq) dq[i * next_q] = from_float<T>(of_q + state_q), da[i * next_a] = from_float<T>(of_a + state_a);
+    const u32 a[4] = {b[0][0], b[0][2], b[0][1], b[0][3]};
+    float d[2][4] = {{dots[0], dots[1]}, {0.f, 0.f, dots[2], dots[3]}};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) multiply_halves(d[n], a, {b[1][2 * n], b[1][2 * n + 1]}, T{});
+    dots[0] = d[0][0], dots[1] = d[0][1], dots[2] = d[1][2], dots[3] = d[1][3];
   }
 }
 
-// dk, db and dg's terms of keys that C has, of one channel: goes backwards over keys and holds the rows behind them,
-// decayed to the key.
+// Stores a warp's products of pairs, of the kind that has its number.
 template <typename T, typename G>
-__device__ __forceinline__ void gather_columns(Shared<T, G>& s, int c, T* dk, i64 next_k, T* db, i64 next_b, int rows) {
-  float q[C] = {}, a[C] = {}, all = 1.f;
-#pragma unroll 1
-  for (int j = C - 1; j >= 0; --j) {
-    const float decay = decay_of(to_float(*place<KEPT>(s.g, j, c)));
-    const float q_j = to_float(*place<KEPT>(s.tokens[OF_Q], j, c)), a_j = to_float(*place<KEPT>(s.tokens[OF_A], j, c));
-    const float k_j = to_float(*place<KEPT>(s.tokens[OF_K], j, c)), b_j = to_float(*place<KEPT>(s.tokens[OF_B], j, c));
-    float of_k = 0.f, of_b = 0.f;
-    each_group<true>(j, [&](auto group, auto near) {
+__device__ __forceinline__ void put_pairs(Shared<T, G>& s, const float (&d)[6][4], float by) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3, kind = threadIdx.x >> 5;
 #pragma unroll
-      for (int i = group.value * GROUP; i < (group.value + 1) * GROUP; ++i) {
-        const float4 pair = s.pairs[i][j];
-        q[i] = near.value && i == j ? q_j : q[i];
-        of_k = fmaf(pair.x, q[i], fmaf(pair.z, a[i], of_k));
-        of_b = fmaf(pair.y, q[i], fmaf(pair.w, a[i], of_b));
-        q[i] *= decay;
-        a[i] = near.value && i == j ? a_j : decay * a[i];
+  for (int n = 0; n < 6; ++n)
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const int row = (n < 2 ? 0 : 2) + down, column = n < 2 ? n : n - 2;  // blocks of 8 tokens
+      const float x = by * d[n][2 * down], y = by * d[n][2 * down + 1];
+      const auto put = [&](int border, int i, int j, float x, float y) {
+        put_two<bf16, HALF * HALF>(s.borders[border][kind][0] + border_place(8 * i + g, 8 * j + 2 * t), x, y);
+      };
+      if (row == column) {
+        reinterpret_cast<float*>(&s.pairs[row][g][2 * t])[kind] = x;
+        reinterpret_cast<float*>(&s.pairs[row][g][2 * t + 1])[kind] = y;
+      } else if (row < column) {  // nothing: here the other border's matrix has zeros
+        put(1, row / 2, 1 - column / 2, 0.f, 0.f);
+      } else if (row >= 2 && column < 2) {
+        put(0, row - 2, column, x, y);
+      } else {
+        put(1, row / 2, column / 2, x, y);
       }
-    });
-    const float state_k = all * s.terms[2][j][c], state_b = all * s.terms[3][j][c];
-    all *= decay;
-    s.terms[2][j][c] = fmaf(k_j, state_k, b_j * state_b);
-    if (j < rows && dk) dk[j * next_k] = from_float<T>(of_k + state_k), db[j * next_b] = from_float<T>(of_b + state_b);
+    }
+}
+
+__device__ __forceinline__ float2 pair_at(const float* x) { return *reinterpret_cast<const float2*>(x); }
+template <typename T> __device__ __forceinline__ float2 pair_at(const T* x) { return unpack_pair(x); }
+
+// The tokens of a thread's block, of two channels, and their decays.
+template <typename T> struct BlockTokens {
+  u32 tokens[4][BLOCK];
+  float2 decays[BLOCK];
+
+  template <typename G> __device__ __forceinline__ BlockTokens(const Shared<T, G>& s, int block, int c) {
+#pragma unroll
+    for (int n = 0; n < BLOCK; ++n) {
+      const int i = block * BLOCK + n;
+      const float2 gates = pair_at(place<KEPT>(s.g, i, c));
+      decays[n] = {decay_of(gates.x), decay_of(gates.y)};
+#pragma unroll
+      for (int kind = 0; kind < 4; ++kind)
+        tokens[kind][n] = *reinterpret_cast<const u32*>(place<KEPT>(s.tokens[kind], i, c));
+    }
   }
-  float before = 0.f;
-#pragma unroll 1
-  for (int j = 0; j < C; ++j) {
-    const float own = s.terms[2][j][c];
-    s.terms[2][j][c] = before, before += own;
+  __device__ __forceinline__ float2 of(int kind, int n) const { return unpack(tokens[kind][n], T{}); }
+
+  // Calls f(kind, n, x) for rows q and a, or columns k and b, which decay over the block and by `decay` beyond it.
+  template <class F> __device__ __forceinline__ void each_row(float2 decay, F f) const {
+#pragma unroll
+    for (int n = 0; n < BLOCK; ++n) {
+      f(OF_A, n, times(decay, of(OF_A, n)));
+      decay = times(decay, decays[n]);
+      f(OF_Q, n, times(decay, of(OF_Q, n)));
+    }
+  }
+  template <class F> __device__ __forceinline__ void each_column(float2 decay, F f) const {
+#pragma unroll
+    for (int n = BLOCK - 1; n >= 0; --n) {
+      f(OF_K, n, times(decay, of(OF_K, n)));
+      f(OF_B, n, times(decay, of(OF_B, n)));
+      decay = times(decay, decays[n]);
+    }
+  }
+};
+
+// Decays terms of tokens beside borders of TOKENS tokens to these, and adds those of pairs that the borders part; a
+// warp has 16 channels.
+template <int TOKENS, typename T, typename G> __device__ __forceinline__ void cross_borders(Shared<T, G>& s) {
+  const int lane = own_lane(), g = lane >> 2, t = lane & 3, channel = threadIdx.x / 32 * 16;
+  const auto before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };  // token n of those before a border
+#pragma unroll
+  for (int columns = 0; columns < 2; ++columns) {
+    const int own = columns ? 0 : TOKENS, other = TOKENS - own;
+    float d[2][2][4];
+    const auto each = [&](auto f) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int across = 0; across < 2; ++across)
+#pragma unroll
+          for (int down = 0; down < 2; ++down)
+            f(d[n][across] + 2 * down, 2 * columns + n, before(g + 8 * down) + own, channel + 8 * across + 2 * t, down);
+    };
+    each([&](float* to, int kind, int i, int c, int down) {
+      const auto over = [&](int n) { return *reinterpret_cast<const float2*>(&s.over_blocks[n][c]); };
+      float2 decay = over(TOKENS == BLOCK ? 2 * down + columns : 2 * columns);
+      if (TOKENS > BLOCK) decay = times(decay, over(2 * columns + 1));
+      const float2 x = times(decay, *reinterpret_cast<const float2*>(s.term(kind, i, c)));
+      to[0] = x.x, to[1] = x.y;
+    });
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      u32 b[2][4];
+#pragma unroll
+      for (int number = 0; number < 2; ++number)
+        ldmatrix_x4_trans(b[number],
+                          place<KEPT>(s.decayed[m][number], before(lane & 15) + other, channel + (lane >> 4) * 8));
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int number = 0; number < 2; ++number) {
+          const bf16* matrix = s.borders[TOKENS == BLOCK][columns ? 2 * m + n : 2 * n + m][number];
+          u32 a[4];
+          if (columns) ldmatrix_x4_trans(a, matrix + border_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
+          else ldmatrix_x4(a, matrix + border_place(lane & 15, (lane >> 4) * 8));
+#pragma unroll
+          for (int across = 0; across < 2; ++across) {
+            mma_bf16(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]});
+            if (number == 0) mma_bf16(d[n][across], a, {b[1][2 * across], b[1][2 * across + 1]});
+          }
+        }
+    }
+    each([&](float* from, int kind, int i, int c, int) { put_pair(s.term(kind, i, c), {from[0], from[1]}); });
+  }
+}
+
+// Stores neighbouring numbers of a block's rows, of which there are `rows`, with so many columns from these on.
+template <typename T, class F>
+__device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int columns, int bytes, F value) {
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n, to += stride) {
+    if (n >= rows || columns <= 0) continue;
+    const float2 x = value(n);
+    if (bytes >= int(2 * sizeof(T))) {
+      put_pair(to, x);
+    } else {
+      to[0] = from_float<T>(x.x);
+      if (columns > 1) to[1] = from_float<T>(x.y);
+    }
   }
 }
 
 template <typename T, typename G>
-__global__ void __launch_bounds__(THREADS, 3) delta_dplr_backward_chunks(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_SM100 ? 2 : 3))
+    delta_dplr_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(padded(shape.K)) / KEPT, pair = blockIdx.x / tiles / u32(shape.NC);
@@ -171,51 +301,149 @@ __global__ void __launch_bounds__(THREADS, 3) delta_dplr_backward_chunks(const A
   fetch(s.tokens[OF_Q], args.q), fetch(s.tokens[OF_A], args.a), fetch(s.tokens[OF_K], args.k);
   fetch(s.tokens[OF_B], args.b), fetch(s.g, args.g);
   fetch_columns(s, args, b, h, span, chunk, first, 0);
-  for (int at = threadIdx.x; at < C * (C + 1); at += THREADS) s.pairs[0][at] = {0.f, 0.f, 0.f, 0.f};
 
-  Columns of_rows[2] = {}, of_columns[2] = {};  // S do, S du; C v, C u
-  float dot = 0.f;
-  const int c = threadIdx.x % KEPT, half = threadIdx.x / KEPT;
+  Columns terms[4] = {};  // S do, S du; C v, C u
+  float pairs[6][4] = {}, dots[4] = {};
+  const int warp = threadIdx.x >> 5;
 #pragma unroll 1
   for (int column = 0;; column += KEPT) {
     cp_async_wait<0>();
     __syncthreads();  // the columns have arrived
-    multiply_values(s, scale);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      multiply_states(of_rows[n], s.values[DO + n], s.states[0]);
-      multiply_states(of_columns[n], s.values[V_ + n], s.states[1]);
-    }
-    dot += multiply_halves_of_columns(s.states[0], s.states[1], c, half);
+    multiply_values(pairs, s.values[DO + warp / 2], s.values[V_ + warp % 2]);
+    multiply_states(terms, dots, s);
     __syncthreads();  // the columns have been read: the next ones, or terms, may overwrite them
     if (column + KEPT >= shape.V) break;
     fetch_columns(s, args, b, h, span, chunk, first, column + KEPT);
   }
-  s.dots[half][c] = dot;
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
-    each_pair([&](int i, int at, int m, int across, int down) {
-      const float *row = of_rows[n][m][across] + 2 * down, *key = of_columns[n][m][across] + 2 * down;
-      put_pair(&s.terms[n][i][at], {row[0], row[1]});
-      put_pair(&s.terms[2 + n][i][at], {key[0], key[1]});
+  for (int n = 0; n < 4; ++n)
+    each_pair([&](int i, int c, int m, int across, int down) {
+      const float* x = terms[n][m][across] + 2 * down;
+      const float by = n == DO ? scale : 1.f;
+      put_pair(s.term(n, i, c), {by * x[0], by * x[1]});
     });
-  __syncthreads();  // terms and pairs are in shared memory
-
-  const auto of = [&](const auto& x) { return c < channels ? x.row(b, h, span.start) + first + c : nullptr; };
-  float passed[C] = {};  // dg's terms of pairs, of the gate behind each token
-  if (half) gather_columns(s, c, of(args.dk), args.dk.t, of(args.db), args.db.t, rows);
-  else gather_rows(s, passed, c, scale, of(args.dq), args.dq.t, of(args.da), args.da.t, rows);
-  __syncthreads();  // dg's terms of keys are in shared memory
-  if (half) return;
-  float whole = 1.f;
-#pragma unroll 1
-  for (int i = 0; i < C; ++i) whole *= decay_of(to_float(*place<KEPT>(s.g, i, c)));
-  float dg = whole * (s.dots[0][c] + s.dots[1][c]);
-  G* to = of(args.dg);
-#pragma unroll
-  for (int t = C - 1; t >= 0; --t) {
-    dg += s.terms[0][t][c];
-    if (t < rows && to) to[t * args.dg.t] = from_float<G>(dg + s.terms[2][t][c] + (t ? passed[t - 1] : 0.f));
-    dg += s.terms[1][t][c];  // `a` reads the state before its own gate
+  put_pairs(s, pairs, warp < 2 ? scale : 1.f);
+  {
+    const int g = own_lane() >> 2, odd = g & 1, at = 16 * warp + g;
+    if (g / 2 == (own_lane() & 3)) { s.dots[at] = odd ? dots[1] : dots[0], s.dots[at + 8] = odd ? dots[3] : dots[2]; }
   }
+  const int block = warp, c = 2 * own_lane(), start = block * BLOCK;
+  const BlockTokens<T> tokens(s, block, c);
+  const float2 one = {1.f, 1.f};
+  {
+    float2 all = tokens.decays[0];
+#pragma unroll
+    for (int n = 1; n < BLOCK; ++n) all = times(all, tokens.decays[n]);
+    put_pair(&s.over_blocks[block][c], all);
+  }
+  __syncthreads();  // terms, pairs and decays over blocks are in shared memory
+
+  const auto at = [&](float (&x)[KEPT]) -> float2& { return *reinterpret_cast<float2*>(x + c); };
+  const auto over = [&](int n) { return at(s.over_blocks[n]); };
+  const auto term = [&](int kind, int n) -> float2& { return *reinterpret_cast<float2*>(s.term(kind, start + n, c)); };
+  const auto put = [&](int kind, int n, float2 x) {
+    put_two<bf16, C * KEPT>(place<KEPT>(s.decayed[kind % 2][0], start + n, c), x.x, x.y);
+  };
+  const auto sum_rows = [&](float (&to)[KEPT], float2 decay) {
+    float2 sum = {};
+    tokens.each_row(decay, [&](int kind, int n, float2 x) { sum = plus_times(sum, x, term(kind, n)); });
+    at(to) = sum;
+  };
+  const auto sum_columns = [&](float (&to)[KEPT], float2 decay) {
+    float2 sum = {};
+    tokens.each_column(decay, [&](int kind, int n, float2 x) { sum = plus_times(sum, x, term(kind, n)); });
+    at(to) = sum;
+  };
+  float2 before = one, behind = one;  // decays from the chunk's start to the block, and from it to the chunk's end
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n)
+    if (n < block) before = times(before, over(n));
+    else if (n > block) behind = times(over(n), behind);
+  sum_rows(s.reads[block], before), sum_columns(s.written[block], behind);
+  if (block < 2) tokens.each_column(block == 0 ? over(1) : one, put);
+  else tokens.each_row(block == 3 ? over(2) : one, put);
+  __syncthreads();  // rows and columns beside the border of 16 tokens are in shared memory, and terms have been read
+  cross_borders<HALF>(s);
+  __syncthreads();  // their products are among the terms, and they have been read: others may overwrite them
+  if (block == 3) sum_rows(s.across[0], over(2));
+  if (block == 0) sum_columns(s.across[1], over(1));
+  if (block % 2) tokens.each_row(one, put);
+  else tokens.each_column(one, put);
+  __syncthreads();  // rows and columns beside borders of 8 tokens are in shared memory, and terms have been read
+  cross_borders<BLOCK>(s);
+  __syncthreads();  // their products are among the terms
+
+  float2 dg[BLOCK] = {};  // of pairs within the block, then of all rows from a token on
+  {
+    float2 k[BLOCK], key_b[BLOCK], reads[BLOCK] = {}, all = one;  // keys decayed to the row
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) {
+      const float2 q_i = tokens.of(OF_Q, i), a_i = tokens.of(OF_A, i), decay = tokens.decays[i];
+      k[i] = tokens.of(OF_K, i), key_b[i] = tokens.of(OF_B, i);
+      float2 of_q = {}, of_a = {};  // sums over the keys so far
+#pragma unroll
+      for (int j = 0; j <= i; ++j) {
+        const float4 pair = s.pairs[block][i][j];
+        if (j < i) {
+          of_a = plus_times(plus_times(of_a, pair.w, key_b[j]), pair.z, k[j]);
+          if (j < i - 1) dg[j + 1] = plus_times(dg[j + 1], a_i, of_a);
+          k[j] = times(decay, k[j]), key_b[j] = times(decay, key_b[j]);
+        }
+        of_q = plus_times(plus_times(of_q, pair.y, key_b[j]), pair.x, k[j]);
+        if (j < i) dg[j + 1] = plus_times(dg[j + 1], q_i, of_q);
+      }
+      const float2 state_a = times(all, term(OF_A, i));
+      all = times(all, decay);
+      const float2 state_q = times(all, term(OF_Q, i));
+      reads[i] = times(q_i, state_q);
+      if (i) reads[i - 1] = plus_times(reads[i - 1], a_i, state_a);  // `a` reads the state before its own gate
+      term(OF_Q, i) = plus(of_q, state_q), term(OF_A, i) = plus(of_a, state_a);
+    }
+    float2 sum = {};
+#pragma unroll
+    for (int i = BLOCK - 1; i >= 0; --i) sum = plus(sum, reads[i]), dg[i] = plus(dg[i], sum);
+  }
+  float2 written[BLOCK];
+  {
+    float2 q[BLOCK], a[BLOCK], all = one;  // rows decayed to the key
+#pragma unroll
+    for (int j = BLOCK - 1; j >= 0; --j) {
+      const float2 k_j = tokens.of(OF_K, j), b_j = tokens.of(OF_B, j), decay = tokens.decays[j];
+      q[j] = tokens.of(OF_Q, j);
+      float2 of_k = {}, of_b = {};
+#pragma unroll
+      for (int i = BLOCK - 1; i >= j; --i) {
+        const float4 pair = s.pairs[block][i][j];
+        of_k = plus_times(of_k, pair.x, q[i]), of_b = plus_times(of_b, pair.y, q[i]);
+        q[i] = times(decay, q[i]);
+        if (i == j) continue;
+        of_k = plus_times(of_k, pair.z, a[i]), of_b = plus_times(of_b, pair.w, a[i]);
+        a[i] = times(decay, a[i]);
+      }
+      a[j] = tokens.of(OF_A, j);
+      const float2 state_k = times(all, term(OF_K, j)), state_b = times(all, term(OF_B, j));
+      all = times(all, decay);
+      written[j] = plus_times(times(k_j, state_k), b_j, state_b);
+      term(OF_K, j) = plus(of_k, state_k), term(OF_B, j) = plus(of_b, state_b);
+    }
+  }
+  // What passes the block, and then what its keys add to that.
+  float2 passing = times(times(times(over(0), over(1)), times(over(2), over(3))), at(s.dots));
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n)
+    if (n > block) passing = plus(passing, at(block == 2 ? s.across[0] : s.reads[n]));
+    else if (n < block) passing = plus(passing, at(block == 1 ? s.across[1] : s.written[n]));
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) {
+    dg[n] = plus(dg[n], passing);
+    passing = plus(passing, written[n]);
+  }
+  const auto store = [&](const auto& to, auto value) {
+    store_block(to.row(b, h, span.start + start) + first + c, to.t, rows - start, channels - c, bytes, value);
+  };
+  store(args.dg, [&](int n) { return dg[n]; });
+  store(args.dq, [&](int n) { return term(OF_Q, n); });
+  store(args.da, [&](int n) { return term(OF_A, n); });
+  store(args.dk, [&](int n) { return term(OF_K, n); });
+  store(args.db, [&](int n) { return term(OF_B, n); });
 }

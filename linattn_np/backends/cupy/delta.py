@@ -317,7 +317,7 @@ class GradientsInChunks(Gradients):
         numbers = 2 - walk.two  # of a residual
         residual, dresidual = (draft.empty((B, heads, T, n * wide), problem.dtype) for n in (numbers, 1))
 
-        how = self.common(shape, *(self.gradients[name] for name in "qkv"))
+        how = self.common(shape, *(x for x in self.gradients.values() if x.ndim == 4))
         of_prepare = {name: x for name, x in how.items() if name in prepare.names} | {"w_scale": problem.scale}
         draft.launch(prepare, B * heads * shape.NC, **arrays, **of_prepare, prepared=prepared)
         written = {"kept": kept, "residual": residual, "dresidual": dresidual, "dv": columns.pop("dv")}
