@@ -13,20 +13,22 @@
 //             k_j end_j (C v_j) of the keys j < t
 //             sum over V of S C, times the product of all a_m of the chunk
 //             dA_ij q_i decay_ij k_j of the pairs j < t <= i                              (RWKV-6: j < t < i)
-//           A sub-chunk is 8 tokens. A pair (query i, key j) of two sub-chunks is computed by way of a border between
-//           them, the one of 32 tokens, else 16, else 8: the key is decayed to the border and the query from it. A pair
-//           within one sub-chunk is computed by way of the sub-chunk's middle, where some factors are inverse decays
-//           (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t less the terms of all
-//           keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same rounded operands, so that
-//           these pairs cancel up to float32's rounding. All other terms of dg are added, without a difference.
+//           A sub-chunk is 8 tokens, a block of tokens 16, a half 32. A pair (query i, key j) of two sub-chunks is
+//           computed by way of a border between them: that of the halves (border32), else of the blocks (border16),
+//           else of the block's two sub-chunks (border8). The key is decayed to the border and the query from it. A
+//           pair within one sub-chunk is computed by way of the sub-chunk's middle, where some factors are inverse
+//           decays (decays.cuh). dg_t of these pairs is a difference: the terms of all queries i >= t less the terms of
+//           all keys j >= t. The pairs with j >= t are in both sums. Both sums are of the same rounded operands, so
+//           that these pairs cancel up to float32's rounding. All other terms of dg are added, without a difference.
 //           If a log gate g of a warp's channels exceeds GROWTH, inverse decays could overflow: then the pairs within
 //           the sub-chunks of its 16 tokens are summed one by one (growth.cuh).
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, partial_du [B, NC, H, K] float32, NC the
 //           chunks of a batch row. kept: every chunk's S and C, as backward_states.cu writes them (`tile_at`)
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
-// smem      q, k, g; beside them two stages of 32 columns of v and do, later overwritten by dA and by the operands that
-//           both halves of the chunk need
-// barriers  two for every 32 columns of V: the columns have arrived | all warps have read them.
+// smem      q, k, g of the chunk, copied by all threads; a warp reads its 16 channels, and writes dq, dk, dg over them.
+//           Two stages of 32 columns of v and do, copied by all threads, read by all warps. ScoreData overwrites these
+//           stages: dA, written and read by all warps, and operands and decays that a thread or warp writes for itself
+// barriers  two for every 32 columns of V: the columns have been copied | all warps have read them.
 //           Then: dA is in shared memory | dq, dk and dg are in shared memory
 // numerics  matrix products as in fragments.cuh, with sums in float32. Scales and decays that are not part of an
 //           operand multiply these sums. tf32 operands are truncated, which makes them smaller on average;
@@ -43,14 +45,14 @@
 #include "cards.cuh"
 #include "growth.cuh"
 
-constexpr int COLUMNS = 32;            // columns of V in one stage of shared memory
-constexpr int STEPS = COLUMNS / 16;    // a matrix product contracts 16 columns
-constexpr int BLOCKS = CHUNK / 16;     // blocks of 16 tokens, two sub-chunks each
-constexpr int BLOCKS_PER_WARP = 3;     // the 10 blocks [16, 16] of dA on and below the diagonal, over 4 warps
-constexpr float MOST = 3.4028235e38f;  // the largest float32
+constexpr int COLUMNS = 32;                   // columns of V in one stage of shared memory
+constexpr int STEPS = COLUMNS / 16;           // matrix products a stage: each contracts 16 columns
+constexpr int BLOCKS = CHUNK / 16;            // blocks of 16 tokens, two sub-chunks each
+constexpr int BLOCKS_PER_WARP = 3;            // the 10 blocks [16, 16] of dA on and below the diagonal, over 4 warps
+constexpr float FLOAT32_MAX = 3.4028235e38f;  // the largest float32
 // float32 data: a difference that is less than this share of the sum of its terms' absolute values has cancelled too
 // much, and is computed again as a sum of pairs.
-constexpr float CANCELLED = 1.f / 512;
+constexpr float CANCELLED_SHARE = 1.f / 512;
 
 // The template argument Columns. Ungated: columns of V have no gates, and v and do are the call's arrays, of type T.
 struct Ungated {
@@ -73,48 +75,48 @@ template <typename T, typename G, typename E> struct Args {
   Rows<const G> g;
   Rows<T> dq, dk;
   Rows<G> dg;
-  const float* u;  // null for GLA
-  const void* kept;
+  const float* u;     // null for GLA
+  const void* kept;   // of the type that products take (Math::Stored)
   float* partial_du;  // null for GLA
   Shape shape;
-  i64 first, heads;  // this launch computes the heads first ... first + heads - 1
+  i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
   i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
   // The members from here on are used if Columns is gated. The host leaves them null otherwise.
   // dA [B, heads, NC, 64, 64], without its diagonal, pairs within a sub-chunk times NEAR_SCALE
-  const void* pairs;
-  const float* own;            // dA's diagonal [B, heads, NC, 64]
+  const void* scores;
+  const float* diagonal;       // dA's diagonal [B, heads, NC, 64]
   const float* decays;         // the product of each column's decays over the chunk [B, heads, NC, padded V]
-  const float* row_growth;     // the largest sum of positive log gates of a channel over the chunk [B, heads, NC], or 0
-  const float* column_growth;  // the same of a column
+  const float* row_growth;     // [B, heads, NC]: the largest of all channels' sums of positive log gates over the chunk
+  const float* column_growth;  // the same of all columns
   Rows<const T> given_v, given_do;  // v and do of the call, without decays
   Rows<const G> gv;                 // log gates of columns [B, H, T, V]
 };
 
+constexpr int LDV = COLUMNS + 8, LDA = CHUNK + 8;  // distances of neighbouring tokens in v and do, and in dA
 template <typename T> struct alignas(16) Values {
-  T v[CHUNK * (COLUMNS + 8)];    // [64, 32]
-  T do_[CHUNK * (COLUMNS + 8)];  // [64, 32]
+  T v[CHUNK * LDV];    // [64 tokens, 32 columns]
+  T do_[CHUNK * LDV];  // [64, 32]
 };
-constexpr int LDV = COLUMNS + 8, LDA = CHUNK + 8;
 
-// What overwrites the columns of v and do once all products with them are done.
-template <class M> struct PairData {
+// Overwrites the stages of v and do, after all products with them.
+template <class M> struct ScoreData {
   typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query i, key j < i; zeros elsewhere
   float diagonal[CHUNK];               // dA_ii
-  // By block of 16 tokens and thread: the keys of the chunk's first half decayed to the chunk's middle, the queries of
-  // its second half decayed from the middle.
-  Held<M> halves[BLOCKS][THREADS];
-  float decays[SUBS][TILE];       // the product of a channel's decays over each sub-chunk
-  float state_terms[2][THREADS];  // dg's term of S and C: this lane's share, of its two channels
+  // The thread's operands at the border between the halves, for each block of 16 tokens: keys of the first half decayed
+  // to it, queries of the second half decayed from it.
+  Held<M> border32[BLOCKS][THREADS];
+  float decays[SUBS][TILE];       // the product of each channel's decays over each sub-chunk
+  float state_terms[2][THREADS];  // the thread's share of dg's term of S and C, for its two channels (by octet)
 };
 
 template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16) Shared {
-  T q[CHUNK * LD<T, TILE>];  // [64, 64], then dq
-  T k[CHUNK * LD<T, TILE>];  // then dk
-  G g[CHUNK * LD<G, TILE>];  // then dg
+  T q[CHUNK * LD<T, TILE>];  // [64 tokens, 64 channels], overwritten by dq
+  T k[CHUNK * LD<T, TILE>];  // overwritten by dk
+  G g[CHUNK * LD<G, TILE>];  // overwritten by dg
   union {
     Values<typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> values[2];  // two stages
-    PairData<Math<T, PRODUCTS>> pairs;
+    ScoreData<Math<T, PRODUCTS>> pairs;                                                        // of tokens
   };
 };
 
@@ -127,7 +129,8 @@ __device__ __forceinline__ int column_of(int n) {
   return n - row * (row + 1) / 2;
 }
 
-// This lane's fragments of S and of C: 16 channels by COLUMNS columns, 16 columns for each index m.
+// This lane's numbers of S and of C: of 16 channels by COLUMNS columns, 16 columns for each index m. Index p as in
+// fragments.cuh: channel lane / 4 + 8 (p % 2), columns 8 (p / 2) + 2 (lane % 4) and the next.
 template <class M, bool TURNED> struct States {
   using Stored = typename M::Stored;
   struct alignas(2 * sizeof(Stored)) Neighbours {  // of one channel, in two neighbouring columns
@@ -154,7 +157,8 @@ template <class M, bool TURNED> struct States {
   }
 };
 
-template <typename P> struct Element;
+// The type that a pointer points to.
+template <typename Pointer> struct Element;
 template <typename E> struct Element<E*> {
   using type = E;
 };
@@ -184,8 +188,8 @@ struct GradientsWithin {
 // Sets `sums` of each block m of 16 tokens whose bit m of `blocks` is set. q, k and gates: 64 tokens, from the warp's
 // first channel on. dA: 64 x 64.
 template <class ReadOrder, class M, typename T, typename G, typename Stored>
-__device__ __noinline__ void sum_one_by_one(GradientsWithin (&sums)[BLOCKS], const T* q, const T* k, const G* gates,
-                                            const Stored* dA, u32 blocks) {
+__device__ __noinline__ void sum_pairs_one_by_one(GradientsWithin (&sums)[BLOCKS], const T* q, const T* k,
+                                                  const G* gates, const Stored* dA, u32 blocks) {
   const int lane = threadIdx.x & 31, lane_channel = lane >> 2, lane_pair = lane & 3;
 #pragma unroll 1
   for (int at = 0; at < 8 * BLOCKS; ++at) {
@@ -197,8 +201,8 @@ __device__ __noinline__ void sum_one_by_one(GradientsWithin (&sums)[BLOCKS], con
         [&](int j) { return to_float(k[(first + j) * LD<T, TILE> + channel]); },
         [&](int i) { return decay_of(to_float(gates[(first + i) * LD<G, TILE> + channel])); },
         [&](int i, int j) { return 1 / TF32_CORRECTION_OF_BOTH<M> * to_float(dA[(first + i) * LDA + first + j]); });
-    const auto put = [&](float2& pair, float value) { (token ? pair.y : pair.x) = value; };
-    put(sums[m].dq[p], x.dq), put(sums[m].dk[p], x.dk), put(sums[m].dg[p], x.dg);
+    const auto set_token = [&](float2& pair, float value) { (token ? pair.y : pair.x) = value; };
+    set_token(sums[m].dq[p], x.dq), set_token(sums[m].dk[p], x.dk), set_token(sums[m].dg[p], x.dg);
   }
 }
 
@@ -236,25 +240,28 @@ __device__ __forceinline__ float2 decays_of_columns(const float* decays, int col
 }
 
 // Returns this lane's share of dg's term of S and C: the sum over V of decay S C, for channels lane / 4 + 8 n, n = 0,
-// 1. S is multiplied by the decay before it is multiplied by C, since S C alone may overflow. `decay`: of the two
-// channels over the chunk; `decays`: of the columns; `row`: in 8 x 8 matrices; `parts`: stages of COLUMNS columns;
-// `next_tile`: the distance of tiles of columns in memory.
+// 1. S is multiplied by the decay before it is multiplied by C, since S C alone may overflow. S, C: the tiles of the
+// first columns in memory. `decay`: of the two channels over the chunk; `decays`: of the columns; `row`: the warp's
+// first channel, in 8 x 8 matrices; `column_stages`: stages of COLUMNS columns in V; `width`: of `decays`; `next_tile`:
+// the distance of tiles of columns in memory.
 template <class M, class Columns>
-__device__ __noinline__ float2 decayed_states(const typename M::Stored* S, const typename M::Stored* C, int row,
-                                              int parts, float2 decay, const float* decays, int width, int next_tile) {
+__device__ __noinline__ float2 decayed_state_terms(const typename M::Stored* S, const typename M::Stored* C, int row,
+                                                   int column_stages, float2 decay, const float* decays, int width,
+                                                   int next_tile) {
   float2 sum = {0.f, 0.f};
 #pragma unroll 1
-  for (int n = 0; n < parts * STEPS; ++n) {
+  for (int n = 0; n < column_stages * STEPS; ++n) {
     States<M, Columns::turned> states;
     const int offset = n * 16 / TILE * next_tile;
     states.load(0, S + offset, C + offset, row, n * 16 % TILE / 8);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const auto &x = states.S[0][p], &y = states.C[0][p];
+      const auto &S_pair = states.S[0][p], &C_pair = states.C[0][p];
       float& channel_sum = p & 1 ? sum.y : sum.x;
       const int column = 16 * n + 8 * (p >> 1) + 2 * (threadIdx.x & 3);
-      const float2 by = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(decays, column, width);
-      channel_sum = fmaf(by.x * to_float(x.x), to_float(y.x), fmaf(by.y * to_float(x.y), to_float(y.y), channel_sum));
+      const float2 both_decays = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(decays, column, width);
+      channel_sum = fmaf(both_decays.x * to_float(S_pair.x), to_float(C_pair.x),
+                         fmaf(both_decays.y * to_float(S_pair.y), to_float(C_pair.y), channel_sum));
     }
   }
   return sum;
@@ -262,10 +269,10 @@ __device__ __noinline__ float2 decayed_states(const typename M::Stored* S, const
 
 // Computes and stores dq, dk and dg of a chunk token by token, for columns with gates whose log gates are so large that
 // products of decays may overflow. A warp has one channel at a time, a lane one column at a time. Starts from the
-// chunk's S and C, and reads v and do without decays.
+// chunk's S and C, at S_kept and C_kept, and reads v and do without decays (given_v, given_do).
 template <bool TURNED, typename Stored, typename T, typename G, typename E>
-__device__ __noinline__ void go_by_token(const Args<T, G, E>& args, const Stored* S_kept, const Stored* C_kept,
-                                         int next_tile, const ChannelTile& work) {
+__device__ __noinline__ void compute_token_by_token(const Args<T, G, E>& args, const Stored* S_kept,
+                                                    const Stored* C_kept, int next_tile, const ChannelTile& work) {
   const int lane = threadIdx.x & 31, tokens = int(work.span.stop - work.span.start);
   const int first = work.tile * TILE, channels = int(args.shape.K), columns = int(args.shape.V);
   const auto tokens_of = [&](const auto& x) { return tokens_at(x, work.b, work.h, work.span.start, 0); };
@@ -275,8 +282,8 @@ __device__ __noinline__ void go_by_token(const Args<T, G, E>& args, const Stored
 #pragma unroll 1
   for (int row = threadIdx.x >> 5; row < TILE && first + row < channels; row += WARPS) {
     const int channel = first + row;
-    float dq[2] = {}, dk[2] = {}, dg[2] = {};  // of tokens lane and 32 + lane
-    // Adds the sum of x over the warp to the token's number, which one lane has.
+    float dq[2] = {}, dk[2] = {}, dg[2] = {};  // of tokens `lane` and 32 + `lane`
+    // Adds the sum of x over the warp to `to` in the lane that has the token.
     const auto add_over_warp = [&](float (&to)[2], int token, float x) {
 #pragma unroll 1
       for (int distance = 1; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
@@ -288,8 +295,9 @@ __device__ __noinline__ void go_by_token(const Args<T, G, E>& args, const Stored
       const int at = column / TILE * next_tile + (TURNED ? matrix_at(in_tile / 8, row / 8) + in_tile % 8 * 8 + row % 8
                                                          : matrix_at(row / 8, in_tile / 8) + row % 8 * 8 + in_tile % 8);
       float S = column < columns ? to_float(S_kept[at]) : 0.f, C = column < columns ? to_float(C_kept[at]) : 0.f;
-      float decayed[CHUNK];  // the state after token i's decay, before its key and value are added
-                             // grown(x, sum) of tensor.cuh is x exp(sum), without overflow of exp(sum) alone.
+      // [i]: the state after token i's decay, before its key and value are added. grown(x, sum) of tensor.cuh is
+      // x exp(sum), finite also if exp(sum) alone overflows.
+      float decayed[CHUNK];
 #pragma unroll 1
       for (int i = 0; i < tokens; ++i) {
         decayed[i] = grown(S, g.at(i, channel, channels) + gv.at(i, column, columns));
@@ -315,13 +323,16 @@ __device__ __noinline__ void go_by_token(const Args<T, G, E>& args, const Stored
   }
 }
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), see read_order.cuh. T: the type of q, k, v, do; G: of g and dg.
+// PRODUCTS: tf32 products for each product of float32, 1 or 3. Columns: whether columns of V have gates, see above.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
 __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const __grid_constant__ Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   using E = typename Columns::template Type<T, Stored>;
-  using Block = float[2][4];  // this lane's accumulators of a product [16 channels, 16 tokens]: [sub-chunk][number]
+  // This lane's accumulators of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of the lane's pair].
+  using Block = float[2][4];
   constexpr bool RWKV6 = ReadOrder::reads_before_write;
   // Products of split operands are so many instructions that unrolled loops take a second longer to compile, and run no
   // faster.
@@ -332,9 +343,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  // Everywhere below: this lane has channels lane_channel + 8 octet, octet 0 or 1, of the warp's 16, and tokens
-  // 2 lane_pair and 2 lane_pair + 1 of every sub-chunk of 8. strip: the warp's first channel.
-  const int lane_channel = lane >> 2, lane_pair = lane & 3, strip = 16 * warp;
+  // Everywhere below: a warp has 16 channels from warp_channel on. This lane has channels lane_channel + 8 octet of
+  // them, octet 0 or 1, and tokens 2 lane_pair and 2 lane_pair + 1 of every sub-chunk of 8.
+  const int lane_channel = lane >> 2, lane_pair = lane & 3, warp_channel = 16 * warp;
   const int tiles = int((shape.K + TILE - 1) / TILE);
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
   const auto work_of = [&](u32 block) -> ChannelTile {
@@ -347,7 +358,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 c = work.c, h = work.h, b = work.b;
   const Span span = work.span;
   const float scale = float(args.scale);
-  // for truncated operands of S do and of C v
+  // Corrects the truncation of both operands of S do and of C v.
   constexpr float STATE_CORRECTION = TF32_CORRECTION<M> * TF32_CORRECTION<M, E>;
   const bool vectors = args.vectors;
 
@@ -363,8 +374,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, at.b, head, at.span.start, at.span.stop, column, width, aligned);
     fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, at.b, head, at.span.start, at.span.stop, column, width, aligned);
   };
-  // A queue of two: index 0 has the 16 columns of the next product. Each product shifts index 1 to index 0 and loads
-  // the 16 columns after those to index 1.
+  // A queue of two: index 0 has the 16 columns that are multiplied next, index 1 the 16 columns after these. Each
+  // product moves index 1 to index 0 and loads index 1.
   static_assert(STEPS == 2);
   States<M, Columns::turned> states;
   Shape kept_shape = shape;
@@ -380,9 +391,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const int offset = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
     states.load(slot, S_kept + offset, C_kept + offset, 2 * warp, column);
   };
-  if constexpr (Columns::gated)  // the condition is the same for the whole block: no thread waits at a barrier
+  if constexpr (Columns::gated)  // the condition is the same for the whole block, so that no thread waits at a barrier
     if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
-      return go_by_token<Columns::turned>(args, S_kept, C_kept, next_tile, work);
+      return compute_token_by_token<Columns::turned>(args, S_kept, C_kept, next_tile, work);
   fetch(0);
   cp_async_commit();
 #pragma unroll
@@ -391,32 +402,33 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
 
-  // dq: S do and dk: C v, [16 channels, 64 tokens], without decays as yet; this warp's blocks of dA, [16, 16] each; and
-  // this lane's share of the sum over V of S C, by octet.
+  // Sums over V. dq: S do, dk: C v, [16 channels, 64 tokens], without decays so far; dA: this warp's blocks of it,
+  // [16 tokens, 16 tokens]; state_terms: this lane's share of the sum of S C, by octet.
   Block dq[BLOCKS] = {}, dk[BLOCKS] = {}, dA[BLOCKS_PER_WARP] = {};
   float state_terms[2] = {};
-  const int parts = int((shape.V + COLUMNS - 1) / COLUMNS);
+  const int column_stages = int((shape.V + COLUMNS - 1) / COLUMNS);
 #pragma unroll 1
-  for (int n = 0; n < parts; ++n) {
-    if (n + 1 < parts) fetch(n + 1);
+  for (int n = 0; n < column_stages; ++n) {
+    if (n + 1 < column_stages) fetch(n + 1);
     cp_async_commit();
     cp_async_wait<1>();
-    __syncthreads();  // the columns of stage n have arrived, copied by all threads
+    __syncthreads();  // the columns of stage n have been copied by all threads
     const Values<E>& in = s.values[n & 1];
 #pragma unroll UNROLLED
     for (int m = 0; m < STEPS; ++m) {
       Left<M> S, C;
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const float2 x = {to_float(states.S[0][p].x), to_float(states.S[0][p].y)};
-        const float2 y = {to_float(states.C[0][p].x), to_float(states.C[0][p].y)};
+        const float2 S_pair = {to_float(states.S[0][p].x), to_float(states.S[0][p].y)};
+        const float2 C_pair = {to_float(states.C[0][p].x), to_float(states.C[0][p].y)};
         states.S[0][p] = states.S[1][p], states.C[0][p] = states.C[1][p];
-        const float2 by =
+        const float2 column_decays =
             decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * lane_pair, int(width));
-        state_terms[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, state_terms[p & 1]));
-        S.take(p, x), C.take(p, y);
+        state_terms[p & 1] =
+            fmaf(column_decays.x * S_pair.x, C_pair.x, fmaf(column_decays.y * S_pair.y, C_pair.y, state_terms[p & 1]));
+        S.take(p, S_pair), C.take(p, C_pair);
       }
-      if (n + 1 < parts) fetch_states(1, n + 1, m);
+      if (n + 1 < column_stages) fetch_states(1, n + 1, m);
 #pragma unroll
       for (int x = 0; x < BLOCKS; ++x) {
         RightData<M, E> do_operand[2], v_operand[2];
@@ -426,12 +438,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       }
 #pragma unroll
       for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
-        const int which = warp + WARPS * x;
-        if (Columns::gated || which >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
+        const int block = warp + WARPS * x;
+        if (Columns::gated || block >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
         LeftData<M, E> do_rows;
         RightData<M, E> v_rows[2];
-        load_left<false>(do_rows, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
-        load_right<true>(v_rows, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
+        load_left<false>(do_rows, in.do_ + 16 * row_of(block) * LDV + 16 * m, LDV);
+        load_right<true>(v_rows, in.v + 16 * column_of(block) * LDV + 16 * m, LDV);
         multiply(dA[x], do_rows, v_rows);
       }
     }
@@ -439,25 +451,26 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   }
   cp_async_wait<0>();
   if constexpr (Columns::gated) {
-    constexpr int PIECE = 16 / sizeof(Stored);  // numbers that one copy moves; none above the diagonal, zeros instead
-    const Stored* dA_from = static_cast<const Stored*>(args.pairs) + chunk * (CHUNK * CHUNK);
+    constexpr int PIECE =
+        16 / sizeof(Stored);  // numbers that one copy moves; zeros instead of pieces above the diagonal
+    const Stored* dA_from = static_cast<const Stored*>(args.scores) + chunk * (CHUNK * CHUNK);
 #pragma unroll 1
     for (int at = threadIdx.x * PIECE; at < CHUNK * CHUNK; at += THREADS * PIECE)
       cp_async<16>(s.pairs.dA + at / CHUNK * LDA + at % CHUNK, dA_from + at, at % CHUNK <= at / CHUNK);
-    if (threadIdx.x < CHUNK) s.pairs.diagonal[threadIdx.x] = args.own[chunk * CHUNK + threadIdx.x];
+    if (threadIdx.x < CHUNK) s.pairs.diagonal[threadIdx.x] = args.diagonal[chunk * CHUNK + threadIdx.x];
     cp_async_commit();
     cp_async_wait<0>();
   }
 #pragma unroll
   for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
-    const int which = warp + WARPS * x;
-    if (Columns::gated || which >= BLOCKS * (BLOCKS + 1) / 2) continue;
+    const int block = warp + WARPS * x;
+    if (Columns::gated || block >= BLOCKS * (BLOCKS + 1) / 2) continue;
 #pragma unroll
-    for (int right = 0; right < 2; ++right)  // the block's right 8 columns, or its left ones
+    for (int right = 0; right < 2; ++right)  // the block's left 8 columns, then its right ones
 #pragma unroll
-      for (int lower = 0; lower < 2; ++lower) {  // its lower 8 rows, or its upper ones
-        const int i = 16 * row_of(which) + lane_channel + 8 * lower,
-                  j = 16 * column_of(which) + 8 * right + 2 * lane_pair;
+      for (int lower = 0; lower < 2; ++lower) {  // its upper 8 rows, then its lower ones
+        const int i = 16 * row_of(block) + lane_channel + 8 * lower,
+                  j = 16 * column_of(block) + 8 * right + 2 * lane_pair;
         // dA_ij and dA_i(j+1). dA below the diagonal is an operand of two more products, which truncate it and their
         // other operand: it carries the correction for both. The diagonal is multiplied in float32.
         const float2 exact =
@@ -471,15 +484,16 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   __syncthreads();  // dA is in shared memory, and q, k and g have arrived for all warps
 
   // From here on a warp needs its own 16 channels only. In arrays of four, index p is octet p % 2 and sub-chunk
-  // 2 m + p / 2 of block m. Calls f(p, log gates of this lane's two tokens).
+  // 2 m + p / 2 of block m. gates_of_block calls f(p, log gates of this lane's two tokens) for each p.
   const auto gates_of_block = [&](int m, auto f) {
     float2 gates[4];
-    load_channels(gates, s.g + 16 * m * LD<G, TILE> + strip, LD<G, TILE>);
+    load_channels(gates, s.g + 16 * m * LD<G, TILE> + warp_channel, LD<G, TILE>);
 #pragma unroll
     for (int p = 0; p < 4; ++p) f(p, gates[p]);
   };
   const auto gates_of_pair = [&](int m, int p) {
-    const G* gate = s.g + (16 * m + 8 * (p >> 1) + 2 * lane_pair) * LD<G, TILE> + strip + lane_channel + 8 * (p & 1);
+    const G* gate =
+        s.g + (16 * m + 8 * (p >> 1) + 2 * lane_pair) * LD<G, TILE> + warp_channel + lane_channel + 8 * (p & 1);
     return float2{to_float(gate[0]), to_float(gate[LD<G, TILE>])};
   };
   float sub_decays[2][SUBS];  // by octet: the product of decays over each sub-chunk
@@ -495,15 +509,17 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     });
     if (__any_sync(0xffffffffu, !(largest <= GROWTH))) growing |= 1u << m;
   }
-  const auto grows = [&](int m) { return growing >> m & 1; };
-  GradientsWithin one_by_one[BLOCKS];  // set only for blocks that grow
-  if (growing) sum_one_by_one<ReadOrder, M>(one_by_one, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA, growing);
+  const auto grows = [&](int m) { return growing >> m & 1; };  // block m
+  GradientsWithin pair_sums[BLOCKS];                           // set only for blocks that grow
+  if (growing)
+    sum_pairs_one_by_one<ReadOrder, M>(pair_sums, s.q + warp_channel, s.k + warp_channel, s.g + warp_channel,
+                                       s.pairs.dA, growing);
 
 #pragma unroll
-  for (int m = 0; m < BLOCKS; ++m) {  // keys decayed to the chunk's middle, then queries decayed from it
+  for (int m = 0; m < BLOCKS; ++m) {  // border32: keys decayed to the chunk's middle, then queries decayed from it
     float2 x[4];
     Held<M> operand;
-    load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+    load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
     gates_of_block(m, [&](int p, float2 gates) {
       const Decays<ReadOrder> decays(decays_of(gates));
       const int n = 2 * m + (p >> 1);
@@ -511,10 +527,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
                                            : product_of(sub_decays[p & 1], HALF, n);  // of the sub-chunks between
       operand.set(p, between * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
     });
-    s.pairs.halves[m][threadIdx.x] = operand;
+    s.pairs.border32[m][threadIdx.x] = operand;
   }
   const auto decay_over = [&](int n, int octet) -> float& {
-    return s.pairs.decays[n][strip + lane_channel + 8 * octet];
+    return s.pairs.decays[n][warp_channel + lane_channel + 8 * octet];
   };
   if (lane_pair == 0) {
 #pragma unroll
@@ -524,19 +540,19 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 
   const float2 chunk_decay = {product_of(sub_decays[0], 0, SUBS), product_of(sub_decays[1], 0, SUBS)};  // by octet
   state_terms[0] *= chunk_decay.x, state_terms[1] *= chunk_decay.y;
-  // Again, with another order of multiplications, if S C or a decay may have left float32's range.
-  if (growing || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= MOST))) {
-    const float2 sum =
-        decayed_states<M, Columns>(S_kept, C_kept, 2 * warp, parts, chunk_decay, decays, int(width), next_tile);
+  // Computed again, with another order of multiplications, if S C or a decay may exceed float32's range.
+  if (growing || __any_sync(0xffffffffu, !(fabsf(state_terms[0]) + fabsf(state_terms[1]) <= FLOAT32_MAX))) {
+    const float2 sum = decayed_state_terms<M, Columns>(S_kept, C_kept, 2 * warp, column_stages, chunk_decay, decays,
+                                                       int(width), next_tile);
     state_terms[0] = sum.x, state_terms[1] = sum.y;
   }
   s.pairs.state_terms[0][threadIdx.x] = state_terms[0], s.pairs.state_terms[1][threadIdx.x] = state_terms[1];
   // The numbers of this lane's two tokens in a product [16 channels, 8 tokens], by octet.
   const auto tokens_of = [](const float (&d)[4], int octet) { return float2{d[2 * octet], d[2 * octet + 1]}; };
-  // If columns have gates, dA of pairs within a sub-chunk comes times NEAR_SCALE: sums over such pairs are multiplied
-  // by UNSCALED to undo it.
-  constexpr float UNSCALED = Columns::gated ? 1 / NEAR_SCALE : 1.f;
-  // Sets a product [16 channels, 16 tokens] of this lane from numbers by index p.
+  // If columns have gates, dA of pairs within a sub-chunk is stored times NEAR_SCALE: sums over such pairs are
+  // multiplied by UNDO_NEAR_SCALE.
+  constexpr float UNDO_NEAR_SCALE = Columns::gated ? 1 / NEAR_SCALE : 1.f;
+  // Sets this lane's accumulators of a product [16 channels, 16 tokens] from numbers by index p.
   const auto put_pairs = [](Block& d, const float2(&x)[4]) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) d[p >> 1][2 * (p & 1)] = x[p].x, d[p >> 1][2 * (p & 1) + 1] = x[p].y;
@@ -548,18 +564,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // Stores x of this lane's two tokens of sub-chunk n in a tile [64 tokens, 64 channels] of shared memory.
   const auto put_tokens = [&](auto* tile, int n, int octet, float2 x) {
     using E = typename Element<decltype(tile)>::type;
-    E* to = tile + (8 * n + 2 * lane_pair) * LD<E, TILE> + strip + lane_channel + 8 * octet;
+    E* to = tile + (8 * n + 2 * lane_pair) * LD<E, TILE> + warp_channel + lane_channel + 8 * octet;
     to[0] = from_float<E>(x.x), to[LD<E, TILE>] = from_float<E>(x.y);
   };
-  const i64 channel = tile * TILE + strip + lane_channel;
+  const i64 channel = tile * TILE + warp_channel + lane_channel;
   float u[2] = {1.f, 1.f};  // by octet: RWKV-6's bonus, 1 for GLA
   if (RWKV6) {
     float du[2] = {};
 #pragma unroll 1
     for (int m = 0; m < BLOCKS; ++m) {
       float2 q[4], k[4];
-      load_channels(q, s.q + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
-      load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+      load_channels(q, s.q + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
+      load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const float2 terms = diagonal_of(2 * m + (p >> 1)) * q[p] * k[p];
@@ -568,11 +584,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     }
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
-      const bool there = channel + 8 * octet < shape.K;
+      const bool exists = channel + 8 * octet < shape.K;
       const float sum = sums(du[octet]).all;  // over the four lanes of the channel
-      if (there && lane_pair == 0)
+      if (exists && lane_pair == 0)
         args.partial_du[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * octet] = sum;
-      u[octet] = there ? args.u[h * shape.K + channel + 8 * octet] : 0.f;
+      u[octet] = exists ? args.u[h * shape.K + channel + 8 * octet] : 0.f;
     }
   }
 
@@ -582,7 +598,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // By octet, this lane's share of the terms of dg that every gate of the other half has: of the first half's keys with
   // C, then of the second half's queries with S.
   float other_half[2] = {};
-  float2 first_dg[2][HALF] = {}, dg_of_half[2][HALF] = {};  // dg of the previous half, and of the last one computed
+  float2 first_half_dg[2][HALF] = {},
+         half_dg[2][HALF] = {};  // dg of the half computed before, and of the one computed last
 #pragma unroll UNROLLED
   for (int half = 0; half < 2; ++half) {
     float half_decays[2][HALF];  // by octet: products of decays over the sub-chunks of this half
@@ -596,32 +613,32 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         gate_terms[octet].across[n] = s.pairs.state_terms[octet][threadIdx.x] + other_half[octet];
       other_half[octet] = 0.f;
     }
-    // The keys of this half's first block decayed to the half's middle, the queries of its second block decayed from
+    // Operands at the half's middle: keys of its first block decayed to it, queries of its second block decayed from
     // it.
-    Held<M> quarters[2];
+    Held<M> border16[2];
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const int m = 2 * half + x;
       float2 y[4];
-      load_channels(y, (x ? s.q : s.k) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+      load_channels(y, (x ? s.q : s.k) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
       gates_of_block(m, [&](int p, float2 gates) {
         const Decays<ReadOrder> decays(decays_of(gates));
         const float between = x == 0 && p < 2 ? half_decays[p & 1][1] : x == 1 && p >= 2 ? half_decays[p & 1][2] : 1.f;
-        quarters[x].set(p, between * (x ? decays.start : decays.end) * y[p]);
+        border16[x].set(p, between * (x ? decays.start : decays.end) * y[p]);
       });
     }
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const int m = 2 * half + x;
       float2 q[4], k[4];
-      load_channels(q, s.q + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
-      load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+      load_channels(q, s.q + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
+      load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
       // By index p. Decays from the sub-chunk's start to the states that the queries read, and from the keys to its
       // end; factors of queries from its middle and of keys to it (some are inverse decays).
       float2 from_start[4], to_end[4], query_factor[4], key_factor[4];
-      // Operands: queries and keys times these factors; and, for the border between the block's two sub-chunks, the
-      // first one's keys decayed to it and the second one's queries decayed from it.
-      Held<M> queries, keys, eights;
+      // Operands: queries and keys times these factors; border8: at the border of the block's two sub-chunks, keys of
+      // the first one decayed to it and queries of the second one decayed from it.
+      Held<M> queries, keys, border8;
       gates_of_block(m, [&](int p, float2 gates) {
         const float2 a = decays_of(gates);
         const Decays<ReadOrder> decays(a);
@@ -630,9 +647,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         query_factor[p] = middle.queries, key_factor[p] = middle.keys;
         queries.set(p, query_factor[p] * q[p]);
         keys.set(p, key_factor[p] * k[p]);
-        eights.set(p, p < 2 ? to_end[p] * k[p] : from_start[p] * q[p]);
+        border8.set(p, p < 2 ? to_end[p] * k[p] : from_start[p] * q[p]);
       });
-      if (grows(m)) {  // the products about the middle become 0, and sums taken one by one take their place
+      if (grows(m)) {  // the products about the middle become 0; pair_sums, of pairs one by one, replace them
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           query_factor[p] = key_factor[p] = {1.f, 1.f};
@@ -644,33 +661,33 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       // of its sub-chunk included unless operands are split; near_query_terms: of the keys of its sub-chunk.
       float2 query_terms[4], near_query_terms[4];
       {
-        // dA times keys, [16 channels, 16 queries], without the queries' factors: of keys of the same sub-chunk, and by
-        // way of the borders of 8, 16 and 32 tokens.
-        Block P = {}, P16 = {}, P32 = {};
-        float P8[4] = {};
+        // dA times keys, [16 channels, 16 queries], without the queries' factors: over keys of the same sub-chunk, and
+        // over keys at the borders of 8, 16 and 32 tokens.
+        Block over_keys = {}, over_keys16 = {}, over_keys32 = {};
+        float over_keys8[4] = {};
         Right<M> dAs[2];
         load_right<true>(dAs, dA + 16 * m, LDA);
-        multiply_half(P[0], keys.left(), dAs[0], 0);
-        multiply_half(P[1], keys.left(), dAs[1], 1);
-        multiply_half(P8, eights.left(), dAs[1], 0);
-        if (grows(m)) put_pairs(P, one_by_one[m].dq);
+        multiply_half(over_keys[0], keys.left(), dAs[0], 0);
+        multiply_half(over_keys[1], keys.left(), dAs[1], 1);
+        multiply_half(over_keys8, border8.left(), dAs[1], 0);
+        if (grows(m)) put_pairs(over_keys, pair_sums[m].dq);
         if (x) {
           load_right<true>(dAs, dA + 16 * (m - 1), LDA);
-          multiply(P16, quarters[0].left(), dAs);
+          multiply(over_keys16, border16[0].left(), dAs);
         }
 #pragma unroll 1
         for (int other = 0; half && other < BLOCKS / 2; ++other) {
           load_right<true>(dAs, dA + 16 * other, LDA);
-          multiply(P32, s.pairs.halves[other][threadIdx.x].left(), dAs);
+          multiply(over_keys32, s.pairs.border32[other][threadIdx.x].left(), dAs);
         }
         __syncwarp();  // all lanes have read q of this block, which dq overwrites
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          // at: the sub-chunk's number in this half; n: in the chunk.
-          const int octet = p & 1, second = p >> 1, at = 2 * x + second, n = HALF * half + at;
-          const float2 product = tokens_of(P[second], octet),
-                       near = TF32_CORRECTION<M> * UNSCALED * (queries.get(p) * product);
-          float2 sum = UNSCALED * (query_factor[p] * product), terms = {0.f, 0.f};
+          // subchunk: its number in this half; n: in the chunk.
+          const int octet = p & 1, second = p >> 1, subchunk = 2 * x + second, n = HALF * half + subchunk;
+          const float2 product = tokens_of(over_keys[second], octet),
+                       near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * product);
+          float2 sum = UNDO_NEAR_SCALE * (query_factor[p] * product), terms = {0.f, 0.f};
           // Adds `factor` d, of keys before the sub-chunk `border` of this half, to dq and to the terms of dg: the
           // gates of the sub-chunks from the border to this one lie between key and query. Returns the lane's sum of
           // the terms.
@@ -678,63 +695,66 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             const float2 part = factor * tokens_of(d, octet), term = q[p] * part;
             sum = sum + part, terms = terms + term;
 #pragma unroll
-            for (int to = border; to < at; ++to) gate_terms[octet].across[to] += term.x + term.y;
+            for (int to = border; to < subchunk; ++to) gate_terms[octet].across[to] += term.x + term.y;
             return term.x + term.y;
           };
-          const float from_half = product_of(half_decays[octet], 0, at);  // from this half's start to the sub-chunk
-          const float state_term = add_part(
-              STATE_CORRECTION * scale * product_of(half_decays[octet], 0, at, decay_to_half[octet]) * from_start[p],
-              dq[x][second], 0);
+          const float from_half =
+              product_of(half_decays[octet], 0, subchunk);  // from this half's start to the sub-chunk
+          const float state_term =
+              add_part(STATE_CORRECTION * scale * product_of(half_decays[octet], 0, subchunk, decay_to_half[octet]) *
+                           from_start[p],
+                       dq[x][second], 0);
           if (half) {
             other_half[octet] += state_term;
-            add_part(from_half * from_start[p], P32[second], 0);
+            add_part(from_half * from_start[p], over_keys32[second], 0);
           }
-          if (x) add_part(product_of(half_decays[octet], 2, at) * from_start[p], P16[second], 2);
-          if (second) add_part(from_start[p], P8, at);
+          if (x) add_part(product_of(half_decays[octet], 2, subchunk) * from_start[p], over_keys16[second], 2);
+          if (second) add_part(from_start[p], over_keys8, subchunk);
           query_terms[p] = M::SPLIT ? terms : terms + near;
           near_query_terms[p] = near;
           put_tokens(s.q, n, octet, sum + u[octet] * diagonal_of(n) * k[p]);
         }
       }
       {
-        // loaded again, which frees registers meanwhile
-        load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
-        // dA^T times queries, [16 channels, 16 keys], without the keys' factors: as P above.
-        Block R = {}, R16 = {}, R32 = {};
-        float R8[4] = {};
+        // Loaded again, so that the code between needs no registers for it.
+        load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
+        // dA^T times queries, [16 channels, 16 keys], without the keys' factors: over queries of the same sub-chunk,
+        // and over queries at the borders of 8, 16 and 32 tokens.
+        Block over_queries = {}, over_queries16 = {}, over_queries32 = {};
+        float over_queries8[4] = {};
         Right<M> dAs[2];
         load_right<false>(dAs, dA + 16 * m, LDA);
-        multiply_half(R[0], queries.left(), dAs[0], 0);
-        multiply_half(R[1], queries.left(), dAs[1], 1);
-        multiply_half(R8, eights.left(), dAs[0], 1);
-        if (grows(m)) put_pairs(R, one_by_one[m].dk);
+        multiply_half(over_queries[0], queries.left(), dAs[0], 0);
+        multiply_half(over_queries[1], queries.left(), dAs[1], 1);
+        multiply_half(over_queries8, border8.left(), dAs[0], 1);
+        if (grows(m)) put_pairs(over_queries, pair_sums[m].dk);
         if (!x) {
           load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
-          multiply(R16, quarters[1].left(), dAs);
+          multiply(over_queries16, border16[1].left(), dAs);
         }
 #pragma unroll 1
         for (int other = BLOCKS / 2; !half && other < BLOCKS; ++other) {
           load_right<false>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
-          multiply(R32, s.pairs.halves[other][threadIdx.x].left(), dAs);
+          multiply(over_queries32, s.pairs.border32[other][threadIdx.x].left(), dAs);
         }
         __syncwarp();  // all lanes have read k of this block, which dk overwrites
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const int octet = p & 1, second = p >> 1, at = 2 * x + second, n = HALF * half + at;
-          const float2 product = tokens_of(R[second], octet),
-                       near = TF32_CORRECTION<M> * UNSCALED * (keys.get(p) * product);
-          float2 sum = UNSCALED * (key_factor[p] * product), terms = {0.f, 0.f};
+          const int octet = p & 1, second = p >> 1, subchunk = 2 * x + second, n = HALF * half + subchunk;
+          const float2 product = tokens_of(over_queries[second], octet),
+                       near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * product);
+          float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * product), terms = {0.f, 0.f};
           // As above, of queries from the sub-chunk `border` on: the gates of the sub-chunks after this one and before
           // the border lie between key and query.
           const auto add_part = [&](float2 factor, const float (&d)[4], int border) {
             const float2 part = factor * tokens_of(d, octet), term = k[p] * part;
             sum = sum + part, terms = terms + term;
 #pragma unroll
-            for (int to = at + 1; to < border; ++to) gate_terms[octet].across[to] += term.x + term.y;
+            for (int to = subchunk + 1; to < border; ++to) gate_terms[octet].across[to] += term.x + term.y;
             return term.x + term.y;
           };
           // from the sub-chunk's end
-          float to_chunk_end = product_of(half_decays[octet], at + 1, HALF, STATE_CORRECTION);
+          float to_chunk_end = product_of(half_decays[octet], subchunk + 1, HALF, STATE_CORRECTION);
           if (!half) {
 #pragma unroll
             for (int later = HALF; later < SUBS; ++later) to_chunk_end *= decay_over(later, octet);
@@ -742,10 +762,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const float state_term = add_part(to_chunk_end * to_end[p], dk[x][second], HALF);
           if (!half) {
             other_half[octet] += state_term;
-            add_part(product_of(half_decays[octet], at + 1, HALF) * to_end[p], R32[second], HALF);
+            add_part(product_of(half_decays[octet], subchunk + 1, HALF) * to_end[p], over_queries32[second], HALF);
           }
-          if (!x) add_part(product_of(half_decays[octet], at + 1, 2) * to_end[p], R16[second], 2);
-          if (!second) add_part(to_end[p], R8, at + 1);
+          if (!x) add_part(product_of(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[second], 2);
+          if (!second) add_part(to_end[p], over_queries8, subchunk + 1);
           put_tokens(s.k, n, octet, sum + u[octet] * diagonal_of(n) * q[p]);
           // For the gates t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t)
           // of the sub-chunk, less the sum of key_terms over its keys j >= t.
@@ -756,17 +776,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
             return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
           };
           const float earlier_keys = sums(terms.x + terms.y).before;  // of the lanes with earlier tokens
-          float2& dg = gate_terms[octet].within[at];
+          float2& dg = gate_terms[octet].within[subchunk];
           if constexpr (M::SPLIT) {
             float2 near_terms = terms_from(near_query_terms[p], near);
-            const float2 size = terms_from(absolute(near_query_terms[p]), -1.f * absolute(near));
-            const bool cancelled_x = fabsf(near_terms.x) < CANCELLED * size.x;
-            const bool cancelled_y = fabsf(near_terms.y) < CANCELLED * size.y;
+            const float2 magnitude = terms_from(absolute(near_query_terms[p]), -1.f * absolute(near));
+            const bool cancelled_x = fabsf(near_terms.x) < CANCELLED_SHARE * magnitude.x;
+            const bool cancelled_y = fabsf(near_terms.y) < CANCELLED_SHARE * magnitude.y;
             if (__any_sync(0xffffffffu, cancelled_x || cancelled_y)) {
-              const float2 again = UNSCALED * gate_terms_one_by_one<ReadOrder>(q[p], k[p], gates_of_pair(m, p),
-                                                                               dA + 8 * second * (LDA + 1) + 16 * m);
-              if (cancelled_x) near_terms.x = again.x;
-              if (cancelled_y) near_terms.y = again.y;
+              const float2 recomputed =
+                  UNDO_NEAR_SCALE * gate_terms_one_by_one<ReadOrder>(q[p], k[p], gates_of_pair(m, p),
+                                                                     dA + 8 * second * (LDA + 1) + 16 * m);
+              if (cancelled_x) near_terms.x = recomputed.x;
+              if (cancelled_y) near_terms.y = recomputed.y;
             }
             dg = terms_from(query_terms[p], {0.f, 0.f}) + near_terms;
           } else {
@@ -781,9 +802,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
       for (int n = 0; n < HALF; ++n) {
         float2 dg = gate_terms[octet].within[n];
-        if (grows(2 * half + n / 2)) dg = dg + UNSCALED * one_by_one[2 * half + n / 2].dg[n % 2 * 2 + octet];
+        if (grows(2 * half + n / 2)) dg = dg + UNDO_NEAR_SCALE * pair_sums[2 * half + n / 2].dg[n % 2 * 2 + octet];
         const float across = sums(gate_terms[octet].across[n]).all;
-        first_dg[octet][n] = dg_of_half[octet][n], dg_of_half[octet][n] = dg + float2{across, across};
+        first_half_dg[octet][n] = half_dg[octet][n], half_dg[octet][n] = dg + float2{across, across};
       }
       decay_to_half[octet] = product_of(half_decays[octet], 0, HALF);
     }
@@ -803,8 +824,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const float from_second_half = sums(other_half[octet]).all;
 #pragma unroll
     for (int n = 0; n < HALF; ++n) {
-      put_tokens(s.g, n, octet, first_dg[octet][n] + float2{from_second_half, from_second_half});
-      put_tokens(s.g, HALF + n, octet, dg_of_half[octet][n]);
+      put_tokens(s.g, n, octet, first_half_dg[octet][n] + float2{from_second_half, from_second_half});
+      put_tokens(s.g, HALF + n, octet, half_dg[octet][n]);
     }
   }
   __syncthreads();  // dq, dk and dg are in shared memory, written by all warps

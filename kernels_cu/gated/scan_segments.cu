@@ -1,23 +1,24 @@
-// what      Joins the segments of sequences: the state at each one's start, from what each of its parts leaves behind
-//           by itself.
-// math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + left_i for part i;  starts_p = S_{R p};  final = S_{P R}
-// shapes    left [N, P, R, H, K, V]; decays [N, P, R, H, 2, K], whose product is decay_i, times column_decays
-//           [N, P, R, H, V] where columns have gates too: then both are logarithms; starts [N, P, H, K, V]; initial,
-//           final [N, H, K, V]
+// what      Joins the P segments of a sequence, each of R parts: the state at the start of each segment, from the
+//           summaries of all parts, that is, the state that a part's tokens leave if it starts from zero, and their
+//           decay.
+// math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + states_i for part i;  starts_p = S_{R p};  final = S_{P R}
+// shapes    float32. states [N, P, R, H, K, V]; decays [N, P, R, H, 2, K]: the product of both rows is decay_i. If
+//           columns of V have gates, too: column_decays [N, P, R, H, V]; then both are logarithms, and decay_i is exp
+//           of the sum of both rows and of the column's. starts [N, P, H, K, V]; initial, final [N, H, K, V]
 // grid      a block for every (sequence, head, 256 WIDTH values of K x V), sequence slowest; 256 threads, WIDTH each
 // smem      none
 // barriers  none
-// numerics  float32; without `final` what the last segment leaves is not read
-// source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
-// limits    WIDTH of 1, or of 4 where V is a multiple of it
+// numerics  float32. If `final` is null, the summaries of the last segment are not read
+// source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, here one part after the other
+// limits    WIDTH of 1, or of 4 if V is a multiple of 4
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int AHEAD = 8;  // parts that are read at once: each waits for memory, none for the one before
+constexpr int AHEAD = 8;  // parts whose summaries are loaded at once, so that their latencies overlap
 
 struct Args {
-  const float *left, *decays, *column_decays, *initial;  // column_decays null: ones; initial null: zeros
-  float *starts, *final;                                 // final null where nobody asks
+  const float *states, *decays, *column_decays, *initial;  // column_decays null: ones; initial null: zeros
+  float *starts, *final;                                   // final null: not computed
   i64 P, R, H, K, V;
 };
 
@@ -28,33 +29,32 @@ template <int WIDTH> struct alignas(4 * WIDTH) Values {
 template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(const Args args) {
   constexpr u32 TILE = 256 * WIDTH;
   const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H), pair = blockIdx.x / tiles;
-  const u32 at =
-      blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;  // divisions of 64 bits take longer than all else here
+  // The thread's first number of the state [K, V]. 32 bits: 64-bit divisions would take longer than all else here.
+  const u32 at = blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;
   const i64 h = pair % H, n = pair / H;
   const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
   if (at >= size) return;
-  const float* left = args.left + (n * P * R * args.H + h) * size + at;
+  const float* state = args.states + (n * P * R * args.H + h) * size + at;
   const float* decays = args.decays + (n * P * R * args.H + h) * 2 * args.K + at / u32(args.V);
   const float* column_decays =
       args.column_decays ? args.column_decays + (n * P * R * args.H + h) * args.V + at % u32(args.V) : nullptr;
   float* start = args.starts + (n * P * args.H + h) * size + at;
   Values<WIDTH> S = {};
-  if (args.initial) {  // the caller's, which may begin anywhere
+  if (args.initial) {  // the caller's array, which may start on any 4 bytes
     const float* from = args.initial + (n * args.H + h) * size + at;
     for (int i = 0; i < WIDTH; ++i) S.x[i] = from[i];
   }
-  int r = 0;
+  int r = 0;  // the part in its segment
   for (int first = 0; first < parts; first += AHEAD) {
-    Values<WIDTH> x[AHEAD];
-    Values<WIDTH> by[AHEAD];
+    Values<WIDTH> states[AHEAD], decay[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
-        x[i] = *reinterpret_cast<const Values<WIDTH>*>(left);
+        states[i] = *reinterpret_cast<const Values<WIDTH>*>(state);
         for (int n = 0; n < WIDTH; ++n)
-          by[i].x[n] =
+          decay[i].x[n] =
               column_decays ? decay_of(decays[0] + decays[args.K] + column_decays[n]) : decays[0] * decays[args.K];
-        left += args.H * size, decays += args.H * 2 * args.K;
+        state += args.H * size, decays += args.H * 2 * args.K;
         if (column_decays) column_decays += args.H * args.V;
       }
 #pragma unroll
@@ -62,8 +62,9 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
       if (first + i < parts) {
         if (r == 0) *reinterpret_cast<Values<WIDTH>*>(start) = S, start += args.H * size;
         if (++r == R) r = 0;
-        // Nothing stays nothing, where gates above 0 add up to a decay that float32 does not hold.
-        for (int n = 0; n < WIDTH; ++n) S.x[n] = S.x[n] == 0.f ? x[i].x[n] : fmaf(by[i].x[n], S.x[n], x[i].x[n]);
+        // A state of 0 stays 0, also if gates above 0 make the decay infinite.
+        for (int n = 0; n < WIDTH; ++n)
+          S.x[n] = S.x[n] == 0.f ? states[i].x[n] : fmaf(decay[i].x[n], S.x[n], states[i].x[n]);
       }
   }
   *reinterpret_cast<Values<WIDTH>*>(args.final ? args.final + (n * args.H + h) * size + at : start) = S;

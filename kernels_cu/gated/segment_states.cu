@@ -1,47 +1,51 @@
-// what      The summary of a segment for the forward pass on every card, if sequences are cut: the final state of its
-//           tokens from zero, and their decay.
+// what      The summary of a segment for the forward pass on every card, if the host cuts sequences into segments: the
+//           state that the segment's tokens leave if it starts from zero, and the decay over them. scan_segments.cu
+//           joins summaries.
 // math      S = sum_j (k_j decayed to the segment's end)^T v_j, the last tokens first, so that S itself never decays
-// shapes    k g [B, H, T, K], v [B, H, T, V]; left [N, parts, H, K, V] and decays [N, parts, H, 2, K] float32, of N
-//           segments: the final state of each part's tokens; the segment's decay in the first part, ones in the others
+// shapes    k g [B, H, T, K], v [B, H, T, V]; of N segments states [N, parts, H, K, V] and decays [N, parts, H, 2, K]
+//           float32. A segment's state is the sum of its parts' states. The product of both rows of `decays` over all
+//           parts is the segment's decay: it is in the first row of the first part, all others are ones
 // grid      a block for every (computed segment, part, head, BV columns of V), segment slowest, of BK channels; a warp
-//           for every 16. Parts have the STEPs of a segment in turn; of other parts' STEPs a block reads the gates only
-// smem      STAGES times STEP tokens
-// barriers  one every STEP tokens: they have been copied, and the STEP before the previous one has been read. It also
-//           votes whether the walk ends here: the gates of all channels add up to FORGOTTEN_NATS and none was positive
+//           for every 16. A step is STEP tokens. Parts take the steps of a segment in turn; of other parts' steps a
+//           block reads the gates only
+// smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
+// barriers  one a step: the step has been copied, and the stage that is filled next has been read. It is also a vote:
+//           the walk ends if the gates of all channels add up to FORGOTTEN_NATS or less and none was positive
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
-//           after it; gates are never subtracted. If positive gates take that sum beyond float32's range, a small key
-//           times the decay may still be in it: then the decay is two factors (`take_half`). What is left out is e^-48
-//           of a state (1.4e-21), which changes no float32 of about that state's size
+//           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
+//           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
+//           out have decayed to e^-48 (1.4e-21), which changes no state of similar size in float32
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    BK and BV of 64, 128; more channels are more launches
+// limits    BK and BV of 64, 128; a launch for every BK channels
 #include "decays.cuh"
 #include "fragments.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 constexpr int STAGES = 3;
-template <typename T> constexpr int STEP = 64 / sizeof(T);  // tokens of a stage
-template <typename T> constexpr int OWN = STEP<T> / 4;      // neighbouring tokens of a stage that a lane decays
+template <typename T> constexpr int STEP = 64 / sizeof(T);      // tokens of a stage
+template <typename T> constexpr int LANE_TOKENS = STEP<T> / 4;  // neighbouring tokens of a stage that a lane decays
 
 template <typename T, typename G> struct Args {
   Rows<const T> k, v;
   Rows<const G> g;
-  float *left, *decays;
+  float *states, *decays;
   Shape shape;
-  i64 channel;     // the first of this launch
-  i64 of, needed;  // segments of a sequence, and how many of them, from the first on, are computed
-  i64 parts;       // blocks that share a segment's tokens
-  i64 bytes;       // the largest of 16, 8, 4 and 2 of which all rows of k, v and g are multiples
+  i64 channel;             // the first channel of this launch
+  i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
+  i64 parts;               // blocks that share a segment's tokens
+  i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows of k, v and g are multiples
 };
 
-// A tile [STEP, COLS] of tokens. When all lanes read their n-th tokens, they touch every bank once.
+// A tile [STEP tokens, COLS channels or columns] of type E. LD: the distance of neighbouring tokens; BETWEEN: a gap
+// between the tokens of neighbouring lanes, so that lanes that read their n-th tokens touch every bank once.
 template <typename T, typename E, int COLS> struct alignas(16) Tile {
   static constexpr int PIECE = 16 / sizeof(E), LD = COLS + PIECE, BETWEEN = 2 * PIECE;
   E x[STEP<T> * LD + 3 * BETWEEN];
 
-  // The place of the n-th token of lanes with lane % 4 = t.
+  // The index of column `col` of the n-th token of the lanes with lane % 4 = t: the tile's token LANE_TOKENS t + n.
   __device__ __forceinline__ static int place(int t, int n, int col) {
-    return t * (OWN<T> * LD + BETWEEN) + n * LD + col;
+    return t * (LANE_TOKENS<T> * LD + BETWEEN) + n * LD + col;
   }
 };
 
@@ -52,38 +56,41 @@ template <typename T, typename G, int BK, int BV> struct Stage {
 };
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  u32 grows[BK / 16];  // of each warp: whether a gate was positive, before which nothing may be left out
+  u32 grows[BK / 16];  // of each warp: whether a gate was positive; then earlier tokens may not be left out
 };
 
-// Starts copying rows that are no multiples of 16 bytes. Not inline: most rows are.
+// Starts copying a step's rows in pieces of BYTES bytes; rows from `rows` on and columns from `columns` on become zero.
+// stride: of tokens in memory.
 template <int BYTES, int THREADS, typename T, typename E, int COLS>
 __device__ __forceinline__ void copy_rows(Tile<T, E, COLS>& to, const E* from, i64 stride, int rows, int columns) {
   constexpr int PIECE = BYTES / sizeof(E), ACROSS = COLS / PIECE;
-  constexpr int UNROLLED =
-      BYTES >= 4 ? 2 : 4;  // several loads at a time, since a thread waits for loads, not for copies
+  constexpr int UNROLLED = BYTES >= 4 ? 2 : 4;  // more for loads, for which a thread waits, than for cp.async
 #pragma unroll UNROLLED
   for (int at = threadIdx.x; at < STEP<T> * ACROSS; at += THREADS) {
     const int row = at / ACROSS, col = at % ACROSS * PIECE;
     const bool inside = row < rows && col < columns;
-    E* const here = to.x + to.place(row / OWN<T>, row % OWN<T>, col);
-    if constexpr (BYTES >= 4) cp_async<BYTES>(here, from + row * stride + col, inside);
-    else *here = inside ? from[row * stride + col] : from_float<E>(0.f);
+    E* const place = to.x + to.place(row / LANE_TOKENS<T>, row % LANE_TOKENS<T>, col);
+    if constexpr (BYTES >= 4) cp_async<BYTES>(place, from + row * stride + col, inside);
+    else *place = inside ? from[row * stride + col] : from_float<E>(0.f);
   }
 }
+// copy_rows, for rows that are no multiples of 16 bytes, but of `bytes`. Not inlined, since it is rare.
 template <int THREADS, typename T, typename E, int COLS>
-__device__ __noinline__ void copy_slowly(Tile<T, E, COLS>& to, const E* from, i64 stride, int rows, int columns,
-                                         int bytes) {
+__device__ __noinline__ void copy_unaligned_rows(Tile<T, E, COLS>& to, const E* from, i64 stride, int rows, int columns,
+                                                 int bytes) {
   if (bytes == 8) copy_rows<8, THREADS>(to, from, stride, rows, columns);
   else if (bytes == 4) copy_rows<4, THREADS>(to, from, stride, rows, columns);
   else copy_rows<sizeof(E), THREADS>(to, from, stride, rows, columns);
 }
 
-// Copies the STEPs of an array backwards, each `every` STEPs before the last copied one; zeros behind the segment's
-// end. If rows are multiples of 16 bytes, a thread copies the same pieces of every AT_ONCE-th row.
+// Copies steps of an array in memory to tiles, from the step `first` of the segment backwards. `copy` copies one step;
+// the next call copies the one that is `every` steps earlier. rows: the segment's tokens from the step on, columns:
+// that the array has; what is beyond becomes zero. bytes: the largest of 16, 8, 4 and 2 of which all rows are
+// multiples. If it is 16, a thread copies the same 16-byte piece of every AT_ONCE-th row.
 template <int THREADS, typename T, typename E, int COLS> struct Walk {
   using Columns = Tile<T, E, COLS>;
   static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
-  static_assert(AT_ONCE % OWN<T> == 0);
+  static_assert(AT_ONCE % LANE_TOKENS<T> == 0);
   const E* from;
 
   __device__ __forceinline__ static int row() { return threadIdx.x / ACROSS; }
@@ -92,25 +99,25 @@ template <int THREADS, typename T, typename E, int COLS> struct Walk {
       : from(rows + first * STEP<T> * stride + (bytes == 16 ? row() * stride + col() : 0)) {}
 
   __device__ __forceinline__ void copy(Columns& to, i64 stride, int every, int rows, int columns) {
-    const int left = col() < columns ? rows - row() : 0;
-    E* const here = to.x + to.place(row() / OWN<T>, row() % OWN<T>, col());
+    const int rows_below = col() < columns ? rows - row() : 0;  // from this thread's first row on
+    E* const place = to.x + to.place(row() / LANE_TOKENS<T>, row() % LANE_TOKENS<T>, col());
 #pragma unroll
     for (int down = 0; down < STEP<T>; down += AT_ONCE)
-      cp_async<16>(here + to.place(down / OWN<T>, 0, 0), from + down * stride, down < left);
+      cp_async<16>(place + to.place(down / LANE_TOKENS<T>, 0, 0), from + down * stride, down < rows_below);
     from -= every * STEP<T> * stride;
   }
   __device__ __forceinline__ void copy(Columns& to, i64 stride, int every, int rows, int columns, int bytes) {
-    copy_slowly<THREADS>(to, from, stride, rows, columns, bytes);
+    copy_unaligned_rows<THREADS>(to, from, stride, rows, columns, bytes);
     from -= every * STEP<T> * stride;
   }
 };
 
-// x = this lane's tokens of channel `col` + lane / 4.
+// Sets x to the channel `col` + lane / 4 of this lane's tokens.
 template <typename T, typename E, int COLS>
-__device__ __forceinline__ void load_own(float (&x)[OWN<T>], const Tile<T, E, COLS>& tile, int col) {
+__device__ __forceinline__ void load_lane_tokens(float (&x)[LANE_TOKENS<T>], const Tile<T, E, COLS>& tile, int col) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {
-    static_assert(OWN<T> == 8);
+    static_assert(LANE_TOKENS<T> == 8);
     u32 r[4];
     ldmatrix_x4_trans(r, tile.x + tile.place(lane >> 1 & 3, (lane >> 3) * 2 + (lane & 1), col));
 #pragma unroll
@@ -120,15 +127,16 @@ __device__ __forceinline__ void load_own(float (&x)[OWN<T>], const Tile<T, E, CO
     }
   } else {
 #pragma unroll
-    for (int n = 0; n < OWN<T>; ++n) x[n] = tile.x[tile.place(t, n, col + g)];
+    for (int n = 0; n < LANE_TOKENS<T>; ++n) x[n] = tile.x[tile.place(t, n, col + g)];
   }
 }
 
-constexpr float GROWN = 60.f;  // nats: the largest sum of gates to which those of a STEP are added in one factor
+// In nats. If the gates after a step sum to more than this, the step's decays are two factors.
+constexpr float GROWN = 60.f;
 
-// Multiplies x by exp of half of (nats + more), and leaves the other half in `nats`: for factors beyond float32's
-// range. 0 stays 0.
-template <int N> __device__ __forceinline__ void take_half(float (&x)[N], float (&nats)[N], float more) {
+// The first of two multiplications by exp(nats + more), which may be beyond float32's range: multiplies x by exp of
+// half of nats + more, and leaves the other half in `nats`. 0 stays 0.
+template <int N> __device__ __forceinline__ void multiply_by_half(float (&x)[N], float (&nats)[N], float more) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     nats[i] = fminf(0.5f * (nats[i] + more), 87.f);
@@ -155,15 +163,17 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
   }
 }
 
-// The segment n, part and head h of a block, and its first column; its results have index `pair`.
+// What a block computes: part `part` of segment n (its number over the batch) of head h, columns from v_tile on. pair:
+// the index [n, part, h] of its results.
 template <int BV> struct SegmentTile {
   u32 n, part, h, pair;
   int v_tile;
 
   template <class Args> __device__ __forceinline__ SegmentTile(const Args& args, u32 block) {
     const u32 tiles = u32(args.shape.V + BV - 1) / BV, H = u32(args.shape.H), parts = u32(args.parts);
-    const u32 index = block / tiles / H / parts, needed = u32(args.needed);
-    n = index / needed * u32(args.of) + index % needed, part = block / tiles / H % parts, h = block / tiles % H;
+    const u32 index = block / tiles / H / parts, computed = u32(args.computed);  // index: among the computed segments
+    n = index / computed * u32(args.segments) + index % computed, part = block / tiles / H % parts,
+    h = block / tiles % H;
     pair = (n * parts + part) * H + h, v_tile = block % tiles * BV;
   }
 };
@@ -174,7 +184,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   constexpr int THREADS = 2 * BK, DEPTHS = STEP<T> / 16;
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, own = 16 * (threadIdx.x >> 5);
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 16 * (threadIdx.x >> 5);
   const SegmentTile<BV> work(args, blockIdx.x);
   const u32 count = u32(shape.count), parts = u32(args.parts), part = work.part, b = work.n / count;
   const Span span = tokens_of(shape, work.n % count);
@@ -185,18 +195,18 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   Walk<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.t, first, bytes);
   Walk<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.v_tile, args.v.t, first, bytes);
   Walk<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.t, steps - 1, bytes);
-  const auto is_mine = [&](int step) { return u32(step) % parts == part; };
+  const auto is_of_part = [&](int step) { return u32(step) % parts == part; };  // steps are counted from the last one
   const auto fetch = [&](int step) {
     if (step < steps) {
       auto& to = s.stages[step % STAGES];
       const int rows = tokens - STEP<T> * (steps - 1 - step);  // tokens from this step on
-      const bool own = is_mine(step);
+      const bool of_part = is_of_part(step);
       if (bytes == 16) {
         gates.copy(to.g, args.g.t, 1, rows, channels);
-        if (own) k.copy(to.k, args.k.t, parts, rows, channels), v.copy(to.v, args.v.t, parts, rows, columns);
+        if (of_part) k.copy(to.k, args.k.t, parts, rows, channels), v.copy(to.v, args.v.t, parts, rows, columns);
       } else {
         gates.copy(to.g, args.g.t, 1, rows, channels, bytes);
-        if (own)
+        if (of_part)
           k.copy(to.k, args.k.t, parts, rows, channels, bytes), v.copy(to.v, args.v.t, parts, rows, columns, bytes);
       }
     }
@@ -205,50 +215,55 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
 
-  float S[BV / 16][2][4] = {};  // channels own + g and own + g + 8, pairs of columns
-  float behind[2];              // sums of their gates after this step; channels beyond K count as forgotten
+  // A lane has the channels warp_channel + g + 8 row, row 0 or 1. S: accumulators [16 channels, 8 columns] twice, BV /
+  // 16 times; later_gates: the sums of the channels' gates after this step. Channels beyond K count as forgotten.
+  float S[BV / 16][2][4] = {};
+  float later_gates[2];
 #pragma unroll
-  for (int row = 0; row < 2; ++row) behind[row] = own + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
-  const bool looks = (threadIdx.x & 31) == 0;  // the lane that writes and reads `grows`
+  for (int row = 0; row < 2; ++row) later_gates[row] = warp_channel + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
+  const bool first_lane = (threadIdx.x & 31) == 0;  // it writes and reads `grows`
   u32& grows = s.grows[threadIdx.x >> 5];
-  if (looks) grows = 0;
+  if (first_lane) grows = 0;
   int step = 0;
 #pragma unroll 1
   for (; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    const bool kept = looks && grows || !(behind[0] <= FORGOTTEN_NATS && behind[1] <= FORGOTTEN_NATS);
-    if (!__syncthreads_or(kept)) break;  // this step's tokens have been copied; the previous ones have been read
+    const bool remembered =
+        first_lane && grows || !(later_gates[0] <= FORGOTTEN_NATS && later_gates[1] <= FORGOTTEN_NATS);
+    // This step has been copied; the previous one, whose stage is filled next, has been read.
+    if (!__syncthreads_or(remembered)) break;
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
-    const bool grown = __any_sync(0xffffffffu, behind[0] > GROWN || behind[1] > GROWN);
-    const bool mine = is_mine(step);
+    const bool grown = __any_sync(0xffffffffu, later_gates[0] > GROWN || later_gates[1] > GROWN);
+    const bool of_part = is_of_part(step);
     Left<M> a[DEPTHS];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float gate[OWN<T>], sum = 0.f, most = 0.f;
-      load_own(gate, in.g, own + 8 * row);
+      // gate: the sum of the lane's gates after each token; sum: of all of them.
+      float gate[LANE_TOKENS<T>], sum = 0.f, largest = 0.f;
+      load_lane_tokens(gate, in.g, warp_channel + 8 * row);
 #pragma unroll
-      for (int i = OWN<T> - 1; i >= 0; --i) {
-        const float here = gate[i];
+      for (int i = LANE_TOKENS<T> - 1; i >= 0; --i) {
+        const float g = gate[i];
         gate[i] = sum;
-        sum += here;
-        most = fmaxf(most, here);
+        sum += g;
+        largest = fmaxf(largest, g);
       }
-      if (__any_sync(0xffffffffu, most > 0.f) && looks) grows = 1;
+      if (__any_sync(0xffffffffu, largest > 0.f) && first_lane) grows = 1;
       const Around lanes = sums(sum);
-      float others = lanes.behind + behind[row];
-      behind[row] += lanes.all;
-      if (!mine) continue;
-      float key[OWN<T>];
-      load_own(key, in.k, own + 8 * row);
-      if (grown) take_half(key, gate, others), others = 0.f;
+      float others = lanes.behind + later_gates[row];  // the gates after the lane's tokens
+      later_gates[row] += lanes.all;
+      if (!of_part) continue;
+      float key[LANE_TOKENS<T>];
+      load_lane_tokens(key, in.k, warp_channel + 8 * row);
+      if (grown) multiply_by_half(key, gate, others), others = 0.f;
       others *= LOG2E;
 #pragma unroll
-      for (int i = 0; i < OWN<T>; ++i) key[i] *= exp2_approx(fmaf(gate[i], LOG2E, others));
+      for (int i = 0; i < LANE_TOKENS<T>; ++i) key[i] *= exp2_approx(fmaf(gate[i], LOG2E, others));
 #pragma unroll
-      for (int n = 0; n < OWN<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
+      for (int n = 0; n < LANE_TOKENS<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
     }
-    if (!mine) continue;
+    if (!of_part) continue;
 #pragma unroll
     for (int m = 0; m < DEPTHS; ++m)
 #pragma unroll
@@ -260,21 +275,21 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   }
   cp_async_wait<0>();
 
-  const SegmentTile<BV> done(args, opaque(blockIdx.x));  // computed again, since the loop needs the registers
-  float* left = args.left + i64(done.pair) * shape.K * shape.V;
+  const SegmentTile<BV> tile(args, opaque(blockIdx.x));  // computed again, since the loop needs the registers
+  float* state = args.states + i64(tile.pair) * shape.K * shape.V;
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int channel = own + g + 8 * (i >> 1), column = 8 * x + 2 * t + (i & 1);
+      const int channel = warp_channel + g + 8 * (i >> 1), column = 8 * x + 2 * t + (i & 1);
       if (channel < channels && column < columns)
-        left[(args.channel + channel) * shape.V + done.v_tile + column] = S[x / 2][x % 2][i];
+        state[(args.channel + channel) * shape.V + tile.v_tile + column] = S[x / 2][x % 2][i];
     }
-  if (t == 0 && done.v_tile == 0)
+  if (t == 0 && tile.v_tile == 0)
     for (int row = 0; row < 2; ++row) {
-      const int channel = own + g + 8 * row;
-      float* decays = args.decays + i64(done.pair) * 2 * shape.K + args.channel + channel;
-      const float all = step < steps ? 0.f : decay_of(behind[row]);
-      if (channel < channels) decays[0] = done.part ? 1.f : all, decays[shape.K] = 1.f;
+      const int channel = warp_channel + g + 8 * row;
+      float* decays = args.decays + i64(tile.pair) * 2 * shape.K + args.channel + channel;
+      const float all = step < steps ? 0.f : decay_of(later_gates[row]);
+      if (channel < channels) decays[0] = tile.part ? 1.f : all, decays[shape.K] = 1.f;
     }
 }

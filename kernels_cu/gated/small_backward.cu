@@ -1,48 +1,49 @@
 // what      GLA and RWKV-6 backward with heads of at most 16 channels and columns.
-// math      S as small_forward.cu has it, C_t the gradient of S_t:   C_{t-1} = diag(exp g_t) C_t + scale q_{t-1}
-//           do_{t-1}^T;   dv_t = C_t^T k_t,   dk_t = C_t v_t,   dq_t = scale S_t do_t,   dg_t = diag(exp g_t) S_{t-1}
-//           . C_t, summed over columns.   RWKV-6, w_t = scale do_t . v_t:   C_{t-1} = diag(exp g_t) C_t + scale q_t
-//           do_t^T;   dq_t = scale S_{t-1} do_t + w_t u k_t,   du = sum_t w_t q_t k_t;   besides dk_t has w_t u q_t,
-//           and dv_t scale (q_t . u k_t) do_t
+// math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, C_t the gradient of S_t:   C_{t-1} = diag(exp g_t) C_t + scale
+//           q_{t-1} do_{t-1}^T;   dv_t = C_t^T k_t,   dk_t = C_t v_t,   dq_t = scale S_t do_t,   dg_t = diag(exp g_t)
+//           S_{t-1} . C_t, summed over columns.   RWKV-6, w_t = scale do_t . v_t:   C_{t-1} = diag(exp g_t) C_t + scale
+//           q_t do_t^T;   dq_t = scale S_{t-1} do_t + w_t u k_t,   du = sum_t w_t q_t k_t;   besides dk_t has w_t u
+//           q_t, and dv_t scale (q_t . u k_t) do_t
 // shapes    q k g dq dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], starts, ends and dh0 [N, H, K, V] float32,
-//           parts of du [N P, H, K] float32; kept: S before every STEP tokens, [B, NC, H, D D] float32, as lanes have
-//           it
+//           partial_du [N P, H, K] float32, du of each segment; kept [B, NC, H, D D] float32: S before every step of 8
+//           tokens, in the order of lanes' registers, stored forwards in time and read backwards
 // grid      a warp for every 512 / (D D) heads of all sequences or segments, sequence slowest; a lane has 16 / D rows
 //           of a head's state
-// smem      two steps of a warp's tokens and of what is kept, the decays of one
-// barriers  of warps. Forwards in time two a step: tokens have arrived and their decays are there | they are read.
-//           Backwards three: tokens, and what is kept, have arrived | the latter is read | gradients are there, and
-//           tokens are read
-// numerics  float32 throughout; of the gate's gradient nothing is subtracted
+// smem      for each warp: two stages, each of a step's inputs and kept state, which gradients overwrite; the decays of
+//           one step
+// barriers  of warps. Forwards in time two a step: the step has been copied, and its decays are in shared memory | it
+//           has been read. Backwards three: the step and its kept state have been copied | the kept state has been
+//           read, which dv overwrites | gradients are in shared memory, and the step has been read
+// numerics  float32 throughout; the gates' gradient is a sum without subtractions
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
 #include "gated/small_heads.cuh"
 
 constexpr int WARPS = 2;
-constexpr int NUMBERS = 16;  // of a state, that a lane has
+constexpr int NUMBERS = 16;  // of a state in a lane's registers
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, do_;
   Rows<const G> g;
   Rows<T> dq, dk, dv;
   Rows<G> dg;
-  const float *u, *starts, *ends;  // null where there is none: the states at starts, and their gradients at ends
-  float *dh0, *kept, *partial_du;  // dh0 and partial_du null where nobody asks
+  const float *u, *starts, *ends;  // starts: the states before segments; ends: the gradients of those after; null: zero
+  float *dh0, *kept, *partial_du;  // dh0 and partial_du null: not wanted
   Shape shape;
   double scale;
-  i64 P;      // segments a sequence
-  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 P;      // segments of a sequence
+  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
-template <int D> constexpr int LANES = D * D / NUMBERS;
+template <int D> constexpr int LANES = D * D / NUMBERS;  // of a head
 
 template <typename T, typename G, int D> struct Stage {
-  Tile<T, D, LANES<D>> q, k;  // then dq and dk
+  Tile<T, D, LANES<D>> q, k;  // overwritten by dq and dk
   Tile<T, D, LANES<D>> v, do_;
-  Tile<G, D, LANES<D>> g;  // once the decays stand dg
+  Tile<G, D, LANES<D>> g;  // overwritten by dg
   union {
     float4 kept[NUMBERS / 4][32];
-    Tile<T, D, LANES<D>> dv;  // once that is read
+    Tile<T, D, LANES<D>> dv;  // overwrites `kept`
   };
 };
 template <typename T, typename G, int D> struct Shared {
@@ -52,7 +53,8 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
-// Columns summed over a head's lanes, of which each gets its own.
+// Sums x over the lanes of a head, for each of D columns. Afterwards x[0 ... D / LANES - 1] are the sums of the columns
+// D / LANES * lane and on.
 template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&x)[D], int lane) {
   if constexpr (DISTANCE > 0) {
     constexpr int HALF = DISTANCE * (D / LANES<D>);
@@ -68,19 +70,20 @@ template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&
 
 template <class ReadOrder, typename T, typename G, int D>
 __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args<T, G> args) {
-  constexpr int ROWS = NUMBERS / D, OWN = D / LANES<D>;  // of a lane: channels, and columns of dv
+  constexpr int ROWS = NUMBERS / D, LANE_COLUMNS = D / LANES<D>;  // of a lane: channels, and columns of dv
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   using Inputs = Tile<T, D, LANES<D>>;
   const int warp = threadIdx.x >> 5;
   auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
   const Shape& shape = args.shape;
-  const LaneOf<LANES<D>> me;
-  const Head at = head_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + me.head);
-  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), channel = ROWS * me.lane;
+  const LaneCoord<LANES<D>> coord;
+  const Work at = work_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + coord.head);
+  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), channel = ROWS * coord.lane;
   const float scale = float(args.scale);
 
   using State = float[ROWS][D];
-  const auto each = [&](State& S, i64 n, auto f) {
+  // Calls f(number of S, its index in states [.., H, K, V] of memory) for this lane's numbers of state n.
+  const auto each_number = [&](State& S, i64 n, auto f) {
     const i64 first = ((n * shape.H + at.h) * K + channel) * V;
 #pragma unroll
     for (int c = 0; c < ROWS; ++c)
@@ -92,12 +95,12 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       (at.b * shape.NC + (at.n < 0 ? 0 : chunks_of(shape, at.n % shape.count).start)) * shape.H + at.h;
   const auto kept_at = [&](int token) {
     return reinterpret_cast<float4*>(args.kept) +
-           (first_kept + token / STEP * shape.H) * (NUMBERS / 4 * LANES<D>)+me.lane;
+           (first_kept + token / STEP * shape.H) * (NUMBERS / 4 * LANES<D>)+coord.lane;
   };
-  // Where rows are, in memory and in tiles, is found anew each time: there are no registers to hold it.
+  // The addresses of rows, in memory and in tiles, are computed each time: registers to hold them are too few.
   const auto fetch_rows = [&](auto& to, const auto& rows, int token, int width) {
-    const LaneOf<LANES<D>> me(opaque(threadIdx.x));
-    fetch(to, pieces_of(to, rows, at, me.lane), me.head, me.lane, token, at.tokens - token, width, bytes);
+    const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
+    fetch(to, lane_rows(to, rows, at, coord.lane), coord.head, coord.lane, token, at.tokens - token, width, bytes);
   };
   const auto fetch_keys = [&](Stage<T, G, D>& to, int token) {
     fetch_rows(to.k, args.k, token, K), fetch_rows(to.v, args.v, token, V), fetch_rows(to.g, args.g, token, K);
@@ -110,20 +113,20 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       cp_async<16>(&to.kept[n][threadIdx.x & 31], kept_at(token) + n * LANES<D>, token < at.tokens);
     cp_async_commit();
   };
-  // S after a token.
-  const auto next = [&](State& after, const State& before, const Stage<T, G, D>& in, int i) {
+  // Computes the state after token i of the step from the state before it.
+  const auto next_state = [&](State& after, const State& before, const Stage<T, G, D>& in, int i) {
     float k[ROWS], a[ROWS], v[D];
-    in.k.row(k, i, me.head, channel), s.decays.row(a, i, me.head, channel), in.v.row(v, i, me.head);
+    in.k.row(k, i, coord.head, channel), s.decays.row(a, i, coord.head, channel), in.v.row(v, i, coord.head);
 #pragma unroll
     for (int c = 0; c < ROWS; ++c)
 #pragma unroll
       for (int x = 0; x < D; ++x) after[c][x] = fmaf(a[c], before[c][x], k[c] * v[x]);
   };
 
-  const int most = most_tokens<LANES<D>>(at.tokens), last = (most - 1) / STEP * STEP;
-  if (most) {
+  const int longest = largest_of_warp<LANES<D>>(at.tokens), last = (longest - 1) / STEP * STEP;
+  if (longest) {
     State S = {};
-    if (args.starts) each(S, at.n, [&](float& x, i64 place) { x = args.starts[place]; });
+    if (args.starts) each_number(S, at.n, [&](float& x, i64 place) { x = args.starts[place]; });
     fetch_keys(s.stages[0], 0);
     cp_async_commit();
 #pragma unroll 1
@@ -139,32 +142,32 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       }
       if (token == last) break;
       cp_async_wait<0>();
-      put_decays(s.decays, in.g, me.head, me.lane);
-      __syncwarp();  // the tokens have arrived, and their decays are in shared memory
+      put_decays(s.decays, in.g, coord.head, coord.lane);
+      __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
       if (token + STEP < last) {
         fetch_keys(s.stages[stage ^ 1], token + STEP);
         cp_async_commit();
       }
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) next(S, S, in, i);
-      __syncwarp();  // they are read
+      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i);
+      __syncwarp();  // the step has been read: its stage may be filled again
     }
     cp_async_wait<0>();
-    __syncwarp();  // what is kept is in shared memory
+    __syncwarp();  // all lanes' copies have ended: the stage of the last step may be filled
     fetch_all(s.stages[last / STEP % 2], last);
   }
 
-  State E = {};  // the gradient of the state before the tokens so far
-  if (args.ends) each(E, at.n, [&](float& x, i64 place) { x = args.ends[place]; });
+  State C = {};  // the gradient of the state that the tokens so far start from
+  if (args.ends) each_number(C, at.n, [&](float& x, i64 place) { x = args.ends[place]; });
   float u[ROWS], du[ROWS] = {};
 #pragma unroll
   for (int c = 0; c < ROWS; ++c) u[c] = BEFORE && channel + c < K ? args.u[at.h * K + channel + c] : 1.f;
 #pragma unroll 1
-  for (int token = last; most && token >= 0; token -= STEP) {
+  for (int token = last; longest && token >= 0; token -= STEP) {
     Stage<T, G, D>& in = s.stages[token / STEP % 2];
     cp_async_wait<0>();
-    put_decays(s.decays, in.g, me.head, me.lane);
-    __syncwarp();  // the tokens have arrived, and their decays are in shared memory
+    put_decays(s.decays, in.g, coord.head, coord.lane);
+    __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
     if (token) fetch_all(s.stages[token / STEP % 2 ^ 1], token - STEP);
     State S[STEP];  // before each token
 #pragma unroll
@@ -174,56 +177,57 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
 #pragma unroll
-    for (int i = 0; i + 1 < STEP; ++i) next(S[i + 1], S[i], in, i);
-    __syncwarp();  // what is kept is read, where dv comes
+    for (int i = 0; i + 1 < STEP; ++i) next_state(S[i + 1], S[i], in, i);
+    __syncwarp();  // the kept state has been read, which dv overwrites
 #pragma unroll
     for (int i = STEP - 1; i >= 0; --i) {
-      float q[ROWS], k[ROWS], a[ROWS], v[D], d[D], dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D];
-      in.q.row(q, i, me.head, channel), in.k.row(k, i, me.head, channel), s.decays.row(a, i, me.head, channel);
-      in.v.row(v, i, me.head), in.do_.row(d, i, me.head);
-      float weight = 0.f;  // of the token to itself, and, RWKV-6, to its own key in dv
+      float q[ROWS], k[ROWS], a[ROWS], v[D], do_[D], dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D];
+      in.q.row(q, i, coord.head, channel), in.k.row(k, i, coord.head, channel), s.decays.row(a, i, coord.head, channel);
+      in.v.row(v, i, coord.head), in.do_.row(do_, i, coord.head);
+      float self_weight = 0.f;  // scale do_t . v_t
 #pragma unroll
-      for (int x = 0; x < D; ++x) weight = fmaf(v[x], d[x], weight);
-      weight *= scale;
-      float direct = 0.f;
+      for (int x = 0; x < D; ++x) self_weight = fmaf(v[x], do_[x], self_weight);
+      self_weight *= scale;
+      float self_score = 0.f;  // q_t . u k_t
 #pragma unroll
-      for (int c = 0; c < ROWS; ++c) direct = fmaf(u[c] * q[c], k[c], direct);
+      for (int c = 0; c < ROWS; ++c) self_score = fmaf(u[c] * q[c], k[c], self_score);
 #pragma unroll
-      for (int x = 0; x < D; ++x) dv[x] = BEFORE ? scale * direct * d[x] : 0.f;
+      for (int x = 0; x < D; ++x) dv[x] = BEFORE ? scale * self_score * do_[x] : 0.f;
 #pragma unroll
       for (int c = 0; c < ROWS; ++c) {
-        const float by = scale * q[c];
+        const float scaled_q = scale * q[c];
 #pragma unroll
         for (int x = 0; x < D; ++x) {
-          const float C = BEFORE ? E[c][x] : fmaf(by, d[x], E[c][x]);
-          dq[c] = fmaf(S[i][c][x], d[x], dq[c]);
-          dk[c] = fmaf(C, v[x], dk[c]);
-          dv[x] = fmaf(k[c], C, dv[x]);
-          const float decayed = a[c] * C;
+          const float C_after = BEFORE ? C[c][x] : fmaf(scaled_q, do_[x], C[c][x]);
+          dq[c] = fmaf(S[i][c][x], do_[x], dq[c]);
+          dk[c] = fmaf(C_after, v[x], dk[c]);
+          dv[x] = fmaf(k[c], C_after, dv[x]);
+          const float decayed = a[c] * C_after;
           dg[c] = fmaf(S[i][c][x], decayed, dg[c]);
-          E[c][x] = BEFORE ? fmaf(by, d[x], decayed) : decayed;
+          C[c][x] = BEFORE ? fmaf(scaled_q, do_[x], decayed) : decayed;
         }
-        dq[c] = fmaf(BEFORE ? scale : scale * a[c], dq[c], weight * u[c] * k[c]);
+        dq[c] = fmaf(BEFORE ? scale : scale * a[c], dq[c], self_weight * u[c] * k[c]);
         if (BEFORE) {
-          dk[c] = fmaf(weight * u[c], q[c], dk[c]);
-          du[c] = fmaf(weight * q[c], k[c], du[c]);
+          dk[c] = fmaf(self_weight * u[c], q[c], dk[c]);
+          du[c] = fmaf(self_weight * q[c], k[c], du[c]);
         }
       }
-      sum_rows<LANES<D> / 2>(dv, me.lane);
-      float own[OWN];
+      sum_rows<LANES<D> / 2>(dv, coord.lane);
+      float lane_dv[LANE_COLUMNS];
 #pragma unroll
-      for (int x = 0; x < OWN; ++x) own[x] = dv[x];
-      in.q.put(dq, i, me.head, channel), in.k.put(dk, i, me.head, channel);
-      in.g.put(dg, i, me.head, channel), in.dv.put(own, i, me.head, OWN * me.lane);
+      for (int x = 0; x < LANE_COLUMNS; ++x) lane_dv[x] = dv[x];
+      in.q.put(dq, i, coord.head, channel), in.k.put(dk, i, coord.head, channel);
+      in.g.put(dg, i, coord.head, channel), in.dv.put(lane_dv, i, coord.head, LANE_COLUMNS * coord.lane);
     }
-    __syncwarp();  // the gradients are in shared memory; the tokens are read
+    __syncwarp();  // the gradients are in shared memory; the step has been read
     const auto put = [&](const auto& tile, const auto& rows, int width) {
-      const LaneOf<LANES<D>> me(opaque(threadIdx.x));
-      store(tile, pieces_of(tile, rows, at, me.lane), me.head, me.lane, token, at.tokens - token, width, bytes);
+      const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
+      store(tile, lane_rows(tile, rows, at, coord.lane), coord.head, coord.lane, token, at.tokens - token, width,
+            bytes);
     };
     put(in.q, args.dq, K), put(in.k, args.dk, K), put(in.g, args.dg, K), put(in.dv, args.dv, V);
   }
-  if (args.dh0 && at.n % args.P == 0) each(E, at.n / args.P, [&](float& x, i64 place) { args.dh0[place] = x; });
+  if (args.dh0 && at.n % args.P == 0) each_number(C, at.n / args.P, [&](float& x, i64 place) { args.dh0[place] = x; });
   if (BEFORE)
 #pragma unroll
     for (int c = 0; c < ROWS; ++c)

@@ -4,9 +4,9 @@
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
 // grid      a warp for every 64 / D heads of all sequences or segments, sequence slowest; a lane has two columns of a
 //           head's state
-// smem      two steps of a warp's tokens, the decays of one
-// barriers  of warps, two a step: tokens have arrived and their decays are there | outputs are there, and tokens are
-//           read
+// smem      for each warp: two stages, each of a step of 8 tokens, in which o overwrites g; the decays of one step
+// barriers  of warps, two a step: the step has been copied, and its decays are in shared memory | o is in shared
+//           memory, and the step has been read
 // numerics  float32 throughout
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
@@ -16,14 +16,14 @@
 constexpr int WARPS = 4;
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
-  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
 template <typename T, typename G, int D> struct Stage {
   Tile<T, D, D / 2> q, k, v;
   union {
     Tile<G, D, D / 2> g;
-    Tile<T, D, D / 2> o;  // once the decays stand
+    Tile<T, D, D / 2> o;  // overwrites g after the decays have been computed
   };
 };
 template <typename T, typename G, int D> struct Shared {
@@ -42,12 +42,13 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   const int warp = threadIdx.x >> 5;
   auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
   const Shape& shape = args.shape;
-  const LaneOf<LANES> me;
-  const Head at = head_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + me.head);
-  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * me.lane;
+  const LaneCoord<LANES> coord;
+  const Work at = work_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + coord.head);
+  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * coord.lane;
 
   float S[D][2], u[D];
-  const auto each = [&](auto f) {
+  // Calls f(number of S, its index in a state [K, V] of memory) for this lane's numbers: columns `column` and the next.
+  const auto each_number = [&](auto f) {
     const i64 first = (at.n * shape.H + at.h) * (i64(K) * V) + column;
 #pragma unroll
     for (int c = 0; c < D; ++c)
@@ -60,36 +61,36 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     S[c][0] = S[c][1] = 0.f;
     u[c] = BEFORE && c < K ? args.u[at.h * K + c] : 0.f;
   }
-  if (args.initial) each([&](float& x, i64 place) { x = args.initial[place]; });
+  if (args.initial) each_number([&](float& x, i64 place) { x = args.initial[place]; });
 
   const auto& tiles = s.stages[0];
-  const auto q = pieces_of(tiles.q, args.q, at, me.lane), k = pieces_of(tiles.k, args.k, at, me.lane);
-  const auto v = pieces_of(tiles.v, args.v, at, me.lane);
-  const auto g = pieces_of(tiles.g, args.g, at, me.lane);
-  const auto o = pieces_of(tiles.o, args.o, at, me.lane);
+  const auto q = lane_rows(tiles.q, args.q, at, coord.lane), k = lane_rows(tiles.k, args.k, at, coord.lane);
+  const auto v = lane_rows(tiles.v, args.v, at, coord.lane);
+  const auto g = lane_rows(tiles.g, args.g, at, coord.lane);
+  const auto o = lane_rows(tiles.o, args.o, at, coord.lane);
   const auto fetch_step = [&](Stage<T, G, D>& to, int token) {
-    const int left = at.tokens - token;
-    fetch(to.k, k, me.head, me.lane, token, left, K, bytes);
-    fetch(to.v, v, me.head, me.lane, token, left, V, bytes);
-    fetch(to.g, g, me.head, me.lane, token, left, K, bytes);
-    fetch(to.q, q, me.head, me.lane, token, left, K, bytes);
+    const int rest = at.tokens - token;
+    fetch(to.k, k, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.v, v, coord.head, coord.lane, token, rest, V, bytes);
+    fetch(to.g, g, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.q, q, coord.head, coord.lane, token, rest, K, bytes);
     cp_async_commit();
   };
-  const int most = most_tokens<LANES>(at.tokens);
+  const int longest = largest_of_warp<LANES>(at.tokens);
   const float scale = float(args.scale);
-  if (most) fetch_step(s.stages[0], 0);
+  if (longest) fetch_step(s.stages[0], 0);
 #pragma unroll 1
-  for (int token = 0, stage = 0; token < most; token += STEP, stage ^= 1) {
+  for (int token = 0, stage = 0; token < longest; token += STEP, stage ^= 1) {
     Stage<T, G, D>& in = s.stages[stage];
     cp_async_wait<0>();
-    put_decays(s.decays, in.g, me.head, me.lane);
-    __syncwarp();  // the tokens have arrived, and their decays are in shared memory
-    if (token + STEP < most) fetch_step(s.stages[stage ^ 1], token + STEP);
+    put_decays(s.decays, in.g, coord.head, coord.lane);
+    __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
+    if (token + STEP < longest) fetch_step(s.stages[stage ^ 1], token + STEP);
 #pragma unroll
     for (int i = 0; i < STEP; ++i) {
       float q[D], k[D], a[D], v[2], o[2] = {};
-      in.q.row(q, i, me.head), in.k.row(k, i, me.head), s.decays.row(a, i, me.head);
-      in.v.row(v, i, me.head, column);
+      in.q.row(q, i, coord.head), in.k.row(k, i, coord.head), s.decays.row(a, i, coord.head);
+      in.v.row(v, i, coord.head, column);
 #pragma unroll
       for (int c = 0; c < D; ++c)
 #pragma unroll
@@ -99,10 +100,10 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
           S[c][x] = next;
         }
       o[0] *= scale, o[1] *= scale;
-      in.o.put(o, i, me.head, column);
+      in.o.put(o, i, coord.head, column);
     }
-    __syncwarp();  // the outputs are in shared memory; the tokens are read
-    store(in.o, o, me.head, me.lane, token, at.tokens - token, V, bytes);
+    __syncwarp();  // o is in shared memory; the step has been read, so that its stage may be filled again
+    store(in.o, o, coord.head, coord.lane, token, at.tokens - token, V, bytes);
   }
-  if (args.final) each([&](float& x, i64 place) { args.final[place] = x; });
+  if (args.final) each_number([&](float& x, i64 place) { args.final[place] = x; });
 }

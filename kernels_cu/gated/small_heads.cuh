@@ -1,30 +1,33 @@
-// what      Tokens of heads of at most 16 channels and columns: a warp has several heads, whose rows of a token stand
-//           side by side, so that what it reads of neighbouring heads, or of neighbouring tokens, is one piece of
-//           memory.
-// math      token by token, as the equations stand: a state is so small that float32 outside of tensor cores keeps up
-//           with memory
+// what      Shared by the kernels for heads of at most D channels and columns, D 8 or 16: copies of steps of 8 tokens
+//           between memory and a warp's tiles in shared memory. A warp has several heads, LANES lanes each. The rows of
+//           neighbouring heads, or tokens, are neighbours in memory, and the warp reads them together.
+// math      token by token, as the recurrence is written: a state is so small that float32 products outside of tensor
+//           cores are as fast as memory
+// smem      Tile; a lane copies pieces of its head's rows, and all lanes of the head read them after __syncwarp
 // limits    D of 8, 16
 #include "gated/forward_tiles.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int STEP = 8;  // tokens that are there at once
+constexpr int STEP = 8;  // tokens in shared memory at a time
 
-// [STEP, heads of a warp, D], of which a lane copies some pieces of its own head's rows. Whatever heads read at once
-// touches every bank as few times as can be.
+// A tile [STEP tokens, HEADS heads of a warp, D channels or columns] of type E. A row, of one token and head, is PIECES
+// pieces of 16 bytes, PIECE numbers each. A head has LANES lanes; each copies one piece of every ROWS_AT_ONCE-th token,
+// LANE_PIECES in all. `place` swaps pieces so that the rows of different heads are in different banks.
 template <typename E, int D, int LANES> struct alignas(16) Tile {
-  static constexpr int HEADS = 32 / LANES, PER = 16 / sizeof(E), PIECES = D / PER;
-  static constexpr int APART = LANES / PIECES, EACH = STEP / APART;  // tokens between a lane's pieces; their number
+  static constexpr int HEADS = 32 / LANES, PIECE = 16 / sizeof(E), PIECES = D / PIECE;
+  static constexpr int ROWS_AT_ONCE = LANES / PIECES, LANE_PIECES = STEP / ROWS_AT_ONCE;
   E x[STEP * HEADS * D];
 
+  // The index of a number in x.
   __device__ __forceinline__ static int place(int token, int head, int column) {
-    const int piece = column / PER ^ head * PIECES / 8;
-    return ((token * HEADS + head) * PIECES + piece) * PER + column % PER;
+    const int piece = column / PIECE ^ head * PIECES / 8;
+    return ((token * HEADS + head) * PIECES + piece) * PIECE + column % PIECE;
   }
-  // Of the lane's head: a row from the column on.
+  // Loads N numbers of a row, from `column` on, as float32.
   template <int N> __device__ __forceinline__ void row(float (&to)[N], int token, int head, int column = 0) const {
-    constexpr int W = N < PER ? N : PER;
+    constexpr int W = N < PIECE ? N : PIECE;
 #pragma unroll
     for (int c = 0; c < N; c += W) {
       const E* from = x + place(token, head, column + c);
@@ -38,6 +41,7 @@ template <typename E, int D, int LANES> struct alignas(16) Tile {
       }
     }
   }
+  // Stores N numbers of a row, from `column` on.
   template <int N> __device__ __forceinline__ void put(const float (&from)[N], int token, int head, int column) {
     E* to = x + place(token, head, column);
     if constexpr (N == 1) {
@@ -50,27 +54,28 @@ template <typename E, int D, int LANES> struct alignas(16) Tile {
   }
 };
 
-// Which head of a warp a lane has, and which lane of it it is.
-template <int LANES> struct LaneOf {
+// Which of the warp's heads a lane has, and the lane's number among the LANES lanes of that head.
+template <int LANES> struct LaneCoord {
   int head, lane;
-  __device__ __forceinline__ LaneOf(int thread = threadIdx.x) : head((thread & 31) / LANES), lane(thread % LANES) {}
+  __device__ __forceinline__ LaneCoord(int thread = threadIdx.x) : head((thread & 31) / LANES), lane(thread % LANES) {}
 };
 
-// Where the tokens of a lane's head are.
-struct Head {
-  i64 n;  // sequence or segment
+// What a lane's head is: `tokens` tokens of head h of batch row b, from token `start` of the row on.
+struct Work {
+  i64 n;  // the sequence or segment, over the batch; -1: none
   int b, h, tokens;
   i64 start;
 };
-// The head that is the `at`-th of all, of `of` sequences or segments in turn the first `needed`; without tokens beyond.
-__device__ __forceinline__ Head head_of(const Shape& shape, u32 at, u32 of = 1, u32 needed = 1) {
+// The work number `at` of a launch: head fastest, then sequence or segment. Of every `segments` segments in turn only
+// the first `computed` are counted. No tokens if there is no such work.
+__device__ __forceinline__ Work work_of(const Shape& shape, u32 at, u32 of = 1, u32 needed = 1) {
   const u32 H = u32(shape.H), count = u32(shape.count), n = at / H / needed * of + at / H % needed;
   if (n >= u32(shape.B) * count) return {-1, 0, 0, 0, 0};
   const Span span = tokens_of(shape, n % count);
   return {n, int(n / count), int(at % H), int(span.stop - span.start), span.start};
 }
-// The most tokens of a warp's heads.
-template <int LANES> __device__ __forceinline__ int most_tokens(int tokens) {
+// The largest of the heads' numbers of tokens in a warp.
+template <int LANES> __device__ __forceinline__ int largest_of_warp(int tokens) {
 #pragma unroll
   for (int distance = LANES; distance < 32; distance *= 2) {
     const int other = __shfl_xor_sync(0xffffffffu, tokens, distance);
@@ -79,98 +84,103 @@ template <int LANES> __device__ __forceinline__ int most_tokens(int tokens) {
   return tokens;
 }
 
-// A lane's pieces of rows in memory, from its first token's on.
-template <typename E> struct Pieces {
+// A lane's pieces in memory: the address of the first one, of the head's first token, and the distance of tokens.
+template <typename E> struct LaneRows {
   E* first;
   i64 stride;
 };
-// As the tile has them.
+// The lane's pieces of x in memory, which it copies to or from such a tile.
 template <class Tile, typename E>
-__device__ __forceinline__ Pieces<E> pieces_of(const Tile&, const Rows<E>& x, const Head& head, int lane) {
+__device__ __forceinline__ LaneRows<E> lane_rows(const Tile&, const Rows<E>& x, const Work& head, int lane) {
   E* row = x.row(head.b, head.h, head.start);
-  return {row + lane / Tile::PIECES * x.t + lane % Tile::PIECES * Tile::PER, x.t};
+  return {row + lane / Tile::PIECES * x.t + lane % Tile::PIECES * Tile::PIECE, x.t};
 }
 
-// f(token of the step, column, its place in the tile, its place in memory) for a lane's pieces of the step at `token`.
+// Calls f(token of the step, first column, index in the tile, address in memory) for a lane's pieces of the step that
+// starts at `token`.
 template <class Tile, typename E, class F>
-__device__ __forceinline__ void each_piece(Pieces<E> rows, int head, int lane, int token, F f) {
-  const int down = lane / Tile::PIECES, column = lane % Tile::PIECES * Tile::PER;
+__device__ __forceinline__ void each_piece(LaneRows<E> rows, int head, int lane, int token, F f) {
+  const int down = lane / Tile::PIECES, column = lane % Tile::PIECES * Tile::PIECE;
   E* at = rows.first + token * rows.stride;
 #pragma unroll
-  for (int n = 0; n < Tile::EACH; ++n) {
-    f(down + n * Tile::APART, column, Tile::place(down + n * Tile::APART, head, column), at);
-    at += Tile::APART * rows.stride;
+  for (int n = 0; n < Tile::LANE_PIECES; ++n) {
+    f(down + n * Tile::ROWS_AT_ONCE, column, Tile::place(down + n * Tile::ROWS_AT_ONCE, head, column), at);
+    at += Tile::ROWS_AT_ONCE * rows.stride;
   }
 }
 
-// Pieces of rows that are whole pieces of 8, 4 or 2 bytes, out of the way of those of 16.
+// Starts copying a piece of 16 bytes in smaller ones, of BYTES bytes, for rows that are not multiples of 16 bytes. The
+// first `columns` numbers exist, the others become zero.
 template <int BYTES, class Tile, typename E>
-__device__ __forceinline__ void copy_parts(E* to, const E* from, int columns) {
+__device__ __forceinline__ void copy_small_pieces(E* to, const E* from, int columns) {
   constexpr int W = BYTES / sizeof(E);
 #pragma unroll 1
-  for (int i = 0; i < Tile::PER; i += W) {
+  for (int i = 0; i < Tile::PIECE; i += W) {
     if constexpr (BYTES >= 4) cp_async<BYTES>(to + i, from + i, i < columns);
     else to[i] = i < columns ? from[i] : from_float<E>(0.f);
   }
 }
+// `fetch` for rows that are not multiples of 16 bytes. Not inlined, since it is rare.
 template <class Tile, typename E>
-__device__ __noinline__ void fetch_slowly(Tile& tile, Pieces<const E> rows, int head, int lane, int token, int left,
-                                          int width, int bytes) {
+__device__ __noinline__ void fetch_unaligned(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
+                                             int tokens_left, int width, int bytes) {
   each_piece<Tile>(rows, head, lane, token, [&](int down, int column, int place, const E* from) {
-    const int columns = down < left ? width - column : 0;
-    if (bytes == 8) copy_parts<8, Tile>(tile.x + place, from, columns);
-    else if (bytes == 4) copy_parts<4, Tile>(tile.x + place, from, columns);
-    else copy_parts<sizeof(E), Tile>(tile.x + place, from, columns);
+    const int columns = down < tokens_left ? width - column : 0;
+    if (bytes == 8) copy_small_pieces<8, Tile>(tile.x + place, from, columns);
+    else if (bytes == 4) copy_small_pieces<4, Tile>(tile.x + place, from, columns);
+    else copy_small_pieces<sizeof(E), Tile>(tile.x + place, from, columns);
   });
 }
 
-// Starts to copy the step at `token`, of which `left` tokens are there: zeros behind them and `width`.
+// Starts copying the step that starts at `token`: its first tokens_left tokens, which exist, and `width` columns; the
+// rest of the tile becomes zero. bytes: the largest of 16, 8, 4 and 2 of which all rows are multiples.
 template <class Tile, typename E>
-__device__ __forceinline__ void fetch(Tile& tile, Pieces<const E> rows, int head, int lane, int token, int left,
-                                      int width, int bytes) {
+__device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
+                                      int tokens_left, int width, int bytes) {
   if (bytes == 16) {
     each_piece<Tile>(rows, head, lane, token, [&](int down, int column, int place, const E* from) {
-      cp_async<16>(tile.x + place, from, down < left && column < width);
+      cp_async<16>(tile.x + place, from, down < tokens_left && column < width);
     });
   } else {
-    fetch_slowly(tile, rows, head, lane, token, left, width, bytes);
+    fetch_unaligned(tile, rows, head, lane, token, tokens_left, width, bytes);
   }
 }
 
+// Stores the tokens and columns of a step that exist; arguments as in `fetch`.
 template <class Tile, typename E>
-__device__ __noinline__ void store_slowly(const Tile& tile, Pieces<E> rows, int head, int lane, int token, int left,
-                                          int width) {
+__device__ __noinline__ void store_unaligned(const Tile& tile, LaneRows<E> rows, int head, int lane, int token,
+                                             int tokens_left, int width) {
   each_piece<Tile>(rows, head, lane, token, [&](int down, int column, int place, E* to) {
 #pragma unroll 1
-    for (int i = 0; i < Tile::PER; ++i)
-      if (down < left && column + i < width) to[i] = tile.x[place + i];
+    for (int i = 0; i < Tile::PIECE; ++i)
+      if (down < tokens_left && column + i < width) to[i] = tile.x[place + i];
   });
 }
 template <class Tile, typename E>
-__device__ __forceinline__ void store(const Tile& tile, Pieces<E> rows, int head, int lane, int token, int left,
-                                      int width, int bytes) {
+__device__ __forceinline__ void store(const Tile& tile, LaneRows<E> rows, int head, int lane, int token,
+                                      int tokens_left, int width, int bytes) {
   if (bytes == 16) {
     each_piece<Tile>(rows, head, lane, token, [&](int down, int column, int place, E* to) {
-      if (down < left && column < width)
+      if (down < tokens_left && column < width)
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile.x + place);
     });
   } else {
-    store_slowly(tile, rows, head, lane, token, left, width);
+    store_unaligned(tile, rows, head, lane, token, tokens_left, width);
   }
 }
 
-// Decays of the gates that the lane has copied.
+// Stores exp of the log gates that this lane has copied in `decays`.
 template <class Gates, class Decays>
 __device__ __forceinline__ void put_decays(Decays& decays, const Gates& gates, int head, int lane) {
-  constexpr int PER = Gates::PER;
-  const int down = lane / Gates::PIECES, column = lane % Gates::PIECES * PER;
+  constexpr int PIECE = Gates::PIECE;
+  const int down = lane / Gates::PIECES, column = lane % Gates::PIECES * PIECE;
 #pragma unroll
-  for (int n = 0; n < Gates::EACH; ++n) {
-    const int token = down + n * Gates::APART;
-    float x[PER];
+  for (int n = 0; n < Gates::LANE_PIECES; ++n) {
+    const int token = down + n * Gates::ROWS_AT_ONCE;
+    float x[PIECE];
     gates.row(x, token, head, column);
 #pragma unroll
-    for (int i = 0; i < PER; i += 4) {
+    for (int i = 0; i < PIECE; i += 4) {
       const float four[4] = {decay_of(x[i]), decay_of(x[i + 1]), decay_of(x[i + 2]), decay_of(x[i + 3])};
       decays.put(four, token, head, column + i);
     }

@@ -1,14 +1,18 @@
-// what      What segments of sequences with heads of at most 16 channels and columns leave behind by themselves: the
-//           state, and, backwards in time, the gradient of the state before them.
-// math      S <- diag(exp g_t) S + k_t v_t^T;   backwards C <- diag(exp g_t) (C + scale q_t do_t^T)  (RWKV-6: diag(exp
-//           g_t) C + scale q_t do_t^T)
-// shapes    q k g [B, H, T, K], v do [B, H, T, V], initial, dht [N, H, K, V] float32 without `dht` and do: left [N P,
-//           H, K, V], decays [N P, H, 2, K] float32, as scan_segments.cu has them; of both directions: left [2, N P,
-//           H, K, V], decays [2, N P, H, K], as backward_states.cu leaves them
-// grid      a warp for every 64 / D heads of all segments that are needed, directions slowest; a lane has two columns
-//           of a head's state
-// smem      two steps of a warp's tokens, the decays of one
-// barriers  of warps, two a step: tokens have arrived and their decays are there | they are read
+// what      Summaries of the P segments of sequences, for heads of at most 16 channels and columns: the state S that a
+//           segment's tokens leave if it starts from zero, and their decay; for the backward pass also the gradient C
+//           of the state before the segment that its tokens leave if the gradient after it is zero.
+// math      S <- diag(exp g_t) S + k_t v_t^T;   backwards in time C <- diag(exp g_t) (C + scale q_t do_t^T)  (RWKV-6:
+//           diag(exp g_t) C + scale q_t do_t^T)
+// shapes    q k g [B, H, T, K], v do [B, H, T, V], initial, dht [N, H, K, V] float32.
+//           Forward pass (`both` is 0): states [N P, H, K, V] and decays [N P, H, 2, K] float32, read by
+//           scan_segments.cu: the summary of each segment; the second row of decays is 1.
+//           Backward pass: states [2, N P, H, K, V] and decays [2, N P, H, K], read by scan_both_ways.cu. For each
+//           direction in time, a segment's summary is at the index of the segment after it in that direction, which
+//           starts from it; the first segment has `initial` or `dht`, and the last summary is not computed
+// grid      a warp for every 64 / D heads of all computed segments, directions slowest; a lane has two columns of a
+//           head's state
+// smem      for each warp: two stages, each of a step of 8 tokens; the decays of one step
+// barriers  of warps, two a step: the step has been copied, and its decays are in shared memory | it has been read
 // numerics  float32 throughout
 // source    Yang et al., 2024, eq. 3; Blelloch, 1990, section 1.4.1
 // limits    K, V <= D; D of 8, 16
@@ -17,15 +21,15 @@
 constexpr int WARPS = 4;
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v, do_;  // of both directions: q and do_ too
+  Rows<const T> q, k, v, do_;  // q and do_ are read if `both`
   Rows<const G> g;
-  const float *initial, *dht;  // null where there is none
-  float *left, *decays;
+  const float *initial, *dht;  // null: zero
+  float *states, *decays;
   Shape shape;
   double scale;
-  i64 of, needed;  // of so many segments in turn so many are computed
-  i64 both;        // whether directions are two: then all segments are launched
-  i64 bytes;       // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
+  i64 both;                // whether both directions in time are computed, of all segments
+  i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
 template <typename T, typename G, int D> struct Shared {
@@ -46,82 +50,86 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   const int warp = threadIdx.x >> 5;
   auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
   const Shape& shape = args.shape;
-  const LaneOf<LANES> me;
+  const LaneCoord<LANES> coord;
   const u32 half = args.both ? gridDim.x / 2 : gridDim.x;
   const bool backwards = blockIdx.x >= half;
-  Head at = head_of(shape, ((blockIdx.x - backwards * half) * WARPS + warp) * Inputs::HEADS + me.head, u32(args.of),
-                    u32(args.needed));
-  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * me.lane, P = int(args.of);
+  Work at = work_of(shape, ((blockIdx.x - backwards * half) * WARPS + warp) * Inputs::HEADS + coord.head,
+                    u32(args.segments), u32(args.computed));
+  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * coord.lane,
+            P = int(args.segments);
   const int segment = backwards ? P - 1 - int(at.n % P) : int(at.n % P);
   const i64 size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + at.n) * shape.H + at.h;
 
-  float S[D][2] = {}, whole[2] = {1.f, 1.f};
-  const auto each = [&](auto f) {
+  float S[D][2] = {}, total_decay[2] = {1.f, 1.f};
+  // Calls f(number, its index in a state [K, V] of memory) for this lane's numbers: columns `column` and the next.
+  const auto each_number = [&](auto f) {
 #pragma unroll
     for (int c = 0; c < D; ++c)
 #pragma unroll
       for (int x = 0; x < 2; ++x)
         if (at.n >= 0 && c < K && column + x < V) f(S[c][x], c * V + column + x);
   };
-  if (args.both && segment == 0) {  // it starts from what is given, which has its place among the others
+  if (args.both && segment == 0) {  // the first segment starts from `initial` or `dht`, which is stored as its start
     const float* given = backwards ? args.dht : args.initial;
-    each([&](float& x, int place) {
+    each_number([&](float& x, int place) {
       if (given) x = given[(at.n / P * shape.H + at.h) * size + place];
-      args.left[slot * size + place] = x;
+      args.states[slot * size + place] = x;
     });
   }
-  if (args.both && segment == P - 1) at.n = -1, at.tokens = 0;  // nobody needs what the last one leaves
+  if (args.both && segment == P - 1) at.n = -1, at.tokens = 0;  // the last segment's summary is not computed
 
   const auto& tiles = s.stages[0];
-  const auto xs = pieces_of(tiles.x, backwards ? args.q : args.k, at, me.lane);
-  const auto ys = pieces_of(tiles.y, backwards ? args.do_ : args.v, at, me.lane);
-  const auto gs = pieces_of(tiles.g, args.g, at, me.lane);
-  const int most = most_tokens<LANES>(at.tokens), last = (most - 1) / STEP * STEP;
+  // x and y are k and v, or backwards q and do: the factors of the product that is added to the state.
+  const auto xs = lane_rows(tiles.x, backwards ? args.q : args.k, at, coord.lane);
+  const auto ys = lane_rows(tiles.y, backwards ? args.do_ : args.v, at, coord.lane);
+  const auto gs = lane_rows(tiles.g, args.g, at, coord.lane);
+  const int longest = largest_of_warp<LANES>(at.tokens), last = (longest - 1) / STEP * STEP;
   const auto fetch_step = [&](int n) {
-    const int token = backwards ? last - n : n, left = at.tokens - token;
+    const int token = backwards ? last - n : n, rest = at.tokens - token;
     auto& to = s.stages[n / STEP % 2];
-    fetch(to.x, xs, me.head, me.lane, token, left, K, bytes);
-    fetch(to.y, ys, me.head, me.lane, token, left, V, bytes);
-    fetch(to.g, gs, me.head, me.lane, token, left, K, bytes);
+    fetch(to.x, xs, coord.head, coord.lane, token, rest, K, bytes);
+    fetch(to.y, ys, coord.head, coord.lane, token, rest, V, bytes);
+    fetch(to.g, gs, coord.head, coord.lane, token, rest, K, bytes);
     cp_async_commit();
   };
   const float scale = backwards ? float(args.scale) : 1.f;
-  const bool early = backwards && !ReadOrder::reads_before_write;  // the token comes before its gate
-  if (most) fetch_step(0);
+  // Whether a token is added before its gate decays the sum.
+  const bool write_before_decay = backwards && !ReadOrder::reads_before_write;
+  if (longest) fetch_step(0);
 #pragma unroll 1
-  for (int n = 0; n < most; n += STEP) {
+  for (int n = 0; n < longest; n += STEP) {
     const auto& in = s.stages[n / STEP % 2];
     cp_async_wait<0>();
-    put_decays(s.decays, in.g, me.head, me.lane);
-    __syncwarp();  // the tokens have arrived, and their decays are in shared memory
-    if (n + STEP < most) fetch_step(n + STEP);
-    const auto take = [&](int i) {
+    put_decays(s.decays, in.g, coord.head, coord.lane);
+    __syncwarp();  // the step has been copied by all lanes, and its decays are in shared memory
+    if (n + STEP < longest) fetch_step(n + STEP);
+    const auto add_token = [&](int i) {
       float x[D], a[D], own[2], y[2];
-      in.x.row(x, i, me.head), in.y.row(y, i, me.head, column);
-      s.decays.row(a, i, me.head), s.decays.row(own, i, me.head, column);
-      y[0] *= scale, y[1] *= scale, whole[0] *= own[0], whole[1] *= own[1];
+      in.x.row(x, i, coord.head), in.y.row(y, i, coord.head, column);
+      s.decays.row(a, i, coord.head), s.decays.row(own, i, coord.head, column);
+      y[0] *= scale, y[1] *= scale, total_decay[0] *= own[0], total_decay[1] *= own[1];
 #pragma unroll
       for (int c = 0; c < D; ++c)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          S[c][j] = early ? a[c] * fmaf(x[c], y[j], S[c][j]) : fmaf(a[c], S[c][j], x[c] * y[j]);
+          S[c][j] = write_before_decay ? a[c] * fmaf(x[c], y[j], S[c][j]) : fmaf(a[c], S[c][j], x[c] * y[j]);
     };
     if (backwards) {
 #pragma unroll
-      for (int i = STEP - 1; i >= 0; --i) take(i);
+      for (int i = STEP - 1; i >= 0; --i) add_token(i);
     } else {
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) take(i);
+      for (int i = 0; i < STEP; ++i) add_token(i);
     }
-    __syncwarp();  // they are read
+    __syncwarp();  // the step has been read: its stage may be filled again
   }
   const i64 next = args.both ? slot + (backwards ? -shape.H : shape.H) : slot;
-  each([&](float& x, int place) { args.left[next * size + place] = x; });
+  each_number([&](float& x, int place) { args.states[next * size + place] = x; });
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     if (at.n < 0 || column + j >= K) continue;
     float* decay = args.decays + slot * (args.both ? K : 2 * K) + column + j;
-    *decay = whole[j];
+    *decay = total_decay[j];
     if (!args.both) decay[K] = 1.f;
   }
 }

@@ -3,9 +3,9 @@
 // math      A_ij = scale sum_k q_ik decay_ijk k_jk for j < i, A_ii = scale q_i . k_i apart;
 //           q decayed from the chunk's start, k decayed to its end, and the chunk's decay
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
-//           padded to eights; pairs [B, heads, NC, 64, 64], of which blocks above the diagonal are left alone, own
-//           [B, heads, NC, 64], growth [B, heads, NC] float32; pairs, starts and ends are in T, or float32 where T is
-//           not bfloat16
+//           padded to eights; scores [B, heads, NC, 64, 64], of which blocks above the diagonal are left alone,
+//           diagonal [B, heads, NC, 64], growth [B, heads, NC] float32; scores, starts and ends are in T, or float32
+//           where T is not bfloat16
 // grid      a block for every (batch, head, chunk)
 // smem      32 channels at a time: q, k, g, what products take of them, starts and ends
 // barriers  two for every 32 channels: they have arrived | operands stand; then: the diagonal stands
@@ -23,8 +23,8 @@ template <typename T, typename G, typename Stored> struct Args {
   Rows<const T> q, k;
   Rows<const G> g;
   Rows<Stored> starts, ends;
-  Stored* pairs;
-  float *own, *decays, *growth;
+  Stored* scores;
+  float *diagonal, *decays, *growth;
   Shape shape;
   i64 first, heads;  // the heads at hand
   double scale;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     if (g == m) *reinterpret_cast<float2*>(s.own[warp] + 8 * m + 2 * t) = own[m];
   }
   const auto put = [&](const float (&d)[2][4], int row, int column) {
-    Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + 16 * row * CHUNK + 16 * column;
+    Stored* to = args.scores + chunk * (CHUNK * CHUNK) + 16 * row * CHUNK + 16 * column;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const float score = score_of_pair<AfterWrite>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
                                                     args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
       const TokenPair pair = pair_of(lane);
-      Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
+      Stored* to = args.scores + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
       if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * TF32_CORRECTION_OF_BOTH<M> * scale * score);
     }
   }
@@ -176,6 +176,6 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     float sum = 0.f;
 #pragma unroll
     for (int other = 0; other < WARPS; ++other) sum += s.own[other][threadIdx.x];
-    args.own[chunk * CHUNK + threadIdx.x] = scale * sum;
+    args.diagonal[chunk * CHUNK + threadIdx.x] = scale * sum;
   }
 }

@@ -37,9 +37,9 @@ template <typename T, typename G> struct Args {
   float* sums;            // o of the channels before these, for those after these; null where these are all
   float* channel_decays;  // SegmentState: of all tokens, then zeros
   float* column_decays;
-  i64 channel;     // the first one
-  i64 of, needed;  // of so many segments in turn so many are computed
-  i64 bytes;       // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 channel;             // the first one
+  i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
+  i64 bytes;               // all rows are whole pieces of so many: 16, 8, 4 or 2
 };
 
 // Starts to copy a chunk's rows, of so many bytes at a time.
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(2 * BV,
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
-  if (!HAS_OUTPUTS && n % u32(args.of) >= u32(args.needed)) return;
+  if (!HAS_OUTPUTS && n % u32(args.segments) >= u32(args.computed)) return;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));

@@ -573,11 +573,11 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     }
     barrier_arrive(s.done[iteration % STAGES]);
   }
-  // Gradients: the caller's sequences are cut into args.of segments each, 1 if they are not cut. Only the first
+  // Gradients: the caller's sequences are cut into args.segments segments each, 1 if they are not cut. Only the first
   // segment's last dS is stored, as the gradient of the initial state.
   const bool first_segment_only = SUMS<Pass> > 1;
-  if (sum.final && !(first_segment_only && work.sequence % args.of)) {
-    const i64 state_index = first_segment_only ? work.sequence / args.of * args.shape.H + work.head : work.pair;
+  if (sum.final && !(first_segment_only && work.sequence % args.segments)) {
+    const i64 state_index = first_segment_only ? work.sequence / args.segments * args.shape.H + work.head : work.pair;
     each_transposed<BK>(S, sum.final + state_index * sum.K * sum.V, sum, column,
                         [](float& value, float* to) { *to = value; });
   }
@@ -604,9 +604,9 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   const WorkTile work = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
   const bool backwards = ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && sum.backwards;
-  // Summary: a sequence of the caller is cut into args.of pieces. scan_segments.cu reads the states of the first
-  // args.needed pieces of each; the others are not computed.
-  if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.of >= args.needed) return;
+  // Summary: a sequence of the caller is cut into args.segments pieces. scan_segments.cu reads the states of the first
+  // args.computed pieces of each; the others are not computed.
+  if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.segments >= args.computed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 2 * 32);  // the warp that moves chunks, and the warp that sums gates

@@ -63,8 +63,8 @@ template <class Pass, typename G> struct Args {
   Rows<const G> g;
   Shape shape;
   float* decays;  // Summary: [N, H, 2, K], the decay over all chunks, and 1
-  i64 of;         // the segments into which each of the caller's sequences is cut
-  i64 needed;     // Summary: of these, how many have states that are read, from the first on
+  i64 segments;   // the segments into which each of the caller's sequences is cut
+  i64 computed;   // Summary: of these, how many have states that are read, from the first on
   // Gated passes: [stretches, BK / 16, BK / 16, 32], bfloat16 states in the layout of lanes' registers
   uint4* kept;
   float* token_sums;  // Gated passes: q_i . dq_i of each tile of columns of dq

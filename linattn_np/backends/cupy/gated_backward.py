@@ -172,8 +172,10 @@ def launch_small(draft, backward, cut):
     starts, ends = draft.initial(problem), backward.dht
     if P > 1:
         segment_states, decays = memory_of_summaries(draft, problem, P)
-        arrays = {"initial": starts, "dht": ends, "left": segment_states, "decays": decays}
-        draft.launch(states, 2 * states.blocks(N * P * H), **read, **common, **arrays, of=P, needed=P, both=True)
+        arrays = {"initial": starts, "dht": ends, "states": segment_states, "decays": decays}
+        draft.launch(
+            states, 2 * states.blocks(N * P * H), **read, **common, **arrays, segments=P, computed=P, both=True
+        )
         starts, ends = joined_by_scan(draft, problem, segment_states, decays, P)
     partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     arrays = {"starts": starts, "ends": ends, "dh0": backward.dh0, "u": draft.bonus(problem), "partial_du": partial_du}

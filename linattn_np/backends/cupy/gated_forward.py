@@ -125,7 +125,7 @@ class ForwardPass:
         segments' starts. The scan also writes the sequences' last states to `final` unless it is None."""
         (N, H, K, V), P = self.problem.shape("N H K V"), self.cut.segments
         starts, scan = self.draft.empty((N * P, H, K, V), FLOAT32), ScanSegments.fitting(V)
-        arrays = dict(zip(("left", "decays", "column_decays"), summaries)) | {"initial": initial, "final": final}
+        arrays = dict(zip(("states", "decays", "column_decays"), summaries)) | {"initial": initial, "final": final}
         sizes = {"P": P, "R": summaries[0].shape[0] // (N * P), "H": H, "K": K, "V": V}
         blocks = N * H * ceil_div(K * V, scan.width * scan.threads)
         self.draft.launch(scan, blocks, **arrays, starts=starts, **sizes)
@@ -169,7 +169,13 @@ class PortableForward(ForwardPass):
 
     def launch_summaries(self, parts, summaries, segments, computed):
         kernel, (N, H, V), rows = self.cut.summary, self.problem.shape("N H V"), {"k": self.k, "v": self.v, "g": self.g}
-        args = {"left": summaries[0], "decays": summaries[1], "of": segments, "needed": computed, "parts": parts}
+        args = {
+            "states": summaries[0],
+            "decays": summaries[1],
+            "segments": segments,
+            "computed": computed,
+            "parts": parts,
+        }
         args |= {"shape": self.draft.shape(self.problem, self.cut.spans), "bytes": common_bytes(*rows.values())}
         blocks = N * H * computed * parts * kernel.grid(V)
         for channel in self.channels_of(kernel):
@@ -211,7 +217,7 @@ class SmallForward(ForwardPass):
 
     def launch_summaries(self, parts, summaries, segments, computed):
         (states, decays), shape = summaries, self.draft.shape(self.problem, self.cut.spans)
-        args = {"left": states, "decays": decays, "of": segments, "needed": computed, "both": False}
+        args = {"states": states, "decays": decays, "segments": segments, "computed": computed, "both": False}
         self.launch(self.cut.summary, shape, self.problem.sizes["N"] * computed, {}, **args)
 
     def launch(self, kernel, shape, sequences, written, **args):

@@ -100,7 +100,7 @@ class GatedSegmentStates(TiledKernel):
     `needed` of `of` segments per sequence, each in so many `parts`."""
 
     file = "gated/segment_states"
-    arguments = members("rows k v g, pointers left decays, shape, integers channel of needed parts bytes")
+    arguments = members("rows k v g, pointers states decays, shape, integers channel segments computed parts bytes")
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     dtype: np.dtype
     gate: np.dtype
@@ -199,7 +199,7 @@ class GatedBackwardChannels(GatedBackward):
     file = "gated/backward_channels"
     arguments = members(
         "rows q k v do_ g dq dk dg, pointers? u kept partial_du, shape, integers first heads, reals scale, "
-        "integers vectors, pointers? pairs own decays row_growth column_growth, rows? given_v given_do gv"
+        "integers vectors, pointers? scores diagonal decays row_growth column_growth, rows? given_v given_do gv"
     )
     shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
     columns: str = "Ungated"
@@ -229,7 +229,7 @@ class ScanSegments(Kernel):
 
     file = "gated/scan_segments"
     arguments = members(
-        "pointers left decays, pointers? column_decays initial, pointers starts, pointers? final, integers P R H K V"
+        "pointers states decays, pointers? column_decays initial, pointers starts, pointers? final, integers P R H K V"
     )
     threads = 256
     width: int  # neighbouring columns per thread

@@ -352,7 +352,7 @@ def launch_sums(draft, problem, kernel, sums, g, shape, columns, decays=None, se
     blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(columns, kernel.BV) * len(sums)
     gate_arrays = {"parts": 0} | gate_arrays
     draft.launch(
-        kernel, blocks, sums=sums, g=g, shape=shape, decays=decays, of=segments, needed=computed, **gate_arrays
+        kernel, blocks, sums=sums, g=g, shape=shape, decays=decays, segments=segments, computed=computed, **gate_arrays
     )
 
 

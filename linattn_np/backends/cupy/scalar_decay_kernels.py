@@ -46,7 +46,8 @@ class WeightedSums(TiledKernel):
         return (
             *structs("sums", SUMS_AT_ONCE[self.what], WEIGHTED_SUM),
             *members(
-                "rows g, shape, pointers? decays, integers of needed, pointers? kept token_sums dg, integers parts"
+                "rows g, shape, pointers? decays, integers segments computed, pointers? kept token_sums dg, "
+                "integers parts"
             ),
         )
 

@@ -70,8 +70,8 @@ class GatedSmallStates(GatedSmall):
 
     file = "gated/small_states"
     arguments = members(
-        "rows q k v, rows? do_, rows g, pointers? initial dht, pointers left decays, shape, reals scale, "
-        "integers of needed both bytes"
+        "rows q k v, rows? do_, rows g, pointers? initial dht, pointers states decays, shape, reals scale, "
+        "integers segments computed both bytes"
     )
 
 

@@ -39,7 +39,7 @@ class ValueGateForward(TiledKernel):
     file = "value_gate/forward"
     arguments = members(
         "rows q k v g gv o, pointers initial final, shape, reals scale, pointers sums channel_decays column_decays, "
-        "integers channel of needed bytes"
+        "integers channel segments computed bytes"
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     WITHOUT_COLUMN_GATES: ClassVar[type] = GatedForward  # the kernel whose chunks and threads this one has
@@ -93,13 +93,13 @@ class ValueGateForward(TiledKernel):
 
 class ValueGateBackwardScores(Kernel):
     """For one side and each chunk of 64 tokens: `starts`, the queries decayed from the chunk's start; `ends`, the keys
-    decayed to its end; `pairs`, the scores of a query with the keys of earlier tokens; `own`, those with its own key;
+    decayed to its end; `scores`, those of a query with the keys of earlier tokens; `diagonal`, those with its own key;
     `decays`, the product of the chunk's decays; `growth`, the logarithm of the most by which the chunk's gates let the
     state grow, or 0 if none is far above 0."""
 
     file = "value_gate/backward_scores"
     arguments = members(
-        "rows q k g starts ends, pointers pairs own decays growth, shape, integers first heads, reals scale, "
+        "rows q k g starts ends, pointers scores diagonal decays growth, shape, integers first heads, reals scale, "
         "integers vectors"
     )
     shared = ("Shared<{dtype}, {gate}, {products}>",)
@@ -187,7 +187,7 @@ class ValueGateForwardPass(PortableForward):
         """Launches `kernel` for the first `computed` of the `segments` of each sequence. It writes the products of a
         segment's decays to `channel_decays` and `column_decays` unless these are None."""
         decays = {"channel_decays": channel_decays, "column_decays": column_decays}
-        self.launch(kernel, shape, initial=initial, final=final, **decays, of=segments, needed=computed)
+        self.launch(kernel, shape, initial=initial, final=final, **decays, segments=segments, computed=computed)
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -253,8 +253,8 @@ class ValueGateSide:
         self.written = {f"d{name}": None if transposed and name == "q" else draft.like(x) for name, x in read.items()}
         stored, chunks, width = kernel.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
         self.starts, self.ends = (draft.empty((B, heads, T, width), stored) for _ in range(2))
-        pairs, own = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
-        self.scores = {"pairs": pairs, "own": own, "decays": draft.empty((*chunks, width), FLOAT32)}
+        scores, diagonal = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
+        self.scores = {"scores": scores, "diagonal": diagonal, "decays": draft.empty((*chunks, width), FLOAT32)}
         self.growth = draft.empty(chunks, FLOAT32)
         self.kernel = replace(kernel, columns="GatedTurned" if transposed else "Gated")
         rows = [x for x in (*read.values(), *self.written.values()) if x is not None]
