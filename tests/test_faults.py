@@ -485,7 +485,9 @@ def test_without_a_folder_each_process_compiles(loop, tmp_path, monkeypatch):
     assert loop()(3) == 6
 
 
-@pytest.mark.parametrize("name, value", [("NUMBA_DISABLE_JIT", "1"), ("NUMBA_NUM_THREADS", "0")])
+@pytest.mark.parametrize(
+    "name, value", [("NUMBA_DISABLE_JIT", "1"), ("NUMBA_NUM_THREADS", "0"), ("NUMBA_CPU_FEATURES", "avx2")]
+)
 def test_where_numba_compiles_nothing_numpy_computes(name, value):
     program = "from linattn_np.models import RWKV6, austen; print(RWKV6.from_file(austen()).layers)"
     environment = ENVIRONMENT | {name: value}
