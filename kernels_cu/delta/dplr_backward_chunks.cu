@@ -285,15 +285,16 @@ template <int TOKENS, typename T, typename G> __device__ __forceinline__ void cr
 // Stores neighbouring numbers of a block's rows, of which there are `rows`, with so many columns from these on.
 template <typename T, class F>
 __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int columns, int bytes, F value) {
+  if (columns <= 0) return;
+  if (bytes >= int(2 * sizeof(T))) {
 #pragma unroll
-  for (int n = 0; n < BLOCK; ++n, to += stride) {
-    if (n >= rows || columns <= 0) continue;
-    const float2 x = value(n);
-    if (bytes >= int(2 * sizeof(T))) {
-      put_pair(to, x);
-    } else {
-      to[0] = from_float<T>(x.x);
-      if (columns > 1) to[1] = from_float<T>(x.y);
+    for (int n = 0; n < BLOCK; ++n, to += stride)
+      if (n < rows) put_pair(to, value(n));
+  } else {
+#pragma unroll
+    for (int n = 0; n < BLOCK; ++n, to += stride) {
+      if (n < rows) to[0] = from_float<T>(value(n).x);
+      if (n < rows && columns > 1) to[1] = from_float<T>(value(n).y);
     }
   }
 }
