@@ -100,7 +100,7 @@ def test_results_add_from_the_second_tile_on():
     queries, keys = steps_of(plan, "queries"), steps_of(plan, "keys")
     assert [step.args["adds"] for step in queries] == [step.args["adds"] for step in keys] == [False] * 2 + [True] * 4
     assert [step.args["adds_dv"] for step in keys] == [False, True] * 3
-    own = [step.args["weight"].array.memory is not step.args["dg"].array.memory for step in keys]
+    own = [step.args["query_share"].array.memory is not step.args["dg"].array.memory for step in keys]
     assert own == [step.args["adds"] for step in keys]
 
 

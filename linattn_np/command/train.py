@@ -323,12 +323,8 @@ def train(training, trained, options):
     that never came.
     """
     if training.device == "cpu" and training.done < 1:
-        try:
-            with status("training ...") as show, nullcontext() if training.ranks.rank else compiling(show):
-                training.warm_up()
-        except Ended:
-            tell_how_to_go_on(training, options)
-            raise
+        with status("training ...") as show, nullcontext() if training.ranks.rank else compiling(show):
+            training.warm_up()
     with deferred() as ended:
         try:
             if training.ranks.rank:
@@ -343,13 +339,8 @@ def train(training, trained, options):
                 raise Ended(ended()) from None
             raise
     if training.ranks.rank == 0 and (number := ended()):
-        tell_how_to_go_on(training, options)
-        raise Ended(number)
-
-
-def tell_how_to_go_on(training, options):
-    if training.ranks.rank == 0:
         say(f"stopped at step {training.step_number}. To go on: {command(options)}")
+        raise Ended(number)
 
 
 def steps(training, trained, options, ended):

@@ -8,18 +8,19 @@
 //           dv_j = sum_i A_ij do_i + (L_j k_j) C
 //           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, weight_t the query share of backward_queries
 //           C <- D C + scale sum_i E_i q_i do_i^T
-// shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and dh0
-//           [N, H, K, V] float32. From backward_queries: weight, which may be dg itself; sums [chunk, K + FLAGS], the
-//           queries' terms of sum_v S C, and ends [N, H, K], its value at the end; kept, states S (states.cuh)
+// shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht (the final state's gradient) and
+//           dh0 [N, H, K, V] float32. From backward_queries: query_share, which may be dg itself; sums [chunk, K +
+//           FLAGS], the queries' terms of sum_v S C, and ends [N, H, K], its value at the end; kept, states S
+//           (states.cuh)
 // grid      a block for every (sequence, head), or for several of them (InTurn in states.cuh). Its warpgroups: one for
 //           every 64 channels (consumers); if BK = 128, one that makes A and dv; last, one that makes dA and copies
 //           chunks. If BK = 64, the last one makes A, too, and the consumers make dv
 // smem      backward_keys_storage.cuh
 // barriers  backward_keys_storage.cuh
 // numerics  A and dA are tf32; C: states.cuh. sum_v S C [K] is carried from chunk to chunk: the chunk's keys' terms are
-//           subtracted, its queries' terms added. If a channel forgets within a chunk (`forgets` in growth.cuh), the
-//           sum before it is set to 0: else dg, there far smaller than those terms, would be their rounding error. If
-//           gates above 0 come later, larger rests are kept, since growth may make them matter
+//           subtracted, its queries' terms added. If a channel forgets within a chunk (`is_forgotten` in growth.cuh),
+//           the sum before it is set to 0: else dg, there far smaller than those terms, would be their rounding error.
+//           If gates above 0 come later, larger rests are kept, since growth may make them matter
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/backward_keys_storage.cuh"
@@ -30,13 +31,13 @@ constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 // Whether C is tf32 in its product with v, which then needs a float32 copy of v. Otherwise C is the sum of two bfloat16
 // numbers, or one float16 number, and v is used as it is. With 128 channels two numbers cost more than the copy. With
 // float32 gates and float16 data C is tf32, since dg is stored in float32 and must be more accurate.
-template <typename T, typename G, int BK> constexpr bool TF32_READ = NARROW<T> ? sizeof(G) == 4 : BK == 128;
+template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_NARROW<T> ? sizeof(G) == 4 : BK == 128;
 
-// Whether a warpgroup of its own makes scores and dv. With BK = 64 a multiprocessor has two blocks, which leave no
+// Whether a warpgroup of its own makes A and dv. With BK = 64 a multiprocessor has two blocks, which leave no
 // registers for one.
-template <int BK> constexpr bool APART = BK == 128;
+template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
 template <int BK> constexpr int CONSUMERS = 2 * BK;
-template <int BK> constexpr int THREADS = CONSUMERS<BK> + (APART<BK> ? 256 : 128);
+template <int BK> constexpr int THREADS = CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 256 : 128);
 // The largest magnitude of C that float16 products take: C is scaled to float16's range, and numbers of size 1 must
 // still be normal numbers there.
 constexpr float TOO_LARGE = 0x1p29f;
@@ -49,22 +50,23 @@ template <int WARPS> __device__ __forceinline__ float largest_of_all(const float
 }
 
 // Whether the chunk is computed token by token (growth.cuh): because the first pass says so (gates are too far above 0,
-// or float16 does not hold a query share), or C exceeds a NARROW type's range. All threads get the same result; the
+// or float16 does not hold a query share), or C exceeds a IS_NARROW type's range. All threads get the same result; the
 // vote tells the compiler so.
-template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_token(const Shared& s, int iteration) {
+template <typename T, typename Shared>
+__device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration) {
   return __any_sync(0xffffffffu,
-                    s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE);
+                    s.growth[iteration & 1] || IS_NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE);
 }
 
 // Whether a later segment of the sequence has a chunk with large growth, by the flags of backward_queries. Thread
 // `thread` of COUNT reads some chunks' flags and returns whether one is set. Threads share all segments at once: one
 // segment after the other would take a memory latency each.
 template <int BK, int COUNT, typename T, typename G>
-__device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread) {
+__device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int thread) {
   const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
-  const int behind = int(args.P - 1 - last / H % args.P), each = max(1, COUNT / max(1, behind));  // threads a segment
+  const int after = int(args.P - 1 - last / H % args.P), each = max(1, COUNT / max(1, after));  // threads a segment
   bool found = false;
-  for (int n = 1 + thread / each; n <= behind; n += COUNT / each) {
+  for (int n = 1 + thread / each; n <= after; n += COUNT / each) {
     const WorkTile at = segment_at(args.shape, u32(last + n * H), args.P);
     for (int chunk = thread % each; chunk * CHUNK < at.tokens; chunk += each) {
       const float* sums = args.sums + (at.chunk + chunk) * (args.shape.K + FLAGS);
@@ -108,8 +110,8 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   int at = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
-    const float present = ReadOrder::reads_before_write ? scale * own : to_scores * within[p];
-    put(p ? (at ^ 16) + 128 : at, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : present);
+    const float self_terms = ReadOrder::reads_before_write ? scale * own : to_scores * within[p];
+    put(p ? (at ^ 16) + 128 : at, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : self_terms);
   }
   at = score_offset(queries, keys, lane);
 #pragma unroll
@@ -118,7 +120,7 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   fence_async();
 }
 
-// Starts the state's term of 64 columns of dv: (L_j k_j) C. When it returns, the product still runs.
+// Starts the product (L_j k_j) C of 64 columns of dv, columns 64 `panel` and on. It does not wait for the result.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                              int panel) {
@@ -131,7 +133,8 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Sc
   wgmma_commit();
 }
 
-// Adds the scores' term, sum_i A_ij do_i, and stores dv over v. down: C was multiplied by 1 / down for the product.
+// Waits for that product, adds sum_i A_ij do_i, and stores dv over v. down: C was multiplied by 1 / down for the
+// product.
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
                                               int panel, float down, int offset) {
@@ -142,7 +145,7 @@ __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, S
     const float2 two = unpack<T>(pair_of(gradient, n, h));
     columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
   });
-  if (NARROW<T>) {
+  if (IS_NARROW<T>) {
     wgmma_wait<0>();
     wgmma_keep(dv);
 #pragma unroll
@@ -161,23 +164,24 @@ __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, S
   store_chunk_values(&in.v[panel], result, offset);
 }
 
+// The loop of the warpgroup that makes A and dv, over all chunks of the block.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
-  const auto by_chunk = [&](u32 iteration, int) {
+  const auto compute_chunk = [&](u32 iteration, int) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys, and C for dv, are in shared memory
-    const bool by_token = goes_by_token<T>(s, iteration);
+    const bool by_token = computes_by_token<T>(s, iteration);
     if (by_token) barrier_arrive(s.within);
     else make_scores<ReadOrder>(s, in, float(args.scale), warp, lane);
     barrier_arrive(s.scores);
     if (!by_token) {
       barrier_wait(s.scores, iteration & 1);  // all of A is in shared memory
-      const float down = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])).down : 1.f;
+      const float down = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])).down : 1.f;
 #pragma unroll 1
       for (int panel = 0; panel < BV / 64; ++panel) {
         Values dv;
@@ -187,11 +191,13 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
     }
     barrier_arrive(s.done[iteration % STAGES]);
   };
-  each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { each_chunk(at.tokens, chunks, by_chunk); });
+  each_segment<Schedule, true>(args,
+                               [&](const Segment& at, int chunks) { each_chunk(at.tokens, chunks, compute_chunk); });
 }
 
 // ---- a warpgroup that makes dA and copies chunks: a warp has 8 queries of dA, and one or two of the arrays ----------
 
+// The loop of the warpgroup that makes dA and copies chunks, over all chunks of the block.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
@@ -223,7 +229,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
       if (warp == 1) f(values.v, args.v, args.v_rows, V), f(values.do_, args.do_, args.do_rows, V);
       if (warp == 2) f(in.g, args.g, args.g_rows, K);
-      if (warp == 3) f(in.weight, args.weight, args.weight_rows, K);
+      if (warp == 3) f(in.query_share, args.query_share, args.query_share_rows, K);
     });
   };
   const auto store = [&](int iteration, int token) {
@@ -247,7 +253,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     const i64 chunk = chunk_of(iteration);
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
-  const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // computes dA
+  const auto make_dA = [&](int iteration, float sum, WarpFlags<BK> growth) {  // computes dA
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
     float d[CHUNK / 2];
@@ -255,12 +261,12 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     multiply_rows(d, in.do_, in.v);
     const float by = TF32_CORRECTION * scale;
-    const int behind = i - 2 * (lane & 3), at = pair_index(i, 2 * (lane & 3));
+    const int after = i - 2 * (lane & 3), at = pair_index(i, 2 * (lane & 3));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       const auto value = [&](int j, float x) {
-        if (ReadOrder::reads_before_write && j == behind) own_at(in.dA, i) = scale * x;
-        return pair_value(j < behind + !ReadOrder::reads_before_write ? by * x : 0.f);
+        if (ReadOrder::reads_before_write && j == after) self_weight_at(in.dA, i) = scale * x;
+        return pair_value(j < after + !ReadOrder::reads_before_write ? by * x : 0.f);
       };
       if (n > warp) continue;
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
@@ -268,7 +274,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     }
     if (TF32_READ<T, G, BK>) {
       if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // s.read of the previous iteration has been read
-      put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
+      put_float_tile<4, T, BV>(s.read, in.v, warp, lane);
     }
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
     if (channel == 0) s.growth[iteration & 1] = growth;
@@ -278,26 +284,26 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (Schedule::in_turn ? count : tokens) gradients(0, sum_of(0), growth_of(0));
-  const auto by_chunk = [&](int iteration, int token, bool goes_on) {
+  if (Schedule::in_turn ? count : tokens) make_dA(0, sum_of(0), growth_of(0));
+  const auto compute_chunk = [&](int iteration, int token, bool goes_on) {
     forget(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     const float sum = goes_on ? sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
     const WarpFlags<BK> growth = goes_on ? growth_of(iteration + 1) : 0;
-    if (!APART<BK>) {
+    if (!HAS_SCORE_WARPGROUP<BK>) {
       barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys are in shared memory
-      if (goes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // no scores are needed
+      if (computes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // no scores are needed
       else make_scores<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
       barrier_arrive(s.scores);
     }
-    if (goes_on) gradients(iteration + 1, sum, growth);
+    if (goes_on) make_dA(iteration + 1, sum, growth);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp copies to the memory whose results it has just stored
     __syncwarp();
   };
   if constexpr (Schedule::in_turn) {
 #pragma unroll 1
-    for (int iteration = 0; iteration < count; ++iteration) by_chunk(iteration, 0, iteration + 1 < count);
-  } else each_chunk(tokens, 0, [&](int iteration, int token) { by_chunk(iteration, token, token > 0); });
+    for (int iteration = 0; iteration < count; ++iteration) compute_chunk(iteration, 0, iteration + 1 < count);
+  } else each_chunk(tokens, 0, [&](int iteration, int token) { compute_chunk(iteration, token, token > 0); });
 }
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
@@ -314,20 +320,20 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const i64 K = args.shape.K;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
-  const auto known = [&](Lookup what) {
-    return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : made_anew<ReadOrder, T, G, BK>(what);
+  const auto entry_of = [&](Lookup what) {
+    return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : computed_entry<ReadOrder, T, G, BK>(what);
   };
   const Counts<ReadOrder, G, true> own_counts;
   const auto counts = [&] {
     if constexpr (LOOKUPS<G, BK> > TOKENS)
-      return KnownCounts<ReadOrder, G>{known(FROM_MIDDLE), known(PLACES).w, known(TOKENS).w};
+      return LookedUpCounts<ReadOrder, G>{entry_of(FROM_MIDDLE), entry_of(OFFSETS).w, entry_of(TOKENS).w};
     else return own_counts;
   };
 
-  float& keep = s.keep[Schedule::in_turn ? warp : 0];
+  float& kept_share = s.kept_share[Schedule::in_turn ? warp : 0];
   if constexpr (Schedule::in_turn) {
-    __syncwarp();  // all lanes have read `keep` of the previous segment
-    if (lane == 0) keep = infinity();
+    __syncwarp();  // all lanes have read `kept_share` of the previous segment
+    if (lane == 0) kept_share = infinity();
   }
   const bool joins = at.last != at.pair;    // whether it has two segments: then a state is kept at its end
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C after the chunk, of this lane's two channels
@@ -338,16 +344,18 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   }
 
   const auto wait_for_values = [&](u32 iteration) {  // dv of the previous iteration is complete: s.C has been read
-    if (APART<BK> && iteration) barrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
+    if (HAS_SCORE_WARPGROUP<BK> && iteration)
+      barrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
   };
   // Computes a chunk. Returns false, after the waits at its start only, if it must be computed token by token.
-  const auto by_chunk = [&](u32 iteration, int token) {
+  const auto compute_chunk = [&](u32 iteration, int token) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
     // From a kept state S, sum_v S C is computed anew, so that its rounding errors do not add up.
     if (next % CHECKPOINT_EVERY == 0 && (next < at.tokens || joins)) {
-      const float4* from = kept_at<BK, BV>(args.kept, first_kept(args.shape, at) + next / CHECKPOINT_EVERY);
+      const float4* from =
+          checkpoint_at<BK, BV>(args.checkpoints, first_checkpoint(args.shape, at) + next / CHECKPOINT_EVERY);
       end[0] = end[1] = 0.f;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) {
@@ -356,40 +364,40 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       }
       for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
     }
-    if (NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(C);
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and weight are in shared memory
+    if (IS_NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(C);
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k, g and query_share are in shared memory
     Gates<G, true> gates;
     Operand q, k, keys;
     StateOperand<T> queries;
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    Chunk near_queries, near;  // decays of queries and of keys from their sub-chunk's middle
+    Chunk query_decays, near;  // decays of queries and of keys from their sub-chunk's middle
     const auto near_counts = counts();
-    const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, near_counts, n); };
+    const auto decays_near = [&](int n) { decays_from_middle(query_decays[n], near[n], gates, near_counts, n); };
     // Sub-chunks whose decays are computed before the barriers; limited by registers.
-    constexpr int AHEAD = NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
+    constexpr int AHEAD = IS_NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
 #pragma unroll
     for (int n = 0; n < AHEAD; ++n) decays_near(n);
-    if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; s.largest is complete
-    else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read: put_within overwrites them
+    if (IS_NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; s.largest is complete
+    else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);         // q and g have been read: put_within overwrites them
     // dA, and v for its product with C, are in shared memory.
     barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
-    if (goes_by_token<T>(s, iteration)) return false;
-    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
-    const bool scaled = NARROW<T> && range.up != 1.f;
-    if (scaled) scale_state<BV>(C, range.up, range.up);
+    if (computes_by_token<T>(s, iteration)) return false;
+    const Scale C_scale = IS_NARROW<T> ? scale_to_float16(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
+    const bool scaled = IS_NARROW<T> && C_scale.up != 1.f;
+    if (scaled) scale_state<BV>(C, C_scale.up, C_scale.up);
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
     // Whether products with dA come before the stores within a sub-chunk, and before C's product: what was measured to
     // be faster.
-    constexpr bool SUM_FIRST = NARROW<T> && !ReadOrder::reads_before_write;
+    constexpr bool SUM_FIRST = IS_NARROW<T> && !ReadOrder::reads_before_write;
     constexpr bool ACROSS_FIRST = false;
-    Chunk dk, dg, far;
+    Chunk dk, dg, outer_decays;
     SubChunkDecays decays;
-    Across read, met;  // decayed queries; decayed keys
-    const uint4 places = known(PLACES);
+    Across queries_across, keys_across;  // decayed to and from borders
+    const uint4 places = entry_of(OFFSETS);
     const int queries_at = int(places.x), keys_at = int(places.y);
     const PairReader dA(values.dA, 0, int(places.z));
 #pragma unroll
@@ -397,68 +405,68 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, C, s.read, n);
       else
         read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // stores C for dv
-          if (!APART<BK>) stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
+          if (!HAS_SCORE_WARPGROUP<BK>) stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
         });
       if (n + AHEAD < SUBCHUNKS) decays_near(n + AHEAD);
       SubChunk within, keys_within, sum = {};
-      float present[4] = {}, scores[2] = {};  // RWKV-6: the terms of tokens with themselves
-      const float2 own = ReadOrder::reads_before_write ? own_pair(values.dA, n) : float2{};
-      const auto meet_itself = [&](int i, float query, float key) {
+      float self_terms[4] = {}, scores[2] = {};  // RWKV-6: the terms of tokens with themselves
+      const float2 own = ReadOrder::reads_before_write ? self_weights(values.dA, n) : float2{};
+      const auto add_self_pair = [&](int i, float query, float key) {
         if constexpr (ReadOrder::reads_before_write) {
           const float x = u[i / 2] * query;
           scores[i % 2] = fmaf(x, key, scores[i % 2]);
-          present[i] = (i % 2 ? own.y : own.x) * x;
+          self_terms[i] = (i % 2 ? own.y : own.x) * x;
         }
       };
-      decay_within<false, T>(within, keys_within, near_queries[n], near[n], q, k, n, meet_itself);
+      decay_within<false, T>(within, keys_within, query_decays[n], near[n], q, k, n, add_self_pair);
       if (SUM_FIRST) dA.add_queries(sum, within, n, n);
       put_within(in, within, queries_at, n);
       put_within(s.keys_within, keys_within, keys_at, n);
       if (ReadOrder::reads_before_write) s.own.of(in, warp)[n][lane] = {scores[0], scores[1]};
       if (!SUM_FIRST) dA.add_queries(sum, within, n, n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], present[i]);
+      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], self_terms[i]);
     }
     wgmma_wait<0>();
     wgmma_keep(from_state);
-    if constexpr (TF32_READ<T, G, BK> || APART<BK>) {
+    if constexpr (TF32_READ<T, G, BK> || HAS_SCORE_WARPGROUP<BK>) {
       wait_for_values(iteration);
       put_state<T, BV>(s.C, C, warpgroup, offset);
     }
     if (scaled) {
-      scale_state<BV>(C, range.down, range.down);
-      for (float& x : from_state) x *= range.down;
+      scale_state<BV>(C, C_scale.down, C_scale.down);
+      for (float& x : from_state) x *= C_scale.down;
     }
     __syncwarp();  // keeps the compiler from computing all decays first, for which registers are too few
     Chunk start;
-    decays_to_end(far, gates, counts());
+    decays_to_end(outer_decays, gates, counts());
     decays_from_start(start, gates, counts());
-    decays_of<ReadOrder>(decays, start, far);
-    const bool strong = first_gate_is_strong<ReadOrder, T>(start);
-    QueryScale reach;
+    decays_of<ReadOrder>(decays, start, outer_decays);
+    const bool first_gate_strong = first_gate_is_strong<ReadOrder, T>(start);
+    QueryScale query_scale;
     float to_state[2] = {scale, scale};
-    if (strong) {
-      reach = scale_of_queries<ReadOrder, T>(start);
-      scale_state<BV>(C, reach.up[0], reach.up[1]);
-      for (int h = 0; h < 2; ++h) to_state[h] *= reach.up[h];
+    if (first_gate_strong) {
+      query_scale = scale_of_queries<ReadOrder, T>(start);
+      scale_state<BV>(C, query_scale.up[0], query_scale.up[1]);
+      for (int h = 0; h < 2; ++h) to_state[h] *= query_scale.up[h];
     }
-    decay_queries<false, T>(read, q, start, decays, to_state, [&](auto... x) { queries.put(x...); });
-    decay_keys<false, T>(met, k, far, decays, [&](int n, int h, float x, float y) {
+    decay_queries<false, T>(queries_across, q, start, decays, to_state, [&](auto... x) { queries.put(x...); });
+    decay_keys<false, T>(keys_across, k, outer_decays, decays, [&](int n, int h, float x, float y) {
       const float2 two = state_values<T>(x, y);
       pair_of(keys, n, h) = pack<T>(x, y);
       dg[n][2 * h] = two.x * from_state[4 * n + 2 * h], dg[n][2 * h + 1] = two.y * from_state[4 * n + 2 * h + 1];
     });
-    put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
+    put_across(s.by8[warpgroup], s.by16[warpgroup], queries_across, keys_across, offset);
     store_operand(in.k[warpgroup], keys, offset);
     barrier_arrive(s.operands);  // decayed queries and keys, and C for dv, are stored; v for C has been read
 
-    Across over = {};  // sums over queries of other sub-chunks, for each key
+    Across sums_across = {};  // sums over queries of other sub-chunks, for each key
     const auto sum_across = [&] {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
-        dA.add_queries(over.by16[x], read.by16[0], 2, x);
-        dA.add_queries(over.by16[x], read.by16[1], 3, x);
+        dA.add_queries(sums_across.by8[x], queries_across.by8[x], 2 * x + 1, 2 * x);
+        dA.add_queries(sums_across.by16[x], queries_across.by16[0], 2, x);
+        dA.add_queries(sums_across.by16[x], queries_across.by16[1], 3, x);
       }
     };
     if (ACROSS_FIRST) sum_across();
@@ -466,20 +474,20 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_fence();
     start_write<T, BV>(C, queries, values.do_);
     wgmma_commit();
-    if (strong) {
+    if (first_gate_strong) {
       wgmma_wait<0>();
       wgmma_keep(C);
-      scale_state<BV>(C, reach.down[0], reach.down[1]);
+      scale_state<BV>(C, query_scale.down[0], query_scale.down[1]);
     }
     if (!ACROSS_FIRST) sum_across();
-    constexpr int OWN = APART<BK> ? 0 : BV / 64;  // panels of dv
-    Values dv[OWN + !OWN];
-    if (OWN) {
+    constexpr int DV_PANELS = HAS_SCORE_WARPGROUP<BK> ? 0 : BV / 64;  // panels of dv
+    Values dv[DV_PANELS + !DV_PANELS];
+    if (DV_PANELS) {
       barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C for dv and decayed keys of all warpgroups are in shared memory
       fence_async();                               // orders these stores before wgmma; here, where it costs less
     }
 #pragma unroll
-    for (int panel = 0; panel < OWN; ++panel) start_values(dv[panel], s, in, panel);
+    for (int panel = 0; panel < DV_PANELS; ++panel) start_values(dv[panel], s, in, panel);
 
     const auto add_across = [&] {  // adds to dk the terms of other sub-chunks' queries and of C
       each_pair([&](int n, int h) {
@@ -487,20 +495,20 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         for (int p = 0; p < 2; ++p) {
           const int i = 2 * h + p;
           const float x = from_state[4 * n + i];
-          float at_end = n == 3 ? x : decays.behind(n, h) * x;  // dk's terms without the decay to the sub-chunk's end
-          if (n == 1) at_end += over.by16[1][i];
-          if (n == 2) at_end += over.by8[1][i];
-          if (n == 0) at_end += fmaf(decays.own[1][h], over.by16[0][i], over.by8[0][i]);
-          dk[n][i] = fmaf(far[n][i], at_end, dk[n][i]);
+          float at_end = n == 3 ? x : decays.after(n, h) * x;  // dk's terms without the decay to the sub-chunk's end
+          if (n == 1) at_end += sums_across.by16[1][i];
+          if (n == 2) at_end += sums_across.by8[1][i];
+          if (n == 0) at_end += fmaf(decays.own[1][h], sums_across.by16[0][i], sums_across.by8[0][i]);
+          dk[n][i] = fmaf(outer_decays[n][i], at_end, dk[n][i]);
         }
       });
     };
     float sums[2];
     float before[2];  // sum_j k_j L_j C v_j; then D sum_v S C, S the state before the chunk
-    const uint4 tokens = known(TOKENS);
+    const uint4 tokens = entry_of(TOKENS);
     // Sums by tensor cores would wait for C's products in RWKV-6, and need more registers than float16 leaves. With 128
     // channels dk's terms are added while they run.
-    constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
+    constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
     if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false, false>(dg, before);
     else sum_tokens<false>(dg, before, {tokens.x, tokens.y});
@@ -508,31 +516,32 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
-      before[h] = forgets(decays.all(h), rest, end[h], keep) ? 0.f : rest;
+      before[h] = is_forgotten(decays.all(h), rest, end[h], kept_share) ? 0.f : rest;
       sums[h] = s.sums[iteration & 1][channel + 8 * h];
       end[h] = before[h] + sums[h];
     }
-    add_query_share(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.z);
+    add_query_share(dg, own_panels(in.query_share, warpgroup), before, sums, offset, tokens.z);
     barrier_wait(s.within, iteration & 1);  // the queries within sub-chunks have been read: dk and dg overwrite them
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
-    if (OWN) barrier_wait(s.scores, iteration & 1);  // A is in shared memory
+    if (DV_PANELS) barrier_wait(s.scores, iteration & 1);  // A is in shared memory
 #pragma unroll
-    for (int panel = 0; panel < OWN; ++panel) finish_values(dv[panel], s, values, panel, range.down, offset);
+    for (int panel = 0; panel < DV_PANELS; ++panel) finish_values(dv[panel], s, values, panel, C_scale.down, offset);
     wgmma_wait<0>();
     wgmma_keep(C);
     barrier_arrive(s.done[iteration % STAGES]);
     return true;
   };
-  const auto by_token = [&](u32 iteration) {
+  const auto compute_by_token = [&](u32 iteration) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_values(iteration);
     barrier_arrive(s.operands);
-    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) keep = ROUNDING;  // no thread reads it in this chunk
+    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_share = ROUNDING;  // no thread reads it in this chunk
     const bool grew = reinterpret_cast<const bool*>(&s.growth[iteration & 1])[warp];
-    grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
-                                       in.weight, values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
+    compute_keys_by_token<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q,
+                                                   in.k, in.g, in.query_share, values.v, values.do_, values.dA, u,
+                                                   scale, grew, CONSUMERS_BARRIER);
     barrier_wait(s.within, iteration & 1);  // `within` and `scores` go through the same phases as for other chunks
     barrier_wait(s.scores, iteration & 1);
     barrier_arrive(s.done[iteration % STAGES]);
@@ -541,8 +550,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll 1
   while (at.tokens && token >= 0) {  // by_token is rare, and so outside of the loop in which registers are scarce
 #pragma unroll 1
-    while (token >= 0 && by_chunk(iteration, token)) ++iteration, token -= CHUNK;
-    if (token >= 0) by_token(iteration), ++iteration, token -= CHUNK;
+    while (token >= 0 && compute_chunk(iteration, token)) ++iteration, token -= CHUNK;
+    if (token >= 0) compute_by_token(iteration), ++iteration, token -= CHUNK;
   }
   if (args.dh0 && at.sequence % args.P == 0) {
     float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
@@ -560,7 +569,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   if (threadIdx.x == 0) {
     s.place = segment_of<true>(args.shape, args.P, args.joined);
     for (Barrier& full : s.full) barrier_init(full, 3 * 32);
-    for (Barrier& done : s.done) barrier_init(done, CONSUMERS<BK> + (APART<BK> ? 128 : 0));
+    for (Barrier& done : s.done) barrier_init(done, CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 128 : 0));
     for (Barrier& arrived : s.arrived) barrier_init(arrived, 32);
     for (Barrier& pairs : s.pairs) barrier_init(pairs, 128);
     barrier_init(s.operands, CONSUMERS<BK>);
@@ -572,22 +581,22 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   if constexpr (LOOKUPS<G, BK> > 0)
     if (threadIdx.x < CONSUMERS<BK>)
       for (int what = 0; what < LOOKUPS<G, BK>; ++what)
-        s.lookups.at(what, threadIdx.x / 128, lane_offset()) = made_anew<ReadOrder, T, G, BK>(Lookup(what));
+        s.lookups.at(what, threadIdx.x / 128, lane_offset()) = computed_entry<ReadOrder, T, G, BK>(Lookup(what));
   bool grown = false;
-  if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, THREADS<BK>>(args, threadIdx.x));
-  if (threadIdx.x == 0) s.keep[0] = grown ? ROUNDING : infinity();  // with InTurn each warp sets its own
+  if (args.P > 1) grown = __syncthreads_or(later_segment_grows<BK, THREADS<BK>>(args, threadIdx.x));
+  if (threadIdx.x == 0) s.kept_share[0] = grown ? ROUNDING : infinity();  // with InTurn each warp sets its own
   fence_async();
-  __syncthreads();  // barriers are initialised; A's zeros, lookups and `keep` are in shared memory
+  __syncthreads();  // barriers are initialised; A's zeros, lookups and `kept_share` are in shared memory
   const int warpgroup = threadIdx.x / 128;
-  constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise every warp has registers enough
+  constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;  // otherwise every warp has registers enough
   if (warpgroup < BK / 64) {
-    if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 200>();
+    if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 184 : 200>();
     each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
-  } else if (APART<BK> && warpgroup == BK / 64) {
+  } else if (HAS_SCORE_WARPGROUP<BK> && warpgroup == BK / 64) {
     registers_down<64>();
     make_values<ReadOrder>(s, args);
   } else {
-    if constexpr (TIGHT) registers_down<APART<BK> ? 48 : 72>();
+    if constexpr (FEW_REGISTERS) registers_down<HAS_SCORE_WARPGROUP<BK> ? 48 : 72>();
     move_chunks<ReadOrder>(s, args);
   }
 }

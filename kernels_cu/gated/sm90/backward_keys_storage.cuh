@@ -1,23 +1,26 @@
 // what      The arguments and the shared memory of Hopper's second backward pass, backward_keys.cu. Its symbols: C, the
 //           gradient of the state; A, the scores of a chunk's queries and keys; dA, their gradient.
-// smem      ChannelStage: a chunk's arrays of K channels, which results overwrite; ValueStage: likewise its arrays of V
-//           columns; Shared: the decayed queries and keys of the chunk, A, and C as an operand for dv
-// barriers  full, arrived: the copies of a ChannelStage, a ValueStage have come; done: the chunk's results are stored;
-//           pairs: dA and, in float32, v are; operands: the decayed queries and keys and C for dv are, and the product
-//           of C and v has ended; within: the queries and keys within sub-chunks have been read; scores: A is stored
+// smem      ChannelStage: a chunk's arrays of K channels, copied by the copying warps, read by consumers, which
+//           overwrite q by dk and g by dg; ValueStage: likewise its arrays of V columns, v is overwritten by dv;
+//           Shared: the decayed queries and keys of the chunk and C for dv, written by consumers and read by the warps
+//           that make A and dv; A
+// barriers  mbarriers. full, arrived: a ChannelStage, a ValueStage has been copied; done: the chunk's results are
+//           stored; pairs: dA is stored and, in float32, v; operands: the decayed queries and keys and C for dv are
+//           stored, and the product of C and v has ended; within: the queries and keys within sub-chunks have been
+//           read; scores: A is stored
 // limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 #include "gated/sm90/growth.cuh"
 #include "gated/sm90/backward_lookups.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes: a chunk's tokens, 128 bytes each, swizzled
+  TensorMap q, k, v, do_, g, query_share, dk, dv, dg;  // boxes: a chunk's tokens, 128 bytes each, swizzled
   Rows<const T> q_rows, k_rows, v_rows, do_rows;
-  Rows<const G> g_rows, weight_rows;
+  Rows<const G> g_rows, query_share_rows;
   Rows<T> dk_rows, dv_rows;
   Rows<G> dg_rows;
   const float *u, *dht;  // the bonus and the final state's gradient, or null
   const float *ends, *sums;
-  float* kept;
+  float* checkpoints;
   float* dh0;  // or null
   Shape shape;
   double scale;
@@ -27,12 +30,12 @@ template <typename T, typename G> struct Args {
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
-  Tile<T, BK> q, k;       // q: then half of the queries within sub-chunks, then dk; k: then keys decayed to the end
-  Tile<G, BK> g, weight;  // g: then the other half of the queries within sub-chunks, then dg
+  Tile<T, BK> q, k;  // q: then half of the queries within sub-chunks, then dk; k: then keys decayed to the end
+  Tile<G, BK> g, query_share;  // g: then the other half of the queries within sub-chunks, then dg
 };
 template <typename T, int BV> struct alignas(1024) ValueStage {
   Tile<T, BV> v, do_;  // v: then dv
-  Pairs dA;            // RWKV-6: scale do_i . v_i of token i is at own_at(dA, i)
+  Pairs dA;            // RWKV-6: scale do_i . v_i of token i is at self_weight_at(dA, i)
 };
 
 // A byte of every consumer warp, from the first pass: see FLAGS in query_share.cuh.
@@ -63,7 +66,7 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   ChannelStage<T, G, BK> channels[STAGES];
   ValueStage<T, BV> values[VALUE_STAGES];
   T C[BK / 64][BV][64];         // [column of V, channel], swizzled
-  ReadTile<BV> read;            // v of the next chunk, for products with C in tf32
+  FloatTile<BV> read;           // v of the next chunk, for products with C in tf32
   Tile<float, BK> keys_within;  // at within_offset; of every four channels the middle two are swapped
   Tile<T, BK> by8, by16;        // Across: queries in the rows of some sub-chunks, keys in those of the others
   float A[CHUNK][CHUNK];        // [key, query], in the order of score_offset
@@ -72,7 +75,7 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   float sums[2][BK];          // [iteration % 2]: the chunk's `sums` of backward_queries
   WarpFlags<BK> growth[2];    // [iteration % 2]: the chunk's flags
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
-  float keep[Schedule::in_turn ? BK / 16 : 1];          // an argument of `forgets`; with InTurn, of each warp
+  float kept_share[Schedule::in_turn ? BK / 16 : 1];    // an argument of `is_forgotten`; with InTurn, of each warp
   WorkTile place;                                       // OneEach: the block's segment; registers are scarce
   ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // InTurn: of each warp that copies chunks
   Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;

@@ -4,27 +4,28 @@
 
 // The entries. Registers are too scarce to hold them, and to compute them again takes 80 of 1,100 instructions a chunk.
 // LOOKUPS: how many entries, the first ones, are in the table: as many as fit. With 64 channels a table gains nothing.
-enum Lookup { PLACES, FROM_MIDDLE, TOKENS };
+enum Lookup { OFFSETS, FROM_MIDDLE, TOKENS };
 template <typename G, int BK> constexpr int LOOKUPS = BK == 64 ? 0 : sizeof(G) == 2 ? 3 : 1;
 template <int COUNT, int BK> struct Lookups {
-  uint4 tables[COUNT - 1 + BK / 64][128];  // PLACES of each warpgroup, the others of both
+  uint4 tables[COUNT - 1 + BK / 64][128];  // OFFSETS of each warpgroup, the others of both
 
   // offset: lane_offset(), which is a different multiple of 16 bytes for every thread of a warpgroup.
   __device__ __forceinline__ uint4& at(int what, int warpgroup, int offset) {
-    return *reinterpret_cast<uint4*>(at_offset(tables[what == PLACES ? warpgroup : what - 1 + BK / 64], offset));
+    return *reinterpret_cast<uint4*>(at_offset(tables[what == OFFSETS ? warpgroup : what - 1 + BK / 64], offset));
   }
 };
 template <int BK> struct Lookups<0, BK> {
   __device__ __forceinline__ uint4 at(int, int, int) { return {}; }
 };
 
-// Computes an entry. PLACES: the offsets at which this thread stores queries and keys within sub-chunks (in bytes), its
-// index in dA, and Counts::read. FROM_MIDDLE: Counts::read_from_middle and written_to_middle. TOKENS: tokens_in_sum,
-// identity_of_lane and Counts::written.
-template <class ReadOrder, typename T, typename G, int BK> __device__ __forceinline__ uint4 made_anew(Lookup what) {
+// Computes an entry for this thread. OFFSETS: the offsets at which this thread stores queries and keys within
+// sub-chunks (in bytes), its index in dA, and Counts::read. FROM_MIDDLE: Counts::read_from_middle and
+// written_to_middle. TOKENS: tokens_in_sum, identity_of_lane and Counts::written.
+template <class ReadOrder, typename T, typename G, int BK>
+__device__ __forceinline__ uint4 computed_entry(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
   const Counts<ReadOrder, G, true> counts;
-  if (what == PLACES) {
+  if (what == OFFSETS) {
     const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
     const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // swaps the middle two of four channels
     return {u32(queries_within<T, G, BK>(warp / 2) + within), u32(warp / 2 * CHUNK * 128 + (within ^ key_order)),
@@ -41,7 +42,7 @@ template <class ReadOrder, typename T, typename G, int BK> __device__ __forceinl
 }
 
 // The functions of Counts (decays.cuh) that are needed here, from looked-up values.
-template <class ReadOrder, typename G> struct KnownCounts {
+template <class ReadOrder, typename G> struct LookedUpCounts {
   using Order = ReadOrder;
   uint4 middle;
   u32 read, written;

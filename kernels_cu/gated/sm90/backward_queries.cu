@@ -1,5 +1,5 @@
 // what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, with the state S [K, V] in registers.
-//           Computes dq, du, and the query share `weight` of dg, the log gates' gradient, for the second pass.
+//           Computes dq, du, and the query share `query_share` of dg, the log gates' gradient, for the second pass.
 // math      per chunk of 32 tokens, S being the state before it. Decays [K]: D over the chunk, D_ij from key j to query
 //           i, E_i from the chunk's start to query i, L_j from key j to the chunk's end (decays.cuh).
 //           dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i)
@@ -7,43 +7,47 @@
 //           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j (RWKV-6: i > t) without the terms of pairs i = j and
 //           without the terms of dk_j that come from after the chunk
 //           du = sum_t q_t k_t scale do_t . v_t;  S <- D S + sum_j L_j k_j v_j^T
-// shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32. weight: stored as g's type (query_share.cuh). sums [chunk, K + FLAGS] float32: sum_i q_i scale
-//           E_i S do_i of each chunk, with its unit, and flags. ends: sum_v (final state) dht. kept [B, H,
-//           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every CHECKPOINT_EVERY-th token of a sequence
+// shapes    q k g dq query_share [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N,
+//           H, K] float32. query_share: in memory of g's type (query_share.cuh). sums [chunk, K + FLAGS] float32: sum_i
+//           q_i scale E_i S do_i of each chunk, with its unit, and flags. ends: sum_v (final state) dht. checkpoints
+//           [B, H, T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every CHECKPOINT_EVERY-th token of a
+//           sequence
 // grid      a block for every (sequence, head), sequence slowest, or for several of them (InTurn in states.cuh). A
 //           warpgroup for every 64 channels (consumers), then one of which three warps make dA and one copies chunks
-// smem      Stage: a chunk's inputs, which results overwrite; InTurn: the places of the chunks that are being copied
-// barriers  arrived: v and do have been copied; full: q, k and g have; pairs: dA and do in float32 are stored; done:
-//           the chunk's results are. The warps that arrive at pairs have waited for arrived, so others need not
-// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. `weight` sums products of
-//           the same rounded numbers for queries and keys, so that terms of pairs with both tokens after t cancel but
-//           for float32's rounding. The state: states.cuh
+// smem      Stage, STAGES times: the copying warp writes a chunk's inputs; three warps write dA and do in float32
+//           (read); consumers read all of it, and overwrite q by dq and g by query_share, which the copying warp then
+//           stores. InTurn: the places of the chunks that are being copied
+// barriers  mbarriers of each stage. arrived: v and do have been copied; full: q, k and g have; pairs: dA and do in
+//           float32 are stored; done: consumers have read the stage and stored its results. The warps that arrive at
+//           pairs have waited for arrived, so consumers need not
+// numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. `query_share` sums products
+//           of the same rounded numbers for queries and keys, so that terms of pairs with both tokens after t cancel
+//           but for float32's rounding. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, dq, weight;  // boxes: a chunk's tokens, 128 bytes each, swizzled
+  TensorMap q, k, v, do_, g, dq, query_share;  // boxes: a chunk's tokens, 128 bytes each, swizzled
   Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows;
   Rows<T> dq_rows;
-  Rows<G> weight_rows;
-  const float *u, *initial, *dht;  // or null
-  float *ends, *sums, *du, *kept;
+  Rows<G> query_share_rows;
+  const float *u, *initial, *dht;  // null: GLA; zero; no gradient of the final state
+  float *ends, *sums, *du, *checkpoints;
   Shape shape;
   double scale;
   i64 P;       // segments of a sequence
   i64 joined;  // P = 3: whether one block computes all but the first segment (second pass: all but the last)
-  i64 adds;    // whether dq is added to what it holds, of a launch for other columns of V
+  i64 adds;    // whether dq is added to the sum that dq holds, from a launch for other columns of V
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
-  Tile<T, BK> q, k;  // q: then dq
-  Tile<G, BK> g;     // then weight
+  Tile<T, BK> q, k;  // q is overwritten by dq
+  Tile<G, BK> g;     // overwritten by query_share
   Tile<T, BV> v, do_;
-  ReadTile<BV> read;  // do in float32, for products with the state
-  Pairs dA;           // RWKV-6: scale do_i . v_i of token i is at own_at(dA, i)
+  FloatTile<BV> read;  // do in float32, for products with the state
+  Pairs dA;            // RWKV-6: scale do_i . v_i of token i is at self_weight_at(dA, i)
 };
 
 constexpr int STAGES = 3;
@@ -57,13 +61,13 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
 // ---- a warp that copies chunks -------------------------------------------------------------------------------------
 
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
-__device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
+__device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
   const auto store = [&](int iteration, const WorkTile& at, int token) {
     Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
     store_chunk(at, token, [&](auto f) {
       f(out.q, args.dq, args.dq_rows, K, 0, args.adds);
-      f(out.g, args.weight, args.weight_rows, K);
+      f(out.g, args.query_share, args.query_share_rows, K);
     });
   };
   const auto fetch_values = [&](int next, const WorkTile& at, int token) {  // copied first, since dA needs them
@@ -140,11 +144,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
     const float by = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 2 * (lane & 3), behind = i - j;
+      const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 2 * (lane & 3), after = i - j;
       const int at = pair_index(i, j);
       const auto value = [&](int n, float x) {
-        if (ReadOrder::reads_before_write && n == behind) own_at(in.dA, i) = scale * x;
-        return pair_value(n < behind + !ReadOrder::reads_before_write ? by * x : 0.f);
+        if (ReadOrder::reads_before_write && n == after) self_weight_at(in.dA, i) = scale * x;
+        return pair_value(n < after + !ReadOrder::reads_before_write ? by * x : 0.f);
       };
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -152,7 +156,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
         *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
       }
     }
-    put_read_tile<3, T, BV>(in.read, in.do_, block, lane);
+    put_float_tile<3, T, BV>(in.read, in.do_, block, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   }
@@ -160,10 +164,10 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// A lane's results of a chunk: dq, and weight: each token's q dq - k dk. In RWKV-6 `weight` has q dq and `writing` has
-// k dk, since dg_t counts queries from t + 1 on and keys from t on.
+// A lane's results of a chunk: dq, and query_share: each token's q dq - k dk, before the sum over tokens. In RWKV-6
+// query_share has q dq and `writing` has k dk, since dg_t counts queries from t + 1 on and keys from t on.
 struct Gradients {
-  Chunk dq, weight, writing;
+  Chunk dq, query_share, writing;
 };
 
 // A lane's inputs of a chunk.
@@ -171,47 +175,47 @@ template <typename T, typename G> struct TokenOperands {
   Gates<G> gates;
   Operand queries, keys;
 
-  // NEAR: gates count as LEAST at least, for decays within sub-chunks only.
-  template <bool NEAR>
+  // CLAMPED: gates count as LEAST at least, for decays within sub-chunks only.
+  template <bool CLAMPED>
   __device__ __forceinline__ void load(G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64], int at) {
-    gates.template load<NEAR>(g, at);
+    gates.template load<CLAMPED>(g, at);
     load_operand(queries, q, at);
     load_operand(keys, k, at);
   }
 };
-// HELD: registers hold these inputs until their last use, otherwise they are loaded twice. EARLY: they are loaded at
-// the end of the previous chunk's iteration.
-template <typename G, int BV> constexpr bool HELD = sizeof(G) == 2 && BV == 64;
+// HOLDS_INPUTS: registers hold these inputs until their last use, otherwise they are loaded twice. LOADS_EARLY: they
+// are loaded at the end of the previous chunk's iteration.
+template <typename G, int BV> constexpr bool HOLDS_INPUTS = sizeof(G) == 2 && BV == 64;
 template <class ReadOrder, typename G, int BV>
-constexpr bool EARLY = HELD<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
+constexpr bool LOADS_EARLY = HOLDS_INPUTS<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
-// Sets d to the terms of pairs within sub-chunks, and adds to du. pairs: dA's memory.
-template <bool NEAR, class ReadOrder, typename T, typename G>
-__device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T, G>& tokens,
-                                            const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
-                                            const float (&u)[2], float (&du)[2]) {
+// Sets d to the terms of pairs within sub-chunks, and adds to du. CLAMPED: as in TokenOperands; pairs: dA's memory.
+template <bool CLAMPED, class ReadOrder, typename T, typename G>
+__device__ __forceinline__ void add_pairs_within(Gradients& d, const TokenOperands<T, G>& tokens,
+                                                 const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
+                                                 const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    // near, near_keys: decays of queries, keys; over_keys: sums over keys, for queries; over_queries: the reverse.
-    SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
-    float present[4] = {};  // RWKV-6: dq's terms of tokens with themselves
-    const float2 own = ReadOrder::reads_before_write ? own_pair(pairs, n) : float2{};
-    const auto meet_itself = [&](int i, float q, float k) {
+    // Decays from the sub-chunk's middle; over_keys: sums over keys for each query; over_queries: the reverse.
+    SubChunk queries, keys, query_decays, key_decays, over_keys = {}, over_queries = {};
+    float self_terms[4] = {};  // RWKV-6: dq's terms of tokens with themselves
+    const float2 self_weight = ReadOrder::reads_before_write ? self_weights(pairs, n) : float2{};
+    const auto add_self_pair = [&](int i, float q, float k) {
       if (!ReadOrder::reads_before_write) return;
-      const float x = (i % 2 ? own.y : own.x) * k;
+      const float x = (i % 2 ? self_weight.y : self_weight.x) * k;
       du[i / 2] = fmaf(q, x, du[i / 2]);
-      present[i] = u[i / 2] * x;
+      self_terms[i] = u[i / 2] * x;
     };
-    decays_from_middle<NEAR>(near, near_keys, tokens.gates, counts, n);
-    decay_within<true, T>(queries, keys, near, near_keys, tokens.queries, tokens.keys, n, meet_itself);
+    decays_from_middle<CLAMPED>(query_decays, key_decays, tokens.gates, counts, n);
+    decay_within<true, T>(queries, keys, query_decays, key_decays, tokens.queries, tokens.keys, n, add_self_pair);
     dA.add_keys(over_keys, keys, n, n);
     dA.add_queries(over_queries, queries, n, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float writing = keys[i] * over_queries[i];
-      d.dq[n][i] = fmaf(near[i], over_keys[i], present[i]);
+      d.dq[n][i] = fmaf(query_decays[i], over_keys[i], self_terms[i]);
       if (ReadOrder::reads_before_write) d.writing[n][i] = writing;
-      d.weight[n][i] =
+      d.query_share[n][i] =
           ReadOrder::reads_before_write ? queries[i] * over_keys[i] : fmaf(queries[i], over_keys[i], -writing);
     }
   }
@@ -220,44 +224,46 @@ __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T,
 
 // Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; at: lane_offset(). Sets `growth`,
 // whether the chunk must go token by token, and `decays`; then calls write(keys decayed to the chunk's end).
-template <bool HELD, class ReadOrder, typename T, typename G, class F>
-__device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
-                                            SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
-                                            T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
-                                            float scale, bool& growth, int at, F write) {
+template <bool HOLDS_INPUTS, class ReadOrder, typename T, typename G, class F>
+__device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
+                                                 SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
+                                                 T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts,
+                                                 const PairReader& dA, float scale, bool& growth, int at,
+                                                 F write_state) {
   Operand &queries = tokens.queries, &keys = tokens.keys;
-  Across read, met, over = {};  // decayed queries; decayed keys; sums over keys, for queries
-  StateOperand<T> written;
-  Chunk far;
-  if (!HELD) tokens.gates.load(g, at);
-  growth = outgrows<T>(tokens.gates, g);
+  Across queries_across, keys_across, sums_across = {};  // decayed queries; decayed keys; sums over keys, for queries
+  StateOperand<T> state_keys;
+  Chunk outer_decays;
+  if (!HOLDS_INPUTS) tokens.gates.load(g, at);
+  growth = exceeds_growth<T>(tokens.gates, g);
   decays_of(decays, tokens.gates);
-  if (!HELD) load_operand(keys, k, at);
-  decays_to_end(far, tokens.gates, counts);
-  decay_keys<true, T>(met, keys, far, decays, [&](auto... x) { written.put(x...); });
+  if (!HOLDS_INPUTS) load_operand(keys, k, at);
+  decays_to_end(outer_decays, tokens.gates, counts);
+  decay_keys<true, T>(keys_across, keys, outer_decays, decays, [&](auto... x) { state_keys.put(x...); });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    dA.add_keys(over.by8[x], met.by8[x], 2 * x + 1, 2 * x);
-    dA.add_keys(over.by16[x], met.by16[0], 2 + x, 0);
-    dA.add_keys(over.by16[x], met.by16[1], 2 + x, 1);
+    dA.add_keys(sums_across.by8[x], keys_across.by8[x], 2 * x + 1, 2 * x);
+    dA.add_keys(sums_across.by16[x], keys_across.by16[0], 2 + x, 0);
+    dA.add_keys(sums_across.by16[x], keys_across.by16[1], 2 + x, 1);
   }
-  write(written);
-  if (!HELD) load_operand(queries, q, at);
-  decays_from_start(far, tokens.gates, counts);
-  const QueryScale range = scale_of_queries<ReadOrder, T>(far);
+  write_state(state_keys);
+  if (!HOLDS_INPUTS) load_operand(queries, q, at);
+  decays_from_start(outer_decays, tokens.gates, counts);
+  const QueryScale query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
   decay_queries<true, T>(
-      read, queries, far, decays, {scale * range.up[0], scale * range.up[1]}, [&](int n, int h, float x, float y) {
+      queries_across, queries, outer_decays, decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
+      [&](int n, int h, float x, float y) {
         const float2 two = state_values<T>(x, y);
         const int i = 2 * h;
-        d.weight[n][i] = fmaf(range.down[h] * two.x, from_state[4 * n + i], d.weight[n][i]);
-        d.weight[n][i + 1] = fmaf(range.down[h] * two.y, from_state[4 * n + i + 1], d.weight[n][i + 1]);
+        d.query_share[n][i] = fmaf(query_scale.down[h] * two.x, from_state[4 * n + i], d.query_share[n][i]);
+        d.query_share[n][i + 1] = fmaf(query_scale.down[h] * two.y, from_state[4 * n + i + 1], d.query_share[n][i + 1]);
       });
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      d.weight[2 * x + 1][i] = fmaf(read.by8[x][i], over.by8[x][i], d.weight[2 * x + 1][i]);
-      d.weight[2 + x][i] = fmaf(read.by16[x][i], over.by16[x][i], d.weight[2 + x][i]);
+      d.query_share[2 * x + 1][i] = fmaf(queries_across.by8[x][i], sums_across.by8[x][i], d.query_share[2 * x + 1][i]);
+      d.query_share[2 + x][i] = fmaf(queries_across.by16[x][i], sums_across.by16[x][i], d.query_share[2 + x][i]);
     }
   }
   each_pair([&](int n, int h) {
@@ -267,49 +273,50 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
       const int i = 2 * h + p;
       const float x = from_state[4 * n + i];
       float at_start = by * x;  // dq's terms without the decay from the sub-chunk's start
-      if (n % 2) at_start += over.by8[n / 2][i];
-      if (n == 2) at_start += over.by16[0][i];
-      if (n == 3) at_start += decays.own[2][h] * over.by16[1][i];
-      d.dq[n][i] = fmaf(far[n][i], at_start, d.dq[n][i]);
+      if (n % 2) at_start += sums_across.by8[n / 2][i];
+      if (n == 2) at_start += sums_across.by16[0][i];
+      if (n == 3) at_start += decays.own[2][h] * sums_across.by16[1][i];
+      d.dq[n][i] = fmaf(outer_decays[n][i], at_start, d.dq[n][i]);
     }
   });
-  const auto take = [&](int n, int i, float key, float over_queries) {
+  const auto subtract_term = [&](int n, int i, float key, float over_queries) {
     if (ReadOrder::reads_before_write) d.writing[n][i] = fmaf(key, over_queries, d.writing[n][i]);
-    else d.weight[n][i] = fmaf(-key, over_queries, d.weight[n][i]);
+    else d.query_share[n][i] = fmaf(-key, over_queries, d.query_share[n][i]);
   };
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     SubChunk by8 = {}, by16 = {};
-    dA.add_queries(by8, read.by8[x], 2 * x + 1, 2 * x);
-    dA.add_queries(by16, read.by16[0], 2, x);
-    dA.add_queries(by16, read.by16[1], 3, x);
+    dA.add_queries(by8, queries_across.by8[x], 2 * x + 1, 2 * x);
+    dA.add_queries(by16, queries_across.by16[0], 2, x);
+    dA.add_queries(by16, queries_across.by16[1], 3, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      take(2 * x, i, met.by8[x][i], by8[i]);
-      take(x, i, met.by16[x][i], by16[i]);
+      subtract_term(2 * x, i, keys_across.by8[x][i], by8[i]);
+      subtract_term(x, i, keys_across.by16[x][i], by16[i]);
     }
   }
   __syncwarp();
 }
 
 // read_t <- sum_{i>t} read_i - sum_{j>=t} written_j over tokens of the chunk. all: the sum over all tokens.
-__device__ __forceinline__ void sum_behind(Chunk& read, const Chunk& written, float (&all)[2]) {
+__device__ __forceinline__ void sum_later_tokens(Chunk& read, const Chunk& state_keys, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
-  const bool next_counts = t % 2 == 0, far_counts = t / 2 == 0;  // of the other lane of a pair; of the other pair
+  const bool other_lane_counts = t % 2 == 0,
+             other_pair_counts = t / 2 == 0;  // of the other lane of a pair; of the other pair
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     all[h] = 0.f;
 #pragma unroll
     for (int n = SUBCHUNKS - 1; n >= 0; --n) {
-      const float between = read[n][2 * h + 1] - written[n][2 * h];
-      const float own = between + (read[n][2 * h] - written[n][2 * h + 1]);
-      const float next = __shfl_xor_sync(0xffffffffu, own, 1), two = own + next;
-      const float far = __shfl_xor_sync(0xffffffffu, two, 2);
-      float behind = all[h] - written[n][2 * h + 1];
-      if (next_counts) behind += next;
-      if (far_counts) behind += far;
-      all[h] += two + far;
-      read[n][2 * h] = behind + between, read[n][2 * h + 1] = behind;
+      const float between = read[n][2 * h + 1] - state_keys[n][2 * h];
+      const float own_sum = between + (read[n][2 * h] - state_keys[n][2 * h + 1]);
+      const float other_lane = __shfl_xor_sync(0xffffffffu, own_sum, 1), pair_sum = own_sum + other_lane;
+      const float other_pair = __shfl_xor_sync(0xffffffffu, pair_sum, 2);
+      float after = all[h] - state_keys[n][2 * h + 1];
+      if (other_lane_counts) after += other_lane;
+      if (other_pair_counts) after += other_pair;
+      all[h] += pair_sum + other_pair;
+      read[n][2 * h] = after + between, read[n][2 * h + 1] = after;
     }
   }
 }
@@ -319,15 +326,18 @@ template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedul
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
                                         int chunks) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
-  const int kept = first_kept(args.shape, at);
+  const int checkpoint = first_checkpoint(args.shape, at);
   // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets.
-  const auto place = [](int x) { return NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : held(x); };
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = place(lane_offset());
+  const auto kept_in_register = [](int x) {
+    return IS_NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : in_register(x);
+  };
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = kept_in_register(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
-  const int pair_row = place(pair_index(lane >> 2, 2 * t)), pair_column = place(pair_index(2 * t, lane >> 2));
+  const int pair_row = kept_in_register(pair_index(lane >> 2, 2 * t)),
+            pair_column = kept_in_register(pair_index(2 * t, lane >> 2));
 
   float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + at.chunk * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
@@ -337,37 +347,42 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
   Values from_state;
   TokenOperands<T, G> operands;
-  // Starts S do of a chunk, and loads its inputs if EARLY. After the last chunk the results are not used.
-  const auto begin = [&](int iteration) {
+  // Starts the product S do of a chunk, and loads its inputs if LOADS_EARLY. After the last chunk its results are not
+  // used.
+  const auto start_chunk = [&](int iteration) {
     if ((iteration - chunks) * CHUNK < tokens)
       barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and `read` are stored
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
     if ((iteration - chunks) * CHUNK < tokens)
       barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // q, k and g are in shared memory
-    if (EARLY<ReadOrder, G, BV>)
-      operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
+    if (LOADS_EARLY<ReadOrder, G, BV>)
+      operands.template load<!HOLDS_INPUTS<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup],
+                                                   offset);
   };
-  if (!Schedule::in_turn || tokens) begin(chunks);  // else another segment's chunk may be copied to this stage just now
+  if (!Schedule::in_turn || tokens)
+    start_chunk(chunks);  // else another segment's chunk may be copied to this stage just now
 #pragma unroll 1
   for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    Gradients found;
+    Gradients results;
     SubChunkDecays decays;
     bool growth;
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA, pair_row, pair_column);
-    if (!EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
+    if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
     wgmma_wait<0>();  // for from_state, which `begin` started
     wgmma_keep(from_state);
-    meet_within<!HELD<G, BV>, ReadOrder>(found, operands, counts, dA, in.dA, u, du);
+    add_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
     const auto flag = [&](bool by_token) {  // for the second pass
       if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = by_token;
     };
-    const auto write = [&](StateOperand<T>& keys) {  // in the middle of the chunk, so that its product is hidden
-      if (growth) {                                  // all else of this chunk may be infinite or NaN, and is not used
-        grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
+    // Adds the chunk's keys to S. Called in the middle of the chunk, so that other work hides its product.
+    const auto write_state = [&](StateOperand<T>& keys) {
+      if (growth) {  // all else of this chunk may be infinite or NaN, and is not used
+        compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u,
+                                                          scale);
         each_pair([&](int n, int h) { keys.put(n, h, 0.f, 0.f), decays.own[n][h] = 1.f; });
       }
       flag(growth);
@@ -376,39 +391,39 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       start_write<T, BV>(S, keys, in.v);
       wgmma_commit();
     };
-    meet_across<HELD<G, BV>, ReadOrder>(found, operands, from_state, decays, g_panels, q_panel, k_panel, counts, dA,
-                                        scale, growth, offset, write);
+    add_pairs_across<HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, from_state, decays, g_panels, q_panel, k_panel,
+                                                     counts, dA, scale, growth, offset, write_state);
 
     float sum[2];
     u32 unit[2];
     if (!growth) {
       if constexpr (IN_UNITS<G>) {
         float size[2] = {};
-        add_sizes(size, found.weight);
-        if (ReadOrder::reads_before_write) add_sizes(size, found.writing);
+        add_sizes(size, results.query_share);
+        if (ReadOrder::reads_before_write) add_sizes(size, results.writing);
         units_for(unit, size);
       }
-      if (ReadOrder::reads_before_write) sum_behind(found.weight, found.writing, sum);
-      else sum_tokens_by_shuffles<true, true>(found.weight, sum);
-      if (NARROW<G> && exceeds_float16(found.weight)) {
-        bring_to_units(found.weight, sum);
+      if (ReadOrder::reads_before_write) sum_later_tokens(results.query_share, results.writing, sum);
+      else sum_tokens_by_shuffles<true, true>(results.query_share, sum);
+      if (IS_NARROW<G> && exceeds_float16(results.query_share)) {
+        convert_to_units(results.query_share, sum);
         flag(true);
       }
       __syncwarp();  // all lanes have read the warp's channels of q and g
-      store_chunk_values(&q_panel, found.dq, offset);
-      store_query_share(g_panels, found.weight, unit, offset);
+      store_chunk_values(&q_panel, results.dq, offset);
+      store_query_share(g_panels, results.query_share, unit, offset);
     }
     wgmma_wait<0>();
     wgmma_keep(S);
     // After the last chunk `begin` takes the same stage again: the next one may be another segment's, still copied.
-    begin(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
+    start_chunk(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!growth && t == 0 && inside[h]) sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
     const int next = (iteration + 1 - chunks) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
-      float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
+      float4* to = checkpoint_at<BK, BV>(args.checkpoints, checkpoint + next / CHECKPOINT_EVERY);
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
     }
@@ -448,17 +463,17 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
       barrier_init(s.done[stage], CONSUMERS);
     }
   fence_async();
-  __syncthreads();                               // barriers are initialised
-  constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise every warp has registers enough
+  __syncthreads();                                       // barriers are initialised
+  constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;  // otherwise every warp has registers enough
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (TIGHT) registers_up<BK == 64 ? 216 : 232>();
+    if constexpr (FEW_REGISTERS) registers_up<BK == 64 ? 216 : 232>();
     each_segment<Schedule, false>(args,
                                   [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
     return;
   }
-  if constexpr (TIGHT) registers_down<40>();
+  if constexpr (FEW_REGISTERS) registers_down<40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32;
-  if (warp == 3) return move<ReadOrder>(s, args);
+  if (warp == 3) return move_chunks<ReadOrder>(s, args);
   each_segment<Schedule, false>(args, [&](const Segment& at, int chunks) {
     multiply_tokens<ReadOrder>(s, at.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
   });

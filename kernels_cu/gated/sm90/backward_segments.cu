@@ -125,7 +125,7 @@ constexpr float LOST = 1.4251641e-21f;  // e^-48: a state times it vanishes when
 constexpr float MOST = 0x1p60f;         // the largest D that products take
 
 // D, the decay between a chunk and the border, of this lane's two channels: decay times down. S is stored divided by
-// `down`, too, a power of 2 for each channel, since a NARROW type has no numbers as small as D.
+// `down`, too, a power of 2 for each channel, since a IS_NARROW type has no numbers as small as D.
 struct Passed {
   float decay[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 
@@ -135,13 +135,13 @@ struct Passed {
 // Changes `down`, and S with it, so that the decay of the chunk's tokens nearest to the border is near 1. FIRST_DECAYS:
 // the first token is decayed by its own gate, too. far: decays from the start of a sub-chunk, or to its end.
 template <bool FIRST_DECAYS, int BV>
-__device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, const Chunk& far) {
+__device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, const Chunk& outer_decays) {
   constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is about LOST
   float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float nearest = passed.decay[h];
-    if (FIRST_DECAYS) nearest *= __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
+    if (FIRST_DECAYS) nearest *= __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
     const int exponent = int(__float_as_uint(nearest) >> 23) - 127;
     if (exponent >= -8 && exponent <= 0) continue;
     const int by = max(exponent, LEAST_EXPONENT + 127 - int(__float_as_uint(passed.down[h]) >> 23));
@@ -171,21 +171,21 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
     Gates<G> gates;
     Operand loaded;
-    Chunk far;
+    Chunk outer_decays;
     SubChunkDecays own;
     gates.load(own_panels(in.g, warpgroup), offset);
-    grown |= outgrows<T>(gates, own_panels(in.g, warpgroup));
+    grown |= exceeds_growth<T>(gates, own_panels(in.g, warpgroup));
     decays_of(own, gates);
     load_operand(loaded, in.x[warpgroup], offset);
-    if (BACKWARDS) decays_from_start(far, gates, counts);
-    else decays_to_end(far, gates, counts);
+    if (BACKWARDS) decays_from_start(outer_decays, gates, counts);
+    else decays_to_end(outer_decays, gates, counts);
     wgmma_wait<0>();  // the previous chunk's products, which ran beside the lines above
     wgmma_keep(S);
-    if (NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, passed, far);
+    if (IS_NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, passed, outer_decays);
     each_pair([&](int n, int h) {
       const float2 two = unpack<T>(pair_of(loaded, n, h));
-      const float by = scale * passed.decay[h] * (BACKWARDS ? own.before(n, h) : own.behind(n, h));
-      pair_of(x, n, h) = pack<T>(by * far[n][2 * h] * two.x, by * far[n][2 * h + 1] * two.y);
+      const float by = scale * passed.decay[h] * (BACKWARDS ? own.before(n, h) : own.after(n, h));
+      pair_of(x, n, h) = pack<T>(by * outer_decays[n][2 * h] * two.x, by * outer_decays[n][2 * h + 1] * two.y);
     });
     wgmma_fence();
     start_write<T, BV>(S, x, in.y);
@@ -239,29 +239,30 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
     Gates<G> gates;
     Operand x;
-    Chunk far;
+    Chunk outer_decays;
     SubChunkDecays decays;
     gates.load(own_panels(in.g, warpgroup), offset);
     decays_of(decays, gates);
     for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     Across nowhere;
     QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
-    const bool growth = outgrows<T>(gates, own_panels(in.g, warpgroup));
+    const bool growth = exceeds_growth<T>(gates, own_panels(in.g, warpgroup));
     load_operand(x, in.x[warpgroup], offset);
     const auto put = [&](int n, int h, float first, float second) { pair_of(x, n, h) = pack<T>(first, second); };
     if (BACKWARDS) {
-      decays_from_start(far, gates, counts);
-      range = scale_of_queries<ReadOrder, T>(far);
+      decays_from_start(outer_decays, gates, counts);
+      range = scale_of_queries<ReadOrder, T>(outer_decays);
       const float scale = float(args.scale);
-      decay_queries<false, T>(nowhere, x, far, decays, {scale * range.up[0], scale * range.up[1]}, put);
+      decay_queries<false, T>(nowhere, x, outer_decays, decays, {scale * range.up[0], scale * range.up[1]}, put);
     } else {
-      decays_to_end(far, gates, counts);
-      decay_keys<false, T>(nowhere, x, far, decays, put);
+      decays_to_end(outer_decays, gates, counts);
+      decay_keys<false, T>(nowhere, x, outer_decays, decays, put);
     }
     if (growth) {  // token by token; x may hold infinities, and is replaced by zeros
       if (BACKWARDS)
-        grow_backwards<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), own_channel(), [](int) {});
-      else grow_forwards<T, G, BV>(S, in.x, in.g, in.y, own_channel());
+        update_gradient_by_token<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), first_channel_of_lane(),
+                                                      [](int) {});
+      else update_state_by_token<T, G, BV>(S, in.x, in.g, in.y, first_channel_of_lane());
       each_pair([&](int n, int h) { pair_of(x, n, h) = 0, decays.own[n][h] = 1.f; });
       range = {{1.f, 1.f}, {1.f, 1.f}, true};
     }

@@ -51,7 +51,7 @@ template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) 
 
 // Keeps x in a register of its own. `opaque` hides x from the compiler, but not from the assembler, which would compute
 // x again at each use.
-__device__ __forceinline__ int held(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
+__device__ __forceinline__ int in_register(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
 
 // The byte offset in a panel of the row that a lane addresses for ldmatrix and stmatrix, which move a warp's 16 of 64
 // columns, 16 rows at a time; the next 16 rows are 2048 bytes further on.
@@ -95,21 +95,22 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
-constexpr float LEAST = -16.f;     // nats
-constexpr float NOTHING = -256.f;  // nats: its exponential is 0. It replaces -inf, since 0 times -inf would be NaN
+constexpr float LEAST = -16.f;  // nats: the least gate of decays from a sub-chunk's middle
+constexpr float FORGOTTEN_GATE =
+    -256.f;  // nats: its exponential is 0. It replaces -inf, since 0 times -inf would be NaN
 
-// The format in which gates are summed. LEAST_TWO, NOTHING_TWO: two such numbers in a register. ONE: the factor that
-// counts a gate once, in each of the two halves of a product. HALVES: the last bit of ONE's exponent, which is set;
-// without it the factor is half as large.
+// The format in which gates are summed. LEAST_TWO, FORGOTTEN_GATE_TWO: two such numbers in a register. ONE: the factor
+// that counts a gate once, in each of the two halves of a product. HALVES: the last bit of ONE's exponent, which is
+// set; without it the factor is half as large.
 template <typename G> struct GateFormat;
 template <> struct GateFormat<bf16> {
   using Type = bf16;
-  static constexpr u32 LEAST_TWO = 0xc180c180u, NOTHING_TWO = 0xc380c380u, HALVES = 0x80;
+  static constexpr u32 LEAST_TWO = 0xc180c180u, FORGOTTEN_GATE_TWO = 0xc380c380u, HALVES = 0x80;
   static constexpr u32 ONE[2] = {0x3fb8u, 0x3baau};  // log2 e
 };
 template <> struct GateFormat<f16> {
   using Type = f16;
-  static constexpr u32 LEAST_TWO = 0xcc00cc00u, NOTHING_TWO = 0xdc00dc00u, HALVES = 0x400;
+  static constexpr u32 LEAST_TWO = 0xcc00cc00u, FORGOTTEN_GATE_TWO = 0xdc00dc00u, HALVES = 0x400;
   static constexpr u32 ONE[2] = {0x3dc5u, 0x0d1eu};  // log2 e
 };
 template <> struct GateFormat<float> {
@@ -117,23 +118,24 @@ template <> struct GateFormat<float> {
   static constexpr u32 HALVES = 0x80, ONE[2] = {0x3f80u, 0x3f80u};
 };
 
-// A chunk's gates of this lane's channels, of at least NOTHING, or LEAST if NEAR; float32 gates are multiplied by log2
-// e. A product of gates and Counts adds two halves, for the two numbers of ONE. MINUS: both factors of the second half
-// are negated: otherwise the compiler would copy the register that the operand then has twice, for each product.
+// The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST if CLAMPED; float32 gates are
+// multiplied by log2 e. A product of gates and Counts adds two halves, for the two numbers of ONE. MINUS: both factors
+// of the second half are negated: otherwise the compiler would copy the register that the operand then has twice, for
+// each product.
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
 
-  template <bool NEAR = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int at) {
-    constexpr u32 BOUND = NEAR ? GateFormat<G>::LEAST_TWO : GateFormat<G>::NOTHING_TWO;
+  template <bool CLAMPED = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int at) {
+    constexpr u32 BOUND = CLAMPED ? GateFormat<G>::LEAST_TWO : GateFormat<G>::FORGOTTEN_GATE_TWO;
     load_operand(x, *panels, at);
     each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), BOUND); });
   }
-  // Sub-chunk n as an operand A; NEAR: gates are at least LEAST.
-  template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
+  // Sub-chunk n as an operand A; CLAMPED: gates are at least LEAST.
+  template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      a[h] = NEAR ? at_least<G>(pair_of(x, n, h), GateFormat<G>::LEAST_TWO) : pair_of(x, n, h);
+      a[h] = CLAMPED ? at_least<G>(pair_of(x, n, h), GateFormat<G>::LEAST_TWO) : pair_of(x, n, h);
       a[2 + h] = MINUS ? a[h] ^ SIGNS : a[h];
     }
   }
@@ -141,17 +143,17 @@ template <typename G, bool MINUS = false> struct Gates {
 template <bool MINUS> struct Gates<float, MINUS> {
   Chunk x;
 
-  template <bool NEAR = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int at) {
+  template <bool CLAMPED = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int at) {
     load_chunk(x, panels, at);
     each_pair([&](int n, int h) {
-      for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], NEAR ? LEAST : NOTHING);
+      for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], CLAMPED ? LEAST : FORGOTTEN_GATE);
     });
   }
-  template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
+  template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float first = NEAR ? at_least(x[n][2 * h], LOG2E * LEAST) : x[n][2 * h];
-      const float second = NEAR ? at_least(x[n][2 * h + 1], LOG2E * LEAST) : x[n][2 * h + 1];
+      const float first = CLAMPED ? at_least(x[n][2 * h], LOG2E * LEAST) : x[n][2 * h];
+      const float second = CLAMPED ? at_least(x[n][2 * h + 1], LOG2E * LEAST) : x[n][2 * h + 1];
       a[h] = pack<bf16>(first, second);
       a[2 + h] = remainder_of(a[h], first, second);
     }
@@ -173,7 +175,7 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
     // GLA's gates 1 to 7 lie between tokens. Half of gate 4 is before the middle: its mask lacks the bit HALVES.
     if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
-  // b[half] = of(ONE[half] for both gates, negated if MINUS asks for it).
+  // Sets b[half] to of(ONE[half] for both gates of a register, negated in the second half if MINUS).
   template <class F> static __device__ __forceinline__ void make(u32 (&b)[2], F of) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -205,20 +207,20 @@ __device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], c
 }
 
 // Calls f(n, sums) for each sub-chunk n. b: an operand of Counts; sums: log2 of this lane's decays.
-template <bool NEAR, typename G, bool MINUS, class F>
+template <bool CLAMPED, typename G, bool MINUS, class F>
 __device__ __forceinline__ void sum_gates(const Gates<G, MINUS>& g, const u32 (&b)[2], F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     u32 a[4];
     SubChunk d = {};
-    g.template operand<NEAR>(a, n);
+    g.template operand<CLAMPED>(a, n);
     multiply_gates(d, a, b, typename GateFormat<G>::Type{});
     f(n, d);
   }
 }
-template <bool NEAR, typename G, bool MINUS>
+template <bool CLAMPED, typename G, bool MINUS>
 __device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G, MINUS>& g, const u32 (&b)[2], float sign) {
-  sum_gates<NEAR>(g, b, [&](int n, const SubChunk& sum) {
+  sum_gates<CLAMPED>(g, b, [&](int n, const SubChunk& sum) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sign * sum[i]);
   });
@@ -246,7 +248,7 @@ struct SubChunkDecays {
   __device__ __forceinline__ float before(int n, int h) const {
     return n == 0 ? 1.f : n == 1 ? own[0][h] : n == 2 ? own[0][h] * own[1][h] : own[0][h] * own[1][h] * own[2][h];
   }
-  __device__ __forceinline__ float behind(int n, int h) const {
+  __device__ __forceinline__ float after(int n, int h) const {
     return n == 3 ? 1.f : n == 2 ? own[3][h] : n == 1 ? own[2][h] * own[3][h] : own[1][h] * (own[2][h] * own[3][h]);
   }
   __device__ __forceinline__ float all(int h) const { return own[0][h] * own[1][h] * (own[2][h] * own[3][h]); }
@@ -269,14 +271,14 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Chunk& start,
 // x as an operand in tf32. EXACT: without the bits that products ignore, so that uses in float32 have the same value.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
-// The decays of queries and of keys in sub-chunk n from its middle. LOADED_NEAR: `gates` were loaded with NEAR.
-template <bool LOADED_NEAR = false, class Counts, typename G, bool MINUS>
+// The decays of queries and of keys in sub-chunk n from its middle. LOADED_CLAMPED: `gates` were loaded with CLAMPED.
+template <bool LOADED_CLAMPED = false, class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G, MINUS>& gates,
                                                    const Counts& counts, int n) {
   constexpr bool READS_BEFORE_WRITE = Counts::Order::reads_before_write;
   u32 a[4], b[2];
   SubChunk read = {}, minus_written = {};
-  gates.template operand<!LOADED_NEAR>(a, n);
+  gates.template operand<!LOADED_CLAMPED>(a, n);
   counts.read_from_middle(b);
   multiply_gates(read, a, b, typename GateFormat<G>::Type{});
   if (READS_BEFORE_WRITE) {
@@ -292,8 +294,8 @@ __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& 
 
 // Queries and keys of sub-chunk n times their decays from its middle. Calls f(i, query, key) with the values in memory.
 template <bool EXACT, typename T, class F>
-__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, const SubChunk& near_queries,
-                                             const SubChunk& near_keys, const Operand& q, const Operand& k, int n,
+__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, const SubChunk& query_decays,
+                                             const SubChunk& key_decays, const Operand& q, const Operand& k, int n,
                                              F f) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -302,14 +304,15 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
       f(i, p ? query.y : query.x, p ? key.y : key.x);
-      queries[i] = operand_value<EXACT>((p ? query.y : query.x) * near_queries[i]);
-      keys[i] = operand_value<EXACT>((p ? key.y : key.x) * near_keys[i]);
+      queries[i] = operand_value<EXACT>((p ? query.y : query.x) * query_decays[i]);
+      keys[i] = operand_value<EXACT>((p ? key.y : key.x) * key_decays[i]);
     }
   }
 }
 
-// Operands in tf32 of pairs of tokens in different sub-chunks. by8: queries of sub-chunks 1 and 3, or keys of 0 and 2;
-// by16: queries of 2 and 3, or keys of 0 and 1. Also used for sums of products of these queries or keys.
+// A lane's operands, in tf32, of pairs of tokens in different sub-chunks. by8, at the borders after 8 and 24 tokens:
+// queries of sub-chunks 1 and 3, or keys of 0 and 2; by16, at the border after 16 tokens: queries of 2 and 3, or keys
+// of 0 and 1. Also used for the sums over such pairs, of each query or key.
 struct Across {
   SubChunk by8[2], by16[2];
 };
@@ -317,11 +320,12 @@ struct Across {
 // Stores queries times their decays in `to`, and calls put(n, h, x, y) with two queries times their decays from the
 // chunk's start and `scale`, for products with a state. far: decays from the start of a sub-chunk; d: over sub-chunks.
 template <bool EXACT, typename T, class F>
-__device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& far, const SubChunkDecays& d,
-                                              const float (&scale)[2], F put) {
+__device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& outer_decays,
+                                              const SubChunkDecays& d, const float (&scale)[2], F put) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(q, n, h));
-    const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = scale[h] * d.before(n, h);
+    const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]},
+                by = scale[h] * d.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       if (n % 2) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
@@ -334,11 +338,11 @@ __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, cons
 
 // The same for keys. far: decays to the end of a sub-chunk; put gets two keys times their decays to the chunk's end.
 template <bool EXACT, typename T, class F>
-__device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& far, const SubChunkDecays& d,
-                                           F put) {
+__device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& outer_decays,
+                                           const SubChunkDecays& d, F put) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(k, n, h));
-    const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = d.behind(n, h);
+    const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]}, by = d.after(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       if (n % 2 == 0) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
@@ -360,13 +364,14 @@ __device__ __forceinline__ int pair_index(int query, int key) {
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
 // The value to store for a pair: rounded to tf32.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
-// One more float32 value for each token, at a place of Pairs without a pair; a sub-chunk's values are side by side.
-__device__ __forceinline__ float& own_at(Pairs& x, int token) {
+// RWKV-6: scale do_i . v_i of a token, stored in Pairs at an index that no pair has; a sub-chunk's values are
+// neighbours.
+__device__ __forceinline__ float& self_weight_at(Pairs& x, int token) {
   return x[token / BC][(CHUNK - BC ^ token / BC * BC) + token % BC];
 }
 // The values of a lane's two tokens in sub-chunk n.
-__device__ __forceinline__ float2 own_pair(Pairs& x, int n) {
-  return *reinterpret_cast<const float2*>(&own_at(x, n * BC) + 2 * (threadIdx.x & 3));
+__device__ __forceinline__ float2 self_weights(Pairs& x, int n) {
+  return *reinterpret_cast<const float2*>(&self_weight_at(x, n * BC) + 2 * (threadIdx.x & 3));
 }
 
 // d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t and 2t + 1 at t + 4.

@@ -1,5 +1,5 @@
-// what      Chunks with large growth, whose log gates are far above 0, for Hopper's backward of GLA and RWKV-6: which
-//           chunks these are, and their results, token by token in float32 as the recurrence has them.
+// what      For chunks with large growth, whose log gates are far above 0, in Hopper's backward of GLA and RWKV-6: the
+//           tests that find such chunks, and both passes' results for them, computed token by token in float32.
 // math      S_t = e^g_t S_{t-1} + k_t v_t^T, and its gradient: RWKV-6: C_{t-1} = e^g_t C_t + scale q_t do_t^T, GLA:
 //           C_{t-1} = e^g_t (C_t + scale q_t do_t^T). The terms of each pair of tokens take the decay e^(the sum of the
 //           gates between both)
@@ -9,11 +9,11 @@
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
-// GROWN: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: e^-10 of a
-// token passes a reset (float16: e^-12). No sum is made if every gate is below GROWTH: float16 tokens grow by less than
-// e^8.
-template <typename T> constexpr float GROWN = 6.f;
-template <> constexpr float GROWN<f16> = 4.f;
+// GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: e^-10
+// of a token passes a reset (float16: e^-12). No sum is made if every gate is below GROWTH: float16 tokens grow by less
+// than e^8.
+template <typename T> constexpr float GROWTH_LIMIT = 6.f;
+template <> constexpr float GROWTH_LIMIT<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
@@ -23,26 +23,27 @@ constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
 // Whether the sum_v S C before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys;
 // size: the magnitude of both; decay: over the chunk. If it is below FORGOTTEN, `rest` is mostly rounding error, unless
-// the state had grown before and its gradient grows after the chunk: if that may be, `keep` is ROUNDING, and a rest
-// above keep times `size` is kept; else `keep` is infinite. No branches, since a warp's channels differ.
-__device__ __forceinline__ bool forgets(float decay, float rest, float size, float keep) {
-  return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > keep * fabsf(size)));
+// the state had grown before and its gradient grows after the chunk: if that may be, `kept_share` is ROUNDING, and a
+// rest above keep times `size` is kept; else `kept_share` is infinite. No branches, since a warp's channels differ.
+__device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_share) {
+  return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_share * fabsf(size)));
 }
 
-// Whether the gate is GROWTH or more, or NaN.
+// Whether the largest gate, `largest`, is GROWTH or more, or NaN.
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
 
-// The same for the largest gate that this lane holds.
-template <typename T, typename G> __device__ __forceinline__ bool any_grows(const Gates<G>& gates) {
+// The same for all gates that this lane holds.
+template <typename T, typename G> __device__ __forceinline__ bool some_gate_grows(const Gates<G>& gates) {
   u32 largest = gates.x[0][0];
   each_pair([&](int n, int h) { largest = at_least<G>(largest, pair_of(gates.x, n, h)); });
   const float2 two = unpack<G>(largest);
   return grows<T>(at_least(two.x, two.y));
 }
+// The gates of this lane's pair of tokens in sub-chunk n, of channel h.
 template <typename G> __device__ __forceinline__ float2 two_gates(const Gates<G>& gates, int n, int h) {
   return unpack<G>(pair_of(gates.x, n, h));
 }
-template <typename T> __device__ __forceinline__ bool any_grows(const Gates<float>& gates) {
+template <typename T> __device__ __forceinline__ bool some_gate_grows(const Gates<float>& gates) {
   float largest = gates.x[0][0];
   each_pair([&](int n, int h) { largest = at_least(at_least(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
   return grows<T>(largest / LOG2E);
@@ -51,9 +52,10 @@ __device__ __forceinline__ float2 two_gates(const Gates<float>& gates, int n, in
   return {gates.x[n][2 * h] / LOG2E, gates.x[n][2 * h + 1] / LOG2E};
 }
 
-// Whether gates above 0 of one of the warp's channels sum to more than GROWN; also true for NaN. Not inlined, and gates
-// are loaded again from shared memory, since the callers have no registers left.
-template <typename T, typename G, int PANELS> __device__ __noinline__ bool adds_up(G (*panels)[CHUNK][PANELS]) {
+// Whether gates above 0 of one of the warp's channels sum to more than GROWTH_LIMIT; also true for NaN. Not inlined,
+// and gates are loaded again from shared memory, since the callers have no registers left.
+template <typename T, typename G, int PANELS>
+__device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
   Gates<G> gates;
   gates.load(panels, lane_offset());
   float grown[2] = {};
@@ -61,22 +63,25 @@ template <typename T, typename G, int PANELS> __device__ __noinline__ bool adds_
     const float2 two = two_gates(gates, n, h);
     grown[h] = (grown[h] + at_least(two.x, 0.f)) + at_least(two.y, 0.f);
   });
-  return __any_sync(0xffffffffu, !(channel_sum(grown[0]) <= GROWN<T>) | !(channel_sum(grown[1]) <= GROWN<T>));
+  return __any_sync(0xffffffffu,
+                    !(channel_sum(grown[0]) <= GROWTH_LIMIT<T>) | !(channel_sum(grown[1]) <= GROWTH_LIMIT<T>));
 }
+// Whether products would leave their range because of the chunk's gates: then the chunk goes token by token. The same
+// for all lanes of the warp. gates: this lane's; panels: the same in shared memory.
 template <typename T, typename G, int PANELS>
-__device__ __forceinline__ bool outgrows(const Gates<G>& gates, G (*panels)[CHUNK][PANELS]) {
-  return __any_sync(0xffffffffu, any_grows<T>(gates)) && adds_up<T>(panels);
+__device__ __forceinline__ bool exceeds_growth(const Gates<G>& gates, G (*panels)[CHUNK][PANELS]) {
+  return __any_sync(0xffffffffu, some_gate_grows<T>(gates)) && sum_exceeds_growth<T>(panels);
 }
 
 // ---- a token --------------------------------------------------------------------------------------------------------
 
 // This lane's first channel, whose second one is 8 later; and its number among the four lanes of a channel. `opaque`:
 // they are computed again each time, so that other code, where registers are scarce, does not hold them.
-__device__ __forceinline__ int own_channel() {
+__device__ __forceinline__ int first_channel_of_lane() {
   const int thread = opaque(threadIdx.x);
   return thread / 32 * 16 + (thread >> 2 & 7);
 }
-__device__ __forceinline__ int own_quarter() { return opaque(threadIdx.x) & 3; }
+__device__ __forceinline__ int lane_of_channel() { return opaque(threadIdx.x) & 3; }
 
 // The element of channel or column `column` of token `row` in a tile.
 template <typename X, int PANELS>
@@ -88,13 +93,13 @@ __device__ __forceinline__ X& value_at(X (&tile)[PANELS][CHUNK][PANEL<X>], int r
 // Calls f(n, the values of columns 8n + 2t and 8n + 2t + 1 of token `row`), t = lane % 4.
 template <typename T, int PANELS, class F>
 __device__ __forceinline__ void each_column(T (&tile)[PANELS][CHUNK][64], int row, F f) {
-  const int first = swizzled_offset(row, 0) + own_quarter() * 4;
+  const int first = swizzled_offset(row, 0) + lane_of_channel() * 4;
 #pragma unroll
   for (int n = 0; n < PANELS * 8; ++n)
     f(n, unpack<T>(*reinterpret_cast<const u32*>(at_offset(tile[n / 8], first ^ n % 8 * 16))));
 }
 
-// x[h] = the sum over columns of S times token `row`, of this lane's two channels.
+// Sets x[h] to the sum over columns of S times token `row` of the tile, for this lane's two channels.
 template <typename T, int BV>
 __device__ __forceinline__ void read_token(float (&x)[2], const float (&S)[BV / 2], T (&tile)[BV / 64][CHUNK][64],
                                            int row) {
@@ -107,7 +112,8 @@ __device__ __forceinline__ void read_token(float (&x)[2], const float (&S)[BV / 
   for (int h = 0; h < 2; ++h) x[h] = channel_sum(x[h]);
 }
 
-// S <- diag(by) S + x token^T, of this lane's two channels and token `row`.
+// S <- diag(by) S + x t^T for this lane's two channels, t being token `row` of the tile: by0, x0 and by1, x1 are their
+// factors.
 template <typename T, int BV>
 __device__ __forceinline__ void write_token(float (&S)[BV / 2], float by0, float by1, float x0, float x1,
                                             T (&tile)[BV / 64][CHUNK][64], int row) {
@@ -128,10 +134,11 @@ __device__ __forceinline__ float2 decays_of(G (&gates)[PANELS][CHUNK][PANEL<G>],
   return {exp2_approx(LOG2E * g.x), exp2_approx(LOG2E * g.y)};
 }
 
-// S after a chunk, from S before it.
+// Computes the state after a chunk from S, the state before it.
 template <typename T, typename G, int BV, int PANELS, int GATES>
-__device__ __forceinline__ void grow_forwards(float (&S)[BV / 2], T (&k)[PANELS][CHUNK][64],
-                                              G (&g)[GATES][CHUNK][PANEL<G>], T (&v)[BV / 64][CHUNK][64], int channel) {
+__device__ __forceinline__ void update_state_by_token(float (&S)[BV / 2], T (&k)[PANELS][CHUNK][64],
+                                                      G (&g)[GATES][CHUNK][PANEL<G>], T (&v)[BV / 64][CHUNK][64],
+                                                      int channel) {
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
     const float2 decay = decays_of(g, row, channel), key = channels_of(k, row, channel);
@@ -139,11 +146,12 @@ __device__ __forceinline__ void grow_forwards(float (&S)[BV / 2], T (&k)[PANELS]
   }
 }
 
-// C before a chunk, from C after it. Calls f(row) while C is the gradient of the state that token `row` has written.
+// Computes the gradient of the state before a chunk from C, that of the state after it. Calls f(row) when C is the
+// gradient of the state after token `row`'s write.
 template <class ReadOrder, typename T, typename G, int BV, int PANELS, int GATES, class F>
-__device__ __forceinline__ void grow_backwards(float (&C)[BV / 2], T (&q)[PANELS][CHUNK][64],
-                                               G (&g)[GATES][CHUNK][PANEL<G>], T (&do_)[BV / 64][CHUNK][64],
-                                               float scale, int channel, F f) {
+__device__ __forceinline__ void update_gradient_by_token(float (&C)[BV / 2], T (&q)[PANELS][CHUNK][64],
+                                                         G (&g)[GATES][CHUNK][PANEL<G>], T (&do_)[BV / 64][CHUNK][64],
+                                                         float scale, int channel, F f) {
 #pragma unroll 1
   for (int row = CHUNK - 1; row >= 0; --row) {
     const float2 decay = decays_of(g, row, channel), query = channels_of(q, row, channel);
@@ -162,34 +170,35 @@ __device__ __forceinline__ void grow_backwards(float (&C)[BV / 2], T (&q)[PANELS
 
 // ---- results of a chunk --------------------------------------------------------------------------------------------
 
-// A number of every token, of one channel: this lane has those of tokens 4m + t.
+// A number for every token of a chunk, of one channel. The four lanes of the channel share them: this lane has those of
+// tokens 4m + lane % 4 at index m. token_of returns to all four the number of one token.
 using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {
   return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
 }
 // Divides a channel's query share by its unit, a power of 2, and returns the channel's sum with the unit
 // (query_share.cuh). The unit is 1 unless the largest finite value exceeds float16's range.
-__device__ __forceinline__ float bring_to_units(Tokens& weight, float sum) {
+__device__ __forceinline__ float convert_to_units(Tokens& query_share, float sum) {
   u32 largest = 0;
   for (int m = 0; m < CHUNK / 4; ++m) {
-    const u32 exponent = __float_as_uint(weight[m]) >> 23 & 0xff;
+    const u32 exponent = __float_as_uint(query_share[m]) >> 23 & 0xff;
     if (exponent < 0xff) largest = max(largest, exponent);
   }
   for (int distance = 1; distance < 4; distance *= 2)
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
   const u32 unit = max(largest, ONE + 14) - 14;
-  for (int m = 0; m < CHUNK / 4; ++m) weight[m] *= power_of_two(2 * ONE - unit);
+  for (int m = 0; m < CHUNK / 4; ++m) query_share[m] *= power_of_two(2 * ONE - unit);
   return sum_with_unit(sum, unit);
 }
 
 // The same for this lane's two channels of a chunk.
-__device__ __forceinline__ void bring_to_units(Chunk& weight, float (&sum)[2]) {
+__device__ __forceinline__ void convert_to_units(Chunk& query_share, float (&sum)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     Tokens own;
-    for (int m = 0; m < CHUNK / 4; ++m) own[m] = weight[m / 2][2 * h + m % 2];
-    sum[h] = bring_to_units(own, sum[h]);
-    for (int m = 0; m < CHUNK / 4; ++m) weight[m / 2][2 * h + m % 2] = own[m];
+    for (int m = 0; m < CHUNK / 4; ++m) own[m] = query_share[m / 2][2 * h + m % 2];
+    sum[h] = convert_to_units(own, sum[h]);
+    for (int m = 0; m < CHUNK / 4; ++m) query_share[m / 2][2 * h + m % 2] = own[m];
   }
 }
 
@@ -198,18 +207,19 @@ __device__ __forceinline__ void bring_to_units(Chunk& weight, float (&sum)[2]) {
 template <typename X, int PANELS>
 __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>], const Tokens& x, int channel) {
   __syncwarp();
-  for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + own_quarter(), channel) = from_float<X>(x[m]);
+  for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + lane_of_channel(), channel) = from_float<X>(x[m]);
 }
 
 // A chunk of the first pass (backward_queries.cu): S goes from before the chunk to after it; dq overwrites q, the query
 // share overwrites g. Stores `sums` of this lane's channels that are `inside` K. dA: times TF32_CORRECTION.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, const bool (&inside)[2], Tile<T, BK>& q,
-                                             Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v, Tile<T, BV>& do_,
-                                             Pairs& dA, const float (&u)[2], float scale) {
+__device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* sums, const bool (&inside)[2],
+                                                         Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v,
+                                                         Tile<T, BV>& do_, Pairs& dA, const float (&u)[2],
+                                                         float scale) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
-  int channel = own_channel();
-  const int t = own_quarter();
+  int channel = first_channel_of_lane();
+  const int t = lane_of_channel();
   Tokens from_state[2];
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
@@ -217,13 +227,13 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
     read_token<T, BV>(x, S, do_, row);
     if (row % 4 == t) from_state[0][row / 4] = x[0], from_state[1][row / 4] = x[1];
   }
-  grow_forwards<T, G, BV>(S, k, g, v, channel);
+  update_state_by_token<T, G, BV>(S, k, g, v, channel);
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
     const auto gate = [&](int row) { return to_float(value_at(g, row, channel)); };
     const auto query = [&](int row) { return to_float(value_at(q, row, channel)); };
     const auto key = [&](int row) { return to_float(value_at(k, row, channel)); };
-    Tokens dq, share, met, weight;  // share: the state's term of q dq; met: q dq's terms of the keys so far
+    Tokens dq, share, met, query_share;  // share: the state's term of q dq; met: q dq's terms of the keys so far
     float sum = 0.f;
 #pragma unroll 1
     for (int m = 0; m < CHUNK / 4; ++m) {
@@ -235,8 +245,8 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
       }
       const int row = 4 * m + t;
       dq[m] = scale * grown(from_state[h][m], up_to_own);
-      share[m] = query(row) * dq[m], met[m] = weight[m] = 0.f;
-      if (BEFORE) dq[m] = fmaf(h ? u[1] : u[0], own_at(dA, row) * key(row), dq[m]);
+      share[m] = query(row) * dq[m], met[m] = query_share[m] = 0.f;
+      if (BEFORE) dq[m] = fmaf(h ? u[1] : u[0], self_weight_at(dA, row) * key(row), dq[m]);
     }
 #pragma unroll 1
     for (int j = 0; j < CHUNK; ++j) {
@@ -260,19 +270,19 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
       }
       __syncwarp();
       passing = channel_sum(passing);
-      if (j + 1 < CHUNK && (j + 1) % 4 == t) weight[(j + 1) / 4] = passing;
+      if (j + 1 < CHUNK && (j + 1) % 4 == t) query_share[(j + 1) / 4] = passing;
     }
-    float behind = 0.f;
+    float after = 0.f;
 #pragma unroll 1
     for (int row = CHUNK - 1; row >= 0; --row) {
       const float here = token_of(share, row);
-      if (row % 4 == t) weight[row / 4] += BEFORE ? behind : behind + here;
-      behind += here;
+      if (row % 4 == t) query_share[row / 4] += BEFORE ? after : after + here;
+      after += here;
     }
-    if constexpr (sizeof(G) == 2 && !IN_UNITS<G>) behind = bring_to_units(weight, behind);
-    if (t == 0 && (h ? inside[1] : inside[0])) sums[8 * h] = behind;
+    if constexpr (sizeof(G) == 2 && !IN_UNITS<G>) after = convert_to_units(query_share, after);
+    if (t == 0 && (h ? inside[1] : inside[0])) sums[8 * h] = after;
     store_tokens(q, dq, channel);
-    store_tokens(g, weight, channel);
+    store_tokens(g, query_share, channel);
   }
 }
 
@@ -298,14 +308,15 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV
 // overwrites g, dv overwrites v. end: sum_v S C, likewise; parts: [BC][BK / 16][BV] in shared memory; barrier: the
 // number of a named barrier of the 2 BK consumer threads; grew: see query_share_value.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* parts,
-                                          Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,
-                                          Tile<T, BV>& v, Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale,
-                                          bool grew, int barrier) {
+__device__ __forceinline__ void compute_keys_by_token(float (&C)[BV / 2], float (&end)[2], const float* sums,
+                                                      float* parts, Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g,
+                                                      Tile<G, BK>& query_share, Tile<T, BV>& v, Tile<T, BV>& do_,
+                                                      Pairs& dA, const float (&u)[2], float scale, bool grew,
+                                                      int barrier) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   constexpr int WARPS = BK / 16, THREADS = 2 * BK;
-  int channel = own_channel();
-  const int t = own_quarter(), warp = opaque(threadIdx.x) / 32;
+  int channel = first_channel_of_lane();
+  const int t = lane_of_channel(), warp = opaque(threadIdx.x) / 32;
   Tokens from_state[2], dk[2];
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
@@ -313,13 +324,13 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
     read_token<T, BV>(x, C, v, row);
     if (row % 4 == t) from_state[0][row / 4] = x[0], from_state[1][row / 4] = x[1];
   }
-  grow_backwards<ReadOrder, T, G, BV>(C, q, g, do_, scale, channel, [&](int row) {
+  update_gradient_by_token<ReadOrder, T, G, BV>(C, q, g, do_, scale, channel, [&](int row) {
     const float2 key = channels_of(k, row, channel);
     float x[2], present = 0.f;
     read_token<T, BV>(x, C, v, row);
     if (BEFORE) {
       const float2 query = channels_of(q, row, channel);
-      const float own = own_at(dA, row), first = u[0] * query.x, second = u[1] * query.y;
+      const float own = self_weight_at(dA, row), first = u[0] * query.x, second = u[1] * query.y;
       x[0] = fmaf(own, first, x[0]), x[1] = fmaf(own, second, x[1]);
       present = scale * (first * key.x + second * key.y);
     }
@@ -350,14 +361,15 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
       all += written[m], size += fabsf(written[m]);
     }
     all = channel_sum(all), size = channel_sum(size);
-    const float behind = h ? end[1] : end[0], rest = behind - all, decay = exp2_approx(LOG2E * sum);
-    const float before = forgets(decay, rest, fabsf(behind) + size, ROUNDING) ? 0.f : rest;
+    const float after = h ? end[1] : end[0], rest = after - all, decay = exp2_approx(LOG2E * sum);
+    const float before = is_forgotten(decay, rest, fabsf(after) + size, ROUNDING) ? 0.f : rest;
     if (h) end[1] = before + sums[channel];
     else end[0] = before + sums[channel];
     float passing = before;
 #pragma unroll 1
     for (int row = 0; row < CHUNK; ++row) {
-      if (row % 4 == t) dg[row / 4] = query_share_value(value_at(weight, row, channel), sums[channel], grew) + passing;
+      if (row % 4 == t)
+        dg[row / 4] = query_share_value(value_at(query_share, row, channel), sums[channel], grew) + passing;
       passing += token_of(written, row);
     }
     store_tokens(q, dk[h], channel);

@@ -6,7 +6,7 @@
 //           and lane / 4 + 8 of the warp's 16 channels; index h, 0 or 1, selects one of the two. A `Chunk` holds the
 //           lane's numbers: x[n][2h + p] is sub-chunk n of 8 tokens, channel h, token 2 (lane % 4) + p.
 // numerics  The terms of dg nearly cancel, so an error of the share is large beside dg. If a chunk's gates do not grow
-//           (`outgrows` in growth.cuh):
+//           (`exceeds_growth` in growth.cuh):
 //             G bfloat16: the share is stored as float16 multiples of a unit, a power of 2 for each channel of a chunk.
 //                         bfloat16 would keep 8 bits. float16 keeps 11 bits of every number from 2^-14 units on. A
 //                         channel's numbers are below 2^15 units (units_for).

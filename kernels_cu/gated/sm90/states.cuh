@@ -13,12 +13,12 @@ constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 
 // The index of the stored state before a sequence's first token. The state before token n CHECKPOINT_EVERY of the
 // sequence has an index greater by n.
-__device__ __forceinline__ int first_kept(const Shape& shape, const WorkTile& at) {
+__device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTile& at) {
   return int((at.batch * shape.H + at.head) * (shape.T / CHECKPOINT_EVERY + 1)) + at.start / CHECKPOINT_EVERY;
 }
-// This thread's first four values of stored state `which`; its next four are 2 BK float4 later.
-template <int BK, int BV> __device__ __forceinline__ float4* kept_at(float* kept, int which) {
-  return reinterpret_cast<float4*>(kept + i64(which) * (BK * BV)) + threadIdx.x;
+// This thread's first four values of stored state `number`; its next four are 2 BK float4 later.
+template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float* checkpoints, int number) {
+  return reinterpret_cast<float4*>(checkpoints + i64(number) * (BK * BV)) + threadIdx.x;
 }
 
 // The segment of a sequence that a block of a pass computes. `joined`: of a sequence's three segments one block
@@ -117,33 +117,34 @@ template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT
 };
 
 // Whether T's exponents have fewer bits than float32's.
-template <typename T> constexpr bool NARROW = false;
-template <> constexpr bool NARROW<f16> = true;
+template <typename T> constexpr bool IS_NARROW = false;
+template <> constexpr bool IS_NARROW<f16> = true;
 
-// The power of 2 by which `largest` becomes 2^13 to 2^14, near float16's largest number, and its inverse; both 1 if
-// `largest` is between 2^-8 and 2^15.
+// `up` is the power of 2 by which `largest` becomes 2^13 to 2^14, near float16's largest number, `down` its inverse;
+// both are 1 if `largest` is between 2^-8 and 2^15.
 struct Scale {
   float up, down;
 };
-__device__ __forceinline__ Scale to_range(float largest) {
+__device__ __forceinline__ Scale scale_to_float16(float largest) {
   const int exponent = max(int(__float_as_uint(largest) >> 23), 14);
   if (exponent >= 127 - 8 && exponent < 127 + 15) return {1.f, 1.f};
   return {__uint_as_float(u32(267 - exponent) << 23), __uint_as_float(u32(exponent - 13) << 23)};
 }
 
 // For a lane's two channels: `up`, the power of 2 by which queries are multiplied so that those decayed by the chunk's
-// first gate stay in a NARROW type's range, and its inverse `down`, which the state is multiplied by; both 1 unless the
-// gate's decay is below 2^-8. far: decays from the start of a sub-chunk. RWKV-6's first query is not decayed.
+// first gate stay in a IS_NARROW type's range, and its inverse `down`, which the state is multiplied by; both 1 unless
+// the gate's decay is below 2^-8. far: decays from the start of a sub-chunk. RWKV-6's first query is not decayed.
 struct QueryScale {
   float up[2], down[2];
   bool is_one;  // for all channels of the warp
 };
-template <class ReadOrder, typename T> __device__ __forceinline__ QueryScale scale_of_queries(const Chunk& far) {
+template <class ReadOrder, typename T>
+__device__ __forceinline__ QueryScale scale_of_queries(const Chunk& outer_decays) {
   QueryScale s = {{1.f, 1.f}, {1.f, 1.f}, true};
-  if (NARROW<T> && !ReadOrder::reads_before_write) {
+  if (IS_NARROW<T> && !ReadOrder::reads_before_write) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float first = __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
+      const float first = __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
       // 2^90 at most: a state's values are below 2^30, so that their product is in float32's range.
       const int own = max(int(__float_as_uint(first) >> 23), 127 - 90), exponent = own < 127 - 8 ? own : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
@@ -153,12 +154,12 @@ template <class ReadOrder, typename T> __device__ __forceinline__ QueryScale sca
   return s;
 }
 // Whether that power of 2 is not 1 for some channel of the warp, which is rare.
-template <class ReadOrder, typename T> __device__ __forceinline__ bool first_gate_is_strong(const Chunk& far) {
-  if (!NARROW<T> || ReadOrder::reads_before_write) return false;
-  return __any_sync(0xffffffffu, (threadIdx.x & 3) == 0 && fminf(far[0][0], far[0][2]) < 0x1p-8f);
+template <class ReadOrder, typename T> __device__ __forceinline__ bool first_gate_is_strong(const Chunk& outer_decays) {
+  if (!IS_NARROW<T> || ReadOrder::reads_before_write) return false;
+  return __any_sync(0xffffffffu, (threadIdx.x & 3) == 0 && fminf(outer_decays[0][0], outer_decays[0][2]) < 0x1p-8f);
 }
 
-// S <- diag(by) S.
+// S <- diag(by0, by1) S, for this lane's two channels.
 template <int BV> __device__ __forceinline__ void scale_state(float (&S)[BV / 2], float by0, float by1) {
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= i >> 1 & 1 ? by1 : by0;
@@ -178,13 +179,13 @@ template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[B
   return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
 }
 
-// A chunk's tokens in float32, in the order that read_part needs: of every 8 columns first the even ones, then the odd
-// ones.
-template <int BV> using ReadTile = Tile<float, BV>;
+// v or do of a chunk in float32 [token, column], in the order that read_part needs: of every 8 columns first the even
+// ones, then the odd ones.
+template <int BV> using FloatTile = Tile<float, BV>;
 
 // Writes such a tile from one that was copied from memory; for warp `warp` of WARPS, which share the rows.
 template <int WARPS, typename T, int BV>
-__device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
+__device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
   // Pieces of 8 columns in a row; rows that a warp writes at a time; steps for 8 rows.
   constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;
   // Of 8 lanes four have the row of the other four XOR 5, so that neither loads nor stores have bank conflicts.
@@ -202,11 +203,12 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
   }
 }
 
-// Starts part `part` of SUBCHUNKS parts of the product x[channel, token] = S tokens^T in tf32. columns: the copy of S.
+// Starts part `part` of SUBCHUNKS parts of the product x[channel, token] = S tokens^T in tf32; a part contracts
+// BV / SUBCHUNKS columns. columns: memory for the part's copy of S.
 // It first waits for the previous part, whose copy of S is in the same registers.
 template <int BV>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
-                                          ReadTile<BV>& tokens, int part) {
+                                          FloatTile<BV>& tokens, int part) {
   constexpr int TILES = BV / 8 / SUBCHUNKS;
   if (part) wgmma_wait<0>();
 #pragma unroll
@@ -278,7 +280,7 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
 
 // Starts the whole product x[channel, token] = S tokens^T in tf32; needs registers for a copy of S.
 template <int BV>
-__device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
+__device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], FloatTile<BV>& tokens) {
   u32 columns[BV / 8][4];
 #pragma unroll
   for (int n = 0; n < BV / 8; ++n)
@@ -301,26 +303,27 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
 }
 
-// Queries or keys that are added to a state: rounded to T, and for bfloat16 the remainder, rounded to T as well.
+// This lane's queries or keys of a chunk as the operand of the product that adds them to a state: rounded to T (first),
+// and for bfloat16 also the rounding error, rounded to T (rest).
 template <typename T> struct StateOperand {
   Operand first, rest;
 
   __device__ __forceinline__ void put(int n, int h, float x, float y) {
     pair_of(first, n, h) = pack<T>(x, y);
-    if (!NARROW<T>) pair_of(rest, n, h) = remainder_of(pair_of(first, n, h), x, y);
+    if (!IS_NARROW<T>) pair_of(rest, n, h) = remainder_of(pair_of(first, n, h), x, y);
   }
 };
 template <typename T, int BV>
 __device__ __forceinline__ void start_write(float (&S)[BV / 2], const StateOperand<T>& x,
                                             T (&tokens)[BV / 64][CHUNK][64]) {
   start_write<T, BV>(S, x.first, tokens);
-  if (!NARROW<T>) start_write<T, BV>(S, x.rest, tokens);
+  if (!IS_NARROW<T>) start_write<T, BV>(S, x.rest, tokens);
 }
 // Two queries or keys with the values that they have in the product which adds them to a state. The other pass
 // multiplies them by their gradients. In the gate's gradient these products cancel with the state's only if both passes
 // use the same values.
 template <typename T> __device__ __forceinline__ float2 state_values(float x, float y) {
-  return NARROW<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
+  return IS_NARROW<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
 }
 
 // S <- diag(up) diag(D) S, D the decay over the chunk.
@@ -361,20 +364,21 @@ template <bool BEHIND, bool INCLUSIVE>
 __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
   // Whether the sums of the other lane of a pair count, and those of the other pair.
-  const bool next_counts = t % 2 == !BEHIND, far_counts = t / 2 == !BEHIND;
+  const bool other_lane_counts = t % 2 == !BEHIND, other_pair_counts = t / 2 == !BEHIND;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int step = 0; step < SUBCHUNKS; ++step) {
-      SubChunk& at = x[BEHIND ? SUBCHUNKS - 1 - step : step];
-      float &more = at[2 * h + !BEHIND], &less = at[2 * h + BEHIND];  // more: the token whose sum has one more term
-      const float own = more + less, next = __shfl_xor_sync(0xffffffffu, own, 1), two = own + next;
-      const float far = __shfl_xor_sync(0xffffffffu, two, 2);
-      float others = next_counts ? next : 0.f;
+      SubChunk& sums = x[BEHIND ? SUBCHUNKS - 1 - step : step];
+      float &more = sums[2 * h + !BEHIND], &less = sums[2 * h + BEHIND];  // more: the token whose sum has one more term
+      const float own_sum = more + less, other_lane = __shfl_xor_sync(0xffffffffu, own_sum, 1),
+                  pair_sum = own_sum + other_lane;
+      const float other_pair = __shfl_xor_sync(0xffffffffu, pair_sum, 2);
+      float others = other_lane_counts ? other_lane : 0.f;
       if (step) others += all[h];
-      if (far_counts) others += far;
-      all[h] = step ? all[h] + (two + far) : two + far;
-      more = others + (INCLUSIVE ? own : less), less = INCLUSIVE ? others + less : others;
+      if (other_pair_counts) others += other_pair;
+      all[h] = step ? all[h] + (pair_sum + other_pair) : pair_sum + other_pair;
+      more = others + (INCLUSIVE ? own_sum : less), less = INCLUSIVE ? others + less : others;
     }
   }
 }

@@ -214,14 +214,14 @@ def scan_both_ways(draft, problem, states, decays, P, first=0):
 def launch_hopper(draft, backward, cut, summaries=(), starts=None):
     """Launches Hopper's two kernels; returns (their tile sizes, du of each segment or None).
 
-    The first kernel writes its terms of dg to `weight` and stores states in `checkpoints`; the second reads both.
+    The first kernel writes its terms of dg to `query_share` and stores states in `checkpoints`; the second reads both.
 
     summaries : those that the plan of `HopperBackward.summary_plan` has saved
     starts : the states at the starts of the segments, if they are known; the segments then have equal lengths
     """
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
-    weight, (queries, keys), short = draft.like(dg) if backward.adds else dg, cut.kernels, cut.short
+    query_share, (queries, keys), short = draft.like(dg) if backward.adds else dg, cut.kernels, cut.short
     launches = HopperBackward(draft, problem, cut.segments, keys.CHUNK, framed=bool(summaries), short=short)
     P = launches.P
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
@@ -234,11 +234,20 @@ def launch_hopper(draft, backward, cut, summaries=(), starts=None):
     elif P > 1:
         args = {"first": int(starts is not None), "ends": int(short > 0)}
         initial, dht = launches.joined_summaries(cut.summary, read, initial, dht, starts, **args)
-    common = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": checkpoints, "P": P, "joined": int(short > 0)}
+    common = {
+        "u": u,
+        "dht": dht,
+        "ends": ends,
+        "sums": sums,
+        "checkpoints": checkpoints,
+        "P": P,
+        "joined": int(short > 0),
+    }
     common |= {"adds": backward.adds}
-    launches.launch_mapped(queries, cut.blocks, read | {"dq": dq, "weight": weight}, initial=initial, du=du, **common)
+    read |= {"query_share": query_share}
+    launches.launch_mapped(queries, cut.blocks, read | {"dq": dq}, initial=initial, du=du, **common)
     common |= {"adds_dv": backward.adds_dv, "dh0": backward.dh0}
-    launches.launch_mapped(keys, cut.blocks, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, **common)
+    launches.launch_mapped(keys, cut.blocks, read | {"dk": dk, "dv": dv, "dg": dg}, **common)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 

@@ -363,11 +363,11 @@ class GatedBackwardMainSm90(GatedBackwardSm90):
 
 
 class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
-    """dq, du and the queries' terms of dg (`weight`), forwards in time; stores states in `kept`."""
+    """dq, du and the queries' terms of dg (`query_share`), forwards in time; stores states in `checkpoints`."""
 
     file = "gated/sm90/backward_queries"
     arguments = members(
-        "maps+rows q k v do_ g dq weight, pointers u initial dht ends sums du kept, shape, reals scale, "
+        "maps+rows q k v do_ g dq query_share, pointers u initial dht ends sums du checkpoints, shape, reals scale, "
         "integers P joined adds"
     )
 
@@ -377,7 +377,7 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
 
     file = "gated/sm90/backward_keys"
     arguments = members(
-        "maps+rows q k v do_ g weight dk dv dg, pointers u dht ends sums kept dh0, shape, reals scale, "
+        "maps+rows q k v do_ g query_share dk dv dg, pointers u dht ends sums checkpoints dh0, shape, reals scale, "
         "integers P joined adds adds_dv"
     )
 

@@ -12,8 +12,8 @@ from . import math, numba_loops, numpy_layers
 from .names import VERSION
 
 
-class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations):
-    """`math.MixOperations` on matrices in few bits."""
+class Prompt(numba_layers.Prompt, numpy_layers.Pieces):
+    """`math.Pieces` on matrices in few bits."""
 
     def log_decay(self, layer, low):
         tanh_of(low)
@@ -48,5 +48,5 @@ class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations
 class NumbaLayers(numba_layers.NumbaLayers):
     version = VERSION
     mixes: ClassVar = math
-    operations = PromptOperations
+    pieces = Prompt
     loops: ClassVar = numba_loops

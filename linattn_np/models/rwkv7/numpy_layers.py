@@ -14,8 +14,8 @@ from . import math
 from .names import VERSION
 
 
-class MixOperations(numpy_layers.MixOperations):
-    """`math.MixOperations` on NumPy arrays."""
+class Pieces(numpy_layers.Pieces):
+    """`math.Pieces` on NumPy arrays."""
 
     def log_decay(self, layer, low):
         return -np.float32(math.DECAY) * array_math.sigmoid(layer.decay + self.product(layer, "decay_up", np.tanh(low)))
@@ -54,4 +54,4 @@ class MixOperations(numpy_layers.MixOperations):
 class NumpyLayers(numpy_layers.NumpyLayers):
     version = VERSION
     mixes: ClassVar = math
-    operations = MixOperations
+    pieces = Pieces
