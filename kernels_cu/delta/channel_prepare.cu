@@ -96,28 +96,28 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     delta_channel_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK;
   auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
-  const Shape& shape = args.shape;
-  const u32 chunks = u32(shape.NC), chunk = blockIdx.x % chunks, pair = blockIdx.x / chunks;
-  const u32 b = pair / u32(shape.H), h = pair % u32(shape.H), head = h / u32(args.group);
-  const Span span = chunk_tokens(shape, chunk);
-  const int rows = int(span.stop - span.start), channels = int(shape.K), bytes = int(args.bytes);
+  const ChunkOfBlock of_block(args.shape);
+  const u32 head = of_block.h / u32(args.group);
+  const int channels = int(args.shape.K), bytes = int(args.bytes);
   using Image = typename ImageOf<T, BK, false, GRADIENT>::Type;
-  Image& to = static_cast<Image*>(args.prepared)[i64(pair) * chunks + chunk];
+  Image& to = static_cast<Image*>(args.prepared)[of_block.index];
   const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
 
-  const auto inputs = [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, h); };
+  const auto inputs = [&](auto copy) {
+    copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, of_block.h);
+  };
   if (bytes == 16)
     inputs([&](auto* tile, const auto& from, u32 of) {
-      copy_pieces<BK, THREADS>(tile, from.row(b, of, span.start), from.t, rows, channels);
+      copy_pieces<BK, THREADS>(tile, of_block.row(from, of), from.t, of_block.rows, channels);
     });
   else
     inputs([&](auto* tile, const auto& from, u32 of) {
-      copy_numbers<BK, THREADS>(tile, from.row(b, of, span.start), from.t, rows, channels);
+      copy_numbers<BK, THREADS>(tile, of_block.row(from, of), from.t, of_block.rows, channels);
     });
   cp_async_commit();
   if (threadIdx.x < C) {
     const int i = threadIdx.x;
-    s.beta[i] = i < rows ? to_float(*args.beta.row(b, h, span.start + i)) : 0.f;
+    s.beta[i] = i < of_block.rows ? to_float(of_block.row(args.beta, of_block.h)[i * args.beta.t]) : 0.f;
     if constexpr (GRADIENT) to.beta[i] = s.beta[i];
   }
   cp_async_wait<0>();

@@ -110,13 +110,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     delta_dplr_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK;
   auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
-  const Shape& shape = args.shape;
-  const u32 chunks = u32(shape.NC), chunk = blockIdx.x % chunks, pair = blockIdx.x / chunks;
-  const u32 b = pair / u32(shape.H), h = pair % u32(shape.H);
-  const Span span = chunk_tokens(shape, chunk);
-  const int rows = int(span.stop - span.start), channels = int(shape.K), bytes = int(args.bytes);
+  const ChunkOfBlock of_block(args.shape);
+  const int channels = int(args.shape.K), bytes = int(args.bytes);
   using Image = typename ImageOf<T, BK, true, GRADIENT>::Type;
-  Image& to = static_cast<Image*>(args.prepared)[i64(pair) * chunks + chunk];
+  Image& to = static_cast<Image*>(args.prepared)[of_block.index];
   const Lengths &of_q = s.lengths[OF_Q], &of_a = s.lengths[OF_A], *with = s.lengths + WITH_K;
 
   const auto inputs = [&](auto copy) {
@@ -124,11 +121,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   };
   if (bytes == 16)
     inputs([&](auto* tile, const auto& from) {
-      copy_pieces<BK, THREADS>(tile, from.row(b, h, span.start), from.t, rows, channels);
+      copy_pieces<BK, THREADS>(tile, of_block.row(from, of_block.h), from.t, of_block.rows, channels);
     });
   else
     inputs([&](auto* tile, const auto& from) {
-      copy_numbers<BK, THREADS>(tile, from.row(b, h, span.start), from.t, rows, channels);
+      copy_numbers<BK, THREADS>(tile, of_block.row(from, of_block.h), from.t, of_block.rows, channels);
     });
   cp_async_commit();
   cp_async_wait<0>();

@@ -39,17 +39,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / 
   constexpr int THREADS = 2 * BK;
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
   Scored& of = s.of;
-  const Shape& shape = args.shape;
-  const u32 chunks = u32(shape.NC), chunk = blockIdx.x % chunks, pair = blockIdx.x / chunks;
-  const u32 b = pair / u32(shape.H), h = pair % u32(shape.H), head = h / u32(args.group);
-  const Span span = chunk_tokens(shape, chunk);
-  const int rows = int(span.stop - span.start), channels = int(shape.K), bytes = int(args.bytes);
+  const ChunkOfBlock of_block(args.shape);
+  const u32 head = of_block.h / u32(args.group);
+  const int channels = int(args.shape.K), bytes = int(args.bytes);
 
-  copy_chunk<BK, THREADS>(s.k, args.k.row(b, head, span.start), args.k.t, rows, channels, bytes);
-  copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.t, rows, channels, bytes);
+  copy_chunk<BK, THREADS>(s.k, of_block.row(args.k, head), args.k.t, of_block.rows, channels, bytes);
+  copy_chunk<BK, THREADS>(s.q, of_block.row(args.q, head), args.q.t, of_block.rows, channels, bytes);
   cp_async_commit();
   TokenNumbers numbers;
-  numbers.ask(args.g, args.beta, b, h, span.start, rows);
+  numbers.ask(args.g, args.beta, of_block.b, of_block.h, of_block.span.start, of_block.rows);
   numbers.put(of);
   cp_async_wait<0>();
   __syncthreads();  // inputs have arrived, and `of` has decays and beta
@@ -57,12 +55,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / 
   __syncthreads();  // M and A are in shared memory
   if (threadIdx.x < 32) solve_column(of);
   __syncthreads();  // N is in shared memory
-  const i64 at = i64(pair) * chunks + chunk;
   using Gradient = PreparedForGradients<T, BK, false>;
   if constexpr (GRADIENT)
     multiply_scores<THREADS>(of.M, of.N, [&](int i, int j, float x, float y) {
-      put_two(static_cast<Gradient*>(args.prepared)[at].of_residual[0].at(i, j), float(i == j) - of.beta[j] * x,
-              float(i == j + 1) - of.beta[j + 1] * y);
+      put_two(static_cast<Gradient*>(args.prepared)[of_block.index].of_residual[0].at(i, j),
+              float(i == j) - of.beta[j] * x, float(i == j + 1) - of.beta[j + 1] * y);
     });
   multiply_scores<THREADS>(of.A, of.N, [&](int i, int j, float x, float y) {
     const float beta = of.beta[j], next = of.beta[j + 1], row = GRADIENT ? 1.f : of.beta[i];
@@ -88,12 +85,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / 
     for (int c = threadIdx.x; c < BK; c += THREADS) to.whole[c] = of.start[C - 1];
   };
   if constexpr (GRADIENT) {
-    auto& to = static_cast<Gradient*>(args.prepared)[at];
+    auto& to = static_cast<Gradient*>(args.prepared)[of_block.index];
     store(to, to.B[0]);
     if (threadIdx.x < C) to.beta[threadIdx.x] = of.beta[threadIdx.x];
     clear_padding<THREADS>(to.of_residual[0]);
   } else {
-    auto& to = static_cast<Prepared<T, BK, false>*>(args.prepared)[at];
+    auto& to = static_cast<Prepared<T, BK, false>*>(args.prepared)[of_block.index];
     store(to, to.B);
   }
 }

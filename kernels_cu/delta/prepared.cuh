@@ -6,6 +6,7 @@
 //           rwkv7:  dv = Z C + scale B^T do,  du = Zb C + scale H^T do,  P = Zb C
 // shapes    a chunk of a head of values has one of these; those of a head lie one behind another
 #include "delta/chunk_storage.cuh"
+#include "tensor.cuh"
 
 // TWO: values and what the state returns are written by different rows, Z[0] (Z) and Z[1] (Zb).
 template <typename T, int BK, bool TWO> struct alignas(16) Prepared {
@@ -31,6 +32,24 @@ template <typename T, int BK, bool TWO, bool GRADIENT> struct ImageOf {
 };
 template <typename T, int BK, bool TWO> struct ImageOf<T, BK, TWO, true> {
   using Type = PreparedForGradients<T, BK, TWO>;
+};
+
+// The chunk of a block of a grid [B, H, NC].
+struct ChunkOfBlock {
+  u32 b, h;
+  i64 index;  // among all chunks
+  Span span;  // of tokens
+  int rows;
+
+  __device__ __forceinline__ ChunkOfBlock(const Shape& shape) {
+    const u32 chunks = u32(shape.NC), heads = u32(shape.H), pair = blockIdx.x / chunks;
+    b = pair / heads, h = pair % heads, index = blockIdx.x;
+    span = chunk_tokens(shape, blockIdx.x % chunks), rows = int(span.stop - span.start);
+  }
+  // The first token's row, of a head.
+  template <typename T> __device__ __forceinline__ T* row(const Rows<T>& x, u32 head) const {
+    return x.row(b, head, span.start);
+  }
 };
 
 // Stores an array of shared memory.
