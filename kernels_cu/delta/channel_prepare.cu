@@ -66,24 +66,25 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float beta[C], weight[C];  // weight: -beta p^2
 };
 
-// Sums of a block: scores of queries, then keys, as PairOfBlock has them; squares of keys, then queries.
+// Sums of a block: scores of queries, then keys, as PairOfBlock has them; squares of keys, then queries. Keeps decays
+// and keys as they came.
 constexpr int SQUARES = PAIRS_OF_BOTH, SUMS = SQUARES + 2 * BLOCK;
 
 template <int BK, typename T, typename G>
-__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* k, const G* g,
-                                                           float4 (&decays)[BLOCK]) {
+__device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* k, const G* g, float4 (&decays)[BLOCK],
+                                                           float4 (&keys)[BLOCK]) {
   const BlockTask<BK> task;
   float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
-  float4 keys[BLOCK];  // decayed to the present row
+  float4 decayed[BLOCK];  // keys, to the present row
 #pragma unroll
   for (int i = 0; i < BLOCK; ++i) {
-    const float4 query = unpack_four(task.at(q, i)), key = unpack_four(task.at(k, i));
+    const float4 query = unpack_four(task.at(q, i)), key = keys[i] = unpack_four(task.at(k, i));
     decays[i] = decays_at(task.at(g, i));
 #pragma unroll
     for (int j = 0; j <= i; ++j) {
-      keys[j] = j == i ? key : times(keys[j], decays[i]);
-      add_product(sums[PairOfBlock::with_self(i, j)], query, keys[j]);
-      if (j < i) add_product(sums[PairOfBlock::before(i, j)], key, keys[j]);
+      decayed[j] = j == i ? key : times(decayed[j], decays[i]);
+      add_product(sums[PairOfBlock::with_self(i, j)], query, decayed[j]);
+      if (j < i) add_product(sums[PairOfBlock::before(i, j)], key, decayed[j]);
     }
     add_product(sums[SQUARES + BLOCK * OF_K + i], key, key),
         add_product(sums[SQUARES + BLOCK * OF_Q + i], query, query);
@@ -124,19 +125,19 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   __syncthreads();  // inputs have arrived
 
   const BlockTask<BK> task;
-  float4 decays[BLOCK];
-  const auto sums = sum_block<BK>(s.q, s.k, s.g, decays);
+  float4 decays[BLOCK], keys[BLOCK];
+  const auto sums = sum_block<BK>(s.q, s.k, s.g, decays, keys);
   sums.each([&](int n, float sum) {
     n -= SQUARES;
     if (n >= 0 && n < 2 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, args.normalized);
   });
-  __syncwarp();                                        // lengths of the block's tokens are in shared memory
-  float4 queries[BLOCK], keys[BLOCK], earlier[BLOCK];  // decayed from the block's start; keys to its end
+  __syncwarp();                           // lengths of the block's tokens are in shared memory
+  float4 queries[BLOCK], earlier[BLOCK];  // as keys from here on, decayed from the block's start; keys to its end
   {
     float4 since = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
     for (int n = BLOCK - 1; n >= 0; --n) {
-      keys[n] = times(of_k.factor[task.first + n], unpack_four(task.at(s.k, n)));
+      keys[n] = times(of_k.factor[task.first + n], keys[n]);
       earlier[n] = times(since, keys[n]), since = times(since, decays[n]);
     }
     since = {1.f, 1.f, 1.f, 1.f};
