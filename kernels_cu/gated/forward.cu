@@ -1,9 +1,12 @@
 // what      GLA and RWKV-6 forward on every card, in chunks: q, k, v, g are read once, o is written once.
-// math      per chunk:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
+// math      per chunk, S [K, V] being the state before it, A [query, key] its scores (forward_operands.cuh):
+//           o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], sums [B, H, T, V] float32, initial and final state
 //           [N, H, K, V] float32
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
-// smem      Shared: inputs of two chunks, operands of the current chunk's scores, its scores
+// smem      Shared, in forward_storage.cuh: two stages of inputs, which all threads copy; operands of the current
+//           chunk, which each warp makes of its own spans of tokens, or channels, and all warps read; its scores, of
+//           which each warp computes some tasks and all warps read all
 // barriers  three a chunk: its inputs have been copied and its decays computed | its operands are in shared memory |
 //           its scores are
 // numerics  S in float32 accumulators; decays as forward_operands.cuh says. bfloat16 data: products in bfloat16, a
@@ -25,16 +28,16 @@
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {
   float* sums;  // SplitChannels: the sum of o over the channels of the launches so far; else null
-  i64 channel;  // the first of this launch
+  i64 channel;  // the first channel of this launch
   i64 bytes;    // the largest of 16, 8, 4 and 2 of which all rows of q, k, v, g and o are multiples
 };
 
-// Stores a lane's outputs one by one, for rows where pairs of them are not aligned. SplitChannels adds `sums` unless
-// this launch is the `first`, and writes to `sums` instead of o unless it is the `last`. Not inline: the common case is
-// pairs.
+// Stores a lane's outputs one by one, for rows whose pairs of numbers are not aligned. `to`, `sums`: of the lane's
+// first output. SplitChannels adds `sums` unless this launch is the `first`, and writes to `sums` instead of o unless
+// it is the `last`. Not inlined, since it is rare.
 template <typename T>
-__device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride, float* sums, i64 sums_stride,
-                                          float scale, int rows, int columns, bool first, bool last) {
+__device__ __noinline__ void store_unaligned(const Output<T>& o, T* to, i64 stride, float* sums, i64 sums_stride,
+                                             float scale, int rows, int columns, bool first, bool last) {
 #pragma unroll 1
   for (int n = 0; n < CHUNK<T> / 2; ++n) {
     const int row = n / 4 * 8, column = n % 4 / 2 * 8 + n % 2;
@@ -47,11 +50,13 @@ __device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride,
   }
 }
 
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. Schedule: forward_storage.cuh. T: the type of q,
+// k, v and o; G: of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
 template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     gated_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
-  using Mine = WarpShare<T, BK, WARPS>;
+  using Share = WarpShare<T, BK, WARPS>;
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
@@ -64,16 +69,16 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   const bool in_pairs = bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
 
   State<BK> S;
-  const auto each = [&](auto f) {
+  const auto each_state_number = [&](auto f) {
     each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
-  each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
+  each_state_number([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
   if (ReadOrder::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += THREADS)
       s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
   for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
     s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
-  if (Mine::CHANNEL_PARTS == 1)
+  if (Share::CHANNEL_PARTS == 1)
     for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
 
   const auto fetch = [&](int token, int stage) {
@@ -86,23 +91,24 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       copy_rows<16, 8, C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
       copy_rows<16, 8, C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns);
     } else {
-      copy_slowly<C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels, bytes);
-      copy_slowly<C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
-      copy_slowly<C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns, bytes);
+      copy_unaligned_rows<C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels, bytes);
+      copy_unaligned_rows<C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
+      copy_unaligned_rows<C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns, bytes);
     }
     cp_async_commit();
   };
   const auto fetch_next_gates = [&](int token) {  // the same as fetch_chunk_gates, which would spill registers here
 #pragma unroll
-    for (int x = 0; x < Mine::SHARES_PER_WARP; ++x) {
-      const Mine me(x);
-      const G* from = args.g.row(b, h, span.start + token + me.row(0)) + args.channel + me.channel;
-      const int rows = tokens - token - me.row(0);
-      if (!me.exists()) break;
-      if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<BK>(s.gates, me, from, args.g.t, rows, channels - me.channel);
+    for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
+      const Share coord(x);
+      const G* from = args.g.row(b, h, span.start + token + coord.row(0)) + args.channel + coord.channel;
+      const int rows = tokens - token - coord.row(0);
+      if (!coord.exists()) break;
+      if (bytes >= Share::LANE_CHANNELS * int(sizeof(G)))
+        fetch_gates<BK>(s.gates, coord, from, args.g.t, rows, channels - coord.channel);
       else
-        fetch_unaligned_gates<BK, Mine::W>(s.gates + me.row(0) * BK + me.channel, from, args.g.t, rows,
-                                           channels - me.channel);
+        fetch_unaligned_gates<BK, Share::LANE_CHANNELS>(s.gates + coord.row(0) * BK + coord.channel, from, args.g.t,
+                                                        rows, channels - coord.channel);
     }
     cp_async_commit();
   };
@@ -112,33 +118,34 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   }
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
-    TokenDecays<Mine> decays;
+    TokenDecays<Share> decays;
     cp_async_wait<0>();
-    // the chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read
-    const bool grows = __syncthreads_or(store_span_decays<Mine, BK>(s, decays));
+    // The chunk's inputs and its spans' decays are in shared memory; the previous chunk has been read. It is also a
+    // vote: whether a gate is above GROWTH.
+    const bool grows = __syncthreads_or(store_span_decays<Share, BK>(s, decays));
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
-    for (int x = 0; x < Mine::SHARES_PER_WARP; ++x) {
-      const Mine me(x);
-      if (me.exists()) make_operands<ReadOrder, PRODUCTS>(s, stage, me, decays, grows);
+    for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
+      const Share coord(x);
+      if (coord.exists()) make_operands<ReadOrder, PRODUCTS>(s, stage, coord, decays, grows);
     }
     if (more) fetch_next_gates(token + C);
     __syncthreads();  // the operands are in shared memory
 
     Output<T> o = {};
     score_chunk<ReadOrder, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
-    read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
-    write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
+    add_state_outputs<PRODUCTS, T, BK>(o, S, state_q(s, stage));
+    update_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
     __syncthreads();  // the scores are in shared memory
-    read_scores<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
+    add_score_outputs<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
     T* to = args.o.row(b, h, span.start + token + g) + v_tile + column;
     const int rows = tokens - token - g;
     const bool first = Schedule::all_channels || args.channel == 0;
     const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
-    const float scale =
-        __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else computed again for every output
+    // `opaque`: converted once, not for every output.
+    const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
     float* sums = nullptr;
     if (!Schedule::all_channels)
       sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
@@ -171,11 +178,11 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
       Output<T> copy;
 #pragma unroll
       for (int n = 0; n < C / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
-      store_slowly(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);
+      store_unaligned(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);
     }
   }
   if (args.final)
-    each([&](float& x, i64 at, bool inside) {
+    each_state_number([&](float& x, i64 at, bool inside) {
       if (inside) args.final[at] = x;
     });
 }

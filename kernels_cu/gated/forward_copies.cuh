@@ -1,10 +1,11 @@
-// what      Copies of rows of inputs to tiles in shared memory; of aligned rows in the background (cp.async). Where the
-//           numbers of a warp's state are in memory.
-// limits    a tile's rows are whole pieces of 16 bytes
+// what      Copies of rows of inputs to tiles in shared memory, by cp.async if rows are aligned; and the addresses in
+//           memory of a warp's numbers of the state.
+// limits    a tile's rows are multiples of 16 bytes
 #include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
 
-// Starts copying a tile [ROWS, COLS] from rows of `width` values; zeros from row `rows` and column `width` on.
+// Starts copying a tile [ROWS, COLS] in pieces of BYTES bytes, for all THREADS threads of the block. from: the tile's
+// first value in memory; stride: of rows. Rows from `rows` on and columns from `width` on become zero.
 template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
@@ -24,15 +25,16 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, in
     from += AT_ONCE * stride;
   }
 }
-// The same for rows that are no multiples of 16 bytes. Not inline: most rows are.
+// The same for rows that are not multiples of 16 bytes, but of `bytes`. Not inlined, since it is rare.
 template <int ROWS, int COLS, int THREADS, typename T>
-__device__ __noinline__ void copy_slowly(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
+__device__ __noinline__ void copy_unaligned_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
   else if (bytes == 4) copy_rows<4, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
   else copy_rows<sizeof(T), 8, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
 }
 
-template <int BK> using State = float[BK / 8][4];  // of a warp, [16 columns, BK], transposed
+// A lane's numbers of the state, transposed: accumulators [16 columns of the warp, 8 channels], BK / 8 times.
+template <int BK> using State = float[BK / 8][4];
 
 // Calls f(value, its index in the array of states, whether it is inside that array) for this lane's values of a state
 // whose channels are the rows from `row` on of all states' rows of V values. The block has `channels` channels, and

@@ -27,7 +27,7 @@
 template <typename T, int BK, int WARPS> struct WarpShare {
   static constexpr int SPANS = CHUNK<T> / SPAN;
   static constexpr int SPANS_AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / SPANS_AT_ONCE;
-  static constexpr int CHANNEL_PARTS = BK == 128 && SPANS < WARPS ? 2 : 1, W = BK / LANES / CHANNEL_PARTS;
+  static constexpr int CHANNEL_PARTS = BK == 128 && SPANS < WARPS ? 2 : 1, LANE_CHANNELS = BK / LANES / CHANNEL_PARTS;
   static constexpr int SHARES_PER_WARP = (SPANS * CHANNEL_PARTS + SPANS_AT_ONCE * WARPS - 1) / (SPANS_AT_ONCE * WARPS);
   static_assert(SPANS_AT_ONCE == 1 || WARPS % 2 == 0);
   int span, channel_part, channel;
@@ -35,46 +35,49 @@ template <typename T, int BK, int WARPS> struct WarpShare {
     const int thread = opaque(threadIdx.x), lane = thread & 31;  // opaque: computed again, not held in registers
     const int index = (thread >> 5) + (n + lane / LANES) * WARPS;
     span = index / CHANNEL_PARTS, channel_part = index % CHANNEL_PARTS;
-    channel = (channel_part * LANES + lane % LANES) * W;
+    channel = (channel_part * LANES + lane % LANES) * LANE_CHANNELS;
   }
   __device__ __forceinline__ bool exists() const { return SPANS * CHANNEL_PARTS % WARPS == 0 || span < SPANS; }
   __device__ __forceinline__ int row(int i) const { return span * SPAN + i; }
 };
 
 // Gates of SPAN tokens and W channels, 0 behind the sequence's end and beyond K.
-template <int W, typename G> using Gates = Piece<W, G>[SPAN];
+template <int LANE_CHANNELS, typename G> using Gates = Piece<LANE_CHANNELS, G>[SPAN];
 
 // Starts copying this lane's gates of a span to shared memory. No other lane reads them, so each lane waits for its
 // own.
 template <int BK, class WarpShare, typename G>
-__device__ __forceinline__ void fetch_gates(G* gates, const WarpShare& me, const G* from, i64 stride, int rows,
+__device__ __forceinline__ void fetch_gates(G* gates, const WarpShare& coord, const G* from, i64 stride, int rows,
                                             int channels) {
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
-    cp_async<WarpShare::W * sizeof(G)>(gates + me.row(i) * BK + me.channel, from, i < rows && channels > 0);
+    cp_async<WarpShare::LANE_CHANNELS * sizeof(G)>(gates + coord.row(i) * BK + coord.channel, from,
+                                                   i < rows && channels > 0);
     from += stride;
   }
 }
 // fetch_gates for rows that are not aligned: copies one gate after the other. Rarely called, therefore not inline.
-template <int BK, int W, typename G>
+template <int BK, int LANE_CHANNELS, typename G>
 __device__ __noinline__ void fetch_unaligned_gates(G* gates, const G* from, i64 stride, int rows, int channels) {
 #pragma unroll 1
-  for (int n = 0; n < SPAN * W; ++n) {
-    const int i = n / W, c = n % W;
+  for (int n = 0; n < SPAN * LANE_CHANNELS; ++n) {
+    const int i = n / LANE_CHANNELS, c = n % LANE_CHANNELS;
     gates[i * BK + c] = i < rows && c < channels ? from[i * stride + c] : from_float<G>(0.f);
   }
 }
 template <int BK, class WarpShare, typename G>
-__device__ __forceinline__ void load_gates(Gates<WarpShare::W, G>& gates, const G* from, const WarpShare& me) {
+__device__ __forceinline__ void load_gates(Gates<WarpShare::LANE_CHANNELS, G>& gates, const G* from,
+                                           const WarpShare& coord) {
 #pragma unroll
-  for (int i = 0; i < SPAN; ++i) gates[i].load(from + me.row(i) * BK + me.channel);
+  for (int i = 0; i < SPAN; ++i) gates[i].load(from + coord.row(i) * BK + coord.channel);
 }
 
 // The decay over a span's tokens, for W channels.
-template <int W, typename G>
-__device__ __forceinline__ void compute_span_decay(float (&decay)[W], const Gates<W, G>& gates) {
+template <int LANE_CHANNELS, typename G>
+__device__ __forceinline__ void compute_span_decay(float (&decay)[LANE_CHANNELS],
+                                                   const Gates<LANE_CHANNELS, G>& gates) {
 #pragma unroll
-  for (int c = 0; c < W; ++c) {
+  for (int c = 0; c < LANE_CHANNELS; ++c) {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) sum += gates[i].get(c);
@@ -84,39 +87,43 @@ __device__ __forceinline__ void compute_span_decay(float (&decay)[W], const Gate
 
 // Whether a gate is above GROWTH, or NaN: operands about a middle would overflow, or keep a NaN from the tokens on the
 // other side of the middle.
-template <int W, typename G> __device__ __forceinline__ bool any_gate_too_large(const Gates<W, G>& gates) {
+template <int LANE_CHANNELS, typename G>
+__device__ __forceinline__ bool any_gate_too_large(const Gates<LANE_CHANNELS, G>& gates) {
   float largest = gates[0].get(0);
   if constexpr (sizeof(G) == 4) {
 #pragma unroll
-    for (int n = 1; n < SPAN * W; ++n) largest = at_least(gates[n / W].get(n % W), largest);
+    for (int n = 1; n < SPAN * LANE_CHANNELS; ++n)
+      largest = at_least(gates[n / LANE_CHANNELS].get(n % LANE_CHANNELS), largest);
   } else {
     u32 pair = gates[0].words[0];
 #pragma unroll
-    for (int n = 1; n < SPAN * W / 2; ++n) pair = at_least<G>(gates[n / (W / 2)].words[n % (W / 2)], pair);
+    for (int n = 1; n < SPAN * LANE_CHANNELS / 2; ++n)
+      pair = at_least<G>(gates[n / (LANE_CHANNELS / 2)].words[n % (LANE_CHANNELS / 2)], pair);
     largest = at_least(to_float(G{u16(pair)}), to_float(G{u16(pair >> 16)}));
   }
   return !(largest <= GROWTH);
 }
 
-// The decay e^g of each of a lane's tokens and channels. `held`: they stay in registers from store_span_decays to
-// make_operands; otherwise make_operands computes them again.
+// The decay e^g of each of a lane's tokens and channels. `kept_in_registers`: they stay in registers from
+// store_span_decays to make_operands; otherwise make_operands computes them again.
 template <class WarpShare> struct TokenDecays {
-  static constexpr bool held = WarpShare::SPANS_AT_ONCE == 2;
-  float token[SPAN][WarpShare::W];
+  static constexpr bool kept_in_registers = WarpShare::SPANS_AT_ONCE == 2;
+  float token[SPAN][WarpShare::LANE_CHANNELS];
 
-  template <typename G> __device__ __forceinline__ void compute(const Gates<WarpShare::W, G>& gates) {
+  template <typename G> __device__ __forceinline__ void compute(const Gates<WarpShare::LANE_CHANNELS, G>& gates) {
 #pragma unroll
     for (int i = 0; i < SPAN; ++i)
 #pragma unroll
-      for (int c = 0; c < WarpShare::W; ++c) token[i][c] = decay_of(gates[i].get(c));
+      for (int c = 0; c < WarpShare::LANE_CHANNELS; ++c) token[i][c] = decay_of(gates[i].get(c));
   }
 };
 
 template <int BK, class WarpShare>
-__device__ __forceinline__ void store_decay(float (&row)[BK], const WarpShare& me, const float (&decay)[WarpShare::W]) {
-  Piece<WarpShare::W, float> piece;
+__device__ __forceinline__ void store_decay(float (&row)[BK], const WarpShare& coord,
+                                            const float (&decay)[WarpShare::LANE_CHANNELS]) {
+  Piece<WarpShare::LANE_CHANNELS, float> piece;
   piece.set(decay);
-  piece.store(&row[me.channel]);
+  piece.store(&row[coord.channel]);
 }
 
 // The decay over the other half of the chunk, 16 of 32 tokens, in which the span does not lie. Computed once if a warp
@@ -124,17 +131,17 @@ __device__ __forceinline__ void store_decay(float (&row)[BK], const WarpShare& m
 // other. Not used if a gate is too large: then the order of multiplications decides whether a product overflows.
 template <class WarpShare> struct OtherHalfDecay {
   static constexpr bool IS_COMPUTED = WarpShare::SPANS == 8 && WarpShare::SPANS_AT_ONCE == 2;
-  float decay[WarpShare::W];
+  float decay[WarpShare::LANE_CHANNELS];
 
   template <int SPANS, int BK>
-  __device__ __forceinline__ OtherHalfDecay(const float (&span_decays)[SPANS][BK], const WarpShare& me) {
+  __device__ __forceinline__ OtherHalfDecay(const float (&span_decays)[SPANS][BK], const WarpShare& coord) {
     if constexpr (IS_COMPUTED) {
 #pragma unroll
       for (int n = 0; n < SPANS / 2; ++n) {
-        Piece<WarpShare::W, float> next;
-        next.load(&span_decays[(me.span & 4 ^ 4) + n][me.channel]);
+        Piece<WarpShare::LANE_CHANNELS, float> next;
+        next.load(&span_decays[(coord.span & 4 ^ 4) + n][coord.channel]);
 #pragma unroll
-        for (int c = 0; c < WarpShare::W; ++c) decay[c] = n ? decay[c] * next.get(c) : next.get(c);
+        for (int c = 0; c < WarpShare::LANE_CHANNELS; ++c) decay[c] = n ? decay[c] * next.get(c) : next.get(c);
       }
     }
   }
@@ -142,35 +149,35 @@ template <class WarpShare> struct OtherHalfDecay {
 
 // The decays between this span and the start (BEFORE) or the end of its sub-chunk, of its half of the chunk, and
 // of the chunk.
-template <int W, bool BEFORE> struct BorderDecays {
-  float sub_chunk[W], half_chunk[W], chunk[W];
+template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
+  float sub_chunk[LANE_CHANNELS], half_chunk[LANE_CHANNELS], chunk[LANE_CHANNELS];
 
   template <int SPANS, int BK, class WarpShare>
-  __device__ __forceinline__ BorderDecays(const float (&span_decays)[SPANS][BK], const WarpShare& me,
+  __device__ __forceinline__ BorderDecays(const float (&span_decays)[SPANS][BK], const WarpShare& coord,
                                           const OtherHalfDecay<WarpShare>& other, bool grows) {
-    const int span = me.span, channel = me.channel;
-    const auto multiply_spans = [&](float (&x)[W], int first, int count) {
+    const int span = coord.span, channel = coord.channel;
+    const auto multiply_spans = [&](float (&x)[LANE_CHANNELS], int first, int count) {
 #pragma unroll 2
       for (int n = 0; n < count; ++n) {
-        Piece<W, float> decay;  // from the nearest span on: another order may leave float32's range
+        Piece<LANE_CHANNELS, float> decay;  // from the nearest span on: another order may leave float32's range
         decay.load(&span_decays[BEFORE ? first + count - 1 - n : first + n][channel]);
 #pragma unroll
-        for (int c = 0; c < W; ++c) x[c] *= decay.get(c);
+        for (int c = 0; c < LANE_CHANNELS; ++c) x[c] *= decay.get(c);
       }
     };
     // Whether the border of the unit of 2 `count` spans is `count` spans farther away than that of its half.
     const auto is_farther = [&](int count) { return BEFORE == bool(span & count); };
 #pragma unroll
-    for (int c = 0; c < W; ++c) sub_chunk[c] = 1.f;
+    for (int c = 0; c < LANE_CHANNELS; ++c) sub_chunk[c] = 1.f;
     if (is_farther(1)) multiply_spans(sub_chunk, span ^ 1, 1);
 #pragma unroll
-    for (int c = 0; c < W; ++c) half_chunk[c] = sub_chunk[c];
+    for (int c = 0; c < LANE_CHANNELS; ++c) half_chunk[c] = sub_chunk[c];
     if (is_farther(2)) multiply_spans(half_chunk, (span ^ 2) & ~1, 2);
 #pragma unroll
-    for (int c = 0; c < W; ++c) chunk[c] = half_chunk[c];
+    for (int c = 0; c < LANE_CHANNELS; ++c) chunk[c] = half_chunk[c];
     if (OtherHalfDecay<WarpShare>::IS_COMPUTED && !grows) {
 #pragma unroll
-      for (int c = 0; c < W; ++c) chunk[c] = is_farther(4) ? half_chunk[c] * other.decay[c] : half_chunk[c];
+      for (int c = 0; c < LANE_CHANNELS; ++c) chunk[c] = is_farther(4) ? half_chunk[c] * other.decay[c] : half_chunk[c];
     } else if (SPANS == 8 && is_farther(4)) {
       multiply_spans(chunk, (span ^ 4) & ~3, 4);
     }
@@ -178,10 +185,11 @@ template <int W, bool BEFORE> struct BorderDecays {
 };
 
 // y = x * factor, for W channels.
-template <int W>
-__device__ __forceinline__ void multiply_channels(float (&y)[W], const float (&x)[W], const float (&factor)[W]) {
+template <int LANE_CHANNELS>
+__device__ __forceinline__ void multiply_channels(float (&y)[LANE_CHANNELS], const float (&x)[LANE_CHANNELS],
+                                                  const float (&factor)[LANE_CHANNELS]) {
 #pragma unroll
-  for (int c = 0; c < W; ++c) y[c] = x[c] * factor[c];
+  for (int c = 0; c < LANE_CHANNELS; ++c) y[c] = x[c] * factor[c];
 }
 
 // Sums each of a lane's 4 values over LANES lanes. Returns the sum of value l % 4 in lane l.
@@ -203,27 +211,29 @@ template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN])
 }
 
 // Rounds x as the tensor cores read operands of T. PRODUCTS: how many tf32 products make one of float32 data.
-template <typename T, int PRODUCTS, int W> __device__ __forceinline__ void round_operand(float (&x)[W]) {
+template <typename T, int PRODUCTS, int LANE_CHANNELS>
+__device__ __forceinline__ void round_operand(float (&x)[LANE_CHANNELS]) {
 #pragma unroll
-  for (int c = 0; c < W; ++c) x[c] = operand_value<T, PRODUCTS>(x[c]);
+  for (int c = 0; c < LANE_CHANNELS; ++c) x[c] = operand_value<T, PRODUCTS>(x[c]);
 }
 
 // Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each 8-row group of a tile; a
 // PairedSpot is that in the layout of state_q.
 template <int BK, class WarpShare, typename T>
-__device__ __forceinline__ void load_span(Piece<WarpShare::W, T> (&rows)[SPAN], const T* tile, const WarpShare& me) {
-  const Spot<BK, WarpShare::W, T> spot(me.row(0), me.channel);
+__device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&rows)[SPAN], const T* tile,
+                                          const WarpShare& coord) {
+  const Spot<BK, WarpShare::LANE_CHANNELS, T> spot(coord.row(0), coord.channel);
 #pragma unroll
-  for (int i = 0; i < SPAN; ++i) spot.get(rows[i], tile, me.span / 2, i);
+  for (int i = 0; i < SPAN; ++i) spot.get(rows[i], tile, coord.span / 2, i);
 }
 
 // Stores a span's rows x, times `factor`, in 8-row group `group` of the tile.
-template <typename T, int PRODUCTS, class Place, typename X, int W>
-__device__ __forceinline__ void store_span(const Place& spot, X* tile, int group, const float (&x)[SPAN][W],
-                                           const float (&factor)[W]) {
+template <typename T, int PRODUCTS, class Place, typename X, int LANE_CHANNELS>
+__device__ __forceinline__ void store_span(const Place& spot, X* tile, int group, const float (&x)[SPAN][LANE_CHANNELS],
+                                           const float (&factor)[LANE_CHANNELS]) {
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
-    float y[W];
+    float y[LANE_CHANNELS];
     multiply_channels(y, x[i], factor);
     round_operand<T, PRODUCTS>(y);
     spot.put(tile, group, i, y);
@@ -234,23 +244,24 @@ __device__ __forceinline__ void store_span(const Place& spot, X* tile, int group
 // the sub-chunk's second half, behind the middle; then keys are divided, otherwise queries.
 template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
-__device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK, BV>& s, const WarpShare& me,
-                                                      const Piece<WarpShare::W, T> (&q)[SPAN],
-                                                      const Piece<WarpShare::W, T> (&k)[SPAN],
-                                                      const float (&token_decays)[SPAN][WarpShare::W]) {
-  constexpr int W = WarpShare::W;
+__device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK, BV>& s, const WarpShare& coord,
+                                                      const Piece<WarpShare::LANE_CHANNELS, T> (&q)[SPAN],
+                                                      const Piece<WarpShare::LANE_CHANNELS, T> (&k)[SPAN],
+                                                      const float (&token_decays)[SPAN][WarpShare::LANE_CHANNELS]) {
+  constexpr int LANE_CHANNELS = WarpShare::LANE_CHANNELS;
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;  // a query is decayed by its own token's gate, too
   using Middle = MiddleOf<Schedule, T>;
-  const Spot<BK, W, typename Middle::Type> spot(me.row(0), me.channel);
-  float between[W], inverse_between[W];  // decay of the tokens between the middle and this token; its inverse
+  const Spot<BK, LANE_CHANNELS, typename Middle::Type> spot(coord.row(0), coord.channel);
+  float between[LANE_CHANNELS],
+      inverse_between[LANE_CHANNELS];  // decay of the tokens between the middle and this token; its inverse
 #pragma unroll
-  for (int c = 0; c < W; ++c) between[c] = inverse_between[c] = 1.f;
+  for (int c = 0; c < LANE_CHANNELS; ++c) between[c] = inverse_between[c] = 1.f;
 #pragma unroll
   for (int n = 0; n < SPAN; ++n) {
     const int i = UPPER ? n : SPAN - 1 - n;
-    float x[W], y[W];
+    float x[LANE_CHANNELS], y[LANE_CHANNELS];
 #pragma unroll
-    for (int c = 0; c < W; ++c) {
+    for (int c = 0; c < LANE_CHANNELS; ++c) {
       const float decay = fmaxf(token_decays[i][c], LEAST), qi = q[i].get(c), ki = k[i].get(c);
       if (UPPER) {
         if (!INCLUSIVE) x[c] = qi * between[c];
@@ -267,41 +278,41 @@ __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK,
     }
     round_operand<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>>(x);
     round_operand<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>>(y);
-    spot.put(s.middle_q, me.span / 2, i, x);
-    spot.put(s.middle_k, me.span / 2, i, y);
+    spot.put(s.middle_q, coord.span / 2, i, x);
+    spot.put(s.middle_k, coord.span / 2, i, y);
   }
 }
 
 // Stores s.direct, dot products that no gate multiplies: [0] of a token's own query and key (RWKV-6: times u); [1], in
 // RWKV-6, of a query and the key before it in the span. One row for each part of the channels: their sum is the score.
 template <class ReadOrder, class Shared, typename T, class WarpShare>
-__device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& me,
-                                                    const Piece<WarpShare::W, T> (&q)[SPAN],
-                                                    const Piece<WarpShare::W, T> (&k)[SPAN]) {
-  constexpr int W = WarpShare::W;
+__device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& coord,
+                                                    const Piece<WarpShare::LANE_CHANNELS, T> (&q)[SPAN],
+                                                    const Piece<WarpShare::LANE_CHANNELS, T> (&k)[SPAN]) {
+  constexpr int LANE_CHANNELS = WarpShare::LANE_CHANNELS;
   const int lane = threadIdx.x % WarpShare::LANES;
   float sums[SPAN];
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
     sums[i] = 0.f;
 #pragma unroll
-    for (int c = 0; c < W; ++c) {
-      const float u = ReadOrder::reads_before_write ? s.u[me.channel + c] : 1.f;
+    for (int c = 0; c < LANE_CHANNELS; ++c) {
+      const float u = ReadOrder::reads_before_write ? s.u[coord.channel + c] : 1.f;
       sums[i] = fmaf(q[i].get(c), u * k[i].get(c), sums[i]);
     }
   }
   const float own_score = sum_each<WarpShare::LANES>(sums);
-  if (lane < SPAN) s.direct[0][me.channel_part][me.row(lane)] = own_score;
+  if (lane < SPAN) s.direct[0][coord.channel_part][coord.row(lane)] = own_score;
   if constexpr (ReadOrder::reads_before_write) {
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) {
       sums[i] = 0.f;
 #pragma unroll
-      for (int c = 0; c < W; ++c)
+      for (int c = 0; c < LANE_CHANNELS; ++c)
         if (i) sums[i] = fmaf(q[i].get(c), k[i - 1].get(c), sums[i]);
     }
     const float score_before = sum_each<WarpShare::LANES>(sums);
-    if (lane < SPAN) s.direct[1][me.channel_part][me.row(lane)] = score_before;
+    if (lane < SPAN) s.direct[1][coord.channel_part][coord.row(lane)] = score_before;
   }
 }
 
@@ -309,26 +320,26 @@ __device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& 
 // sub-chunks 1 and 3 from their start; 2 and 3: sub-chunks 2 and 3 from the chunk's middle), and from the chunk's start
 // (state_q).
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
-__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& me,
-                                              const float (&token_decays)[SPAN][WarpShare::W],
+__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& coord,
+                                              const float (&token_decays)[SPAN][WarpShare::LANE_CHANNELS],
                                               const OtherHalfDecay<WarpShare>& other, bool grows) {
-  constexpr int W = WarpShare::W;
+  constexpr int LANE_CHANNELS = WarpShare::LANE_CHANNELS;
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
-  const int sub_chunk = me.span / 2;
-  const Spot<BK, W, typename OperandOf<T>::Type> spot(me.row(0), me.channel);
-  const PairedSpot<BK, W, typename OperandOf<T>::Type> paired(me.row(0), me.channel);
-  Piece<W, T> q[SPAN];
-  load_span<BK>(q, s.q[stage], me);
+  const int sub_chunk = coord.span / 2;
+  const Spot<BK, LANE_CHANNELS, typename OperandOf<T>::Type> spot(coord.row(0), coord.channel);
+  const PairedSpot<BK, LANE_CHANNELS, typename OperandOf<T>::Type> paired(coord.row(0), coord.channel);
+  Piece<LANE_CHANNELS, T> q[SPAN];
+  load_span<BK>(q, s.q[stage], coord);
   __syncwarp();  // the warp has read its rows: state_q below may be the same memory
-  const BorderDecays<W, true> before(s.span_decays, me, other, grows);
-  float decay[W], x[SPAN][W];
+  const BorderDecays<LANE_CHANNELS, true> before(s.span_decays, coord, other, grows);
+  float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll
-  for (int c = 0; c < W; ++c) decay[c] = 1.f;
+  for (int c = 0; c < LANE_CHANNELS; ++c) decay[c] = 1.f;
 #pragma unroll
   for (int i = 0; i < SPAN; ++i) {
     if (INCLUSIVE) multiply_channels(decay, decay, token_decays[i]);
 #pragma unroll
-    for (int c = 0; c < W; ++c) x[i][c] = q[i].get(c) * decay[c];
+    for (int c = 0; c < LANE_CHANNELS; ++c) x[i][c] = q[i].get(c) * decay[c];
     if (!INCLUSIVE) multiply_channels(decay, decay, token_decays[i]);
   }
   if (sub_chunk & 1) store_span<T, PRODUCTS>(spot, s.border, sub_chunk / 2, x, before.sub_chunk);
@@ -340,23 +351,23 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
 // of queries: groups 0 and 1: sub-chunks 0 and 2 to their end; 2 and 3: sub-chunks 0 and 1 to the chunk's
 // middle), and to the chunk's end (state_k); and the decay of the chunk.
 template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
-__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& me,
-                                           const float (&token_decays)[SPAN][WarpShare::W],
+__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& coord,
+                                           const float (&token_decays)[SPAN][WarpShare::LANE_CHANNELS],
                                            const OtherHalfDecay<WarpShare>& other, bool grows) {
-  constexpr int W = WarpShare::W;
-  const int sub_chunk = me.span / 2;
-  const Spot<BK, W, typename OperandOf<T>::Type> spot(me.row(0), me.channel);
-  Piece<W, T> k[SPAN];
-  load_span<BK>(k, s.k[stage], me);
+  constexpr int LANE_CHANNELS = WarpShare::LANE_CHANNELS;
+  const int sub_chunk = coord.span / 2;
+  const Spot<BK, LANE_CHANNELS, typename OperandOf<T>::Type> spot(coord.row(0), coord.channel);
+  Piece<LANE_CHANNELS, T> k[SPAN];
+  load_span<BK>(k, s.k[stage], coord);
   __syncwarp();  // the warp has read its rows: state_k below may be the same memory
-  const BorderDecays<W, false> after(s.span_decays, me, other, grows);
-  float decay[W], x[SPAN][W];
+  const BorderDecays<LANE_CHANNELS, false> after(s.span_decays, coord, other, grows);
+  float decay[LANE_CHANNELS], x[SPAN][LANE_CHANNELS];
 #pragma unroll
-  for (int c = 0; c < W; ++c) decay[c] = 1.f;
+  for (int c = 0; c < LANE_CHANNELS; ++c) decay[c] = 1.f;
 #pragma unroll
   for (int i = SPAN - 1; i >= 0; --i) {
 #pragma unroll
-    for (int c = 0; c < W; ++c) x[i][c] = k[i].get(c) * decay[c];
+    for (int c = 0; c < LANE_CHANNELS; ++c) x[i][c] = k[i].get(c) * decay[c];
     multiply_channels(decay, decay, token_decays[i]);
   }
   if constexpr (Schedule::has_outputs) {
@@ -365,39 +376,39 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
       store_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + 2 + sub_chunk, x, after.half_chunk);
   }
   store_span<T, PRODUCTS>(spot, state_k(s, stage), sub_chunk, x, after.chunk);
-  if (me.span == 0) {  // the decay of its own tokens, and of all after them
+  if (coord.span == 0) {  // the decay of its own tokens, and of all after them
     multiply_channels(decay, decay, after.chunk);
-    store_decay(s.decay, me, decay);
+    store_decay(s.decay, coord, decay);
   }
 }
 
 // Stores all operands of one share. grows: whether any_gate_too_large is true of a gate of the chunk.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
-__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& me,
+__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& coord,
                                               TokenDecays<WarpShare>& decays, bool grows) {
-  constexpr int W = WarpShare::W;
+  constexpr int LANE_CHANNELS = WarpShare::LANE_CHANNELS;
   const auto compute_decays = [&] {
-    if constexpr (TokenDecays<WarpShare>::held) return;
-    Gates<W, G> gates;
-    load_gates<BK>(gates, s.gates, me);
+    if constexpr (TokenDecays<WarpShare>::kept_in_registers) return;
+    Gates<LANE_CHANNELS, G> gates;
+    load_gates<BK>(gates, s.gates, coord);
     decays.compute(gates);
   };
-  float (&token_decays)[SPAN][W] = decays.token;
+  float (&token_decays)[SPAN][LANE_CHANNELS] = decays.token;
   if constexpr (Schedule::has_outputs) {
-    Piece<W, T> q[SPAN], k[SPAN];
-    load_span<BK>(q, s.q[stage], me);
-    load_span<BK>(k, s.k[stage], me);
-    store_direct_scores<ReadOrder>(s, me, q, k);
+    Piece<LANE_CHANNELS, T> q[SPAN], k[SPAN];
+    load_span<BK>(q, s.q[stage], coord);
+    load_span<BK>(k, s.k[stage], coord);
+    store_direct_scores<ReadOrder>(s, coord, q, k);
     __syncwarp();  // keeps the compiler from interleaving these steps, which would take more registers
     compute_decays();
-    if (me.span & 1) store_middle_operands<ReadOrder, true, PRODUCTS>(s, me, q, k, token_decays);
-    else store_middle_operands<ReadOrder, false, PRODUCTS>(s, me, q, k, token_decays);
+    if (coord.span & 1) store_middle_operands<ReadOrder, true, PRODUCTS>(s, coord, q, k, token_decays);
+    else store_middle_operands<ReadOrder, false, PRODUCTS>(s, coord, q, k, token_decays);
   } else {
     compute_decays();
   }
-  const OtherHalfDecay<WarpShare> other(s.span_decays, me);
-  if constexpr (Schedule::has_outputs) decay_queries<ReadOrder, PRODUCTS>(s, stage, me, token_decays, other, grows);
-  decay_keys<PRODUCTS>(s, stage, me, token_decays, other, grows);
+  const OtherHalfDecay<WarpShare> other(s.span_decays, coord);
+  if constexpr (Schedule::has_outputs) decay_queries<ReadOrder, PRODUCTS>(s, stage, coord, token_decays, other, grows);
+  decay_keys<PRODUCTS>(s, stage, coord, token_decays, other, grows);
 }
 
 // Stores the decays of the spans whose gates this thread has copied, and computes the token decays if they are held.
@@ -407,22 +418,22 @@ __device__ __forceinline__ bool store_span_decays(Shared& s, TokenDecays<WarpSha
   bool grows = false;
 #pragma unroll
   for (int n = 0; n < WarpShare::SHARES_PER_WARP; ++n) {
-    const WarpShare me(n);
-    if (!me.exists()) break;
-    Gates<WarpShare::W, typename Shared::Gate> gates;
-    float decay[WarpShare::W];
-    load_gates<BK>(gates, s.gates, me);
-    const bool too_large = any_gate_too_large<WarpShare::W>(gates);
-    if constexpr (TokenDecays<WarpShare>::held) {
+    const WarpShare coord(n);
+    if (!coord.exists()) break;
+    Gates<WarpShare::LANE_CHANNELS, typename Shared::Gate> gates;
+    float decay[WarpShare::LANE_CHANNELS];
+    load_gates<BK>(gates, s.gates, coord);
+    const bool too_large = any_gate_too_large<WarpShare::LANE_CHANNELS>(gates);
+    if constexpr (TokenDecays<WarpShare>::kept_in_registers) {
       decays.compute(gates);
 #pragma unroll
-      for (int c = 0; c < WarpShare::W; ++c)
+      for (int c = 0; c < WarpShare::LANE_CHANNELS; ++c)
         decay[c] = decays.token[0][c] * decays.token[1][c] * decays.token[2][c] * decays.token[3][c];
-      if (too_large) compute_span_decay<WarpShare::W>(decay, gates);  // the product above may be infinite
+      if (too_large) compute_span_decay<WarpShare::LANE_CHANNELS>(decay, gates);  // the product above may be infinite
     } else {
-      compute_span_decay<WarpShare::W>(decay, gates);
+      compute_span_decay<WarpShare::LANE_CHANNELS>(decay, gates);
     }
-    store_decay(s.span_decays[me.span], me, decay);
+    store_decay(s.span_decays[coord.span], coord, decay);
     grows |= too_large;
   }
   return grows;
@@ -434,13 +445,14 @@ __device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>&
                                                   i64 channel, int channels, int bytes) {
 #pragma unroll
   for (int n = 0; n < WarpShare::SHARES_PER_WARP; ++n) {
-    const WarpShare me(n);
-    const G* from = g.row(b, h, token + me.row(0)) + channel + me.channel;
-    const int left = rows - me.row(0);
-    if (!me.exists()) break;
-    if (bytes >= WarpShare::W * int(sizeof(G))) fetch_gates<BK>(gates, me, from, g.t, left, channels - me.channel);
+    const WarpShare coord(n);
+    const G* from = g.row(b, h, token + coord.row(0)) + channel + coord.channel;
+    const int left = rows - coord.row(0);
+    if (!coord.exists()) break;
+    if (bytes >= WarpShare::LANE_CHANNELS * int(sizeof(G)))
+      fetch_gates<BK>(gates, coord, from, g.t, left, channels - coord.channel);
     else
-      fetch_unaligned_gates<BK, WarpShare::W>(gates + me.row(0) * BK + me.channel, from, g.t, left,
-                                              channels - me.channel);
+      fetch_unaligned_gates<BK, WarpShare::LANE_CHANNELS>(gates + coord.row(0) * BK + coord.channel, from, g.t, left,
+                                                          channels - coord.channel);
   }
 }

@@ -6,7 +6,7 @@
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
 
-// d = scores [16 queries, 8 keys] of the rows from `query` and `key` on.
+// Sets d to the scores [16 queries, 8 keys] of the rows of tile q from `query` on and of tile k from `key` on.
 template <typename T, int PRODUCTS, int BK, typename X>
 __device__ __forceinline__ void score_tile(float (&d)[4], const X* q, const X* k, int query, int key) {
   constexpr int N = sizeof(X) == 2 ? 2 : 1;
@@ -28,12 +28,16 @@ __device__ __forceinline__ void score_tile(float (&d)[4], const X* q, const X* k
   for (int x = 0; x < 4; ++x) d[x] = sums[0][x] + sums[1][x];
 }
 
-__device__ __forceinline__ void put_two(bf16* to, float x, float y, int rest) {
+// Store two neighbouring scores, or one score. bfloat16 scores are two numbers: the rounding error is stored `rest`
+// numbers later.
+__device__ __forceinline__ void put_score_pair(bf16* to, float x, float y, int rest) {
   const u32 two = pack<bf16>(x, y);
   *reinterpret_cast<u32*>(to) = two;
   *reinterpret_cast<u32*>(to + rest) = pack<bf16>(x - to_float(bf16{u16(two)}), y - to_float(bf16{u16(two >> 16)}));
 }
-__device__ __forceinline__ void put_two(float* to, float x, float y, int) { *reinterpret_cast<float2*>(to) = {x, y}; }
+__device__ __forceinline__ void put_score_pair(float* to, float x, float y, int) {
+  *reinterpret_cast<float2*>(to) = {x, y};
+}
 
 __device__ __forceinline__ void put_score(bf16* to, float x, int rest) {
   const bf16 first = from_float<bf16>(x);
@@ -110,8 +114,8 @@ __device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, con
 #pragma unroll
   for (int x = 0; x < 2; ++x)
     if (task.has(x))
-      put_two(s.A + task.row(x) * LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * x]),
-              operand_value<T, PRODUCTS>(d[2 * x + 1]), CHUNK<T> * LDA);
+      put_score_pair(s.A + task.row(x) * LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * x]),
+                     operand_value<T, PRODUCTS>(d[2 * x + 1]), CHUNK<T> * LDA);
 }
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task) {
@@ -122,9 +126,9 @@ __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, co
 
 // Computes the scores within a sub-chunk from its `rows` rows in memory, pair by pair: for positive gates.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK>
-__device__ __noinline__ void score_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q, const T* k,
-                                              const G* g, i64 q_stride, i64 k_stride, i64 g_stride, int rows,
-                                              int channels) {
+__device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q,
+                                                    const T* k, const G* g, i64 q_stride, i64 k_stride, i64 g_stride,
+                                                    int rows, int channels) {
   constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
   const int lane = threadIdx.x & 31;
   const auto put = [&](int i, int j, float x) {
@@ -151,16 +155,16 @@ __device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, co
     const bool within = ONE_OF_EACH ? iteration == 0 : task < SUBCHUNKS;
     if (grows && within) {
       const i64 at = span.start + token + BC * task;
-      score_one_by_one<ReadOrder, PRODUCTS>(s, task, args.q.row(b, h, at) + args.channel,
-                                            args.k.row(b, h, at) + args.channel, args.g.row(b, h, at) + args.channel,
-                                            args.q.t, args.k.t, args.g.t, tokens - token - BC * task, channels);
+      score_pairs_one_by_one<ReadOrder, PRODUCTS>(
+          s, task, args.q.row(b, h, at) + args.channel, args.k.row(b, h, at) + args.channel,
+          args.g.row(b, h, at) + args.channel, args.q.t, args.k.t, args.g.t, tokens - token - BC * task, channels);
     } else {
       make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, ScoreTask<T>(task, within));
     }
   }
 }
 
-// a = scores of queries row...row + 15 and keys key...key + 15.
+// Sets a to the scores of queries row ... row + 15 and keys key ... key + 15.
 template <int LDA> __device__ __forceinline__ void load_scores(LeftBf16& a, const bf16* A, int row, int key) {
   const int lane = own_lane();
   ldmatrix_x4(a.both, A + (row + (lane & 15)) * LDA + key + (lane >> 4) * 8);
@@ -180,9 +184,10 @@ __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, 
 
 template <typename T> using Output = float[CHUNK<T> / 16][2][4];  // of a warp, [CHUNK, 16 columns]
 
-// o += (q decayed) S.
+// o += q S, for a warp's 16 columns. q: the chunk's queries, decayed from its start.
 template <int PRODUCTS, typename T, int BK>
-__device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, const typename OperandOf<T>::Type* q) {
+__device__ __forceinline__ void add_state_outputs(Output<T>& o, const State<BK>& S,
+                                                  const typename OperandOf<T>::Type* q) {
   const LeftReader<BK, typename OperandOf<T>::Type> queries;
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
@@ -199,10 +204,11 @@ __device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, con
   }
 }
 
-// S <- diag(decay) S + (k decayed)^T v, for 16 columns from `column` on.
+// S <- diag(decay) S + k^T v, for 16 columns from `column` on. k: the chunk's keys, decayed to its end; decay: of each
+// channel over the chunk.
 template <int PRODUCTS, typename T, int BK, int BV>
-__device__ __forceinline__ void write_state(State<BK>& S, const typename OperandOf<T>::Type* k, const T* v,
-                                            const float* decay, int column) {
+__device__ __forceinline__ void update_state(State<BK>& S, const typename OperandOf<T>::Type* k, const T* v,
+                                             const float* decay, int column) {
   const int t = opaque(threadIdx.x & 3);
   const TransposedReader<BV, T> values(column);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
@@ -229,7 +235,7 @@ __device__ __forceinline__ void write_state(State<BK>& S, const typename Operand
 
 // o += A v, for 16 columns from `column` on.
 template <class Storage, int PRODUCTS, int BV, typename T>
-__device__ __forceinline__ void read_scores(Output<T>& o, const typename Storage::X* A, const T* v, int column) {
+__device__ __forceinline__ void add_score_outputs(Output<T>& o, const typename Storage::X* A, const T* v, int column) {
   const RightReader<BV, T, true> values(column);
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {

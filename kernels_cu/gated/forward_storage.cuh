@@ -13,7 +13,8 @@ struct SinglePass {
 struct SplitChannels : SinglePass {
   static constexpr bool all_channels = false;
 };
-// Only a segment's final state and its decay, if columns have gates too; otherwise segment_states.cu computes these.
+// For gates of columns only: computes a segment's final state from zero and its decay, without outputs. Without gates
+// of columns segment_states.cu computes these.
 struct SegmentState : SinglePass {
   static constexpr bool has_outputs = false;
 };
@@ -22,10 +23,11 @@ constexpr int STAGES = 2;        // chunks of inputs in shared memory: the curre
 constexpr int BC = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, half a sub-chunk, a warp's share of a chunk
 template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::Type);  // tokens: 32, or 16 of floats
 
-// Blocks for which a multiprocessor has registers.
+// The number of blocks whose registers a multiprocessor holds at once.
 template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::has_outputs && BK > BV ? 2 : 256 / BV;
 
-// The type of operands about a sub-chunk's middle, and the number of their products.
+// Operands that are decayed to a sub-chunk's middle: their type in shared memory (Type), the type by which they are
+// multiplied (Product), and the number of products, if that of tf32 products of other operands is TF32.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {
   using Product = T;
   template <int TF32> static constexpr int PRODUCTS = TF32;
@@ -44,11 +46,11 @@ struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;
   using Middle = typename MiddleOf<Schedule, T>::Type;
   static constexpr int BORDER = CHUNK<T> == 32 ? 32 : BC, LDA = CHUNK<T> + 8;
-  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;  // whose sum is a score
+  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;  // a score is the sum of so many numbers
   T q[STAGES][CHUNK<T> * BK];
   Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed to the middle of their sub-chunk
   X border[2 * BORDER * BK];
-  X A[NUMBERS * CHUNK<T> * LDA];  // scores, 0 above the diagonal
+  X A[NUMBERS * CHUNK<T> * LDA];  // scores [query, key], 0 above the diagonal; then their rounding errors
   float direct[2][2][CHUNK<T>];   // scores without gates: [0] with a query's own key, [1] with the key before; [part of
                                   // the channels][query]
   float u[BK];                    // RWKV-6's bonus

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     copy_tile<TILES * WIDE, THREADS>(to.decays, args.decays + place * TILES * WIDE);
     const T* v = args.v.row(b, h, token) + v_tile;
     if (bytes == 16) copy_rows<16, 8, C, BV, THREADS>(to.v, v, args.v.t, rows, columns);
-    else copy_slowly<C, BV, THREADS>(to.v, v, args.v.t, rows, columns, bytes);
+    else copy_unaligned_rows<C, BV, THREADS>(to.v, v, args.v.t, rows, columns, bytes);
   };
 
   const int count = int(chunks.stop - chunks.start);
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     const T* operands = here.operands + tile * 2 * TILE_SIZE;
     {
       Output<T> o = {};
-      read_state<1, T, WIDE>(o, S, operands);
-      if (tile == 0) read_scores<WideScores, 1, BV>(o, here.scores, here.v, 16 * strip);
+      add_state_outputs<1, T, WIDE>(o, S, operands);
+      if (tile == 0) add_score_outputs<WideScores, 1, BV>(o, here.scores, here.v, 16 * strip);
       const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
 #pragma unroll
       for (int n = 0; n < C / 8; ++n)
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
           *reinterpret_cast<float2*>(&s.sums[tile][8 * n + g][16 * strip + 8 * side + 2 * t]) = {
               o[n / 2][side][n % 2 * 2], o[n / 2][side][n % 2 * 2 + 1]};
     }
-    write_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, here.v, here.decays + tile * WIDE, 16 * strip);
+    update_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, here.v, here.decays + tile * WIDE, 16 * strip);
     __syncthreads();  // the outputs over each tile are in shared memory
     const i64 token = span.start + C * chunk;
     const int rows = tokens - C * chunk;

@@ -32,8 +32,8 @@ template <typename T, typename G> struct Args {
 template <class ReadOrder, typename T, typename G>
 __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> args) {
   constexpr int THREADS = 256, C = CHUNK<T>, PRODUCTS = 1;
-  using Mine = WarpShare<T, WIDE, THREADS / 32>;
-  static_assert(Mine::SHARES_PER_WARP == 1 && Mine::CHANNEL_PARTS == 1 && TASKS<T> == THREADS / 32);
+  using Share = WarpShare<T, WIDE, THREADS / 32>;
+  static_assert(Share::SHARES_PER_WARP == 1 && Share::CHANNEL_PARTS == 1 && TASKS<T> == THREADS / 32);
   auto& s = *reinterpret_cast<Shared<SplitChannels, T, G, WIDE, 16>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 NC = u32(shape.NC), chunk = blockIdx.x, c = chunk % NC, h = chunk / NC % u32(shape.H);
@@ -49,18 +49,19 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
       copy_rows<16, 8, C, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels);
       copy_rows<16, 8, C, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels);
     } else {
-      copy_slowly<C, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels, bytes);
-      copy_slowly<C, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels, bytes);
+      copy_unaligned_rows<C, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels, bytes);
+      copy_unaligned_rows<C, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels, bytes);
     }
   };
   const auto fetch_gates_of = [&](int tile) {
-    const Mine me(0);
-    const int first = tile * WIDE + me.channel, channels = int(min(shape.K - first, i64(WIDE)));
-    const G* from = g + me.row(0) * args.g.t + first;
-    if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<WIDE>(s.gates, me, from, args.g.t, rows - me.row(0), channels);
+    const Share coord(0);
+    const int first = tile * WIDE + coord.channel, channels = int(min(shape.K - first, i64(WIDE)));
+    const G* from = g + coord.row(0) * args.g.t + first;
+    if (bytes >= Share::LANE_CHANNELS * int(sizeof(G)))
+      fetch_gates<WIDE>(s.gates, coord, from, args.g.t, rows - coord.row(0), channels);
     else
-      fetch_unaligned_gates<WIDE, Mine::W>(s.gates + me.row(0) * WIDE + me.channel, from, args.g.t, rows - me.row(0),
-                                           channels);
+      fetch_unaligned_gates<WIDE, Share::LANE_CHANNELS>(s.gates + coord.row(0) * WIDE + coord.channel, from, args.g.t,
+                                                        rows - coord.row(0), channels);
   };
 
   for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
@@ -77,13 +78,13 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     const i64 place = i64(chunk) * tiles + tile;
     cp_async_wait<0>();
     {
-      const Mine me(0);
-      Gates<Mine::W, G> gates;
-      float decay[Mine::W];
-      load_gates<WIDE>(gates, s.gates, me);
-      compute_span_decay<Mine::W>(decay, gates);
-      store_decay(s.span_decays[me.span], me, decay);
-      grows |= any_gate_too_large<Mine::W>(gates);
+      const Share coord(0);
+      Gates<Share::LANE_CHANNELS, G> gates;
+      float decay[Share::LANE_CHANNELS];
+      load_gates<WIDE>(gates, s.gates, coord);
+      compute_span_decay<Share::LANE_CHANNELS>(decay, gates);
+      store_decay(s.span_decays[coord.span], coord, decay);
+      grows |= any_gate_too_large<Share::LANE_CHANNELS>(gates);
     }
     if (ReadOrder::reads_before_write && threadIdx.x < WIDE) {
       const i64 channel = tile * WIDE + threadIdx.x;
@@ -91,8 +92,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     }
     __syncthreads();  // the tile and its spans' decays are in shared memory; the previous operands have been read
     if (tile + 1 < tiles) fetch(tile + 1, stage ^ 1);
-    TokenDecays<Mine> decays;
-    make_operands<ReadOrder, PRODUCTS>(s, stage, Mine(0), decays, grows);
+    TokenDecays<Share> decays;
+    make_operands<ReadOrder, PRODUCTS>(s, stage, Share(0), decays, grows);
     if (tile + 1 < tiles) fetch_gates_of(tile + 1);
     cp_async_commit();
     __syncthreads();  // the operands are in shared memory
@@ -113,9 +114,9 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   if (threadIdx.x < C) s.direct[0][0][threadIdx.x] = itself;
   __syncthreads();  // scores of tokens with themselves are in shared memory
   if (any && warp < C / BC)
-    score_one_by_one<ReadOrder, PRODUCTS>(s, warp, q + BC * warp * args.q.t, k + BC * warp * args.k.t,
-                                          g + BC * warp * args.g.t, args.q.t, args.k.t, args.g.t, rows - BC * warp,
-                                          int(shape.K));
+    score_pairs_one_by_one<ReadOrder, PRODUCTS>(s, warp, q + BC * warp * args.q.t, k + BC * warp * args.k.t,
+                                                g + BC * warp * args.g.t, args.q.t, args.k.t, args.g.t,
+                                                rows - BC * warp, int(shape.K));
   else put_scores<PRODUCTS>(s, task, scores);
   __syncthreads();  // the scores are in shared memory
   for (int at = threadIdx.x; at < SCORES / 8; at += THREADS)

@@ -46,12 +46,12 @@ template <typename T, typename G> struct Args {
 template <int COLS, int THREADS, typename T, typename E>
 __device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 16) copy_rows<16, 8, CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width);
-  else copy_slowly<CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width, bytes);
+  else copy_unaligned_rows<CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width, bytes);
 }
 
 // A warp's 16 columns of a chunk to rows that are no whole pieces of 16 bytes, out of the way of those that are.
 template <int ROWS, int COLS, typename T>
-__device__ __noinline__ void store_slowly(T* to, i64 stride, const T* tile, int column, int rows, int columns) {
+__device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, int column, int rows, int columns) {
 #pragma unroll 1
   for (int at = threadIdx.x & 31; at < ROWS * 16; at += 32) {
     const int row = at / 16, across = at % 16;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     value_gate_forward(const __grid_constant__ Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
-  using Mine = WarpShare<T, BK, WARPS>;
+  using Share = WarpShare<T, BK, WARPS>;
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(2 * BV,
   if constexpr (HAS_OUTPUTS) {
     for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
       s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
-    if (Mine::CHANNEL_PARTS == 1)
+    if (Share::CHANNEL_PARTS == 1)
       for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   }
 
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(2 * BV,
     fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, at) + v_tile, args.v.t, rows, columns, bytes);
   };
   const auto fetch_next_gates = [&](int token) {
-    fetch_chunk_gates<Mine, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
-                                bytes);
+    fetch_chunk_gates<Share, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
+                                 bytes);
   };
 
   float total = 0.f,
@@ -170,9 +170,9 @@ __global__ void __launch_bounds__(2 * BV,
   cp_async_commit();
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
-    TokenDecays<Mine> decays;
+    TokenDecays<Share> decays;
     cp_async_wait<0>();
-    bool grows = store_span_decays<Mine, BK>(s, decays);
+    bool grows = store_span_decays<Share, BK>(s, decays);
     // a chunk has arrived and its spans' decays stand; the last one's place is free
     grows = __syncthreads_or(grows);
     const bool more = token + C < tokens;
@@ -181,10 +181,10 @@ __global__ void __launch_bounds__(2 * BV,
     cp_async_commit();
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
-    for (int x = 0; x < Mine::SHARES_PER_WARP; ++x) {
-      const Mine me(x);
-      if (me.exists())
-        make_operands<AfterWrite, PRODUCTS>(s, stage, me, decays, grows || !HAS_OUTPUTS);  // no vote there
+    for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
+      const Share coord(x);
+      if (coord.exists())
+        make_operands<AfterWrite, PRODUCTS>(s, stage, coord, decays, grows || !HAS_OUTPUTS);  // no vote there
     }
     if (more) fetch_next_gates(token + C);
     cp_async_commit();
@@ -216,12 +216,12 @@ __global__ void __launch_bounds__(2 * BV,
     const bool columns_grow = __any_sync(0xffffffffu, !(most <= GROWTH));
     const ChunkColumns own = {
         b, h, span.start + token, min(rows, C), channels, v_tile + column, min(columns - column, 16)};
-    State<BK> held;
+    State<BK> kept_in_registers;
     bool by_token = false;  // then what products give counts for nothing
     if (grows || columns_grow) {
       by_token = grows_beyond_products(args, own);
 #pragma unroll
-      for (int n = 0; n < BK / 2; ++n) held[n / 4][n % 4] = S[n / 4][n % 4];
+      for (int n = 0; n < BK / 2; ++n) kept_in_registers[n / 4][n % 4] = S[n / 4][n % 4];
     }
     float all[2][SUBS];  // decays of columns over whole sub-chunks
 #pragma unroll
@@ -232,16 +232,16 @@ __global__ void __launch_bounds__(2 * BV,
       for (int p = 0; p < 4; ++p) all[p & 1][2 * m + (p >> 1)] = whole_decay(x[p]);
     }
     Output<T> o = {};
-    if constexpr (HAS_OUTPUTS) read_state_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
+    if constexpr (HAS_OUTPUTS) add_state_outputs_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state_by_columns<PRODUCTS, BV>(S, s, stage, gates, values, all);
     if constexpr (HAS_OUTPUTS) {
       __syncthreads();  // the scores stand
       read_scores_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all, columns_grow);
     }
     if (by_token) {
-      go_by_token<Schedule, BK>(held, args, own);
+      go_by_token<Schedule, BK>(kept_in_registers, args, own);
 #pragma unroll
-      for (int n = 0; n < BK / 2; ++n) S[n / 4][n % 4] = held[n / 4][n % 4];
+      for (int n = 0; n < BK / 2; ++n) S[n / 4][n % 4] = kept_in_registers[n / 4][n % 4];
       continue;
     }
     if constexpr (HAS_OUTPUTS) {
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(2 * BV,
                 *reinterpret_cast<const uint4*>(place<BV>(s.v[stage], row, column + across));
         }
       } else {
-        store_slowly<C, BV>(to, args.o.t, s.v[stage], column, rows, columns - column);
+        store_unaligned<C, BV>(to, args.o.t, s.v[stage], column, rows, columns - column);
       }
     }
   }

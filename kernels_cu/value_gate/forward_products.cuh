@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_weights(RightTf32<SPLIT> (&b)[1], const flo
 
 // o += S^T (q decayed)^T.
 template <int PRODUCTS, typename T, int BK>
-__device__ __forceinline__ void read_state_by_columns(Output<T>& o, const State<BK>& S,
-                                                      const typename OperandOf<T>::Type* q) {
+__device__ __forceinline__ void add_state_outputs_by_columns(Output<T>& o, const State<BK>& S,
+                                                             const typename OperandOf<T>::Type* q) {
   constexpr int N = sizeof(typename OperandOf<T>::Type) == 2 ? 2 : 1;
   const RowsReader<BK, typename OperandOf<T>::Type> queries;
 #pragma unroll
