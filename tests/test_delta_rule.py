@@ -105,6 +105,29 @@ def test_hard_cases_in_chunks(name, case, gate, rng):
         assert errors(x, y)[0] < factor * 2e-5, what
 
 
+@pytest.mark.parametrize("name", [name for name, (op, _) in VARIANTS.items() if op.decays])
+def test_growth_that_later_tokens_take_back(name, rng):
+    """With K = 1 and strengths of 1 each token removes the state, which gates have made e^30: o is q k v alone."""
+    op, function = VARIANTS[name]
+    sizes = {"B": 1, "H": 2, "T": 40, "K": 1, "V": 6, "N": 1}
+    given = dict(zip(op.arrays, draw(op, rng, sizes, np.float64, "zero")))
+    for gate in op.decays:
+        steps = np.where(np.arange(sizes["T"]) < 20, 1.5, -1.5).reshape(-1, *[1] * (given[gate].ndim - 3))
+        given[gate] = np.broadcast_to(steps, given[gate].shape)
+    keys = rng.choice([-1.0, 1.0], given["v"][..., :1].shape)
+    if name == "rwkv7":
+        given |= {"a": -keys, "b": np.exp(given["w"]) * keys}
+    else:
+        given |= {"k": keys, "beta": np.ones(keys.shape[:3])}
+    arrays = [x.astype(np.float32) for x in given.values()]
+    state, do = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 2, 1, 6), given["v"].shape))
+    o, pull = vjp(function, *arrays, mode="chunk", initial_state=state)
+    wanted, _, gradients = exact_vjp(function, arrays, do, initial_state=state)
+    dv, wanted_dv = (dict(zip(op.arrays, x))["v"] for x in (pull(do), gradients))
+    for what, x, y in (("o", o, wanted), ("dv", dv, wanted_dv)):
+        assert_close(what, x, y, np.float32, terms=abs(y).max(-1, keepdims=True) + np.zeros(y.shape))
+
+
 @pytest.mark.parametrize("name", STRENGTHS)
 def test_what_is_not_written_changes_no_bit(name, rng):
     """Strength 0, or a key of zeros, without a gate."""

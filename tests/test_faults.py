@@ -221,6 +221,14 @@ def test_a_signal_saves_the_training(number, trained, tmp_path, monkeypatch):
     assert code == 0 and kept(tmp_path / "out") == 4
 
 
+def test_a_signal_before_the_first_step_says_how_to_go_on(trained, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "warm_up", lambda self: signal.raise_signal(signal.SIGTERM))
+        code, lines = trained(*SMALL)
+    assert code == 128 + signal.SIGTERM and lines[-1].startswith("stopped at step 0. To go on: linattn-np train")
+    assert trained("--resume", "--device", "cpu")[0] == 0 and kept(tmp_path / "out") == 4
+
+
 def test_a_second_signal_ends_it_at_once(trained, tmp_path, monkeypatch):
     at_step(monkeypatch, 2, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     assert trained(*SMALL)[0] == 130 and kept(tmp_path / "out") == 0
@@ -477,7 +485,9 @@ def test_without_a_folder_each_process_compiles(loop, tmp_path, monkeypatch):
     assert loop()(3) == 6
 
 
-@pytest.mark.parametrize("name, value", [("NUMBA_DISABLE_JIT", "1"), ("NUMBA_NUM_THREADS", "0")])
+@pytest.mark.parametrize(
+    "name, value", [("NUMBA_DISABLE_JIT", "1"), ("NUMBA_NUM_THREADS", "0"), ("NUMBA_CPU_FEATURES", "avx2")]
+)
 def test_where_numba_compiles_nothing_numpy_computes(name, value):
     program = "from linattn_np.models import RWKV6, austen; print(RWKV6.from_file(austen()).layers)"
     environment = ENVIRONMENT | {name: value}

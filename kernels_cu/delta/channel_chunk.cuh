@@ -157,6 +157,22 @@ __device__ __forceinline__ void put_level(f16* tile, int level, int kind, const 
   for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (at >> 1) * KINDS + kind, n), times(by, x[n]));
 }
 
+// Stores zeros to the rows of a block's tokens.
+template <int BK> __device__ __forceinline__ void clear_rows(Matrix<f16>& M, const BlockTask<BK>& task) {
+#pragma unroll
+  for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
+    const int n = piece + task.lane;
+    *reinterpret_cast<uint4*>(M.at(task.first + n / 8, n % 4 * 8) + n / 4 % 2 * M.REST) = uint4{};
+  }
+}
+template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[C][LD], const BlockTask<BK>& task) {
+#pragma unroll
+  for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
+    const int n = piece + task.lane;
+    *reinterpret_cast<uint4*>(&M[task.first + n / 8][n % 8 * 4]) = uint4{};
+  }
+}
+
 // Calls f(i, j, scores of rows of the first kind, of the second kind) for the scores at borders of tokens i with tokens
 // j and j + 1.
 template <int BK, class F>
@@ -175,9 +191,8 @@ __device__ __forceinline__ void score_borders(const f16 (&rows)[LEVELS][C * BK],
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
-// x, of one warp: column `lane` of (1 - diag(weight) M)^-1 Y by forward substitution, M below the diagonal; y(i): of Y.
-template <class Y>
-__device__ __forceinline__ void solve_column(float (&x)[C], const float (&M)[C][LD], const float (&weight)[C], Y y) {
+// x <- (1 - diag(weight) M)^-1 x by forward substitution, M below the diagonal; for one warp, a lane a column.
+__device__ __forceinline__ void solve_column(float (&x)[C], const float (&M)[C][LD], const float (&weight)[C]) {
 #pragma unroll
   for (int i = 0; i < C; ++i) {
     float sums[2] = {};
@@ -192,7 +207,7 @@ __device__ __forceinline__ void solve_column(float (&x)[C], const float (&M)[C][
         for (int n = j; n + 1 < i; ++n) sums[n % 2] = fmaf(M[i][n], x[n], sums[n % 2]);
       }
     }
-    x[i] = fmaf(weight[i], sums[0] + sums[1], y(i));
+    x[i] = fmaf(weight[i], sums[0] + sums[1], x[i]);
     if (i) x[i] = fmaf(weight[i] * M[i][i - 1], x[i - 1], x[i]);  // the last product waits for the row before
   }
 }

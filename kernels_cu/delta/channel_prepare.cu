@@ -151,11 +151,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   }
   __syncthreads();  // decays over blocks are in shared memory; inputs have been read, and may be overwritten
 
-#pragma unroll
-  for (int n = 0; n < BLOCK * 8; n += task.LANES) {
-    const int piece = n + task.lane;
-    *reinterpret_cast<uint4*>(s.A.at(task.first + piece / 8, piece % 4 * 8) + piece / 4 % 2 * s.A.REST) = uint4{};
-  }
+  clear_rows(s.A, task);
   float4 before, behind;
   each_border<BK>(
       s.over, task, before, behind,
@@ -199,7 +195,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     s.weight[lane] = -s.beta[lane] * of_k.power[lane] * of_k.power[lane];
     __syncwarp();  // weights are in shared memory
     float x[C];
-    solve_column(x, s.M, s.weight, [&](int i) { return float(i == lane); });
+#pragma unroll
+    for (int i = 0; i < C; ++i) x[i] = i == lane;
+    solve_column(x, s.M, s.weight);
     put_column(s.turned_N, x);
   }
   __syncthreads();  // N' and qd are in shared memory

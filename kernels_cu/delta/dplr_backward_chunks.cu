@@ -13,9 +13,9 @@
 // shapes    as in backward_states.cu; dq dk da db dg [B, H, T, K]
 // grid      a block for every (batch, head, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, a, k, b and gates; 64 columns of S, C, do, du, v and u at a time
-// barriers  two for every 64 columns: they have arrived | they have been read; then: terms of S and C, and pairs | rows
-//           and columns beside the border of 16 tokens | their products | those beside borders of 8 | theirs are in
-//           shared memory
+// barriers  two for every 64 columns: they have arrived | they have been read, and tokens have arrived; then: terms of
+//           S and C, and pairs | rows and columns beside the border of 16 tokens | their products | those beside
+//           borders of 8 | theirs are in shared memory
 // numerics  products with S and C, and of values, are of T, summed in float32. Pairs within 8 tokens are added up in
 //           float32. All others meet at a border of 8 or 16 tokens between them: rows are decayed from it, columns up
 //           to it, and pairs, rows and columns are the sum of two bfloat16, of which three products are taken. A decay
@@ -30,7 +30,7 @@ constexpr int THREADS = 2 * KEPT, HALF = C / 2;  // HALF: tokens on a side of th
 constexpr int BLOCK = 8, BLOCKS = C / BLOCK;     // tokens whose pairs are added up one by one
 
 template <typename T, typename G> struct Args {
-  Rows<const T> q, k, a, b, do_, v, u, du;
+  Rows<const T> q, a, k, b, do_, du, v, u;  // in the order of Token and Value: a warp fetches one of each
   Rows<const G> g;
   const T* kept;  // S and C: backward_storage.cuh
   Rows<T> dq, dk, da, db;
@@ -77,24 +77,39 @@ __device__ __forceinline__ float2 plus_times(float2 sum, float2 x, float2 y) {
 }
 __device__ __forceinline__ float2 plus_times(float2 sum, float x, float2 y) { return plus_times(sum, {x, x}, y); }
 
-// Starts copying 64 columns from `column` on of S, C, do, du, v and u.
+// Starts to copy a chunk's rows of 64 numbers, by one warp; zeros behind the last of them.
+template <typename T>
+__device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
+  const int lane = own_lane(), first = lane / 8, c = lane % 8 * 8;
+  if (bytes == 16) {
+    const char* piece = reinterpret_cast<const char*>(from + first * stride + c);
+    const i64 down = 4 * stride * i64(sizeof(T));
+    rows = c < width ? rows - first : 0;
+#pragma unroll
+    for (int n = 0; n < C; n += 4, piece += down) cp_async<16>(place<KEPT>(tile, first + n, c), piece, n < rows);
+  } else {
+#pragma unroll 1
+    for (int at = lane; at < C * KEPT; at += 32) {
+      const int row = at / KEPT, column = at % KEPT;
+      *place<KEPT>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
+    }
+  }
+}
+
+// Starts copying 64 columns from `column` on of S, C and values; a warp has half of a state, and values of a kind.
 template <typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int channel, int column) {
-  constexpr int PIECE = 8;
-  const int rows = int(span.stop - span.start), wide = padded(args.shape.V) - column;
-  const int columns = int(args.shape.V) - column, bytes = int(args.bytes);
+  constexpr int PIECE = 8, SIZE = KEPT * KEPT / 2;
+  const int warp = threadIdx.x >> 5, way = warp / 2, V = int(args.shape.V);
+  const int first = warp % 2 * SIZE + own_lane() * PIECE;
+  const T* from = args.kept + kept_at(args.shape, way, b, h, chunk, channel) + i64(column) * KEPT + first;
 #pragma unroll
-  for (int way = 0; way < 2; ++way) {
-    const T* from = args.kept + kept_at(args.shape, way, b, h, chunk, channel) + i64(column) * KEPT;
-    for (int at = threadIdx.x * PIECE; at < KEPT * KEPT; at += THREADS * PIECE)
-      cp_async<16>(s.states[way] + at, from + at, true);
-  }
-  const i64 at = span.start;
-  copy_chunk<KEPT, THREADS>(s.values[DO], args.do_.row(b, h, at) + column, args.do_.t, rows, columns, bytes);
-  copy_chunk<KEPT, THREADS>(s.values[V_], args.v.row(b, h, at) + column, args.v.t, rows, columns, bytes);
-  copy_chunk<KEPT, THREADS>(s.values[DU], args.du.row(b, h, at) + column, args.du.t, rows, wide, 16);
-  copy_chunk<KEPT, THREADS>(s.values[U], args.u.row(b, h, at) + column, args.u.t, rows, wide, 16);
+  for (int at = 0; at < SIZE; at += 32 * PIECE) cp_async<16>(s.states[way] + first + at, from + at, true);
+  const Rows<const T>& x = (&args.do_)[warp];
+  const bool padding = warp % 2;  // u and du have zeros there
+  fetch_rows(s.values[warp], x.row(b, h, span.start) + column, x.t, int(span.stop - span.start),
+             (padding ? padded(V) : V) - column, padding ? 16 : int(args.bytes));
   cp_async_commit();
 }
 
@@ -128,7 +143,7 @@ __device__ __forceinline__ void multiply_states(Columns (&terms)[4], float (&dot
   const int lane = own_lane(), matrix = lane >> 3;
   const LeftReader<KEPT, T> reader(lane);
   const int at = ((matrix & 1) * (KEPT / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
-#pragma unroll 2
+#pragma unroll 1
   for (int c = 0; c < KEPT / 16; ++c) {
     u32 b[2][4];
 #pragma unroll
@@ -296,25 +311,26 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   const int rows = int(span.stop - span.start);
   const float scale = float(args.scale);
 
-  const auto fetch = [&](auto* tile, const auto& x) {
-    copy_chunk<KEPT, THREADS>(tile, x.row(b, h, span.start) + first, x.t, rows, channels, bytes);
-  };
-  fetch(s.tokens[OF_Q], args.q), fetch(s.tokens[OF_A], args.a), fetch(s.tokens[OF_K], args.k);
-  fetch(s.tokens[OF_B], args.b), fetch(s.g, args.g);
+  const int warp = threadIdx.x >> 5;
   fetch_columns(s, args, b, h, span, chunk, first, 0);
+  const auto& x = (&args.q)[warp];
+  fetch_rows(s.tokens[warp], x.row(b, h, span.start) + first, x.t, rows, channels, bytes);
+  copy_chunk<KEPT, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.t, rows, channels, bytes);
+  cp_async_commit();
 
   Columns terms[4] = {};  // S do, S du; C v, C u
   float pairs[6][4] = {}, dots[4] = {};
-  const int warp = threadIdx.x >> 5;
+  cp_async_wait<1>();
 #pragma unroll 1
   for (int column = 0;; column += KEPT) {
-    cp_async_wait<0>();
     __syncthreads();  // the columns have arrived
     multiply_values(pairs, s.values[DO + warp / 2], s.values[V_ + warp % 2]);
     multiply_states(terms, dots, s);
-    __syncthreads();  // the columns have been read: the next ones, or terms, may overwrite them
+    cp_async_wait<0>();
+    __syncthreads();  // the columns have been read: others, or terms, may overwrite them; tokens have arrived
     if (column + KEPT >= shape.V) break;
     fetch_columns(s, args, b, h, span, chunk, first, column + KEPT);
+    cp_async_wait<0>();
   }
 #pragma unroll
   for (int n = 0; n < 4; ++n)

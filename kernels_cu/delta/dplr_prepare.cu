@@ -164,11 +164,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   }
   __syncthreads();  // decays over blocks are in shared memory; inputs have been read, and may be overwritten
 
-#pragma unroll
-  for (int n = 0; n < BLOCK * 8; n += task.LANES) {
-    const int piece = n + task.lane;
-    *reinterpret_cast<uint4*>(s.QB.at(task.first + piece / 8, piece % 4 * 8) + piece / 4 % 2 * s.QB.REST) = uint4{};
-  }
+  clear_rows(s.QB, task), clear_rows(s.AK, task);
   float4 before, behind;
   each_border<BK>(
       s.over, task, before, behind,
@@ -218,13 +214,17 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = of_start[OF_Q][n];
   if (threadIdx.x < 64) {
-    const int lane = threadIdx.x % 32, kind = threadIdx.x / 32;
+    const int lane = own_lane(), kind = threadIdx.x / 32;
     float x[C], largest = 0.f;
     if (kind) s.weight[lane] = of_a.power[lane] * with[1].power[lane];
     barrier_sync(1, 64);  // weights are in shared memory
-    solve_column(x, s.AB, s.weight, [&](int i) {
-      return kind ? float(i == lane) : lane < i ? s.weight[i] * s.AK[i][lane] : 0.f;
-    });
+    if (kind)
+#pragma unroll
+      for (int i = 0; i < C; ++i) x[i] = i == lane;
+    else
+#pragma unroll
+      for (int i = 0; i < C; ++i) x[i] = s.weight[i] * s.AK[i][lane];
+    solve_column(x, s.AB, s.weight);
 #pragma unroll
     for (int i = 0; i < C; ++i) largest = fmaxf(largest, fabsf(x[i]));
     largest = power_below(max_of_lanes(largest));

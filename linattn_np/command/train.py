@@ -323,8 +323,12 @@ def train(training, trained, options):
     that never came.
     """
     if training.device == "cpu" and training.done < 1:
-        with status("training ...") as show, nullcontext() if training.ranks.rank else compiling(show):
-            training.warm_up()
+        try:
+            with status("training ...") as show, nullcontext() if training.ranks.rank else compiling(show):
+                training.warm_up()
+        except Ended:
+            tell_how_to_go_on(training, options)
+            raise
     with deferred() as ended:
         try:
             if training.ranks.rank:
@@ -339,8 +343,13 @@ def train(training, trained, options):
                 raise Ended(ended()) from None
             raise
     if training.ranks.rank == 0 and (number := ended()):
-        say(f"stopped at step {training.step_number}. To go on: {command(options)}")
+        tell_how_to_go_on(training, options)
         raise Ended(number)
+
+
+def tell_how_to_go_on(training, options):
+    if training.ranks.rank == 0:
+        say(f"stopped at step {training.step_number}. To go on: {command(options)}")
 
 
 def steps(training, trained, options, ended):

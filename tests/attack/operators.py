@@ -88,8 +88,13 @@ def judge_call(law, call, found, wanted, bounds, must):
         judge(what, x, y, bound, where, coarser(dtype, call.dtype), least=least(call))
 
 
+def has_signed_terms(call):
+    """Delta rules take from a state what was written to it; a key of HGRN2 is below 0 where its gate grows."""
+    return call.declared in DELTA_RULES or call.op == "hgrn2" and call.gate == "growth"
+
+
 def bounded(call):
-    if call.declared in DELTA_RULES:  # whose terms have signs: what is taken from a state was written to it
+    if has_signed_terms(call):
         found = truth(call, call.arrays().values(), call.arguments())
         return [np.full(x.shape, 10 * (1 + abs(x[np.isfinite(x)]).max(initial=0))) for x in found]
     arrays, arguments = magnitudes(call, call.arrays(), call.arguments())
@@ -291,7 +296,7 @@ def gradient_bounds(call, wanted, do, dht):
 
     A gate's gradient is a difference of running sums, so its limit is what these sums come to.
     """
-    whole = call.op == "softmax_attention" or call.declared in DELTA_RULES
+    whole = call.op == "softmax_attention" or has_signed_terms(call)
     if whole or call.feature_map or call.normalize:
         return [
             np.full(x.shape, 10 * (1 + abs(x[np.isfinite(x)]).max(initial=0)) * (1 + call.loudness)) for x in wanted

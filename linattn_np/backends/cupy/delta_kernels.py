@@ -208,7 +208,7 @@ class DplrBackwardChunks(GradientKernel):
 
     file = "delta/dplr_backward_chunks"
     arguments = members(
-        "rows q k a b do_ v u du g, pointers kept, rows dq dk da db dg, shape, reals scale, integers bytes"
+        "rows q a k b do_ du v u g, pointers kept, rows dq dk da db dg, shape, reals scale, integers bytes"
     )
     shared = ("Shared<{dtype}, {gate}>",)
     constants: ClassVar[tuple] = (("KEPT", "KEPT"),)

@@ -15,8 +15,9 @@ transition enlarges a state. The gradient takes the same matrices, with C the gr
 
     E = Zb C,   R = E + scale H^T dO,   dV = Zk C + scale B^T dO,       C <- diag(decay) C + scale W^T dO + ad^T E
 
-Of the delta rule B = H and Zk = Zb. A block of rows with results that are not finite, or with decays out of the
-range, goes token by token.
+Of the delta rule B = H and Zk = Zb. What gates above 0 enlarge, later tokens may take back: the recurrence rounds what
+they leave, while W would be a difference of large numbers. So a block of rows goes token by token where gates grow by
+more than GROWTH in a chunk, where results are not finite, and where decays leave the range.
 """
 
 from copy import copy
@@ -30,6 +31,7 @@ from .cores import in_parallel
 from .packing import thread_scratch
 from .scores import Gates, blas_ready, diagonal, gated_scores, gated_scores_vjp, mask_future
 
+GROWTH = 4.0  # nats: e^4 times the rounding of float32 is 3e-6
 FEW = 8  # tokens of which a chunk takes longer than one after the other
 BLOCK = 8  # tokens whose triangle is inverted row by row
 
@@ -136,7 +138,7 @@ def streamed(member, schedule, rows, o, final, states):
         found += chunks.B @ chunks.v
         found *= member.scale
         segment.unpack_into(o[rows], found)
-        well &= by_token.is_finite(found) and not chunks.gates.underflow(h[:, :, :-1])
+        well &= by_token.is_finite(found) and not chunks.grow() and not chunks.gates.underflow(h[:, :, :-1])
     return well
 
 
@@ -156,7 +158,7 @@ def backward(member, schedule, rows, do, states, dstates, gradients):
         for gradient, part, x in zip(gradients, found, member.problem.arrays.values(), strict=True):
             place = gradient[rows] if x.ndim == 4 else gradient[rows][..., None]
             segment.unpack_into(place, part)
-        well &= by_token.is_finite(*found) and not chunks.gates.underflow(h, dh[:, :, 1:])
+        well &= by_token.is_finite(*found) and not chunks.grow() and not chunks.gates.underflow(h, dh[:, :, 1:])
         carried = dh[:, :, 0].copy()
     return well
 
@@ -213,6 +215,11 @@ class Chunks:
         """Memory for states [B, H, n + 1, K, V]."""
         *rows, n, _, K = self.ad.shape
         return np.moveaxis(np.empty((n + 1, *rows, K, self.v.shape[-1]), self.v.dtype), 0, 2)
+
+    def grow(self):
+        """Whether the gates above 0 of some chunk come to more than GROWTH."""
+        g = self.gates.g
+        return g.max(initial=0) > 0 and np.maximum(g, 0).sum(-2).max() > GROWTH
 
     def written(self, c, S):
         """What chunk `c` writes of the state before it: Zb^T (ad S)."""
