@@ -150,7 +150,7 @@ def memory(model):
         return model.bytes
     if hasattr(layers, "nbytes"):
         return layers.nbytes
-    arrays = [*vars(layers.whole).values(), *(x for layer in layers.layers for x in vars(layer).values())]
+    arrays = [*vars(layers.model_weights).values(), *(x for layer in layers.layers for x in vars(layer).values())]
     return sum(array.nbytes for array in arrays)
 
 

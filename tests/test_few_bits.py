@@ -288,7 +288,10 @@ def test_what_is_said_of_it(austen, dtype):
     model = austen[dtype]
     assert repr(model) == f"RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, {dtype} on cpu)"
     assert repr(model.layers) == f"NumbaLayers(4 layers, {dtype}, {model.layers.nbytes:,} bytes)"
-    assert repr(model.layers.whole.head) == f"Matrix([256, 256], {dtype}, {model.layers.whole.head.nbytes:,} bytes)"
+    assert (
+        repr(model.layers.model_weights.head)
+        == f"Matrix([256, 256], {dtype}, {model.layers.model_weights.head.nbytes:,} bytes)"
+    )
 
 
 def test_tanh_is_float32s():

@@ -386,7 +386,7 @@ def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, rng):
     assert list(model.layers.steps) == [5, 6, 7, 8, 9, 10, 11, 4]
     for batch, steps in model.layers.steps.items():
         assert (steps.decoder.batch, steps.decoder.logits.shape) == (batch, (batch, SMALL["V"]))
-        assert steps.decoder.layers is first.layers and steps.decoder.whole is first.whole
+        assert steps.decoder.layers is first.layers and steps.decoder.model_weights is first.model_weights
     model.forward([[1]])
     assert model.layers.steps_of(1).decoder.layers is first.layers
 

@@ -150,10 +150,10 @@ class CutSequences:
     def __init__(self, comm):
         self.comm = comm
 
-    def from_before(self, last):
+    def from_previous_rank(self, last):
         return self.from_rank(self.comm.rank - 1, last)
 
-    def from_behind(self, first):
+    def from_next_rank(self, first):
         return self.from_rank(self.comm.rank + 1, first)
 
     def from_rank(self, source, x):

@@ -1,16 +1,17 @@
 """A training by this process alone. `linattn_np.distributed.DataParallel` has the same methods for several ranks.
 
-rank, size
-agree(meaning)              raises if the ranks' settings of the training, {what: value}, differ
-share(batch, context)       (sequences, context) of a step that this rank learns from; raises where they do not fit
-part(tokens)                the tokens [sequences, context + 1] of these, of all [batch, context + 1]
-cut                         what a model's loss asks where those are parts of sequences, as `distributed.CutSequences`
-                            has it; else None
+rank, size                  this process's number, and how many there are
+agree(meaning)              raises if the ranks' settings of the training, {name: value}, differ
+share(batch, context)       (sequences, context) that this rank computes of a step with [batch, context] tokens; raises
+                            if the ranks cannot divide them
+part(tokens)                this rank's tokens [sequences, context + 1], of the step's [batch, context + 1]
+cut                         None if a rank has whole sequences; else an object like `distributed.CutSequences`, by which
+                            a model's loss exchanges numbers with the ranks that have the rest of the sequences
 begin(numbers)              starts to replace numbers by their mean over all ranks; until `finish` nobody may use them
 finish()                    waits for all means that were started
-launched()                  says that a CUDA graph with such messages has been launched
-clock(step, seconds)        the first rank's seconds, once all ranks are at this step
-from_first(read)            what read() returns on the first rank, arrays by name, on all
+launched()                  must be called after the launch of a CUDA graph that contains such exchanges
+clock(step, seconds)        the first rank's `seconds`, once all ranks have reached this step
+from_first(read)            what read() returns on the first rank ({name: array}), on all ranks
 """
 
 from __future__ import annotations
@@ -47,17 +48,21 @@ class OneProcess:
 
 
 class WholeSequences:
-    """The `cut` of a loss whose tokens are whole sequences; `distributed.CutSequences` has the same face for parts.
+    """The `cut` of a loss whose tokens are whole sequences. `distributed.CutSequences` has the same methods for ranks
+    that have parts of sequences.
 
-    from_before(last)           of every sequence's last element here [B, ...] that of the rank before, or None
-    from_behind(first)          of the first elements those of the rank behind, or None
-    vjp_of(operator, ...)       `linattn_np.vjp` over all tokens; the gradient of what has none is a share of the whole
+    from_previous_rank(last)    each rank passes its last token's numbers of each sequence [B, ...], and gets those of
+                                the rank with the tokens before its own; None if there are none
+    from_next_rank(first)       each rank passes numbers of its first tokens, and gets those of the rank with the tokens
+                                after its own; None if there are none
+    vjp_of(operator, ...)       `linattn_np.vjp` over the tokens of all ranks. The gradient of an array without tokens
+                                is this rank's term, and the sum over the ranks is the gradient.
     """
 
-    def from_before(self, last):
+    def from_previous_rank(self, last):
         return None
 
-    def from_behind(self, first):
+    def from_next_rank(self, first):
         return None
 
     def vjp_of(self, operator, *arrays, **options):

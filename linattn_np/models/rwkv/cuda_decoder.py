@@ -3,6 +3,9 @@
 With up to eight sequences a step reads each weight once and multiplies it by float32 vectors. With more than eight, or
 on Hopper more than 256 (int8: 128), cuBLAS computes the products. All arrays of a step are allocated in advance, and a
 step does not synchronise, so that it can be captured in a CUDA graph.
+
+Sizes: L layers, D channels, F channels of the channel mix, H heads of N channels, V tokens of the vocabulary. P is how
+many rows a pool of states has.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from ...backends.cupy.plan import Array, Draft, Plan, caller_array, ceil_div, de
 from ...errors import ContractTypeError, NotSupported
 from ..devices import NotCopied
 from . import names
-from .cuda_prompts import Pieces
-from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
+from .cuda_prompts import MixOperations
+from .cuda_weights import FLOAT32, SCALES, array_of, first_of, split_scales, stacked, widened
 from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state, shapes_and_dtypes
 from .version import Version
@@ -75,10 +78,11 @@ class CudaDecoder(NotCopied):
     ...     decoder.replay()
     """
 
-    version: ClassVar[Version]  # the RWKV version
-    most: ClassVar[dict[str, int]]  # axis -> the largest size for which registers and shared memory suffice
-    drawing: ClassVar[type[Step]]  # makes the plan of a step
-    pieces: ClassVar[type[Pieces]]  # makes the plan of a layer for prompts
+    # Each version sets these, and defines the methods that raise NotImplementedError.
+    version: ClassVar[Version]
+    size_limits: ClassVar[dict[str, int]]  # axis -> the largest size that the kernels' registers and memory can hold
+    step_class: ClassVar[type[DecodingStep]]  # makes the plan of a step
+    operations: ClassVar[type[MixOperations]]  # makes the plan of a layer for prompts
 
     def __init__(
         self,
@@ -93,41 +97,42 @@ class CudaDecoder(NotCopied):
         version, (weights, sizes) = self.version, names.parameters(self.version, weights)
         self.matrices = version.checked_dtype(dtype, DTYPES)
         self.state_dtype = version.checked_dtype(state_dtype, STATE_DTYPES, " for the state")
-        self.dtype = (
-            BFLOAT16 if self.matrices == INT8 else self.matrices
-        )  # of embeddings, and of vectors in products that round them
+        # the dtype of embeddings, and of vectors in products that round them
+        self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices
         if self.matrices == INT8 and device.capability != 90:
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
-        self.sizes = fitting(version, sizes, self.matrices, self.most)
+        self.sizes = checked_sizes(version, sizes, self.matrices, self.size_limits)
         self.layer_eps, self.group_eps = version.norm_eps(weights)
         load = partial(stacked, device, version, weights, loaded)
-        self.whole = apart(version.model_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
-        self.all_layers = apart(
+        self.model_weights = split_scales(
+            version.model_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight)))
+        )
+        self.all_layers = split_scales(
             version.layer_arrays("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices))
         )
         self.layers = [
             SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
             for i in range(sizes["L"])
         ]
-        self.make_room(batch)
-        self.bound, self.launches, self.graph = None, (), None
+        self.allocate_buffers(batch)
+        self.bound_key, self.launches, self.graph = None, (), None
 
     def resized(self, batch: int) -> CudaDecoder:
         """A decoder of `batch` sequences with the same weights."""
-        other = self.beside()
-        other.make_room(batch)
+        other = self.with_own_graph()
+        other.allocate_buffers(batch)
         return other
 
-    def beside(self) -> CudaDecoder:
-        """A decoder with the same weights and buffers, but launches and a graph of its own, for another state."""
+    def with_own_graph(self) -> CudaDecoder:
+        """A decoder with the same weights and buffers, and with launches and a graph of its own, for another state."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other.bound, other.launches, other.graph = None, (), None
+        other.bound_key, other.launches, other.graph = None, (), None
         return other
 
-    def make_room(self, batch):
+    def allocate_buffers(self, batch):
         """Allocates the arrays of a step for `batch` sequences and chooses how products are computed."""
-        self.batch, self.kernel = batch, self.kernel_of_layers(batch)
+        self.batch, self.kernel = batch, self.kernel_of_all_layers(batch)
         few = batch <= model_products.Matvec.COLUMNS
         widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
         on_tensors = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
@@ -141,27 +146,36 @@ class CudaDecoder(NotCopied):
             y=buffer(terms, 1, B, D, dtype=X),
             activated=buffer(terms, 1, B, F, dtype=X),
             hidden=None if few else buffer(1, B, F),
-            wide=buffer(self.widest(self.whole, self.layers[0]), dtype=self.dtype) if widens_int8 else None,
+            wide=buffer(self.widest(self.model_weights, self.layers[0]), dtype=self.dtype) if widens_int8 else None,
             added=buffer(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
             normed=buffer(terms, 1, B, D, dtype=X),
             logits=buffer(1, B, V),
         )
-        vars(self.buffers).update(self.own_room(terms, X))
+        vars(self.buffers).update(self.version_buffers(terms, X))
 
     @staticmethod
     def widest(*weights) -> int:
-        """The number of elements of the largest int8 matrix in `weights`; int8 matrices are those that have scales."""
-        return max(getattr(of, name.removesuffix(SCALES)).size for of in weights for name in vars(of) if SCALES in name)
+        """The number of elements of the largest int8 matrix in the namespaces `weights`. Int8 matrices are those that
+        have scales."""
+        return max(
+            getattr(arrays, name.removesuffix(SCALES)).size
+            for arrays in weights
+            for name in vars(arrays)
+            if SCALES in name
+        )
 
     def buffer(self, *shape, dtype=FLOAT32):
+        """A new array on the device."""
         return self.device.empty(shape, dtype)
 
-    def own_room(self, terms, X) -> dict:
-        """The further buffers of a version. A vector in products is the sum of `terms` vectors of dtype X."""
+    def version_buffers(self, terms, X) -> dict:
+        """The further buffers that a version needs, by name. An input of a product is the sum of `terms` vectors of
+        dtype X."""
         raise NotImplementedError
 
-    def kernel_of_layers(self, batch) -> tuple | None:
-        """(the kernel that computes all layers in one launch, bytes of its stages), or None if there is none."""
+    def kernel_of_all_layers(self, batch) -> tuple | None:
+        """(the kernel that computes all layers in one launch, bytes of shared memory for it besides its own), or None
+        if there is no such kernel."""
 
     @property
     def logits(self):
@@ -171,9 +185,10 @@ class CudaDecoder(NotCopied):
     @property
     def weight_bytes(self) -> int:
         """The bytes of weights that a step reads: B rows of the embedding, and all other weights."""
-        arrays = [*vars(self.whole).values(), *vars(self.all_layers).values()]
+        arrays = [*vars(self.model_weights).values(), *vars(self.all_layers).values()]
         return (
-            sum(array.nbytes for array in arrays) - (self.sizes["V"] - self.batch) * self.whole.embedding[0, 0].nbytes
+            sum(array.nbytes for array in arrays)
+            - (self.sizes["V"] - self.batch) * self.model_weights.embedding[0, 0].nbytes
         )
 
     def initial_state(self, rows: int | None = None) -> State:
@@ -221,16 +236,16 @@ class CudaDecoder(NotCopied):
         return self.logits
 
     def bind(self, tokens, state, slots, greedy):
-        """The launches of a step on these arrays; those of the last call if all addresses are the same."""
-        key = greedy, self.place(tokens, *state.arrays, *(() if slots is None else (slots,)))
-        if key != self.bound:
+        """The launches of a step on these arrays: those of the last call if `greedy` and all addresses are the same."""
+        key = greedy, self.addresses_of(tokens, *state.arrays, *(() if slots is None else (slots,)))
+        if key != self.bound_key:
             self.check(tokens, state, slots)
             self.launches = self.launches_of(tokens, state, slots, greedy, self.sizes["L"])
-            self.bound = key
+            self.bound_key = key
         return self.launches
 
-    def place(self, *arrays):
-        """Address, shape and strides of each array, on which alone launches depend."""
+    def addresses_of(self, *arrays):
+        """The address, shape and strides of each array. Launches depend on nothing else."""
         return tuple([(self.device.pointer(array), array.shape, array.strides) for array in arrays])
 
     def launches_of(self, tokens, state, slots, greedy, layers) -> list:
@@ -240,15 +255,15 @@ class CudaDecoder(NotCopied):
 
     def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
         """The plan of a step, and the arrays that its launches take."""
-        seen, given, arrays = describe_parts(
+        parts, given, arrays = describe_parts(
             self.device,
-            model=vars(self.whole),
+            model=vars(self.model_weights),
             layers=vars(self.all_layers),
             buffers=vars(self.buffers),
             state=vars(state),
             call={"tokens": tokens, "slots": slots},
         )
-        return Plan((), self.drawing(self, seen).steps(greedy, layers), None, given=given), arrays
+        return Plan((), self.step_class(self, parts).steps(greedy, layers), None, given=given), arrays
 
     def compile(self):
         """Starts to compile the kernels of a step in the background."""
@@ -258,6 +273,7 @@ class CudaDecoder(NotCopied):
         self.device.compile(plan.kernels)
 
     def check(self, tokens, state, slots):
+        """ContractError or ContractTypeError for arguments of `step` with a wrong shape, dtype or strides."""
         B = self.batch
         rows = {} if slots is not None else {"B": B}
         check_state(state, {axis: self.sizes[axis] for axis in "LDHN"} | rows, wkv=self.state_dtype)
@@ -272,30 +288,39 @@ class CudaDecoder(NotCopied):
                 self.version.refuse(f"{name} is {array.shape}, not contiguous, expected contiguous {array.shape}")
 
 
-class Step:
-    """Makes the plan of a decoding step; `seen`: the descriptions of the decoder's and the caller's arrays."""
+class DecodingStep:
+    """Makes the plan of a decoding step.
 
-    def __init__(self, decoder, seen):
-        self.my, self.device = decoder, decoder.device
+    arrays : namespaces of `plan.Array`: the weights `model` and `layers`, `buffers`, `state`, and `call` (tokens,
+    slots)
+    """
+
+    def __init__(self, decoder, arrays):
+        self.decoder, self.device = decoder, decoder.device
         self.draft = Draft(**decoder.sizes, B=decoder.batch, tokens=decoder.batch)
-        self.model, self.layers, self.buffers, self.state = seen.model, seen.layers, seen.buffers, seen.state
-        self.tokens, self.slots = seen.call.tokens, seen.call.slots
+        self.model, self.layers, self.buffers, self.state = (
+            arrays.model,
+            arrays.layers,
+            arrays.buffers,
+            arrays.state,
+        )
+        self.tokens, self.slots = arrays.call.tokens, arrays.call.slots
         self.gate = getattr(self.buffers, "gate", None)  # the channel mix's gate, in versions that have one
 
     def steps(self, greedy, layers) -> tuple:
         """The steps of the plan, in order."""
-        my, buffers = self.my, self.buffers
+        decoder, buffers = self.decoder, self.buffers
         norm = self.model.ln0
-        kernels.ChosenNorm.launch(self.draft, self.tokens, self.model.embedding, norm, buffers.x, my.layer_eps)
-        if my.kernel:
-            self.all_at_once(layers, greedy)
+        kernels.ChosenNorm.launch(self.draft, self.tokens, self.model.embedding, norm, buffers.x, decoder.layer_eps)
+        if decoder.kernel:
+            self.launch_all_layers(layers, greedy)
         else:
-            self.every_product(layers)
-        if greedy and not my.kernel:
-            self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens)
+            self.launch_each_product(layers)
+        if greedy and not decoder.kernel:
+            self.draft.launch(kernels.Argmax(), decoder.batch, logits=buffers.logits, tokens=self.tokens)
         return tuple(self.draft.steps)
 
-    def every_product(self, layers):
+    def launch_each_product(self, layers):
         """Adds the steps of all layers and the head, each product by a kernel of its own."""
         buffers, added = self.buffers, None  # the previous layer's product that the next norm adds to x
         for i in range(layers):
@@ -317,16 +342,17 @@ class Step:
         """As `time_mix`, for the channel mix."""
         raise NotImplementedError
 
-    def all_at_once(self, layers, greedy):
-        """Adds the launch of `kernel_of_layers`: all layers, the head and, if `greedy`, the most likely token."""
+    def launch_all_layers(self, layers, greedy):
+        """Adds the launch of `kernel_of_all_layers`: all layers, the head and, if `greedy`, the most likely token."""
         raise NotImplementedError
 
     # -- products and norms ------------------------------------------------------------------------------------------
-    def in_parts(self, layer, most, *named, early=False) -> int:
-        """Adds products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]); returns their number of parts.
+    def products_in_parts(self, layer, most, *named, early=False) -> int:
+        """Adds products that may leave parts; returns the number of parts, at most `most`.
 
-        Each product is the sum of the first so many of the P parts of y; the kernel that reads y adds up to `most`.
-        `early`: see `BatchProduct.fitting`.
+        Each product is named as (the name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]). It is the sum of the
+        first so many of the P arrays of y, and the kernel that reads y adds them up. `early`: see
+        `BatchProduct.fitting`.
         """
         matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
         kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
@@ -337,15 +363,13 @@ class Step:
         self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named), early=early)
         return 1
 
-    def addend(self, layer, name, vectors, x=None) -> Array | None:
-        """Adds a product that changes the residual x.
-
-        Returns its parts [P, B, D], which the next norm must add to x; or None if the product itself adds to `x`.
-        """
+    def product_for_residual(self, layer, name, vectors, x=None) -> Array | None:
+        """Adds the product of `vectors` with matrix `name`, a term of the residual. Returns its parts [P, B, D], which
+        the next norm must add to the residual; or None if the product has added itself to the residual `x`."""
         w, (_, _, B, K) = getattr(layer, name), vectors.shape
-        found = None if self.my.by_rows else self.product_of_batch([w], B, K, in_parts=True)
-        if found:
-            launch, parts = found
+        launch_and_parts = None if self.decoder.by_rows else self.product_of_batch([w], B, K, in_parts=True)
+        if launch_and_parts:
+            launch, parts = launch_and_parts
             added = self.buffers.added[:parts]
             launch(self.draft, [(*matrix_of(layer, name), vectors, added, PARTS)], B, K)
             return added[:, 0]
@@ -353,11 +377,22 @@ class Step:
         self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
         return added if x is None else None
 
-    def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
-        """Adds the kernel that adds `added` to x, normalises x and mixes it with the previous token's by shares `maa`.
+    def launch_time_mix(self, kernel, blocks, layer, wkv, more_shared=0, **args):
+        """Adds the kernel that updates the recurrent state `wkv` and computes the time mix's y, and then the product
+        of y with the output's matrix; returns what `product_for_residual` returns. `args`: the kernel's arguments
+        besides those that every version's has."""
+        y, norm = self.buffers.y, kernels.affine(layer.ln_x)
+        args |= {"state": wkv, "slots": self.slots, "y": y, "eps": self.decoder.group_eps}
+        self.draft.launch(kernel, blocks, more_shared=more_shared, **norm, **args)
+        return self.product_for_residual(layer, "output", y, self.buffers.x)
 
-        `squares`: whether `added` is the channel mix's product, which is multiplied by that mix's gate, if there is
-        one.
+    def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, squares=False, xx=None):
+        """Adds the kernel that adds `added` [P, B, D] (or None) to x, normalises x, and writes the C mixes of the
+        normed x with the previous token's, by the weights `maa` [C, D].
+
+        mixed : the array of the mixes, [terms, C, B, D]
+        squares : whether `added` is the channel mix's product, which is multiplied by that mix's gate if there is one
+        xx : the array for the normed x, or None if only the mixes are needed
         """
         buffers, (terms, C, B, D) = self.buffers, mixed.shape
         parts = 0 if added is None else added.shape[0]
@@ -377,43 +412,43 @@ class Step:
             C=C,
             P=parts,
             squares=squares,
-            eps=self.my.layer_eps,
+            eps=self.decoder.layer_eps,
         )
 
     def matmul(self, weights, *named, early=False):
-        """Adds products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) with the same B and K.
-
-        finish: WRITE to y, ADD to y, or RELU_SQUARED (write the squared ReLU). early: see
+        """Adds products with the same B and K, each named as (the name of w [C, M, K], x [terms, C, B, K], y [C, B, M],
+        finish). finish is WRITE, ADD or RELU_SQUARED: y = x w^T, y += x w^T, or y = relu(x w^T)^2. `early`: see
         `BatchProduct.fitting`.
         """
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
-        if self.my.by_rows:
-            self.by_rows(products, K)
-        elif found := self.product_of_batch([w for w, *_ in products], B, K, early=early):
-            launch, _ = found
+        if self.decoder.by_rows:
+            self.launch_matvec(products, K)
+        elif launch_and_parts := self.product_of_batch([w for w, *_ in products], B, K, early=early):
+            launch, _ = launch_and_parts
             launch(self.draft, products, B, K)
         elif len(named) > 1:
             for product in named:
                 self.matmul(weights, product)
         else:
-            self.by_library(*products[0])
+            self.launch_cublas(*products[0])
 
     def product_of_batch(self, matrices, B, K, in_parts=False, early=False) -> tuple | None:
-        """What launches products with these matrices on one of Hopper's kernels, and their number of parts where they
-        have PARTS (only WideProduct asks whether they do, `in_parts`). None on other cards, or if cuBLAS is faster."""
-        my, rows = self.my, [w.shape[:2] for w in matrices]
-        if wide := model_products.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device, early):
+        """(a function that adds the launch of products with these matrices by one of Hopper's kernels, how many parts
+        they leave), or None on other cards and if cuBLAS is faster. `in_parts`: whether they may leave parts."""
+        decoder, rows = self.decoder, [w.shape[:2] for w in matrices]
+        if wide := model_products.WideProduct.fitting(decoder.matrices, B, K, rows, in_parts, decoder.device, early):
             kernel, parts = wide
             return partial(kernel.launch, parts=parts), parts
         kernel = self.batch_product(matrices, B, K, early)
         return kernel and (kernel.launch, kernel.SPLIT)
 
     def batch_product(self, matrices, B, K, early=False):
+        """The `BatchProduct` for products with these matrices, or None."""
         rows = [w.shape[:2] for w in matrices]
-        return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device, early)
+        return model_products.BatchProduct.fitting(self.decoder.matrices, B, K, rows, self.decoder.device, early)
 
-    def by_rows(self, products, K):
+    def launch_matvec(self, products, K):
         """Adds one launch of the matrix-vector kernel, for all matrices of all products."""
         entries = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
@@ -423,16 +458,16 @@ class Step:
         no_entry = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
         blocks = sum(w.shape[0] * ceil_div(w.shape[1], model_products.Matvec.ROWS) for w, *_ in products)
         self.draft.launch(
-            model_products.Matvec.fitting(self.my.dtype, blocks, self.my.device),
+            model_products.Matvec.fitting(self.decoder.dtype, blocks, self.decoder.device),
             blocks,
             products=entries + [no_entry] * (model_products.PRODUCTS - len(entries)),
             K=K,
         )
 
-    def by_library(self, w, scales, x, y, finish):
+    def launch_cublas(self, w, scales, x, y, finish):
         """Adds a product by cuBLAS; int8 matrices are first scaled to `dtype`."""
         if scales is not None:
-            w = widened(self.draft, w, scales, self.buffers.wide, self.my.dtype)
+            w = widened(self.draft, w, scales, self.buffers.wide, self.decoder.dtype)
         product = self.buffers.hidden if finish == RELU_SQUARED else y
         self.draft.product(w, x[0], product, finish == ADD)
         if finish == RELU_SQUARED:
@@ -441,12 +476,12 @@ class Step:
 
 
 def matrix_of(weights, name) -> tuple:
-    """(a matrix, its int8 scales or None)."""
+    """(the matrix `name` of the namespace `weights`, its scales if it is int8, else None)."""
     return getattr(weights, name), getattr(weights, f"{name}{SCALES}", None)
 
 
-def fitting(version, sizes, dtype, limits):
-    """Returns `sizes`; refuses sizes that the kernels do not support."""
+def checked_sizes(version, sizes, dtype, limits):
+    """Returns `sizes`; ContractError if the kernels do not support them. `limits`: {axis: the largest size}."""
     multiple = 16 if dtype == INT8 else 8
     for axis in "DF":
         if sizes[axis] % multiple:
@@ -463,6 +498,7 @@ def fitting(version, sizes, dtype, limits):
 
 
 def current_device():
+    """The device object of the current CUDA device."""
     from ...backends.cupy.device import best_device
 
     return best_device()

@@ -17,9 +17,9 @@ from ..single_process import WHOLE
 from .grad import layer_norm
 from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
 
-# Threads per multiprocessor in kernels that sum over tokens. More blocks hide latency better, but each block writes a
-# row of partial sums.
-THREADS_AT_WORK = 1024
+# Threads per multiprocessor in kernels that sum over tokens. More blocks would hide latency better, but each block
+# writes a row of partial sums, which another kernel must add up.
+THREADS_PER_MULTIPROCESSOR = 1024
 
 
 def loss(version, mixes, weights, tokens, products, drop, recompute=False, cut=WHOLE):
@@ -31,7 +31,7 @@ def loss(version, mixes, weights, tokens, products, drop, recompute=False, cut=W
     recompute : whether a layer stores only its residuals and computes its other activations again for the gradients
     cut : how ranks share the tokens of sequences; WHOLE if they do not
     """
-    step = Step(version, weights, tokens, products, drop, cut)
+    step = TrainingStep(version, weights, tokens, products, drop, cut)
     table, pull_table = layer_norm(weights.embedding[None].astype(FLOAT32, copy=False), weights.ln0)
     x, change = None, Change("Embedded", table)
     blocks: list[Block] = []
@@ -48,12 +48,12 @@ def loss(version, mixes, weights, tokens, products, drop, recompute=False, cut=W
 
     def pull(gradients, done=lambda part: None):
         step.gradient(xx, logits, gradients.head)
-        last = Pulled(dxx=step.product(logits, transposed(weights.head)))
-        dx, dchange = step.norm_backward(x, moments, None, last, None, change, weights.ln_out, gradients.ln_out)
+        of_head = InputGradients(dxx=step.product(logits, transposed(weights.head)))
+        dx, dchange = step.norm_backward(x, moments, None, of_head, None, change, weights.ln_out, gradients.ln_out)
         while blocks:  # a block's arrays are freed after its pullback
             block = blocks.pop()
             layer_gradients = gradients.layers[block.layer]
-            pulled = step.with_behind(block.mix.pull(dchange, layer_gradients))
+            pulled = step.with_gradient_of_next_rank(block.mix.pull(dchange, layer_gradients))
             if recompute and blocks:
                 blocks[-1].forward_again()
             previous_change = blocks[-1].change if blocks else Change("Embedded")
@@ -69,7 +69,7 @@ def loss(version, mixes, weights, tokens, products, drop, recompute=False, cut=W
             )
             if blocks and blocks[-1].layer < block.layer:
                 done(block.layer)
-        # The embedding's gradient as a product with one-hot rows, which sums in a fixed order; atomics would not.
+        # The embedding's gradient is a product with one-hot rows, which sums in a fixed order; atomic additions do not.
         one_hot = (tokens[:, :-1].reshape(-1, 1) == library_of(tokens).arange(step.V)).astype(step.T)
         dtable = products.matmul(one_hot.T, dchange[0])
         gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
@@ -94,15 +94,19 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Pulled:
-    """The gradients of a mix's inputs."""
+class InputGradients:
+    """The gradients that a mix's pullback has computed, from which the pullback of the norm before it goes on.
 
-    dxx: Any = None  # of the normed input xx
-    dd: Any = None  # of d = (previous token's xx) - xx
-    dmixed: Any = None  # of the mixes xx + d maa
+    The normed input is xx, d = (previous token's xx) - xx, and the mixes are xx + d maa. The norm's pullback computes
+    the terms of xx and maa that come through the mixes.
+    """
+
+    dxx: Any = None  # of xx, without the terms through d and the mixes; None for 0
+    dd: Any = None  # of d, without the terms through the mixes; None for 0
+    dmixed: Any = None  # of the mixes
     maa: Any = None
     to: Any = None  # the array to which the gradient of maa is written
-    before: Any = None  # xx of the token before each sequence's first, if another rank computed it
+    before: Any = None  # xx of the token before each sequence's first, if another rank has computed it
 
 
 class Mix:
@@ -113,14 +117,14 @@ class Mix:
 
     NORM: str
 
-    def __init__(self, do, layer):
-        self.do, self.layer = do, layer
+    def __init__(self, ops: TrainingStep, layer):
+        self.ops, self.layer = ops, layer
 
     def forward(self, xx, before, site) -> Change:
         """The term of the residual, from the normed input `xx` and the previous rank's last tokens `before` or None."""
         raise NotImplementedError
 
-    def pull(self, dchange, to) -> Pulled:
+    def pull(self, dchange, to) -> InputGradients:
         """The gradients of the inputs from `dchange`, that of the term; those of the layer's weights go to `to`."""
         raise NotImplementedError
 
@@ -128,39 +132,40 @@ class Mix:
 class Block:
     """A mix and the norm before it, with the arrays that are stored for their pullback."""
 
-    def __init__(self, do, mix, layer, site):
-        self.do, self.mix, self.layer, self.site = do, mix, layer, site
+    def __init__(self, ops, mix, layer, site):
+        self.ops, self.mix, self.layer, self.site = ops, mix, layer, site
         self.norm = getattr(mix.layer, mix.NORM)
 
     def forward(self, x, change):
         """(the residual after adding `change`, the change that the mix adds next)."""
-        self.x, self.moments, self.xx = self.do.add_norm(x, change, self.norm)
-        self.before = self.do.before(self.xx)
-        return self.x, self.changed()
+        self.x, self.moments, self.xx = self.ops.add_norm(x, change, self.norm)
+        self.before = self.ops.before(self.xx)
+        return self.x, self.run_mix()
 
-    def changed(self):
-        """Runs the mix; returns its change of the residual."""
+    def run_mix(self):
+        """Runs the mix; returns its `Change` of the residual."""
         self.change = self.mix.forward(self.xx, self.before, self.site)
         return self.change
 
     def forget(self):
         """Drops all stored arrays but the residual."""
         self.xx = self.change = None
-        self.mix = type(self.mix)(self.do, self.mix.layer)
+        self.mix = type(self.mix)(self.ops, self.mix.layer)
 
     def forward_again(self):
         """Computes again the arrays that `forget` has dropped."""
         if self.xx is None:
-            _, self.moments, self.xx = self.do.add_norm(self.x, Change("Kept"), self.norm)
-            self.changed()
+            _, self.moments, self.xx = self.ops.add_norm(self.x, Change("Kept"), self.norm)
+            self.run_mix()
 
 
 def transposed(w):
+    """w with its last two axes swapped."""
     return w.swapaxes(-1, -2)
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
-class Step:
+class TrainingStep:
     """The sizes of a training step, and its kernels.
 
     Each method launches one kernel, and a second one where sums over tokens are needed. Arrays are [tokens, D], or
@@ -178,7 +183,7 @@ class Step:
             version.refuse(f"width is {self.D}, {wanted}")
         self.shared: Any = None  # arrays that all layers of a version share
         self.threads = kernels.width(self.D)
-        most_blocks = self.device.multiprocessors * max(1, THREADS_AT_WORK // self.threads)
+        most_blocks = self.device.multiprocessors * max(1, THREADS_PER_MULTIPROCESSOR // self.threads)
         self.each = ceil_div(self.tokens, most_blocks)  # tokens per block, in kernels that sum over tokens
         self.blocks = ceil_div(self.tokens, self.each)
 
@@ -361,13 +366,14 @@ class Step:
         return x.reshape(*x.shape[:-2], -1, self.context, x.shape[-1])[..., place, :]
 
     def first(self, x):
+        """The first token of every sequence, in float32."""
         return self.tokens_at(0, x).astype(FLOAT32)
 
     def before(self, xx):
         """xx of the previous rank's last tokens, [batch, D], or None."""
-        return self.cut.from_before(self.tokens_at(-1, xx).astype(FLOAT32))
+        return self.cut.from_previous_rank(self.tokens_at(-1, xx).astype(FLOAT32))
 
-    def with_behind(self, pulled):
+    def with_gradient_of_next_rank(self, pulled):
         """`pulled` plus the gradient that the next rank's token shift gives this rank's last tokens."""
         if self.cut is WHOLE:
             return pulled
@@ -375,15 +381,15 @@ class Step:
         if pulled.dmixed is not None:
             through_mixes = self.first(pulled.dmixed) * pulled.maa[..., None, :]
             shifted = shifted + (through_mixes if through_mixes.ndim == 2 else through_mixes.sum(0))
-        behind = self.cut.from_behind(shifted)
-        if behind is None:
+        gradient_of_next_rank = self.cut.from_next_rank(shifted)
+        if gradient_of_next_rank is None:
             return pulled
         dxx = pulled.dxx
         if dxx is None:
             dxx = self.empty(self.tokens, self.D)
             dxx[...] = 0
         last_tokens = self.tokens_at(-1, dxx)
-        last_tokens[...] = last_tokens.astype(FLOAT32) + behind
+        last_tokens[...] = last_tokens.astype(FLOAT32) + gradient_of_next_rank
         return replace(pulled, dxx=dxx)
 
     # -- arrays and launches --
@@ -415,10 +421,11 @@ class Step:
         return ceil_div(self.tokens * self.D if count is None else count, 8 * kernel.threads)
 
     def empty(self, *shape, dtype=None):
+        """A new array, by default in the dtype of products."""
         return self.device.empty(shape, self.T if dtype is None else dtype)
 
-    def run_kernel(self, kernel, blocks, **fields):
-        """Launches a kernel; `fields` are the members of its argument struct, except for the step's sizes."""
+    def run_kernel(self, kernel, blocks, **args):
+        """Launches a kernel; `args` are the members of its argument struct, except for the step's sizes."""
         sizes = {"tokens": self.tokens, "T_": self.context, "D": self.D, "each": self.each}
         step_sizes = {name: sizes[name] for name in kernel.names & sizes.keys()}
-        kernels.launch(self.device, kernel, blocks, **(step_sizes | fields))
+        kernels.launch(self.device, kernel, blocks, **(step_sizes | args))

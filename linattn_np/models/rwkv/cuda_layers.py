@@ -10,8 +10,8 @@ from .cuda_decoder import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prompts import Prompts
 from .version import initial_states
 
-MOST_KEPT = 8  # batch sizes whose buffers are kept, and packings of prompts whose plans are kept
-STATES = 16  # states per batch size whose graphs are kept
+MOST_CACHED = 8  # the most batch sizes with stored buffers, and the most sets of prompts' lengths with stored plans
+MOST_STATES = 16  # the most states for which a batch size has stored graphs
 
 
 class CudaLayers(NotCopied):
@@ -48,6 +48,7 @@ class CudaLayers(NotCopied):
             return self.by_prompts(tokens, state, rows, last, hidden=True)
 
     def by_prompts(self, tokens, state, rows, last, hidden=False):
+        """`logits` or, if `hidden`, `hidden`, by the computation of all tokens in parallel."""
         slots = rows.slots
         if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
             slots = None  # all rows in order need no gathering
@@ -55,31 +56,33 @@ class CudaLayers(NotCopied):
 
     def steps_of(self, batch) -> Steps:
         """The steps for `batch` sequences."""
-        return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
+        return cached(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
     def prompts_of(self, rows, last, hidden) -> Prompts:
         """The `Prompts` for prompts of these lengths."""
         key = rows.bounds.tobytes(), last, hidden
-        return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last, hidden), self.turn.wait)
+        return cached(self.prompts, key, lambda: Prompts(self.decoder, rows, last, hidden), self.turn.wait)
 
 
-def recent(kept, key, make, before_dropping=lambda: None, most=MOST_KEPT):
-    """The value of `key` in the cache `kept`, made if missing; beyond `most`, the least recently used goes."""
-    found = kept.pop(key, None)
-    kept[key] = make() if found is None else found
-    if len(kept) > most:
+def cached(cache, key, make, before_dropping=lambda: None, most=MOST_CACHED):
+    """The value of `key` in the dictionary `cache`, made by `make()` if missing. If there are then more than `most`
+    values, the least recently used one is dropped, after `before_dropping()`."""
+    value = cache.pop(key, None)
+    cache[key] = make() if value is None else value
+    if len(cache) > most:
         before_dropping()
-        del kept[next(iter(kept))]
-    return kept[key]
+        del cache[next(iter(cache))]
+    return cache[key]
 
 
 class Steps:
-    """The steps for one number of sequences. A second call with a state at the same address captures a CUDA graph."""
+    """The decoding steps for one number of sequences. The second call with a state at the same address captures a CUDA
+    graph, which later calls launch."""
 
     def __init__(self, decoder):
-        self.decoder, self.decoders = decoder, {}
-        self.given = decoder.device.empty((2, decoder.batch), INT64)
-        self.tokens, self.slots = self.given
+        self.decoder, self.decoders = decoder, {}  # decoders: one for each state, by address
+        self.tokens_and_slots = decoder.device.empty((2, decoder.batch), INT64)
+        self.tokens, self.slots = self.tokens_and_slots
 
     def __call__(self, tokens, state, slots):
         """Logits [B, V] in new memory; `tokens` and `slots` are on the host."""
@@ -87,7 +90,7 @@ class Steps:
         if slots is None:
             device.copy(device.upload(tokens), self.tokens)
         else:
-            device.copy(device.upload(np.stack((tokens, slots))), self.given)
+            device.copy(device.upload(np.stack((tokens, slots))), self.tokens_and_slots)
             slots = self.slots
         logits = device.empty(self.decoder.logits.shape, FLOAT32)
         device.copy(self.run(state, slots), logits)
@@ -95,9 +98,9 @@ class Steps:
 
     def run(self, state, slots):
         """Runs a step on the device's tokens: by launches the first time for a state, then by a graph."""
-        key = slots is None, self.decoder.place(*state.arrays)
-        decoder = recent(self.decoders, key, self.decoder.beside, most=STATES)
-        if not decoder.bound:
+        key = slots is None, self.decoder.addresses_of(*state.arrays)
+        decoder = cached(self.decoders, key, self.decoder.with_own_graph, most=MOST_STATES)
+        if not decoder.bound_key:
             return decoder.step(self.tokens, state, slots)
         if not decoder.graph:
             decoder.capture(self.tokens, state, slots)

@@ -1,9 +1,11 @@
 """Prompts of RWKV models on the GPU, all tokens in parallel.
 
-Prompts with the same lengths share three plans: of the embedding, of a layer and of the head. The layers read and write
-one allocation, into which the state is copied before and from which it is copied after the call. All addresses depend
-on the allocation's. A call that gets an address for the second time captures the launches of the first call in a CUDA
-graph, which later calls launch, too: this takes the host very little time.
+Calls with prompts of the same lengths share three plans: of the embedding, of a layer and of the head. All layers of a
+call read and write one allocation; the state is copied there before the layers run, and back afterwards. Hence the
+address of the allocation decides all addresses of the layers' launches. The second call whose allocation has the same
+address captures these launches in a CUDA graph; later calls launch the graph, which takes the host very little time.
+
+Sizes: L layers, T tokens of all prompts, D channels, H heads, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,38 +23,40 @@ from .cuda_weights import FLOAT32, SCALES, widened
 from .state import STATE, State, shapes_and_dtypes
 from .version import output_scale
 
-PLACES = 4  # addresses for which launches, or a graph of them, are kept
+MOST_ADDRESSES = 4  # the most addresses of allocations for which launches, or a graph of them, are stored
 
 
 class Prompts:
-    """Computes prompts of the lengths in `rows` with a decoder's weights.
+    """Computes prompts of given lengths with the weights of a `CudaDecoder`.
 
-    last : whether the result has a row for last tokens only
-    hidden : whether a row is what the head reads, D numbers, and not V logits
+    rows : a `state.Rows`, which has the lengths
+    last : whether the result has a row for the last token of each prompt only
+    hidden : whether a row of the result is the head's input, D numbers, instead of V logits
     """
 
     def __init__(self, decoder, rows, last: bool, hidden: bool):
-        self.my, self.device, self.bounds = decoder, decoder.device, rows.bounds
-        self.wanted = rows.last if last else np.arange(rows.bounds[-1])
+        self.decoder, self.device, self.bounds = decoder, decoder.device, rows.bounds
+        self.result_tokens = rows.last if last else np.arange(rows.bounds[-1])
         parts = shapes_and_dtypes(decoder.sizes, len(rows.first), FLOAT32)
         self.state = {f"{name}_{when}": shape[1:] for when in ("before", "after") for name, (shape, _) in parts.items()}
         self.x = caller_array("x", (int(rows.bounds[-1]), decoder.sizes["D"]), FLOAT32)
-        self.carried = decoder.pieces.carried(decoder, self.x.shape[0])
+        self.carried = decoder.operations.carried(decoder, self.x.shape[0])
         given = {name: caller_array(name, shape, FLOAT32) for name, shape in self.state.items()}
         given |= {name: caller_array(name, *array) for name, array in self.carried.items()}
         tokens = caller_array("tokens", self.x.shape[:1], np.dtype(np.int64))
-        self.result = (len(self.wanted), decoder.sizes["D" if hidden else "V"])
+        self.result = (len(self.result_tokens), decoder.sizes["D" if hidden else "V"])
         result = caller_array("result", self.result, FLOAT32)
-        whole = vars(decoder.whole)
-        self.start = self.compiled(self.draw_start, {"tokens": tokens, "x": self.x, **whole})
-        draw_end = self.draw_last_norm if hidden else self.draw_head
-        self.end = self.compiled(draw_end, {"x": self.x, "result": result, **whole})
-        self.layer = self.compiled(self.draw_layer, {"x": self.x, **given, **vars(decoder.layers[0])})
+        whole = vars(decoder.model_weights)
+        self.start = self.compiled(self.add_embedding, {"tokens": tokens, "x": self.x, **whole})
+        add_end = self.add_last_norm if hidden else self.add_head
+        self.end = self.compiled(add_end, {"x": self.x, "result": result, **whole})
+        self.layer = self.compiled(self.add_layer, {"x": self.x, **given, **vars(decoder.layers[0])})
         self.launches: dict[int, list] = {}  # address of the layers' memory -> the launches of all layers
 
     def __call__(self, tokens, state: State, slots):
-        """Rows of the tokens; `state` is updated in place, in the rows `slots` (None: all)."""
-        my, device, L = self.my, self.device, len(self.my.layers)
+        """The result for `tokens` [T], integers on the host. `state` is updated in place, in the rows `slots` (None:
+        all)."""
+        decoder, device, L = self.decoder, self.device, len(self.decoder.layers)
         slots = None if slots is None else device.upload(slots)
         layer_arrays = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
         other_buffers = [*(buffer(*array) for array in self.carried.values()), *self.layer.plan.buffers]
@@ -63,12 +67,12 @@ class Prompts:
 
         for array, copy in zip(state.arrays, before):
             if array.dtype == FLOAT32:
-                device.copy(gathered(array, slots), copy)
+                device.copy(rows_of(array, slots), copy)
             else:
-                copy[...] = gathered(array, slots)
-        self.start([device.upload(tokens), x, *vars(my.whole).values()])
+                copy[...] = rows_of(array, slots)
+        self.start([device.upload(tokens), x, *vars(decoder.model_weights).values()])
         self.run_layers(x, states, buffers)
-        self.end([x, result, *vars(my.whole).values()])
+        self.end([x, result, *vars(decoder.model_weights).values()])
         for array, changed in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
                 device.copy(changed, array)
@@ -77,7 +81,8 @@ class Prompts:
         return result
 
     def run_layers(self, x, states, buffers):
-        """Runs all layers on this memory. The stored launches hold its address, but do not keep it allocated."""
+        """Runs all layers on x, the states and the buffers, which are views of one allocation. The stored launches use
+        its address, but do not keep it allocated."""
         address = self.device.pointer(x)
         if address in self.launches:
             if len(self.launches[address]) > 1:  # several launches: not yet captured in a graph
@@ -85,86 +90,94 @@ class Prompts:
             self.launches[address][0](None)
             return
         all_launches, (carried, buffers) = [], (buffers[: len(self.carried)], buffers[len(self.carried) :])
-        for i, layer in enumerate(self.my.layers):  # the device computes a layer while the next one's launches are made
+        for i, layer in enumerate(
+            self.decoder.layers
+        ):  # the device computes a layer while the next one's launches are made
             arrays = [x, *(array[i] for array in states), *carried, *vars(layer).values(), *buffers]
             layer_launches = self.layer.commands(arrays)
             for launch in layer_launches:
                 launch(None)
             all_launches += layer_launches
-        if len(self.launches) >= PLACES:
+        if len(self.launches) >= MOST_ADDRESSES:
             self.launches.clear()
         self.launches[address] = all_launches
 
-    def compiled(self, draw, arrays: dict) -> CompiledPlan:
-        """The compiled plan that the method `draw` makes for arrays with these shapes, strides and dtypes."""
-        seen, given, _ = describe_parts(self.device, every=arrays)
-        draft = Draft(**self.my.sizes, T=self.x.shape[0], tokens=self.x.shape[0])
-        draw(draft, seen.every)
+    def compiled(self, add, arrays: dict) -> CompiledPlan:
+        """A compiled plan with the steps that the method `add` adds, for `arrays` by name and any others of the same
+        shapes, strides and dtypes."""
+        described, given, _ = describe_parts(self.device, every=arrays)
+        draft = Draft(**self.decoder.sizes, T=self.x.shape[0], tokens=self.x.shape[0])
+        add(draft, described.every)
         return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
 
-    # -- the plans: `seen` has an `Array` for each of the arrays -----------------------------------------------------
-    def draw_start(self, draft: Draft, seen):
+    # -- the steps of the plans: `arrays` is a namespace with a `plan.Array` by each name ------------------------------
+    def add_embedding(self, draft: Draft, arrays):
         """Adds the embedding and its norm."""
-        kernels.ChosenNorm.launch(draft, seen.tokens, seen.embedding, seen.ln0, seen.x, self.my.layer_eps)
+        kernels.ChosenNorm.launch(draft, arrays.tokens, arrays.embedding, arrays.ln0, arrays.x, self.decoder.layer_eps)
 
-    def draw_layer(self, draft: Draft, seen):
+    def add_layer(self, draft: Draft, arrays):
         """Adds a layer's two mixes."""
-        pieces = self.my.pieces(self.my, draft, self.bounds, seen)
+        operations = self.decoder.operations(self.decoder, draft, self.bounds, arrays)
         att_shift, wkv, ffn_shift = (
-            Change(getattr(seen, f"{name}_before"), getattr(seen, f"{name}_after")) for name in STATE
+            StateArrays(getattr(arrays, f"{name}_before"), getattr(arrays, f"{name}_after")) for name in STATE
         )
-        pieces.channel_mix(seen, pieces.time_mix(seen, seen.x, att_shift, wkv), ffn_shift)
+        operations.channel_mix(arrays, operations.time_mix(arrays, arrays.x, att_shift, wkv), ffn_shift)
 
-    def draw_head(self, draft: Draft, seen):
-        """Adds the last norm and the head for the tokens whose logits are wanted."""
-        normed = draft.empty((len(self.wanted), self.my.sizes["D"]), self.my.dtype)
-        self.normed(draft, seen, normed)
-        head = seen.head
+    def add_head(self, draft: Draft, arrays):
+        """Adds the last norm and the head, for the tokens of the result."""
+        normed = draft.empty((len(self.result_tokens), self.decoder.sizes["D"]), self.decoder.dtype)
+        self.add_norm(draft, arrays, normed)
+        head = arrays.head
         if head.dtype == INT8:
-            head = widened(draft, head, seen.head_scales, draft.empty(head.shape, self.my.dtype), self.my.dtype)
-        draft.product(head, normed[None], seen.result[None])
+            head = widened(
+                draft, head, arrays.head_scales, draft.empty(head.shape, self.decoder.dtype), self.decoder.dtype
+            )
+        draft.product(head, normed[None], arrays.result[None])
 
-    def draw_last_norm(self, draft: Draft, seen):
-        """Adds the last norm for the tokens that are wanted."""
-        self.normed(draft, seen, seen.result)
+    def add_last_norm(self, draft: Draft, arrays):
+        """Adds the last norm, for the tokens of the result."""
+        self.add_norm(draft, arrays, arrays.result)
 
-    def normed(self, draft, seen, result):
-        kernels.ChosenNorm.launch(draft, draft.table(self.wanted), seen.x, seen.ln_out, result, self.my.layer_eps)
+    def add_norm(self, draft, arrays, result):
+        kernels.ChosenNorm.launch(
+            draft, draft.table(self.result_tokens), arrays.x, arrays.ln_out, result, self.decoder.layer_eps
+        )
 
 
 def buffer(shape, dtype=FLOAT32) -> Buffer:
+    """A buffer in C order."""
     return Buffer(shape, dtype, tuple(range(len(shape))))
 
 
-def gathered(array, slots):
+def rows_of(array, slots):
     """The rows `slots` (None: all) of an array [L, P, ...], contiguous."""
     rows = array if slots is None else array[:, slots]
     return rows if rows.flags.c_contiguous else rows.copy()
 
 
-class Change(NamedTuple):
-    """A part of a layer's state: the array before the call, and the one that the call writes."""
+class StateArrays(NamedTuple):
+    """One part of a layer's state: the array before the call, and the one to which the call writes it."""
 
     before: Array
     after: Array
 
 
-class Pieces:
+class MixOperations:
     """The operations of mixes that all RWKV versions have in common, added as steps to a layer's plan; x is [T, D].
 
-    Vectors that matrices multiply, and products that a recurrence or an activation reads, have the matrices' dtype.
-    Decays, the state, the residual and sums are float32.
+    Inputs of matrix products, and products that a recurrence or an activation reads, have the matrices' dtype. Decays,
+    the state, the residual and sums are float32.
 
-    mixes : {norm: memory for (its mixes [C, T, D], the normed input or None, its token shift or None)}
-    results : {matrix: memory for its product}
+    mixes : {name of a norm: arrays for (its C mixes [C, T, D], its output xx or None, d = previous xx - xx or None)}
+    results : {name of a matrix: the array for its product}
     """
 
     mixes: dict[str, tuple[Array, Array | None, Array | None]]
     results: dict[str, Array]
 
-    def __init__(self, decoder, draft: Draft, bounds, seen):
+    def __init__(self, decoder, draft: Draft, bounds, arrays):
         self.draft, self.device, self.dtype, self.sizes = draft, decoder.device, decoder.dtype, decoder.sizes
-        self.scale, self.seen = output_scale(self.dtype), seen
+        self.scale, self.arrays = output_scale(self.dtype), arrays
         self.layer_eps, self.group_eps = decoder.layer_eps, decoder.group_eps
         self.spans, self.T = Spans(bounds), int(bounds[-1])
         self.wide = None  # the buffer for int8 matrices converted to `dtype`
@@ -176,7 +189,7 @@ class Pieces:
 
     @staticmethod
     def carried(decoder, T) -> dict:
-        """{name: (shape, dtype)} of the arrays, beside x, that a layer passes to the next one."""
+        """{name: (shape, dtype)} of the arrays, besides x, that a layer passes to the next one."""
         return {}
 
     def time_mix(self, layer, x, shift, wkv):
@@ -188,7 +201,8 @@ class Pieces:
         raise NotImplementedError
 
     def shift_mix(self, layer, norm, maa, x, shift):
-        """(mixes xx + d maa, xx, d): xx is the normed x, d the difference from the previous token's xx."""
+        """Adds a layer norm, the token shift and the mixes; returns (mixes xx + d maa, xx, d): xx is the normed x, d
+        the previous token's xx minus xx."""
         (T, D), (mixed, xx, d) = x.shape, self.mixes[norm]
         self.draft.launch(
             kernels.ShiftMix.fitting(mixed.dtype, D),
@@ -224,6 +238,7 @@ class Pieces:
         return y if is_stack else y[0]
 
     def relu_squared(self, x):
+        """Adds x = relu(x)^2, in place; returns x."""
         kernel = kernels.Activation("ReluSquared", x.dtype, x.dtype)
         self.draft.launch(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
         return x
@@ -233,8 +248,9 @@ class Pieces:
         self.draft.product(self.matrix(layer, name), y[None], x[None], add=True)
         return x
 
-    def recurrent(self, op, tokens: dict, wkv, o, **more):
-        """Adds operator `op` on the arrays `tokens` [T, D], divided into heads, and on `more`; the result is `o`."""
-        *tokens_in_heads, o = (x.in_heads(self.sizes["H"])[None].swapaxes(1, 2) for x in (*tokens.values(), o))
-        arrays = dict(zip(tokens, tokens_in_heads)) | more
+    def recurrent(self, op, token_arrays: dict, wkv, o, **other_arrays):
+        """Adds the operator `op`. `token_arrays`: its arrays with tokens by name, each [T, D], which are divided into
+        heads; `other_arrays`: those without tokens. The output goes to `o` [T, D]."""
+        *in_heads, o = (x.in_heads(self.sizes["H"])[None].swapaxes(1, 2) for x in (*token_arrays.values(), o))
+        arrays = dict(zip(token_arrays, in_heads)) | other_arrays
         kernels.recurrence(self.draft, self.device, op, arrays, o, wkv, self.spans, self.scale)

@@ -15,7 +15,8 @@ from ..quantised import Stored
 
 FLOAT32 = np.dtype(np.float32)
 SCALES = "_scales"
-AS_STORED = ("embedding", "maa_up", "decay_up", "up")  # matrices that keep the files' layout, as kernels read its rows
+# Matrices that keep the layout of files, (in, out), as kernels read their rows; others are stored as (out, in).
+AS_STORED = ("embedding", "maa_up", "decay_up", "up")
 
 
 def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Array:
@@ -31,9 +32,10 @@ def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Arra
 
 
 def array_of(load, dtype, field, weight, names):
-    """A weight on the device, by `load`, a partial `stacked`.
+    """The array of one weight on the device: of a matrix in `dtype`, of others in float32.
 
-    Operands of products are stored as (out, in), with memory for more rows than they have, and in int8 with scales.
+    load : the function `stacked` with its first arguments bound
+    field, weight, names : the weight's name in the layers, its `version.Weight`, and its parameters' official names
     """
     if not weight.matrix:
         return load(FLOAT32, names)
@@ -44,7 +46,7 @@ def array_of(load, dtype, field, weight, names):
 
 
 def stacked(device, version, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
-    """The named weights on the device, [L, len(names), rows of a matrix, ...].
+    """The named parameters on the device, in one array [L, len(names), rows of a matrix, ...].
 
     blocks : L, the number of blocks to whose prefixes the names are appended; None for full names and L = 1
     rows : memory for each matrix's rows is rounded up to a multiple of this, with zeros, so that kernels may read tiles
@@ -71,7 +73,7 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
                 continue
             try:
                 with np.errstate(over="raise"):
-                    arrays = hosts(array, dtype, transposed)
+                    arrays = converted(array, dtype, transposed)
             except FloatingPointError:
                 expected = "expected dtype 'bfloat16' or 'float32' for them"
                 version.refuse(f"{prefix + name} has numbers beyond {dtype}, {expected}")
@@ -83,8 +85,8 @@ def stacked(device, version, weights, loaded, dtype, names, transposed=False, ro
     return tuple(stacks) if dtype == INT8 else stacks[0]
 
 
-def hosts(array, dtype, transposed) -> tuple:
-    """A parameter on the host, converted: (array,), or for int8 (numbers, scales), the same as the CPU's layers use."""
+def converted(array, dtype, transposed) -> tuple:
+    """A parameter converted on the host: (array,); for int8 (numbers, scales), the same as the CPU's layers use."""
     if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
         return array.q, array.scales
     array = np.asarray(array)
@@ -98,12 +100,12 @@ def hosts(array, dtype, transposed) -> tuple:
 
 
 def first_of(stack):
-    """The first layer of a stack, or of both stacks of a pair."""
+    """The first layer's part of an array of all layers, or of both arrays of a pair (numbers, scales)."""
     return tuple(part[0] for part in stack) if isinstance(stack, tuple) else stack[0]
 
 
-def apart(weights) -> SimpleNamespace:
-    """`weights` in which each pair (numbers, scales) has become two fields, `name` and `name` + SCALES."""
+def split_scales(weights) -> SimpleNamespace:
+    """The namespace `weights` with each pair (numbers, scales) as two fields, `name` and `name` + SCALES."""
     fields: dict = {}
     for name, array in vars(weights).items():
         fields |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}

@@ -54,9 +54,10 @@ def loss(kind, weights, tokens, products, drop, cut=WHOLE):
 
 # -- the operations of a mix -------------------------------------------------------------------------------------------
 class Recorded:
-    """The operations of mixes that all versions have in common; their pullbacks are stored, by matrix in `pulls`.
+    """The operations of mixes that all versions have in common (see `rwkv6.math.MixOperations`). Each stores what its
+    pullback needs; those of products are in `pulls`, by the matrix.
 
-    Each mix has an object of its own, which multiplies by each matrix once.
+    Each mix of each layer has an object of its own, which multiplies by each matrix once.
     """
 
     def __init__(self, products, drop, cut):
@@ -118,10 +119,8 @@ def embedding(weights, tokens, products):
     table, pull_norm = layer_norm(weights.embedding[None].astype(weights.ln0.dtype, copy=False), weights.ln0)
 
     def pull(dx, to):
-        one_hot = (tokens.reshape(-1, 1) == library_of(dx).arange(V)).astype(
-            dx.dtype
-            # The gradient as a product with one-hot rows, which sums in a fixed order; atomics would not.
-        )
+        # The gradient is a product with one-hot rows, which sums in a fixed order; atomic additions do not.
+        one_hot = (tokens.reshape(-1, 1) == library_of(dx).arange(V)).astype(dx.dtype)
         dtable = products.matmul(products.cast(one_hot).T, products.cast(dx).reshape(-1, D))
         to.embedding[...] = pull_norm(dtable[None], to.ln0)[0]
 
@@ -167,14 +166,14 @@ def token_shift(x, cut):
     """x_{t-1} - x_t, where x before a sequence's first token is 0."""
     d = -x
     d[:, 1:] += x[:, :-1]
-    if (before := cut.from_before(x[:, -1])) is not None:
+    if (before := cut.from_previous_rank(x[:, -1])) is not None:
         d[:, 0] += before
 
     def pull(dd):
         dx = -dd
         dx[:, :-1] += dd[:, 1:]
-        if (behind := cut.from_behind(dd[:, 0])) is not None:
-            dx[:, -1] += behind
+        if (gradient_of_next_rank := cut.from_next_rank(dd[:, 0])) is not None:
+            dx[:, -1] += gradient_of_next_rank
         return dx
 
     return d, pull

@@ -15,7 +15,7 @@ from ..matrices import FEW, pack
 from ..matrix_loops import multiply
 from ..quantised import Stored
 from . import numba_loops as loops
-from .numpy_layers import FLOAT32, NumpyLayers, Pieces, token_shift
+from .numpy_layers import FLOAT32, MixOperations, NumpyLayers, token_shift
 from .version import stacked
 
 # The format of low-rank matrices, where it is another: with int4 they have 8 bits, as they are small and affect decays.
@@ -34,9 +34,9 @@ class NumbaLayers(NumpyLayers):
         self.dtype = dtype
         super().load(weights, sizes, loaded, partial(kept, dtype))
         self.gather()
-        everything = [*vars(self.whole).values(), *(x for layer in self.layers for x in vars(layer).values())]
+        everything = [*vars(self.model_weights).values(), *(x for layer in self.layers for x in vars(layer).values())]
         self.nbytes = sum(array.nbytes for array in everything)
-        self.step_bytes = self.nbytes - self.whole.embedding.nbytes
+        self.step_bytes = self.nbytes - self.model_weights.embedding.nbytes
 
     def __repr__(self):
         return f"{type(self).__name__}({len(self.layers)} layers, {self.dtype}, {self.nbytes:,} bytes)"
@@ -46,7 +46,7 @@ class NumbaLayers(NumpyLayers):
         if not rows.single or self.dtype == "float32" and len(tokens) > FEW:
             return super().logits(tokens, state, rows, last)
         board = Board()
-        x = self.whole.embedding[tokens].astype(FLOAT32, copy=False)
+        x = self.model_weights.embedding[tokens].astype(FLOAT32, copy=False)
         slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
         state_arrays = [
             *map(np.ascontiguousarray, state.arrays)
@@ -59,8 +59,8 @@ class NumbaLayers(NumpyLayers):
                 array[...] = new
         return logits
 
-    def pieces_for(self, rows):
-        return self.pieces(self, rows, Board())
+    def operations_for(self, rows):
+        return self.operations(self, rows, Board())
 
     def __getstate__(self):
         """The attributes for copies and pickles: all but the addresses of matrices."""
@@ -75,7 +75,7 @@ class NumbaLayers(NumpyLayers):
 
         The layers' own vectors become views of this array. Entries that a layer does not have are 0.
         """
-        head, norms = self.whole.head, np.concatenate([self.whole.ln0, self.whole.ln_out])
+        head, norms = self.model_weights.head, np.concatenate([self.model_weights.ln0, self.model_weights.ln_out])
         matrices = np.zeros((len(self.layers), len(self.loops.MATRICES), len(described(head))), np.int64)
         vectors = np.zeros((len(self.layers), sum(self.loops.VECTORS.values()), norms.shape[-1]), FLOAT32)
         starts = np.cumsum([0, *self.loops.VECTORS.values()])
@@ -111,7 +111,7 @@ def kept(format, field, weight, arrays):
 
 
 @dataclass
-class Prompt(Pieces):
+class PromptOperations(MixOperations):
     """The operations of mixes for prompts, with packed matrices; loops replace NumPy where they are faster."""
 
     board: Board

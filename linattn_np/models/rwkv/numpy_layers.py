@@ -22,14 +22,14 @@ class NumpyLayers:
     """The weights of all layers, and the computation of logits.
 
     A version's subclass sets `version`; `mixes`, a module with the functions `time_mix` and `channel_mix`; and
-    `pieces`, the class with the operations that these functions call.
+    `operations`, the class with the operations that these functions call.
     """
 
     device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
     state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # calls need no lock: each has arrays of its own
     version: ClassVar[Version]
     mixes: ClassVar[ModuleType]
-    pieces: ClassVar[type[Pieces]]
+    operations: ClassVar[type[MixOperations]]
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
@@ -40,7 +40,7 @@ class NumpyLayers:
         version = self.version
         self.layer_eps, self.group_eps = version.norm_eps(weights)
         array_of = partial(loaded_array, version, weights, loaded, kept)
-        self.whole = version.model_arrays(array_of)
+        self.model_weights = version.model_arrays(array_of)
         self.layers = [version.layer_arrays(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
         self.tuned = [array.astype(FLOAT32) for array in initial_states(weights)]
         for array in initial_states(weights):
@@ -51,23 +51,23 @@ class NumpyLayers:
 
     def logits(self, tokens, state, rows, last):
         """Logits [T, V], or [N, V] for each sequence's last token."""
-        do = self.pieces_for(rows)
-        return do.multiply(self.whole.head, self.run(do, tokens, state, rows, last))
+        ops = self.operations_for(rows)
+        return ops.multiply(self.model_weights.head, self.run(ops, tokens, state, rows, last))
 
     def hidden(self, tokens, state, rows, last):
         """The head's input [T, D], or [N, D] for each sequence's last token."""
-        return self.run(self.pieces_for(rows), tokens, state, rows, last)
+        return self.run(self.operations_for(rows), tokens, state, rows, last)
 
-    def pieces_for(self, rows):
-        return self.pieces(self, rows)
+    def operations_for(self, rows):
+        return self.operations(self, rows)
 
-    def run(self, do, tokens, state, rows, last):
-        """Runs all layers with the operations `do`; returns the head's input."""
-        whole = self.whole
+    def run(self, ops, tokens, state, rows, last):
+        """Runs all layers with the operations `ops`; returns the head's input."""
+        whole = self.model_weights
         x = array_math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0, self.layer_eps)
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
-            x = self.mixes.time_mix(do, layer, x, att_shift, wkv)
-            x = self.mixes.channel_mix(do, layer, x, ffn_shift)
+            x = self.mixes.time_mix(ops, layer, x, att_shift, wkv)
+            x = self.mixes.channel_mix(ops, layer, x, ffn_shift)
         return array_math.layer_norm(x[rows.last] if last else x, whole.ln_out, self.layer_eps)
 
 
@@ -86,8 +86,9 @@ def kept(field, weight, arrays):
 
 
 @dataclass
-class Pieces:
-    """The operations of mixes that all versions have in common, on NumPy arrays; `rwkv6.math.Pieces` specifies them.
+class MixOperations:
+    """The operations of mixes that all versions have in common, on NumPy arrays; `rwkv6.math.MixOperations` specifies
+    them.
 
     The parts `shift` [P, D] and `wkv` [P, H, N, N] of a layer's state are updated in place.
     """

@@ -1,4 +1,8 @@
-"""RWKV-6's mixes of prompts on the GPU, as steps of a plan."""
+"""RWKV-6's mixes for prompts on the GPU, as steps of a plan.
+
+Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channels, A and W the ranks of the low-rank
+products for the mixes and for the decay.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from ..rwkv import cuda_prompts
 from . import math
 
 
-class Pieces(cuda_prompts.Pieces):
-    """`math.Pieces`."""
+class MixOperations(cuda_prompts.MixOperations):
+    """The operations of `math.MixOperations`, each as launches in a plan; x and the state are `plan.Array`s."""
 
     time_mix, channel_mix = math.time_mix, math.channel_mix
 
-    def __init__(self, *how):
-        super().__init__(*how)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         T, X, (D, F, A, W), empty = self.T, self.dtype, (self.sizes[axis] for axis in "DFAW"), self.draft.empty
         self.xx, self.d, self.w = (empty((T, D), FLOAT32) for _ in range(3))
         self.o, self.mixed, self.normed = empty((T, D), X), empty((5, T, D), X), empty((1, T, D), X)

@@ -21,19 +21,19 @@ class Mixes:
         self.how = how
 
     def time_mix(self, layer, x):
-        do = Recorded(*self.how)
-        return math.time_mix(do, layer, x, None, None), partial(time_mix_vjp, do, layer)
+        ops = Recorded(*self.how)
+        return math.time_mix(ops, layer, x, None, None), partial(time_mix_vjp, ops, layer)
 
     def channel_mix(self, layer, x):
-        do = Recorded(*self.how)
-        return math.channel_mix(do, layer, x, None), partial(channel_mix_vjp, do, layer)
+        ops = Recorded(*self.how)
+        return math.channel_mix(ops, layer, x, None), partial(channel_mix_vjp, ops, layer)
 
 
 loss = partial(grad.loss, Mixes)
 
 
 class Recorded(grad.Recorded):
-    """`math.Pieces` that keep their pullbacks."""
+    """`math.MixOperations` that keep their pullbacks."""
 
     def data_mix(self, layer, low, xx, d):
         self.low = tanh(low).reshape(*low.shape[:2], 5, -1)
@@ -63,42 +63,42 @@ class Recorded(grad.Recorded):
         return self.add(x, sigmoid_gate(gate, value))
 
 
-def time_mix_vjp(do, layer, dy, to):
+def time_mix_vjp(ops, layer, dy, to):
     """The gradient of x; those of the layer's weights go to `to`."""
-    pulls, normed, gate, d = do.pulls, do.normed, do.gate, do.d
-    daffine, dgate = gated_vjp(pulls["output"](do.pull_drop(dy), to.output), normed, *layer.ln_x, gate)
+    pulls, normed, gate, d = ops.pulls, ops.normed, ops.gate, ops.d
+    daffine, dgate = gated_vjp(pulls["output"](ops.pull_drop(dy), to.output), normed, *layer.ln_x, gate)
     to.ln_x[0], to.ln_x[1] = total(daffine * normed), total(daffine)
-    doutput = do.pull_group((daffine * layer.ln_x[0]).reshape(do.o.shape))
-    dr, dk, dv, dw, du = do.pull_recurrence(doutput.astype(do.o.dtype, copy=False), to)
+    doutput = ops.pull_group((daffine * layer.ln_x[0]).reshape(ops.o.shape))
+    dr, dk, dv, dw, du = ops.pull_recurrence(doutput.astype(ops.o.dtype, copy=False), to)
     to.bonus[...] = du
-    dlow = dw.reshape(dy.shape) * do.w  # w is its own derivative
+    dlow = dw.reshape(dy.shape) * ops.w  # w is its own derivative
     to.decay[...] = total(dlow)
-    dlow = tanh_vjp(pulls["decay_up"](dlow, to.decay_up), do.decay_low)
+    dlow = tanh_vjp(pulls["decay_up"](dlow, to.decay_up), ops.decay_low)
     dmixed_w = pulls["decay_down"](dlow, to.decay_down)
     dkvrg = library_of(dy).empty((4, *dy.shape), dr.dtype)
     for place, gradient in zip(dkvrg, (dk, dv, dr, dgate)):
         place[...] = gradient.reshape(dy.shape)
     dmixed = pulls["kvrg"](dkvrg, to.kvrg)
-    dm = library_of(do.m).empty(do.m.shape, do.m.dtype)
+    dm = library_of(ops.m).empty(ops.m.shape, ops.m.dtype)
     np.multiply(dmixed_w, d, out=dm[0])
     np.multiply(dmixed, d, out=dm[1:])
     to.maa[...] = total(dm)
     dlow = pulls["maa_up"](dm, to.maa_up).transpose(1, 2, 0, 3)
-    dlow = tanh_vjp(dlow, do.low)
+    dlow = tanh_vjp(dlow, ops.low)
     dmixed_x = pulls["maa_down"](dlow.reshape(*dlow.shape[:2], -1), to.maa_down)
     to.maa_x[...] = total(dmixed_x * d)
-    dx, dd = mixes_vjp(dmixed_x, dmixed_w, *dmixed, layer.maa_x, *do.m)
-    return dy + do.pull_norm(dx + do.pull_shift(dd), to.ln1)
+    dx, dd = mixes_vjp(dmixed_x, dmixed_w, *dmixed, layer.maa_x, *ops.m)
+    return dy + ops.pull_norm(dx + ops.pull_shift(dd), to.ln1)
 
 
-def channel_mix_vjp(do, layer, dy, to):
-    pulls, d = do.pulls, do.d
-    dgate, dvalue = sigmoid_gate_vjp(do.pull_drop(dy), do.gate, do.value)
-    dhidden = relu_squared_vjp(pulls["ffn_value"](dvalue, to.ffn_value), do.hidden)
+def channel_mix_vjp(ops, layer, dy, to):
+    pulls, d = ops.pulls, ops.d
+    dgate, dvalue = sigmoid_gate_vjp(ops.pull_drop(dy), ops.gate, ops.value)
+    dhidden = relu_squared_vjp(pulls["ffn_value"](dvalue, to.ffn_value), ops.hidden)
     dk, dr = pulls["ffn_key"](dhidden, to.ffn_key), pulls["ffn_receptance"](dgate, to.ffn_receptance)
     to.ffn_maa[0], to.ffn_maa[1] = total(dk * d), total(dr * d)
     dx, dd = two_mixes_vjp(dk, dr, *layer.ffn_maa)
-    return dy + do.pull_norm(dx + do.pull_shift(dd), to.ln2)
+    return dy + ops.pull_norm(dx + ops.pull_shift(dd), to.ln2)
 
 
 @fused

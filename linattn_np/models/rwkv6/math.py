@@ -1,9 +1,9 @@
 """RWKV-6's two mixes, written once.
 
-`time_mix` and `channel_mix` say which pieces follow each other; what computes the pieces is given to them: NumPy for
-the CPU, steps of a plan for prompts on the GPU, and a pullback with each for gradients. A single token on the GPU has
-fewer and larger kernels than there are pieces, and a plan of its own (`cuda_decode`); on the CPU it is one loop of
-Numba's (`numba_loops.step`).
+`time_mix` and `channel_mix` call operations of an object `ops`, which computes them: with NumPy on the CPU, by steps of
+a plan for prompts on the GPU, or with a pullback of each for gradients. Decoding does not use these functions. On the
+GPU it takes fewer and larger kernels than there are operations (`cuda_decode`); on the CPU it is one loop of Numba's
+(`numba_loops.step`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Pieces(Protocol):
-    """What the mixes are made of. `layer` has the arrays of `weights.LAYER`; a piece is told the names of its own.
+class MixOperations(Protocol):
+    """The operations of which the mixes consist. `layer` has the arrays of `weights.LAYER` as attributes; an operation
+    that serves several weights gets their names.
 
-    x and what becomes of it are rows of tokens [..., D]; a leading axis counts what lies side by side. `shift` and
-    `wkv` are a layer's part of the state, which only the pieces that update it look at.
+    The residual x and all that is computed from it are rows of tokens [..., D]; where there are several of a kind, they
+    are stacked along a leading axis. `shift` (the previous token's normed x) and `wkv` (the recurrence's state) are the
+    layer's part of the model's state; the operations that get them read and update them.
     """
 
     def shift_mix(self, layer, norm: str, maa: str, x, shift):
@@ -46,17 +48,19 @@ class Pieces(Protocol):
         """x + sigmoid(gate) value; x may be written to."""
 
 
-def time_mix(do: Pieces, layer, x, shift, wkv):
-    (mixed_x,), xx, d = do.shift_mix(layer, "ln1", "maa_x", x, shift)
-    mixed = do.data_mix(layer, do.product(layer, "maa_down", mixed_x), xx, d)
-    kvrg = do.product(layer, "kvrg", mixed[1:])
-    w = do.log_decay(layer, do.product(layer, "decay_down", mixed[0]))
-    o = do.recurrence(layer, kvrg[:3], w, wkv)
-    return do.add_product(layer, "output", x, do.gated_norm(layer, o, kvrg[3]))
+def time_mix(ops: MixOperations, layer, x, shift, wkv):
+    """The residual after a layer's time mix."""
+    (mixed_x,), xx, d = ops.shift_mix(layer, "ln1", "maa_x", x, shift)
+    mixed = ops.data_mix(layer, ops.product(layer, "maa_down", mixed_x), xx, d)
+    kvrg = ops.product(layer, "kvrg", mixed[1:])
+    w = ops.log_decay(layer, ops.product(layer, "decay_down", mixed[0]))
+    o = ops.recurrence(layer, kvrg[:3], w, wkv)
+    return ops.add_product(layer, "output", x, ops.gated_norm(layer, o, kvrg[3]))
 
 
-def channel_mix(do: Pieces, layer, x, shift):
-    (mixed_k, mixed_r), _, _ = do.shift_mix(layer, "ln2", "ffn_maa", x, shift)
-    k = do.relu_squared(do.product(layer, "ffn_key", mixed_k))
-    gate = do.product(layer, "ffn_receptance", mixed_r)
-    return do.add_gated(x, gate, do.product(layer, "ffn_value", k))
+def channel_mix(ops: MixOperations, layer, x, shift):
+    """The residual after a layer's channel mix."""
+    (mixed_k, mixed_r), _, _ = ops.shift_mix(layer, "ln2", "ffn_maa", x, shift)
+    k = ops.relu_squared(ops.product(layer, "ffn_key", mixed_k))
+    gate = ops.product(layer, "ffn_receptance", mixed_r)
+    return ops.add_gated(x, gate, ops.product(layer, "ffn_value", k))

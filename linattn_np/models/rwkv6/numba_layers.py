@@ -12,8 +12,8 @@ from . import math, numba_loops, numpy_layers
 from .names import VERSION
 
 
-class Prompt(numba_layers.Prompt, numpy_layers.Pieces):
-    """`math.Pieces` on matrices in few bits."""
+class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations):
+    """`math.MixOperations` on matrices in few bits."""
 
     def data_mix(self, layer, low, xx, d):
         tanh_of(low)
@@ -35,5 +35,5 @@ class Prompt(numba_layers.Prompt, numpy_layers.Pieces):
 class NumbaLayers(numba_layers.NumbaLayers):
     version = VERSION
     mixes: ClassVar = math
-    pieces = Prompt
+    operations = PromptOperations
     loops: ClassVar = numba_loops

@@ -14,8 +14,8 @@ from . import math
 from .names import VERSION
 
 
-class Pieces(numpy_layers.Pieces):
-    """`math.Pieces` on NumPy arrays."""
+class MixOperations(numpy_layers.MixOperations):
+    """`math.MixOperations` on NumPy arrays."""
 
     def data_mix(self, layer, low, xx, d):
         low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)  # [5, T, A]
@@ -39,4 +39,4 @@ class Pieces(numpy_layers.Pieces):
 class NumpyLayers(numpy_layers.NumpyLayers):
     version = VERSION
     mixes: ClassVar = math
-    pieces = Pieces
+    operations = MixOperations

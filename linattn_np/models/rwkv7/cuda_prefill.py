@@ -1,4 +1,7 @@
-"""RWKV-7's mixes of prompts on the GPU, as steps of a plan."""
+"""RWKV-7's mixes for prompts on the GPU, as steps of a plan.
+
+Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channels.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from ...declarations import RWKV7
 from ..rwkv import cuda_prompts
 
 
-class Pieces(cuda_prompts.Pieces):
-    """The two mixes; all matrices of low rank that meet the inputs are one product, and so is what opens after them."""
+class MixOperations(cuda_prompts.MixOperations):
+    """The two mixes as launches in a plan. One product computes the first halves of all four low-rank products
+    (`down`), and one kernel the second halves with their activations (`Openings`)."""
 
-    def __init__(self, decoder, *how):
-        super().__init__(decoder, *how)
+    def __init__(self, decoder, *arguments):
+        super().__init__(decoder, *arguments)
         T, X, (D, F), empty = self.T, self.dtype, (self.sizes[axis] for axis in "DF"), self.draft.empty
         self.mixed, self.y = empty((6, T, D), X), empty((1, T, D), X)
         self.mixes = {"ln1": (self.mixed, None, None), "ln2": (self.y, None, None)}
@@ -39,8 +43,8 @@ class Pieces(cuda_prompts.Pieces):
         opening, (rate, gate, share) = rwkv6_model_kernels.Openings.of_prompt(self.dtype, kernels.DOWNS), self.openings
         arrays = {"low": low, "up": layer.up, "bases": layer.bases, "w": self.w, "openings": self.openings}
         self.draft.launch(opening, opening.blocks(T, D), **arrays, R=low.shape[-1])
-        keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # whose products are done
-        arrays = {"k": k, "v": v, "rate": rate, "share": share, "first": self.seen.first, "a": a, "b": b}
+        keys, (a, b, o) = kernels.Keys.fitting(self.dtype, N), mixed[:3]  # these mixes are not read any more
+        arrays = {"k": k, "v": v, "rate": rate, "share": share, "first": self.arrays.first, "a": a, "b": b}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
         self.draft.launch(keys, keys.blocks(T * H), **arrays, rows=T * H)
         self.recurrent(RWKV7, {"r": r, "w": self.w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
@@ -56,7 +60,7 @@ class Pieces(cuda_prompts.Pieces):
         hidden = self.relu_squared(self.product(layer, "ffn_key", mixed))
         if self.dtype != np.float16:
             return self.add_product(layer, "ffn_value", x, hidden[0])
-        value = self.product(layer, "ffn_value", hidden)  # in units that float16 holds
+        value = self.product(layer, "ffn_value", hidden)  # in a unit that keeps it in float16's range
         kernel = rwkv6_model_kernels.GatedAdd(self.dtype)
         self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=None, value=value, count=x.size)
         return x

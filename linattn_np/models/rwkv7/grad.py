@@ -31,19 +31,19 @@ class Mixes:
         return Recorded(self, *self.how)
 
     def time_mix(self, layer, x):
-        do = self.recorded()
-        return math.time_mix(do, layer, x, None, None), partial(time_mix_vjp, do, layer)
+        ops = self.recorded()
+        return math.time_mix(ops, layer, x, None, None), partial(time_mix_vjp, ops, layer)
 
     def channel_mix(self, layer, x):
-        do = self.recorded()
-        return math.channel_mix(do, layer, x, None), partial(channel_mix_vjp, do, layer)
+        ops = self.recorded()
+        return math.channel_mix(ops, layer, x, None), partial(channel_mix_vjp, ops, layer)
 
 
 loss = partial(grad.loss, Mixes)
 
 
 class Recorded(grad.Recorded):
-    """`math.Pieces` that keep their pullbacks."""
+    """`math.MixOperations` that keep their pullbacks."""
 
     def __init__(self, mixes, *how):
         super().__init__(*how)
@@ -90,73 +90,73 @@ class Recorded(grad.Recorded):
         return self.ungated * gate
 
 
-def time_mix_vjp(do, layer, dy, to):
+def time_mix_vjp(ops, layer, dy, to):
     """The gradient of x; those of the layer's weights go to `to`."""
-    dmixed = gated_vjp(do, layer, do.pulls["output"](do.pull_drop(dy), to.output), to)
-    return dy + mix_vjp(do, stack_of(*dmixed), layer.mix, to.mix, to.ln1)
+    dmixed = gated_vjp(ops, layer, ops.pulls["output"](ops.pull_drop(dy), to.output), to)
+    return dy + mix_vjp(ops, stack_of(*dmixed), layer.mix, to.mix, to.ln1)
 
 
-def gated_vjp(do, layer, dgated, to):
+def gated_vjp(ops, layer, dgated, to):
     """The gradients of the six mixed inputs of `math.gated`, each [B, T, D]."""
-    pulls = do.pulls
-    dungated = dgated * do.gate
-    dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(do, layer, dungated, to)
-    dk, dicl = keys_vjp(do, layer, dkey, dkappa, dicl, to)
+    pulls = ops.pulls
+    dungated = dgated * ops.gate
+    dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(ops, layer, dungated, to)
+    dk, dicl = keys_vjp(ops, layer, dkey, dkappa, dicl, to)
     if hasattr(layer, "value"):
-        dopening = opening_vjp(dv * do.change, do.value_opening)
+        dopening = opening_vjp(dv * ops.change, ops.value_opening)
         to.value[...] = total(dopening)
         dmixed_v = pulls["value_down"](pulls["value_up"](dopening, to.value_up), to.value_down)
-        do.mixes.dfirst += dv * do.value_opening
-        dv = dv * (1 - do.value_opening)
+        ops.mixes.dfirst += dv * ops.value_opening
+        dv = dv * (1 - ops.value_opening)
     else:
-        dmixed_v, dv = 0, dv + do.mixes.dfirst
-    dopening = -math.DECAY * opening_vjp(dw, do.decay_opening)
+        dmixed_v, dv = 0, dv + ops.mixes.dfirst
+    dopening = -math.DECAY * opening_vjp(dw, ops.decay_opening)
     to.decay[...] = total(dopening)
-    dlow = tanh_vjp(pulls["decay_up"](dopening, to.decay_up), do.decay_low)
+    dlow = tanh_vjp(pulls["decay_up"](dopening, to.decay_up), ops.decay_low)
     dmixed_w = pulls["decay_down"](dlow, to.decay_down)
-    dopening = opening_vjp(dicl, do.icl)
+    dopening = opening_vjp(dicl, ops.icl)
     to.icl[...] = total(dopening)
     dmixed_a = pulls["icl_down"](pulls["icl_up"](dopening, to.icl_up), to.icl_down)
-    dlow = opening_vjp(pulls["gate_up"](dgated * do.ungated, to.gate_up), do.gate_opening)
+    dlow = opening_vjp(pulls["gate_up"](dgated * ops.ungated, to.gate_up), ops.gate_opening)
     dmixed_g = pulls["gate_down"](dlow, to.gate_down)
     dmixed_k, dmixed_v2, dmixed_r = pulls["kvr"](stack_of(dk, dv, dr), to.kvr)
     return dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v2, dmixed_r
 
 
-def recurrence_vjp(do, layer, dungated, to):
+def recurrence_vjp(ops, layer, dungated, to):
     """Those of r, w, the key, v, kappa and the learning rate, [B, T, D]."""
-    to.ln_x[0], to.ln_x[1] = total(dungated * do.normed), total(dungated)
-    dbonus = dungated.reshape(do.r.shape)
-    dshare = (dbonus * do.v).sum(axis=-1, keepdims=True)
-    to.bonus[...] = (dshare * do.r * do.key).sum(axis=1).sum(axis=0)
-    doutput = do.pull_group((dungated * layer.ln_x[0]).reshape(do.r.shape))
-    doutput = do.products.cast(doutput)
-    dr, dw, dkey, dv, da, db = (x.astype(do.r.dtype, copy=False) for x in do.pull_recurrence(doutput, to))
-    dr, dkey, dv = dr + dshare * do.key * layer.bonus, dkey + dshare * do.r * layer.bonus, dv + dbonus * do.share
-    icl = do.icl.reshape(da.shape)
-    return (x.reshape(dungated.shape) for x in (dr, dw, dkey, dv, icl * db - da, do.kappa * db))
+    to.ln_x[0], to.ln_x[1] = total(dungated * ops.normed), total(dungated)
+    dbonus = dungated.reshape(ops.r.shape)
+    dshare = (dbonus * ops.v).sum(axis=-1, keepdims=True)
+    to.bonus[...] = (dshare * ops.r * ops.key).sum(axis=1).sum(axis=0)
+    doutput = ops.pull_group((dungated * layer.ln_x[0]).reshape(ops.r.shape))
+    doutput = ops.products.cast(doutput)
+    dr, dw, dkey, dv, da, db = (x.astype(ops.r.dtype, copy=False) for x in ops.pull_recurrence(doutput, to))
+    dr, dkey, dv = dr + dshare * ops.key * layer.bonus, dkey + dshare * ops.r * layer.bonus, dv + dbonus * ops.share
+    icl = ops.icl.reshape(da.shape)
+    return (x.reshape(dungated.shape) for x in (dr, dw, dkey, dv, icl * db - da, ops.kappa * db))
 
 
-def keys_vjp(do, layer, dkey, dkappa, dicl, to):
+def keys_vjp(ops, layer, dkey, dkappa, dicl, to):
     """Those of k and of the learning rate."""
-    to.replacement[...] = total(dkey * do.k * (do.icl - 1))
-    dremoved = do.pull_kappa(dkappa.reshape(do.kappa.shape)).reshape(do.k.shape)
-    to.removal[...] = total(dremoved * do.k)
-    dk = lerp(written(dkey, do.icl, layer.replacement), dremoved, layer.removal)
-    return dk, dicl + dkey * do.k * layer.replacement
+    to.replacement[...] = total(dkey * ops.k * (ops.icl - 1))
+    dremoved = ops.pull_kappa(dkappa.reshape(ops.kappa.shape)).reshape(ops.k.shape)
+    to.removal[...] = total(dremoved * ops.k)
+    dk = lerp(written(dkey, ops.icl, layer.replacement), dremoved, layer.removal)
+    return dk, dicl + dkey * ops.k * layer.replacement
 
 
-def channel_mix_vjp(do, layer, dy, to):
-    dhidden = relu_squared_vjp(do.pulls["ffn_value"](do.pull_drop(dy), to.ffn_value), do.hidden)
-    dmixed = do.pulls["ffn_key"](dhidden, to.ffn_key)[None]
-    return dy + mix_vjp(do, dmixed, layer.ffn_mix[None], to.ffn_mix[None], to.ln2)
+def channel_mix_vjp(ops, layer, dy, to):
+    dhidden = relu_squared_vjp(ops.pulls["ffn_value"](ops.pull_drop(dy), to.ffn_value), ops.hidden)
+    dmixed = ops.pulls["ffn_key"](dhidden, to.ffn_key)[None]
+    return dy + mix_vjp(ops, dmixed, layer.ffn_mix[None], to.ffn_mix[None], to.ln2)
 
 
-def mix_vjp(do, dmixed, mix, to_mix, to_norm):
+def mix_vjp(ops, dmixed, mix, to_mix, to_norm):
     """The gradient of x, of the gradients [n, B, T, D] of xx + d mix with mix [n, D]."""
-    to_mix[...] = total(dmixed * do.d)
+    to_mix[...] = total(dmixed * ops.d)
     dd = (dmixed * mix[:, None, None]).sum(axis=0)
-    return do.pull_norm(dmixed.sum(axis=0) + do.pull_shift(dd), to_norm)
+    return ops.pull_norm(dmixed.sum(axis=0) + ops.pull_shift(dd), to_norm)
 
 
 def unit_heads(x):

@@ -1,9 +1,9 @@
 """RWKV-7's two mixes, written once.
 
-`time_mix` and `channel_mix` say which pieces follow each other; what computes the pieces is given to them: NumPy, or
-Numba's loops, or a pullback with each for gradients. A single token on the CPU is one loop of Numba's
-(`numba_loops.step`). On the GPU prompts and steps have fewer and larger kernels than there are pieces, and plans of
-their own (`cuda_prefill`, `cuda_decode`).
+`time_mix` and `channel_mix` call operations of an object `ops`, which computes them: with NumPy, with Numba's loops, or
+with a pullback of each for gradients. Decoding on the CPU does not use these functions: it is one loop of Numba's
+(`numba_loops.step`). Nor does the GPU, which takes fewer and larger kernels than there are operations (`cuda_prefill`
+for prompts, `cuda_decode`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 from typing import Protocol
 
 DECAY = 0.6065306597126334  # exp(-1/2): the decay of a token is exp(-DECAY sigmoid(...)), from 0.545 to 1
-LEAST_NORM = 1e-12  # of a removal key, by which it is divided
+LEAST_NORM = 1e-12  # a removal key is divided by its norm, or by this if the norm is less
 
 
-class Pieces(Protocol):
-    """What the mixes are made of. `layer` has the arrays of `weights.LAYER`; a piece is told the names of its own.
+class MixOperations(Protocol):
+    """The operations of which the mixes consist. `layer` has the arrays of `weights.LAYER` as attributes; an operation
+    that serves several weights gets their names.
 
-    x and what becomes of it are rows of tokens [..., D]; a leading axis counts what lies side by side. `shift` and
-    `wkv` are a layer's part of the state, which only the pieces that update it look at.
+    The residual x and all that is computed from it are rows of tokens [..., D]; where there are several of a kind, they
+    are stacked along a leading axis. `shift` (the previous token's normed x) and `wkv` (the recurrence's state) are the
+    layer's part of the model's state; the operations that get them read and update them.
     """
 
     def shift_mix(self, layer, norm: str, maa: str, x, shift):
@@ -58,27 +60,29 @@ class Pieces(Protocol):
         """x + y W^T; x may be written to."""
 
 
-def time_mix(do: Pieces, layer, x, shift, wkv):
-    mixed, _, _ = do.shift_mix(layer, "ln1", "mix", x, shift)
-    return do.add_product(layer, "output", x, gated(do, layer, mixed, wkv))
+def time_mix(ops: MixOperations, layer, x, shift, wkv):
+    """The residual after a layer's time mix."""
+    mixed, _, _ = ops.shift_mix(layer, "ln1", "mix", x, shift)
+    return ops.add_product(layer, "output", x, gated(ops, layer, mixed, wkv))
 
 
-def gated(do: Pieces, layer, mixed, wkv):
-    """What the output's matrix takes, of the six mixed inputs."""
+def gated(ops: MixOperations, layer, mixed, wkv):
+    """The input of the time mix's output matrix, from its six mixes w a g k v r."""
     x_w, x_a, x_g, _, x_v, _ = mixed
-    k, v, r = do.product(layer, "kvr", mixed[3:])
-    w = do.log_decay(layer, do.product(layer, "decay_down", x_w))
-    icl = do.learning_rate(layer, do.product(layer, "icl_down", x_a))
-    gate = do.output_gate(layer, do.product(layer, "gate_down", x_g))
+    k, v, r = ops.product(layer, "kvr", mixed[3:])
+    w = ops.log_decay(layer, ops.product(layer, "decay_down", x_w))
+    icl = ops.learning_rate(layer, ops.product(layer, "icl_down", x_a))
+    gate = ops.output_gate(layer, ops.product(layer, "gate_down", x_g))
     if hasattr(layer, "value"):
-        v = do.residual_value(layer, v, do.product(layer, "value_down", x_v))
+        v = ops.residual_value(layer, v, ops.product(layer, "value_down", x_v))
     else:
-        v = do.first_value(v)
-    kappa, k = do.keys(layer, k, icl)
-    o = do.recurrence(layer, r, w, k, v, kappa, icl, wkv)
-    return do.bonus_norm(layer, o, r, k, v, gate)
+        v = ops.first_value(v)
+    kappa, k = ops.keys(layer, k, icl)
+    o = ops.recurrence(layer, r, w, k, v, kappa, icl, wkv)
+    return ops.bonus_norm(layer, o, r, k, v, gate)
 
 
-def channel_mix(do: Pieces, layer, x, shift):
-    (mixed_k,), _, _ = do.shift_mix(layer, "ln2", "ffn_mix", x, shift)
-    return do.add_product(layer, "ffn_value", x, do.relu_squared(do.product(layer, "ffn_key", mixed_k)))
+def channel_mix(ops: MixOperations, layer, x, shift):
+    """The residual after a layer's channel mix."""
+    (mixed_k,), _, _ = ops.shift_mix(layer, "ln2", "ffn_mix", x, shift)
+    return ops.add_product(layer, "ffn_value", x, ops.relu_squared(ops.product(layer, "ffn_key", mixed_k)))

@@ -38,7 +38,7 @@ def biased_sigmoid(x, base, factor):
             x[b, c] = np.float32(factor) * sigmoid(base[c] + x[b, c])
 
 
-# -- the mixes' pieces ------------------------------------------------------------------------------------------------
+# -- the mixes' operations --------------------------------------------------------------------------------------------
 @njit(**LOOP)
 def residual_value(v, first, opening, base):
     """v becomes v + (first - v) sigmoid(base + opening)."""

@@ -14,8 +14,8 @@ from . import math
 from .names import VERSION
 
 
-class Pieces(numpy_layers.Pieces):
-    """`math.Pieces` on NumPy arrays."""
+class MixOperations(numpy_layers.MixOperations):
+    """`math.MixOperations` on NumPy arrays."""
 
     def log_decay(self, layer, low):
         return -np.float32(math.DECAY) * array_math.sigmoid(layer.decay + self.product(layer, "decay_up", np.tanh(low)))
@@ -54,4 +54,4 @@ class Pieces(numpy_layers.Pieces):
 class NumpyLayers(numpy_layers.NumpyLayers):
     version = VERSION
     mixes: ClassVar = math
-    pieces = Pieces
+    operations = MixOperations
