@@ -56,11 +56,11 @@ def vjp(
     return vjp_of(declared, arrays, backend=backend, **arguments)
 
 
-def vjp_of(op: Op, arrays, *, backend="auto", kept=(), **arguments):
-    """`vjp` of a declared operator; `kept` is what `dispatch.summarise` kept of the same call."""
+def vjp_of(op: Op, arrays, *, backend="auto", summaries=(), **arguments):
+    """`vjp` of a declared operator; `summaries`: those that `dispatch.summarise` has returned for the same call."""
     problem = bind(op, arrays, arguments)
     backend_vjp = backend_module(choose(problem, backend)).vjp
-    (o, final_state), pull = backend_vjp(inner_call(with_output(problem)), *([kept] if kept else []))
+    (o, final_state), pull = backend_vjp(inner_call(with_output(problem)), *([summaries] if summaries else []))
     result = in_kind(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
         result = (result, states_to_caller(problem, final_state))
@@ -74,6 +74,7 @@ def pullback_of(op: Op, arrays, *, backend="auto", **arguments):
 
 
 def bind(op: Op, arrays, arguments):
+    """The checked call, whose gradient is wanted."""
     op, arrays = op.fitting(arrays)
     if arguments.get("out") is not None:
         op.refuse("out", "cannot be given to vjp")
@@ -81,7 +82,8 @@ def bind(op: Op, arrays, arguments):
 
 
 class CheckedPullback:
-    """A backend's pullback for the caller: checks the arrays that come in, and returns arrays of the caller's kind."""
+    """The pullback that `vjp` returns: it checks the caller's arrays, calls the backend's pullback `pull`, and returns
+    arrays of the caller's library."""
 
     def __init__(self, problem, pull):
         self.problem, self.pull = problem, pull
@@ -89,12 +91,12 @@ class CheckedPullback:
     def __call__(self, do, dht=None):
         return self.gradients(do, dht)
 
-    def gradients(self, do, dht, kept=()):
-        """The gradients; `kept`, which `summarise` returned for the same `do`, is not computed again."""
+    def gradients(self, do, dht, summaries=()):
+        """The gradients. `summaries`: those that `summarise` has returned for the same `do`."""
         problem, op = self.problem, self.problem.op
         do, dht = placed_cotangents(problem, do, dht, callers_sizes(problem))
         dht = dht and tuple(state_to_backend(problem, part, axes) for part, axes in zip(dht, op.state))
-        gradients, initial = self.pull(array_to_backend(problem, do, op.out), dht, *([kept] if kept else []))
+        gradients, initial = self.pull(array_to_backend(problem, do, op.out), dht, *([summaries] if summaries else []))
         if op.derived is not None:
             gradients = op.derived.gradients(problem, gradients)
         result = tuple(
@@ -104,17 +106,18 @@ class CheckedPullback:
         return result if problem.initial_state is None else (*result, states_to_caller(problem, initial))
 
     def summarise(self, do):
-        """(the initial state's gradient for a dht of zero, decays as the backend has them, kept), or None where that
-        takes all of a pullback."""
+        """(the parts of the initial state's gradient for a dht of zero, the products of the decays as the backend has
+        them, summaries); None where that is no cheaper than the whole pullback."""
         problem = self.problem
         if not hasattr(self.pull, "summarise"):
             return None
         do, _ = placed_cotangents(problem, do, None, callers_sizes(problem))
-        found = self.pull.summarise(array_to_backend(problem, do, problem.op.out))
-        if found is None:
+        summary = self.pull.summarise(array_to_backend(problem, do, problem.op.out))
+        if summary is None:
             return None
-        (own, decays), kept = found
-        return tuple(state_to_caller(problem, part, axes) for part, axes in zip(own, problem.op.state)), decays, kept
+        (dstate, decays), summaries = summary
+        dstate = tuple(state_to_caller(problem, part, axes) for part, axes in zip(dstate, problem.op.state))
+        return dstate, decays, summaries
 
 
 def placed_cotangents(problem, do, dht, sizes):

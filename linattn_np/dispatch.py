@@ -7,11 +7,14 @@ moved from host to device or back. A backend is a package under `backends/` with
     run(problem)                            native results: (o, final state parts or None); a step's o; a stage's result
     vjp(problem)                            ((o, final state parts or None), pullback), where why_not allows a gradient
     pullback(problem)                       the second of these, for callers that want no result
-    summarise(problem)                      optional: ((final state from zero, decays or None), kept) without an o, or
-                                            None; `kept`, if not empty, is a second argument of `run` and `vjp`, which
-                                            then reuse these results for the same tokens
-    KEEPS                                   optional: whether `kept` is ever not empty
-    describe(problem) -> dict               kernels, tiles and copies, for `explain`
+    summarise(problem)                      optional: ((final state for an initial state of zero, products of the decays
+                                            or None), summaries) without o; None where that is no cheaper than `run`.
+                                            `summaries`, if not empty, are arrays about segments of the tokens: passed
+                                            as a second argument to `run` or `vjp`, they are not computed again
+    SAVES_SUMMARIES                         optional: whether `summaries` is ever not empty
+    describe(problem, bytes_moved) -> dict  kernels, tiles and copies, for `explain`
+
+Native arrays are NumPy's or CuPy's, [B, H, T, ...]; states are tuples of parts [N, H, ...].
 """
 
 from __future__ import annotations
@@ -30,85 +33,91 @@ ORDER = ("numpy", "cupy", "numba")
 
 @cache
 def backend_module(name: str):
+    """The package of a backend."""
     return import_module(f"linattn_np.backends.{name}")
 
 
 def reasons_against(problem: Problem) -> dict[str, str | None]:
-    """Each backend's reason not to run, None for those that can."""
+    """{backend: why it cannot compute a problem, or None if it can}."""
     problem = inner_call_layout(problem)
     return {name: backend_module(name).why_not(problem) for name in ORDER}
 
 
 def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
-    """The backends that a call asks for, in the order they are tried."""
+    """The backends that may compute a call, in the order in which they are tried: all for "auto", else the given
+    one."""
     if isinstance(backend, str) and backend == "auto":
         return ORDER
     return (problem.op.one_of("backend", backend, ("auto", *ORDER)),)
 
 
 def choose(problem: Problem, backend: str = "auto") -> str:
-    """The backend's name, or NotSupported with every reason."""
-    against, asked = {}, inner_call_layout(problem)
+    """The name of the first backend that can compute a problem; NotSupported, with every reason, if none can."""
+    reasons, inner_problem = {}, inner_call_layout(problem)
     for name in candidates(problem, backend):  # a backend that is not needed is not even imported
-        against[name] = backend_module(name).why_not(asked)
-        if against[name] is None:
+        reasons[name] = backend_module(name).why_not(inner_problem)
+        if reasons[name] is None:
             return name
-    raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
+    raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
 
 
-def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
-    """Computes an operator: checks the call, chooses a backend, runs it, and returns arrays of the caller's library."""
+def call(op: Op, arrays, *, backend="auto", summaries=(), **arguments):
+    """Computes an operator: checks the call, chooses a backend, runs it, and returns arrays of the caller's library.
+
+    `summaries`: those that `summarise` has returned for the same arrays.
+    """
     op, arrays = op.fitting(arrays)
     problem = op.bind(arrays, **arguments)
     o, final_state = backend_module(choose(problem, backend)).run(
-        inner_call(with_output(problem)), *([kept] if kept else [])
+        inner_call(with_output(problem)), *([summaries] if summaries else [])
     )
-    o = handed_out(problem, to_caller(problem, o, op.out), arguments.get("out"))
+    o = output_to_caller(problem, to_caller(problem, o, op.out), arguments.get("out"))
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
 
 
 def call_step(op: Op, arrays, *, backend, out, **arguments):
-    """The o of one token; the last of `arrays` is the state, which is updated in place."""
+    """Computes a step: the o of one token. The last of `arrays` is the state, which is updated in place."""
     problem = op.bind(arrays[:-1], state=arrays[-1], out=out, **arguments)
     o = backend_module(choose(problem, backend)).run(problem)
     return in_kind(problem, o) if out is None else out
 
 
 def call_stage(op, arrays, *, backend="auto", **arguments):
-    """The results of a stage of the chunked form; an array, not a tuple, if there is only one."""
+    """Computes a stage of the chunked form: a tuple of its results, or the only one."""
     op, arrays = op.fitting(arrays)
     problem = op.bind(arrays, **arguments)
-    found = backend_module(choose(problem, backend)).run(problem)
+    native = backend_module(choose(problem, backend)).run(problem)
     if arguments.get("out") is not None:
         return arguments["out"]
     final_state = ()
     if op.state:
-        found, final_state = found
-    results = [in_kind(problem, to_caller(problem, x, op.out)) for x in (found if op.pair else (found,))]
+        native, final_state = native
+    results = [in_kind(problem, to_caller(problem, x, op.out)) for x in (native if op.pair else (native,))]
     if problem.output_final_state:
         results.append(states_to_caller(problem, final_state))
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def summarise(op: Op, arrays, *, backend="auto", gradient=False, only_kept=False, **arguments):
-    """(the final state's parts from zero, decays as the backend has them or None, kept) of a call, without its o.
+def summarise(op: Op, arrays, *, backend="auto", gradient=False, only_summaries=False, **arguments):
+    """What a call does to the state, without its o: (the parts of the final state for an initial state of zero, the
+    products of the decays as the backend has them or None, summaries).
 
-    None if the backend has no way that is cheaper than the call itself. `only_kept`: nothing else is wanted, so that
-    the result is None, too, if the backend keeps nothing. `kept` is an argument of `call` on the same arrays, or, with
-    `gradient`, of `vjp`.
+    `summaries` is an argument of `call` or, with `gradient`, of `vjp_of`, for the same arrays. The result is None if
+    the backend cannot compute it more cheaply than the call; with `only_summaries` also if there are no summaries.
     """
     problem = op.bind(arrays, gradient=gradient, **arguments)
     module = backend_module(choose(problem, backend))
-    possible = hasattr(module, "summarise") and (getattr(module, "KEEPS", False) or not only_kept)
-    found = module.summarise(inner_call(problem)) if possible else None
-    if found is None:
+    possible = hasattr(module, "summarise") and (getattr(module, "SAVES_SUMMARIES", False) or not only_summaries)
+    summary = module.summarise(inner_call(problem)) if possible else None
+    if summary is None:
         return None
-    (final, decays), kept = found
-    return tuple(state_to_caller(problem, part, axes) for part, axes in zip(final, problem.op.state)), decays, kept
+    (final, decays), summaries = summary
+    return tuple(state_to_caller(problem, part, axes) for part, axes in zip(final, problem.op.state)), decays, summaries
 
 
-def handed_out(problem: Problem, o, out):
-    """`o` in the caller's kind of array, or copied to `out` if the backend could not write there."""
+def output_to_caller(problem: Problem, o, out):
+    """What a call returns as o: the caller's `out`, to which `o` is copied if the backend could not write there; or `o`
+    as an array of the caller's library if `out` is None."""
     if out is None:
         return in_kind(problem, o)
     if problem.out is None:

@@ -108,31 +108,31 @@ class Emulated(Kernels):
         self.device = EmulatedDevice(self.capability)
         sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
             why_not=cupy.unsupported,
-            run=lambda problem, kept=(): self.results(problem, kept)[0],
+            run=lambda problem, summaries=(): self.results(problem, summaries)[0],
             vjp=self.vjp,
             summarise=self.summarise,
-            KEEPS=True,
+            SAVES_SUMMARIES=True,
         )
 
-    def results(self, problem, kept=()):
+    def results(self, problem, summaries=()):
         """(results, what the pullback needs besides), of a plan of this call alone."""
         from linattn_np.backends.cupy import PLANNERS, execute
 
-        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device, kept)
+        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device, summaries)
 
     def summarise(self, problem):
         from linattn_np.backends.cupy import PLANNERS, execute
 
         return execute.summarise(PLANNERS[problem.op], problem.replace(memo=None), self.device)
 
-    def vjp(self, problem, kept=()):
+    def vjp(self, problem, summaries=()):
         from linattn_np.backends.cupy import PLANNERS, execute
 
-        result, saved = self.results(problem, kept)
+        result, saved = self.results(problem, summaries)
         given = PLANNERS[problem.op], problem.replace(memo=None), self.device
 
-        def pull(do, dht, kept=()):
-            return execute.pull(*given, do, dht, saved, kept)
+        def pull(do, dht, summaries=()):
+            return execute.pull(*given, do, dht, saved, summaries)
 
         pull.summarise = lambda do: execute.summarise_vjp(*given, do, saved)
         return result, pull

@@ -49,19 +49,19 @@ def test_a_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
     """The state from zero, which the last segment of a whole call may leave instead, its decays, and the bits of such a
     call without its first pass."""
     op, own, arrays = arrays_of(operator, rng, dtype)
-    (final,), decays, kept = summarise(op, arrays, backend="hopper", **own)
+    (final,), decays, summaries = summarise(op, arrays, backend="hopper", **own)
     more = own | {"backend": "hopper", "output_final_state": True, "state_dtype": np.dtype(np.float32)}
     function = getattr(linattn_np, op.name)
     o, whole = function(*arrays, **more)
     assert_close("the state from zero", final, whole, np.dtype(np.float32))
-    again, state = call(op, arrays, kept=kept, **more)
+    again, state = call(op, arrays, summaries=summaries, **more)
     assert same_bits(again, o) and same_bits(state, whole)
     initial = rng.standard_normal(final.shape, dtype=np.float32)
     _, moved = function(*arrays, initial_state=initial, **more)
     by = decay_of(op, own, decays)
     assert_close("the state", by * initial + final, moved, np.dtype(np.float32))
     problem = derived.inner_call(op.bind(arrays, **own)).replace(memo=None)
-    plan = execute.plan_of(PLANNERS[problem.op], problem, hopper.device, kept)
+    plan = execute.plan_of(PLANNERS[problem.op], problem, hopper.device, summaries)
     assert not any(is_summary(kernel) for kernel in plan.kernels)
     assert any(map(is_summary, execute.plan_of(PLANNERS[problem.op], problem, hopper.device).kernels))
 
@@ -88,13 +88,13 @@ def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, r
     if dtype == HALF and operator not in ("gla", "rwkv6", "hgrn2"):
         assert found is None  # the gate is spread over the channels
         return
-    (own_part,), decays, kept = found
+    (own_part,), decays, summaries = found
     *_, alone = pullback(do)
     wanted = pullback(do, dht)
     assert_close("the gradient for a dht of zero", own_part, alone, dtype)
     by = decay_of(op, own, decays, tokens=300)
     assert_close("the gradient", by * dht + own_part, wanted[-1], dtype)
-    for number, (x, y) in enumerate(zip(pullback.gradients(do, dht, kept), wanted, strict=True)):
+    for number, (x, y) in enumerate(zip(pullback.gradients(do, dht, summaries), wanted, strict=True)):
         assert_close(f"gradient {number}", x, y, dtype)
 
 
@@ -118,10 +118,10 @@ def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
     plan = execute.summary_vjp_plan_of(*call, do, saved)
     (summary,) = (step for step in plan.launches if step.kernel.name.endswith("segments"))
     assert summary.args["first"] == 1
-    ((own,), _), kept = execute.summarise_vjp(*call, do, saved)
+    ((own,), _), summaries = execute.summarise_vjp(*call, do, saved)
     ((alike,), _), _ = execute.summarise_vjp(*call, do)
     assert same_bits(own, alike)
-    gradients, initial = execute.pull(*call, do, (end,), saved, kept)
+    gradients, initial = execute.pull(*call, do, (end,), saved, summaries)
     wanted, wanted_initial = execute.pull(*call, do, (end,), saved)
     for number, (x, y) in enumerate(zip((*gradients, *initial), (*wanted, *wanted_initial), strict=True)):
         assert_close(f"gradient {number}", x, y, BFLOAT16)

@@ -72,8 +72,8 @@ class Recurrence:
         found = summarise(self.declared, arrays, gradient=gradient, **given)
         if found is None:
             return self.whole_pass(self.declared, arrays, given)[0], self.factors(arrays, given), ()
-        own, decays, kept = found
-        return list(own), self.factors(arrays, given) if decays is None else self.factors_of_decays(decays), kept
+        own, decays, summaries = found
+        return list(own), self.factors(arrays, given) if decays is None else self.factors_of_decays(decays), summaries
 
     def final_state(self, declared, arrays, given):
         """The final state from zero, without o where a backend can."""
@@ -150,8 +150,8 @@ def total_decay(g, mask, dtype):
     """exp of the sum of a gate over tokens, [B, heads] or [B, heads, channels]; padding counts as 0."""
     g = at_least_float32(g)
     if mask is not None:
-        kept = mask[:, None] if g.ndim == 3 else mask[:, None, :, None]
-        g = np.where(kept, g, np.zeros_like(g))
+        is_token = mask[:, None] if g.ndim == 3 else mask[:, None, :, None]
+        g = np.where(is_token, g, np.zeros_like(g))
     with np.errstate(all="ignore"):
         return np.exp(g.sum(axis=2, dtype=np.float64)).astype(dtype)
 

@@ -33,12 +33,13 @@ class Pass:
     call : this rank's arguments, checked
     comparison : the exchange by which ranks find out whether they make the same call and how many tokens each has
     starting_states : the states [N, ...] before the first token of every row, or None for zeros
-    kept : {segment index: the arrays that the backend has made for the summary, and `compute` can use again}
+    summaries : {segment index: the arrays that the backend has made for the summary, and `compute` can use again}
 
     A derived class has
 
-    summary_message(segment, piece) returns [*S_added, *F], the arrays of the summary of a piece; may fill `kept`
-    prepare(segment)                fills `kept` for a segment of one piece that sends no summary but needs a state:
+    summary_message(segment, piece) returns [*S_added, *F], the arrays of the summary of a piece; may fill `summaries`
+    prepare(segment)                fills `summaries` for a segment of one piece that sends no summary but needs a
+    state:
                                     that work is done while the summaries of other ranks are on their way
     compute(segment, states)        returns (the segment's result, its sequences' final states or None)
     """
@@ -47,7 +48,7 @@ class Pass:
 
     def __init__(self, call, comparison, starting_states):
         self.call, self.comparison, self.starting_states = call, comparison, starting_states
-        self.recurrence, self.kept = call.recurrence, {}
+        self.recurrence, self.summaries = call.recurrence, {}
 
     def run(self, expected_lengths):
         """({index of a segment of this rank: its result}, {sequence: its final state, if it ends on this rank}).
@@ -77,7 +78,7 @@ class Pass:
         """{slot: summary} of this rank's segments that have one; a slot is a segment's number on its rank."""
         self.lengths, self.cut = lengths, self.call.cut(lengths, self.backwards)
         self.own_segments, messages = self.cut.segments_of(self.call.comm.rank), {}
-        self.kept.clear()
+        self.summaries.clear()
         for segment in self.own_segments:
             if segment.outgoing_piece is not None:
                 messages[segment.slot] = self.summary_message(segment, segment.outgoing_piece)
@@ -161,15 +162,15 @@ class Forward(Pass):
     def summary_message(self, segment, piece):
         call, is_only_piece = self.call, len(segment.pieces) == 1
         arguments = call.of_segment(segment) if is_only_piece else call.of_tokens(*tokens_of(segment, piece))
-        added, factors, kept = self.recurrence.summary(*arguments, call.gradient)
+        added, factors, summaries = self.recurrence.summary(*arguments, call.gradient)
         if is_only_piece:
-            self.kept[segment.index] = kept
+            self.summaries[segment.index] = summaries
         return [*added, *factors]
 
     def prepare(self, segment):
         arrays, options = self.call.of_segment(segment)
-        if found := summarise(self.call.declared, arrays, gradient=self.call.gradient, only_kept=True, **options):
-            *_, self.kept[segment.index] = found
+        if found := summarise(self.call.declared, arrays, gradient=self.call.gradient, only_summaries=True, **options):
+            *_, self.summaries[segment.index] = found
 
     def compute(self, segment, states):
         call, problem = self.call, self.call.problem
@@ -180,12 +181,12 @@ class Forward(Pass):
         if self.o is None and len(self.own_segments) > 1:  # strides in the order of q's
             q, recurrence = call.arrays[0], self.recurrence
             self.o = np.empty_like(q, shape=(len(q), recurrence.heads["V"], q.shape[2], recurrence.V))
-        kept, tokens = self.kept.pop(segment.index, ()), slice(segment.start, segment.stop)
+        summaries, tokens = self.summaries.pop(segment.index, ()), slice(segment.start, segment.stop)
         if call.gradient:
-            result, self.pullbacks[segment.index] = vjp_of(call.declared, arrays, kept=kept, **options)
+            result, self.pullbacks[segment.index] = vjp_of(call.declared, arrays, summaries=summaries, **options)
         else:
             out = {} if self.o is None else {"out": self.o[:, :, tokens]}
-            result = call_operator(call.declared, arrays, kept=kept, **options, **out)
+            result = call_operator(call.declared, arrays, summaries=summaries, **options, **out)
         o, final_states = result if problem.output_final_state else (result, None)
         if call.gradient and self.o is not None:
             self.o[:, :, tokens] = o
@@ -235,7 +236,7 @@ class Backward(Pass):
         start, stop = tokens_of(segment, piece)
         pullback = self.pullbacks[segment.index]
         if len(segment.pieces) == 1 and (found := pullback.summarise(do[:, :, start:stop])):
-            added, decays, self.kept[segment.index] = found
+            added, decays, self.summaries[segment.index] = found
             return [*added, *recurrence.factors_of_decays(decays)]
         arrays, options = call.of_tokens(start, stop)
         if recurrence.reversal_gives_gradient:
@@ -247,11 +248,11 @@ class Backward(Pass):
 
     def prepare(self, segment):
         if found := self.pullbacks[segment.index].summarise(self.do[:, :, segment.start : segment.stop]):
-            *_, self.kept[segment.index] = found
+            *_, self.summaries[segment.index] = found
 
     def compute(self, segment, states):
-        kept, do = self.kept.pop(segment.index, ()), self.do[:, :, segment.start : segment.stop]
-        gradients = self.pullbacks[segment.index].gradients(do, states, kept)
+        summaries, do = self.summaries.pop(segment.index, ()), self.do[:, :, segment.start : segment.stop]
+        gradients = self.pullbacks[segment.index].gradients(do, states, summaries)
         count = len(self.call.problem.op.arrays)
         return gradients[:count], None if self.call.state is None else parts_of(gradients[-1])
 

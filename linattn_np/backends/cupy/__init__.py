@@ -4,11 +4,16 @@ An operator's planner is a module with
 
     unsupported(problem) -> str | None              why its kernels cannot compute a problem
     plan(problem, device) -> Plan                   of (o, final state parts or None); a step's o; a stage's result
-    plan_summary(problem, device) -> Plan | None    where there is one: of what tokens make of any state, without o;
-                                                    what it saves is a last argument of `plan` for the same tokens
-    plan_summary_vjp(problem, device, do, saved)    the same of the final state's gradient, for `plan_vjp`
-    plan_vjp(problem, device, do, dht, saved)       of (gradients of the arrays, of the initial state's parts or None)
-    saved(problem)                                  (shape, dtype) of what `plan` saves for `plan_vjp`, if anything
+    plan_vjp(problem, device, do, dht, saved)       of (gradients of the arrays, of the initial state's parts or None);
+                                                    `saved`: the arrays that `plan` has saved
+    saved(problem)                                  optional: (shape, dtype) of each of these arrays
+
+and maybe, for sequences that are cut over ranks,
+
+    plan_summary(problem, device) -> Plan | None    of what a call does to the state, without o; the arrays that it
+                                                    saves are a last argument of `plan`
+    plan_summary_vjp(problem, device, do, saved)    of what the pullback does to the state's gradient; the arrays that
+                                                    it saves are a last argument of `plan_vjp`
 """
 
 from __future__ import annotations
@@ -47,15 +52,15 @@ PLANNERS = (
     | {GLA_VALUE_GATE: value_gate}
 )
 DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)
-KEEPS = True  # what `summarise` has computed, for `run` and `vjp`
+SAVES_SUMMARIES = True  # whether `summarise` may return arrays that `run` and `vjp` use again
 
 
 def chosen_device() -> CupyDevice:
-    """The device that plans and launches: the portable kernels' where they were asked for, else CuPy's."""
+    """The device for which calls are planned: one with the portable kernels if `choose_kernels` asks for them."""
     return PORTABLE if portable() else DEVICE
 
 
-# -- which problems ----------------------------------------------------------------------------------------------------
+# -- which problems the kernels can compute ----------------------------------------------------------------------------
 def why_not(problem) -> str | None:
     if problem.home == "host":
         return "the arrays are on the host"
@@ -90,24 +95,27 @@ def too_old(device: int) -> str | None:
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
-def run(problem, kept=()):
-    return at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), kept)[0]
+def run(problem, summaries=()):
+    """(o, final state parts or None), a step's o, or a stage's results."""
+    return at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), summaries)[0]
 
 
-def vjp(problem, kept=()):
+def vjp(problem, summaries=()):
     """((o, final state parts or None), pull); one backward serves every mode."""
     at_home(problem, compile_pullback, problem, chosen_device())
-    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), kept)
+    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), summaries)
     return result, Pull(problem, saved)
 
 
 def summarise(problem):
-    """((final state from zero, decays), kept) of a call without o, or None: see `plan_summary`."""
+    """((final state for an initial state of zero, products of the decays), summaries), without o; or None: see
+    `gated_forward.plan_summary`."""
     return at_home(problem, execute.summarise, PLANNERS[problem.op], problem, chosen_device())
 
 
 def compile_pullback(problem, device):
-    """Has other threads compile what the pullback launches, at the first of calls alike: beside the forward kernels."""
+    """Makes other threads compile the kernels of the pullback, once for all calls with equal descriptions, while the
+    forward pass compiles its own."""
     if problem.memo is None or "compiles" in problem.memo:
         return
     problem.memo["compiles"] = True
@@ -120,17 +128,19 @@ def pullback(problem):
 
 
 class Pull:
-    """The pullback of a problem on its device, by the kernels that were asked for when it was made."""
+    """The pullback of a call, on its device. It uses the kernels ("auto" or "portable") that were chosen when the call
+    was made. `saved`: the arrays that the call's plan has saved for it."""
 
     def __init__(self, problem, saved):
         self.problem, self.saved, self.device = problem, saved, chosen_device()
 
-    def __call__(self, do, dht, kept=()):
+    def __call__(self, do, dht, summaries=()):
         """(gradients of the arrays, of the initial state's parts or None)."""
-        return self.at_home(execute.pull, do, dht, self.saved, kept)
+        return self.at_home(execute.pull, do, dht, self.saved, summaries)
 
     def summarise(self, do):
-        """((the initial state's gradient for a dht of zero, decays), kept), or None: see `plan_summary_vjp`."""
+        """((the initial state's gradient for a dht of zero, products of the decays), summaries), or None: see
+        `gated_backward.plan_summary_vjp`."""
         return self.at_home(execute.summarise_vjp, do, self.saved)
 
     def at_home(self, function, *arguments):
@@ -148,8 +158,8 @@ def at_home(problem, function, *arguments):
 
 # -- what a call would do ----------------------------------------------------------------------------------------------
 def plan_of(problem, device) -> Plan:
-    """The plan of a call, or of its pullback where a gradient is asked for; gradients of its results lie as these
-    would."""
+    """The plan of a call, or of its pullback if its gradient is wanted. The pullback is planned for a contiguous do and
+    for saved arrays that are contiguous."""
     planner = PLANNERS[problem.op]
     if not problem.gradient:
         return execute.plan_of(planner, problem, device)
@@ -159,17 +169,19 @@ def plan_of(problem, device) -> Plan:
 
 
 def kernels_of(problem, device) -> tuple:
-    """The kernels that a call launches, and those of its pullback where a gradient is asked for."""
+    """The kernels that a call launches, and those of its pullback if its gradient is wanted."""
     calls = [problem.replace(gradient=False), problem] if problem.gradient else [problem]
     return tuple(kernel for call in calls for kernel in plan_of(call, device).kernels)
 
 
 def warm_up(problem):
+    """Compiles and loads the kernels of a call."""
     device = chosen_device()
     at_home(problem, lambda: device.wait_for(kernels_of(problem, device)))
 
 
 def describe(problem, bytes_moved) -> dict:
+    """What `explain` shows of a call that must move at least `bytes_moved` bytes to and from memory."""
     plan, bandwidth = at_home(problem, plan_of, problem, chosen_device()), peak_bandwidth(ordinal(problem))
     return {
         "mode": plan.mode,

@@ -44,9 +44,10 @@ ADDRESS_SETS = 64
 BUFFER_ALIGNMENT = 256  # bytes; buffers that share an allocation start at multiples of it
 
 
-def plan_of(planner, problem, device, kept=()) -> Plan:
-    """The plan of a call. `kept`: the arrays saved by a plan of `plan_summary` for the same call, if one has run."""
-    return plan_from_descriptions(planner.plan, problem, device, **({"kept": kept} if kept else {}))
+def plan_of(planner, problem, device, summaries=()) -> Plan:
+    """The plan of a call. `summaries`: the arrays saved by a plan of `plan_summary` for the same call, if one has
+    run."""
+    return plan_from_descriptions(planner.plan, problem, device, **({"summaries": summaries} if summaries else {}))
 
 
 def summary_plan_of(planner, problem, device) -> Plan | None:
@@ -54,10 +55,10 @@ def summary_plan_of(planner, problem, device) -> Plan | None:
     return plan_from_descriptions(planner.plan_summary, problem, device)
 
 
-def vjp_plan_of(planner, problem, device, do, dht, saved=(), kept=()) -> Plan:
-    """The plan of a pullback. `saved`: the arrays saved by the plan of the call. `kept`: the arrays saved by a plan of
-    `plan_summary_vjp` for the same do, if one has run."""
-    trees = {"do": do, "dht": dht, "saved": tuple(saved)} | ({"kept": kept} if kept else {})
+def vjp_plan_of(planner, problem, device, do, dht, saved=(), summaries=()) -> Plan:
+    """The plan of a pullback. `saved`: the arrays saved by the plan of the call. `summaries`: the arrays saved by a
+    plan of `plan_summary_vjp` for the same do, if one has run."""
+    trees = {"do": do, "dht": dht, "saved": tuple(saved)} | ({"summaries": summaries} if summaries else {})
     return plan_from_descriptions(planner.plan_vjp, problem.replace(out=None), device, **trees)
 
 
@@ -77,27 +78,27 @@ def plan_from_descriptions(make_plan, problem, device, **trees):
     return plan and replace(with_fast_copies(plan), given=tuple(given))
 
 
-def run(planner, problem, device, kept=()):
-    """Runs a call; returns ((o, final state), the arrays saved for the pullback). `kept` is as in `plan_of`."""
-    return run_compiled(partial(plan_of, planner), problem, device, kept)
+def run(planner, problem, device, summaries=()):
+    """Runs a call; returns ((o, final state), the arrays saved for the pullback). `summaries` is as in `plan_of`."""
+    return run_compiled(partial(plan_of, planner), problem, device, summaries)
 
 
 def summarise(planner, problem, device):
-    """((the final state for an initial state of zero, the products of the decays), arrays that `run` takes as `kept`);
-    None if the planner has no plan for it."""
+    """((the final state for an initial state of zero, the products of the decays), arrays that `run` takes as
+    `summaries`); None if the planner has no plan for it."""
     if not hasattr(planner, "plan_summary"):
         return None
     return run_compiled(partial(summary_plan_of, planner), problem, device, memo_key="summaries")
 
 
-def pull(planner, problem, device, do, dht, saved=(), kept=()):
+def pull(planner, problem, device, do, dht, saved=(), summaries=()):
     """(the gradients in the order of the problem's arrays, the initial state's gradient or None)."""
-    return run_compiled(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, kept)[0]
+    return run_compiled(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, summaries)[0]
 
 
 def summarise_vjp(planner, problem, device, do, saved=()):
-    """((the initial state's gradient for dht = 0, the products of the decays), arrays that `pull` takes as `kept`);
-    None if the planner has no plan for it."""
+    """((the initial state's gradient for dht = 0, the products of the decays), arrays that `pull` takes as
+    `summaries`); None if the planner has no plan for it."""
     if not hasattr(planner, "plan_summary_vjp"):
         return None
     plan = partial(summary_vjp_plan_of, planner)
