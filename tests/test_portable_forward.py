@@ -37,7 +37,7 @@ def portable(device):
 def test_segments(portable, rng, monkeypatch, op, K, V, dtype, packed, P, R, final):
     """Odd lengths, empty sequences, parts of segments; the same bits at every call."""
     monkeypatch.setattr(segments, "segments_that_fill", lambda *sizes: P)
-    monkeypatch.setattr(segments, "parts", lambda *sizes: R)
+    monkeypatch.setattr(segments, "parts_per_segment", lambda *sizes: R)
     sizes = {"B": 1, "H": 2, "T": 212, "K": K, "V": V, "N": 6 if packed else 1}
     arguments = {"cu_seqlens": BOUNDS} if packed else {}
     arrays = draw(op, rng, sizes, dtype, "trained")
@@ -113,7 +113,7 @@ def test_rows_begin_anywhere(portable, rng, monkeypatch, dtype, gate_dtype, off,
 def test_what_a_segments_end_forgets_is_not_summarised(portable, rng, monkeypatch, op, K, V, dtype, R, gate_dtype):
     """A NaN there stays in its own segment; where one channel keeps, nothing is left out."""
     monkeypatch.setattr(segments, "segments_that_fill", lambda *sizes: 2)
-    monkeypatch.setattr(segments, "parts", lambda *sizes: R)
+    monkeypatch.setattr(segments, "parts_per_segment", lambda *sizes: R)
     arrays = draw(op, rng, {"B": 1, "H": 3, "T": 410, "K": K, "V": V}, dtype, "weak", gate_dtype)
     keys, gates = arrays[1], arrays[3]
     gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)

@@ -23,7 +23,7 @@ def cut(monkeypatch, P, R):
     """Every sequence into P segments of R parts."""
     for name in ("segments_that_fill", "forward_segments"):
         monkeypatch.setattr(segments, name, lambda *sizes: P)
-    monkeypatch.setattr(segments, "parts", lambda *sizes: R)
+    monkeypatch.setattr(segments, "parts_per_segment", lambda *sizes: R)
 
 
 def split_columns(monkeypatch):
@@ -209,7 +209,7 @@ def forward(D, schedule=gated_kernels.SINGLE_PASS, dtype=BFLOAT16):
 def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     summary = forward(128, gated_kernels.SEGMENT_STATE)
     assert segments.segments_that_fill(heads, longest, segments.resident_blocks(summary, H200)) == P
-    assert segments.parts(summary, heads, 128, P, longest, final, H200) == R
+    assert segments.parts_per_segment(summary, heads, 128, P, longest, final, H200) == R
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
 """How a call is computed on a card: by which kernels, and in how many segments its sequences are cut.
 
-Every such decision is made here, once for a plan: `forward_cut` and `backward_cut` for gates of every channel,
+Every such decision is made here, once for a plan: by `forward_cut` and `backward_cut` for gates of every channel, by
 `scalar_forward_cut` and `scalar_backward_cut` for gates that channels share. Planners, summaries and `explain` read the
-result. A decision says how long a call takes, never what it computes.
+result. A decision changes how long a call takes, and not what it computes.
 
 Few heads leave multiprocessors idle. Then sequences are cut into segments, which blocks compute at the same time: a
 first pass summarises what each segment does to a state, a scan joins the summaries, and the main pass starts every
 segment from its state. Hopper is a card of compute capability 9.0, which has kernels of its own; portable kernels run
-on every card. Where several cuts are possible, each candidate that the card can hold has a cost, and the
-cheapest is taken. Costs are in tokens: the time in which one block of the pass's main kernel takes a token of 128
-channels and columns. `benchmarks/fit_segments.py` measures cuts that it forces, and fits the constants below to a card;
-these are an H200's, in bfloat16. tests/test_segments.py holds cuts to those that were measured.
+on every card.
+
+Where several cuts are possible, each one whose blocks fit on the card has a cost, and the cheapest is taken. Costs are
+in tokens: 1 is the time that a block of the pass's main kernel takes for one token of 128 channels and columns.
+`benchmarks/fit_segments.py` measures cuts that it forces, and fits the constants below to a card; these are an H200's,
+in bfloat16. tests/test_segments.py compares the cuts with those that were the fastest when measured.
+
+Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns, P segments of a sequence, R parts of a segment.
+A *wave* is as many blocks as the card holds at once. `longest` are the tokens of the longest sequence, `blocks` the
+blocks of a launch on uncut sequences, `capacity` the blocks or multiprocessors that the card has for them.
 """
 
 from __future__ import annotations
@@ -60,74 +66,79 @@ from .small_head_kernels import SIZES, GatedSmallBackward, GatedSmallForward, Ga
 from .wide_head_kernels import GatedWideForward, GatedWideOperands
 
 # -- constants ---------------------------------------------------------------------------------------------------------
-RESERVED = 1024  # bytes of shared memory that the driver takes of every block
-SEGMENT = 128  # tokens of the shortest segment where no cost decides
-MOST_PARTS = 16  # of a segment that is summarised
-HARDLY_MORE = 1.01  # times the least cost: then the cut in fewer segments is taken
+RESERVED = 1024  # bytes of shared memory that the driver reserves for every block
+SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
+MOST_PARTS = 16  # the most parts of a segment that is summarised
+HARDLY_MORE = 1.01  # a cut into fewer segments is taken if it costs at most so many times the least cost
 
 # Heads of at most 16 channels and columns.
-SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17  # tokens of all heads from which on these kernels are faster
-SMALL_SPARED = 128  # tokens that a cut must spare a block: the time of two launches
+SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17  # the least B * H * T for which their own kernels are faster
+SMALL_SPARED = 128  # sequences are cut if each block then has fewer tokens by so many, which two launches more cost
 
 # Forward on Hopper, `forward_cost`: 70 shapes, each within 3 % of its best cut.
-CUT_SMALL, CUT_LARGE = 300, 520  # the launches of a cut, of up to 64 channels and columns, and of more
+CUT_SMALL, CUT_LARGE = 300, 520  # the launches that a cut adds: for up to 64 channels and columns, and for more
 CUT_TOKEN = 0.3  # to summarise a token
-CUT_JOINED, CUT_STATE = 5, 0.5  # to join one segment more; its state of 128 columns, for each head
-CUT_HEAD, CUT_SHARED = 1, 3  # for each head, if every block has a multiprocessor; if two blocks share one
-UNSAVED = 14  # to summarise again what the forward pass does not save if segments are no power of 2 of chunks
-SPARED = 600  # tokens that a cut must spare a block where no cost decides: two launches and the states
-SPLIT_AND_CUT = 4096  # tokens from which on clusters that share columns take sequences in two
-FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # a block's start, to summarise a token, beside whole sequences
-PART_START = 256  # the start and the state of a part that is summarised
+CUT_JOINED, CUT_STATE = 5, 0.5  # each segment: to join it; and for each head, its state of 128 columns
+CUT_HEAD, CUT_SHARED = 1, 3  # each head: if every block has a multiprocessor of its own; if two blocks share one
+UNSAVED = 14  # the pullback's summaries, if the chunks of a segment are no power of 2: the forward pass saves no states
+SPARED = 600  # sequences are cut, where no cost decides, if each block then has fewer tokens by so many
+SPLIT_AND_CUT = 4096  # the least tokens of sequences that are cut in two for clusters that share columns
+FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # in `cut_in_two`: a block's start; to summarise a token
+PART_START = 256  # a part that is summarised: its start and its state
 
 # Backward on Hopper, `backward_cost`: 50 shapes of 1 to 64 heads and 256 to 4,096 tokens, within 3 %.
 BLOCK_START = 64  # a block's start
-SUMMARY = 0.32  # to summarise a token in both directions, which memory bounds
-SHARED = 0.66  # of a wave's time, if two blocks share each multiprocessor, as blocks of 64 channels and columns do
-JOIN_START, JOINED = 35, 4  # the launches that summarise and join; to join one segment more
-STATE = 0.8  # a segment's state of 128 channels and columns
-MOST_WAVES = 8  # of segments: with so many the last wave matters little
-MOST_IN_TURN = {1: 512, 2: 128}  # mean tokens up to which blocks take sequences in turn, by blocks a multiprocessor
+SUMMARY = 0.32  # to summarise a token in both directions; the time is that of reading it from memory
+SHARED = 0.66  # the part of a wave's time that is left if two blocks share a multiprocessor, as small blocks do
+JOIN_START, JOINED = 35, 4  # the launches that summarise and join; each segment: to join it
+STATE = 0.8  # each segment's state of 128 channels and columns
+MOST_WAVES = 8  # the most waves of segments: with so many, it matters little how full the last one is
+# {blocks per multiprocessor: the mean tokens of a sequence up to which blocks compute several sequences in turn}
+MOST_IN_TURN = {1: 512, 2: 128}
 
-# Wide heads backward on Hopper, tiles of a state or the portable kernels, `worth_tiles`: 97 shapes of 64 to 4,096
-# tokens and 4 to 256 heads; the choice costs 1 % more than the better way on average, 28 % at worst.
-TILE_START, SHARED_GATE_START = 20, 180  # the launches of a tile; of one whose channels share a gate
-NARROW_TILE = 0.8  # of a tile's time, for one with half of its channels or half of its columns
-PORTABLE_START, PORTABLE_SHARED_GATE_START = 160, 400  # the portable kernels' launches; with a gate to spread
-PORTABLE_CHANNELS, PORTABLE_COLUMNS = 0.25, 0.88  # portable, of a tile's time: 64 channels; and for every 128 columns
-PORTABLE_FINER = 1.7  # times as long in tf32
+# Backward on Hopper with more than 128 channels or columns: tiles of a state or the portable kernels, `worth_tiles`: 97
+# shapes of 64 to 4,096 tokens and 4 to 256 heads. The chosen way takes 1 % longer than the better one on average, 28 %
+# at worst.
+TILE_START, SHARED_GATE_START = 20, 180  # the launches of a tile: for gates of every channel; for a shared gate
+NARROW_TILE = 0.8  # the time of a tile with half of the channels or columns, in times of a whole tile
+PORTABLE_START, PORTABLE_SHARED_GATE_START = 160, 400  # the portable kernels' launches; those for a shared gate
+PORTABLE_CHANNELS, PORTABLE_COLUMNS = 0.25, 0.88  # portable, a token: for each 64 channels; for each 128 columns too
+PORTABLE_FINER = 1.7  # the portable kernels in tf32 take so many times as long
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
 def resident_blocks(kernel, device) -> int:
-    """How many of a kernel's blocks are on the card at the same time."""
+    """How many of a kernel's blocks the card holds at the same time."""
     fitting = device.shared_per_multiprocessor // (kernel.shared_bytes + RESERVED)
     return device.multiprocessors * max(1, min(kernel.resident, fitting))
 
 
 def segments_that_fill(blocks, longest, capacity, spared=0) -> int:
-    """Segments of a sequence, so that `blocks` blocks of the uncut problem become at most `capacity`; one if the cut
-    spares a block fewer tokens than `spared`."""
+    """The most segments of a sequence for which `blocks` blocks of the uncut problem become at most `capacity` blocks;
+    1 if a block would then have fewer tokens by less than `spared`."""
     P = max(1, min(capacity // max(blocks, 1), longest // SEGMENT))
     return P if longest * (P - 1) >= spared * P else 1
 
 
 def widest_that_fills(kernels, blocks, device):
-    """The kernel with the widest blocks whose `blocks(kernel)` still fill the card, else that with the narrowest. Wide
-    blocks need fewer loads: their columns share decays and keys."""
+    """The kernel with the widest blocks that still fill the card, or that with the narrowest if none does. `kernels`:
+    by rising width; `blocks`: a function of a kernel. Wide blocks need fewer loads: their columns share decays and
+    keys.
+    """
     return next((each for each in reversed(kernels) if blocks(each) >= resident_blocks(each, device)), kernels[0])
 
 
 def tf32_products(problem) -> int:
-    """How many products of tf32 numbers make one product: float16 numbers are tf32 numbers already."""
+    """How many products of tf32 numbers are summed for one product: 3 for float32 numbers in full precision; 1 for
+    half-precision numbers, which are tf32 numbers already."""
     return 3 if problem.dtype == FLOAT32 and problem.precision == "float32" else 1
 
 
 # -- one problem -------------------------------------------------------------------------------------------------------
-# The ways of computing a pass: by the kernels named, or as the comment says.
+# The ways of computing a pass: each is a set of kernels, and `explain` prints the text.
 SMALL, HOPPER, WIDE, PORTABLE = "small heads", "Hopper", "wide heads", "every card"
 TILED = "tiles of the state"  # Hopper's own backward kernels, for one tile of 128 channels and columns after the other
-COPIED = "wider copies"  # the same call on copies of its arrays whose rows are whole pieces of 16 bytes
+COPIED = "wider copies"  # the same call on copies of its arrays, whose rows are padded to multiples of 16 bytes
 
 
 def longest_sequence(problem) -> int:
@@ -136,20 +147,20 @@ def longest_sequence(problem) -> int:
 
 
 def gate_dtype(problem):
-    """The dtype of the gate: of the fourth array, since arrays are q, k, v, g and perhaps u under any names."""
+    """The dtype of the gate, the fourth array: the arrays are q, k, v, g and maybe u, whatever their names."""
     return list(problem.arrays.values())[3].dtype
 
 
 def are_small(problem, device) -> bool:
-    """Whether the kernels of small heads, a warp of which computes several, compute a problem."""
+    """Whether a problem is computed by the kernels for small heads, of which a warp computes several."""
     B, H, T, K, V = problem.shape("B H T K V")
     on_hopper = device.capability == 90 and problem.dtype.itemsize == 2  # Hopper's own kernels need fewer tokens
     return max(K, V) <= SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
 
 
 def are_wide(problem, device) -> bool:
-    """Whether the kernels of wide heads compute a problem: of more channels than one launch of the others has, if a
-    block holds all of them, and has room for their operands."""
+    """Whether a problem is computed by the kernels for wide heads: those with more channels than one launch of the
+    other portable kernels takes, if the registers and the shared memory of a block can hold them all."""
     K, dtype = problem.sizes["K"], problem.dtype
     if dtype != BFLOAT16 or not TILES[-1] < K <= GatedWideForward.MOST_TILES * GatedWideForward.TILE:
         return False
@@ -158,20 +169,24 @@ def are_wide(problem, device) -> bool:
 
 
 def fits_hoppers_forward(problem, device, arrays) -> bool:
-    """Whether Hopper's own kernel computes a problem from `arrays`: for at most the channels of two blocks, if tensor
-    maps can describe the arrays, or else copies of them: copies and this kernel cost less than the portable kernels."""
+    """Whether a problem is computed by Hopper's own kernel: if it has at most the channels of two blocks, and if tensor
+    maps can describe `arrays` and `out`, or copies of these. Copies and this kernel cost less than portable kernels."""
     arrays = [*arrays, *([] if problem.out is None else [problem.out])]
-    own = device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
-    return own and mappable_once_copied(arrays)
+    has_kernel = device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
+    return has_kernel and mappable_once_copied(arrays)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class BackwardSegments:
-    """The segments of every sequence in Hopper's own backward kernels."""
+    """The segments of every sequence in Hopper's own backward kernels.
+
+    Either `count` equal segments; or, if `short` is not 0, one pass begins with a segment of so many tokens at the
+    sequence's start, the other pass with one at its end, and the rest of the sequence is one long segment.
+    """
 
     count: int = 0  # 0 if these kernels cannot compute the problem
-    short: int = 0  # tokens of the segment that each of the two passes begins with, if the rest is one longer segment
+    short: int = 0
 
 
 NO_PULLBACK = BackwardSegments()
@@ -179,55 +194,55 @@ NO_PULLBACK = BackwardSegments()
 
 @dataclass(frozen=True, eq=False)
 class ForwardCut:
-    """How a forward pass is computed: `kernel` gives o, `summary` what a segment does to a state. The way COPIED has
-    neither: the cut of the copies has them."""
+    """How a forward pass is computed. The way COPIED has no kernels: the copies have a cut of their own."""
 
     way: str
-    kernel: Any = None
-    summary: Any = None
+    kernel: Any = None  # the kernel that computes o
+    summary: Any = None  # the kernel that summarises segments
     segments: int = 1  # of every sequence
-    first: int = 0  # tokens of the first of two segments of which the second has the rest; 0 for equal segments
-    spans: Any = None  # the token ranges of all segments
-    parts: tuple[int, int] = (1, 1)  # of each summarised segment: of all but a sequence's last one, or of all
-    starts_are_the_backwards: bool = False  # whether the pullback's segments start from the same states
-    marks: int = 0  # chunks between the states that the kernel leaves on its way, at which the pullback's segments
-    # start: a power of two; 0 for none
-    backward_segments: int = 0  # of the pullback that may take over states
+    first: int = 0  # if there are two unequal segments: the tokens of the first; 0 for equal segments
+    spans: Any = None  # the token ranges of all segments, a `varlen.Spans`
+    parts: tuple[int, int] = (1, 1)  # of a segment, if all but each sequence's last one are summarised; if all are
+    starts_are_the_backwards: bool = False  # whether the pullback has the same segments, and can reuse their states
+    marks: int = 0  # the kernel stores a state every so many chunks, where the pullback's segments start; 0 for never
+    backward_segments: int = 0  # of every sequence in the pullback that may reuse the states
 
     @property
     def fits(self):
-        """The function that says of an array whether the kernel of o reads or writes it without a copy. Hopper's
-        kernels do so even if tokens run backwards in memory, except for CLUSTER_SPLIT_K, which lacks the registers."""
+        """A function of an array: whether the kernel of o can read or write it without a copy. Hopper's kernels can
+        even if its tokens run backwards in memory, except with CLUSTER_SPLIT_K, which lacks the registers."""
         if self.way != HOPPER:
             return has_rows
         return mappable if getattr(self.kernel, "schedule", None) == CLUSTER_SPLIT_K else mappable_either_way
 
     @property
     def gives_starts(self) -> bool:
-        """Whether this pass has the states at the starts of the pullback's segments."""
+        """Whether this pass computes the states at the starts of the pullback's segments."""
         return self.starts_are_the_backwards or self.marks > 0
 
     @property
     def tiles(self) -> dict:
+        """The sizes that `explain` shows."""
         return self.kernel.tiles | ({"segments": self.segments} if self.segments > 1 else {})
 
 
 def cut_into(problem, device, way, kernel, summary, P, first=0, backward=NO_PULLBACK) -> ForwardCut:
-    """The cut into P equal segments; or into two, of which the first has `first` tokens, if that is not 0. `backward`:
-    the segments of the pullback that follows."""
+    """The cut into P equal segments; or, if `first` is not 0, into two, of which the first has `first` tokens.
+    `backward`: the segments of the pullback that follows."""
     N, H, V = problem.shape("N H V")
     spans = problem.spans.split_at(first) if first else problem.spans.segments(P, summary.CHUNK)
     but_last, of_all = (
-        1 if way == SMALL else parts(summary, N * H, V, P, longest_sequence(problem), last, device) for last in (0, 1)
+        1 if way == SMALL else parts_per_segment(summary, N * H, V, P, longest_sequence(problem), last, device)
+        for last in (0, 1)
     )
     same_starts = not first and 1 < P == backward.count
-    chunks = 0 if first or not backward.count or backward.short else marks(problem, P, backward.count)
+    chunks = 0 if first or not backward.count or backward.short else chunks_between_marks(problem, P, backward.count)
     return ForwardCut(way, kernel, summary, P, first, spans, (but_last, of_all), same_starts, chunks, backward.count)
 
 
-def marks(problem, P, backward_segments) -> int:
-    """`ForwardCut.marks`: the chunks of a segment of the pullback, if all of its segments start within one of the
-    forward pass's P segments or with one; else 0."""
+def chunks_between_marks(problem, P, backward_segments) -> int:
+    """`ForwardCut.marks`: the chunks of a segment of the pullback, if these are a power of 2, each of the forward
+    pass's P segments consists of several whole ones of them, and no sequence is shorter than others; else 0."""
     shortest, longest, chunk = int(problem.spans.lengths.min()), longest_sequence(problem), GatedForwardSm90.CHUNK
     chunks, forward_chunks = (ceil_div(longest, count * chunk) for count in (backward_segments, P))
     same_ends = P == 1 or forward_chunks * P == chunks * backward_segments
@@ -237,31 +252,36 @@ def marks(problem, P, backward_segments) -> int:
 
 
 def without_a_short_segment(problem, device, cut) -> ForwardCut:
-    """`cut`, or the cut into whole sequences if the segments of `cut` are unequal: for a pass that gives no o."""
+    """`cut`, or the cut into whole sequences if the segments of `cut` are unequal. A pass that only summarises
+    sequences takes no unequal segments."""
     return cut_into(problem, device, cut.way, cut.kernel, cut.summary, 1) if cut.first else cut
 
 
 def forward_cut(problem, device) -> ForwardCut:
-    """For gates of every channel. Where kernels would load 2 bytes at a time, copies and they together are faster."""
+    """How the forward pass is computed for gates of every channel. Large arrays that kernels could load only 2 bytes at
+    a time are copied first, which is faster."""
     arrays = token_arrays(problem)
     if are_large(arrays) and "final_state" not in problem.options and common_bytes(*arrays) == 2:
         return ForwardCut(COPIED)
     if are_small(problem, device):
         return small_forward_cut(problem, device)
     if fits_hoppers_forward(problem, device, arrays):
-        follows = problem.gradient and fits_a_tile(problem)  # a pullback by Hopper's own kernels: all else fits, too
-        return hoppers_forward_cut(problem, device, segments_of_pullback(problem, device) if follows else NO_PULLBACK)
+        # whether a pullback by Hopper's own kernels follows: their other conditions hold already
+        pullback_follows = problem.gradient and fits_a_tile(problem)
+        backward = segments_of_pullback(problem, device) if pullback_follows else NO_PULLBACK
+        return hoppers_forward_cut(problem, device, backward)
     return portable_forward_cut(problem, device)
 
 
 def cut_that_fills(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
-    """The cut into as many segments as fill the card, if that spares each block at least `spared` tokens."""
+    """The cut into as many segments as fill the card, if each block then has fewer tokens by at least `spared`."""
     (N, H, V), longest = problem.shape("N H V"), longest_sequence(problem)
     P = segments_that_fill(N * H * kernel.grid(V), longest, resident_blocks(kernel, device), spared)
     return cut_into(problem, device, way, kernel, summary, P)
 
 
 def small_forward_cut(problem, device):
+    """The cut for the kernels of small heads."""
     instance = read_order(problem.op), problem, gate_dtype(problem)
     kernel, summary = GatedSmallForward.fitting(*instance), GatedSmallStates.fitting(*instance)
     return cut_into(problem, device, SMALL, kernel, summary, segments_of_small_heads(kernel, problem, device))
@@ -276,6 +296,7 @@ def segments_of_small_heads(kernel, problem, device) -> int:
 
 
 def portable_forward_cut(problem, device):
+    """The cut for the portable kernels, those of wide heads or the others."""
     sizes, wide = problem.shape("K V"), are_wide(problem, device)
     instance = problem.dtype, gate_dtype(problem), tf32_products(problem), *sizes, device.shared_per_block
     schedule = SPLIT_CHANNELS if sizes[0] > TILES[-1] else SINGLE_PASS
@@ -287,35 +308,36 @@ def portable_forward_cut(problem, device):
     return cut_that_fills(problem, device, WIDE if wide else PORTABLE, kernel, summary)
 
 
-def hoppers_kernel(problem, schedule, gate, columns):
+def hopper_forward_kernel(problem, schedule, gate, columns):
+    """Hopper's own kernel for a schedule, a dtype of gates (or SCALAR) and blocks of at most so many columns."""
     order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(problem.op)
     return GatedForwardSm90.fitting(order, schedule, problem.dtype, gate, problem.sizes["K"], columns)
 
 
 def hoppers_forward_cut(problem, device, backward):
-    """The cut of Hopper's own kernel. If cutting pays and a pullback follows, it has the segments of the pullback,
-    which then takes over the states at their starts."""
+    """The cut for Hopper's own kernel. If cutting is faster and a pullback follows, the segments are those of the
+    pullback, which then reuses the states at their starts."""
     (N, H, K, V), longest, gate = problem.shape("N H K V"), longest_sequence(problem), gate_dtype(problem)
-    half = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # for bfloat16 clusters are faster
-    columns = TILES[0] if half else V
+    narrow = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # for bfloat16 clusters are faster
+    columns = TILES[0] if narrow else V
     schedules = SINGLE_PASS, CLUSTER_SPLIT_V
-    unshared, shared = (hoppers_kernel(problem, schedule, gate, columns) for schedule in schedules)
+    unshared, shared = (hopper_forward_kernel(problem, schedule, gate, columns) for schedule in schedules)
     if K > TILES[-1]:
-        kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, gate, V)
+        kernel = hopper_forward_kernel(problem, CLUSTER_SPLIT_K, gate, V)
     else:
         kernel = shared if split_columns(N * H, V, longest, device, unshared, shared) else unshared
     blocks, capacity = N * H * kernel.grid(V), resident_blocks(kernel, device)
-    summary = hoppers_kernel(problem, SEGMENT_STATE, gate, V)
+    summary = hopper_forward_kernel(problem, SEGMENT_STATE, gate, V)
     P = forward_segments(N * H, blocks, longest, kernel, max(K, V), device)
     if P > 1 and backward.count > 1 and blocks * backward.count <= capacity:
         P = backward.count
-    first = short_first_of(problem, device, kernel, backward) if P == 1 else 0
+    first = short_first_segment_of(problem, device, kernel, backward) if P == 1 else 0
     return cut_into(problem, device, HOPPER, kernel, summary, 2 if first else P, first, backward)
 
 
-def short_first_of(problem, device, kernel, backward=NO_PULLBACK) -> int:
-    """Tokens of a short first segment, beside which the rest of a sequence is one segment; 0 for whole sequences: they
-    leave the states at the starts of equal segments, if the pullback has such."""
+def short_first_segment_of(problem, device, kernel, backward=NO_PULLBACK) -> int:
+    """The tokens of a short first segment, if the rest of each sequence is to be the second one; 0 for uncut sequences.
+    These are uncut if the pullback has equal segments, since the kernel then stores states for it as `marks`."""
     if problem.varlen or backward.count > 1 and not backward.short:
         return 0
     N, H, T, V = problem.shape("N H T V")
@@ -323,9 +345,9 @@ def short_first_of(problem, device, kernel, backward=NO_PULLBACK) -> int:
 
 
 def forward_segments(heads, blocks, longest, kernel, widest, device) -> int:
-    """The number of segments of a sequence with the least cost, of `blocks` blocks of the uncut problem."""
-    finest = min(resident_blocks(kernel, device) // max(blocks, 1), ceil_div(longest, kernel.CHUNK))
-    counts = range(1, max(1, finest) + 1)
+    """The number of segments of a sequence with the least `forward_cost`. `widest`: the larger of K and V."""
+    most = min(resident_blocks(kernel, device) // max(blocks, 1), ceil_div(longest, kernel.CHUNK))
+    counts = range(1, max(1, most) + 1)
     return min(counts, key=lambda P: forward_cost(P, heads, blocks, longest, widest, device.multiprocessors))
 
 
@@ -341,15 +363,19 @@ def forward_cost(P, heads, blocks, longest, widest, multiprocessors) -> float:
 
 
 def short_first_segment(blocks, T, capacity) -> int:
-    """Tokens of the short first segment, beside which the other segment takes less time than whole sequences; or 0."""
+    """The tokens of the best short first segment, or 0 if uncut sequences take less time."""
     cost, length = cut_in_two(blocks, T, capacity, SEGMENT, FORWARD_START, FORWARD_SUMMARY)
     return length if HARDLY_MORE * (cost + PART_START) < T + FORWARD_START else 0
 
 
 def cut_in_two(blocks, T, capacity, aligned, start, summary) -> tuple[float, int]:
-    """(the least cost, the tokens of a short segment that has it), for sequences cut into a short and a long segment.
-    Of the `capacity` blocks that the card holds, `blocks` take the long segments. The others take the short ones, which
-    are summarised first."""
+    """(the least cost, the tokens of the short segment that has it), for sequences of T tokens that are cut into a
+    short and a long segment. Of the `capacity` blocks that the card holds, `blocks` compute the long segments. The
+    others compute the short ones, which must be summarised first.
+
+    aligned : the tokens of which the short segment has a multiple
+    start, summary : the costs of a block's start and of summarising a token
+    """
     others = capacity - blocks
     if not others > 0:
         return inf, 0
@@ -361,10 +387,9 @@ def cut_in_two(blocks, T, capacity, aligned, start, summary) -> tuple[float, int
     return min(((cost(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
 
 
-def parts(summary, heads, V, P, longest, last, device) -> int:
-    """How many parts each of P segments is cut into for the pass that summarises them: the number with the least cost
-    in waves of blocks (blocks that the card holds at once). `last`: whether a sequence's last segment is summarised,
-    too."""
+def parts_per_segment(summary, heads, V, P, longest, last, device) -> int:
+    """How many parts each of P segments is cut into for the pass that summarises them: the number with the least cost.
+    `last`: whether a sequence's last segment is summarised, too."""
     blocks, at_once = heads * ceil_div(V, summary.BV) * (P if last else P - 1), resident_blocks(summary, device)
 
     def cost(R):
@@ -374,11 +399,12 @@ def parts(summary, heads, V, P, longest, last, device) -> int:
 
 
 def split_columns(heads, V, longest, device, unshared, shared) -> bool:
-    """Whether the two blocks of a cluster compute one head, half of its columns of V each, and share the operands that
-    their producer warps make (kernel `shared`), or a block computes a head by itself (kernel `unshared`).
+    """Whether the two blocks of a cluster compute one head, with half of its columns each, and share the operands that
+    their producer warps make (kernel `shared`). Otherwise one block computes a head (kernel `unshared`).
 
-    Sharing is faster if the card holds all clusters, and sequences either need no cut or are long and cut in two, where
-    `unshared` would have four segments; but not if a block of `shared` has fewer producer warps."""
+    Sharing is faster if the card holds all clusters, and if sequences need no cut, or are long and cut in two where
+    `unshared` would have four segments. It is not faster if a block of `shared` has fewer producer warps.
+    """
     blocks, capacity = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
     P = segments_that_fill(blocks, longest, capacity, SPARED) if V > PANEL and blocks <= capacity else 0
     fits = P == 1 or P == 2 and longest >= SPLIT_AND_CUT and segments_that_fill(blocks // 2, longest, capacity) <= 2 * P
@@ -386,15 +412,15 @@ def split_columns(heads, V, longest, device, unshared, shared) -> bool:
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:
-    """Whether the card holds all blocks of 64 columns at once, and their sequences need no cut. Such a block takes two
-    thirds of the time of a wider one, and no pass summarises segments."""
+    """Whether the card holds all blocks of 64 columns at once, and sequences then need no cut. Such a block takes two
+    thirds of the time of one with 128 columns."""
     blocks, capacity = heads * ceil_div(V, TILES[0]), device.multiprocessors
     return blocks <= capacity and segments_that_fill(blocks, longest, capacity, SPARED) == 1
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
-# What a pullback is told of the gate: every channel has its own; all share one, whose gradient is the sum of the
-# channels' gradients; or all share one, and nobody wants its gradient.
+# The kinds of gates in a pullback: every channel has a gate of its own; all share one, whose gradient is the sum of the
+# channels' gradients; all share one, and its gradient is not wanted.
 OF_CHANNELS, SHARED_GATE, UNWANTED_GATE = "of channels", "shared", "shared, without a gradient"
 
 
@@ -405,32 +431,36 @@ class BackwardCut:
     way: str
     device: Any
     segments: int = 1  # of every sequence
-    kernels: tuple = ()  # the kernels that give gradients, in the order of their launches
-    summary: Any = None  # the kernel that says what a segment does to a state and to its gradient
-    short: int = 0  # as `BackwardSegments` has it
-    blocks: int = 0  # of each of Hopper's main kernels
-    forward: ForwardCut | None = None  # the pass that gives the states at the segments' starts, if nobody saved them
+    kernels: tuple = ()  # the kernels that compute gradients, in the order of their launches
+    summary: Any = None  # the kernel that summarises what a segment does to a state and to the state's gradient
+    short: int = 0  # as in `BackwardSegments`
+    blocks: int = 0  # of a launch of each of Hopper's main kernels
+    forward: ForwardCut | None = None  # a forward pass that computes the states at the segments' starts, if none saved
 
 
-def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) -> BackwardCut:
-    """For a `gate` of every channel, or for one that all channels share, spread over them. The gradient of a shared
-    gate is a sum over channels, which must not be rounded often: the portable kernels then multiply half-precision data
-    in float32, and tiles of the state, which round their parts of it, are taken only if nobody wants it.
+def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, summarised=False) -> BackwardCut:
+    """How the pullback is computed for gates [B, H, T, K], which for a shared `gate` are copies of it for every
+    channel.
 
-    `saved`: as `gated_backward.plan_vjp` has it. `kept`: the segments are summarised already.
+    The gradient of a shared gate is a sum over channels, which must not be rounded often. So the portable kernels then
+    multiply half-precision data in float32; and tiles of the state, whose terms of this sum are rounded, are taken only
+    if that gradient is not wanted.
+
+    saved : as in `gated_backward.plan_vjp`
+    summarised : whether the segments are summarised already
     """
     backward, arrays = hoppers_backward_segments(problem, device), token_arrays(problem)
     if backward.count:
-        unsaved = backward.count > 1 and saved == () and not kept
+        unsaved = backward.count > 1 and saved == () and not summarised
         forward = hoppers_forward_cut(problem, device, backward) if unsaved else None
         if forward is not None and not forward.gives_starts:
             forward = None
-        return hoppers_backward_cut(problem, device, backward, bool(saved) or forward is not None, kept, forward)
+        return hoppers_backward_cut(problem, device, backward, bool(saved) or forward is not None, summarised, forward)
     if gate != SHARED_GATE:
         P = tiles_segments(problem, device, arrays)
         if P:
             return BackwardCut(TILED, device, P, short=short_segment_of(problem, device, P))
-    if are_large([*arrays, do]) and not aligned16(*arrays, do):  # copies and all are 10 times as fast
+    if are_large([*arrays, do]) and not aligned16(*arrays, do):  # kernels and copies together are then 10 times as fast
         return BackwardCut(COPIED, device)
     if are_small(problem, device):
         return small_backward_cut(problem, device)
@@ -438,6 +468,7 @@ def backward_cut(problem, device, do, gate=OF_CHANNELS, saved=None, kept=False) 
 
 
 def small_backward_cut(problem, device):
+    """The cut for the kernels of small heads."""
     instance = read_order(problem.op), problem, gate_dtype(problem)
     kernel, summary = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
     P = 1 if problem.sizes["V"] % 4 else segments_of_small_heads(kernel, problem, device)
@@ -445,6 +476,7 @@ def small_backward_cut(problem, device):
 
 
 def portable_backward_cut(problem, device, gate):
+    """The cut for the portable kernels."""
     (N, H, K, V), half = problem.shape("N H K V"), problem.dtype.itemsize == 2
     products = 3 if gate != OF_CHANNELS and half else tf32_products(problem)
     instance = read_order(problem.op), problem.dtype, gate_dtype(problem), products
@@ -460,32 +492,36 @@ def portable_backward_cut(problem, device, gate):
 
 
 def hoppers_backward_segments(problem, device) -> BackwardSegments:
-    """The segments of Hopper's own backward kernels, none if these cannot compute the problem."""
+    """The segments of Hopper's own backward kernels; NO_PULLBACK if these cannot compute the problem."""
     if are_small(problem, device) or not fits_hoppers_backward(problem, device, token_arrays(problem)):
         return NO_PULLBACK
     return segments_of_pullback(problem, device)
 
 
 def segments_of_pullback(problem, device) -> BackwardSegments:
-    """The segments of Hopper's own backward kernels, which can compute the problem."""
+    """The segments of Hopper's own backward kernels, for a problem that these can compute."""
     (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
     P = backward_segments(N * H, longest, device.multiprocessors, K, V)
     return BackwardSegments(P, short_segment_of(problem, device, P))
 
 
-def hoppers_backward_cut(problem, device, backward, starts_known, kept=False, forward=None) -> BackwardCut:
-    """The cut of Hopper's own kernels. `starts_known`: the states at the starts of equal segments are saved, or a
-    forward pass gives them. `kept`: the segments are summarised already, between two empty ones."""
+def hoppers_backward_cut(problem, device, backward, starts_known, summarised=False, forward=None) -> BackwardCut:
+    """The cut for Hopper's own kernels.
+
+    backward : the segments, a `BackwardSegments`
+    starts_known : whether the states at the starts of equal segments are saved, or computed by the pass `forward`
+    summarised : whether the segments are summarised already; two empty ones are then around them
+    """
     N, H, K, V = problem.shape("N H K V")
-    short = 0 if starts_known or kept else backward.short
-    P = 3 if short else backward.count + 2 * kept
+    short = 0 if starts_known or summarised else backward.short
+    P = 3 if short else backward.count + 2 * summarised
     instance = read_order(problem.op), problem.dtype, gate_dtype(problem), K, V
     schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
     kernels = [kernel.fitting(*instance, schedule) for kernel in (GatedBackwardQueriesSm90, GatedBackwardKeysSm90)]
     blocks = resident_blocks(kernels[1], device) if schedule == IN_TURN else (2 if short else P) * N * H
-    summarised = (1 if starts_known else 2) * (1 if short else P - 1) * N * H
-    capacity = summary_channels(K, summarised, device.multiprocessors)
-    summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], capacity, V)
+    summary_blocks = (1 if starts_known else 2) * (1 if short else P - 1) * N * H
+    channels = summary_channels(K, summary_blocks, device.multiprocessors)
+    summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], channels, V)
     return BackwardCut(HOPPER, device, backward.count, tuple(kernels), summary, short, blocks, forward)
 
 
@@ -500,13 +536,13 @@ def fits_a_tile(problem) -> bool:
 
 
 def fits_hoppers_tiles(problem, device, arrays) -> bool:
-    """Whether Hopper's own backward kernels can read tiles of `arrays` of at most 128 channels and columns."""
+    """Whether Hopper's own backward kernels can compute a problem in tiles of at most 128 channels and columns."""
     return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
 def tiles_segments(problem, device, arrays, shared=False) -> int:
-    """Segments of a sequence of more than 128 channels or columns, where Hopper's own kernels compute its `arrays` in
-    tiles; 0 where they do not. `shared`: channels share a gate."""
+    """The segments of a sequence if Hopper's own kernels compute a problem of more than 128 channels or columns in
+    tiles; 0 if they do not. `shared`: whether channels share a gate."""
     N, H, K, V = problem.shape("N H K V")
     if max(K, V) <= TILES[-1] or not fits_hoppers_tiles(problem, device, arrays):
         return 0
@@ -516,21 +552,21 @@ def tiles_segments(problem, device, arrays, shared=False) -> int:
 
 
 def backward_segments(blocks, longest, capacity, K, V) -> int:
-    """The fewest segments of a sequence that cost hardly more than the least, of `blocks` blocks of the uncut problem,
-    on a card of `capacity` multiprocessors."""
-    finest = min(ceil_div(longest, GatedBackwardSm90.CHUNK), MOST_WAVES * capacity // max(blocks, 1))
-    costs = [backward_cost(P, blocks, longest, capacity, K, V) for P in range(1, max(1, finest) + 1)]
-    return 1 + next(n for n, each in enumerate(costs) if each <= HARDLY_MORE * min(costs))
+    """The fewest segments of a sequence whose cost is at most HARDLY_MORE times the least, on a card of `capacity`
+    multiprocessors."""
+    most = min(ceil_div(longest, GatedBackwardSm90.CHUNK), MOST_WAVES * capacity // max(blocks, 1))
+    costs = [backward_cost(P, blocks, longest, capacity, K, V) for P in range(1, max(1, most) + 1)]
+    return 1 + next(n for n, cost in enumerate(costs) if cost <= HARDLY_MORE * min(costs))
 
 
 def backward_cost(P, *sizes) -> float:
-    """The cost of Hopper's backward pass in P equal segments."""
+    """The cost of Hopper's backward pass in P equal segments; `sizes` are the parameters of `main_cost` after P."""
     return main_cost(P, *sizes) + (joining_cost(P, *sizes) if P > 1 else 0)
 
 
 def main_cost(P, blocks, longest, capacity, K, V) -> float:
-    """The cost of the main kernels, in waves of blocks, and of the pass that summarises all segments but a sequence's
-    last, which memory bounds."""
+    """The cost of the main kernels, wave by wave, and of the pass that summarises all segments but each sequence's
+    last, whose time is that of reading the arrays."""
     waves, length = ceil_div(blocks * P, capacity), longest if P == 1 else length_of_segments(P, longest)
     wave_time = SHARED if waves > 1 and max(K, V) <= TILES[0] else 1
     return waves * wave_time * (length + BLOCK_START) + SUMMARY * longest * blocks / capacity * (P - 1) / P
@@ -544,11 +580,12 @@ def joining_cost(P, blocks, longest, capacity, K, V) -> float:
 
 
 def length_of_segments(P, longest) -> int:
+    """The tokens of each of P equal segments, a multiple of a chunk's."""
     return ceil_div(longest, P * GatedBackwardSm90.CHUNK) * GatedBackwardSm90.CHUNK
 
 
 def short_segment_of(problem, device, P) -> int:
-    """`short_segment` of a problem, or of its largest tile."""
+    """`short_segment` for a problem that is to have P segments, or for its largest tile."""
     if problem.varlen:
         return 0
     N, H, T, K, V = problem.shape("N H T K V")
@@ -557,9 +594,9 @@ def short_segment_of(problem, device, P) -> int:
 
 
 def short_segment(P, blocks, T, capacity, K, V, aligned) -> int:
-    """Tokens, a multiple of `aligned`, of the segment that each backward pass begins a sequence of T with, where the
-    rest is one segment; 0 where P equal segments are faster. More than half of the card takes the long segments, the
-    others the short ones meanwhile. Only the short ones are summarised, each in one direction."""
+    """`BackwardSegments.short` for sequences of T tokens: the best length, a multiple of `aligned`; 0 if P equal
+    segments are faster. More than half of the card computes the long segments, the rest of it the short ones at the
+    same time. Only the short ones are summarised, each in one direction."""
     if T % aligned:
         return 0
     cost, length = cut_in_two(blocks, T, capacity, aligned, BLOCK_START, SUMMARY)
@@ -569,103 +606,114 @@ def short_segment(P, blocks, T, capacity, K, V, aligned) -> int:
 
 def worth_tiles(problem, P, device, shared) -> bool:
     """Whether Hopper's own backward kernels, for one tile of the state after the other, cost less than the portable
-    kernels. Those have chunks of 64 tokens, read every chunk again for every 64 channels, and make scores for 128
-    columns at a time. If channels share a gate, a tile takes half of its time, and the portable kernels, which then
-    multiply in float32, take PORTABLE_FINER times theirs."""
+    kernels. The latter have chunks of 64 tokens, read every chunk again for every 64 channels, and compute scores for
+    128 columns at a time. If channels share a gate (`shared`), a tile takes half of its time, and the portable kernels,
+    which then multiply in float32, take PORTABLE_FINER times theirs."""
     (B, N, H, K, V), capacity, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
     sizes = P, N * H, int(lengths.max()), capacity, min(K, TILES[-1]), min(V, TILES[-1])
-    of_tile = main_cost(*sizes) / 2 + SHARED_GATE_START if shared else backward_cost(*sizes) + TILE_START
-    chunks, columns = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
-    of_channels = B * H * chunks * 64 / capacity * (PORTABLE_CHANNELS + PORTABLE_COLUMNS * columns)
-    portable = ceil_div(K, TILES[0]) * of_channels * (PORTABLE_FINER if shared or problem.dtype != BFLOAT16 else 1)
+    tile_cost = main_cost(*sizes) / 2 + SHARED_GATE_START if shared else backward_cost(*sizes) + TILE_START
+    chunks, column_tiles = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
+    cost_of_64_channels = B * H * chunks * 64 / capacity * (PORTABLE_CHANNELS + PORTABLE_COLUMNS * column_tiles)
+    finer = PORTABLE_FINER if shared or problem.dtype != BFLOAT16 else 1
     start = PORTABLE_SHARED_GATE_START if shared else PORTABLE_START
-    return whole_tiles(K) * whole_tiles(V) * of_tile < start + portable
+    portable_cost = start + ceil_div(K, TILES[0]) * cost_of_64_channels * finer
+    return equivalent_tiles(K) * equivalent_tiles(V) * tile_cost < portable_cost
 
 
-def whole_tiles(size) -> float:
-    """How many whole tiles take as long as the tiles of `size` channels or columns, of which the last may be narrow."""
-    whole, rest = divmod(size, TILES[-1])
-    return whole + (0 if not rest else NARROW_TILE if rest <= TILES[0] else 1)
+def equivalent_tiles(size) -> float:
+    """The time of the tiles of `size` channels or columns, in times of a whole tile: the last tile may be narrow."""
+    whole_tiles, rest = divmod(size, TILES[-1])
+    return whole_tiles + (0 if not rest else NARROW_TILE if rest <= TILES[0] else 1)
 
 
 def main_schedule(problem, P, in_turn, device) -> str:
-    """Whether each block of Hopper's main backward kernels takes whole sequences in turn, as the kernel `in_turn` does,
-    or one segment. Blocks of one segment are the faster program, and fill the last wave of blocks better. But if the
-    card holds fewer blocks than there are sequences, and these are so short that the start of a block counts, blocks
-    take sequences in turn. How short depends on whether a second block on the multiprocessor hides part of a start."""
+    """The schedule of Hopper's main backward kernels: ONE_EACH, where a block computes one segment, or IN_TURN (the
+    kernel `in_turn`), where it computes whole sequences one after the other.
+
+    ONE_EACH is the faster program, and fills the last wave better. IN_TURN is taken if there are more sequences than
+    the card holds blocks, and these are so short that a block's start matters. How short depends on whether a second
+    block on the multiprocessor hides part of a start.
+    """
     heads, lengths = problem.sizes["N"] * problem.sizes["H"], problem.spans.lengths
     short = lengths.mean() <= MOST_IN_TURN[in_turn.resident]
     return IN_TURN if P == 1 and heads > resident_blocks(in_turn, device) and short else ONE_EACH
 
 
 def summary_channels(K, blocks, capacity) -> int:
-    """Channels of a block that summarises a segment backward: all, or 64 if `blocks` blocks of all channels leave half
-    of the card's `capacity` multiprocessors idle."""
+    """The channels of a block that summarises a segment for the pullback: all K, or 64 if `blocks` blocks of all
+    channels would leave half of the card's `capacity` multiprocessors idle."""
     return TILES[0] if ceil_div(K, TILES[0]) * blocks <= capacity else K
 
 
 def summarised_segments(kernel, blocks, problem, device) -> int:
-    """Segments of a sequence, if a first pass of the same `kernel` summarises them: one, or at least four, since the
-    two passes and the scan take as long as two to three segments."""
+    """The segments of a sequence, if a first pass of the same `kernel` summarises them: 1, or at least 4, since the two
+    passes and the scan together take as long as the kernel does for two to three segments."""
     P = segments_that_fill(blocks, longest_sequence(problem), resident_blocks(kernel, device))
     return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------
 def scalar_forward_cut(problem, device) -> ForwardCut | None:
-    """For a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if they cannot."""
+    """How the forward pass is computed for a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if
+    these cannot compute the problem."""
     if problem.mode != "chunk" or not fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"]):
         return None
     (N, H, K, V), longest = problem.shape("N H K V"), longest_sequence(problem)
     narrow = min(V, TILES[not narrow_blocks(N * H, V, longest, device)])
-    if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # float16 has not the range of states
+    if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # `WeightedSums` multiplies states in the dtype of the data
         gate = gate_dtype(problem)
         kernel, summary = WeightedSums.fitting("Whole", gate, K, narrow), WeightedSums.fitting("Summary", gate, K, V)
         return cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
     if K > TILES[-1]:
-        kernel = hoppers_kernel(problem, CLUSTER_SPLIT_K, SCALAR, V)
+        kernel = hopper_forward_kernel(problem, CLUSTER_SPLIT_K, SCALAR, V)
     else:
-        kernel = hoppers_kernel(problem, SINGLE_PASS, SCALAR, narrow)
-    summary = hoppers_kernel(problem, SEGMENT_STATE, SCALAR, V)
+        kernel = hopper_forward_kernel(problem, SINGLE_PASS, SCALAR, narrow)
+    summary = hopper_forward_kernel(problem, SEGMENT_STATE, SCALAR, V)
     cut = cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
-    first = short_first_of(problem, device, kernel) if cut.segments == 1 else 0
+    first = short_first_segment_of(problem, device, kernel) if cut.segments == 1 else 0
     return cut_into(problem, device, HOPPER, kernel, summary, 2, first) if first else cut
 
 
-def scalar_backward_cut(problem, device, kept=False) -> BackwardCut:
-    """For a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or by those of gates for every channel.
-    `kept`: the segments are summarised already."""
+def scalar_backward_cut(problem, device, summarised=False) -> BackwardCut:
+    """How the pullback is computed for a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or (the way
+    PORTABLE) by the kernels for gates of every channel. `summarised`: whether the segments are summarised already."""
     arrays = [problem[name] for name in "qkv"]
     if problem.dtype == BFLOAT16 and tiles_segments(problem, device, arrays, shared=True):
         return BackwardCut(TILED, device)
     if problem.dtype == BFLOAT16 and fits_hoppers_backward(problem, device, arrays):
-        return sums_backward_cut(problem, device, kept)
+        return sums_backward_cut(problem, device, summarised)
     return BackwardCut(PORTABLE, device)
 
 
-def sums_backward_cut(problem, device, kept=False, one_part=False) -> BackwardCut:
-    """The cut of the kernels `WeightedSums`, for a problem or for one tile of it. `one_part`: the gate's gradient must
-    not be left in parts for tiles of K. The kernels read a bfloat16 gate as it is if every token has a gate of its own
-    and sequences are whole; else a float32 copy."""
+def sums_backward_cut(problem, device, summarised=False, one_part=False) -> BackwardCut:
+    """The cut for the kernels `WeightedSums`, for a problem or for one tile of it. `one_part`: whether the kernels must
+    write the gate's gradient as one array, and not as a term for each tile of K.
+
+    They read a bfloat16 gate as it is if every token has a gate of its own and sequences are not cut; else they read a
+    float32 copy.
+    """
     (N, H, K, V), gate = problem.shape("N H K V"), has_own_gates(problem)
-    kernels = 1 if gate else 3  # dq, dk and dv each by blocks of their own
-    blocks = kernels * N * H * ceil_div(max(K, V), PANEL)
+    sums_at_once = 1 if gate else 3  # without a gate's gradient, other blocks compute dq, dk and dv at the same time
+    blocks = sums_at_once * N * H * ceil_div(max(K, V), PANEL)
     P = segments_that_fill(blocks, longest_sequence(problem), device.multiprocessors)
-    dtype = BFLOAT16 if gate and P == 1 and not kept and gate_dtype(problem) == BFLOAT16 else FLOAT32
-    sums = weighted_sums(problem, dtype, P + 2 * kept, device, gate, one_part)
+    dtype = BFLOAT16 if gate and P == 1 and not summarised and gate_dtype(problem) == BFLOAT16 else FLOAT32
+    sums = weighted_sums(problem, dtype, P + 2 * summarised, device, gate, one_part)
     return BackwardCut(HOPPER, device, P, sums, ScalarBackwardSegments.fitting(V))
 
 
 def has_own_gates(problem) -> bool:
-    """Whether every token has a gate of its own, of which a gradient is asked for."""
+    """Whether every token has a gate of its own, whose gradient is then wanted."""
     return problem["g"].shape[:3] == problem.shape("B H T")
 
 
 def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tuple[WeightedSums, ...]:
-    """The kernels of dq, dk and dv with the least cost in waves of blocks. Without the gradient of the `gate`, one
-    kernel computes all three, by blocks of all columns or of 64, which take three quarters of the time; or one computes
-    dq by blocks of 64 columns, and another dk and dv by blocks of all. With it, one kernel computes dq, and another dk
-    and dv, by blocks of all columns if dg must be in `one_part`."""
+    """The kernels of dq, dk and dv that need the least time, counted in waves.
+
+    With the gradient of the `gate`, one kernel computes dq, and another one dk and dv, the latter by blocks of all
+    columns if dg must be in `one_part`. Without it, either one kernel computes all three, by blocks of all columns or
+    of 64 columns, which take three quarters of the time; or one kernel computes dq by blocks of 64 columns, and another
+    one dk and dv by blocks of all columns.
+    """
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
 
@@ -679,7 +727,7 @@ def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tupl
         if one_part:
             widths["GatedKeys"] = widest
         return tuple(WeightedSums.fitting(what, dtype, widest, BV) for what, BV in widths.items())
-    whole = {BV: waves(3, BV) for BV in (widest, narrow)}
-    if P == 1 and waves(1, narrow) + waves(2, widest) < min(whole.values()):
+    of_one_kernel = {BV: waves(3, BV) for BV in (widest, narrow)}
+    if P == 1 and waves(1, narrow) + waves(2, widest) < min(of_one_kernel.values()):
         return WeightedSums.fitting("Queries", dtype, V, narrow), WeightedSums.fitting("Keys", dtype, widest, widest)
-    return (WeightedSums.fitting("Gradients", dtype, widest, min(whole, key=whole.__getitem__)),)
+    return (WeightedSums.fitting("Gradients", dtype, widest, min(of_one_kernel, key=of_one_kernel.__getitem__)),)
