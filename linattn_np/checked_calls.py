@@ -1,4 +1,4 @@
-"""The cached results of checking a call, shared by all calls that differ only in where their arrays lie."""
+"""The cached results of checking a call, shared by all calls that differ only in the addresses of their arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # arguments that a
 DECAYS = ("gamma",)  # arguments that are numbers on the host, by value
 EXACT = frozenset({int, type})  # hashable types whose equal values are interchangeable
 SCALARS = frozenset(np.sctypeDict.values())  # NumPy's scalar types, without a caller's subclasses
-MEMOS = Cache(most=1 << 26, entries=256)  # {key of a call: what is known of calls with this key}
+# {key of a call: the memo of all calls with this key: {"problem": the checked call without arrays, and what backends
+# add}}
+MEMOS = Cache(most=1 << 26, entries=256)
 
 
 def call_key(op, inputs, arguments):
@@ -26,29 +28,29 @@ def call_key(op, inputs, arguments):
     argument has an unknown type. `addresses` are those of the device arrays, in the order of the call.
     """
     signature, addresses = array_kinds.signature, []
-    seen = [signature(x, addresses) for x in inputs]
-    if None in seen:
+    parts = [signature(x, addresses) for x in inputs]
+    if None in parts:
         return None, addresses
     for name, x in arguments.items():
         if x is None:
-            seen.append(())
+            parts.append(())
             continue
         kind = type(x)
-        if kind is str or kind is bool:  # True is no (int, 1)
-            seen.append(x)
+        if kind is str or kind is bool:  # differs from the key of a number, (int, 1)
+            parts.append(x)
             continue
         if name in ARRAYS:
-            found = signature(x, addresses)
+            part = signature(x, addresses)
         elif name in INTEGERS:
-            found = contents(x, "iu") or signature(x, addresses)
+            part = contents(x, "iu") or signature(x, addresses)
         elif name in DECAYS and kind is not float:
-            found = contents(x, "iuf")
+            part = contents(x, "iuf")
         else:
-            found = exact_key(x)
-        if found is None:
+            part = exact_key(x)
+        if part is None:
             return None, addresses
-        seen.append(found)
-    return (op, current(), *arguments, *seen), addresses
+        parts.append(part)
+    return (op, current(), *arguments, *parts), addresses
 
 
 def exact_key(x):
@@ -66,14 +68,15 @@ def exact_key(x):
     return (np.dtype, x) if isinstance(x, np.dtype) else None
 
 
-def kept_bytes(problem: Problem) -> int:
-    """About how many bytes are kept for calls with the key of `problem`: the key, and tables on host and device."""
-    kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
-    if "S" in problem.sizes:  # 12 words of 4 bytes for every 64 to 192 tokens of a head, here and on a device
-        kept += problem.sizes["B"] * problem.sizes["H"] * (problem.sizes["T"] + problem.sizes["S"])
-    if problem.varlen:  # eight numbers a sequence, and two for every chunk of 64 tokens
-        kept += 8 * problem.spans.bounds.nbytes + max(problem.shape("T S" if "S" in problem.sizes else "T")) // 4
-    return kept
+def memo_bytes(problem: Problem) -> int:
+    """About how many bytes the memo of calls like `problem` takes: the key, and tables on the host and on the
+    device."""
+    count = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
+    if "S" in problem.sizes:  # softmax attention's tables: 12 words of 4 bytes for every 64 to 192 tokens of a head
+        count += problem.sizes["B"] * problem.sizes["H"] * (problem.sizes["T"] + problem.sizes["S"])
+    if problem.varlen:  # tables of sequences and of chunks: 8 numbers for a sequence, 2 for a chunk of 64 tokens
+        count += 8 * problem.spans.bounds.nbytes + max(problem.shape("T S" if "S" in problem.sizes else "T")) // 4
+    return count
 
 
 def without_arrays(problem: Problem) -> Problem:
@@ -88,7 +91,7 @@ def without_arrays(problem: Problem) -> Problem:
 
 
 def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
-    """The cached `problem` with the arrays of this call; `memo` is what calls with its key share."""
+    """The cached `problem` with the arrays of this call; `memo`: that of the call's key."""
     op, layout, initial_state, out = problem.op, problem.layout, arguments.get("initial_state"), arguments.get("out")
     arrays = dict(zip(op.arrays, inputs))
     if layout != "bhtd":

@@ -17,7 +17,7 @@ import numpy as np
 
 from . import aliasing, array_kinds, value_heads, varlen, warnings_of_misuse
 from .argument_checks import Declaration, is_int, is_real
-from .checked_calls import MEMOS, call_key, kept_bytes, with_arrays, without_arrays
+from .checked_calls import MEMOS, call_key, memo_bytes, with_arrays, without_arrays
 from .conversions import copied_arrays, is_transformed, to_backend
 from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
@@ -64,7 +64,7 @@ class Op(Declaration):
             memo = MEMOS.get(key)
             if memo is None:
                 problem = without_arrays(self.check(inputs, **arguments))
-                memo = MEMOS.keep(key, {"problem": problem}, kept_bytes(problem))
+                memo = MEMOS.keep(key, {"problem": problem}, memo_bytes(problem))
             problem = with_arrays(memo["problem"], inputs, arguments, memo)
         if problem.out is not None or problem.options:
             aliasing.check_aliasing(problem, addresses)

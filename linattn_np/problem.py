@@ -1,4 +1,4 @@
-"""One checked call: what backends compute from."""
+"""`Problem`: a checked call, from which backends compute and plan."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ MAPPINGS = ("arrays", "sizes", "options")
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One checked call. Arrays are [B, H, T, ...] views of the caller's memory, whatever layout they came in.
+    """A checked call. Arrays are [B, H, T, ...] views of the caller's memory, whatever layout they came in.
 
-    A problem never changes, since calls with the same key share one without its arrays. `replace` makes another one.
+    A problem never changes, since calls with equal keys (see `checked_calls`) share one, which has no arrays. `replace`
+    makes another problem.
     """
 
     op: Declaration
-    arrays: MappingProxyType[str, Any]  # nobody can write to these
+    arrays: MappingProxyType[str, Any]  # by name, in the order of the declaration; a read-only mapping
     sizes: MappingProxyType[str, int]  # B, H, T, K, V as declared, and N, the number of sequences
     options: MappingProxyType[str, Any]  # the checked arguments that only some operators have
     dtype: np.dtype  # of q, k, v and o
-    spans: Spans  # token ranges; dense: the one range that all B rows share
-    varlen: bool  # cu_seqlens were given
-    layout: str
-    reverse: bool  # arrays and spans run backwards in time, as the recurrence does
-    state_v_first: bool  # the caller's states are [N, H, V, K]
-    mode: str
-    chunk_size: int | None
-    materialize: bool | None
+    spans: Spans  # the token range of each sequence; without cu_seqlens the one range that all B rows have
+    varlen: bool  # whether cu_seqlens were given
+    layout: str  # of the caller's arrays: "bhtd" or "bthd"
+    reverse: bool  # whether the recurrence runs from the last token to the first
+    state_v_first: bool  # whether the caller's states are [N, H, V, K]
+    mode: str  # "auto", "recurrent", "chunk", ...
+    chunk_size: int | None  # tokens; None if the backend may choose
+    materialize: bool | None  # whether to keep the state of every chunk; None if the backend may choose
     precision: str  # of products of float32 arrays: one of `precisions.PRECISIONS`
     scale: float
-    initial_state: tuple | None
+    initial_state: tuple | None  # an array for each part that the operator's state has
     output_final_state: bool
-    state_dtype: np.dtype
-    out: Any
-    home: str  # 'host' or 'cuda:<ordinal>'
-    kind: str  # the library whose arrays came in
+    state_dtype: np.dtype  # of the final state
+    out: Any  # the caller's array for o as [B, H, T, V], or None
+    home: str  # where the arrays are: "host" or "cuda:<device number>"
+    kind: str  # the library of the caller's arrays, as `array_kinds.kind` names it
     example: Any = None  # one of the arrays as the caller gave it
-    gradient: bool = False  # a vjp is asked for
-    groups: int = 1  # the caller's value heads in each head, whose V counts the columns of all of them
-    copied_arrays: tuple[str, ...] = ()  # the caller's arrays that are copied because of their grouped heads
-    mask: Any = None  # [B, T], True for a token, False for padding
-    warnings: tuple[str, ...] = ()  # of likely mistakes, as far as shapes tell
-    memo: dict | None = None  # what backends keep for calls with this key; None without a key
+    gradient: bool = False  # whether the gradient of the call is wanted
+    groups: int = 1  # how many of the caller's value heads share a head; V then counts the columns of all of these
+    copied_arrays: tuple[str, ...] = ()  # the caller's arrays that must be copied because of such groups
+    mask: Any = None  # [B, T]: True for a token, False for padding
+    warnings: tuple[str, ...] = ()  # texts about likely mistakes, as far as shapes show them
+    memo: dict | None = None  # what backends store for calls with this key; None if the call has no key
 
     def replace(self, **fields) -> Problem:
         """This problem with other `fields`: `dataclasses.replace` in a tenth of its time."""
@@ -60,13 +61,16 @@ class Problem:
         return problem
 
     def __getitem__(self, name: str):
+        """The array `name`."""
         return self.arrays[name]
 
     @property
     def compute_dtype(self) -> np.dtype:
+        """The dtype of the arithmetic, and of states."""
         return compute_dtype(self.dtype)
 
     def shape(self, axes: str) -> tuple[int, ...]:
+        """The sizes of axes such as "B H T"."""
         return tuple(self.sizes[axis] for axis in axes.split())
 
 

@@ -1,10 +1,11 @@
-"""The map that a segment of tokens applies to the state before it: S -> F S + S_own.
+"""`Summary`: the map S -> F S + S_own by which a segment of tokens changes the state S [K, V] before it.
 
-F, the transition of the segment, is the product of its tokens' transitions. S_own is the segment's final state from
-zero. Two segments in a row are such a map, too. The map of the state's gradient runs backwards in time with the
-transposed F: dS -> F^T dS + dS_own.
+F, the transition of the segment, is the product of its tokens' transitions. S_own is the segment's final state if its
+initial state is zero. Two segments one after the other are such a map, too (`join`). The map of the state's gradient
+runs backwards in time with the transposed F: dS -> F^T dS + dS_own.
 
-The arrays may be NumPy's, CuPy's or JAX's. N counts sequences, H heads of keys, HV heads of values, a multiple of H.
+The arrays may be NumPy's, CuPy's or JAX's. Sizes: N sequences, H heads of keys, HV heads of values (a multiple of H),
+K channels, V columns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 
 class Transition(Enum):
-    """The transition of one token; a segment's, their product, has the same form but for the rank."""
+    """The form of a token's transition, and of a segment's, which is a product of such: except that a product of
+    RANK_ONE transitions is a full matrix."""
 
     NONE = "none"  # S_t = S_{t-1} + k_t v_t^T
     SCALAR = "scalar"  # exp(g_t) S_{t-1} + ..., one decay a head
@@ -27,9 +29,9 @@ class Transition(Enum):
 class Summary:
     """One segment's map of the state.
 
-    own : (S [N, HV, K, V],), and behind it z [N, H, K] where the operator has a normaliser, which never decays
-    factors : of F: () for 1, ([N, H],) for a scalar, ([N, H, K],) or ([N, H, K], [N, HV, V]) for decays of channels
-        and of columns, ([N, H, K, K],) for a matrix. N may be 1 where all sequences share them.
+    own : (S_own [N, HV, K, V],); for an operator with a normaliser z [N, H, K], which never decays, (S_own, z_own)
+    factors : the arrays that make F: () for 1, ([N, H],) for a scalar, ([N, H, K],) or ([N, H, K], [N, HV, V]) for
+        decays of channels and of columns, ([N, H, K, K],) for a matrix. N may be 1 if all sequences share them.
     """
 
     transition: Transition
@@ -37,28 +39,28 @@ class Summary:
     factors: tuple[Any, ...] = ()
 
     def apply(self, state) -> tuple[Any, ...]:
-        """The parts of the state behind the segment, from those before it; None stands for zero."""
+        """The parts of the state after the segment, from those before it; None stands for zero."""
         if state is None:
             return self.own
         S, *normaliser = state
-        return tuple(before + added for before, added in zip((self.moved(S), *normaliser), self.own, strict=True))
+        return tuple(part + own for part, own in zip((self.transitioned(S), *normaliser), self.own, strict=True))
 
     def join(self, later: Summary) -> Summary:
-        """The map of this segment and the later one after it."""
+        """The map of this segment followed by the segment `later`."""
         if self.transition is Transition.RANK_ONE:
             factors = tuple(second @ first for first, second in zip(self.factors, later.factors, strict=True))
         else:
             factors = tuple(second * first for first, second in zip(self.factors, later.factors, strict=True))
         return Summary(self.transition, later.apply(self.own), factors)
 
-    def turned(self, own) -> Summary:
-        """The map of the state's gradient; `own` is the initial state's gradient if the final state's is zero."""
+    def of_gradient(self, own) -> Summary:
+        """The map of the state's gradient; `own`: the initial state's gradient if the final state's is zero."""
         factors = self.factors
         if self.transition is Transition.RANK_ONE:
             factors = tuple(F.swapaxes(-1, -2) for F in factors)
         return Summary(self.transition, own, factors)
 
-    def moved(self, S):
+    def transitioned(self, S):
         """F S."""
         if not self.factors:
             return S

@@ -238,7 +238,7 @@ def test_a_message_that_lies_side_by_side_is_not_copied():
     row, single, there = Row([(1, 2, 4, 3), (1, 2, 4)]), np.dtype(np.float32), OnCard.Memory("card", 512)
     state = OnCard((1, 2, 4, 3), single, there)
     decay = OnCard((1, 2, 4), single, there + state.nbytes)
-    seen = row.seen_in([state, decay], single)
+    seen = row.view_of([state, decay], single)
     assert seen.shape == (1, row.length) and seen.data is there
     others = OnCard.Memory("another", 512 + state.nbytes)
     for part in (
@@ -247,5 +247,5 @@ def test_a_message_that_lies_side_by_side_is_not_copied():
         OnCard((1, 2, 4), single, decay.data, contiguous=False),
         OnCard((1, 2, 4), np.float64, decay.data),
     ):
-        assert row.seen_in([state, part], single) is None
-    assert row.seen_in([np.zeros(24, single), np.zeros(8, single)], single) is None
+        assert row.view_of([state, part], single) is None
+    assert row.view_of([np.zeros(24, single), np.zeros(8, single)], single) is None

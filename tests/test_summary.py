@@ -46,8 +46,8 @@ def test_the_gradients_map_is_the_adjoint(transition, rng):
     """<dS, F S> = <F^T dS, S>."""
     (one,) = tokens(rng, transition)
     S, dS = rng.standard_normal((2, N, 2 * H, K, V))
-    back = one.turned((np.zeros_like(S),))
-    assert np.isclose((dS * one.moved(S)).sum(), (back.moved(dS) * S).sum())
+    back = one.of_gradient((np.zeros_like(S),))
+    assert np.isclose((dS * one.transitioned(S)).sum(), (back.transitioned(dS) * S).sum())
 
 
 def test_a_normaliser_never_decays(rng):

@@ -11,11 +11,11 @@ import numpy as np
 from ..errors import ContractError
 from .engine import Disagreement, begin, ranks_in_words
 
-DIGEST = 16  # bytes
-REMEMBERED = 256  # calls of an engine
-CALL = "the call"  # where ranks differ in this, nothing else is compared
-MEANT: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {key of a call: (header, text)}
-ANSWERS: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {header: the last answer to it}
+DIGEST = 16  # bytes of a digest
+REMEMBERED = 256  # the most calls that are remembered for an engine
+CALL = "the call"  # the name of a value: if ranks differ in it, their other values are not compared
+HEADERS: WeakKeyDictionary = WeakKeyDictionary()  # engine -> {key of a call: (header, text)}
+LENGTHS: WeakKeyDictionary = WeakKeyDictionary()  # engine -> {header: the tokens of every rank in the last such call}
 
 
 def agree(comm, name, check):
@@ -25,26 +25,27 @@ def agree(comm, name, check):
 
 
 class CallComparison:
-    """Asks the other ranks whether they make the same call. Nothing else is sent before they have answered.
+    """Finds out whether the other ranks make the same call. Nothing else is sent before all have answered.
 
-    `check` returns (anything, this rank's tokens, {name: value that must be the same on all ranks}), or raises
-    ContractError, which then ends the call on all ranks. The first message is a digest of these values, 32 bytes. Calls
-    with the same `key` have the same values, so that `check(False)` need not return them.
+    `check(needs_values)` returns (any result, this rank's tokens, {name: value that must be the same on all ranks}), or
+    raises ContractError, which then ends the call on all ranks. The first message, the *header*, has 32 bytes: a digest
+    of the values, the number of tokens, and the length of the *text* of the values, which is sent only if digests
+    differ. Calls with the same `key` have the same values, so that `check(False)` need not return these.
     """
 
     def __init__(self, comm, name, check, key=None):
         self.comm, self.name = comm, name
         begin(comm, name)
         self.check_result, self.error, self.lengths = None, None, None
-        known = remembered(MEANT, comm)
-        self.header, self.text = known.get(key, (None, None))
+        headers = remembered(HEADERS, comm)
+        self.header, self.text = headers.get(key, (None, None))
         try:
-            self.check_result, tokens, meaning = check(self.header is None)
+            self.check_result, tokens, values = check(self.header is None)
             if self.header is None:
-                meaning = {CALL: name} | {what: str(value) for what, value in meaning.items()}
-                self.header, self.text = header_and_text(tokens, meaning)
+                values = {CALL: name} | {what: str(value) for what, value in values.items()}
+                self.header, self.text = header_and_text(tokens, values)
                 if key is not None:
-                    keep(known, key, (self.header, self.text))
+                    remember(headers, key, (self.header, self.text))
         except ContractError as refusal:
             self.error = refusal
             self.header, self.text = header_and_text(0, {"refused": f"{type(refusal).__name__}: {refusal}"})
@@ -54,7 +55,7 @@ class CallComparison:
 
     def remembered_lengths(self):
         """[The tokens of every rank] in the last call of this rank with the same values, or None."""
-        return remembered(ANSWERS, self.comm).get(self.header)
+        return remembered(LENGTHS, self.comm).get(self.header)
 
     def agreed_lengths(self):
         """[The tokens of every rank]; raises on every rank if the ranks' values differ."""
@@ -64,50 +65,52 @@ class CallComparison:
         counts = headers[:, DIGEST:].copy().view(np.int64)
         if self.error is None and (headers[:, :DIGEST] == headers[0, :DIGEST]).all():
             self.lengths = counts[:, 0].tolist()
-            keep(remembered(ANSWERS, self.comm), self.header, self.lengths)
+            remember(remembered(LENGTHS, self.comm), self.header, self.lengths)
             return self.lengths
-        meanings = all_texts(self.comm, self.text, counts[:, 1])
-        raise self.error or Disagreement(f"{self.name}: " + "; ".join(differences(meanings)))
+        values_of_ranks = all_texts(self.comm, self.text, counts[:, 1])
+        raise self.error or Disagreement(f"{self.name}: " + "; ".join(differences(values_of_ranks)))
 
 
-def header_and_text(tokens, meaning):
-    """(the first message: digest, tokens, length of the text; the text that the digest is of)."""
-    text = json.dumps(meaning).encode()
+def header_and_text(tokens, values):
+    """The header and the text of a call: see `CallComparison`."""
+    text = json.dumps(values).encode()
     digest = hashlib.blake2b(text, digest_size=DIGEST).digest()
     return digest + np.array([tokens, len(text)], np.int64).tobytes(), text
 
 
-def remembered(what, comm) -> dict:
-    """The dict of one engine in `what`."""
+def remembered(by_engine, comm) -> dict:
+    """The dictionary of the engine `comm` in HEADERS or LENGTHS."""
     try:
-        return what.setdefault(comm, {})
-    except TypeError:  # an engine without hash or weak references
+        return by_engine.setdefault(comm, {})
+    except TypeError:  # an engine without a hash or weak references
         return {}
 
 
-def keep(known, key, value):
-    if len(known) >= REMEMBERED:
-        known.clear()
-    known[key] = value
+def remember(calls, key, value):
+    """Stores a value in a dictionary that `remembered` has returned."""
+    if len(calls) >= REMEMBERED:
+        calls.clear()
+    calls[key] = value
 
 
 def all_texts(comm, text, lengths):
+    """The values of every rank, {name: value}, from their texts of these lengths."""
     padded = np.zeros(lengths.max(), np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     return [json.loads(row[:length].tobytes()) for row, length in zip(comm.all_gather(padded)(), lengths)]
 
 
-def differences(meanings):
-    """A phrase for everything in which ranks differ, with who has what."""
-    for rank, meaning in enumerate(meanings):
-        if "refused" in meaning:
-            yield f"rank {rank} refused its call: {meaning['refused']}"
-    calls = {rank: meaning for rank, meaning in enumerate(meanings) if "refused" not in meaning}
-    alike = len({meaning[CALL] for meaning in calls.values()}) < 2
-    for key in dict.fromkeys(key for meaning in calls.values() for key in meaning) if alike else [CALL]:
-        having: dict = {}
-        for rank, meaning in calls.items():
-            having.setdefault(meaning.get(key, "nothing"), []).append(rank)
-        if len(having) > 1:
-            rarest_first = sorted(having.items(), key=lambda entry: len(entry[1]))
-            yield f"{key} is " + ", but ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in rarest_first)
+def differences(values_of_ranks):
+    """Yields a phrase for every value in which ranks differ, which says which ranks have which value."""
+    for rank, values in enumerate(values_of_ranks):
+        if "refused" in values:
+            yield f"rank {rank} refused its call: {values['refused']}"
+    calls = {rank: values for rank, values in enumerate(values_of_ranks) if "refused" not in values}
+    same_call = len({values[CALL] for values in calls.values()}) < 2
+    for name in dict.fromkeys(name for values in calls.values() for name in values) if same_call else [CALL]:
+        ranks_by_value: dict = {}
+        for rank, values in calls.items():
+            ranks_by_value.setdefault(values.get(name, "nothing"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            rarest_first = sorted(ranks_by_value.items(), key=lambda entry: len(entry[1]))
+            yield f"{name} is " + ", but ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in rarest_first)

@@ -204,7 +204,7 @@ class RankCall:
         Returns wait(), which waits for the messages of all ranks and returns the function (rank, slot) -> arrays.
         """
         row = Row(shapes)
-        message = row.seen_in(messages[0], self.recurrence.dtype) if count == len(messages) == 1 else None
+        message = row.view_of(messages[0], self.recurrence.dtype) if count == len(messages) == 1 else None
         if message is None:
             message = self.empty((count, row.length))  # slots without a message are not read
             for slot, arrays in messages.items():

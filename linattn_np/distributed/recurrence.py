@@ -1,8 +1,11 @@
-"""The parts of a segment's `Summary` for every operator, computed by calls of the operator, and their message.
+"""The parts of a segment's `Summary` for every operator, computed by calls of the operator, and the layout in which
+they are sent as one message.
 
-The state behind a segment is F S_in + S_own: S_own is the segment's final state from zero, F the product of its
-tokens' transitions. The gradient runs the other way, dS_in = F^T dS_out + dS_own, where dS_own comes from the segment's
-own o alone.
+The state after a segment is F S_in + S_own: S_own is the segment's final state if its initial state is zero, F the
+product of its tokens' transitions. For the gradient dS_in = F^T dS_out + dS_own, where dS_own is the initial state's
+gradient if the final state's is zero.
+
+In this module `arrays` are those of the operator for a segment's tokens, and `given` its other arguments.
 """
 
 from __future__ import annotations
@@ -34,56 +37,55 @@ class Recurrence:
         return [S, (rows, self.heads["K"], self.K)][: len(self.problem.op.state)]
 
     def factor_shapes(self, rows):
-        """The shape of each factor of a transition in a message: none where every rank computes them by itself."""
+        """The shape of each factor of F in a message; () if every rank can compute them by itself."""
         return factor_shapes(self.problem.op, rows, self.heads["K"], self.heads["V"], self.K, self.V)
 
     def factors(self, arrays, given):
-        """The factors of the transition over these tokens, as `Summary` has them.
-
-        Gates are summed in float64: a million weak gates would lose digits in float32.
-        """
+        """The factors of F for these tokens, as in `Summary`. Gates are summed in float64: the sum of a million weak
+        gates would lose digits in float32."""
         if self.problem.op.transition is Transition.RANK_ONE:
             return self.whole_pass(self.declared, arrays, given)[1]
         named = dict(zip(self.problem.op.arrays, arrays))
         return [total_decay(named[name], given.get("mask"), self.dtype) for name in self.problem.op.decays]
 
     def summary_of_message(self, message, tokens, backwards=False) -> Summary:
-        """A segment's message [*own, *factors] as its map of the state, or `backwards` of the state's gradient."""
+        """The map of the state from a segment's message [*own, *factors]; if `backwards`, that of the gradient."""
         own, factors = message[: len(self.problem.op.state)], message[len(self.problem.op.state) :]
         if "log_decay" in self.problem.options:
             factors = [self.power_of_gamma(tokens)]
-        found = Summary(self.problem.op.transition, tuple(own), tuple(factors))
-        return found.turned(found.own) if backwards else found
+        summary = Summary(self.problem.op.transition, tuple(own), tuple(factors))
+        return summary.of_gradient(summary.own) if backwards else summary
 
     def power_of_gamma(self, tokens):
-        """[1, H], retention's decay over so many tokens."""
+        """Retention's decay over so many tokens, [1, H]."""
         factor = self.problem.op.decay_over(self.problem.options["log_decay"], tokens).astype(self.dtype)
         return on_device_of(factor[None], next(iter(self.problem.arrays.values())))
 
     def summary(self, arrays, given, gradient=False):
-        """(the parts of the final state from zero, the factors, what the backend keeps for the call that computes o).
+        """(the parts of S_own, the factors of F, summaries). `summaries` are what `dispatch.call` can use again for o.
 
-        Hopper's kernels cut a long sequence into segments, and summarise each segment first: the call that computes o
-        begins from that pass, which is not repeated. The alternative, to compute o from a zero state and to add
-        (q * decay) S_in afterwards, would read q and o again, write o again, and round o twice.
+        Hopper's kernels cut a long sequence into segments and summarise these first; the call that computes o does not
+        repeat that pass. The alternative, to compute o from a zero state and to add (q * decay) S_in afterwards, would
+        read q and o again, write o again, and round o twice.
         """
         if self.problem.op.transition is Transition.RANK_ONE:
             return *self.whole_pass(self.declared, arrays, given), ()
-        found = summarise(self.declared, arrays, gradient=gradient, **given)
-        if found is None:
+        summary = summarise(self.declared, arrays, gradient=gradient, **given)
+        if summary is None:
             return self.whole_pass(self.declared, arrays, given)[0], self.factors(arrays, given), ()
-        own, decays, summaries = found
+        own, decays, summaries = summary
         return list(own), self.factors(arrays, given) if decays is None else self.factors_of_decays(decays), summaries
 
     def final_state(self, declared, arrays, given):
-        """The final state from zero, without o where a backend can."""
-        found = summarise(declared, arrays, **given)
-        return self.whole_pass(declared, arrays, given)[0] if found is None else list(found[0])
+        """The parts of S_own, without computing o if the backend can do so."""
+        summary = summarise(declared, arrays, **given)
+        return self.whole_pass(declared, arrays, given)[0] if summary is None else list(summary[0])
 
     def whole_pass(self, declared, arrays, given):
-        """(the parts of the final state from zero, [the matrix of a rank-one transition]), from a call with o.
+        """(the parts of S_own, [F, if transitions have rank one]), by a whole call of the operator.
 
-        The matrix is the final state of K more columns that begin as the identity; their values are zeros.
+        F is then computed as the final state of K more columns, whose initial state is the identity and whose values
+        are zeros.
         """
         given, columns = given | {"output_final_state": True, "state_dtype": self.dtype}, self.V
         if self.problem.op.transition is not Transition.RANK_ONE:
@@ -99,7 +101,8 @@ class Recurrence:
         return [final[..., :columns]], [final[:, :: self.problem.groups, :, columns:]]  # heads of a group share it
 
     def factors_of_decays(self, decays):
-        """`factors` from a backend's decays [rows, heads, channels], or from None where every rank computes them."""
+        """The factors of F from a backend's products of decays [rows, heads, channels]; [] if `decays` is None, as
+        every rank can then compute them by itself."""
         return (
             []
             if decays is None
@@ -142,7 +145,7 @@ class Recurrence:
         (dS,) = self.final_state(inner, (q, q, do, *gates), given)
         dS = dS * problem.scale
         if "log_decay" in problem.options:  # one decay a head: exact after the sum
-            dS = Summary(Transition.SCALAR, (), (self.power_of_gamma(1),)).moved(dS)
+            dS = Summary(Transition.SCALAR, (), (self.power_of_gamma(1),)).transitioned(dS)
         return [dS]
 
 
@@ -178,7 +181,7 @@ def kept_on_device(contents, shape, dtype, device):
 
 
 class Row:
-    """The layout of a message: arrays of given shapes, one behind the other in a row."""
+    """The layout of a message: arrays of given shapes, one after the other in a row of numbers."""
 
     def __init__(self, shapes):
         *starts, self.length = accumulate(map(math.prod, shapes), initial=0)
@@ -186,14 +189,16 @@ class Row:
         self.shapes = shapes
 
     def put(self, row, arrays):
+        """Copies the arrays to a row [length]."""
         for x, (place, _) in zip(arrays, self.places, strict=True):
             row[place] = x.reshape(-1)
 
     def parts(self, row):
+        """The arrays as views of a row [length]."""
         return [row[place].reshape(shape) for place, shape in self.places]
 
-    def seen_in(self, arrays, dtype):
-        """The message [1, length] without a copy, where `arrays` lie one behind the other in CUDA memory; else None."""
+    def view_of(self, arrays, dtype):
+        """A view [1, length] of `arrays` as one message, if they are adjacent in CUDA memory; else None."""
         first, *others = arrays
         if isinstance(first, np.ndarray) or any(x.dtype != dtype or not x.flags.c_contiguous for x in arrays):
             return None

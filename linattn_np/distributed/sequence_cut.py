@@ -1,4 +1,4 @@
-"""How a sequence is cut: segments of tokens, each on one rank, and which sequence crosses from one to the next."""
+"""How the tokens of a call are cut into segments, each on one rank, and which sequences continue in the next one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class SequencePiece:
     """The tokens of one sequence in one segment."""
 
-    sequence: int
-    start: int  # of the segment's tokens
-    stop: int
+    sequence: int  # its number in the call
+    start: int  # its first token, counted in the segment
+    stop: int  # its last token + 1
     has_predecessor: bool  # another segment, before this one in the order of the pass, has tokens of the sequence
     has_successor: bool  # another segment, after this one in the order of the pass, has tokens of the sequence
 
@@ -20,11 +20,11 @@ class SequencePiece:
 class RankSegment:
     """Tokens of one rank that are computed in one call."""
 
-    index: int  # in the order of the tokens, over all ranks
+    index: int  # among the segments of all ranks, in the order of the tokens
     rank: int
-    slot: int  # among those of its rank
-    start: int  # of its rank's tokens
-    stop: int
+    slot: int  # its number among the segments of its rank
+    start: int  # its first token, counted on its rank
+    stop: int  # its last token + 1
     pieces: tuple[SequencePiece, ...]
 
     @property
@@ -39,11 +39,12 @@ class RankSegment:
 
 
 class Cut:
-    """The segments of all ranks, known alike on every rank, in the order of the tokens.
+    """The segments of all ranks, in the order of the tokens. Every rank computes the same cut.
 
-    `lengths` are the ranks' tokens, `bounds` [N + 1] those of the sequences, of which a dense batch has one for all of
-    its rows. With `reverse` the pass that is cut runs from the last token to the first. Segments have `size` tokens at
-    most; without a size each rank has one.
+    lengths : the tokens of each rank
+    bounds : cu_seqlens [N + 1] of the tokens of all ranks; a dense batch is one sequence here
+    reverse : whether the pass for which this is a cut runs from the last token to the first
+    size : the most tokens of a segment; None for one segment per rank
     """
 
     def __init__(self, lengths, bounds, reverse, size=None):
@@ -57,9 +58,10 @@ class Cut:
                 pieces = tuple(self.pieces(bounds, first + start, first + stop))
                 self.segments.append(RankSegment(len(self.segments), rank, slot, start, stop, pieces))
             first += length
-        self.slots = max(segment.slot for segment in self.segments) + 1  # of the rank that has most segments
+        self.slots = max(segment.slot for segment in self.segments) + 1  # segments of the rank that has the most
 
     def pieces(self, bounds, first, last):
+        """Yields the pieces of a segment of the tokens first ... last - 1, counted over all ranks."""
         for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
             if max(start, first) < min(stop, last):
                 before, after = start < first, stop > last
@@ -75,13 +77,14 @@ class Cut:
         return self.segments[::-1] if self.reverse else self.segments
 
     def segments_of(self, rank):
+        """The segments of one rank."""
         return [segment for segment in self.segments if segment.rank == rank]
 
     @property
     def has_crossing_sequences(self) -> bool:
-        """Whether any state has to go from one segment to another."""
+        """Whether any sequence has tokens in several segments, so that its state must be sent."""
         return any(segment.outgoing_piece for segment in self.segments)
 
     def ending_pieces(self):
-        """[(segment, piece)] in which a sequence ends: one for each that has tokens."""
+        """[(segment, piece)] for the last piece, in the order of the pass, of every sequence that has tokens."""
         return [(segment, piece) for segment in self.segments for piece in segment.pieces if not piece.has_successor]

@@ -242,7 +242,8 @@ def cut_into(problem, device, way, kernel, summary, P, first=0, backward=NO_PULL
 
 def chunks_between_marks(problem, P, backward_segments) -> int:
     """`ForwardCut.marks`: the chunks of a segment of the pullback, if these are a power of 2, each of the forward
-    pass's P segments consists of several whole ones of them, and no sequence is shorter than others; else 0."""
+    pass's P segments consists of several whole ones of them, all sequences have the same length, and no segment is
+    empty; else 0."""
     shortest, longest, chunk = int(problem.spans.lengths.min()), longest_sequence(problem), GatedForwardSm90.CHUNK
     chunks, forward_chunks = (ceil_div(longest, count * chunk) for count in (backward_segments, P))
     same_ends = P == 1 or forward_chunks * P == chunks * backward_segments
