@@ -123,3 +123,17 @@ def is_real(x) -> bool:
 def whole_of(text: str) -> int | None:
     """The whole number that decimal digits write, else None; also for 19 digits and more, which count nothing."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
+
+
+def array_on_host(name: str, x, refuse) -> np.ndarray:
+    """`x`, an array of any library or a list, as a NumPy array; ``refuse(complaint, error)`` where it is not read.
+
+    A ragged list is NumPy's ValueError.
+    """
+    try:
+        found = accepted_arrays.accepted(name, x, "copied")[0] if array_kinds.kind(x) else np.asarray(x)
+    except (TypeError, RuntimeError) as error:  # a Refusal is a TypeError
+        refuse(f"{name} {error}", ContractTypeError)
+    if not isinstance(found, np.ndarray):
+        refuse(f"{name} is on the GPU, expected an array on the host", ContractTypeError)
+    return found

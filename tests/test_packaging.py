@@ -321,7 +321,7 @@ ROOMS = {
     ),
     "interop/fla": (["errors", "interop.calls", "interop.torch"], ["torch"]),
     "interop/torch_calls": (
-        ["interop.calls", "interop.torch_memory", "accepted_arrays", "array_kinds", "declarations"],
+        ["interop.calls", "interop.torch_memory", "accepted_arrays", "array_kinds", "declarations", "errors"],
         ["numpy", "torch"],
     ),
     "interop/torch_memory": (["interop.calls"], ["torch", "cupy"]),

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_files import zipped_pth
 from safetensors.numpy import save_file
 
-from linattn_np import ContractError
+from linattn_np import ContractError, ContractTypeError
 from linattn_np.models import RWKV6, RWKV7, Batch, Bytes, Sampling, State, austen, checkpoint, load, matrices
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
@@ -351,3 +351,25 @@ def test_it_learns_and_the_file_writes_the_text(kind, tmp_path):
     model = load(tmp_path / "model.safetensors")
     assert type(model) is kind
     assert bytes(islice(model.generate(b"It is a truth univ", temperature=0), 8)) == b"ersally "
+
+
+def test_tokens_of_other_libraries(kind, weights):
+    """Those on the host are read; those without numbers there are named."""
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    model, tokens = kind(weights), [[1, 2, 3], [4, 5, 6]]
+    wanted, state = model.forward(tokens)
+    for read in (torch.tensor(tokens), jax.numpy.asarray(tokens), np.array(tokens, np.uint16)):
+        np.testing.assert_array_equal(model.forward(read)[0], wanted)
+    deleted = jax.numpy.asarray(tokens)
+    deleted.delete()
+    for unread, words in (
+        (torch.zeros((2, 3), dtype=torch.int64, device="meta"), "is on torch's device meta"),
+        (deleted, "is a JAX array that was deleted"),
+        (np.ma.masked_array(tokens, mask=True), "is a numpy.ma.MaskedArray, whose mask would be ignored"),
+    ):
+        with pytest.raises(ContractTypeError, match=f"{kind.__name__}: tokens {words}"):
+            model.forward(unread)
+    with pytest.raises(ContractTypeError, match=f"{kind.__name__}: slots is on torch's device meta"):
+        model.forward(tokens, state, slots=torch.zeros(2, dtype=torch.int64, device="meta"))
+    with pytest.raises(ContractTypeError, match="Training: text is on torch's device meta"):
+        Training(torch.zeros(900, dtype=torch.uint8, device="meta"), Settings(steps=1), kind=kind)

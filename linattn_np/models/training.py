@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from ..argument_checks import array_on_host
 from ..errors import ContractError
 from . import checkpoint, pth_files
 from .devices import check_device
@@ -344,7 +345,7 @@ class Text:
 
 def as_tokens(text) -> np.ndarray:
     """The tokens [T] in memory that nobody else writes to: a copy, unless they are `bytes`."""
-    tokens = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text)
+    tokens = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else array_on_host("text", text, refuse)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size and tokens.min() < 0:
         refuse(f"text is {tokens.dtype} {tokens.shape}, expected bytes, or token ids [T] from 0 up")
     owner: object = tokens
@@ -404,5 +405,5 @@ def checked(stored, kind) -> Settings:
     return settings
 
 
-def refuse(complaint: str) -> NoReturn:
-    raise ContractError(f"Training: {complaint}")
+def refuse(complaint: str, error=ContractError) -> NoReturn:
+    raise error(f"Training: {complaint}")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ... import varlen
+from ...argument_checks import array_on_host
 from ...array_kinds import BFLOAT16
 from ...errors import ContractError, ContractTypeError, NotSupported
 from ...typing import Integers, Result
@@ -302,7 +303,9 @@ class Model:
     def checked(self, tokens):
         """`tokens` as int64 [B, T] on the host, after checking that each is within the vocabulary."""
         try:
-            ids = np.asarray(tokens)
+            ids = array_on_host("tokens", tokens, self.version.refuse)
+        except ContractError:
+            raise
         except ValueError:
             lengths = [len(row) for row in tokens]
             self.version.refuse(f"tokens is ragged, with rows of {lengths} tokens; expected [B, T]")
@@ -330,7 +333,7 @@ class Model:
                 self.version.refuse(f"cu_seqlens has an empty prompt at index {int(np.argmin(np.diff(bounds)))}")
         if slots is None:
             return Rows(bounds, None)
-        slots = np.asarray(slots)
+        slots = array_on_host("slots", slots, self.version.refuse)
         if slots.shape != (len(bounds) - 1,) or slots.dtype.kind not in "iu":
             self.version.refuse(f"slots is {slots.shape} {slots.dtype}, expected integers [N] = ({len(bounds) - 1},)")
         if len(set(slots.tolist())) < len(slots):
