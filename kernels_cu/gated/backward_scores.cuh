@@ -7,9 +7,9 @@ constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp dec
 
 template <typename Stored> using Across = Stored[CHANNELS * LD<Stored, CHUNK>];  // [32, 64]: channel, token
 
-// d += queries^T keys of 16 x 16 tokens over 16 channels from c on.
+// d += queries^T keys over 16 channels from c on, for 16 queries and 16 keys.
 template <class M, typename Stored>
-__device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
+__device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
   constexpr int LDT = LD<Stored, CHUNK>;
   Left<M> a;
   Right<M> b[2];
@@ -19,10 +19,10 @@ __device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, c
 }
 
 // A warp's blocks: on the diagonal, in the lower left quarter, and beside the diagonal. Of the block on the diagonal
-// `diagonal` holds the pairs within a sub-chunk, `eights` the pairs of its two sub-chunks.
+// `diagonal` holds the pairs within a sub-chunk, `border8` the pairs of its two sub-chunks.
 struct ChunkScores {
   const int warp, half_row, half_column, quarter;
-  float diagonal[2][4], eights[4], quarters[2][4], halves[2][4];
+  float diagonal[2][4], border8[4], border16[2][4], border32[2][4];
 
   __device__ __forceinline__ explicit ChunkScores(int warp)
       : warp(warp),
@@ -30,20 +30,20 @@ struct ChunkScores {
         half_column(warp & 1),
         quarter(2 * warp),
         diagonal{},
-        eights{},
-        quarters{},
-        halves{} {}
+        border8{},
+        border16{},
+        border32{} {}
 
   // Adds the products over 16 channels from c on.
   template <class M, class Operands> __device__ __forceinline__ void add(const Operands& from, int c) {
     constexpr int LDT = LD<typename M::Stored, CHUNK>;
-    score<M>(diagonal, from.queries + 16 * warp, from.keys + 16 * warp, c);
-    score<M>(halves, from.halves + 16 * half_row, from.halves + 16 * half_column, c);
-    if (warp < 2) score<M>(quarters, from.quarters + 16 * (quarter + 1), from.quarters + 16 * quarter, c);
+    add_scores<M>(diagonal, from.queries + 16 * warp, from.keys + 16 * warp, c);
+    add_scores<M>(border32, from.border32 + 16 * half_row, from.border32 + 16 * half_column, c);
+    if (warp < 2) add_scores<M>(border16, from.border16 + 16 * (quarter + 1), from.border16 + 16 * quarter, c);
     Left<M> a;
     Right<M> b[2];
-    load_left<true>(a, from.eights + c * LDT + 16 * warp, LDT);
-    load_right<false>(b, from.eights + c * LDT + 16 * warp, LDT);
-    multiply(eights, a, b[0]);
+    load_left<true>(a, from.border8 + c * LDT + 16 * warp, LDT);
+    load_right<false>(b, from.border8 + c * LDT + 16 * warp, LDT);
+    multiply(border8, a, b[0]);
   }
 };

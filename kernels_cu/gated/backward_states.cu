@@ -1,16 +1,17 @@
-// what      GLA and RWKV-6 backward on every card: the state at every chunk's start, and its gradient at every chunk's
-//           end. Or the summaries of segments for both: the same walk, without keeping states.
-// math      per 32 tokens, D their decay:  S <- D S + (k decayed to their end)^T v;   backwards
+// what      GLA and RWKV-6 backward on every card: the state S before every chunk of 64 tokens, walking forwards in
+//           time, and its gradient C after every chunk, walking backwards. Or the summaries of segments for both
+//           directions: the same walks, which store only their last S or C.
+// math      per step of 32 tokens, D [K] their decay:  S <- D S + (k decayed to their end)^T v;   backwards
 //           C <- D C + scale (q decayed from their start)^T do
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; kept: the layout is in backward.cuh, the type bfloat16 or float32;
-//           initial, dht, dh0 [N, H, K, V] float32.
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; kept: every chunk's S and C in the layout of tile_at (backward.cuh),
+//           bfloat16 or float32; initial, dht, dh0 [N, H, K, V] float32.
 //           Segments: states [2, N, H, K, V] and decays [2, N, H, K] float32. states: S (then C) for the segments of
 //           each sequence: in either direction the first has the given state, the second the state from which it
 //           starts, and every other one the final state of the segment before it from zero; scan_both_ways.cu joins
 //           these
 // grid      a block for every (direction, sequence or segment, head, tile of 64 channels, BV columns of V),
 //           directions slowest; a warp for every 16 channels
-// smem      STAGES times 32 tokens
+// smem      Stage: a step of k, v and g, or q, do and g, STAGES times; copied by all threads, read by all warps
 // barriers  one every 32 tokens: they have been copied, and the previous ones have been read. Segments also have one
 //           for every 32 tokens whose gates are read beforehand, another every 256, and one at the end of that
 // numerics  S and C in float32 accumulators; products as in fragments.cuh. A segment's tokens are left out if every
@@ -21,19 +22,19 @@
 #include "backward.cuh"
 
 constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens of a stage
-constexpr int WORTH_A_LOOK = 16;                  // steps of a segment from which on gates are read beforehand
+constexpr int STEPS_WORTH_READING = 16;           // steps of a segment from which on gates are read beforehand
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, do_;
   Rows<const G> g;
-  const float *initial, *dht;  // or null
-  void* kept;                  // null: segments
+  const float *initial, *dht;  // null: zero
+  void* kept;                  // null: computes the summaries of segments
   float *dh0, *states, *decays;
   Shape shape;
-  i64 first, heads;  // the heads of this launch
+  i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows are multiples of 16 bytes
-  i64 P;        // segments a sequence
+  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
+  i64 P;        // segments of a sequence
 };
 
 template <typename T, typename G, int BV> struct alignas(16) Stage {
@@ -42,8 +43,8 @@ template <typename T, typename G, int BV> struct alignas(16) Stage {
   G g[STEP * LD<G, TILE>];  // [32, 64]
 };
 
-// STAGES: as many as fit the shared memory of three blocks a multiprocessor. blocks: as many as there are registers
-// for.
+// STAGES: as many as leave shared memory for three blocks on a multiprocessor. blocks: on a multiprocessor, as many as
+// its registers suffice for.
 template <typename T, int BV> constexpr int STAGES = sizeof(T) == 4 && BV > TILE ? 2 : 3;
 template <class M, typename T, int BV> constexpr int blocks() {
   if (M::SPLIT || sizeof(typename M::Stored) > sizeof(T)) return 2;
@@ -60,31 +61,33 @@ struct StateTile {
   Span span;
 };
 
-// Reads gates from the end of the walk backwards. Returns the first step that the end of the walk still remembers; 0 if
-// nothing is forgotten, or if by the gates so far less than a quarter would be. fetch(step, stage) copies gates.
+// Reads gates from the last step of the walk to the first. Returns the first step that the result still depends on,
+// that is, after which some channel's gates sum to more than FORGOTTEN_NATS; 0 if nothing is forgotten, or if the mean
+// of the gates read so far predicts that less than a quarter of the steps are. fetch(step, stage) copies gates.
 template <typename T, typename G, int BV, class Fetch>
 __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int steps, int channel, int K, Fetch fetch) {
-  constexpr int STAGES = ::STAGES<T, BV>, OFTEN = 8;  // steps between judgements
+  constexpr int STAGES = ::STAGES<T, BV>, STEPS_A_VERDICT = 8;  // steps between judgements
   const int warp = threadIdx.x >> 5;
   float total[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
 #pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(steps - 1 - step, step);
-  float most = 0.f;  // the largest gate: before a positive one nothing may be left out
-  int looked = 0, first = 0;
+  float largest_gate = 0.f;  // if it is positive, nothing may be left out
+  int steps_read = 0, first = 0;
 #pragma unroll 1
-  for (; looked < steps; ++looked) {
+  for (; steps_read < steps; ++steps_read) {
     cp_async_wait<STAGES - 2>();
-    const bool kept = most > 0.f || !(total[0] <= FORGOTTEN_NATS && total[1] <= FORGOTTEN_NATS);
-    if (!__syncthreads_or(kept)) {  // these gates have been copied; the previous ones have been read
-      first = steps - looked;
+    const bool remembered = largest_gate > 0.f || !(total[0] <= FORGOTTEN_NATS && total[1] <= FORGOTTEN_NATS);
+    if (!__syncthreads_or(remembered)) {  // these gates have been copied; the previous ones have been read
+      first = steps - steps_read;
       break;
     }
-    const float enough = FORGOTTEN_NATS * looked, rest = 0.75f * steps;
-    if (looked && looked % OFTEN == 0 &&
-        __syncthreads_or(most > 0.f || kept && !(total[0] * rest <= enough && total[1] * rest <= enough)))
+    const float forgotten_by_now = FORGOTTEN_NATS * steps_read, rest = 0.75f * steps;
+    if (steps_read && steps_read % STEPS_A_VERDICT == 0 &&
+        __syncthreads_or(largest_gate > 0.f ||
+                         remembered && !(total[0] * rest <= forgotten_by_now && total[1] * rest <= forgotten_by_now)))
       break;
-    fetch(steps - looked - STAGES, (looked + STAGES - 1) % STAGES);
-    const G* gates = s.stages[looked % STAGES].g + 16 * warp;
+    fetch(steps - steps_read - STAGES, (steps_read + STAGES - 1) % STAGES);
+    const G* gates = s.stages[steps_read % STAGES].g + 16 * warp;
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
       float2 x[4];
@@ -92,7 +95,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         total[p & 1] += sums(x[p].x + x[p].y).all;
-        most = fmaxf(most, fmaxf(x[p].x, x[p].y));
+        largest_gate = fmaxf(largest_gate, fmaxf(x[p].x, x[p].y));
       }
     }
   }
@@ -101,6 +104,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G, BV>& s, int s
   return first;
 }
 
+// Computes the states of one tile and direction, step by step. Backwards, steps are counted from the last tokens on.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
 __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args, const StateTile& at, bool backwards) {
   using M = Math<T, PRODUCTS>;
@@ -112,9 +116,10 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const int channel = at.k_tile * TILE + 16 * warp + g, column = at.v_tile * BV + 2 * t;
   const bool segments = !args.kept;
 
-  // Calls f(value, offset in a state) for this lane's values.
+  // S, or backwards C: accumulators [16 channels, 8 columns] twice, BV / 16 times. each_number calls f(number, its
+  // offset in a state [K, V]) for this lane's numbers.
   float S[BV / 16][2][4] = {};
-  const auto each = [&](auto f) {
+  const auto each_number = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < BV / 8; ++n)
 #pragma unroll
@@ -130,7 +135,7 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   if (segment == 0 || !segments) {
     const float* from = given ? given + ((segments ? at.n / P : at.n) * shape.H + at.h) * state : nullptr;
     float* to = segments ? args.states + slot * state : nullptr;
-    each([&](float& x, i64 offset) {
+    each_number([&](float& x, i64 offset) {
       if (from) x = from[offset];
       if (to) to[offset] = x;
     });
@@ -156,13 +161,13 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     cp_async_commit();
   };
   int first = 0;
-  if (segments && steps >= WORTH_A_LOOK)
+  if (segments && steps >= STEPS_WORTH_READING)
     first = first_remembered<T, G, BV>(s, steps, channel, K, [&](int step, int stage) {
       if (step >= 0) fetch_gates(step, stage);
       cp_async_commit();
     });
-  const float before = first ? 0.f : 1.f;
-  float whole[2] = {before, before};  // decays of the segment
+  const float skipped_decay = first ? 0.f : 1.f;
+  float total_decay[2] = {skipped_decay, skipped_decay};  // decays of the segment
   const int first_chunk = int(chunks_of(shape, at.n % shape.count).start);
 #pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(first + step);
@@ -200,10 +205,11 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float by = product_of(all[row], 0, STEP_SUBS);
-      whole[row] *= by;
+      const float step_decay = product_of(all[row], 0, STEP_SUBS);
+      total_decay[row] *= step_decay;
 #pragma unroll
-      for (int n = 0; n < BV / 8; ++n) S[n / 2][n % 2][2 * row] *= by, S[n / 2][n % 2][2 * row + 1] *= by;
+      for (int n = 0; n < BV / 8; ++n)
+        S[n / 2][n % 2][2 * row] *= step_decay, S[n / 2][n % 2][2 * row + 1] *= step_decay;
     }
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
@@ -213,10 +219,10 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), row = p & 1;
-        const float far =
+        const float outer_decay =
             TF32_CORRECTION<M> * TF32_CORRECTION<M, T> *
             (backwards ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS));
-        a.take(p, far * factors[n][row] * x[p]);
+        a.take(p, outer_decay * factors[n][row] * x[p]);
       }
 #pragma unroll
       for (int n = 0; n < BV / 8; n += 2) {
@@ -231,13 +237,14 @@ __device__ __forceinline__ void walk(Shared<T, G, BV>& s, const Args<T, G>& args
   if (segments) {
     to = args.states + (slot + (backwards ? -shape.H : shape.H)) * state;
     for (int row = 0; row < 2; ++row)
-      if (t == 0 && at.v_tile == 0 && channel + 8 * row < K) args.decays[slot * K + channel + 8 * row] = whole[row];
+      if (t == 0 && at.v_tile == 0 && channel + 8 * row < K)
+        args.decays[slot * K + channel + 8 * row] = total_decay[row];
   } else if (backwards && args.dh0 && segment == P - 1) {
     const int n =
         sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : at.n;  // so that at.n needs no register
     to = args.dh0 + (n / P * shape.H + at.h) * state;
   }
-  if (to) each([&](float& x, i64 offset) { to[offset] = x; });
+  if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>

@@ -1,9 +1,10 @@
 // what      GLA and RWKV-6 backward on every card: dv of a chunk.
-// math      C the gradient of the state after the chunk of 64, A_ij = scale sum_k q_ik decay_ijk k_jk for j < i,
-//           A_ii = scale q_i . k_i  (RWKV-6: q_i . u k_i):   dv = (k decayed to the chunk's end) C + A^T do
+// math      C [K, V] the gradient of the state after the chunk of 64 tokens, A_ij = scale sum_k q_ik decay_ijk k_jk for
+//           j < i, A_ii = scale q_i . k_i  (RWKV-6: q_i . u k_i):   dv = (k decayed to the chunk's end) C + A^T do
 // shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; kept: see backward_states.cu
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
-// smem      q, k, g of 32 channels at a time, and their operands; C; then do and A
+// smem      q, k, g and C of 32 channels at a time, copied by all threads; operands of these channels, made by each
+//           warp of 8 channels, read by all. Then do over q, k, g and A over the operands; dv overwrites do
 // barriers  two for every 32 channels: they have been copied | operands and C are in shared memory; then: A is
 // numerics  products as in fragments.cuh; scores as in backward_channels.cu, q_i . k_i in float32; if a gate of a
 //           sub-chunk exceeds GROWTH, its scores are computed pair by pair (growth.cuh)
@@ -20,11 +21,12 @@ template <typename T, typename G> struct Args {
   const float* u;  // null for GLA
   const void* kept;
   Shape shape;
-  i64 first, heads;  // the heads of this launch
+  i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows are multiples of 16 bytes
+  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 
+// 32 channels of the chunk's inputs [token, channel].
 template <typename T, typename G> struct Tokens {
   T q[CHUNK * LD<T, CHANNELS>];  // [64, 32]
   T k[CHUNK * LD<T, CHANNELS>];
@@ -32,9 +34,9 @@ template <typename T, typename G> struct Tokens {
 };
 
 template <typename Stored> struct Operands {
-  Across<Stored> queries, keys;             // decayed from and to the middle of their sub-chunks
-  Across<Stored> eights, quarters, halves;  // decayed from or to a border between 8, 16 and 32 tokens
-  Across<Stored> ends;                      // keys decayed to the chunk's end
+  Across<Stored> queries, keys;                // decayed from and to the middle of their sub-chunks
+  Across<Stored> border8, border16, border32;  // decayed from or to a border between 8, 16 and 32 tokens
+  Across<Stored> ends;                         // keys decayed to the chunk's end
 };
 
 template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Shared {
@@ -47,9 +49,9 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
     Operands<Stored> operands;
     Stored A[CHUNK * LD<Stored, CHUNK>];  // [64, 64]
   };
-  Stored C[CHANNELS * BV];  // [32, BV] in matrices of 8 x 8
-  float own[WARPS][CHUNK];  // scores of tokens with themselves, over each warp's channels
-  bool grows[SUBS];         // whether a gate of the sub-chunk exceeds GROWTH
+  Stored C[CHANNELS * BV];          // [32, BV] in matrices of 8 x 8
+  float self_scores[WARPS][CHUNK];  // scores of tokens with themselves, over each warp's channels
+  bool grows[SUBS];                 // whether a gate of the sub-chunk exceeds GROWTH
 };
 
 // Adds x, summed over the warp's channels, to the sums of the tokens of four sub-chunks from `first` on.
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(
   constexpr int LDT = LD<Stored, CHUNK>, PIECE = 16 / sizeof(Stored);
   Shared<T, G, PRODUCTS, BV>& s = *reinterpret_cast<Shared<T, G, PRODUCTS, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 8 * warp;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
   const int v_tiles = int((shape.V + BV - 1) / BV), v_tile = blockIdx.x % v_tiles;
   const u32 block = blockIdx.x / v_tiles, NC = u32(shape.NC), heads = u32(args.heads);
   const int c = block % NC, h = int(args.first) + block / NC % heads, b = block / NC / heads;
@@ -108,23 +110,23 @@ __global__ void __launch_bounds__(
 
   ChunkScores scores(warp);
   float dv[BV / 16][2][4] = {};
-  *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
-  __syncwarp();  // own is zero
-  const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
+  *reinterpret_cast<float2*>(s.self_scores[warp] + 2 * lane) = {0.f, 0.f};
+  __syncwarp();  // self_scores are zero
+  const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
   if (threadIdx.x < SUBS) s.grows[threadIdx.x] = false;
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
-  for (int n = 0; n < parts; ++n) {
+  for (int n = 0; n < channel_parts; ++n) {
     cp_async_wait<0>();
     __syncthreads();  // these channels have been copied; the previous operands, and their C, have been read
     fetch_state(n);
     cp_async_commit();
     {
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
-        load_column(x, from + 8 * m * ld + strip, ld);
+        load_column(x, from + 8 * m * ld + warp_channel, ld);
       };
-      const int channel = n * CHANNELS + strip + g;
+      const int channel = n * CHANNELS + warp_channel + g;
       const float u =
           ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
       float all[SUBS];
@@ -142,26 +144,26 @@ __global__ void __launch_bounds__(
           load(q, s.tokens.q, m, LD<T, CHANNELS>);
           load(k, s.tokens.k, m, LD<T, CHANNELS>);
         }
-        const float2 at_hand = decays_of(a[m % 4]), query = q[m % 4], token = k[m % 4];
+        const float2 decays_of_tokens = decays_of(a[m % 4]), query = q[m % 4], token = k[m % 4];
         weights[m % 4] = u * query * token;
-        const Decays<ReadOrder> decays(at_hand);
-        const Middle<ReadOrder> middle(at_hand);
+        const Decays<ReadOrder> decays(decays_of_tokens);
+        const Middle<ReadOrder> middle(decays_of_tokens);
         const float2 start = decays.start * query, end = decays.end * token;
-        const int at = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
+        const int at = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.operands.queries + at, middle.queries * query);
         put_pair(s.operands.keys + at, middle.keys * token);
-        put_pair(s.operands.eights + at, m % 2 ? start : end);
-        put_pair(s.operands.quarters + at,
+        put_pair(s.operands.border8 + at, m % 2 ? start : end);
+        put_pair(s.operands.border16 + at,
                  m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
-        put_pair(s.operands.halves + at,
+        put_pair(s.operands.border32 + at,
                  m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
         put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS, TF32_CORRECTION_OF_BOTH<M>) * end);
-        if (m % 4 == 3) sum_channels(s.own[warp], weights, m - 3);
+        if (m % 4 == 3) sum_channels(s.self_scores[warp], weights, m - 3);
       }
     }
     cp_async_wait<0>();
     __syncthreads();  // the operands and C are in shared memory; q, k and g have been read
-    if (n + 1 < parts) {
+    if (n + 1 < channel_parts) {
       fetch(n + 1);
     } else {
       fetch_rows<CHUNK, BV, LD<T, BV>>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
@@ -182,11 +184,11 @@ __global__ void __launch_bounds__(
     }
   }
   cp_async_wait<0>();
-  __syncthreads();  // the operands have been read; do and own are in shared memory
+  __syncthreads();  // the operands have been read; do and self_scores are in shared memory
   // The factor of A, which is multiplied by do. Scores that are products are multiplied by TF32_CORRECTION_OF_BOTH,
   // too.
   const float scale = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> * float(args.scale);
-  const auto put = [&](const float (&d)[2][4], int row, int column, float by) {
+  const auto put_block = [&](const float (&d)[2][4], int row, int column, float by) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -200,17 +202,17 @@ __global__ void __launch_bounds__(
     for (int x = 0; x < 4; ++x) {
       const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
       float& score = scores.diagonal[half][x];
-      score = TF32_CORRECTION_OF_BOTH<M> * (half == 0 && x >= 2 ? scores.eights[x] : score);
+      score = TF32_CORRECTION_OF_BOTH<M> * (half == 0 && x >= 2 ? scores.border8[x] : score);
       if (j > i) score = 0.f;
       if (j == i) {
         score = 0.f;
 #pragma unroll
-        for (int other = 0; other < WARPS; ++other) score += s.own[other][16 * warp + i];
+        for (int other = 0; other < WARPS; ++other) score += s.self_scores[other][16 * warp + i];
       }
     }
-  put(scores.diagonal, warp, warp, 1.f);
-  put(scores.halves, scores.half_row, scores.half_column, TF32_CORRECTION_OF_BOTH<M>);
-  if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter, TF32_CORRECTION_OF_BOTH<M>);
+  put_block(scores.diagonal, warp, warp, 1.f);
+  put_block(scores.border32, scores.half_row, scores.half_column, TF32_CORRECTION_OF_BOTH<M>);
+  if (warp < 2) put_block(scores.border16, scores.quarter + 1, scores.quarter, TF32_CORRECTION_OF_BOTH<M>);
 #pragma unroll 1
   for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
     if (!s.grows[n]) continue;

@@ -3,7 +3,7 @@
 // math      A_ij = scale sum_k q_ik decay_ijk k_jk for j < i, A_ii = scale q_i . k_i apart;
 //           q decayed from the chunk's start, k decayed to its end, and the chunk's decay
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
-//           padded to eights; scores [B, heads, NC, 64, 64], of which blocks above the diagonal are left alone,
+//           padded to border8; scores [B, heads, NC, 64, 64], of which blocks above the diagonal are left alone,
 //           diagonal [B, heads, NC, 64], growth [B, heads, NC] float32; scores, starts and ends are in T, or float32
 //           where T is not bfloat16
 // grid      a block for every (batch, head, chunk)
@@ -37,7 +37,7 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   T k[CHUNK * LD<T, CHANNELS>];
   G g[CHUNK * LD<G, CHANNELS>];
   Across<Stored> queries, keys;                 // about the middle of their sub-chunks
-  Across<Stored> eights, quarters, halves;      // as they meet at borders of 8, 16 and 32 tokens
+  Across<Stored> border8, border16, border32;   // as they meet at borders of 8, 16 and 32 tokens
   Stored starts[CHUNK * LD<Stored, CHANNELS>];  // [64, 32]
   Stored ends[CHUNK * LD<Stored, CHANNELS>];
   float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
@@ -108,10 +108,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         const int at = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
         put_pair(s.queries + at, middle.queries * query);
         put_pair(s.keys + at, middle.keys * key);
-        put_pair(s.eights + at, m % 2 ? start : end);
-        put_pair(s.quarters + at,
+        put_pair(s.border8 + at, m % 2 ? start : end);
+        put_pair(s.border16 + at,
                  m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
-        put_pair(s.halves + at,
+        put_pair(s.border32 + at,
                  m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
         put_tokens(s.starts, m, product_of(all, 0, m) * start);
         put_tokens(s.ends, m, product_of(all, m + 1, SUBS) * end);
@@ -149,13 +149,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
-      if (half == 0 && x >= 2) scores.diagonal[half][x] = scores.eights[x];
+      if (half == 0 && x >= 2) scores.diagonal[half][x] = scores.border8[x];
       else scores.diagonal[half][x] *= NEAR_SCALE;
       if (j >= i) scores.diagonal[half][x] = 0.f;
     }
   put(scores.diagonal, warp, warp);
-  put(scores.halves, scores.half_row, scores.half_column);
-  if (warp < 2) put(scores.quarters, scores.quarter + 1, scores.quarter);
+  put(scores.border32, scores.half_row, scores.half_column);
+  if (warp < 2) put(scores.border16, scores.quarter + 1, scores.quarter);
   const bool grows = __syncthreads_or(!(most <= GROWTH));  // the diagonal stands, in parts
   if (grows) {  // scores of sub-chunks that others replace; this warp's own ones stand
 #pragma unroll 1
