@@ -371,3 +371,9 @@ def test_weights_and_arrays_share_one_device(card, rng):
         layer(card.asarray(np.zeros((1, 3, D), np.float32)))
     with pytest.raises(ContractTypeError, match="the weights live on cuda:0 and host, expected one place"):
         GatedLinearAttention(changed(weights, "q_proj.weight", card.asarray(weights["q_proj.weight"])), H)
+
+
+def test_an_array_that_carries_more_is_refused(rng):
+    layer, x = GatedLinearAttention(random_weights(rng, D, H), H), rng.standard_normal((1, 5, D))
+    with pytest.raises(ContractTypeError, match="x is a numpy.ma.MaskedArray, whose mask would be ignored"):
+        layer(np.ma.masked_array(x, mask=True))

@@ -124,6 +124,8 @@ class Layer:
                 f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected a NumPy or CuPy array",
                 ContractTypeError,
             )
+        if refusal := accepted_arrays.REFUSALS[array_kinds.kind(x)](x, "computed", None):
+            self.refuse(f"{name} {refusal}", ContractTypeError)
         if array_kinds.home(x) != self.home:
             self.refuse(f"{name} lives on {array_kinds.home(x)}, but the weights on {self.home}", ContractTypeError)
         if x.dtype not in array_kinds.FLOATS:

@@ -21,7 +21,7 @@ from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
 from ..prompt_reading import read
-from ..quantised import collected, of_bits
+from ..quantised import Stored, collected, of_bits
 from ..sampling import Sampling
 from ..training_products import HostProducts
 from . import names
@@ -107,7 +107,10 @@ class Model:
     @classmethod
     def parameters(cls, weights: Mapping, config: Mapping | None) -> tuple[dict, dict[str, int]]:
         """(the weights by official name, quantised matrices joined with their scales; the model's sizes)."""
-        weights = collected(weights)
+        weights = {
+            name: array if isinstance(array, Stored) else array_on_host(name, array, cls.version.refuse)
+            for name, array in collected(weights).items()
+        }
         official_weights, sizes = names.parameters(cls.version, completed(cls.version, weights, config))
         check_sizes(cls.version, weights, config, sizes)
         return official_weights, sizes
