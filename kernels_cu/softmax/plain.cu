@@ -19,7 +19,9 @@
 #include "real.cuh"
 #include "softmax_work.cuh"
 
-constexpr int WARPS = 4, WIDTH = 128, EACH = WIDTH / 32, TOKENS = STATISTICS;
+constexpr int WARPS = 4;
+constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane
+constexpr int TOKENS = STATISTICS;                     // of a tile of `works`
 
 template <typename T> struct Args {
   Rows<const T> q, k, v, o, g;  // g is do
@@ -31,19 +33,20 @@ template <typename T> struct Args {
   double unit;  // of the logarithms that Sinks finds in the statistics: log 2 of tensor cores' kernels, here 1
 };
 
-// A warp's token, and its columns from `column` on; what its token sees of the other side's sequence.
+// What a warp computes: token n of a tile of `works`; a lane has columns column, column + 32 ... `others`: the tokens
+// of the other side (keys for a query, queries for a key) that meet this token.
 struct Place {
   Work work;
-  int n;  // of the tile
+  int n;  // the token's number in the tile
   i64 column;
   Seen others;
 
-  __device__ Place(const Work* works, i64 tiles, i64 before, i64 behind) {
+  __device__ Place(const Work* works, i64 tiles, i64 before, i64 after) {
     constexpr int ROWS = TOKENS / WARPS;
     work = works[blockIdx.x / ROWS / tiles];
     column = blockIdx.x / ROWS % tiles * WIDTH + threadIdx.x % 32;
     n = blockIdx.x % ROWS * WARPS + threadIdx.x / 32;
-    others = seen(work.diagonal + n, int(before), int(behind), work.other_length);
+    others = seen(work.diagonal + n, int(before), int(after), work.other_length);
   }
 };
 
@@ -53,31 +56,34 @@ template <typename T> __device__ __forceinline__ Real<T> dot(const T* x, const T
   return sum;
 }
 
-// sums += weight rows[column...], of each of `count` lanes its weight and row.
+// Adds weight times row to sums, for each of the first `count` lanes: lane n has the weight of the n-th row from `row`
+// on. A lane adds its own columns, of `width` that exist.
 template <typename R, typename T>
-__device__ __forceinline__ void add_rows(R (&sums)[EACH], R weight, const T* row, i64 stride, int count, i64 column,
-                                         i64 width) {
+__device__ __forceinline__ void add_rows(R (&sums)[LANE_COLUMNS], R weight, const T* row, i64 stride, int count,
+                                         i64 column, i64 width) {
   for (int lane = 0; lane < count; ++lane, row += stride) {
     const R x = __shfl_sync(0xffffffffu, weight, lane);
 #pragma unroll
-    for (int n = 0; n < EACH; ++n)
+    for (int n = 0; n < LANE_COLUMNS; ++n)
       if (column + 32 * n < width) sums[n] = fma(x, to_real(row[column + 32 * n]), sums[n]);
   }
 }
 
+// Stores this lane's columns of a row.
 template <typename T, typename R>
-__device__ __forceinline__ void put_row(T* row, const R (&sums)[EACH], i64 column, i64 width) {
+__device__ __forceinline__ void store_row(T* row, const R (&sums)[LANE_COLUMNS], i64 column, i64 width) {
 #pragma unroll
-  for (int n = 0; n < EACH; ++n)
+  for (int n = 0; n < LANE_COLUMNS; ++n)
     if (column + 32 * n < width) row[column + 32 * n] = from_real<T>(sums[n]);
 }
 
-template <typename R> __device__ __forceinline__ R summed(R x) {
+// The sum over the warp.
+template <typename R> __device__ __forceinline__ R warp_sum(R x) {
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;
 }
 
-// A score of a product, and what its gradient is multiplied by.
+// The score s of a product q . k, and its slope, ds / d(q . k).
 template <typename R> struct Score {
   R value, slope;
 };
@@ -88,6 +94,7 @@ template <typename T> __device__ __forceinline__ Score<Real<T>> score_of(Real<T>
   return {Real<T>(args.softcap) * capped, Real<T>(args.scale) * (1 - capped * capped)};
 }
 
+// The passes, which are the template argument Pass: a pass's `run` is the work of one thread.
 struct Forward {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
@@ -96,29 +103,29 @@ struct Forward {
     if (place.n >= work.tokens) return;  // the whole warp
     const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
     const T* q = args.q.row(work.batch, work.head, work.start + place.n);
-    const R nothing = minus_infinity();
-    R sums[EACH] = {}, total = args.sinks ? 1 : 0, most = args.sinks ? args.sinks[work.head] : nothing;
+    const R minus_inf = minus_infinity();
+    R sums[LANE_COLUMNS] = {}, total = args.sinks ? 1 : 0, largest = args.sinks ? args.sinks[work.head] : minus_inf;
     for (int n = 0; n < place.others.count; n += 32) {
       const i64 first = work.other_start + place.others.from + n;
       const int count = min(32, place.others.count - n);
-      R score = nothing;
+      R score = minus_inf;
       if (lane < count) score = score_of(dot(q, args.k.row(work.batch, shared_head, first + lane), args.K), args).value;
-      R larger = score;
+      R new_largest = score;
       for (int distance = 16; distance > 0; distance /= 2)
-        larger = max(larger, __shfl_xor_sync(0xffffffffu, larger, distance));
-      larger = max(larger, most);
-      const R weight = lane < count ? decay_of(score - larger) : R(0), before = decay_of(most - larger);
-      most = larger, total = fma(total, before, summed(weight));
+        new_largest = max(new_largest, __shfl_xor_sync(0xffffffffu, new_largest, distance));
+      new_largest = max(new_largest, largest);
+      const R weight = lane < count ? decay_of(score - new_largest) : R(0), before = decay_of(largest - new_largest);
+      largest = new_largest, total = fma(total, before, warp_sum(weight));
 #pragma unroll
-      for (int n = 0; n < EACH; ++n) sums[n] *= before;
+      for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] *= before;
       add_rows(sums, weight, args.v.row(work.batch, shared_head, first), args.v.t, count, place.column, args.V);
     }
     if (total > 0)
 #pragma unroll
-      for (int n = 0; n < EACH; ++n) sums[n] /= total;
-    put_row(args.out.row(work.batch, work.head, work.start + place.n), sums, place.column, args.V);
+      for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] /= total;
+    store_row(args.out.row(work.batch, work.head, work.start + place.n), sums, place.column, args.V);
     if (args.L && place.column == 0)
-      args.L[(i64(work.batch) * args.H + work.head) * args.Tq + work.start + place.n] = most + log(total);
+      args.L[(i64(work.batch) * args.H + work.head) * args.Tq + work.start + place.n] = largest + log(total);
   }
 };
 
@@ -127,12 +134,12 @@ struct Queries {
     using R = Real<T>;
     const Place place(args.works, args.tiles, args.left, args.right);
     const Work& work = place.work;
-    const bool none = place.n >= work.tokens;
+    const bool is_empty = place.n >= work.tokens;
     const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
     const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + place.n;
     const T *q = args.q.row(work.batch, work.head, token), *g = args.g.row(work.batch, work.head, token);
-    R L = minus_infinity(), delta = 0, sums[EACH] = {};
-    if (!none) {
+    R L = minus_infinity(), delta = 0, sums[LANE_COLUMNS] = {};
+    if (!is_empty) {
       L = args.L[pair * args.Tq + token], delta = dot(g, args.o.row(work.batch, work.head, token), args.V);
       if (args.dL) delta -= args.dL[pair * args.Tq + token];
     }
@@ -141,17 +148,17 @@ struct Queries {
       R* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * STATISTICS) + place.n;
       to[0] = L, to[STATISTICS] = delta;
     }
-    if (none) return;  // the whole warp
+    if (is_empty) return;  // the whole warp
     for (int n = 0; n < place.others.count; n += 32) {
       const i64 first = work.other_start + place.others.from + n;
       const int count = min(32, place.others.count - n);
       const i64 j = first + min(lane, count - 1);
       const Score<R> score = score_of(dot(q, args.k.row(work.batch, shared_head, j), args.K), args);
-      const R change = dot(g, args.v.row(work.batch, shared_head, j), args.V) - delta;
-      add_rows(sums, decay_of(score.value - L) * score.slope * change, args.k.row(work.batch, shared_head, first),
-               args.k.t, count, place.column, args.K);
+      const R dp_less_delta = dot(g, args.v.row(work.batch, shared_head, j), args.V) - delta;
+      add_rows(sums, decay_of(score.value - L) * score.slope * dp_less_delta,
+               args.k.row(work.batch, shared_head, first), args.k.t, count, place.column, args.K);
     }
-    put_row(args.dq.row(work.batch, work.head, token), sums, place.column, args.K);
+    store_row(args.dq.row(work.batch, work.head, token), sums, place.column, args.K);
   }
 };
 
@@ -164,23 +171,24 @@ struct Keys {
     const int lane = threadIdx.x % 32;
     const T *k = args.k.row(work.batch, work.head, work.start + place.n),
             *v = args.v.row(work.batch, work.head, work.start + place.n);
-    R dk[EACH] = {}, dv[EACH] = {};
+    R dk[LANE_COLUMNS] = {}, dv[LANE_COLUMNS] = {};
     for (int member = 0; member < int(args.group); ++member) {
       const int head = work.head * int(args.group) + member;
       const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk;
       for (int n = 0; n < place.others.count; n += 32) {
-        const int count = min(32, place.others.count - n), own = place.others.from + n + min(lane, count - 1);
-        const i64 first = work.other_start + place.others.from + n, i = work.other_start + own;
-        const R* its = args.statistics + (chunk + own / STATISTICS) * (2 * STATISTICS) + own % STATISTICS;
+        const int count = min(32, place.others.count - n), query = place.others.from + n + min(lane, count - 1);
+        const i64 first = work.other_start + place.others.from + n, i = work.other_start + query;
+        const R* statistics = args.statistics + (chunk + query / STATISTICS) * (2 * STATISTICS) + query % STATISTICS;
         const Score<R> score = score_of(dot(args.q.row(work.batch, head, i), k, args.K), args);
-        const R weight = decay_of(score.value - its[0]);
-        const R change = weight * score.slope * (dot(args.g.row(work.batch, head, i), v, args.V) - its[STATISTICS]);
-        add_rows(dk, change, args.q.row(work.batch, head, first), args.q.t, count, place.column, args.K);
+        const R weight = decay_of(score.value - statistics[0]);
+        const R score_gradient =
+            weight * score.slope * (dot(args.g.row(work.batch, head, i), v, args.V) - statistics[STATISTICS]);
+        add_rows(dk, score_gradient, args.q.row(work.batch, head, first), args.q.t, count, place.column, args.K);
         add_rows(dv, weight, args.g.row(work.batch, head, first), args.g.t, count, place.column, args.V);
       }
     }
-    put_row(args.dk.row(work.batch, work.head, work.start + place.n), dk, place.column, args.K);
-    put_row(args.dv.row(work.batch, work.head, work.start + place.n), dv, place.column, args.V);
+    store_row(args.dk.row(work.batch, work.head, work.start + place.n), dk, place.column, args.K);
+    store_row(args.dv.row(work.batch, work.head, work.start + place.n), dv, place.column, args.V);
   }
 };
 
@@ -193,11 +201,11 @@ struct Sinks {
     for (i64 b = 0; b < args.B; ++b) {
       const R* from = args.statistics + (b * args.H + blockIdx.x) * args.chunks * (2 * STATISTICS);
       for (i64 n = threadIdx.x; n < args.chunks * STATISTICS; n += 32) {
-        const R* its = from + n / STATISTICS * (2 * STATISTICS) + n % STATISTICS;
-        sum -= decay_of(sink - its[0] * R(args.unit)) * its[STATISTICS];
+        const R* statistics = from + n / STATISTICS * (2 * STATISTICS) + n % STATISTICS;
+        sum -= decay_of(sink - statistics[0] * R(args.unit)) * statistics[STATISTICS];
       }
     }
-    sum = summed(sum);
+    sum = warp_sum(sum);
     if (threadIdx.x == 0) args.dsinks[blockIdx.x] = sum;
   }
 };
@@ -208,22 +216,22 @@ struct Merge {
     const i64 rows = args.B * args.H * args.Tq, row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (row >= rows) return;  // the whole warp
     const i64 b = row / (args.H * args.Tq), h = row / args.Tq % args.H, t = row % args.Tq;
-    R most = args.sinks ? args.sinks[h] : R(minus_infinity());
-    for (i64 n = 0; n < args.parts; ++n) most = max(most, args.L[n * rows + row]);
-    most = max(most, R(-3e38));  // finite also where no key is seen
-    R total = args.sinks ? decay_of(args.sinks[h] - most) : R(0);
-    for (i64 n = 0; n < args.parts; ++n) total += decay_of(args.L[n * rows + row] - most);
+    R largest = args.sinks ? args.sinks[h] : R(minus_infinity());
+    for (i64 n = 0; n < args.parts; ++n) largest = max(largest, args.L[n * rows + row]);
+    largest = max(largest, R(-3e38));  // finite also where no key is seen
+    R total = args.sinks ? decay_of(args.sinks[h] - largest) : R(0);
+    for (i64 n = 0; n < args.parts; ++n) total += decay_of(args.L[n * rows + row] - largest);
     for (i64 c = threadIdx.x % 32; c < args.V; c += 32) {
       R sum = 0;
       for (i64 n = 0; n < args.parts; ++n)
-        sum = fma(decay_of(args.L[n * rows + row] - most), to_real(args.o.row(n * args.B + b, h, t)[c]), sum);
+        sum = fma(decay_of(args.L[n * rows + row] - largest), to_real(args.o.row(n * args.B + b, h, t)[c]), sum);
       args.out.row(b, h, t)[c] = from_real<T>(total > 0 ? sum / total : R(0));
     }
-    if (args.merged && threadIdx.x % 32 == 0) args.merged[row] = most + log(total);
+    if (args.merged && threadIdx.x % 32 == 0) args.merged[row] = largest + log(total);
   }
 };
 
-// 3 blocks a multiprocessor: without a word the compiler takes few registers and spills.
+// 3 blocks on a multiprocessor: without this bound the compiler takes too few registers and spills.
 template <class Pass, typename T> __global__ void __launch_bounds__(32 * WARPS, 3) softmax_plain(const Args<T> args) {
   Pass::template run<T>(args);
 }
