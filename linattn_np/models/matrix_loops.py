@@ -1,12 +1,16 @@
-"""Products with matrices as `matrices` stores them, in Numba: tiles of TILE rows, in which the numbers of one input
-are neighbours. Float32 is stored in rows, and read here for few tokens; BLAS multiplies more (`matrices.FEW`).
+"""Products y = x W^T in Numba, with matrices W [M, K] as the module `matrices` stores them.
 
-The sums of a tile stay in registers while its inputs are read. Few tokens read a tile one after another, and pass over
-inputs that are zero where most of them are. More tokens read it SIDE at a time, and share what widens its numbers.
+An *input* is a number of x; it is multiplied by a column of W. W in few bits is stored in tiles of TILE rows, in which
+the numbers of one column are neighbours. In float32 it is stored by rows, and multiplied here for few tokens; BLAS
+multiplies for more (`matrices.FEW`).
 
-Several threads share a product. The caller publishes it on a board as a range of tickets, one for each part of the
-product; every thread claims tickets, and the caller returns when all parts are done. It never waits for a thread that
-has claimed nothing.
+The sums of a tile's rows stay in registers while its columns are read. Few tokens read a tile one after the other; if
+most of their inputs are zero, they skip the columns of these. More tokens read a tile TOKENS_AT_ONCE at a time, so that
+its numbers are converted to float32 once for all of them.
+
+Several threads share a product. The caller describes it on a *board*, an array of int64, and publishes a range of
+*tickets*, one for each part of the product. Every thread that looks at the board claims tickets, and the caller returns
+when all parts are done. It does not wait for a thread that has claimed nothing.
 """
 
 import os
@@ -19,40 +23,43 @@ from numba.extending import intrinsic
 
 from ..numba_cache import cfunc, njit
 
-TILE = 64  # rows of W that are summed side by side
-LANES = 16  # numbers in a vector: one register of AVX-512, two of other CPUs
-VECTORS = TILE // LANES
-WORDS_OF_INT4 = 8  # of an input in a tile
-OFFSETS = [264.0] * WORDS_OF_INT4 + [24.0] * WORDS_OF_INT4  # of int4: 256 + q and 16 + q, less the 8 of q - 8
-BLOCK = 32  # inputs that share a scale in int4
+TILE = 64  # rows of W in a tile
+LANES = 16  # float32 numbers in a vector: one register of AVX-512, two of other CPUs
+VECTORS = TILE // LANES  # vectors of a tile's column
+WORDS_OF_INT4 = 8  # 32-bit words of a tile's column in int4
+# int4 stores q = w / scale + 8. Without a conversion its bits are read as the float32 numbers 256 + q, or 16 + q in the
+# other half of a vector. These are by so much larger than q - 8.
+OFFSETS = [264.0] * WORDS_OF_INT4 + [24.0] * WORDS_OF_INT4
+BLOCK = 32  # columns that share a scale in int4
 CODES = {"bfloat16": 0, "int8": 1, "int4": 2, "float32": 3}
 BFLOAT16, INT8, INT4, FLOAT32 = CODES.values()
-BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of an input's numbers in a tile
-AHEAD = {"int8": 48, "int4": 96}  # inputs between the one that is read and the one that is prefetched, where all are
-# read: the processor prefetches bfloat16's by itself, but the loops of the others come too late to what it fetches
-SOME_AHEAD = 16  # the same where some inputs are read, which the processor cannot guess
+BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of a tile's column
+# While a column is read, the one that follows so many columns later is prefetched. In bfloat16 the processor does this
+# by itself; in fewer bits its own prefetches come too late.
+PREFETCHED = {"int8": 48, "int4": 96}
+PREFETCHED_OF_LIST = 16  # the same where only listed columns are read, which the processor cannot foresee
 CACHE_LINE = 64
-FEW = 4  # tokens up to which a tile of fewer bits is read once for each of them
+FEW = 4  # up to so many tokens read a tile one after the other
 AVX512 = binding.get_host_cpu_features().get("avx512f")
-# Tokens whose sums are made side by side, and vectors of each: as many as there are registers for.
-SIDE, SIDE_VECTORS = (10, 2) if AVX512 else (6, 1)
-DEPTH = 16  # blocks of inputs that all tokens read before the next ones: their part of a tile stays in the cache
-CHUNK = 20 * SIDE  # tokens of one part of a product
-FEW_INPUTS = 0.2  # the share of inputs other than zero up to which it is faster to pass over the zeros
+# More tokens read a tile so many at a time, and so many vectors of a column at a time: what the registers can hold.
+TOKENS_AT_ONCE, VECTORS_AT_ONCE = (10, 2) if AVX512 else (6, 1)
+DEPTH = 16  # blocks of columns that all tokens read before the next blocks, so that they stay in the cache
+CHUNK = 20 * TOKENS_AT_ONCE  # tokens of one part of a product
+SPARSE = 0.2  # if at most this share of a token's inputs is not zero, it is faster to skip the zeros
 
-# The board: int64 each, those that threads contend for in cache lines of their own. NEXT and LIMIT only grow, so that
-# a thread which read them long ago claims no ticket of a later product.
-NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket, the parts that are done, the end of the tickets
-STOPPED, START = 17, 18  # whether helpers return; the first ticket of the product
-(FORMAT, BITS, BYTES_OF_INPUT, SCALES, X, Y, INPUTS, STARTS, TOTALS, ROWS, COLUMNS, TOKENS, GIVEN, TILES, STACK) = (
-    range(24, 39)
-)
-COMPUTE = 39  # the address of `compute`: loops that called it by its name would each compile it again
-BOARD = 40
-SPINS = 200  # looks at the board between two offers of the core to other threads
+# Indices of the board. The numbers that threads change at the same time have cache lines of their own. NEXT and LIMIT
+# only grow, so that a thread that has read them long ago cannot claim a ticket of a later product.
+NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket; how many parts were ever done; the end of the tickets
+STOPPED, START = 17, 18  # 1 if helpers are to return; the first ticket of the product
+# The product: addresses of arrays, and sizes. STACK is how many matrices of the same size it has.
+FORMAT, BITS, BYTES_OF_INPUT, SCALES, X, Y, INPUTS, STARTS, TOTALS = range(24, 33)
+ROWS, COLUMNS, TOKENS, PADDED_TOKENS, TILES, STACK = range(33, 39)
+COMPUTE = 39  # the address of `compute`: a loop that called it by its name would compile it again
+BOARD = 40  # numbers of a board
+LOOKS = 200  # a thread with nothing to do yields its core to other threads after so many looks at the board
 
 LOOP = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
-yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit()(lambda: 0)
+yield_core = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit()(lambda: 0)
 
 
 # -- atomics and addresses, which Numba lacks -------------------------------------------------------------------------
@@ -61,6 +68,8 @@ INT64 = ir.IntType(64)
 
 @intrinsic
 def load_atomic(typing, address):
+    """The int64 at an address, read atomically."""
+
     def generate(context, builder, signature, arguments):
         return builder.load_atomic(builder.inttoptr(arguments[0], INT64.as_pointer()), "acquire", 8)
 
@@ -69,6 +78,8 @@ def load_atomic(typing, address):
 
 @intrinsic
 def add_atomic(typing, address, value):
+    """Adds `value` to the int64 at an address, atomically; returns the number before."""
+
     def generate(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
         return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
@@ -77,8 +88,8 @@ def add_atomic(typing, address, value):
 
 
 @intrinsic
-def exchanged(typing, address, old, new):
-    """Whether `old` was there, and `new` is now."""
+def exchange_atomic(typing, address, old, new):
+    """Replaces the int64 at an address by `new` if it is `old`, atomically; returns whether it did."""
 
     def generate(context, builder, signature, arguments):
         address, old, new = arguments
@@ -90,6 +101,8 @@ def exchanged(typing, address, old, new):
 
 @intrinsic
 def pointer(typing, address):
+    """An address as a pointer, for `carray`."""
+
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
@@ -102,19 +115,21 @@ def array_at(address, shape, dtype):
     return carray(pointer(address), shape, dtype)
 
 
-# -- a tile's sums, in vectors: Numba's own loops keep them in memory -------------------------------------------------
+# -- the sums of a tile, written in LLVM's language: Numba's own loops would keep them in memory, not in registers ----
 WORD, SINGLE = ir.IntType(32), ir.FloatType()
 WORDS, SINGLES = ir.VectorType(WORD, LANES), ir.VectorType(SINGLE, LANES)
 
 
 def load(builder, base, offset, type, align=None):
-    """What lies `offset` bytes behind an address; a number's alignment is its size, a vector's is not known."""
+    """Loads a value of an LLVM `type`, `offset` bytes after the address `base`. `align`: the alignment in bytes, which
+    must be given for vectors."""
     place = builder.add(base, ir.Constant(base.type, offset))
     return builder.load(builder.inttoptr(place, type.as_pointer()), align=align)
 
 
 def widened(builder, format, base, vector):
-    """The float32 of a vector of a tile's row; int4's are too large by OFFSETS: such bits need no conversion."""
+    """The LANES numbers of vector number `vector` of a tile's column at the address `base`, as float32. Those of int4
+    are too large by OFFSETS."""
     if format == "bfloat16":
         wide = load(builder, base, 2 * LANES * vector, ir.VectorType(ir.IntType(16), LANES), 2)
         return builder.bitcast(builder.shl(builder.zext(wide, WORDS), ir.Constant(WORDS, [16] * LANES)), SINGLES)
@@ -134,12 +149,14 @@ def widened(builder, format, base, vector):
     return builder.bitcast(builder.or_(builder.and_(moved, masks), exponents), SINGLES)
 
 
-def everywhere(builder, value):
+def broadcast(builder, value):
+    """A vector of LANES times the same float32 number."""
     one = builder.insert_element(ir.Constant(SINGLES, ir.Undefined), value, ir.Constant(WORD, 0))
     return builder.shuffle_vector(one, ir.Constant(SINGLES, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
 
 
 def fused_multiply_add(builder, *vectors):
+    """a * b + c of three vectors."""
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(SINGLES, [SINGLES] * 3), f"llvm.fma.v{LANES}f32"
     )
@@ -147,24 +164,28 @@ def fused_multiply_add(builder, *vectors):
 
 
 def prefetch(builder, base, format):
-    """Asks for an input's numbers in a tile, to read, for all levels of the cache."""
+    """Prefetches a tile's column at the address `base`, for reading, to all levels of the cache."""
     signature = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), WORD, WORD, WORD])
-    ask = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
+    read, all_levels, data = (ir.Constant(WORD, number) for number in (0, 3, 1))
     for line in range(0, BYTES[format], CACHE_LINE):
-        place = builder.inttoptr(builder.add(base, ir.Constant(base.type, line)), ir.IntType(8).as_pointer())
-        builder.call(ask, [place, ir.Constant(WORD, 0), ir.Constant(WORD, 3), ir.Constant(WORD, 1)])
+        address = builder.inttoptr(builder.add(base, ir.Constant(base.type, line)), ir.IntType(8).as_pointer())
+        builder.call(function, [address, read, all_levels, data])
 
 
-WAYS = ((1, False), (1, True), (SIDE, False))  # tokens that are summed side by side; whether some inputs are read
-ALL, SOME, ALL_OF_SIDE = range(len(WAYS))
+# The ways of summing a tile: (tokens at a time, whether only listed columns are read).
+WAYS = ((1, False), (1, True), (TOKENS_AT_ONCE, False))
+ALL, LISTED, ALL_OF_SEVERAL = range(len(WAYS))
 
 
 @intrinsic
 def add_sums(typing, variant, tile, scales, x, columns, inputs, first, last, totals, to):
-    """``to [tokens, TILE] += scales (sum of x[k] W[k] - totals OFFSETS)``; `variant` is a format's code * 3 + a way.
+    """``sums [tokens, TILE] += scales * (sum over k of x[:, k] W[:, k] - totals * OFFSETS)`` for one tile.
 
-    The sum is over the inputs k from `first` up to `last`, or over inputs[first:last]. x [tokens, columns] and
-    totals [tokens] are float32. Only int4 has OFFSETS, and as totals the sums of x.
+    variant : the format's code * len(WAYS) + the way
+    first, last : the columns k are first ... last - 1, or inputs[first:last] (int32) in the way LISTED
+    x, totals : float32 [tokens, columns], and [tokens]: the sums of x over k, for int4 alone, which has OFFSETS
+    All arrays are given by their addresses.
     """
 
     def generate(context, builder, signature, arguments):
@@ -172,11 +193,11 @@ def add_sums(typing, variant, tile, scales, x, columns, inputs, first, last, tot
         end = builder.append_basic_block()
         switch = builder.switch(variant, end)
         for format in BYTES:
-            for way, (tokens, some) in enumerate(WAYS):
+            for way, (tokens, is_listed) in enumerate(WAYS):
                 case = builder.append_basic_block()
                 switch.add_case(ir.Constant(INT64, len(WAYS) * CODES[format] + way), case)
                 builder.position_at_end(case)
-                TileSums(builder, format, tokens, some, *others).add()
+                TileSums(builder, format, tokens, is_listed, *others).add()
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -185,43 +206,47 @@ def add_sums(typing, variant, tile, scales, x, columns, inputs, first, last, tot
 
 
 class TileSums:
-    """Writes the code of `add_sums` for one format and one way; the addresses and numbers are LLVM's values."""
+    """Writes the code of `add_sums` for one format and one way; addresses and numbers are LLVM values."""
 
-    def __init__(self, builder, format, tokens, some, tile, scales, x, columns, inputs, first, last, totals, to):
-        self.builder, self.format, self.tokens, self.some = builder, format, tokens, some
-        self.tile, self.scales, self.inputs, self.totals, self.to = tile, scales, inputs, totals, to
+    def __init__(self, builder, format, tokens, is_listed, tile, scales, x, columns, inputs, first, last, totals, sums):
+        self.builder, self.format, self.tokens, self.is_listed = builder, format, tokens, is_listed
+        self.tile, self.scales, self.inputs, self.totals, self.sums = tile, scales, inputs, totals, sums
         self.first, self.last = first, last
         self.rows = [self.element(x, builder.mul(columns, ir.Constant(INT64, n)), 4) for n in range(tokens)]
 
     def element(self, base, n, size):
+        """The address of element n of an array at `base`, of elements of `size` bytes."""
         return self.builder.add(base, self.builder.mul(n, ir.Constant(INT64, size)))
 
     def add(self):
-        together = VECTORS if self.tokens == 1 else SIDE_VECTORS
+        """Writes all of the code."""
+        vectors_at_once = VECTORS if self.tokens == 1 else VECTORS_AT_ONCE
         builder = self.builder
-        for group in range(0, VECTORS, together):
-            sums = {}
+        for group in range(0, VECTORS, vectors_at_once):
+            registers = {}  # (token, vector) -> the variable of its sum, which LLVM keeps in a register
             for token in range(self.tokens):
-                for vector in range(group, group + together):
-                    sums[token, vector] = cgutils.alloca_once(builder, SINGLES)
-                    builder.store(self.start(token), sums[token, vector])
+                for vector in range(group, group + vectors_at_once):
+                    registers[token, vector] = cgutils.alloca_once(builder, SINGLES)
+                    builder.store(self.initial_sum(token), registers[token, vector])
             with cgutils.for_range_slice(builder, self.first, self.last, ir.Constant(INT64, 1)) as (n, _):
-                self.add_input(n, sums)
-            for (token, vector), place in sums.items():
+                self.add_column(n, registers)
+            for (token, vector), register in registers.items():
                 offset = 4 * (TILE * token + LANES * vector)
-                before, factor = load(builder, self.to, offset, SINGLES, 4), self.scale(vector)
-                found = fused_multiply_add(builder, builder.load(place), factor, before)
-                target = builder.add(self.to, ir.Constant(INT64, offset))
-                builder.store(found, builder.inttoptr(target, SINGLES.as_pointer()), align=4)
+                before, factor = load(builder, self.sums, offset, SINGLES, 4), self.scale(vector)
+                total = fused_multiply_add(builder, builder.load(register), factor, before)
+                target = builder.add(self.sums, ir.Constant(INT64, offset))
+                builder.store(total, builder.inttoptr(target, SINGLES.as_pointer()), align=4)
 
-    def start(self, token):
+    def initial_sum(self, token):
+        """The vector with which a sum begins: -totals * OFFSETS for int4, else 0."""
         if self.format != "int4":
             return ir.Constant(SINGLES, [0.0] * LANES)
-        total = everywhere(self.builder, load(self.builder, self.totals, 4 * token, SINGLE))
+        total = broadcast(self.builder, load(self.builder, self.totals, 4 * token, SINGLE))
         return self.builder.fmul(total, ir.Constant(SINGLES, [-offset for offset in OFFSETS]))
 
     def scale(self, vector):
-        """int8 has a scale for every row, int4 one for every row and block, in bfloat16."""
+        """The vector of the rows' scales: 1 for bfloat16; int8 has a float32 scale for every row; int4 a bfloat16 scale
+        for every row and block."""
         if self.format == "bfloat16":
             return ir.Constant(SINGLES, [1.0] * LANES)
         if self.format == "int8":
@@ -229,63 +254,66 @@ class TileSums:
         return widened(self.builder, "bfloat16", self.scales, vector)
 
     def listed(self, n, ahead):
+        """inputs[n + ahead], the number of a column."""
         return self.builder.sext(load(self.builder, self.element(self.inputs, n, 4), 4 * ahead, WORD), INT64)
 
-    def add_input(self, n, sums):
-        builder, format, later = self.builder, self.format, None
-        k = self.listed(n, 0) if self.some else n
-        if self.some:
-            later = self.listed(n, SOME_AHEAD)
-        elif self.tokens == 1 and format in AHEAD:
-            later = builder.add(k, ir.Constant(INT64, AHEAD[format]))
-        if later is not None:
-            prefetch(builder, self.element(self.tile, later, BYTES[format]), format)
-        numbers = [everywhere(builder, load(builder, self.element(row, k, 4), 0, SINGLE)) for row in self.rows]
+    def add_column(self, n, registers):
+        """Adds the products of column n, or inputs[n], to the sums."""
+        builder, format, prefetched = self.builder, self.format, None
+        k = self.listed(n, 0) if self.is_listed else n
+        if self.is_listed:
+            prefetched = self.listed(n, PREFETCHED_OF_LIST)
+        elif self.tokens == 1 and format in PREFETCHED:
+            prefetched = builder.add(k, ir.Constant(INT64, PREFETCHED[format]))
+        if prefetched is not None:
+            prefetch(builder, self.element(self.tile, prefetched, BYTES[format]), format)
+        numbers = [broadcast(builder, load(builder, self.element(row, k, 4), 0, SINGLE)) for row in self.rows]
         base = self.element(self.tile, k, BYTES[format])
-        wide = {vector: widened(builder, format, base, vector) for _, vector in sums}
-        for (token, vector), place in sums.items():
-            builder.store(fused_multiply_add(builder, wide[vector], numbers[token], builder.load(place)), place)
+        column = {vector: widened(builder, format, base, vector) for _, vector in registers}
+        for (token, vector), register in registers.items():
+            total = fused_multiply_add(builder, column[vector], numbers[token], builder.load(register))
+            builder.store(total, register)
 
 
 # -- a part of a product ----------------------------------------------------------------------------------------------
 @njit(**LOOP)
-def add_blocks(board, tile, row, side, first, last, to):
-    """to [T, TILE] += the products of a tile and x [row : row + T], over inputs of blocks from `first` up to `last`.
-
-    T is SIDE or, with a list of inputs where few are not zero, 1.
+def add_blocks(board, tile, row, several, first, last, to):
+    """sums [T, TILE] += the products of a tile with rows row ... row + T - 1 of x, over the blocks of columns
+    first ... last - 1. T is TOKENS_AT_ONCE if `several`, else 1; then only listed columns are read if there is a list.
+    `to`: the address of the sums.
     """
     format, columns, blocks = board[FORMAT], board[COLUMNS], (board[COLUMNS] + BLOCK - 1) // BLOCK
-    x, bits, way = board[X] + 4 * row * columns, board[BITS] + board[BYTES_OF_INPUT] * columns * tile, ALL_OF_SIDE
-    inputs = board[INPUTS] + 4 * row * (columns + SOME_AHEAD)
+    x, bits, way = board[X] + 4 * row * columns, board[BITS] + board[BYTES_OF_INPUT] * columns * tile, ALL_OF_SEVERAL
+    inputs = board[INPUTS] + 4 * row * (columns + PREFETCHED_OF_LIST)
     starts = array_at(board[STARTS] + 4 * row * (blocks + 1), (blocks + 1,), np.int32)
-    if not side:
-        way = SOME if starts[-1] >= 0 else ALL
+    if not several:
+        way = LISTED if starts[-1] >= 0 else ALL
     variant, scales, totals = len(WAYS) * format + way, board[SCALES] + 4 * TILE * tile, board[TOTALS] + 4 * row
     if format != INT4:
         begin, end = BLOCK * first, min(columns, BLOCK * last)
-        if way == SOME:
+        if way == LISTED:
             begin, end = starts[first], starts[last]
         add_sums(variant, bits, scales, x, columns, inputs, begin, end, totals, to)
         return
-    scales, next_totals = board[SCALES] + 2 * TILE * tile * blocks, 4 * board[STACK] * board[GIVEN]
+    scales, next_totals = board[SCALES] + 2 * TILE * tile * blocks, 4 * board[STACK] * board[PADDED_TOKENS]
     for block in range(first, last):
         begin, end = BLOCK * block, min(columns, BLOCK * (block + 1))
-        if way == SOME:
+        if way == LISTED:
             begin, end = starts[block], starts[block + 1]
-        its = scales + 2 * TILE * block
-        add_sums(variant, bits, its, x, columns, inputs, begin, end, totals + next_totals * block, to)
+        block_scales = scales + 2 * TILE * block
+        add_sums(variant, bits, block_scales, x, columns, inputs, begin, end, totals + next_totals * block, to)
 
 
 @njit(**LOOP)
 def multiply_tile(board, part):
-    """A tile of a product, for up to CHUNK tokens."""
-    rows, tokens, given, tiles, stack = board[ROWS], board[TOKENS], board[GIVEN], board[TILES], board[STACK]
+    """Computes part number `part` of a product in few bits: one tile, for up to CHUNK tokens."""
+    rows, tokens, padded, tiles, stack = board[ROWS], board[TOKENS], board[PADDED_TOKENS], board[TILES], board[STACK]
     tile, token = part % (stack * tiles), part // (stack * tiles) * CHUNK
     matrix, m, blocks = tile // tiles, tile % tiles * TILE, (board[COLUMNS] + BLOCK - 1) // BLOCK
-    count, row, side = min(CHUNK, given - token), matrix * given + token, SIDE if tokens > FEW else 1
+    count, row, at_once = min(CHUNK, padded - token), matrix * padded + token, TOKENS_AT_ONCE if tokens > FEW else 1
     sums, depth = np.zeros((count, TILE), np.float32), DEPTH if tokens > FEW else blocks
     for block in range(0, blocks, depth):
-        for n in range(0, count, side):
+        for n in range(0, count, at_once):
             last = min(blocks, block + depth)
             add_blocks(board, tile, row + n, tokens > FEW, block, last, sums.ctypes.data + 4 * TILE * n)
     y = array_at(board[Y], (stack, tokens, rows), np.float32)
@@ -296,12 +324,12 @@ def multiply_tile(board, part):
 
 @njit(**LOOP)
 def multiply_rows(board, tile):
-    """TILE rows of a product of float32, for all its tokens."""
+    """Computes TILE rows of a product in float32, for all its tokens."""
     rows, columns, tokens, tiles = board[ROWS], board[COLUMNS], board[TOKENS], board[TILES]
-    which, row = tile // tiles, tile % tiles * TILE
-    w = array_at(board[BITS], (board[STACK], rows, columns), np.float32)[which]
-    x = array_at(board[X], (board[STACK], tokens, columns), np.float32)[which]
-    y = array_at(board[Y], (board[STACK], tokens, rows), np.float32)[which]
+    matrix, row = tile // tiles, tile % tiles * TILE
+    w = array_at(board[BITS], (board[STACK], rows, columns), np.float32)[matrix]
+    x = array_at(board[X], (board[STACK], tokens, columns), np.float32)[matrix]
+    y = array_at(board[Y], (board[STACK], tokens, rows), np.float32)[matrix]
     for m in range(row, min(rows, row + TILE)):
         for token in range(tokens):
             total = np.float32(0)
@@ -312,7 +340,7 @@ def multiply_rows(board, tile):
 
 @cfunc(types.void(types.intp, types.intp))
 def compute(address, part):
-    """A part of the product on the board at an address."""
+    """Computes part number `part` of the product on the board at an address."""
     board = array_at(address, (BOARD,), np.int64)
     if board[FORMAT] == FLOAT32:
         multiply_rows(board, part)
@@ -322,7 +350,7 @@ def compute(address, part):
 
 @intrinsic
 def call(typing, address, arguments):
-    """A function of integers that is at an address."""
+    """Calls the function at an address with a tuple of integers."""
 
     def generate(context, builder, signature, values):
         address, arguments = values
@@ -336,38 +364,39 @@ def call(typing, address, arguments):
 
 # -- threads ----------------------------------------------------------------------------------------------------------
 @njit(**LOOP)
-def claimed(board):
-    """The number of a part for this thread to compute; -1 where there is none now."""
+def claim_part(board):
+    """Claims a part of the product for this thread; returns its number, or -1 if there is none now."""
     address = board.ctypes.data
     while True:
         limit, ticket = load_atomic(address + 8 * LIMIT), load_atomic(address + 8 * NEXT)
         if ticket >= limit:
             return -1
-        if exchanged(address + 8 * NEXT, ticket, ticket + 1):
+        if exchange_atomic(address + 8 * NEXT, ticket, ticket + 1):
             return ticket - board[START]
 
 
 @njit(**LOOP)
 def work(board):
-    """Computes the parts that are left, and returns whether there was one."""
-    part = claimed(board)
-    found = part >= 0
+    """Computes parts as long as there are any; returns whether there was one."""
+    part = claim_part(board)
+    had_part = part >= 0
     while part >= 0:
         call(board[COMPUTE], (board.ctypes.data, part))
         add_atomic(board.ctypes.data + 8 * DONE, 1)
-        part = claimed(board)
-    return found
+        part = claim_part(board)
+    return had_part
 
 
 @njit(**LOOP)
 def idle(looks):
-    """Counts one more look at the board that found nothing, and offers the core to other threads now and then."""
-    if looks % SPINS == SPINS - 1:
-        yields()
+    """Returns looks + 1, the looks at the board at which there was nothing to do; yields the core after each LOOKS."""
+    if looks % LOOKS == LOOKS - 1:
+        yield_core()
     return looks + 1
 
 
 def new_board():
+    """A board without a product, on which helpers would return at once."""
     board = np.zeros(BOARD, np.int64)
     board[COMPUTE], board[STOPPED] = compute.address, 1
     return board
@@ -381,13 +410,13 @@ def assist(board):
         looks = 0 if work(board) else idle(looks)
 
 
-# Compiled here, not by the threads that run it: a process that ends would not wait for them.
+# It is compiled here and not by the helpers that run it: a process that ends does not wait for these.
 assist.compile((types.int64[::1],))
 
 
 @njit(**LOOP)
 def share(board, parts):
-    """Computes the product on the board, together with the threads that look at it."""
+    """Computes the product on the board, which has so many parts, together with the threads that look at the board."""
     address, looks = board.ctypes.data, 0
     board[START] = board[LIMIT]
     limit = board[START] + parts
@@ -400,13 +429,13 @@ def share(board, parts):
 # -- a product --------------------------------------------------------------------------------------------------------
 @njit(**LOOP)
 def list_inputs(x, inputs, starts):
-    """Lists the inputs that are not zero of x [K] where these are few, and where each block of them begins. Behind the
-    list are inputs to prefetch. Where they are not few, starts[-1] is -1.
+    """If few of the inputs x [K] are not zero, writes their numbers to `inputs`, followed by numbers to prefetch, and
+    the index in `inputs` at which each block of columns begins to `starts` [blocks + 1]. Else starts[-1] becomes -1.
     """
     n, starts[-1] = 0, -1
     for k in range(len(x)):
         n += x[k] != 0
-    if n > FEW_INPUTS * len(x):
+    if n > SPARSE * len(x):
         return
     n = 0
     for k in range(len(x)):
@@ -415,13 +444,13 @@ def list_inputs(x, inputs, starts):
         inputs[n] = k
         n += x[k] != 0
     starts[-1] = n
-    for k in range(n, n + SOME_AHEAD):
+    for k in range(n, n + PREFETCHED_OF_LIST):
         inputs[k] = 0
 
 
 @njit(**LOOP)
 def add_totals(x, totals):
-    """totals [blocks, T] += the sums of x [T, K] over each block of inputs."""
+    """totals [blocks, T] += the sums of x [T, K] over each block of columns."""
     for block in range(totals.shape[0]):
         for token in range(x.shape[0]):
             total = np.float32(0)
@@ -432,37 +461,40 @@ def add_totals(x, totals):
 
 @cfunc(types.void(*(types.intp,) * 10))
 def multiply(board, format, bits, scales, x, y, S, T, K, M):
-    """y [S, T, M] = x [S, T, K] W^T, with all threads that look at the board. Arrays are given by their addresses."""
-    board, read = array_at(board, (BOARD,), np.int64), array_at(x, (S * T, K), np.float32)
-    blocks, given, listed = (K + BLOCK - 1) // BLOCK, T, 0
+    """y [S, T, M] = x [S, T, K] W^T for S matrices, with all threads that look at the board. Arrays are given by their
+    addresses; `format` is one of CODES' values; `bits` and `scales` are those of the matrices.
+    """
+    board, x_rows = array_at(board, (BOARD,), np.int64), array_at(x, (S * T, K), np.float32)
+    blocks, padded, listed = (K + BLOCK - 1) // BLOCK, T, 0  # listed: rows of x that get a list of inputs
     if format != FLOAT32 and T <= FEW:
         listed = S * T
     elif format != FLOAT32:
-        given = (T + SIDE - 1) // SIDE * SIDE
-        filled = np.zeros((S * given, K), np.float32)
+        padded = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * TOKENS_AT_ONCE
+        padded_rows = np.zeros((S * padded, K), np.float32)
         for s in range(S):
             for t in range(T):
                 for k in range(K):
-                    filled[s * given + t, k] = read[s * T + t, k]
-        read = filled
-    inputs, starts = np.empty((listed, K + SOME_AHEAD), np.int32), np.empty((listed, blocks + 1), np.int32)
+                    padded_rows[s * padded + t, k] = x_rows[s * T + t, k]
+        x_rows = padded_rows
+    inputs, starts = np.empty((listed, K + PREFETCHED_OF_LIST), np.int32), np.empty((listed, blocks + 1), np.int32)
     for row in range(listed):
-        list_inputs(read[row], inputs[row], starts[row])
-    totals = np.zeros((blocks if format == INT4 else 0, S * given), np.float32)
-    add_totals(read, totals)
-    board[FORMAT], board[BITS], board[SCALES], board[X], board[Y] = format, bits, scales, read.ctypes.data, y
+        list_inputs(x_rows[row], inputs[row], starts[row])
+    totals = np.zeros((blocks if format == INT4 else 0, S * padded), np.float32)
+    add_totals(x_rows, totals)
+    board[FORMAT], board[BITS], board[SCALES], board[X], board[Y] = format, bits, scales, x_rows.ctypes.data, y
     board[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2
     board[INPUTS], board[STARTS], board[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
-    board[ROWS], board[COLUMNS], board[TOKENS], board[GIVEN], board[STACK] = M, K, T, given, S
+    board[ROWS], board[COLUMNS], board[TOKENS], board[PADDED_TOKENS], board[STACK] = M, K, T, padded, S
     board[TILES] = (M + TILE - 1) // TILE
     share(board, S * board[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK))
-    board[GIVEN] = inputs.size + starts.size + totals.size + read.size  # Numba frees an array after its last use
+    # Numba frees an array after its last use, so these must be used once more.
+    board[PADDED_TOKENS] = inputs.size + starts.size + totals.size + x_rows.size
 
 
 @njit(**LOOP)
 def product_at(address, board, format, bits, scales, x, y):
-    """`multiply` for loops in another module: Numba's cache of theirs would not see that this one has changed, so that
-    they are told its address. x and y are contiguous.
+    """y = x W^T by `multiply`, whose address this gets, for loops in other modules: Numba's cache of such a loop would
+    not notice a change of `multiply` if it called it by its name. x and y must be contiguous.
     """
     S, T, K = x.shape
     call(address, (board.ctypes.data, format, bits, scales, x.ctypes.data, y.ctypes.data, S, T, K, y.shape[2]))
