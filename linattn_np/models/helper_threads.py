@@ -1,7 +1,8 @@
-"""Threads that help with matrix products while a call is at work.
+"""Threads that help a model's call with its matrix products.
 
-They run Numba's loops, which do not hold the GIL. A call wakes them once, not at every product: until it stops them
-they look at its board for parts to compute. A thread that comes late, or never, costs time and nothing else.
+They run Numba's loops, which do not hold the GIL. A call wakes them once, not at every product: until the call stops
+them, they look at its board (see `matrix_loops`) for parts of products to compute. If a thread starts late, or never,
+the others compute its parts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from queue import SimpleQueue
 
 from ..argument_checks import whole_of
 
-SHARE = 4 << 20  # bytes of matrices for which it pays to wake another thread
+SHARE = 4 << 20  # a helper is woken for so many bytes of matrices: with fewer, waking it takes longer than it saves
 
 
 def count() -> int:
@@ -24,16 +25,17 @@ def count() -> int:
 
 
 class Helpers:
-    """The threads of a process beside those that call; they wait until there is a board."""
+    """The helper threads of a process, which are started when they are first needed and wait for boards."""
 
     def __init__(self):
         self.forget()
 
     def forget(self):
-        """As if none had been started: a forked child has none of its parent's threads."""
+        """Forgets all threads that were started: a forked child has none of its parent's threads."""
         self.boards, self.started, self.lock = SimpleQueue(), 0, threading.Lock()
 
     def wake(self, board, wanted):
+        """Makes up to `wanted` threads help with the products of a board."""
         with self.lock:
             with suppress(RuntimeError):  # the system gives no more threads
                 for _ in range(wanted - self.started):
@@ -43,6 +45,7 @@ class Helpers:
             self.boards.put(board)
 
     def run(self):
+        """What a helper thread does."""
         from . import matrix_loops
 
         while True:
@@ -55,7 +58,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class Board:
-    """Where a call publishes its products; one for each call, as several may be at work."""
+    """The board on which a call publishes its products; every call has its own.
+
+    array : the board for `matrix_loops`
+    most : the most helpers
+    """
 
     def __init__(self):
         from . import matrix_loops
@@ -66,14 +73,17 @@ class Board:
 
     @contextmanager
     def helped(self, size: int):
-        """Products inside have others' help, where `size` bytes of matrices are worth it; every product is inside."""
+        """A context in which helpers compute parts of products, if the products' matrices have enough bytes (`size`).
+        Every product must be computed in this context."""
         if self.busy:
             yield
             return
         self.busy = True
         wanted = min(self.most, size // SHARE)
-        if wanted and not HELPERS.started:  # on a stopped board it compiles only: machine code that a helper compiles
-            self.loops.assist(self.array)  # would be lost, every time anew, where the process ends before it is kept
+        if wanted and not HELPERS.started:
+            # Compiles `assist`, which returns at once as the board is stopped. A helper that compiled it might be ended
+            # with the process before the machine code is on the disk.
+            self.loops.assist(self.array)
         self.array[self.loops.STOPPED] = 0
         if wanted:
             HELPERS.wake(self.array, wanted)
@@ -81,4 +91,4 @@ class Board:
             yield
         finally:
             self.busy = False
-            self.array[self.loops.STOPPED] = 1  # for those, too, that come late, from an earlier time
+            self.array[self.loops.STOPPED] = 1  # helpers that start only now return, too

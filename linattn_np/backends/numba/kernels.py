@@ -1,8 +1,8 @@
-"""The kernels. Arrays are [B, H, T, ...] with any strides; blocks are counted on grid x alone.
+"""The kernels. Arrays are [B, H, T, ...] with any strides; the grid of blocks has one axis, x.
 
-Every kernel runs blocks of `THREADS` threads over tiles of shared memory; they meet only at `syncthreads`.
-The arithmetic is in the dtype of the float32 or float64 arrays that each docstring calls *real*. `chunks`
-[NC, 2] holds the token range of every chunk, so that a chunk of 3 tokens is nothing special.
+A block has `THREADS` threads, which exchange data by tiles in shared memory, with barriers (`syncthreads`). The
+arithmetic is in the dtype of the float32 or float64 arrays that each docstring lists after *Real*. `chunks` [NC, 2]
+holds the first token and the last token + 1 of every chunk, so that chunks may have any length.
 """
 
 import math
@@ -11,19 +11,20 @@ from functools import cache
 from .runtime import cuda
 
 THREADS = 64
-COLS = 16  # value channels of a tile
-GROUPS = THREADS // COLS  # threads that share a column
+COLS = 16  # columns of V in a tile
+GROUPS = THREADS // COLS  # threads that compute the same column of a tile, each other rows of it
 ROWS = 64  # rows of a tile of the state or of the output
-ROWS_EACH = ROWS // GROUPS  # rows of it that one thread keeps in registers
-INNER = 32  # the summed axis of a product, staged this many at a time
+ROWS_EACH = ROWS // GROUPS  # rows of a tile that one thread keeps in registers
+INNER = 32  # terms of a product's sums whose operands are in shared memory at a time
 SUB = 16  # tokens of a sub-chunk, contract.SUB_CHUNK
-SUB_EACH = SUB // GROUPS
-PADDED = INNER + 1  # so that the rows of a tile start in different banks
+SUB_EACH = SUB // GROUPS  # tokens of a sub-chunk that one thread keeps in registers
+PADDED = INNER + 1  # the length of a tile's rows in shared memory: they then start in different banks
 
 
 @cuda.jit(device=True, inline="always")
 def load(tile, rows, columns, x, first, stop, channel):
-    """Copies rows first:stop of x [T, K], from `channel` on, to `tile`, and zeros for what lies beyond either end."""
+    """Copies rows first ... stop - 1 of x [T, K], from `channel` on, to tile [rows, columns]; the rest of it becomes
+    0."""
     for i in range(cuda.threadIdx.x, rows * columns, THREADS):
         m, y = i // columns, i % columns
         if first + m < stop and channel + y < x.shape[1]:
@@ -34,7 +35,7 @@ def load(tile, rows, columns, x, first, stop, channel):
 
 @cuda.jit(device=True, inline="always")
 def load_decay(tile, rows, columns, g, first, stop, channel):
-    """exp(g), by the threads that copy g; a channel beyond the last one decays by 1."""
+    """As `load`, with exp(g) in place of g; the rest of the tile becomes 1."""
     load(tile, rows, columns, g, first, stop, channel)
     for i in range(cuda.threadIdx.x, rows * columns, THREADS):
         tile[i // columns, i % columns] = math.exp(tile[i // columns, i % columns])
@@ -46,7 +47,8 @@ def chunk_cumsum(g, chunks, b, e):
 
         b_i = g_1 + ... + g_i,      e_j = g_{j+1} + ... + g_C
 
-    grid: one thread a (row, head, chunk, channel), which walks the chunk forth and back; no shared memory.
+    grid: a thread for each (batch row, head, chunk, channel), which goes through the chunk forwards, then backwards; no
+    shared memory.
     """
     real = b.dtype.type
     B, H, _, K = g.shape
@@ -73,7 +75,7 @@ def gated_qk(q, k, b, e, chunks, qg, kg, exclusive):
         qg_i = q_i exp(d_i),     d_i = b_i, or b_{i-1} when `exclusive` (RWKV-6)
         kg_j = k_j exp(e_j)
 
-    grid: one thread a (row, head, chunk, channel); no shared memory.
+    grid: a thread for each (batch row, head, chunk, channel); no shared memory.
     """
     real = b.dtype.type
     B, H, _, K = q.shape
@@ -101,7 +103,8 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
     `state` [N, H, K, V] is h before a sequence's first chunk and is overwritten with h after its last; the
     chunks of sequence s are first_chunk[s]:first_chunk[s+1].
 
-    grid: one block a (sequence, head, tile of 64 key channels, tile of 16 value channels); it walks chunks.
+    grid: a block for each (sequence, head, tile of 64 channels of K, tile of 16 columns of V), which computes one chunk
+    after the other.
     shared memory: 32 tokens of both tiles and the chunk's decay, 20.5 KiB in float64. The state stays in
     registers: a thread has one column and 16 rows.
     """

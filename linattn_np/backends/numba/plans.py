@@ -1,6 +1,8 @@
-"""The launches of a call: arrays in, arrays out, on NumPy's arrays in the simulator and on CuPy's on a device.
+"""The launches of a call by Numba: on CuPy's arrays on a device, or on NumPy's in Numba's simulator.
 
-bfloat16, which Numba does not know, is read as float32 copies, and results are rounded to it in the end.
+Numba does not know bfloat16: kernels read float32 copies of such arrays, and their results are rounded afterwards.
+
+Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns, NC chunks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from .runtime import launch
 
 
 def run(problem):
+    """(o, (the final state,) or None) of an operator, the o of a step, or the results of a stage."""
     call = NumbaLaunches(problem)
     with nullcontext() if problem.home == "host" else sys.modules["cupy"].cuda.Device(ordinal(problem)):
         if problem.op in STAGES:
@@ -31,16 +34,18 @@ def run(problem):
 
 
 def ordinal(problem) -> int:
-    """The device that the arrays live on."""
+    """The number of the CUDA device of the arrays."""
     return int(problem.home.removeprefix("cuda:"))
 
 
 def tiles_of(size, tile) -> int:
+    """How many tiles of `tile` cover `size`."""
     return -(-size // tile)
 
 
 class NumbaLaunches:
-    """The launches of one problem. Methods take the arrays of the operator, step or stage in its order."""
+    """The launches of one problem. The methods named like stages, and `staged`, `recurrent` and `step`, take the arrays
+    of the stage, operator or step in its order."""
 
     def __init__(self, problem):
         self.problem, self.xp = problem, np if problem.home == "host" else sys.modules["cupy"]
@@ -50,50 +55,56 @@ class NumbaLaunches:
 
     @property
     def sub_chunks(self) -> int:
-        """Sub-chunks of the longest chunk."""
+        """The sub-chunks of the longest chunk."""
         return tiles_of(min(self.chunk_size, int(self.problem.spans.lengths.max())), SUB_CHUNK)
 
     @property
     def arrays(self):
+        """The arrays of the call, those in bfloat16 as float32 copies."""
         return [x.astype(np.float32) if x.dtype == BFLOAT16 else x for x in self.problem.arrays.values()]
 
     @cached_property
     def chunks(self):
-        """[NC, 2] where the arrays are: the token range of every chunk."""
+        """The first token and the last token + 1 of every chunk, [NC, 2], on the device of the arrays."""
         return self.xp.asarray(self.problem.spans.chunks(self.chunk_size))
 
     # -- operators --
     def staged(self, q, k, v, g, *u):
+        """(o, final state) by the five stages."""
         b, e = self.chunk_cumsum(g)
         qg, kg = self.gated_qk(q, k, b, e)
         h, final = self.inter_chunk(kg, v, b)
         return self.combine(qg, h, self.intra_chunk(q, k, g, *u), v), final
 
     def recurrent(self, *arrays):
+        """(o, final state), token by token."""
         state, bounds = self.initial_state(), self.xp.asarray(self.problem.spans.bounds)
         rows = self.xp.arange(self.problem.sizes["N"], dtype=np.int64)
-        return self.walk(*arrays, bounds=bounds, rows=rows, state=state), self.final(state)
+        return self.launch_recurrence(*arrays, bounds=bounds, rows=rows, state=state), self.final(state)
 
     def step(self, *arrays):
-        """One token is a sequence of length 1. Of a bfloat16 state, the rows in use go to float32 and back."""
+        """The o of one token per sequence, computed as sequences of length 1. The used rows of a bfloat16 state are
+        copied to float32 and back."""
         state, slots = self.problem.options["state"], self.problem.options["slots"]
-        own = self.xp.arange(self.problem.sizes["B"], dtype=np.int64)
-        rows, bounds = own if slots is None else self.xp.asarray(slots), self.xp.arange(2, dtype=np.int64)
-        axes = self.problem.op.arrays.values()
-        arrays = [x[:, :, None] if of.startswith("B") else x for of, x in zip(axes, arrays)]
+        all_rows = self.xp.arange(self.problem.sizes["B"], dtype=np.int64)
+        rows, bounds = all_rows if slots is None else self.xp.asarray(slots), self.xp.arange(2, dtype=np.int64)
+        arrays = [
+            x[:, :, None] if axes.startswith("B") else x for axes, x in zip(self.problem.op.arrays.values(), arrays)
+        ]
         if state.dtype != BFLOAT16:
-            return self.walk(*arrays, bounds=bounds, rows=rows, state=state)[:, :, 0]
+            return self.launch_recurrence(*arrays, bounds=bounds, rows=rows, state=state)[:, :, 0]
         copy = state[rows].astype(np.float32)
-        o = self.walk(*arrays, bounds=bounds, rows=own, state=copy)
+        o = self.launch_recurrence(*arrays, bounds=bounds, rows=all_rows, state=copy)
         state[rows] = copy.astype(BFLOAT16)
         return o[:, :, 0]
 
-    def walk(self, *arrays, bounds, rows, state):
-        """The recurrence over [B, H, T, ...]; `state` is updated in place."""
+    def launch_recurrence(self, *arrays, bounds, rows, state):
+        """o [B, H, T, V], token by token. `bounds`: the sequences' first tokens, and T; `rows`: the row of `state` that
+        each sequence uses and updates."""
         out, op = self.problem.out, self.problem.op
         out = out if out is None or out.ndim == 4 else out[:, :, None]
         delta = op in (*DELTA_RULES, *DELTA_RULE_STEPS)
-        q, k, v, g, u, a, b = self.general_form(*arrays) if delta else self.gated_form(*arrays)
+        q, k, v, g, u, a, b = self.delta_arguments(*arrays) if delta else self.gated_arguments(*arrays)
         o, (N, H, V) = self.output(q, v.shape, out), self.problem.shape("N H V")
         kernel, blocks = kernels.recurrent(key_channels(self.problem), delta), N * H * tiles_of(V, kernels.COLS)
         scale = self.real(self.problem.scale)
@@ -101,24 +112,26 @@ class NumbaLaunches:
         launch(kernel, blocks, kernels.THREADS, q, k, v, g, u, a, b, bounds, rows, state, o, scale, exclusive)
         return self.finished(o, out)
 
-    def gated_form(self, q, k, v, g, *u):
-        """The kernel's arrays; it reads neither a nor b."""
+    def gated_arguments(self, q, k, v, g, *u):
+        """The kernel's arrays q, k, v, g, u, a and b; without a delta rule it reads neither a nor b, which are k
+        here."""
         return q, k, v, g, self.bonus(*u), k, k
 
-    def general_form(self, *arrays):
-        """The kernel's arrays, but u, which it does not read: of the delta rule a = -k, and beta k is b and the key."""
+    def delta_arguments(self, *arrays):
+        """The kernel's arrays q, k, v, g, u, a and b for S_t = (diag(exp g_t) + b_t a_t^T) S_{t-1} + k_t v_t^T; it does
+        not read u. RWKV-7 has a and b; for the other delta rules a = -k, and b and the kernel's key are beta k."""
         if self.problem.op in (RWKV7, RWKV7_STEP):
             r, w, k, v, a, b = arrays
             return r, k, v, w, self.bonus(), a, b
         q, k, v, *g, beta = arrays
-        q, k = self.of_every_head(q), self.of_every_head(k)
-        written = beta.astype(self.real)[..., None] * k
+        q, k = self.for_every_head(q), self.for_every_head(k)
+        beta_k = beta.astype(self.real)[..., None] * k
         g = g[0] if g else self.xp.zeros((), self.real)
         g = self.xp.broadcast_to(g if g.ndim in (0, 4) else g[..., None], k.shape)
-        return q, written, v, g, self.bonus(), -k, written
+        return q, beta_k, v, g, self.bonus(), -k, beta_k
 
-    def of_every_head(self, x):
-        """The query or key of every head, divided by its length where the call asks for it."""
+    def for_every_head(self, x):
+        """q or k, repeated for all heads of v that share one, and normalised if the call asks for it."""
         x, (H, HK) = x.astype(self.real, copy=False), self.problem.shape("H HK")
         if self.problem.options["qk_l2norm"]:
             x = x / self.xp.sqrt((x * x).sum(-1, keepdims=True) + self.real(1e-6))
@@ -160,37 +173,39 @@ class NumbaLaunches:
         return self.finished(o, self.problem.out)
 
     def channel_blocks(self, x) -> int:
-        """Blocks of the kernels of which a thread has a channel of a chunk."""
+        """The blocks of a kernel of which a thread computes one channel of a chunk."""
         B, H, _, K = x.shape
         return tiles_of(B * H * len(self.chunks) * K, kernels.THREADS)
 
     # -- arrays --
     def bonus(self, u=None):
-        """[H, K] in the dtype of the arithmetic, as kernels serve both forms; GLA's diagonal has weight 1."""
+        """u [H, K] in the dtype of the arithmetic; ones if there is no bonus, which is the weight of a token's own key
+        in GLA."""
         return self.xp.ones(self.problem.shape("H K"), self.real) if u is None else u.astype(self.real, copy=False)
 
     def initial_state(self):
-        """A fresh [N, H, K, V] for the kernels to work on."""
+        """A new array [N, H, K, V] with the initial state, which kernels update."""
         if self.problem.initial_state is None:
             return self.xp.zeros(self.problem.shape("N H K V"), self.real)
         return self.problem.initial_state[0].astype(self.real)
 
     def final(self, state):
+        """(`state` in the caller's dtype,), or None if the caller does not ask for it."""
         problem = self.problem
         return (state.astype(problem.state_dtype, copy=False),) if problem.output_final_state else None
 
     def empty_like(self, x, shape, dtype=None):
-        """Uninitialised, in the memory order of `x`; in the dtype of the arithmetic if none is given."""
+        """A new array with the memory order of `x`, by default in the dtype of the arithmetic."""
         return self.xp.empty_like(x, dtype=dtype or self.real, shape=shape)
 
     def output(self, like, shape, out):
-        """What the kernel writes: `out` itself, or a new array in the memory order of `like`."""
+        """The array to which a kernel writes o: `out` itself, or a new one with the memory order of `like`."""
         if self.problem.dtype == BFLOAT16:
             return self.empty_like(like, shape)
         return self.empty_like(like, shape, self.problem.dtype) if out is None else out
 
     def finished(self, o, out):
-        """`o` in the dtype of the operator, and in `out` where one was given."""
+        """`o` as the call returns it: in the dtype of the operator, and in `out` unless that is None."""
         if self.problem.dtype != BFLOAT16:
             return o
         if out is None:
@@ -200,12 +215,13 @@ class NumbaLaunches:
 
 
 def key_channels(problem) -> int:
-    """K rounded up to a power of two from 16 on, so that few kernels serve every K."""
+    """The channels that the recurrence is compiled for: K rounded up to a power of two, at least 16."""
     return max(16, 1 << (problem.sizes["K"] - 1).bit_length())
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------
 def tiles(problem) -> dict:
+    """The sizes that `explain` shows."""
     threads = {"BV": kernels.COLS, "threads": kernels.THREADS}
     if mode(problem) == "recurrent":
         return {"K": key_channels(problem)} | threads
@@ -214,6 +230,7 @@ def tiles(problem) -> dict:
 
 
 def copies(problem) -> tuple[str, ...]:
+    """Which arrays are copied, and why, for `explain`."""
     arrays = {**problem.arrays, "out": problem.out, "state": problem.options.get("state")}
     halves = [name for name, x in arrays.items() if x is not None and x.dtype == BFLOAT16]
     made = [] if "beta" not in problem.arrays else ["k: -k and beta k, of every head"]
@@ -221,5 +238,6 @@ def copies(problem) -> tuple[str, ...]:
 
 
 def floor_ms(problem, bytes_moved):
+    """The time of moving so many bytes at the card's peak bandwidth; None if that is not known."""
     bandwidth = 0 if problem.home == "host" else peak_bandwidth(ordinal(problem))
     return bytes_moved / bandwidth * 1e3 if bandwidth else None
