@@ -1,60 +1,60 @@
-"""Chunks that products cannot do, token by token: what is not finite, and what leaves the range on the way to a result.
+"""Chunks for which matrix products give wrong results are computed token by token, by `forward` and `backward`.
 
-A decay below a dtype's range counts as 0 in a product, although what it meets there may be large: see `underflows`. In
-a product a weight of 0 still meets every value, and 0 times NaN is NaN: one value that is not finite would reach
-tokens before it. Factors may overflow where their product does not. Either way some result of the chunk is not finite,
-which is all that finite data without growth pay to know. The walk below is then the recurrence itself, so a chunk has
-no NaN or inf where mode "recurrent" has none.
+Products are wrong in three cases. A decay below the dtype's range becomes 0, although it multiplies large numbers: see
+`underflows`. A value that is not finite reaches tokens before it, since a product multiplies it by their weight 0, and
+0 times NaN is NaN. Two factors overflow although their product would not. In the last two cases some result of the
+chunk is not finite, so that other chunks only pay for that check. Token by token a chunk has a NaN or inf only where
+the recurrence itself has one.
 """
 
 import numpy as np
 
 
 def is_finite(*arrays):
-    """Cheap, and on the safe side: a sum that overflows counts as well."""
+    """Whether all numbers of the arrays are finite, by their sums: False also if a sum of finite numbers overflows."""
     return all(np.isfinite(x.sum()) for x in arrays)
 
 
 def finite_rows(*arrays):
-    """Which rows [B, H] of arrays [B, H, ...] are finite throughout."""
+    """[B, H]: whether all numbers of arrays [B, H, ...] are finite."""
     return np.logical_and.reduce([np.isfinite(x).all(tuple(range(2, x.ndim))) for x in arrays])
 
 
-ROOM = 24 * np.log(2)  # nats: decays below the range may count as 0 beside numbers up to 2^24
+ROOM = 24 * np.log(2)  # decays below the range may become 0 if they multiply numbers up to exp(ROOM) = 2^24
 
 
 def largest(*arrays):
-    """The product of the arrays' largest magnitudes, none of them below 1, in nats."""
+    """The logarithm of the product of the arrays' largest magnitudes, each at least 1."""
     return sum(np.log(np.maximum(1, np.maximum(x.max(), -x.min()))) for x in arrays if x.size)
 
 
 def underflows(g, nats):
-    """Which chunks [...] of gates [..., C, K] lose in products what the recurrence has.
-
-    In some channel decays come to less than the dtype's smallest normal number, and all growth of the chunk, with what
-    `nats` come in beside it, leaves ROOM.
-    """
-    decayed, grown = np.minimum(g, 0).sum(-2), np.maximum(g, 0).sum(-2)
-    return ((decayed < np.log(np.finfo(g.dtype).tiny)) & (grown + nats > ROOM)).any(-1)
+    """Which chunks [...] of log gates [..., C, K] products would compute wrongly: in some channel the decays multiply
+    to less than the dtype's smallest normal number, and they may multiply numbers above exp(ROOM): the product of the
+    chunk's growing gates and exp(nats)."""
+    decay, growth = np.minimum(g, 0).sum(-2), np.maximum(g, 0).sum(-2)
+    return ((decay < np.log(np.finfo(g.dtype).tiny)) & (growth + nats > ROOM)).any(-1)
 
 
 def to_redo(results, inputs, states):
-    """Rows [B, H] of one chunk for which products did not do; `inputs` are q, k, v, g and what else there is.
+    """[B, H]: which rows of one chunk must be computed token by token. `inputs`: q, k, v, g and any others.
 
-    A state that is not finite comes from elsewhere and stays so: what products make of it is right, if the chunk has
-    nothing of its own that is not finite, and no growth.
+    If only the state from other chunks is not finite, the results of products are right: those that it reaches are not
+    finite.
     """
     q, k, v, g, *rest = inputs
-    own = finite_rows(q, k, v, *rest) & (g <= 0).all((2, 3))  # NaN is not
-    return underflows(g, largest(*states)) | (~finite_rows(*results) & ~(own & ~finite_rows(*states)))
+    inputs_are_harmless = finite_rows(q, k, v, *rest) & (g <= 0).all((2, 3))  # False for a NaN
+    from_state_alone = inputs_are_harmless & ~finite_rows(*states)
+    return underflows(g, largest(*states)) | (~finite_rows(*results) & ~from_state_alone)
 
 
 def step(S, decay, k, v):
+    """The state after a token."""
     return decay[..., None] * S + k[..., :, None] * v[..., None, :]
 
 
 def forward(q, k, v, g, u, scale, exclusive, S):
-    """(o [m, C, V], the state behind) of one chunk for m rows; u [m, K] or None."""
+    """(o [m, C, V], the state after the chunk) for m rows of one chunk; u [m, K] or None."""
     o, decay = np.empty(v.shape, v.dtype), np.exp(g)
     for t in range(q.shape[1]):
         before, S = S, step(S, decay[:, t], k[:, t], v[:, t])
@@ -65,7 +65,8 @@ def forward(q, k, v, g, u, scale, exclusive, S):
 
 
 def backward(q, k, v, g, do, u, exclusive, S, dS):
-    """(gradient of the state before, du [m, K] or None, dq, dk, dv, dg) of one chunk for m rows; do is scaled."""
+    """(the gradient of the state before the chunk, du [m, K] or None, dq, dk, dv, dg) for m rows of one chunk; `do` is
+    multiplied by the scale already, and dS is the gradient of the state after the chunk."""
     decay, before = np.exp(g), []
     for t in range(q.shape[1]):
         before.append(S)
@@ -73,10 +74,10 @@ def backward(q, k, v, g, do, u, exclusive, S, dS):
     dq, dk, dv, dg = (np.empty_like(x) for x in (q, k, v, g))
     du = None if u is None else np.zeros_like(u)
     for t in reversed(range(q.shape[1])):
-        read = q[:, t, :, None] * do[:, t, None, :]
-        dS = dS if exclusive else dS + read
-        seen = before[t] if exclusive else step(before[t], decay[:, t], k[:, t], v[:, t])
-        dq[:, t], dk[:, t] = ((x @ y[:, t, :, None])[..., 0] for x, y in ((seen, do), (dS, v)))
+        dS_of_output = q[:, t, :, None] * do[:, t, None, :]
+        dS = dS if exclusive else dS + dS_of_output
+        read = before[t] if exclusive else step(before[t], decay[:, t], k[:, t], v[:, t])
+        dq[:, t], dk[:, t] = ((x @ y[:, t, :, None])[..., 0] for x, y in ((read, do), (dS, v)))
         dv[:, t] = (k[:, t, None] @ dS)[:, 0]
         if u is not None:
             own = np.vecdot(v[:, t], do[:, t])[:, None]
@@ -84,21 +85,22 @@ def backward(q, k, v, g, do, u, exclusive, S, dS):
             dk[:, t] += u * q[:, t] * own
             dv[:, t] += np.vecdot(q[:, t], u * k[:, t])[:, None] * do[:, t]
             du += q[:, t] * k[:, t] * own
-        kept = decay[:, t, :, None] * before[t] * dS
-        dg[:, t] = kept.sum((-2, -1))[:, None] if g.shape[-1] == 1 else kept.sum(-1)
+        gate_terms = decay[:, t, :, None] * before[t] * dS
+        dg[:, t] = gate_terms.sum((-2, -1))[:, None] if g.shape[-1] == 1 else gate_terms.sum(-1)
         dS = decay[:, t, :, None] * dS
-        dS = dS + read if exclusive else dS
+        dS = dS + dS_of_output if exclusive else dS
     return dS, du, dq, dk, dv, dg
 
 
 def product_over(W, x, seen):
-    """W @ x over the pairs that `seen` [..., i, j] allows, where W is 0 elsewhere: those zeros do not meet x."""
+    """W @ x for weights W that are 0 where `seen` [i, j] is False; values x_j that are not finite are not multiplied by
+    those zeros."""
     out = W @ x
     if is_finite(out):
         return out
     finite = np.isfinite(x).all(-1, keepdims=True)
-    out, rest = W @ np.where(finite, x, 0), np.where(finite, 0, x)
+    out, not_finite = W @ np.where(finite, x, 0), np.where(finite, 0, x)
     for j in np.flatnonzero(~finite.all(tuple(range(x.ndim - 2)))):
         rows = np.flatnonzero(seen[:, j])
-        out[..., rows, :] += W[..., rows, j, None] * rest[..., j, None, :]
+        out[..., rows, :] += W[..., rows, j, None] * not_finite[..., j, None, :]
     return out

@@ -1,7 +1,8 @@
-"""Token by token: the papers' recurrences as they stand, forward and backward. Everything else is held to these.
+"""Token by token: the papers' recurrences, forward and backward. Tests compare all other forms with these.
 
-An operator's file gives `step`, its equation for one token, and `step_vjp`, that step's gradient by hand. Here is only
-the walk over tokens and sequences.
+An operator's file (`equation`) has `step`, its equation for one token, and `step_vjp`, the gradient of that step. This
+module applies them to all tokens and sequences. A state is a tuple of parts: S [N, H, K, V], and for a normaliser z
+[N, H, K], where row n of N is sequence n % count of batch row n // count.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ from .packing import thread_scratch
 
 
 def run(problem, equation, o):
-    """Fills o [B, H, T, V], returns the final state's parts."""
+    """Writes o [B, H, T, V]; returns the parts of the final state."""
     inputs = cast_inputs(problem)
     final = initial_states(problem)
     for s, (start, stop) in enumerate(problem.spans):
@@ -22,7 +23,7 @@ def run(problem, equation, o):
 
 
 def vjp(problem, equation, o):
-    """(final state's parts, pull), o filled: backpropagation through every token, all states kept."""
+    """Writes o; returns (the parts of the final state, the pullback). The states before all tokens are stored."""
     inputs = cast_inputs(problem)
     final, before = initial_states(problem), {}
     for s, (start, stop) in enumerate(problem.spans):
@@ -53,46 +54,54 @@ def vjp(problem, equation, o):
 
 
 def has_time(axes):
+    """Whether an array with these axes has tokens."""
     return "T" in axes.split()
 
 
 def cast_inputs(problem):
+    """The arrays of a call in the dtype of the arithmetic."""
     return [x.astype(problem.compute_dtype, copy=False) for x in problem.arrays.values()]
 
 
 def tokens(problem, inputs, t):
+    """The arrays of token t of every sequence: [B, H, ...], or the whole array if it has no tokens."""
     return (x[:, :, t] if has_time(axes) else x for x, axes in zip(inputs, problem.op.arrays.values()))
 
 
 def initial_states(problem):
+    """New arrays with the initial state's parts."""
     return cast_states(problem.initial_state, problem)
 
 
 def cast_states(parts, problem):
-    """A fresh tuple of states [N, H, ...], zeros for None."""
+    """New arrays with a state's parts in the dtype of the arithmetic; zeros for None."""
     if parts is None:
         return tuple(np.zeros(problem.shape(axes), problem.compute_dtype) for axes in problem.op.state)
     return tuple(part.astype(problem.compute_dtype) for part in parts)
 
 
 def sequence(parts, s, problem):
-    """Sequence s of every row, copies [B, H, ...]."""
+    """Copies [B, H, ...] of the states of sequence s of every batch row."""
     return tuple(part[s :: problem.spans.count].copy() for part in parts)
 
 
 def put_sequence(parts, s, problem, state):
+    """Writes the states [B, H, ...] of sequence s of every batch row to `parts`."""
     for part, new in zip(parts, state, strict=True):
         part[s :: problem.spans.count] = new
 
 
 def outer(k, v):
+    """k v^T."""
     return k[..., :, None] * v[..., None, :]
 
 
 def decayed(problem, S, g=None):
-    """exp(g) S of a gate [...] or [..., K]: in place, unless a gradient will need S as it was. Without a gate S.
+    """exp(g) S for a gate [...] or [..., K]; S without a gate. The result is in the memory of S, unless a gradient will
+    need S.
 
-    New arrays of this size would cost a token's step three times its arithmetic: their memory comes from the system.
+    A new array of this size would take three times as long as a token's arithmetic, because its memory comes from the
+    operating system.
     """
     if g is None:
         return S.copy() if problem.gradient else S
@@ -107,7 +116,7 @@ def add_outer(S, k, v):
 
 
 def write(problem, S, g, k, v):
-    """exp(g) S + k v^T of a gate, in place likewise."""
+    """exp(g) S + k v^T, in the memory that `decayed` returns."""
     return add_outer(decayed(problem, S, g), k, v)
 
 
@@ -117,17 +126,17 @@ def read(q, S):
 
 
 def write_vjp(k, v, dS):
-    """Gradients of k and v in S = ... + k v^T."""
+    """The gradients of k and v in S = ... + k v^T, from dS."""
     return (dS @ v[..., None])[..., 0], read(k, dS)
 
 
 def read_vjp(S, do):
-    """Gradient of q in o = q^T S."""
+    """The gradient of q in o = q^T S, from do."""
     return (S @ do[..., None])[..., 0]
 
 
 def step(problem, equation):
-    """One token for B sequences: o; the state, or its rows `slots`, is updated in place."""
+    """Computes one token of B sequences; returns o. The state, or its rows `slots`, are updated in place."""
     state, rows = problem.options["state"], rows_in_use(problem)
     before = state[rows].astype(problem.compute_dtype, copy=False)
     (new,), o = equation.step(problem, (before,), *cast_inputs(problem))
@@ -137,28 +146,31 @@ def step(problem, equation):
 
 
 def step_of_several(problem, equation, o):
-    """Fills o [B, H, T, V]. The states take the accepted tokens of the call before, and `pending` these.
+    """Writes o [B, H, T, V] for a few tokens of every sequence, of which the caller may later reject the last ones.
 
-    A pending token is the decays and the matrices k u^T of rank one that it adds, whatever the state behind it.
+    First those of the previous call's tokens that were accepted, the first `accepted` of the `pending` ones, are
+    applied to the state. Then this call's tokens are stored as pending. A token is stored as its decays and the vectors
+    k and u of each matrix k u^T that it adds to the state.
     """
     inputs, rows, accepted = cast_inputs(problem), rows_in_use(problem), problem.options["accepted"]
     state, pending = problem.options["state"], problem.options["pending"]
     ends = np.cumsum(problem.op.numbers(*problem.shape("K V")))[:-1]
     for t in range(0 if accepted is None else accepted.max(initial=0)):
-        taken = np.arange(len(state))[rows][accepted > t]
-        decay, *written = np.split(pending[taken, :, t].astype(problem.compute_dtype), ends, axis=-1)
-        S = decay[..., None] * state[taken]
-        for k, u in zip(written[: len(written) // 2], written[len(written) // 2 :]):
+        advanced = np.arange(len(state))[rows][accepted > t]
+        decay, *vectors = np.split(pending[advanced, :, t].astype(problem.compute_dtype), ends, axis=-1)
+        S = decay[..., None] * state[advanced]
+        for k, u in zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :]):
             add_outer(S, k, u)
-        state[taken] = S
+        state[advanced] = S
     S = state[rows].astype(problem.compute_dtype)
     for t in range(problem.sizes["T"]):
         token = list(tokens(problem, inputs, t))
-        decay, written = equation.writes(problem, S, *token)
-        pending[rows, :, t] = np.concatenate([decay, *(k for k, _ in written), *(u for _, u in written)], axis=-1)
+        decay, added = equation.writes(problem, S, *token)
+        pending[rows, :, t] = np.concatenate([decay, *(k for k, _ in added), *(u for _, u in added)], axis=-1)
         (S,), o[:, :, t] = equation.step(problem, (S,), *token)
 
 
 def rows_in_use(problem):
+    """An index of the rows of a step's state that its sequences use."""
     slots = problem.options["slots"]
     return slice(None) if slots is None else slots
