@@ -12,7 +12,7 @@ from reference import assert_close, exact, exact_vjp, same_bits
 import linattn_np
 from linattn_np import varlen
 from linattn_np.backends.numpy import casts, chunked, cores, loop_choice, scores
-from linattn_np.backends.numpy.packing import KEPT_BYTES, Scratch, Segment, row_blocks, thread_scratch
+from linattn_np.backends.numpy.packing import MOST_BYTES, Scratch, Segment, row_blocks, thread_scratch
 
 rng = np.random.default_rng(7)
 
@@ -258,10 +258,10 @@ def test_hard_gates_have_finite_gradients_and_none_through_a_reset():
 def test_a_thread_keeps_no_large_arrays():
     B, H, N = 80, 4, 128
     x, state = rng.standard_normal((B, H, N), np.float32), np.zeros((B, H, N, N), np.float32)
-    assert state.nbytes > KEPT_BYTES
+    assert state.nbytes > MOST_BYTES
     linattn_np.gla_step(x, x, x, -abs(x), state)
     linattn_np.gla(*(x[:, :, None] for x in (x, x, x, -abs(x))), chunk_size=64)
-    assert all(array.nbytes <= KEPT_BYTES for array in thread_scratch(state.dtype).buffers.values())
+    assert all(array.nbytes <= MOST_BYTES for array in thread_scratch(state.dtype).buffers.values())
 
 
 def test_segments_cut_every_sequence_into_as_many():

@@ -13,16 +13,17 @@ from . import operators
 from .call_comparison import agree
 from .engine import RankLost, begin
 
-BUCKET = 1 << 22  # numbers that travel together where they are added up here
-BUCKETS = 8  # that may be under way, which bounds the memory
+BUCKET = 1 << 22  # numbers in one message, if the ranks themselves add up the numbers of all ranks
+BUCKETS = 8  # the most such messages at a time, which limits the memory
 
 
 class DataParallel:
-    """What `Training` asks of its ranks, by an engine: see `linattn_np.models.single_process`.
+    """A `Training` whose ranks each compute some rows of every batch. `linattn_np.models.single_process` describes the
+    methods; messages are sent by an engine.
 
-    Every rank computes the gradient of its rows, and the mean of all of them before each step. Parts of it travel while
-    the backward pass computes the next. All ranks get the same bits, from NumPy in the order of the ranks, so that the
-    weights stay the same without ever being sent.
+    Every rank computes the gradient of its rows; before each step all ranks compute the mean of these gradients. Parts
+    of a gradient are sent while the backward pass computes other parts. All ranks get the same bits, because all add in
+    the order of the ranks; so their weights stay equal without being sent.
 
     Example
     -------
@@ -44,13 +45,14 @@ class DataParallel:
         self.under_way = deque()
 
     def agree(self, meaning):
-        """Raises `Disagreement` on all ranks where they do not mean the same training."""
+        """Raises `Disagreement` on all ranks if their settings, {name: value}, differ."""
         agree(self.comm, "Training", lambda: (None, 0, meaning | {"the ranks": type(self).__name__}))
 
     def share(self, batch, context):
         return self.evenly("batch", batch), context
 
     def evenly(self, name, count):
+        """`count` divided by the number of ranks; ContractError for a remainder."""
         if count % self.size:
             raise ContractError(f"Training: {name} is {count}, expected a multiple of the {self.size} ranks")
         return count // self.size
@@ -74,6 +76,7 @@ class DataParallel:
             self.under_way.popleft()()
 
     def add_up(self, bucket, wait):
+        """Replaces the numbers of a bucket by the mean of those that `wait()` returns, [ranks, numbers]."""
         first, *others = wait()
         for other in others:
             first += other
@@ -87,37 +90,37 @@ class DataParallel:
     # -- the course of a training -------------------------------------------------------------------------------------
     def clock(self, step, seconds):
         begin(self.comm, f"Training, step {step}")
-        told = self.comm.all_gather(np.array([step, seconds], np.float64))()
-        if (told[:, 0] != step).any():
-            raise RankLost(
-                f"the ranks are at steps {', '.join(str(int(at)) for at in told[:, 0])}: one has lost its way"
-            )
-        return float(told[0, 1])
+        steps_and_seconds = self.comm.all_gather(np.array([step, seconds], np.float64))()
+        if (steps_and_seconds[:, 0] != step).any():
+            steps = ", ".join(str(int(n)) for n in steps_and_seconds[:, 0])
+            raise RankLost(f"the ranks are at steps {steps}: one has lost its way")
+        return float(steps_and_seconds[0, 1])
 
     def from_first(self, read):
         """{name: array} as read() returns it on the first rank; an error there is a ContractError on the others."""
-        found, error = {}, None
+        arrays, error = {}, None
         if self.rank == 0:
             try:
-                found = read()
+                arrays = read()
             except Exception as refusal:
                 error = refusal
-        arrays = [(name, str(x.dtype), list(x.shape)) for name, x in found.items()]
-        about = self.text_of_first(json.dumps({"arrays": arrays, "error": error and str(error)}))
+        descriptions = [(name, str(x.dtype), list(x.shape)) for name, x in arrays.items()]
+        of_first = self.text_of_first(json.dumps({"arrays": descriptions, "error": error and str(error)}))
         if error is not None:
             raise error
-        if about["error"]:
-            raise ContractError(f"rank 0: {about['error']}")
-        for name, dtype, shape in about["arrays"]:
+        if of_first["error"]:
+            raise ContractError(f"rank 0: {of_first['error']}")
+        for name, dtype, shape in of_first["arrays"]:
             if self.rank:
-                found[name] = np.empty(shape, dtype)
-                self.comm.recv(found[name], 0)
+                arrays[name] = np.empty(shape, dtype)
+                self.comm.recv(arrays[name], 0)
             else:
                 for peer in range(1, self.size):
-                    self.comm.send(np.ascontiguousarray(found[name]), peer)
-        return found
+                    self.comm.send(np.ascontiguousarray(arrays[name]), peer)
+        return arrays
 
     def text_of_first(self, text):
+        """The object that the first rank's JSON text describes, on all ranks."""
         length = int(self.comm.all_gather(np.array([len(text)]))()[0, 0])
         row = np.zeros(length, np.uint8)
         if self.rank == 0:
@@ -126,10 +129,11 @@ class DataParallel:
 
 
 class SequenceParallel(DataParallel):
-    """`DataParallel` whose ranks have a part of every context, in the order of the ranks, in place of rows.
+    """A `Training` whose ranks each compute a part of the tokens of every row, in the order of the ranks.
 
-    A token shift takes the last token of the rank before, the recurrence the state (`linattn_np.distributed`), and
-    gradients go the other way. Loss and gradient are the mean over all parts, as with `DataParallel`.
+    A token shift gets the last token of the previous rank, and the recurrence gets its state
+    (`linattn_np.distributed`); gradients are sent the opposite way. Loss and gradient are the means over all parts, as
+    in `DataParallel`.
     """
 
     def __init__(self, comm):
@@ -145,7 +149,8 @@ class SequenceParallel(DataParallel):
 
 
 class CutSequences:
-    """How a model's loss reaches the tokens of other ranks; see `linattn_np.models.single_process.WholeSequences`."""
+    """The `cut` of a model's loss if ranks have parts of sequences. `linattn_np.models.single_process.WholeSequences`
+    describes the methods."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -157,9 +162,9 @@ class CutSequences:
         return self.from_rank(self.comm.rank + 1, first)
 
     def from_rank(self, source, x):
-        """The array of rank `source`, or None where there is no such rank. All ranks take part."""
-        everyones = self.comm.all_gather(x.copy())()
-        return everyones[source] if 0 <= source < self.comm.size else None
+        """The array x of rank `source`, or None if there is no such rank. All ranks must call this."""
+        of_all_ranks = self.comm.all_gather(x.copy())()
+        return of_all_ranks[source] if 0 <= source < self.comm.size else None
 
     def vjp_of(self, operator, *arrays, **options):
         """`vjp` over the tokens of all ranks. The gradient of an array without tokens is that of this rank's tokens,

@@ -1,10 +1,11 @@
 """Operators on sequences whose tokens are sharded along a mesh axis of `shard_map`, with JAX's collectives.
 
-    S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F       for a device's tokens a+1 ... b; F: final state from the state 0
+    S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + S_own
 
-Every device computes F and the decays. An all-gather sends both to all devices, K * V + K floats per head (K * V + K *
-K for the delta rules, whose transition is a matrix). Each device joins those of the tokens before its own to its
-initial state, from which it computes its outputs. JAX differentiates all of this, collectives included.
+for a device's tokens a + 1 ... b, where S_own is their final state if their initial state is 0. Every device computes
+S_own and the product of its decays. An all-gather sends both to all devices: K * V + K numbers per head, or K * V + K *
+K for the delta rules, whose transition is a matrix. Each device applies those of the devices before it to the initial
+state of the sequence. It computes its outputs from the result. JAX differentiates all of this, collectives included.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from ..summary import Summary, Transition
 
 
 def along(axis_name, run, problem, arrays, state, arguments):
-    """(o of this device's tokens, *parts of the whole sequence's final state, the same on all devices).
+    """(o of this device's tokens, *parts of the whole sequence's final state, which are the same on all devices).
 
-    run(arrays, state, arguments) : the operator on this device's tokens
-    problem : the problem of such a call
+    run(arrays, state, arguments) : computes the operator on this device's tokens
+    problem : the checked call of the operator on this device's tokens
     state : the whole sequence's initial state, or None
     """
     if problem.varlen:
@@ -29,28 +30,28 @@ def along(axis_name, run, problem, arrays, state, arguments):
             "device; linattn_np.distributed takes it",
         )
     dtype, v_first = problem.compute_dtype, problem.state_v_first
-    plain = {**arguments, "state_v_first": False, "state_dtype": dtype}
-    own, factors = jax.lax.all_gather(summary(run, problem, arrays, plain), axis_name)
+    arguments = {**arguments, "state_v_first": False, "state_dtype": dtype}
+    own, factors = jax.lax.all_gather(summary(run, problem, arrays, arguments), axis_name)
     place, count = jax.lax.axis_index(axis_name), own[0].shape[0]
     start = [jnp.zeros_like(part[0]) for part in own]
     if state is not None:
-        start = [turned(part, v_first).astype(dtype) for part in state]
+        start = [with_axes_swapped(part, v_first).astype(dtype) for part in state]
     before = start
     for device in reversed(range(count)) if problem.reverse else range(count):
         is_earlier = device > place if problem.reverse else device < place
         device_summary = ([part[device] for part in parts] for parts in (own, factors))
         joined = Summary(problem.op.transition, *device_summary).apply(before)
         before = [jnp.where(is_earlier, after, x) for after, x in zip(joined, before, strict=True)]
-    o, *final = run(arrays, before, plain)
+    o, *final = run(arrays, before, arguments)
     is_last = place == (0 if problem.reverse else count - 1)
     return o, *(
-        jax.lax.psum(jnp.where(is_last, turned(part, v_first), 0), axis_name).astype(problem.state_dtype)
+        jax.lax.psum(jnp.where(is_last, with_axes_swapped(part, v_first), 0), axis_name).astype(problem.state_dtype)
         for part in final
     )
 
 
 def summary(run, problem, arrays, arguments):
-    """(the final state's parts of this device's tokens from the state 0, the factors of their transition).
+    """(the parts of S_own, the factors of the transition) of this device's tokens, as in `linattn_np.summary.Summary`.
 
     For delta rules the transition matrix is the final state of K more columns of v, whose values are 0 and whose
     initial state is the identity.
@@ -69,8 +70,8 @@ def summary(run, problem, arrays, arguments):
     return [final[..., :V]], [final[..., V:]]
 
 
-def turned(state, v_first):
-    """A state [.., K, V] from [.., V, K], or the reverse, if `v_first`."""
+def with_axes_swapped(state, v_first):
+    """A state [N, H, K, V] from [N, H, V, K], or the reverse, if `v_first`; otherwise the state as it is."""
     return state.swapaxes(2, 3) if v_first and state.ndim == 4 else state
 
 

@@ -1,4 +1,5 @@
-"""Work side by side on the machine's cores, by threads that are kept: NumPy lets go of the GIL in its loops."""
+"""Runs tasks at the same time on all cores, in threads that live as long as the process. NumPy and Numba release the
+GIL in their loops."""
 
 import os
 from collections import deque
@@ -9,34 +10,37 @@ from threading import Barrier, Condition, Thread
 
 import numpy as np
 
-BUFFER = 1024  # elements, of NumPy's 8192: runs of up to a quarter of a buffer, as chunks are, take twice as long
+# Numbers in a buffer of NumPy's ufuncs, by default 8192. Loops over rows shorter than a quarter of a buffer take twice
+# as long, and rows of chunks are short.
+BUFFER = 1024
 
 
 def workers():
+    """How many tasks run at the same time: the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
 def pool():
-    """New threads for every call would start with cold memory: a fifth of a short call's time.
+    """The threads. New threads for every call would find no data in their caches, a fifth of a short call's time.
 
-    A thread that Ctrl-C finds while it is started is never told to end, and the process would wait for it for ever. So
-    all are started at once, by a thread that no Ctrl-C reaches.
+    If Ctrl-C comes while a thread is started, Python never tells that thread to end, and the process would wait for it
+    for ever. So another thread, which Ctrl-C does not interrupt, starts all of them at once.
     """
-    made = ThreadPoolExecutor(workers(), thread_name_prefix="linattn_np")
-    together = Barrier(workers())
+    executor = ThreadPoolExecutor(workers(), thread_name_prefix="linattn_np")
+    barrier = Barrier(workers())
 
     def start():
         try:
-            for found in [made.submit(together.wait) for _ in range(workers())]:
-                found.result()
+            for future in [executor.submit(barrier.wait) for _ in range(workers())]:
+                future.result()
         except RuntimeError:  # the system gives no more threads
-            together.abort()
+            barrier.abort()
 
     starter = Thread(target=start)
     starter.start()
     starter.join()
-    return made
+    return executor
 
 
 if hasattr(os, "register_at_fork"):
@@ -44,79 +48,82 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_parallel(task, *items, caller=False):
-    """[task(...) for ... in zip(*items)], side by side. A task starts none of its own: it would wait for itself.
+    """[task(...) for ... in zip(*items)], with several tasks at the same time. A task must not call this function: it
+    might wait for itself.
 
-    With `caller` the calling thread works too: where it had been computing alone, a system lets threads that it wakes
-    share one core for milliseconds, all of a short call. Not for tasks that allocate much: the main thread's heap
-    gives freed pages back to the system, the others' keep them.
+    caller : whether the calling thread computes tasks, too. For short calls it should: an operating system may let the
+        threads that it wakes share one core for milliseconds. For tasks that allocate much memory it should not: the
+        main thread returns freed memory to the system, and other threads keep it.
     """
-    shift = Shift(task, zip(*items))
-    threads = min(workers(), len(shift.results))
+    queue = TaskQueue(task, zip(*items))
+    threads = min(workers(), len(queue.results))
     caller = caller or threads < 2
     try:
-        helpers = helped(shift, threads - caller)
+        helpers = start_helpers(queue, threads - caller)
         if caller or not helpers:
-            shift.work()
+            queue.work()
         for helper in helpers:
             helper.result()
-    except BaseException:  # Ctrl-C, or a task that failed: the others write into the caller's arrays
-        shift.end()
+    except BaseException:  # Ctrl-C, or a failed task: other tasks must not write into the caller's arrays any more
+        queue.end()
         raise
-    return shift.results
+    return queue.results
 
 
-def helped(shift, count) -> list:
-    """Futures of `count` threads that work on it, or of as many as the system gives."""
+def start_helpers(queue, count) -> list:
+    """Makes `count` threads, or as many as the system allows, compute tasks of the queue; returns their futures."""
     helpers: list = []
     with suppress(RuntimeError):
         while len(helpers) < count:
-            helpers.append(pool().submit(shift.help))
+            helpers.append(pool().submit(queue.help_caller))
     return helpers
 
 
-class Shift:
-    """Tasks that threads take from one queue. Nobody is at work any more once it has ended."""
+class TaskQueue:
+    """The tasks of one call, which threads take from a queue, and their results."""
 
     def __init__(self, task, items):
-        self.task, self.todo = task, deque(enumerate(items))
-        self.results = [None] * len(self.todo)
-        self.change, self.at_work, self.ended = Condition(), 0, False
+        self.task, self.waiting = task, deque(enumerate(items))
+        self.results = [None] * len(self.waiting)
+        self.condition, self.helpers_at_work, self.ended = Condition(), 0, False
 
     def work(self):
-        with np.errstate(all="ignore"):  # a thread has its own; with it ends the buffers' size too
+        """Computes tasks until none is waiting."""
+        with np.errstate(all="ignore"):  # of this thread; leaving the context also resets the buffers' size
             np.setbufsize(BUFFER)
-            while self.todo:
+            while self.waiting:
                 try:
-                    i, item = self.todo.popleft()  # one step under the GIL
+                    i, item = self.waiting.popleft()  # atomic under the GIL
                 except IndexError:  # another thread was faster
                     return
                 self.results[i] = self.task(*item)
 
-    def help(self):
-        """`work` in another thread, which the caller can wait for without knowing it."""
-        with self.change:
+    def help_caller(self):
+        """`work`, in another thread than the caller's. `end` waits for all threads that are in this method."""
+        with self.condition:
             if self.ended:
                 return
-            self.at_work += 1
+            self.helpers_at_work += 1
         try:
             self.work()
         except BaseException:
-            self.todo.clear()  # the call fails: nobody needs the rest
+            self.waiting.clear()  # the call fails, so the other results are not needed
             raise
         finally:
-            with self.change:
-                self.at_work -= 1
-                self.change.notify()
+            with self.condition:
+                self.helpers_at_work -= 1
+                self.condition.notify()
 
     def end(self):
-        """No task is begun after this, and none goes on, however often the waiting is interrupted."""
+        """Waits for the tasks that are being computed and drops the others. Then no thread uses the caller's arrays,
+        even if Ctrl-C interrupts the waiting several times."""
         while True:
             try:
-                self.todo.clear()
-                with self.change:
+                self.waiting.clear()
+                with self.condition:
                     self.ended = True
-                    while self.at_work:
-                        self.change.wait()
+                    while self.helpers_at_work:
+                        self.condition.wait()
                 return
-            except BaseException:  # another Ctrl-C: what ends the call is the first one
+            except BaseException:  # another Ctrl-C: the call ends with the first one
                 continue

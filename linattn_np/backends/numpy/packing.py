@@ -1,4 +1,5 @@
-"""Tokens in chunks: [B, H, T, D] of any strides <-> [B, H, n, C, D], short chunks padded with zeros."""
+"""Packing: tokens [B, H, T, D] of any strides as n chunks [B, H, n, C, D] of C tokens each, and back. Chunks with fewer
+tokens are padded with zeros."""
 
 import math
 import threading
@@ -10,7 +11,8 @@ from .casts import assign
 
 
 class Segment:
-    """A run of the chunk table's rows; chunks do not cross sequences."""
+    """Neighbouring chunks, given by rows of a table [n, 2] of first tokens and last tokens + 1. A chunk has tokens of
+    one sequence only. `chunk` is C."""
 
     def __init__(self, table, chunk):
         self.count, self.chunk = len(table), chunk
@@ -18,7 +20,8 @@ class Segment:
 
     @cached_property
     def runs(self):
-        """[(packed row, first token, token after the last)]: as few slices as the sequences allow."""
+        """[(row in n * C, first token, last token + 1)] of the longest runs of tokens that are neighbours both in the
+        packed array and in the original one."""
         if not self.count:
             return []
         breaks = np.flatnonzero(np.diff(self.starts) != self.chunk) + 1
@@ -27,17 +30,17 @@ class Segment:
 
     @cached_property
     def whole(self):
-        """The tokens as one slice of full chunks, so that packing is a view, or None: chunks leave no token out."""
+        """If all chunks are full and neighbours, their tokens as a slice; then packing is a view. Else None."""
         if self.count and self.stops[-1] - self.starts[0] == self.count * self.chunk:
             return slice(int(self.starts[0]), int(self.stops[-1]))
 
     def view(self, x, dtype):
-        """x [B, H, T, D] as [B, H, n, C, D], or None where tokens would have to move or be cast."""
+        """A view [B, H, n, C, D] of x [B, H, T, D] in `dtype`; None if that takes a copy."""
         if self.whole and x.dtype == dtype:
             return x[:, :, self.whole].reshape(*x.shape[:2], self.count, self.chunk, x.shape[-1])
 
     def pack(self, x, dtype):
-        """[B, H, n, C, D] in `dtype`, a view of x where that can be."""
+        """x [B, H, T, D] packed as [B, H, n, C, D] in `dtype`: a view of x if possible, else a copy."""
         packed = self.view(x, dtype)
         if packed is None:
             packed = np.empty((*x.shape[:2], self.count, self.chunk, x.shape[-1]), dtype)
@@ -49,26 +52,27 @@ class Segment:
         return packed
 
     def unpack_into(self, out, packed):
-        """Writes the real tokens of [B, H, n, C, D] to their places in out [B, H, T, D]."""
+        """Writes the tokens of packed [B, H, n, C, D], without padding, to out [B, H, T, D]."""
         for chunks, rows, tokens in self.slices:
             assign(out[:, :, tokens], packed[:, :, chunks, rows].reshape(out[:, :, tokens].shape))
 
     @cached_property
     def slices(self):
-        """[(chunks, rows within them, tokens)]: full chunks side by side in one slice, a short one on its own."""
-        C, found = self.chunk, []
-        for at, start, stop in self.runs:
-            full, c = (stop - start) // C, at // C
-            whole = start + full * C
+        """[(slice of chunks, slice of their rows, slice of tokens)]: one entry for each series of full chunks, and one
+        for each short chunk."""
+        C, slices = self.chunk, []
+        for row, start, stop in self.runs:
+            full, c = (stop - start) // C, row // C
+            end_of_full = start + full * C
             if full:
-                found.append((slice(c, c + full), slice(0, C), slice(start, whole)))
-            if whole < stop:
-                found.append((slice(c + full, c + full + 1), slice(0, stop - whole), slice(whole, stop)))
-        return found
+                slices.append((slice(c, c + full), slice(0, C), slice(start, end_of_full)))
+            if end_of_full < stop:
+                slices.append((slice(c + full, c + full + 1), slice(0, stop - end_of_full), slice(end_of_full, stop)))
+        return slices
 
     @cached_property
     def short(self):
-        """[(chunk, tokens in it)] of the chunks that need padding."""
+        """[(number of a chunk, its tokens)] for the chunks that are padded."""
         lengths = self.stops - self.starts
         short = np.flatnonzero(lengths < self.chunk)
         return list(zip(short.tolist(), lengths[short].tolist()))
@@ -83,12 +87,17 @@ def row_blocks(B, H, rows):
 
 
 class Scratch:
-    """Arrays that a task uses again for every segment: fresh pages cost as much as the arithmetic on them."""
+    """Arrays that a task reuses for every segment: the operating system would take as long to provide new memory as the
+    arithmetic takes.
+
+    most : larger arrays, in bytes, are allocated anew each time
+    """
 
     def __init__(self, dtype, most=math.inf):
         self.dtype, self.most, self.buffers, self.parts = dtype, most, {}, {}
 
     def __call__(self, name, shape):
+        """An array of this shape, whose numbers are undefined, in the memory called `name`."""
         size = math.prod(shape)
         if size * self.dtype.itemsize > self.most:
             return np.empty(shape, self.dtype)
@@ -97,18 +106,18 @@ class Scratch:
         return self.buffers[name][:size].reshape(shape)
 
     def part(self, name):
-        """Memory of its own."""
+        """Other scratch memory, for a part of the task that uses the same names."""
         return self.parts.setdefault(name, Scratch(self.dtype, self.most))
 
     def product(self, name, x, y):
-        """x @ y."""
+        """x @ y, in the memory called `name`."""
         return np.matmul(x, y, out=self(name, (*y.shape[:-2], x.shape[-2], y.shape[-1])))
 
 
-KEPT_BYTES = 1 << 24  # of one array between calls: more than a segment has
-of_thread = threading.local()
+MOST_BYTES = 1 << 24  # of an array that is kept from call to call: more than those of a segment have
+THREAD = threading.local()
 
 
 def thread_scratch(dtype):
-    """The calling thread's own, kept from call to call; larger arrays are not kept."""
-    return vars(of_thread).setdefault(dtype.char, Scratch(dtype, KEPT_BYTES))
+    """The scratch memory of the calling thread, which is kept from call to call."""
+    return vars(THREAD).setdefault(dtype.char, Scratch(dtype, MOST_BYTES))
