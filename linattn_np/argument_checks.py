@@ -29,18 +29,18 @@ class Declaration:
     name: str
     arrays: Mapping[str, str]  # {"q": "B H T K", ...} in the order of the call
     out: str = "B H T V"
-    gates: tuple[str, ...] = ()  # may stay float32 beside half-precision inputs
-    strengths: tuple[str, ...] = ()  # of the gates: how strongly a token is written, which is no log of a decay
-    computed: tuple[str, ...] = ()  # arrays that are results of a stage: float32, or float64 beside float64
+    gates: tuple[str, ...] = ()  # arrays that may be float32 if the others are in half precision
+    strengths: tuple[str, ...] = ()  # gates that say how strongly a token is written; the others are logs of decays
+    computed: tuple[str, ...] = ()  # arrays that are results of a stage: float32, or float64 if the others are
     modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")
     state: tuple[str, ...] = ("N H K V",)  # axes of each part of the recurrent state, N sequences
     reads_before_write: bool = False  # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
-    feature: str = "K"  # the axis that sets the default scale, K**-0.5
+    feature: str = "K"  # the axis whose size ** -0.5 is the default scale
     transition: Transition = Transition.NONE  # what a token does to the state before it
     keywords: type = MaskedOptions  # a TypedDict of its keyword arguments
-    second_result: str = "output_final_state"  # the keyword argument that asks for a second result; "" for none
-    derived: Any = None  # of `derived`, where backends compute another operator
-    differentiable = True  # by a function of this name in linattn_np.interop
+    second_result: str = "output_final_state"  # the keyword argument that requests a second result; "" for none
+    derived: Any = None  # an object of a class in `derived`, if backends compute another operator in its place
+    differentiable = True  # whether linattn_np.interop has a function of this name
 
     @property
     def value(self) -> str:
@@ -53,35 +53,36 @@ class Declaration:
         return [name for name in self.gates if self.arrays[name].startswith("B") and name not in self.strengths]
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
+        """Raises an error that begins with the operator and the argument."""
         raise error(f"{self.name}: {argument} {complaint}")
 
     def one_of(self, argument: str, x, choices):
-        """`x`, one of these words (or None)."""
+        """`x`, which must be one of the words `choices`, or None if that is among them."""
         if not (x is None or isinstance(x, str)) or x not in choices:
             self.refuse(argument, f"is {shown(x)}, expected one of {', '.join(map(repr, choices))}")
         return x
 
     def flag(self, argument: str, x) -> bool:
-        """`x`, True or False: the text 'False' is neither."""
+        """`x`, which must be True or False."""
         if not isinstance(x, (bool, np.bool_)):
             self.refuse(argument, f"is {shown(x)}, expected True or False", ContractTypeError)
         return bool(x)
 
     def native(self, name, x, use="computed"):
-        """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
+        """(`x` as a NumPy or CuPy array over the same memory, the library of `x`). `use`: what is done with it."""
         try:
             return accepted_arrays.accepted(name, x, use, self.name.split()[0] if self.differentiable else None)
         except accepted_arrays.Refusal as refusal:
             self.refuse(name, str(refusal), ContractTypeError)
 
     def logical(self, name, array, axes, layout):
-        """`array` with its axes in the order `axes`; only arrays that have both H and T come in another layout."""
+        """A view of the caller's `array` with its axes in the order `axes`; in layout "bthd", H and T are swapped."""
         if array.ndim != len(axes.split()):
             self.refuse(name, f"has {array.ndim} axes, shape {tuple(array.shape)}, expected {in_layout(axes, layout)}")
         return swap_heads(array, axes, layout)
 
     def placed(self, name, x, axes, sizes, home, dtypes=array_kinds.FLOATS, use="computed"):
-        """`x` as a native array of exactly the sizes and the device of the call."""
+        """`x` as a NumPy or CuPy array; it must have exactly these sizes, one of the dtypes, and the call's device."""
         native, _ = self.native(name, x, use)
         wanted = tuple(sizes[axis] for axis in axes.split())
         if tuple(native.shape) != wanted:
@@ -99,13 +100,14 @@ class Declaration:
         return native
 
     def placed_states(self, name, parts, sizes, home, v_first, groups):
-        """The state's parts, or their gradients, of exactly the sizes of the call and in the caller's order."""
+        """`placed` for the parts of a state, or of its gradient, in the caller's order of axes."""
         wanted = [value_heads.grouped_axes(axes, groups) for axes in self.state]
         if v_first:
             wanted = [axes.replace("K V", "V K") for axes in wanted]
         return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted))
 
     def writable(self, name, x, home):
+        """Refuses an array that cannot be written to, or whose elements share memory."""
         if home == "host" and not x.flags.writeable:
             self.refuse(name, "is read-only, but it is written")
         if not aliasing.elements_apart(x):
@@ -113,15 +115,17 @@ class Declaration:
 
 
 def is_int(x) -> bool:
+    """Whether x is an integer and not a bool."""
     return isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_))
 
 
 def is_real(x) -> bool:
+    """Whether x is a real number and not a bool."""
     return type(x) is float or isinstance(x, (numbers.Real, np.floating)) and not isinstance(x, (bool, np.bool_))
 
 
 def whole_of(text: str) -> int | None:
-    """The whole number that decimal digits write, else None; also for 19 digits and more, which count nothing."""
+    """The integer of a text of at most 18 decimal digits, else None."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 

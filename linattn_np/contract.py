@@ -1,7 +1,7 @@
-"""The checks of a call: `Op.bind` checks it against the operator's declaration and makes a `Problem` of it.
+"""The checks of a call: `Op.bind` checks it against the operator's declaration and returns a `Problem`.
 
-Only this module and `argument_checks` read the caller's shapes, dtypes, strides and layouts. Everything else trusts the
-problem.
+Only this module and `argument_checks` read the caller's shapes, dtypes, strides and layouts. All other modules trust
+the problem. The methods named like an argument check that argument and return what the problem has of it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .problem import Problem, compute_dtype
 from .typing import DEFAULTS
 
 SUB_CHUNK = 16  # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
-CHUNK = 64
-MOST_CHUNK = 1 << 30  # tokens, so that no product of a table of chunks can wrap
+CHUNK = 64  # tokens of a chunk by default
+MOST_CHUNK = 1 << 30  # the most tokens of a chunk: sizes computed from it then stay in 64 bits
 
 
 @dataclass(frozen=True, eq=False)
 class Op(Declaration):
     """The declaration of an operator, with the checks of a whole call."""
 
-    with_more: Op | None = None  # the declaration of a call with one more array, which may be left out
+    with_more: Op | None = None  # if the last array is optional: the declaration of a call that has it
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -53,9 +53,9 @@ class Op(Declaration):
         return [] if self.with_more is None else [name for name in self.with_more.arrays if name not in self.arrays]
 
     def bind(self, inputs, as_given=False, **arguments) -> Problem:
-        """A checked call with a backend's arrays, or `as_given` with the caller's own.
+        """The checked call, with arrays as backends take them (see `conversions`), or `as_given` by the caller.
 
-        The checks of a call with an earlier call's key are not repeated.
+        If an earlier call had the same key (see `checked_calls`), its checks are not repeated.
         """
         key, addresses = call_key(self, inputs, arguments)
         if key is None:
@@ -94,18 +94,18 @@ class Op(Declaration):
         gradient=False,
         **options,
     ) -> Problem:
-        """All checks that a call shares with later calls of the same key."""
+        """The checks that are the same for all calls with a key; returns the checked call."""
         self.one_of("layout", layout, LAYOUTS)
-        views, whose = self.native_views(inputs, layout)
+        views, library = self.native_views(inputs, layout)
         groups = self.groups(views, layout)
         sizes = self.sizes(views, layout, groups)
-        dtype = self.dtype(views, whose)
+        dtype = self.dtype(views, library)
         spans = self.spans(cu_seqlens, sizes)
         sizes["N"] = sizes["B"] * spans.count if "T" in sizes else sizes["B"]
         mode, chunk_size = self.route(mode, chunk_size, materialize)
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
-        state_v_first = self.flag("state_v_first", state_v_first)  # before it is asked: an array is no answer
+        state_v_first = self.flag("state_v_first", state_v_first)  # first, as an array has no truth value
         initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
         out = self.output(out, sizes, dtype, layout, home, groups)
         mask = self.mask(mask, sizes, home, cu_seqlens)
@@ -133,7 +133,7 @@ class Op(Declaration):
             state_dtype=state_dtype,
             out=out,
             home=home,
-            kind=whose,
+            kind=library,
             example=next(iter(inputs)),
             gradient=gradient,
             groups=groups,
@@ -144,16 +144,17 @@ class Op(Declaration):
         )
 
     def check_contents(self, problem):
-        """Refuses values of arguments that calls with one key may differ in."""
+        """The checks of values in which calls with the same key may differ; derived classes override it."""
 
     def taken_apart(self, positional, named, signature=None):
-        """(declaration, arrays, everything else) of a call of the public function, or of one with this signature.
+        """(the declaration, the arrays, a dictionary of the other arguments) of a call with these positional and named
+        arguments. `signature`: that of the function that was called, by default the public function's.
 
-        A missing or unknown argument is a TypeError, as it is in a call.
+        TypeError for a missing or unknown argument, as Python has it.
         """
         try:
             given = (signature or self.signature).bind(*positional, **named).arguments
-        except TypeError as error:  # without the name that Python's own would have
+        except TypeError as error:  # Signature.bind's message lacks the function's name
             raise TypeError(f"{self.name}: {error}") from None
         optional = [given.pop(name, None) for name in self.optional_arrays]
         op, arrays = self.fitting((*(given.pop(name) for name in self.arrays), *optional))
@@ -166,23 +167,22 @@ class Op(Declaration):
         return (self, arrays[:-1]) if arrays[-1] is None else (self.with_more, arrays)
 
     def native_views(self, inputs, layout):
-        """The caller's arrays as [B, H, T, ...] views; all of one library and one device."""
+        """({name: the caller's array as a view [B, H, T, ...]}, the library of all arrays); all must be of one library
+        and on one device."""
         views, kinds, homes = {}, {}, {}
         for name, x in zip(self.arrays, inputs, strict=True):
             native, kinds[name] = self.native(name, x)
             homes[name] = array_kinds.home(native)
             views[name] = self.logical(name, native, self.arrays[name], layout)
-        for found, what in ((kinds, "library"), (homes, "device")):
-            if len(set(found.values())) > 1:
-                self.refuse(
-                    "arrays",
-                    f"must share one {what}, got " + ", ".join(f"{n}: {f}" for n, f in found.items()),
-                    ContractTypeError,
-                )
+        for by_name, what in ((kinds, "library"), (homes, "device")):
+            if len(set(by_name.values())) > 1:
+                given = ", ".join(f"{name}: {value}" for name, value in by_name.items())
+                self.refuse("arrays", f"must share one {what}, got {given}", ContractTypeError)
         return views, next(iter(kinds.values()))
 
     def groups(self, views, layout) -> int:
-        """How many value heads share each head of the other arrays; 1 if v has as many heads or heads disagree."""
+        """How many heads of v share each head of the other arrays. It is 1 if v has as many heads, and also if the
+        other arrays' heads differ, which `sizes` refuses."""
         if not self.state or self.out != "B H T V":
             return 1
         heads = {
@@ -214,11 +214,11 @@ class Op(Declaration):
         return sizes
 
     def callers_axes(self, name, groups) -> str:
-        """The axes of the caller's array, each with a name of its own where its size may differ."""
+        """The axes of the caller's array `name`, in which the heads of grouped values are HV."""
         return value_heads.grouped_axes(self.arrays[name], groups)
 
     def refuse_sizes(self, views, layout, axis, groups):
-        """Names the array that differs from what most have."""
+        """Raises the error for an axis on which arrays differ: about an array whose size most others do not have."""
         axes = {name: self.callers_axes(name, groups).split() for name in views}
         found = {name: view.shape[axes[name].index(axis)] for name, view in views.items() if axis in axes[name]}
         usual = Counter(found.values()).most_common(1)[0][0]
@@ -230,13 +230,14 @@ class Op(Declaration):
             f"expected {in_layout(self.callers_axes(name, 1), layout)}",
         )
 
-    def dtype(self, views, whose):
-        """The dtype that most of the arrays have which are neither gates nor computed; the others must fit it."""
+    def dtype(self, views, library):
+        """The dtype of the call: the most frequent one of the arrays that are neither gates nor results of stages. All
+        other arrays must have that dtype or one that fits it. `library`: the caller's, for the advice in errors."""
         single = np.dtype(np.float32)
         for name, view in views.items():
             if view.dtype not in array_kinds.FLOATS:
                 floats = ", ".join(str(f) for f in array_kinds.FLOATS)
-                way_out = f": {cast(name, single, whose)} is one" if view.dtype.kind in "biuf" else ""
+                way_out = f": {cast(name, single, library)} is one" if view.dtype.kind in "biuf" else ""
                 self.refuse(name, f"has dtype {view.dtype}, expected one of {floats}{way_out}", ContractTypeError)
         own = [view.dtype for name, view in views.items() if name not in self.gates + self.computed]
         dtype = Counter(own).most_common(1)[0][0]
@@ -245,12 +246,13 @@ class Op(Declaration):
             if name in self.computed:
                 allowed = {dtype if dtype == np.float64 else single}
             if view.dtype not in allowed:
-                way_out = cast(name, dtype if dtype in allowed else single, whose)
+                way_out = cast(name, dtype if dtype in allowed else single, library)
                 expected = " or ".join(sorted(map(str, allowed)))
                 self.refuse(name, f"has dtype {view.dtype}, expected {expected}: {way_out} is one", ContractTypeError)
         return dtype
 
     def spans(self, cu_seqlens, sizes) -> varlen.Spans:
+        """The token ranges of the sequences."""
         if cu_seqlens is None:
             return varlen.dense(sizes.get("T", 1))
         if sizes["B"] != 1:
@@ -261,6 +263,7 @@ class Op(Declaration):
             self.refuse("cu_seqlens", str(error))
 
     def route(self, mode, chunk_size, materialize):
+        """(mode, chunk_size), after the checks of these three arguments, which depend on each other."""
         self.one_of("mode", mode, ("auto", *self.modes))
         if len(self.modes) == 1:
             (mode,) = self.modes
@@ -285,6 +288,7 @@ class Op(Declaration):
         return mode, chunk_size
 
     def scale(self, scale, sizes, dtype) -> float:
+        """The scale; by default K ** -0.5, or 1.0 for an operator without such an axis."""
         if scale is None:
             return sizes[self.feature] ** -0.5 if self.feature in sizes else 1.0
         if not is_real(scale):
@@ -295,7 +299,7 @@ class Op(Declaration):
         return float(scale)
 
     def initial_state(self, state, sizes, home, v_first, groups):
-        """None, or a tuple with one array for each declared part, as the caller has it."""
+        """A tuple with an array for each part of the state, as the caller gave them, or None."""
         if state is None:
             return None
         parts = state if isinstance(state, tuple) else (state,)
@@ -304,6 +308,7 @@ class Op(Declaration):
         return self.placed_states("initial_state", parts, sizes, home, v_first, groups)
 
     def state_dtype(self, wanted, dtype):
+        """The dtype of the final state; by default that of the arithmetic."""
         if wanted is None:
             return np.dtype(np.float64 if dtype == np.float64 else np.float32)
         try:
@@ -319,6 +324,7 @@ class Op(Declaration):
         return wanted
 
     def output(self, out, sizes, dtype, layout, home, groups):
+        """The caller's array `out` as [B, H, T, V], or None."""
         if out is None:
             return None
         if array_kinds.kind(out) not in ("numpy", "cupy"):
@@ -332,7 +338,7 @@ class Op(Declaration):
         return view
 
     def mask(self, mask, sizes, home, cu_seqlens):
-        """[B, T] bool where the arrays live, or None."""
+        """The mask [B, T] of bools on the device of the arrays, or None."""
         if mask is None:
             return None
         if cu_seqlens is not None:
