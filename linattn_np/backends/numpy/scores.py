@@ -2,21 +2,25 @@
 
     A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik),  j <= i         qg_i = q_i exp(d_i)       kg_j = k_j exp(e_j)
 
-`exclusive` (RWKV-6): the sum in A ends at i - 1, j < i and d_i = b_{i-1}. Two routes, chosen chunk by chunk:
+Here b_i is the sum of a chunk's log gates from its first token to token i, and e_j that of the gates after token j. If
+outputs read the state before the write (`exclusive`, RWKV-6), the sum in A ends at i - 1, j < i and d_i = b_{i-1};
+otherwise d_i = b_i. A chunk [..., C, K] is computed in one of two ways:
 
-- *factored*: gates so weak that decays to and from the chunk's middle are harmless. Then A is one product,
-  (q_i exp(c_i)) (k_j exp(-c_j))^T, with c the sums of gates from the middle.
-- *halved* otherwise: blocks of 2, 4, 8, ... tokens. Queries of a block's second half meet the keys of its first, the
-  ones decayed from where the halves meet, the others to it; then both are decayed on to the whole block. Every factor
-  is a product of decays, and no gate is special. (Yang et al., 2024, section 4.3, secondary chunking, all the way.)
+- *factored*, if its gates are weak: A is one product (q_i exp(c_i)) (k_j exp(-c_j))^T, where c_i is the sum of the
+gates
+  from the chunk's middle token to token i. Weak gates are those for which exp(c) and exp(-c) stay in range.
+- *halved* otherwise: for blocks of 2, 4, 8, ... tokens the queries of a block's second half, decayed from the border
+  between the halves, are multiplied by the keys of its first half, decayed to that border. Then queries and keys are
+  decayed on to the ends of the whole block. Every factor is a product of decays, so any gate is possible (secondary
+  chunking, Yang et al., 2024, section 4.3, in every block).
 
-Large q, k or growing gates may still leave a dtype's range. Then results are not finite, or `underflow` says so, and
-`by_token` does the chunk.
+Large q or k or growing gates may still leave a dtype's range. Then results are not finite, or `underflow` is True, and
+`by_token` computes the chunk.
 
-The gate's gradient is what flows across its token. By halves these are sums in which nothing cancels. Factored, the
-pairs of query and key that lie behind the token are added and taken away again; what that leaves behind is rounding of
-their size. So chunks go by halves with a gate below LEAST, which makes the flow itself small, or above MOST, which
-makes such pairs large.
+The gradient of a gate is the sum of all terms q_i dA_ij k_j ... with j before its token and i at or after it. Halved,
+these are sums of such terms alone. Factored, other terms are added and subtracted again, which leaves a rounding error
+of their size. So for gradients chunks are also halved if they have a gate below LEAST, which makes the gradient small,
+or above MOST, which makes those other terms large.
 """
 
 from functools import wraps
@@ -26,21 +30,24 @@ import numpy as np
 from ...bounded_cache import Cache
 from . import by_token
 
-CONSTANTS = Cache(most=1 << 24, entries=64)
-LIMIT = 30.0  # nats from the middle: exp(30) = 1e13 leaves float32 room for values from 1e-25 to 1e25
-LEAST = -5.0  # nats of one gate: exp(-5) leaves its gradient four digits in float32, and mostly five
+CONSTANTS = Cache(most=1 << 24, entries=64)  # of the functions with @constant: {(function, arguments): array}
+LIMIT = 30.0  # gates are weak if all |c| are at most this: float32 then has room for values from 1e-25 to 1e25
+LEAST = -5.0  # with gates from here on a factored chunk's dg has four correct digits in float32, and mostly five
 MOST = 1.0
 
 
 class Gates:
-    """The log decays [..., C, K or 1] of a stack of chunks, and which chunks are too strong to be factored.
+    """The log gates g [..., C, K or 1] of a stack of chunks, and which chunks must be halved.
 
-    With `least`, chunks with a gate below that or above MOST count as strong too.
+    least : None, or LEAST for gradients: chunks with a gate below it or above MOST are halved, too
+    strong : the indices of the chunks that are halved, as `np.nonzero` has them, or None
+    start, decay : for factored chunks: the decays to the middle token, and from the middle to each token
     """
 
     def __init__(self, g, scratch, least=None):
         self.g = g = blas_ready(g)
-        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))  # NaN, so not weak, of -inf
+        # a gate of -inf gives NaN, which is not weak
+        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))
         self.strong, self.halves, self.queries, self.keys = None, None, None, None
         if not is_weak(c, g, least, None).all():
             flat = [x.reshape(*x.shape[:-2], -1) for x in (c, g)]
@@ -51,7 +58,8 @@ class Gates:
             self.decay = np.exp(c, out=c)
 
     def underflow(self, *states):
-        """Whether some chunk has decays that leave the range beside growth, or beside states [B, H, n, K, V]."""
+        """Whether products would lose something in a halved chunk because decays underflow: see `by_token.underflows`.
+        `states` [B, H, n, K, V]: those that the decays multiply."""
         if self.strong is None:
             return False
         nats = by_token.largest(*states)
@@ -60,33 +68,36 @@ class Gates:
         return bool(by_token.underflows(self.g[self.strong], nats).any())
 
     def serve_gradients(self, least):
-        """Whether gates told of `least` would be these: then theirs of the forward pass will do for the backward."""
+        """Whether these gates, made with `least` None for the forward pass, are also those for gradients."""
         return self.strong is None and (least is None or bool(is_mild(self.g, least, None)))
 
 
 def is_weak(c, g, least, axis):
+    """Whether chunks can be factored; `axis`: the axes over which all numbers must fulfil the conditions."""
     weak = (c.max(axis, initial=0) <= LIMIT) & (c.min(axis, initial=0) >= -LIMIT)
     return weak if least is None else weak & is_mild(g, least, axis)
 
 
 def is_mild(g, least, axis):
+    """Whether gates are from `least` to MOST."""
     return (g.min(axis, initial=0) >= least) & (g.max(axis, initial=0) <= MOST)
 
 
 def constant(make):
-    """`make`, with its arrays kept by their arguments: a short segment would spend as long on them as on a product."""
+    """Decorates a function of hashable arguments that returns an array: the arrays are cached. For a short segment,
+    making them would take as long as a product."""
 
     @wraps(make)
-    def kept(*arguments):
+    def cached(*arguments):
         key = make, *arguments
-        found = CONSTANTS.get(key)
-        if found is None:
-            found = make(*arguments)
-            if found.nbytes <= CONSTANTS.most:
-                found = CONSTANTS.keep(key, found, found.nbytes)
-        return found
+        array = CONSTANTS.get(key)
+        if array is None:
+            array = make(*arguments)
+            if array.nbytes <= CONSTANTS.most:
+                array = CONSTANTS.keep(key, array, array.nbytes)
+        return array
 
-    return kept
+    return cached
 
 
 @constant
@@ -103,7 +114,7 @@ def from_middle(size, dtype):
 
 
 def blas_ready(x):
-    """x itself where matmul can hand it to BLAS, else a copy."""
+    """x if np.matmul can pass it to BLAS, else a contiguous copy."""
     return x if x.strides[-1] == x.itemsize and x.strides[-2] >= x.shape[-1] * x.itemsize else np.ascontiguousarray(x)
 
 
@@ -113,7 +124,7 @@ def diagonal(A):
 
 
 def mask_future(A, exclusive):
-    """Zeroes A above the diagonal, and on it when exclusive, whatever stands there: bits, not products."""
+    """Sets A to 0 above the diagonal, and on it if exclusive, also where it is NaN: by masks of bits."""
     bits = np.dtype(f"i{A.itemsize}")
     keep = -triangle(A.shape[-2], bits, -1 if exclusive else 0)
     np.bitwise_and(A.view(bits), keep, out=A.view(bits))
@@ -148,13 +159,14 @@ def gated_keys(k, gates, decay, scratch):
 
 
 def factored(q, k, gates, exclusive, qg, kg, A, decay):
-    """Right for weak gates. Fills their `queries` and `keys` too, as seen from the middle; they may be qg and kg."""
+    """Writes qg, kg, A and decay of all chunks in the factored way, which is right for weak gates. Also writes
+    `gates.queries` = q exp(c) and `gates.keys` = k exp(-c), which may have the memory of qg and kg."""
     E, queries, keys = gates.decay, gates.queries, gates.keys
     decay_query(q, E, exclusive, out=queries)
     np.divide(k, E, out=keys)
     np.matmul(queries, keys.swapaxes(-1, -2), out=A)
     mask_future(A, exclusive)
-    after = slice(exclusive, None)  # reading before the write, the first query is as it was
+    after = slice(exclusive, None)  # if exclusive, the first query is not decayed
     np.multiply(queries[..., after, :], gates.start, out=qg[..., after, :])
     if exclusive:
         qg[..., :1, :] = queries[..., :1, :]
@@ -173,7 +185,8 @@ def decay_query(q, E, exclusive, out=None):
 
 
 def prefix_suffix_sums(g):
-    """b_i = g_1 + ... + g_i and e_j = g_{j+1} + ... + g_C along axis -2: sums only, so -inf stays exact."""
+    """(b, e): b_i = g_1 + ... + g_i and e_j = g_{j+1} + ... + g_C along axis -2. There are no differences, so gates may
+    be -inf."""
     b, e = np.array(g, order="C"), np.zeros(g.shape, g.dtype)
     for i in range(1, g.shape[-2]):
         b[..., i, :] += b[..., i - 1, :]
@@ -185,24 +198,30 @@ def prefix_suffix_sums(g):
 
 
 def gated_scores_vjp(gates, exclusive, dA, dqg, dkg, through, out, scratch):
-    """Gradients `out` = (dq, dk, dg) of A, qg and kg [..., C, .]; dA [..., C, C] is 0 on and above the diagonal.
+    """Writes the gradients `out` = (dq, dk, dg) from those of A, qg and kg; dA [..., C, C] is 0 on and above the
+    diagonal.
 
-    `through` [..., K or 1] is what flows across the whole chunk, of the state before it to the one behind it.
-    Needs `gates` as `gated_scores` has left them, told to keep; overwrites dqg and dkg.
+    through : [..., K or 1], the term of every gate's gradient from the state before the chunk to the one after it
+    gates : as `gated_scores` has left them when it was asked to keep what this needs
+
+    dqg and dkg are overwritten.
     """
     dq, dk, dg = out
-    at = gates.strong
-    if at is not None:
-        found = gates.halves.vjp(dA[at], dqg[at], dkg[at], through[at])
+    strong = gates.strong
+    if strong is not None:
+        gradients = gates.halves.vjp(dA[strong], dqg[strong], dkg[strong], through[strong])
     if gates.any_weak:
         factored_vjp(gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg)
-    if at is not None:
-        dq[at], dk[at], dg[at] = found
+    if strong is not None:
+        dq[strong], dk[strong], dg[strong] = gradients
 
 
 def factored_vjp(gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
-    """dg_t = sum_{i >= t} (q dq - k dk) of A, or what comes to the same, sum_{i < t} (k dk - q dq)
-    + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through      (i > t where the read comes before the write)
+    """Writes dq, dk and dg in the factored way:
+
+        dg_t = sum_{i >= t} (q dq - k dk) of A + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through
+
+    with i > t if exclusive. The first sum is equal to sum_{i < t} (k dk - q dq) of A.
     """
     E, queries, keys = gates.decay, gates.queries, gates.keys
     after = slice(int(exclusive), None)  # the queries that come after the first token's gate
@@ -224,9 +243,11 @@ def factored_vjp(gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
 
 
 def gate_sums(of_query, of_key, read, stored, exclusive, scratch, dg):
-    """The sums of `factored_vjp` over a chunk's tokens, in two products: one for the gates of each half.
+    """Writes the sums of `factored_vjp` over a chunk's tokens to dg, in two products: one for the gates of each half of
+    the chunk. Of the two equal sums over A, that with fewer terms is taken.
 
-    Pairs are summed from the nearer end of the chunk, since all of them together are 0.
+    of_query, of_key : q dq and k dk of A
+    read, stored : qg dqg and kg dkg
     """
     C = of_query.shape[-2]
     half = C // 2
@@ -251,11 +272,12 @@ def gate_sums(of_query, of_key, read, stored, exclusive, scratch, dg):
 
 @constant
 def half_sums(size, dtype, exclusive):
-    """The matrices that sum a chunk's terms into its gates' gradients, one matrix for each half of the chunk's gates.
+    """The matrices by which `gate_sums` sums a chunk's terms: [0] for the gates of the chunk's first half, [1] for
+    those of its second half.
 
-    Columns are the terms that count before a token, then those that count from the token on (`exclusive`: behind it).
-    Terms of the second half never count before the first half's tokens [0], nor those of the first half behind the
-    second's [1], so those columns are left out.
+    The first columns are for terms that are summed over tokens before the gate's, the others for terms that are summed
+    from the gate's token on (if exclusive: after it). Columns that would be 0 for all gates are left out: the second
+    half of the former in [0], the first half of the latter in [1].
     """
     half, until, since = size // 2, np.tri(size, k=-1, dtype=dtype), np.tri(size, k=-int(exclusive), dtype=dtype).T
     return np.stack(
@@ -267,7 +289,7 @@ def half_sums(size, dtype, exclusive):
 
 
 def channels_of(g, x):
-    """x summed over channels, where they share a gate."""
+    """x, summed over the channels if they share the gate g."""
     return x.sum(-1, keepdims=True) if g.shape[-1] == 1 else x
 
 
@@ -275,7 +297,8 @@ def channels_of(g, x):
 
 
 def doubling(C):
-    """(blocks, tokens of the first half, of the second), from pairs of tokens up to the whole chunk."""
+    """Yields the levels of halving, (blocks, tokens of their first half, tokens of their second half), from pairs of
+    tokens up to the whole chunk of C tokens."""
     size = 1
     while C % (2 * size) == 0:
         yield C // (2 * size), size, size
@@ -285,14 +308,16 @@ def doubling(C):
 
 
 def halves_of(x, level):
-    """Views [m, blocks, tokens, D] of x [m, C, D]."""
+    """Views (first halves, second halves) of the blocks of a level, each [m, blocks, tokens, D], of x [m, C, D]."""
     blocks, first, second = level
     x = x[:, : blocks * (first + second)].reshape(len(x), blocks, first + second, x.shape[-1])
     return x[:, :, :first], x[:, :, first:]
 
 
 def square_of(A, level):
-    """The second halves' queries and the first halves' keys: a view [m, blocks, tokens, tokens] of A [m, C, C]."""
+    """The part of A [m, C, C] for queries of second halves and keys of first halves: a view [m, blocks, tokens,
+    tokens].
+    """
     blocks, first, second = level
     size, C = first + second, blocks * (first + second)
     A = A[:, :C, :C].reshape(len(A), blocks, size, blocks, size)
@@ -300,12 +325,13 @@ def square_of(A, level):
 
 
 class Halves:
-    """Any gates, m chunks [m, C, K]: qg and kg as `q` and `k`, A [m, C, C], decay [m, 1, K or 1]."""
+    """m chunks [m, C, K] in the halved way: qg and kg are the attributes `q` and `k`; A [m, C, C], decay [m, 1, K or
+    1]. `keep`: whether to store what `vjp` needs."""
 
     def __init__(self, q, k, g, exclusive, keep):
         m, C, _ = q.shape
         decay = np.exp(g)
-        self.of_query = None if exclusive else decay  # a token's own gate comes before its read, or after
+        self.of_query = None if exclusive else decay  # if exclusive, a query is not decayed by its token's own gate
         self.q, self.k = q.copy() if exclusive else q * decay, k.copy()
         self.A, self.levels = np.zeros((m, C, C), q.dtype), []
         self.own = self.q.copy() if keep and not exclusive else None
@@ -325,7 +351,8 @@ class Halves:
         self.decay = decay
 
     def vjp(self, dA, dqg, dkg, through):
-        """(dq, dk, dg): the loop above backwards. `flow` [m, blocks, K or 1] is what crosses a whole block."""
+        """(dq, dk, dg), by the loop of `__init__` backwards. `flow` [m, blocks, K or 1]: the term of the gradient that
+        all gates of a block have in common."""
         dq, dk, flow = dqg.copy(), dkg.copy(), through[:, None]
         for level, first, second, queries, keys in reversed(self.levels):
             n, square = level[0], square_of(dA, level)
