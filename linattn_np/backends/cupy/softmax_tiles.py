@@ -1,7 +1,8 @@
-"""The tables by which softmax attention's blocks know their tiles; the host makes them with a plan.
+"""Tables that tell the blocks of softmax attention which tiles to compute. The host makes them when it plans a call.
 
-A tile is a range of a sequence's queries in one head, or of its keys. A block computes a tile with the range of the
-other side's tiles that hold a key which one of its queries sees, or a query that sees one of its keys.
+There are tables by queries and tables by keys. A *tile* is a range of a sequence's queries in one head, or of its keys.
+The *other side* are then the keys, or the queries. A block computes a tile together with a range of the other side's
+tiles: those with a key that one of its queries sees, or with a query that sees one of its keys.
 """
 
 from __future__ import annotations
@@ -13,29 +14,29 @@ import numpy as np
 from .plan import ceil_div
 
 WORK = "batch head start count others length shift first blocks chunk part".split()  # the kernels' struct `Work`
-WORDS = 12  # of int32 that a Work takes
-STATISTICS = 64  # queries that a piece of the statistics is for
-UNBOUNDED = 1 << 30  # tokens beside the diagonal
-LEAST_PART = 4  # tiles of keys that are worth a block of their own
-SETUP = 0.6  # of a tile of the other side's work: what beginning and ending a tile costs
-CACHED = 24 << 20  # bytes of keys and values that stay in L2
+WORDS = 12  # int32 numbers of a `Work`, which is padded
+STATISTICS = 64  # queries in a piece of the array of statistics, which the backward kernel of dq writes
+UNBOUNDED = 1 << 30  # a window of so many tokens has no bound
+LEAST_PART = 4  # the fewest tiles of keys in a part, if the keys are split into parts for several blocks
+SETUP = 0.6  # the time of a tile's start and end, in times of computing it with one tile of the other side
+CACHED = 24 << 20  # bytes of keys and values that the L2 cache can hold
 
 
 def window(problem) -> tuple[int, int]:
-    """How many keys a query sees before its own place, and behind it."""
+    """How many keys a query sees before its own position, and after it."""
     left, right = (UNBOUNDED if side < 0 else side for side in problem.options["window"])
     return left, right
 
 
 def statistics_bounds(problem) -> np.ndarray:
-    """[N + 1]: where each sequence's statistics begin, in pieces of STATISTICS queries, and how many pieces there
-    are."""
+    """[N + 1]: the first piece of each sequence's statistics, and then the number of pieces."""
     return problem.spans.chunk_bounds(STATISTICS)
 
 
 def tile_table(problem, tokens: int, other: int, by_keys: bool = False) -> np.ndarray:
-    """[heads of all sequences, tiles, WORDS] int32: a row for each tile of `tokens` queries, or keys, with its range of
-    tiles of `other` keys, or queries. The range has one tile at least; where nothing is seen, that has no tokens."""
+    """The table [B * heads, tiles, WORDS] int32: a row for each tile of `tokens` queries (or keys, if `by_keys`), with
+    its range of tiles of `other` keys (or queries). The range has at least one tile; if nothing is seen, this tile has
+    no tokens."""
     sides = problem.spans, problem.options["key_spans"]
     own, others = sides[::-1] if by_keys else sides
     before, behind = window(problem)[::-1] if by_keys else window(problem)
@@ -63,51 +64,51 @@ def tile_table(problem, tokens: int, other: int, by_keys: bool = False) -> np.nd
         chunk,
     )
     heads = problem.sizes["HK" if by_keys else "H"]
-    found = np.zeros((problem.sizes["B"] * heads, len(token), WORDS), np.int32)
-    found[..., 0], found[..., 1] = (x[:, None] for x in np.divmod(np.arange(len(found)), heads))
-    found[..., 2 : 2 + len(columns)] = np.stack(columns, -1)
-    found[..., WORK.index("part")] = found[..., 0]
-    return found
+    table = np.zeros((problem.sizes["B"] * heads, len(token), WORDS), np.int32)
+    table[..., 0], table[..., 1] = (x[:, None] for x in np.divmod(np.arange(len(table)), heads))
+    table[..., 2 : 2 + len(columns)] = np.stack(columns, -1)
+    table[..., WORK.index("part")] = table[..., 0]
+    return table
 
 
 def parts(problem, tiles: np.ndarray, multiprocessors: int) -> int:
-    """How many parts the keys of every tile are split into: one, or, if no sequence has more than a tile of queries, as
-    many as give all multiprocessors work."""
+    """Into how many parts the keys of every tile are split: 1; or, if no sequence has more than one tile of queries, as
+    many as give all multiprocessors a block."""
     if not tiles.size or tiles.shape[1] > problem.spans.count:
         return 1
     return max(1, min(multiprocessors // tiles[..., 0].size, int(blocks_of(tiles).max()) // LEAST_PART))
 
 
 def split(tiles: np.ndarray, count: int, batch: int) -> np.ndarray:
-    """[count * heads, tiles, WORDS]: the table once for each of `count` parts of the keys, whose results are rows of a
-    batch that is so many times larger."""
+    """[count * heads, tiles, WORDS]: the table once for each of `count` parts of the keys. The results of part n are
+    rows n * batch ... of a batch that is so many times larger."""
     first, blocks, length, part = (WORK.index(name) for name in ("first", "blocks", "length", "part"))
-    found = np.repeat(tiles[None], count, axis=0)
+    table = np.repeat(tiles[None], count, axis=0)
     ends = tiles[..., blocks] * np.arange(count + 1)[:, None, None] // count
-    found[..., first] += ends[:-1]
-    found[..., blocks] = np.diff(ends, axis=0)
-    nothing = found[..., blocks] == 0
-    found[nothing, first], found[nothing, blocks], found[nothing, length] = 0, 1, 0
-    found[..., part] += batch * np.arange(count)[:, None, None]
-    return found.reshape(-1, *tiles.shape[1:])
+    table[..., first] += ends[:-1]
+    table[..., blocks] = np.diff(ends, axis=0)
+    nothing = table[..., blocks] == 0
+    table[nothing, first], table[nothing, blocks], table[nothing, length] = 0, 1, 0
+    table[..., part] += batch * np.arange(count)[:, None, None]
+    return table.reshape(-1, *tiles.shape[1:])
 
 
 def blocks_of(tiles: np.ndarray) -> np.ndarray:
-    """How many tiles of the other side each tile has."""
+    """How many tiles of the other side each tile is computed with."""
     return tiles[..., WORK.index("blocks")]
 
 
 def longest_first(tiles: np.ndarray) -> np.ndarray:
-    """[all tiles, WORDS]: those with most work first."""
+    """[all tiles, WORDS], by falling work."""
     listed = tiles.swapaxes(0, 1).reshape(-1, WORDS)
     return listed[np.argsort(-blocks_of(listed), kind="stable")]
 
 
 def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.ndarray:
-    """[rounds + 1, blocks, WORDS]: the tiles of each block in their order, and an empty one at the end.
+    """[rounds + 1, blocks, WORDS]: the tiles of each block in order, followed by an empty one.
 
-    `heads_at_once` heads at a time, the longest tiles of these first, each to the block that has least to do so far:
-    the order that a counter shared by all blocks would give them.
+    Tiles are assigned for `heads_at_once` heads at a time, the longest of these first, each to the block that has the
+    least work so far. Blocks that took tiles from a common counter would get the same order.
     """
     listed = np.concatenate([longest_first(tiles[n : n + heads_at_once]) for n in range(0, len(tiles), heads_at_once)])
     count = min(multiprocessors, len(listed))
@@ -123,7 +124,7 @@ def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.
 
 
 def heads_at_once(pairs: int, bytes_of_head: int, group: int) -> int:
-    """How many of `pairs` (batch, head) pairs are computed at a time: as many as L2 holds keys and values of, in equal
-    turns, or all of them if so few would leave blocks idle."""
+    """How many of the (batch, head) `pairs` are computed at a time, in equal turns: as many as have their keys and
+    values in the L2 cache; or all of them, if so few would leave blocks idle. `group`: query heads per key head."""
     fitting = CACHED // max(bytes_of_head, 1) * group
     return pairs if fitting < 4 * group or fitting >= pairs else ceil_div(pairs, ceil_div(pairs, fitting))
