@@ -64,8 +64,9 @@ def asks_for_the_card(kernel):
 
 def asks_for_shared_memory(kernel):
     """How much multiprocessors have: blocks that have no room there need no registers either."""
-    delta = "delta/channel_prepare", "delta/dplr_backward_chunks", "delta/dplr_prepare", "delta/prepare"
-    return kernel.file in ("gated/backward_values", "gated/forward", "value_gate/forward", *delta)
+    prepare = "delta/prepare", "delta/channel_prepare", "delta/dplr_prepare"
+    backward = "delta/backward_chunks", "delta/kda_backward_chunks", "delta/dplr_backward_chunks"
+    return kernel.file in ("gated/backward_values", "gated/forward", "value_gate/forward", *prepare, *backward)
 
 
 def translated_for(target, kernel):
@@ -100,7 +101,8 @@ def targets(instances):
 #   value_gate/forward  sm_80   x3 SegmentState 56, float16 8, its SplitChannels 8
 #                       sm_90   bfloat16 200
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
-#   delta/backward_chunks  sm_100, sm_120  an address of half-precision rows, 128 channels
+#   delta/kda_backward_chunks  sm_120  what it keeps of pairs, at 255 registers
+#   delta/backward_chunks  sm_100  an address of half-precision rows, 128 channels
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
 # in bfloat16: 8), and value_gate/forward on sm_90 (64 channels, bfloat16: 8).
 SPILLED = {
@@ -110,7 +112,7 @@ SPILLED = {
     ("gated/forward", "sm_90"): 120,
     ("gated/forward", "sm_100"): 144,
     ("delta/backward_chunks", "sm_100"): 8,
-    ("delta/backward_chunks", "sm_120"): 28,
+    ("delta/kda_backward_chunks", "sm_120"): 32,
     ("value_gate/forward", "sm_80"): 56,
     ("value_gate/forward", "sm_90"): 200,
     ("value_gate/forward", "sm_100"): 156,

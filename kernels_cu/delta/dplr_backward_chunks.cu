@@ -23,11 +23,7 @@
 // source    Peng et al., 2025 (2503.14456), eq. 17
 // limits    T of bfloat16, float16
 #include "cards.cuh"
-#include "delta/backward_storage.cuh"
-#include "delta/chunk.cuh"
-
-constexpr int THREADS = 2 * KEPT, HALF = C / 2;  // HALF: tokens on a side of the border between 16
-constexpr int BLOCK = 8, BLOCKS = C / BLOCK;     // tokens whose pairs are added up one by one
+#include "delta/channel_backward.cuh"
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, a, k, b, do_, du, v, u;  // in the order of Token and Value: a warp fetches one of each
@@ -43,7 +39,7 @@ template <typename T, typename G> struct Args {
 enum Token { OF_Q, OF_A, OF_K, OF_B };
 enum Value { DO, DU, V_, U };  // rows, of q and a; columns, of k and b
 
-template <typename T, typename G> struct alignas(16) Shared {
+template <typename T, typename G> struct alignas(16) Shared : Borders<2> {
   union {
     T tokens[4][C * KEPT];
     // Beside a border: rows q and a of tokens after it, columns k and b of those before it, each in two numbers.
@@ -55,46 +51,10 @@ template <typename T, typename G> struct alignas(16) Shared {
       T states[2][KEPT * KEPT];  // S, C
       T values[4][C * KEPT];
     };
-    float terms[4][C * KEPT];  // of dq, da, dk and db, from beyond the token's block; `term` has their places
+    float terms[4][C * KEPT];  // of dq, da, dk and db, from beyond the token's block; at term_place
   };
   float4 pairs[BLOCKS][BLOCK][BLOCK];  // qk, qb, ak, ab within blocks of 8 tokens
-  bf16 borders[2][4][2][HALF * HALF];  // of pairs that a border of 16, of 8 tokens parts, each in two numbers
-  float over_blocks[BLOCKS][KEPT];     // decays over blocks
-  float reads[BLOCKS][KEPT], written[BLOCKS][KEPT];  // dg's terms of S, of C: sums over a block's rows, its keys
-  float across[2][KEPT];  // `reads` of the last block, `written` of the first, with those of the border of 16 tokens
-  float dots[KEPT];       // <S, C>
-
-  __device__ __forceinline__ float* term(int kind, int i, int c) { return terms[kind] + i * KEPT + (c ^ (i & 3) * 8); }
 };
-
-// A place in a matrix of `borders`.
-__device__ __forceinline__ int border_place(int i, int j) { return i * HALF + ((j / 8 ^ i >> 2 & 1) * 8 | j % 8); }
-
-__device__ __forceinline__ float2 times(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
-__device__ __forceinline__ float2 plus(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
-__device__ __forceinline__ float2 plus_times(float2 sum, float2 x, float2 y) {
-  return {fmaf(x.x, y.x, sum.x), fmaf(x.y, y.y, sum.y)};
-}
-__device__ __forceinline__ float2 plus_times(float2 sum, float x, float2 y) { return plus_times(sum, {x, x}, y); }
-
-// Starts to copy a chunk's rows of 64 numbers, by one warp; zeros behind the last of them.
-template <typename T>
-__device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
-  const int lane = own_lane(), first = lane / 8, c = lane % 8 * 8;
-  if (bytes == 16) {
-    const char* piece = reinterpret_cast<const char*>(from + first * stride + c);
-    const i64 down = 4 * stride * i64(sizeof(T));
-    rows = c < width ? rows - first : 0;
-#pragma unroll
-    for (int n = 0; n < C; n += 4, piece += down) cp_async<16>(place<KEPT>(tile, first + n, c), piece, n < rows);
-  } else {
-#pragma unroll 1
-    for (int at = lane; at < C * KEPT; at += 32) {
-      const int row = at / KEPT, column = at % KEPT;
-      *place<KEPT>(tile, row, column) = row < rows && column < width ? from[row * stride + column] : from_float<T>(0.f);
-    }
-  }
-}
 
 // Starts copying 64 columns from `column` on of S, C and values; a warp has half of a state, and values of a kind.
 template <typename T, typename G>
@@ -157,42 +117,26 @@ __device__ __forceinline__ void multiply_states(Columns (&terms)[4], float (&dot
         multiply_halves(terms[n][m][0], a, {b[n / 2][0], b[n / 2][1]}, T{});
         multiply_halves(terms[n][m][1], a, {b[n / 2][2], b[n / 2][3]}, T{});
       }
-    const u32 a[4] = {b[0][0], b[0][2], b[0][1], b[0][3]};
-    float d[2][4] = {{dots[0], dots[1]}, {0.f, 0.f, dots[2], dots[3]}};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) multiply_halves(d[n], a, {b[1][2 * n], b[1][2 * n + 1]}, T{});
-    dots[0] = d[0][0], dots[1] = d[0][1], dots[2] = d[1][2], dots[3] = d[1][3];
+    multiply_diagonals<T>(dots, b[0], b[1]);
   }
 }
 
 // Stores a warp's products of pairs, of the kind that has its number.
 template <typename T, typename G>
 __device__ __forceinline__ void put_pairs(Shared<T, G>& s, const float (&d)[6][4], float by) {
-  const int lane = own_lane(), g = lane >> 2, t = lane & 3, kind = threadIdx.x >> 5;
+  const int kind = opaque(threadIdx.x >> 5);  // `opaque`: what is made of it takes no registers before
 #pragma unroll
   for (int n = 0; n < 6; ++n)
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
       const int row = (n < 2 ? 0 : 2) + down, column = n < 2 ? n : n - 2;  // blocks of 8 tokens
       const float x = by * d[n][2 * down], y = by * d[n][2 * down + 1];
-      const auto put = [&](int border, int i, int j, float x, float y) {
-        put_two<bf16, HALF * HALF>(s.borders[border][kind][0] + border_place(8 * i + g, 8 * j + 2 * t), x, y);
-      };
-      if (row == column) {
-        reinterpret_cast<float*>(&s.pairs[row][g][2 * t])[kind] = x;
-        reinterpret_cast<float*>(&s.pairs[row][g][2 * t + 1])[kind] = y;
-      } else if (row < column) {  // nothing: here the other border's matrix has zeros
-        put(1, row / 2, 1 - column / 2, 0.f, 0.f);
-      } else if (row >= 2 && column < 2) {
-        put(0, row - 2, column, x, y);
-      } else {
-        put(1, row / 2, column / 2, x, y);
-      }
+      put_pair_of_blocks(s, kind, row, column, x, y, [&](int i, int j) {
+        reinterpret_cast<float*>(&s.pairs[row][i][j])[kind] = x;
+        reinterpret_cast<float*>(&s.pairs[row][i][j + 1])[kind] = y;
+      });
     }
 }
-
-__device__ __forceinline__ float2 pair_at(const float* x) { return *reinterpret_cast<const float2*>(x); }
-template <typename T> __device__ __forceinline__ float2 pair_at(const T* x) { return unpack_pair(x); }
 
 // The tokens of a thread's block, of two channels, and their decays.
 template <typename T> struct BlockTokens {
@@ -230,74 +174,6 @@ template <typename T> struct BlockTokens {
     }
   }
 };
-
-// Decays terms of tokens beside borders of TOKENS tokens to these, and adds those of pairs that the borders part; a
-// warp has 16 channels.
-template <int TOKENS, typename T, typename G> __device__ __forceinline__ void cross_borders(Shared<T, G>& s) {
-  const int lane = own_lane(), g = lane >> 2, t = lane & 3, channel = threadIdx.x / 32 * 16;
-  const auto before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };  // token n of those before a border
-#pragma unroll
-  for (int columns = 0; columns < 2; ++columns) {
-    const int own = columns ? 0 : TOKENS, other = TOKENS - own;
-    float d[2][2][4];
-    const auto each = [&](auto f) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int across = 0; across < 2; ++across)
-#pragma unroll
-          for (int down = 0; down < 2; ++down)
-            f(d[n][across] + 2 * down, 2 * columns + n, before(g + 8 * down) + own, channel + 8 * across + 2 * t, down);
-    };
-    each([&](float* to, int kind, int i, int c, int down) {
-      const auto over = [&](int n) { return *reinterpret_cast<const float2*>(&s.over_blocks[n][c]); };
-      float2 decay = over(TOKENS == BLOCK ? 2 * down + columns : 2 * columns);
-      if (TOKENS > BLOCK) decay = times(decay, over(2 * columns + 1));
-      const float2 x = times(decay, *reinterpret_cast<const float2*>(s.term(kind, i, c)));
-      to[0] = x.x, to[1] = x.y;
-    });
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      u32 b[2][4];
-#pragma unroll
-      for (int number = 0; number < 2; ++number)
-        ldmatrix_x4_trans(b[number],
-                          place<KEPT>(s.decayed[m][number], before(lane & 15) + other, channel + (lane >> 4) * 8));
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int number = 0; number < 2; ++number) {
-          const bf16* matrix = s.borders[TOKENS == BLOCK][columns ? 2 * m + n : 2 * n + m][number];
-          u32 a[4];
-          if (columns) ldmatrix_x4_trans(a, matrix + border_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
-          else ldmatrix_x4(a, matrix + border_place(lane & 15, (lane >> 4) * 8));
-#pragma unroll
-          for (int across = 0; across < 2; ++across) {
-            mma_bf16(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]});
-            if (number == 0) mma_bf16(d[n][across], a, {b[1][2 * across], b[1][2 * across + 1]});
-          }
-        }
-    }
-    each([&](float* from, int kind, int i, int c, int) { put_pair(s.term(kind, i, c), {from[0], from[1]}); });
-  }
-}
-
-// Stores neighbouring numbers of a block's rows, of which there are `rows`, with so many columns from these on.
-template <typename T, class F>
-__device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int columns, int bytes, F value) {
-  if (columns <= 0) return;
-  if (bytes >= int(2 * sizeof(T))) {
-#pragma unroll
-    for (int n = 0; n < BLOCK; ++n, to += stride)
-      if (n < rows) put_pair(to, value(n));
-  } else {
-#pragma unroll
-    for (int n = 0; n < BLOCK; ++n, to += stride) {
-      if (n < rows) to[0] = from_float<T>(value(n).x);
-      if (n < rows && columns > 1) to[1] = from_float<T>(value(n).y);
-    }
-  }
-}
 
 template <typename T, typename G>
 __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_SM100 ? 2 : 3))
@@ -337,13 +213,10 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     each_pair([&](int i, int c, int m, int across, int down) {
       const float* x = terms[n][m][across] + 2 * down;
       const float by = n == DO ? scale : 1.f;
-      put_pair(s.term(n, i, c), {by * x[0], by * x[1]});
+      put_pair(s.terms[n] + term_place(i, c), {by * x[0], by * x[1]});
     });
   put_pairs(s, pairs, warp < 2 ? scale : 1.f);
-  {
-    const int g = own_lane() >> 2, odd = g & 1, at = 16 * warp + g;
-    if (g / 2 == (own_lane() & 3)) { s.dots[at] = odd ? dots[1] : dots[0], s.dots[at + 8] = odd ? dots[3] : dots[2]; }
-  }
+  put_diagonals(s.dots, dots);
   const int block = warp, c = 2 * own_lane(), start = block * BLOCK;
   const BlockTokens<T> tokens(s, block, c);
   const float2 one = {1.f, 1.f};
@@ -357,7 +230,9 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
 
   const auto at = [&](float (&x)[KEPT]) -> float2& { return *reinterpret_cast<float2*>(x + c); };
   const auto over = [&](int n) { return at(s.over_blocks[n]); };
-  const auto term = [&](int kind, int n) -> float2& { return *reinterpret_cast<float2*>(s.term(kind, start + n, c)); };
+  const auto term = [&](int kind, int n) -> float2& {
+    return *reinterpret_cast<float2*>(s.terms[kind] + term_place(start + n, c));
+  };
   const auto put = [&](int kind, int n, float2 x) {
     put_two<bf16, C * KEPT>(place<KEPT>(s.decayed[kind % 2][0], start + n, c), x.x, x.y);
   };
@@ -380,14 +255,14 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   if (block < 2) tokens.each_column(block == 0 ? over(1) : one, put);
   else tokens.each_row(block == 3 ? over(2) : one, put);
   __syncthreads();  // rows and columns beside the border of 16 tokens are in shared memory, and terms have been read
-  cross_borders<HALF>(s);
+  cross_borders<HALF, false>(s), cross_borders<HALF, true>(s);
   __syncthreads();  // their products are among the terms, and they have been read: others may overwrite them
   if (block == 3) sum_rows(s.across[0], over(2));
   if (block == 0) sum_columns(s.across[1], over(1));
   if (block % 2) tokens.each_row(one, put);
   else tokens.each_column(one, put);
   __syncthreads();  // rows and columns beside borders of 8 tokens are in shared memory, and terms have been read
-  cross_borders<BLOCK>(s);
+  cross_borders<BLOCK, false>(s), cross_borders<BLOCK, true>(s);
   __syncthreads();  // their products are among the terms
 
   float2 dg[BLOCK] = {};  // of pairs within the block, then of all rows from a token on

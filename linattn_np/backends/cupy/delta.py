@@ -367,21 +367,26 @@ class DplrGradientsInChunks(GradientsInChunks):
 
 
 class KdaGradientsInChunks(GradientsInChunks):
-    """The same for kda. Gradients of q and k are float32 parts of heads of values, which another kernel adds up."""
+    """The same for kda. A block has 64 channels: where queries and keys are divided by their lengths, their gradients
+    are float32 parts, as they are where heads of values share them, and another kernel adds them up."""
 
     def last_kernel(self):
         return KdaBackwardChunks(self.problem.dtype, self.inputs.gate)
 
     def launch_last(self, first, heads, shape, arguments):
         draft, inputs, (B, T, K) = self.draft, self.inputs, self.problem.shape("B T K")
-        parts = draft.empty((2, B, heads, T, K), FLOAT32)
+        in_parts = inputs.group > 1 or inputs.normalized
+        parts = draft.empty((2, B, heads, T, K), FLOAT32) if in_parts else None
         own = {name: self.gradients[name][:, first : first + heads] for name in ("g", "beta")}
         dtypes = {"g": inputs.gate, "beta": FLOAT32}
         found = {name: x if x.dtype == dtypes[name] else draft.empty(x.shape, dtypes[name]) for name, x in own.items()}
         written = {"parts": parts, "dg": found["g"], "dbeta": found["beta"][..., None]}
+        for name in "qk":
+            written["d" + name] = None if in_parts else self.gradients[name][:, first : first + heads]
         blocks = B * heads * shape.NC * self.walk.kept_size(K) // self.kernel.KEPT
         draft.launch(self.kernel, blocks, **arguments, **written)
-        self.add_parts(parts, first, heads)
+        if in_parts:
+            self.add_parts(parts, first, heads)
         for name, x in own.items():
             if found[name] is not x:
                 draft.copy(found[name], x)

@@ -231,13 +231,13 @@ class KdaBackwardChunks(DplrBackwardChunks):
 
     file = "delta/kda_backward_chunks"
     arguments = members(
-        "rows q k do_ e w g beta, pointers kept parts, rows dg dbeta, shape, integers group, reals scale, "
-        "integers normalized bytes"
+        "rows q k do_ w e g beta, pointers kept, pointers? parts, rows? dq dk, rows dg dbeta, shape, integers group, "
+        "reals scale, integers normalized bytes"
     )
 
     def parts_bytes(self, problem, inputs) -> int:
         B, T, K = problem.shape("B T K")
-        return B * inputs.group * T * 8 * K
+        return B * inputs.group * T * 8 * K if inputs.group > 1 or inputs.normalized else 0
 
 
 class DeltaRecurrentForward(DeltaKernel):
