@@ -412,6 +412,8 @@ def test_without_threads_one_does_it_all(monkeypatch):
         helpers = helper_threads.Helpers()
         helpers.wake("board", 2)
         assert helpers.started == 0 and helpers.boards.empty()
+        with terminal.ticking(lambda: None):
+            pass
     cores.pool.cache_clear()
 
 

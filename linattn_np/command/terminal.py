@@ -330,7 +330,7 @@ def status(first):
 
 @contextmanager
 def ticking(draw):
-    """Inside, another thread calls `draw` every TICK seconds."""
+    """Inside, another thread calls `draw` every TICK seconds, if the system gives one more."""
     over = threading.Event()
 
     def tick():
@@ -338,12 +338,14 @@ def ticking(draw):
             draw()
 
     thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
+    with suppress(RuntimeError):
+        thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join()
+        if thread.ident:
+            thread.join()
 
 
 def bar(share, width=30):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -122,7 +123,8 @@ class HostEngine:
 
         self.last = Completion(work, self.last)
         if self.threaded and message.nbytes >= BACKGROUND:
-            threading.Thread(target=self.last.settle, daemon=True).start()
+            with suppress(RuntimeError):  # the system gives no thread: whoever waits does it
+                threading.Thread(target=self.last.settle, daemon=True).start()
         return self.last
 
     def exchange(self, message, rows, tag):
