@@ -51,13 +51,9 @@ class DeltaLayer(Layer):
         self.weights = self.loaded(weights)
         self.window = self.weights["q_conv1d.weight"].shape[-1] if "q_conv1d.weight" in self.weights else 1
 
-    def __repr__(self):
-        q, v = self.weights["q_proj.weight"], self.weights["v_proj.weight"]
-        more = f", {self.v_heads} of values" if self.v_heads != self.heads else ""
-        return (
-            f"{type(self).__name__}({q.shape[1]} channels, {self.heads} heads of {q.shape[0] // self.heads} by "
-            f"{v.shape[0] // self.v_heads}{more}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})"
-        )
+    @property
+    def value_heads(self):
+        return self.v_heads, "values"
 
     def __call__(
         self, x: np.ndarray, state: tuple | None = None, *, cu_seqlens: Integers | None = None

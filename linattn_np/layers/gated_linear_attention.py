@@ -100,13 +100,9 @@ class GatedLinearAttention(Layer):
         self.clamp_min = clamp_min
         self.weights = self.loaded(weights)
 
-    def __repr__(self):
-        q, v = self.weights["q_proj.weight"], self.weights["v_proj.weight"]
-        shared = f", {self.kv_heads} of keys and values" if self.kv_heads != self.heads else ""
-        return (
-            f"GatedLinearAttention({q.shape[1]} channels, {self.heads} heads of {q.shape[0] // self.heads} by "
-            f"{v.shape[0] // self.kv_heads}{shared}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})"
-        )
+    @property
+    def value_heads(self):
+        return self.kv_heads, "keys and values"
 
     def __call__(
         self, x: np.ndarray, state: np.ndarray | None = None, *, cu_seqlens: Integers | None = None

@@ -21,6 +21,8 @@ class Layer:
     possible names of the norm's weight, `gate_names` the linear maps of the gate, `gate_fn` its function.
     """
 
+    heads: int  # of queries
+    value_heads: tuple[int, str]  # (how many heads v has, what they are heads of)
     required: ClassVar[tuple[str, ...]]
     sized: ClassVar[tuple[str, ...]]
     norm_names: ClassVar[tuple[str, ...]]
@@ -28,6 +30,14 @@ class Layer:
     gate_fn: Any
     norm_eps: float
     weights: dict[str, np.ndarray]
+
+    def __repr__(self):
+        q, v, (count, of) = self.weights["q_proj.weight"], self.weights["v_proj.weight"], self.value_heads
+        other_heads = f", {count} of {of}" if count != self.heads else ""
+        return (
+            f"{type(self).__name__}({q.shape[1]} channels, {self.heads} heads of {q.shape[0] // self.heads} by "
+            f"{v.shape[0] // count}{other_heads}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})"
+        )
 
     def weight_shapes(self, found) -> dict:
         """What every weight's shape must be, by name."""
