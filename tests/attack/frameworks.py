@@ -97,11 +97,13 @@ def inferred(torch, x):
         return x.clone()
 
 
+def ordinary(machine):
+    return calls(machine, plants=False, edges=False, gates=["zero", "logsigmoid", "weak"]).map(small)
+
+
 def lazies(machine):
     kinds = st.sampled_from([*VIEWS, *KINDS, *OTHERS])
-    drawn = calls(machine, plants=False, edges=False, gates=["zero", "logsigmoid", "weak"])
-    cases = st.builds(Lazy, drawn, st.integers(0, 4), kinds)
-    return cases.map(lambda case: replace(case, call=small(case.call)))
+    return st.builds(Lazy, ordinary(machine), st.integers(0, 4), kinds)
 
 
 def lazy_tensors(case, machine):
@@ -133,6 +135,28 @@ def lazy_tensors(case, machine):
         x = x.double().numpy()
         same = x.shape == y.shape and (abs(x - y) <= allowed).all()
         require(same, f"lazy: {kind} has other numbers", case.call.op)
+
+
+def recorded_graphs(call, machine):
+    """A graph that torch records holds the call and its gradients: other tensors get their own numbers."""
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    function, tensors, arguments = torch_call(call, machine)
+
+    def whole(*tensors):
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        o = flat(function(*inputs, **arguments))[0]
+        return [o, *torch.autograd.grad(o.square().sum(), inputs)]
+
+    try:
+        graph = make_fx(whole)(*tensors)
+        others = [x.flip(0, 2) if x.ndim > 2 else x / 2 for x in tensors]
+        wanted = whole(*others)
+    except ContractError as error:
+        raise Refused from error
+    same = all(same_bits(x.detach().numpy(), y.detach().numpy()) for x, y in zip(graph(*others), wanted, strict=True))
+    require(same, "graph: other numbers", call.op)
 
 
 # -- options that are written to ---------------------------------------------------------------------------------------
@@ -197,3 +221,4 @@ def options_written_to(case, machine):
 
 if find_spec("torch"):
     holds_for(lazies, machines=ON_HOST, memory=1 << 30)(lazy_tensors)
+    holds_for(ordinary, machines=ON_HOST, memory=1 << 30)(recorded_graphs)
