@@ -17,7 +17,7 @@ from .by_token import is_finite, product_over
 from .casts import assign, cast
 from .cores import in_parallel, workers
 from .loop_choice import loops
-from .packing import row_blocks, thread_scratch
+from .packing import Scratch, row_blocks, thread_scratch
 
 TILE = 256  # keys of a tile
 ROWS = 64  # rows of a tile
@@ -30,14 +30,15 @@ LEAST_SCORES = 1 << 15  # per task, in Numba's loops
 
 def run(problem, o):
     """Fills o [B, H, T, V]; returns (L [B, H, T],) if the problem asks for it, else ()."""
-    attention = Attention(problem)
+    attention = Attention(problem, thread_scratch(problem.compute_dtype))
     attention.forward(o)
     return attention.finals()
 
 
 def vjp(problem, o):
     """Fills o; returns ((L,) or (), pull). pull(do, (dL,) or None) gives gradients; it computes scores again."""
-    attention, precise = Attention(problem), np.empty(o.shape, problem.compute_dtype)
+    dtype = problem.compute_dtype
+    attention, precise = Attention(problem, Scratch(dtype)), np.empty(o.shape, dtype)
     attention.forward(precise)
     assign(o, precise)
 
@@ -69,11 +70,14 @@ class Attention:
     A block is (slice of the batch, slice of key heads), b by h in size. Its rows are [b, h, G * queries, ...], where G
     query heads share a key head. The keys of a tile are split into n panels [b, h, n, columns, ...], so that the
     product of a tile's rows and one panel is small enough for OpenBLAS to compute on one core.
+
+    Copies in the computing dtype are in `scratch`.
     """
 
-    def __init__(self, problem):
+    def __init__(self, problem, scratch):
         self.problem, self.dtype, self.range = problem, problem.compute_dtype, np.finfo(problem.compute_dtype)
-        self.q, self.k, self.v = (multipliable(problem[name], self.dtype) for name in "qkv")
+        self.scratch = scratch
+        self.q, self.k, self.v = map(self.multipliable, "qkv")
         self.softcap, self.window = problem.options["softcap"], problem.options["window"]
         B, H, T, S, HK = problem.shape("B H T S HK")
         self.group, self.size = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
@@ -90,6 +94,15 @@ class Attention:
             self.sinks = np.broadcast_to(problem["sinks"].astype(self.dtype)[:, None, None], (B, H, T, 1))
         numba_loops = loops(B * H * T * S) if self.dtype == np.float32 and not self.is_few else None
         self.compiled = numba_loops and Compiled(self, numba_loops)
+
+    def multipliable(self, name):
+        """An array in the computing dtype with contiguous rows, as BLAS requires."""
+        x = self.problem[name]
+        if x.dtype == self.dtype and x.strides[-1] == x.itemsize:
+            return x
+        copy = self.scratch(name, x.shape)
+        assign(copy, x)
+        return copy
 
     @cached_property
     def lengths(self):
@@ -388,7 +401,7 @@ class Compiled:
         attention.m[...], attention.l[...] = (
             (attention.range.min, 0) if attention.sinks is None else (attention.sinks[..., 0], 1)
         )
-        o_float32 = o if o.dtype == np.float32 and o.flags.c_contiguous else np.empty(o.shape, np.float32)
+        o_float32 = o if o.dtype == np.float32 and o.flags.c_contiguous else attention.scratch("o", o.shape)
         m, l, o_rows = (self.by_head(x) for x in (attention.m, attention.l, o_float32))
         group, count, tasks = o_rows.shape[1], len(o_rows), self.tasks(o_rows.shape[:2])
         tile = max(1, loops.TILE // group)
@@ -446,12 +459,6 @@ class Compiled:
         for block in blocks:
             attention.by_key_head(dq, block, slice(None))[...] = dk[block] = dv[block] = 0
         return blocks
-
-
-def multipliable(x, dtype):
-    """x in `dtype` with contiguous rows, as BLAS requires."""
-    x = cast(x, dtype)
-    return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
 
 
 def finite_largest(x, axes):
