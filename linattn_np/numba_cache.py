@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,6 +74,12 @@ class NoCache(caching.NullCache):
             tell()
 
 
+def check_regular(path):
+    """ValueError of what is at a path and no file: reading a pipe or a device might never end."""
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no file")
+
+
 class ChecksummedFiles(caching.IndexDataCacheFile):
     """Numba's cache files with a checksum behind the data, and in it the loop's key: no other machine code may run.
 
@@ -94,7 +101,12 @@ class ChecksummedFiles(caching.IndexDataCacheFile):
         data = super()._dump(obj)
         return data + hashlib.sha256(data).digest()
 
+    def _load_index(self):
+        check_regular(self._index_path)
+        return super()._load_index()
+
     def _load_data(self, name):
+        check_regular(self._data_path(name))
         with open(self._data_path(name), "rb") as file:
             data = file.read()
         if hashlib.sha256(data[:-DIGEST]).digest() != data[-DIGEST:]:

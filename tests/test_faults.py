@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -464,6 +465,19 @@ def test_a_damaged_file_of_numbas_is_written_anew(loop, kind, tmp_path):
         assert loop()(3) == 6
         again = loop()
         assert again(3) == 6 and (sum(again.stats.cache_hits.values()) == 1 or damaged.startswith(whole[:-50]))
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize("put", [os.mkfifo, partial(os.symlink, "/dev/zero")], ids=["pipe", "device"])
+def test_what_is_no_file_of_numbas_is_not_read(loop, kind, put, tmp_path):
+    """Reading it would never end."""
+    assert loop()(3) == 6
+    (path,) = (tmp_path / "cache").rglob(f"*.{kind}")
+    path.unlink()
+    put(path)
+    assert loop()(3) == 6
+    again = loop()
+    assert again(3) == 6 and sum(again.stats.cache_hits.values()) == 1
 
 
 def test_a_file_of_another_loop_of_numbas_is_not_run(loop, tmp_path):
