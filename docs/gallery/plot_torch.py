@@ -57,8 +57,11 @@ figure, (above, below) = plt.subplots(
 )
 with torch.no_grad():
     answer = layer(x)[0]
-    above.plot(wanted[0], linewidth=4, alpha=0.4)
-    above.plot(answer)
+    (exact,) = above.plot(wanted[0], linewidth=4, alpha=0.4)
+    (found,) = above.plot(answer)
+    for line, name, height in (exact, "exact", 0.9), (found, "the layer's", 0.8):
+        place = {"transform": above.transAxes, "va": "center"}
+        above.text(0.02, height, name, color=line.get_color(), **place)
     above.set_ylabel("sum since the reset")
     below.plot(layer.gates[0, 0].exp().mean(-1))
     below.set_ylabel("mean decay")

@@ -34,7 +34,7 @@ figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), sharey=True, layout="constr
 for axis, (name, g) in zip(axes, gates.items(), strict=True):
     weights = linattn_np.gla(q, k, v, g.astype(np.float32), scale=1.0)[0, 0]
     image = axis.imshow(
-        np.log10(np.maximum(weights, 1e-4)), vmin=-4, vmax=0, cmap="viridis"
+        np.log10(np.maximum(weights, 1e-4)), vmin=-4, vmax=0, cmap="Blues"
     )
     axis.set_title(name, fontsize=10)
     axis.set_xlabel("token that wrote")

@@ -36,6 +36,21 @@ def words(x, y, text, anchor="start"):
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
 
 
+def label(x, y, mark, *lines):
+    """Lines of text, the first at height y, beside a line to its mark (x, y): those left of it end at x."""
+    right, middle = mark[0] < x, y - 4 + 8 * (len(lines) - 1)
+    start = f'<line x1="{mark[0]}" y1="{mark[1]}" x2="{x - 6 if right else x + 6}" y2="{middle}" class="line"/>'
+    dot = f'<circle cx="{mark[0]}" cy="{mark[1]}" r="2.5" class="tip"/>'
+    return [
+        start,
+        dot,
+        *(
+            words(x, y + 16 * n, line, "start" if right else "end")
+            for n, line in enumerate(lines)
+        ),
+    ]
+
+
 def chunk():
     """Two chunks of 8 tokens: which part of an output comes from the state, which from the chunk itself."""
     parts, left, top, C = [], 190, 40, 8
@@ -43,40 +58,33 @@ def chunk():
         x0, y0 = left + n * C * CELL, top + n * C * CELL
         for i in range(C):
             for j in range(C):
-                parts.append(
-                    box(
-                        x0 + j * CELL,
-                        y0 + i * CELL,
-                        CELL,
-                        CELL,
-                        BLUE if j <= i else PALE,
-                    )
-                )
+                x, y = x0 + j * CELL, y0 + i * CELL
+                parts.append(box(x, y, CELL, CELL, BLUE if j <= i else PALE))
         if n:
             parts.append(box(left, y0, C * CELL, C * CELL, ORANGE))
+    side = C * CELL
     parts += [
         words(left, 28, "keys and values, chunk after chunk"),
         words(180, top + 60, "queries of chunk 1", "end"),
-        words(180, top + 60 + C * CELL, "queries of chunk 2", "end"),
+        words(180, top + 60 + side, "queries of chunk 2", "end"),
+        *label(
+            left + 2 * side + 24, 64, (left + side - 20, 60), "the future: never read"
+        ),
+        *label(
+            left + 2 * side + 24,
+            252,
+            (left + 2 * side - 30, 248),
+            "scores A of the chunk's own tokens",
+        ),
+        words(left + side / 2, top + 1.5 * side - 4, "earlier chunks,", "middle"),
+        words(left + side / 2, top + 1.5 * side + 12, "by the state S", "middle"),
     ]
-    x, y = left + 2 * C * CELL + 24, top + 20
-    for n, (color, text) in enumerate(
-        (
-            (BLUE, "scores A of the chunk's own tokens"),
-            (ORANGE, "earlier chunks: one product with the state S"),
-            (PALE, "the future: never read"),
-        )
-    ):
-        parts += [
-            box(x, y + 28 * n, 16, 16, color),
-            words(x + 24, y + 13 + 28 * n, text),
-        ]
     svg("chunk.svg", 780, 290, parts)
 
 
 def subchunks():
     """A chunk of 32 tokens in sub-chunks of 8: the three kinds of pairs."""
-    parts, left, top, size = [], 60, 30, 8
+    parts, left, top, size = [], 270, 30, 8
     for i in range(32):
         for j in range(32):
             if j > i:
@@ -88,19 +96,31 @@ def subchunks():
             else:
                 color = ORANGE
             parts.append(box(left + j * 8, top + i * 8, 8, 8, color))
-    x, y = left + 290, top + 20
-    for n, (color, text) in enumerate(
-        (
-            (BLUE, "same sub-chunk of 8: factors meet in its middle"),
-            (GREEN, "same half of 16: at the border of the two sub-chunks"),
-            (ORANGE, "different halves: at token 16"),
-            (PALE, "the future"),
-        )
-    ):
-        parts += [
-            box(x, y + 28 * n, 16, 16, color),
-            words(x + 24, y + 13 + 28 * n, text),
-        ]
+    right = left + 32 * 8 + 24
+    parts += [
+        *label(
+            left - 24,
+            122,
+            (left + 20, 126),
+            "same half of 16: they meet at",
+            "the border of the two sub-chunks",
+        ),
+        *label(
+            left - 24,
+            222,
+            (left + 20, 222),
+            "different halves:",
+            "they meet at token 16",
+        ),
+        *label(right, 84, (left + 220, 80), "the future"),
+        *label(
+            right,
+            260,
+            (left + 232, 270),
+            "same sub-chunk of 8:",
+            "factors meet in its middle",
+        ),
+    ]
     svg("subchunks.svg", 780, 310, parts)
 
 

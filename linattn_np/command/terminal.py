@@ -26,6 +26,7 @@ TICK = 0.5  # seconds between two states of a line that shows how far things are
 FAULT, REFUSED = 1, 2  # exit codes, beside 0 and those of signals
 NO_ROOM = "free some room, or name another place"
 WAYS_OUT = {
+    errno.ENOENT: "name a file, or a folder, that is there",
     errno.ENOSPC: NO_ROOM,
     errno.EDQUOT: NO_ROOM,
     errno.EFBIG: "the limit on files is reached (ulimit -f)",
