@@ -6,7 +6,7 @@ With `--backends=cupy` the same layer runs on a card, in float32.
 import numpy as np
 import pytest
 from conftest import made
-from reference import assert_close, logsigmoid, same_bits
+from reference import assert_close, errors, limits, logsigmoid, same_bits
 
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.array_kinds import BFLOAT16
@@ -210,7 +210,11 @@ def test_gradients_of_packed_sequences(rng):
 
 @pytest.mark.parametrize("variant", ["plain", "grouped"])
 def test_gradients_in_single_precision(place, variant, rng):
-    """Wherever the layer runs, against the same layer in float64 on the host."""
+    """Wherever the layer runs, against the same layer in float64 on the host.
+
+    The norm divides by outputs that may be small, and so enlarges what was rounded before. By how much, four changes of
+    x by a float32 rounding say: of 120,000 gradients the worst was off by 6.5 times as much, or as the limits.
+    """
     options, x = VARIANTS[variant], rng.standard_normal((2, 70, D))
     weights, dy = weights_of(rng, options, np.float32), rng.standard_normal((2, 70, D))
     layer = GatedLinearAttention({name: place.asarray(w) for name, w in weights.items()}, H, **options)
@@ -218,11 +222,18 @@ def test_gradients_in_single_precision(place, variant, rng):
     dstate = rng.standard_normal(final.shape)
     dx, gradients = pull(place.asarray(dy.astype(np.float32)), place.asarray(dstate.astype(np.float32)))
     exact = GatedLinearAttention({name: w.astype(np.float64) for name, w in weights.items()}, H, **options)
-    wanted, expected = exact.vjp(x)[1](dy, dstate)
-    assert_close("dx", place.tohost(dx), wanted, np.float32, factor=10)
-    for name, gradient in gradients.items():
-        found = place.tohost(gradient)
-        assert_close(name, found.reshape(1, -1), expected[name].reshape(1, -1), np.float32, factor=10)
+
+    def rows(dx, gradients):
+        return {"dx": dx} | {name: gradient.reshape(1, -1) for name, gradient in gradients.items()}
+
+    found = rows(place.tohost(dx), {name: place.tohost(gradient) for name, gradient in gradients.items()})
+    wanted = rows(*exact.vjp(x)[1](dy, dstate))
+    nudged = [x * (1 + 2**-24 * rng.standard_normal(x.shape)) for _ in range(4)]
+    changed = [rows(*exact.vjp(near)[1](dy, dstate)) for near in nudged]
+    for name, gradient in wanted.items():
+        change = np.max([errors(other[name], gradient) for other in changed], axis=0)
+        for error, moved, limit in zip(errors(found[name], gradient), change, limits(np.float32), strict=True):
+            assert error <= max(10 * limit, 20 * moved), f"{name}: {error:.1e}, where a nudge changes {moved:.1e}"
 
 
 def test_training_with_gradients(place, rng):
