@@ -182,7 +182,11 @@ def draw(curves, floor, device, options):
 
 def panel(axis, what, curves, measured, unit, floor):
     axis.set_ylabel(what)
+    from matplotlib.ticker import LogFormatter
+
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter())
     axis.grid()
     *points, name = floor
     axis.plot(*points, color=INK, linewidth=1.2, linestyle="--")

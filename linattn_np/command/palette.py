@@ -34,8 +34,14 @@ def label_ends(axis, ends, gap=13):
     axis.figure.draw_without_rendering()  # which says where the axes are
     scale = axis.figure.dpi / 72
     heights = [axis.transData.transform((x, y))[1] / scale for *_, x, y in ends]
-    place = -float("inf")
-    for height, (name, colour, x, y) in sorted(zip(heights, ends), key=lambda one: one[0]):
-        place = max(height, place + gap)
+    ordered = sorted(zip(heights, ends), key=lambda one: one[0])
+    places, place = [], -float("inf")
+    for height, _ in ordered:  # upwards from each line's end, then back down where the axes end
+        places.append(place := max(height, place + gap))
+    highest = axis.bbox.ymax / scale
+    for n in reversed(range(len(places))):
+        places[n] = min(places[n], highest)
+        highest = places[n] - gap
+    for (height, (name, colour, x, y)), place in zip(ordered, places, strict=True):
         where = {"xytext": (9, place - height), "textcoords": "offset points", "va": "center"}
         axis.annotate(name, (x, y), color=colour, fontsize=9, annotation_clip=False, **where)
