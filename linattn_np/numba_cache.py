@@ -30,8 +30,12 @@ from numba.core.sigutils import normalize_signature
 config: Any = numba.config  # its settings are made as the environment has them
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and NumPy computes instead of Numba's loops")
-if any(word[:1] not in ("", "+", "-") for word in (config.CPU_FEATURES or "").split(",")):  # LLVM would abort
+FEATURES = (config.CPU_FEATURES or "").split(",")
+ALWAYS_THERE = {"64bit", "x87", "cmov", "cx8", "fxsr", "mmx", "sse", "sse2", "neon"}  # of a 64-bit processor
+if any(word[:1] not in ("", "+", "-") for word in FEATURES):  # LLVM would abort
     raise ImportError("NUMBA_CPU_FEATURES has a feature without + or - before it, and NumPy computes instead")
+if ALWAYS_THERE.intersection(word[1:] for word in FEATURES if word.startswith("-")):  # so it would here
+    raise ImportError("NUMBA_CPU_FEATURES takes what every 64-bit processor has, and NumPy computes instead")
 
 COMPILING: list[Callable[[], object]] = []  # functions to call before a loop is compiled, which takes seconds
 DIGEST = hashlib.sha256().digest_size  # bytes behind what a file holds

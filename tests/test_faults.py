@@ -502,7 +502,14 @@ def test_without_a_folder_each_process_compiles(loop, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("NUMBA_DISABLE_JIT", "1"), ("NUMBA_NUM_THREADS", "0"), ("NUMBA_CPU_FEATURES", "avx2")]
+    "name, value",
+    [
+        ("NUMBA_DISABLE_JIT", "1"),
+        ("NUMBA_NUM_THREADS", "0"),
+        ("NUMBA_CPU_FEATURES", "avx2"),
+        ("NUMBA_CPU_FEATURES", "+avx2,-64bit"),
+        ("NUMBA_CPU_FEATURES", "-cx8"),
+    ],
 )
 def test_where_numba_compiles_nothing_numpy_computes(name, value):
     program = "from linattn_np.models import RWKV6, austen; print(RWKV6.from_file(austen()).layers)"
