@@ -18,8 +18,8 @@ MAPPINGS = ("arrays", "sizes", "options")
 class Problem:
     """A checked call. Arrays are [B, H, T, ...] views of the caller's memory, whatever layout they came in.
 
-    A problem never changes, since calls with equal keys (see `checked_calls`) share one, which has no arrays. `replace`
-    makes another problem.
+    A problem never changes: `checked_calls` keeps one without arrays for all calls that its checks cannot tell apart.
+    `replace` makes another problem, as from that one with a call's own arrays.
     """
 
     op: Declaration
@@ -43,10 +43,10 @@ class Problem:
     out: Any  # the caller's array for o as [B, H, T, V], or None
     home: str  # where the arrays are: "host" or "cuda:<device number>"
     kind: str  # the library of the caller's arrays, as `array_kinds.kind` names it
-    example: Any = None  # one of the arrays as the caller gave it
+    example: Any = None  # one of the arrays as the caller gave it: results are of its library
     gradient: bool = False  # whether the gradient of the call is wanted
-    groups: int = 1  # how many of the caller's value heads share a head; V then counts the columns of all of these
-    copied_arrays: tuple[str, ...] = ()  # the caller's arrays that must be copied because of such groups
+    groups: int = 1  # value heads that share a head of q and k; they are one head here, and V counts the columns of all
+    copied_arrays: tuple[str, ...] = ()  # names of arrays that are copied to lie so
     mask: Any = None  # [B, T]: True for a token, False for padding
     warnings: tuple[str, ...] = ()  # texts about likely mistakes, as far as shapes show them
     memo: dict | None = None  # what backends store for calls with this key; None if the call has no key

@@ -181,7 +181,7 @@ class World(Tokenizer):
                 id = ids.get(data[start : start + length])
                 if id is not None:
                     found.append(id)
-                    start += length  # past the end where the slice was cut short: it was all the rest
+                    start += length  # beyond the end where less than `length` was left: that was the last token
                     break
         return found
 

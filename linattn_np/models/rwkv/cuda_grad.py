@@ -148,7 +148,7 @@ class Block:
         return self.change
 
     def forget(self):
-        """Drops all stored arrays but the residual."""
+        """Drops what can be computed again from the residual: xx, the change, and what the mix has stored."""
         self.xx = self.change = None
         self.mix = type(self.mix)(self.ops, self.mix.layer)
 
@@ -168,8 +168,8 @@ def transposed(w):
 class TrainingStep:
     """The sizes of a training step, and its kernels.
 
-    Each method launches one kernel, and a second one where sums over tokens are needed. Arrays are [tokens, D], or
-    [n, tokens, D] for n mixes.
+    A method that computes launches one kernel, and a second one where sums over tokens are needed. Arrays are
+    [tokens, D], or [n, tokens, D] for n mixes.
     """
 
     def __init__(self, version, weights, tokens, products, drop, cut):
@@ -275,7 +275,8 @@ class TrainingStep:
     def norm_backward(self, x, moments, xx, pulled, dy, change, norm, to):
         """The pullback of `add_norm`: (the residual's gradient, those of the change's arrays).
 
-        `dy`: the gradient of the residual after the norm, or None. Those of the norm's weights go to `to`.
+        `dy`: the gradient of the residual after the norm, or None; the residual's gradient is written over it. The
+        gradients of the norm's weights go to `to`.
         """
         mixes = 0 if pulled.maa is None else pulled.maa.size // self.D
         dx = self.empty(self.tokens, self.D, dtype=FLOAT32) if dy is None else dy
@@ -374,7 +375,10 @@ class TrainingStep:
         return self.cut.from_previous_rank(self.tokens_at(-1, xx).astype(FLOAT32))
 
     def with_gradient_of_next_rank(self, pulled):
-        """`pulled` plus the gradient that the next rank's token shift gives this rank's last tokens."""
+        """`pulled` plus the gradient that the next rank's token shift gives this rank's last tokens.
+
+        It is added in the memory of `pulled.dxx`, where there is one.
+        """
         if self.cut is WHOLE:
             return pulled
         shifted = 0 if pulled.dd is None else self.first(pulled.dd)
