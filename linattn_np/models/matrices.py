@@ -62,7 +62,7 @@ class Matrix:
         stack = x.reshape(-1, *x.shape[-2:])
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
         with board.helped(max(self.nbytes, y[..., 0].size * self.shape[-2] * self.shape[-1] // A_BYTE)):
-            loops().product_at(loops().multiply.address, board.array, self.code, *self.where, stack, y)
+            loops().multiply_at(loops().multiply.address, board.array, self.code, *self.where, stack, y)
         return y if x.ndim == 3 else y[0]
 
     def widened(self) -> np.ndarray:

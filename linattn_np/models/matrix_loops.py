@@ -492,7 +492,7 @@ def multiply(board, format, bits, scales, x, y, S, T, K, M):
 
 
 @njit(**LOOP)
-def product_at(address, board, format, bits, scales, x, y):
+def multiply_at(address, board, format, bits, scales, x, y):
     """y = x W^T by `multiply`, whose address this gets, for loops in other modules: Numba's cache of such a loop would
     not notice a change of `multiply` if it called it by its name. x and y must be contiguous.
     """

@@ -7,7 +7,7 @@ several calls per token, the overhead of Python and NumPy would be as long as re
 import numpy as np
 
 from ...numba_cache import njit
-from ..matrix_loops import product_at
+from ..matrix_loops import multiply_at
 
 LOOP = {
     "nogil": True,
@@ -135,5 +135,5 @@ def product(multiply, board, matrix, x):
     """
     format, bits, scales, rows = matrix
     y = np.empty((x.shape[0], x.shape[1], rows), np.float32)
-    product_at(multiply, board, format, bits, scales, x, y)
+    multiply_at(multiply, board, format, bits, scales, x, y)
     return y
