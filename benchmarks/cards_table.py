@@ -159,7 +159,7 @@ def draw(result, picture=PICTURE):
             rows = {place: rows[ranks] for place, rows in enumerate(cases.values()) if ranks in rows}
             places = [place + 0.8 * (n + 0.5) / len(counts) - 0.4 for place in rows]
             found = [100 * row["efficiency"] for row in rows.values()]
-            shown = axis.barh(places, found, 0.76 / len(counts), color=OURS, alpha=1 - 0.35 * (n % 2))
+            shown = axis.barh(places, found, 0.76 / len(counts), color=OURS)
             labels = [f"{ranks} cards: {x:.0f} %" for x in found]
             axis.bar_label(shown, labels, label_type="center", color="white", fontsize=8)
         axis.axvline(100, color=INK, linewidth=1)

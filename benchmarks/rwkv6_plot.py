@@ -27,15 +27,18 @@ def draw(result, path):
     for row in rows:
         name = "linattn_np: " if row is rows[0] else ""
         put(axis, row, f"{name}{rate(row):,.0f}\n{row['ms'] / row['floor_ms']:.2f} x the floor's time", OURS)
-    for n, (name, peer) in enumerate(measured(result)):
+    single = 0  # peers of one row: their marks stand side by side
+    for name, peer in measured(result):
         its, color = peer["rows"], PEERS.get(name, OTHER)
-        axis.plot([row["batch"] for row in its], [rate(row) for row in its], "s-", color=color)
+        shift = 1 if its[1:] else 1.15**single
+        axis.plot([shift * row["batch"] for row in its], [rate(row) for row in its], "s-", color=color)
         if its[1:]:
             put(axis, its[-1], f"{rate(its[-1]):,.0f}", color)
             put(axis, its[1], f"{name}: {rate(its[1]):,.0f}", color)
         else:
-            beside = {"xytext": (8, 16 - 11 * n), "textcoords": "offset points", "fontsize": 8}
+            beside = {"xytext": (-4, 10 + 11 * single), "textcoords": "offset points", "fontsize": 8}
             axis.annotate(f"{name}: {rate(its[0]):,.0f}", (its[0]["batch"], rate(its[0])), color=color, **beside)
+            single += 1
     axis.set_xticks(sequences, [str(batch) for batch in sequences])
     axis.minorticks_off()
     axis.set_xlim(sequences[0] / 1.5, sequences[-1] * 3)  # the last one's text stands beside it

@@ -89,7 +89,7 @@ def draw(curve, image: Path):
             above.annotate(name, (read[len(read) // 6], losses[len(read) // 6]), color=color, **where)
         above.set_ylabel("loss, nats a byte")
         below.plot(read, ours - theirs, color=INK, linewidth=1)
-        below.set_ylabel("difference")
+        below.set_ylabel("ours - fla's")
         below.set_xlabel("bytes read, millions")
         for axis in (above, below):
             axis.grid()

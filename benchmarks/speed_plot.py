@@ -111,7 +111,7 @@ def panel(axis, title, rows):
     for y, row in rows.items():
         found = [row[field] / row["floor_ms"] for field in ("ours_ms", "peer_ms") if row[field]]
         axis.hlines(y, 1, max(found, default=1), color=GRID, linewidth=1.5, zorder=1)
-    for field, color, beside in (("ours_ms", OURS, {"xytext": (-4, 5)}), ("peer_ms", FLA, {"xytext": (-4, -12)})):
+    for field, color, beside in (("ours_ms", OURS, {"xytext": (2, 5)}), ("peer_ms", FLA, {"xytext": (2, -12)})):
         points = [(row[field] / row["floor_ms"], y, row[field]) for y, row in rows.items() if row[field]]
         axis.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=42, color=color, zorder=3)
         for x, y, ms in points:

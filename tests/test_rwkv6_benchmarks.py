@@ -57,6 +57,17 @@ def test_decoding_is_drawn_beside_its_floor_and_its_peers(load, measured, tmp_pa
     assert (tmp_path / "decoding.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_peer_of_one_sequence_hides_another(load, measured, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
+    plot, drawn = load("rwkv6_plot"), []
+    monkeypatch.setattr(plot.plt, "close", drawn.append)
+    measured["peers"] = {name: {"rows": [{"batch": 1, "ms": ms}]} for name, ms in (("one", 10.0), ("other", 10.2))}
+    plot.draw(measured, tmp_path / "decoding.png")
+    (axis,) = drawn[0].axes
+    one, other = (axis.transData.transform(line.get_xydata()[0]) for line in axis.lines if line.get_marker() == "s")
+    assert np.hypot(*(one - other)) >= 6 * drawn[0].dpi / 72  # a mark is 6 points wide
+
+
 def test_the_page_keeps_what_is_around_its_tables(load):
     begin, end = (speeds := load("rwkv6_table")).BEGIN, speeds.END
     assert (

@@ -57,11 +57,12 @@ figure, (above, below) = plt.subplots(
 )
 with torch.no_grad():
     answer = layer(x)[0]
-    (exact,) = above.plot(wanted[0], linewidth=4, alpha=0.4)
-    (found,) = above.plot(answer)
-    for line, name, height in (exact, "exact", 0.9), (found, "the layer's", 0.8):
-        place = {"transform": above.transAxes, "va": "center"}
-        above.text(0.02, height, name, color=line.get_color(), **place)
+    (exact,) = above.plot(wanted[0], linewidth=4, color="C1")
+    (found,) = above.plot(answer, color="C0")
+    for line, name, place in (exact, "exact", 0.2), (found, "the layer's", 0.4):
+        above.annotate(
+            name, (place, 1.03), xycoords="axes fraction", color=line.get_color()
+        )
     above.set_ylabel("sum since the reset")
     below.plot(layer.gates[0, 0].exp().mean(-1))
     below.set_ylabel("mean decay")

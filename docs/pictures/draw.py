@@ -9,6 +9,7 @@ from linattn_np.command.palette import OURS as BLUE
 HERE = Path(__file__).parent
 PALE = "#8c959f"  # drawn at a third of its strength
 CELL = 14
+ON_COLOR = ' style="fill: #1f2328"'  # words on a full colour, in both themes
 LIGHT, DARK = (
     f"text, .tip {{ fill: {ink} }} .line {{ stroke: {ink} }} .box {{ stroke: {paper} }}"
     for ink, paper in (("#333333", "#ffffff"), ("#d0d7de", "#0d1117"))
@@ -32,8 +33,8 @@ def box(x, y, width, height, color, opacity=1.0):
     )
 
 
-def words(x, y, text, anchor="start"):
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
+def words(x, y, text, anchor="start", style=""):
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{style}>{text}</text>'
 
 
 def label(x, y, mark, *lines):
@@ -76,8 +77,12 @@ def chunk():
             (left + 2 * side - 30, 248),
             "scores A of the chunk's own tokens",
         ),
-        words(left + side / 2, top + 1.5 * side - 4, "earlier chunks,", "middle"),
-        words(left + side / 2, top + 1.5 * side + 12, "by the state S", "middle"),
+        words(
+            left + side / 2, top + 1.5 * side - 4, "earlier chunks,", "middle", ON_COLOR
+        ),
+        words(
+            left + side / 2, top + 1.5 * side + 12, "by the state S", "middle", ON_COLOR
+        ),
     ]
     svg("chunk.svg", 780, 290, parts)
 

@@ -32,12 +32,12 @@ def roles():
         words(10, 332, "o in memory"),
     ]
     parts += labelled(
-        200, 40, 220, 52, PALE, "inputs[0], inputs[1]", "a chunk's q, k, g as they came"
+        200, 40, 230, 52, PALE, "inputs[0], inputs[1]", "a chunk's q, k, g as they came"
     )
     parts += labelled(
         200,
         130,
-        220,
+        230,
         106,
         ORANGE,
         "producer groups 0 and 1",
@@ -49,7 +49,7 @@ def roles():
         words(210, 222, "a warp for every 8 tokens"),
     ]
     parts += labelled(
-        500, 112, 170, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start"
+        500, 112, 190, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start"
     )
     parts += [
         words(510, 168, "k to the chunk's end"),
@@ -59,7 +59,7 @@ def roles():
     parts += labelled(
         200,
         290,
-        220,
+        230,
         52,
         PALE,
         "v[warpgroup][slot]",
@@ -79,33 +79,37 @@ def roles():
         words(510, 352, "S stays in registers, float32"),
     ]
     parts += [
-        arrow((128, 68), (198, 68)),
-        words(162, 60, "TMA", "middle"),
+        arrow((136, 68), (198, 68)),
+        words(166, 60, "TMA", "middle"),
         arrow((310, 92), (310, 128)),
         words(318, 114, "gates, rows"),
-        arrow((420, 170), (498, 170)),
-        words(459, 162, "make", "middle"),
+        arrow((430, 170), (498, 170)),
+        words(463, 162, "make", "middle"),
         arrow((560, 236), (560, 276)),
         words(568, 260, "full"),
-        arrow((700, 278), (700, 96), (400, 96), (400, 128), dashed=True),
-        words(708, 190, "empty: the stage"),
-        words(708, 207, "may be overwritten"),
+        arrow((720, 278), (720, 96), (416, 96), (416, 128), dashed=True),
+        words(728, 190, "empty: the stage"),
+        words(728, 207, "may be overwritten"),
         arrow((100, 304), (198, 304)),
         words(150, 298, "TMA", "middle"),
         arrow((198, 328), (102, 328)),
         words(150, 345, "TMA", "middle"),
-        arrow((420, 304), (498, 304)),
-        words(459, 298, "values", "middle"),
-        arrow((498, 328), (422, 328)),
-        words(459, 345, "o", "middle"),
+        arrow((430, 304), (498, 304)),
+        words(463, 298, "values", "middle"),
+        arrow((498, 328), (432, 328)),
+        words(463, 345, "o", "middle"),
         words(
             10,
             398,
-            "Grey and green: shared memory. Solid arrows: data, with the mbarrier that says it is there.",
+            "Grey and green: shared memory. Orange and blue: warps. Solid arrows are data, with who moves it or the",
         ),
-        words(10, 416, "Dashed: a permission."),
+        words(
+            10,
+            416,
+            "mbarrier that says it is there. The dashed arrow is no data: the mbarrier that permits to write again.",
+        ),
     ]
-    svg("roles.svg", 840, 428, parts)
+    svg("roles.svg", 870, 428, parts)
 
 
 def turns():
@@ -114,8 +118,8 @@ def turns():
     rows = (
         ("TMA", 40),
         ("producer group 0", 80),
-        ("producer group 1", 120),
-        ("consumer warpgroups", 160),
+        ("consumer warpgroups", 120),
+        ("producer group 1", 160),
     )
     parts += [words(left - 12, y + 19, name, "end") for name, y in rows]
 
@@ -127,19 +131,25 @@ def turns():
 
     for n in range(4):
         parts += work(40, 0.5 * n, 0.48, PALE, f"load {n}")
-        parts += work(80 + 40 * (n % 2), 0.5 + 0.5 * n, 0.98, ORANGE, f"make chunk {n}")
-        parts += work(160, 1.5 + 0.5 * n, 0.48, BLUE, f"chunk {n}")
+        parts += work(80 + 80 * (n % 2), 0.5 + 0.5 * n, 0.98, ORANGE, f"make chunk {n}")
+        parts += work(120, 1.5 + 0.5 * n, 0.48, BLUE, f"chunk {n}")
     for n in range(4):
         x = left + (1.5 + 0.5 * n) * width
-        parts.append(arrow((x - 2, 108 + 40 * (n % 2)), (x + 5, 158)))
-    parts.append(
+        made, read = (160, 150) if n % 2 else (108, 118)
+        parts.append(arrow((x - 4, made), (x + 6, read)))
+    parts += [
         words(
-            left,
-            212,
-            "time, for a block whose two producer groups keep its consumers busy; arrows: full",
-        )
-    )
-    svg("turns.svg", 800, 224, parts)
+            10,
+            216,
+            "Time runs to the right. An arrow: a chunk's operands stand in shared memory (full); consumers multiply",
+        ),
+        words(
+            10,
+            234,
+            "them. Here a group makes a chunk in twice the time that consumers need for it: two groups keep them busy.",
+        ),
+    ]
+    svg("turns.svg", 800, 246, parts)
 
 
 def splitting():
