@@ -22,7 +22,7 @@ OTHERS = {
     "bfloat16": ["rwkv cpu bf16"],
     "int4": ["rwkv.cpp Q5_1"],
 }  # further peers of a row
-BEGIN, END = "<!-- RWKV-6's speed, written by benchmarks/rwkv6_table.py -->\n", "<!-- end of RWKV-6's speed -->\n"
+BEGIN, END = "<!-- models: rwkv6_table.py -->\n", "<!-- end of models -->\n"
 
 
 def main():
@@ -60,25 +60,21 @@ def summary() -> str:
     decoding = []
     for row in gpu["rows"]:
         ms = {name: its["ms"] for name, peer in peers.items() for its in peer["rows"] if its["batch"] == row["batch"]}
-        decoding.append(f"{row['batch']}: {count(row['batch'] / row['ms'] * 1e3)} ({beside(ms, row['ms'])})")
+        decoding.append(f"{count(row['batch'] / row['ms'] * 1e3)} with {row['batch']} ({beside(ms, row['ms'])})")
     prompt = gpu["prefill"]
     of_prompt = beside({name: peer["prefill"]["ms"] for name, peer in peers.items()}, prompt["ms"])
     steps = {(row["size"], row["who"]): row["tokens_per_s"] for row in training["rows"]}
     trained = [steps[size, "linattn-np"] / steps[size, "fla"] for size in dict.fromkeys(size for size, _ in steps)]
-    decoded = {
-        dtype: [
-            row["results"][dtype]["decode"]["tokens_per_s"] / row["results"][peer]["decode"]["tokens_per_s"]
-            for row in cpu["rows"]
-        ]
+    decoded = [
+        row["results"][dtype]["decode"]["tokens_per_s"] / row["results"][peer]["decode"]["tokens_per_s"]
         for dtype, peer in EQUAL_BITS.items()
-    }
-    on_cpu = ", ".join(f"{dtype} {between_bounds(times)}" for dtype, times in decoded.items())
+        for row in cpu["rows"]
+    ]
     said = (
-        f"RWKV-6 of 1.6 billion parameters on an {gpu['device']}, tokens/s by number of sequences, and multiples of "
-        "the fastest peer's: "
-        f"{'; '.join(decoding)}. A prompt of {count(prompt['tokens'])} tokens takes {prompt['ms']:.1f} ms "
-        f"({of_prompt}). Training is {between_bounds(trained)} times as fast as fla. On two threads of an "
-        f"{cpu['device']}, tokens/s as multiples of rwkv.cpp's at equal bits: {on_cpu}. "
+        f"RWKV-6 of 1.6 billion parameters on an {gpu['device']} writes, in tokens/s, {', '.join(decoding)} sequences. "
+        f"Brackets: times as fast as the fastest peer. It reads a prompt of {count(prompt['tokens'])} tokens in "
+        f"{prompt['ms']:.1f} ms ({of_prompt}) and trains {between_bounds(trained)} times as fast as fla. On two threads "
+        f"of an {cpu['device']} it writes {between_bounds(decoded)} times as fast as rwkv.cpp at equal bits. "
         f"{losses([name for row in cpu['rows'] for name in faster_on_cpu(row)])}"
     )
     return fill(said, WIDTH) + "\n"

@@ -16,10 +16,12 @@ import other_cards
 from peers import MOST, TUNED_HEAD
 from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
 
-BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
-END = "<!-- end of the operators' speed -->\n"
-CLAIM = "<!-- the claim, written by benchmarks/speed_table.py -->\n", "<!-- end of the claim -->\n"
-LEAD = ("4, 4096, 64, 128", "8, 4096, 32, 64", "2, 16384, 16, 128")  # shapes of the README
+BEGIN = "<!-- operators: speed_table.py -->\n"
+END = "<!-- end of operators -->\n"
+CLAIM = "<!-- claim: speed_table.py -->\n", "<!-- end of claim -->\n"
+LED = ("gla", "rwkv6")
+OTHERS = ("simple_gla", "retention", "linear_attention"), ("gated_delta_rule", "kda", "rwkv7")
+LEAD = ("4, 4096, 64, 128", "8, 4096, 32, 64", "2, 16384, 16, 128")  # shapes of the README's picture
 CARD = "nvidia-h200"
 GATES = {
     None: "",
@@ -111,50 +113,65 @@ def led(rows):
     return found
 
 
+def gains(rows):
+    """How many times as fast as fla."""
+    return [row["peer_ms"] / row["ours_ms"] for row in rows if row["peer_ms"]]
+
+
+def families(rows):
+    """[(operators, pass, rows)] in bfloat16: of LED with the gates of trained models, of others with any."""
+    first, halves = led(rows), [row for row in rows if row["dtype"] == "bfloat16" and row["ours_ms"]]
+    groups = []
+    for kind in ("forward", "backward"):
+        groups.append((LED, kind, [row for op in LED for row in first.get((op, kind), {}).values()]))
+    for ops in OTHERS:
+        for kind in ("forward", "backward"):
+            groups.append((ops, kind, [row for row in halves if row["op"] in ops and row["pass"] == kind]))
+    return [group for group in groups if group[2]]
+
+
 def claim() -> str:
-    """How many times as fast as fla, and how near to the floor, over all shapes that models have."""
+    """How many times as fast as fla."""
     result = json.loads(results()[0].read_text())
-    rows = [row for its in led(result["rows"]).values() for row in its.values()]
-    faster = [row["peer_ms"] / row["ours_ms"] for row in rows]
-    multiples = {
-        kind: [row["ours_ms"] / row["floor_ms"] for row in rows if row["pass"] == kind]
-        for kind in ("forward", "backward")
-    }
-    forward, backward = (f"{min(its):.1f} to {max(its):.1f}" for its in multiples.values())
+    found = families(result["rows"])
+    led_by, others = ([x for ops, _, its in found if (ops == LED) == first for x in gains(its)] for first in (1, 0))
     said = (
-        f"On an {result['meta']['card']} the library is **{min(faster):.0f} to {max(faster):.0f} times as fast as "
-        "flash-linear-attention**. An operator takes "
-        f"{forward} times as long as the memory needs to read every input and to write every result once, a gradient "
-        f"{backward} times."
+        f"On an {result['meta']['card']} `gla` and `rwkv6` are **{span(led_by, 0)} times as fast as "
+        f"flash-linear-attention** (fla), gradients too, the other operators {span(others, 0)} times."
     )
     return fill(said, WIDTH) + "\n"
 
 
 def summary() -> str:
-    """The README's table: the gates of trained models at the shapes of LEAD; then the slowest calls."""
+    """The README's table, a line for each family of operators; then the slowest calls."""
     path = results()[0]
     result = json.loads(path.read_text())
     rows, meta = result["rows"], result["meta"]
-    found = led(rows)
-    lines = [
-        [shape, *(cell for (op, _), its in found.items() for cell in cells({op: its.get(shape, {})}, op))]
-        for shape in LEAD
-    ]
-    head = [f"`{op}`{' gradient' * (kind == 'backward')}" for op, kind in found]
+    lines = []
+    for ops, kind, its in families(rows):
+        name = ", ".join(f"`{op}`" for op in ops) if kind == "forward" else "their gradients"
+        lines.append([name, span([row["ours_ms"] / row["floor_ms"] for row in its]), span(gains(its))])
     said = (
-        f"Milliseconds on an {meta['card']} in bfloat16 with the gates of trained models ({meta['date']}). Brackets: "
-        "ours as a multiple of the floor, flash-linear-attention's (fla) as a multiple of ours."
+        "The *floor* of a call is the time that memory needs to read every input once and to write every result once. "
+        f"On an {meta['card']}, in bfloat16 ({meta['date']}):"
     )
+    lost = losses(found) if (found := faster(rows)) else "fla is faster nowhere that was measured."
+    below = f"{lost} {worst_of_sweep(path)} {beside_torch(path)}"
     return "\n".join(
         [
             fill(said, WIDTH),
             "",
-            *table(["B, T, H, D", *(cell for name in head for cell in (name, "fla"))], lines),
+            *table(["operators", "times the floor", "times as fast as fla"], lines),
             "",
-            fill(f"{worst(rows)} {losses(faster(rows))} {worst_of_sweep(path)} {beside_torch(path)}".rstrip(), WIDTH),
+            fill(below.strip(), WIDTH),
             "",
         ]
     )
+
+
+def span(numbers, digits=1) -> str:
+    """From the least to the most of them."""
+    return " to ".join(dict.fromkeys(f"{bound(numbers):.{digits}f}" for bound in (min, max))) if numbers else ""
 
 
 def of_card(path) -> str:
@@ -218,7 +235,7 @@ def of_card(path) -> str:
                 errors_by_name(rows),
             ),
             *titled(
-                f"{worst_of_sweep(path)} It changes one thing at a time; the slowest calls, one for each of these:",
+                f"{worst_of_sweep(path)} The sweep changes one thing at a time; the slowest call of each change:",
                 ["", "B, T, H, K, V", "", "times the floor", "of the usual", "of fla"],
                 slowest_of_sweep(path),
             ),
@@ -314,17 +331,27 @@ def worst_of_sweep(path) -> str:
     rows = swept(path)
     if not rows:
         return ""
-    worst = [[row for row in rows if row["pass"] == kind][:1] for kind in ("forward", "backward")]
-    said = [f"{row['multiple']:.1f} times the floor ({pass_of(row)}{where(row)})" for row in sum(worst, [])]
-    beside = [row["of_peer"] for row in rows if row["of_peer"]]
-    its = f", and {max(beside):.2f} times as long as fla" if beside else ""
-    return f"Of {len(rows)} calls of benchmarks/sweep.py the worst take {' and '.join(said)}{its}."
+    slowest = {kind: max(row["multiple"] for row in rows if row["pass"] == kind) for kind in ("forward", "backward")}
+    beside = [1 / row["of_peer"] for row in rows if row["of_peer"]]
+    its = f", and the nearest to fla is {min(beside):.1f} times as fast" if beside else ""
+    return (
+        f"Of {len(rows)} calls with other sizes and gates (benchmarks/sweep.py) the slowest takes "
+        f"{slowest['forward']:.1f} times its floor, the slowest gradient {slowest['backward']:.1f} times{its}."
+    )
 
 
 def beside_torch(path) -> str:
-    """What softmax attention takes on the same card."""
+    """How many times as fast as torch softmax attention is on the same card."""
     file = path.parent / "attention" / path.name
-    return attention_table.claim(json.loads(file.read_text())["rows"]) if file.exists() else ""
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    found = [
+        [1 / its for row in rows if row["backward"] == backward and (its := attention_table.multiple(row))]
+        for backward in (False, True)
+    ]
+    if not all(found):
+        return ""
+    forward, backward = found
+    return f"Softmax attention is {span(forward)} times as fast as torch's, its gradients {span(backward)} times."
 
 
 def slowest_of_sweep(path):

@@ -83,15 +83,36 @@ def test_results_are_whole(path):
         assert row["peer_error"] is None or row["peer_ms"] is None or row["peer_error"] < run.LIMITS[row["dtype"]]
 
 
-def test_the_first_plot_has_the_rows_of_the_first_table(tmp_path):
-    table = [line.split("|")[1].strip() for line in speed_table.summary().splitlines() if line.startswith("| ")]
-    assert tuple(table[2:]) == speed_table.LEAD
+def test_the_first_plot_has_every_operator_and_pass_at_its_shapes(tmp_path):
     pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
     import speed_plot
 
     result = json.loads((speed_table.RESULTS / f"{speed_table.CARD}.json").read_text())
+    found = speed_table.led(result["rows"])
+    assert {op for op, _ in found} == set(speed_table.LED) and len(found) == 4
+    assert all(set(speed_table.LEAD) <= set(rows) for rows in found.values())
     speed_plot.draw_lead(result, tmp_path / "lead.png")
     assert (tmp_path / "lead.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_has_the_slowest_row_of_every_family():
+    rows = [
+        of_small_case(op, "bfloat16", backward=backward) | {"ours_ms": ms, "floor_ms": 1.0, "peer_ms": peer}
+        for op, backward, ms, peer in (
+            ("kda", False, 2.0, 3.0),
+            ("rwkv7", False, 4.0, 3.0),
+            ("kda", True, 9.0, None),
+            ("retention", False, 1.0, 2.0),
+        )
+    ]
+    families = speed_table.families(rows)
+    assert [(ops[0], kind) for ops, kind, _ in families] == [
+        ("simple_gla", "forward"),
+        ("gated_delta_rule", "forward"),
+        ("gated_delta_rule", "backward"),
+    ]
+    assert speed_table.span(speed_table.gains(families[1][2]), 2) == "0.75 to 1.50"
+    assert speed_table.span(speed_table.gains(families[2][2])) == ""
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -526,8 +547,8 @@ def test_the_worst_of_a_sweep(tmp_path):
     slower = row | {"pass": "backward", "changed": "K=60, V=64", "multiple": 9.0, "of_peer": 0.5}
     run.write(tmp_path / "sweep" / "card.json", {}, [row, row | {"multiple": 2.0}, slower, row | {"multiple": None}])
     assert speed_table.worst_of_sweep(tmp_path / "card.json") == (
-        "Of 3 calls of benchmarks/sweep.py the worst take 3.0 times the floor (gla, rows of [B, T, H, K]) and 9.0 "
-        "times the floor (gla backward, K=60, V=64), and 0.50 times as long as fla."
+        "Of 3 calls with other sizes and gates (benchmarks/sweep.py) the slowest takes 3.0 times its floor, the "
+        "slowest gradient 9.0 times, and the nearest to fla is 2.0 times as fast."
     )
     assert speed_table.where(row | {"changed": "another shape"}) == " 2, 70, 3, 16, 16"
     assert speed_table.slowest_of_sweep(tmp_path / "card.json") == [

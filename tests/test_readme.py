@@ -58,10 +58,9 @@ def table(page, heading):
     return rows[2:]
 
 
-def test_operators_table():
-    assert [(name, arrays) for name, _, arrays in table("README.md", "Operators")] == [
-        (f"`{op.name}`", f"`{' '.join(op.arrays)}`") for op in linattn_np.OPS
-    ]
+def test_operators_are_listed():
+    listed = re.findall(r"^- `(\w+\([\w, ]+\))`: ", README.split("# Operators\n")[1].split("\n#")[0], re.MULTILINE)
+    assert listed == [f"{op.name}({', '.join(op.arrays)})" for op in linattn_np.OPS]
 
 
 def test_modes_table():
