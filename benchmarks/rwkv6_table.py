@@ -73,8 +73,8 @@ def summary() -> str:
     said = (
         f"RWKV-6 of 1.6 billion parameters on an {gpu['device']} writes, in tokens/s, {', '.join(decoding)} sequences. "
         f"Brackets: times as fast as the fastest peer. It reads a prompt of {count(prompt['tokens'])} tokens in "
-        f"{prompt['ms']:.1f} ms ({of_prompt}) and trains {between_bounds(trained)} times as fast as fla. On two threads "
-        f"of an {cpu['device']} it writes {between_bounds(decoded)} times as fast as rwkv.cpp at equal bits. "
+        f"{prompt['ms']:.1f} ms ({of_prompt}) and trains {between_bounds(trained)} times as fast as fla. On two "
+        f"threads of an {cpu['device']} it writes {between_bounds(decoded)} times as fast as rwkv.cpp at equal bits. "
         f"{losses([name for row in cpu['rows'] for name in faster_on_cpu(row)])}"
     )
     return fill(said, WIDTH) + "\n"
