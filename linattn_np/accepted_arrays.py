@@ -4,8 +4,6 @@ A call reads an array's memory alone. An array that carries more than its memory
 other devices), or that has no memory, is refused: a call would silently ignore what it carries.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

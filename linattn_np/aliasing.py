@@ -1,7 +1,5 @@
 """Memory that a call writes must not overlap memory that it reads, and its elements must not overlap each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ random inputs of tests and the documentation follow from it. An error names the 
 expected and what was given.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 CuPy, torch and JAX are not imported to look: an array of theirs exists only after its library was imported.
 """
 
-from __future__ import annotations
-
 import sys
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """What is kept for later calls, bounded in bytes."""
 
-from __future__ import annotations
-
 from threading import Lock
 
 

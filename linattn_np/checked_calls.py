@@ -1,7 +1,5 @@
 """The cached results of checking a call, shared by all calls that differ only in the addresses of their arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from . import array_kinds

@@ -7,8 +7,6 @@ and padding (`mask`). Conversions are views, except for padding, which is filled
 are not adjacent in memory.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from . import array_kinds, padding, value_heads

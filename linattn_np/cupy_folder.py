@@ -1,7 +1,5 @@
 """The folder in which CuPy keeps compiled kernels for later processes."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -4,8 +4,6 @@ The call of that other operator is the inner call. `dispatch` turns a checked ca
 the gradients of the inner call into those of the call.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext

@@ -17,8 +17,6 @@ moved from host to device or back. A backend is a package under `backends/` with
 Native arrays are NumPy's or CuPy's, [B, H, T, ...]; states are tuples of parts [N, H, ...].
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 

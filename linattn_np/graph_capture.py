@@ -3,8 +3,6 @@
 CuPy's default memory pool lends a freed array's memory again, and the graph goes on reading and writing there.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

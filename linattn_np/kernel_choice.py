@@ -4,8 +4,6 @@ No user needs to choose: a card's own kernels are the faster ones. `explain`, be
 ones on a card that has its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

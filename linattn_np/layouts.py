@@ -1,7 +1,5 @@
 """The two orders in which a caller's arrays may have their heads and their tokens."""
 
-from __future__ import annotations
-
 LAYOUTS = ("bhtd", "bthd")
 
 

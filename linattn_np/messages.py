@@ -1,7 +1,5 @@
 """How error messages show a value: in one line."""
 
-from __future__ import annotations
-
 import reprlib
 
 WIDTH = 100

@@ -5,8 +5,6 @@ compiles its own loops. The import raises ImportError if Numba cannot be importe
 of loops imports Numba only after this one, whose ImportError has NumPy compute instead.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import os

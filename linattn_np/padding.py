@@ -1,7 +1,5 @@
 """Padding in a batch: its keys become 0 and its gates 0 (no decay), so that it leaves the state as it is."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """The public function of an operator, made from its declaration and a docstring."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

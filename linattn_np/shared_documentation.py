@@ -1,7 +1,5 @@
 """The parts of docstrings that operators share: parameters by their names, and whole sections."""
 
-from __future__ import annotations
-
 PARAMETERS = """
 scale : float, optional
     ``K ** -0.5`` by default; finite in the dtype that is computed in.

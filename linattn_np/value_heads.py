@@ -3,8 +3,6 @@
 These recurrences compute each column of V by itself, so a state [K, G * V] is the group's G states [K, V] side by side.
 """
 
-from __future__ import annotations
-
 
 def grouped_axes(axes: str, groups: int) -> str:
     """The axes of a caller's array: "B H T V" -> "B HV T V" where heads are grouped."""

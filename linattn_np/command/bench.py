@@ -8,8 +8,6 @@ of a copy; of a gradient that is the arrays, the result's gradient and theirs. A
 the CPU. For many shapes, exactness and other libraries there is benchmarks/run.py in a checkout.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from .. import NotSupported, vjp

@@ -5,8 +5,6 @@ The number follows from the size of the matrices alone, not from how busy the ma
 gives the same bits.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The texts of a batch on several cards: a process for each takes the next text when one of its slots is free."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

@@ -9,8 +9,6 @@ copy. On the CPU torch's softmax attention is measured, too, where torch is inst
 others, the picture says why.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field

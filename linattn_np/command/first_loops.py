@@ -1,7 +1,5 @@
 """Numba's loops that are not on the disk yet: compiled before a subcommand goes on, or beside NumPy's first text."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

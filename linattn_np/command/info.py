@@ -5,8 +5,6 @@
 A line is a fact; nothing is sent anywhere.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -3,8 +3,6 @@
 The benchmarks of a checkout measure with these classes, too (benchmarks/devices.py).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import tracemalloc

@@ -4,8 +4,6 @@
 of Numba's drops it while a loop is loaded; so the signal is noted too, and work in steps asks for it (`deferred`).
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

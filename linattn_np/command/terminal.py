@@ -1,7 +1,5 @@
 """How a subcommand talks with whoever started it: options, one line an error, progress, and a quiet end."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -1,7 +1,5 @@
 """Ranks compare a call's arguments before the call sends an array or writes a result."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from weakref import WeakKeyDictionary

@@ -1,7 +1,5 @@
 """How the tokens of a call are cut into segments, each on one rank, and which sequences continue in the next one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

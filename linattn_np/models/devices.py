@@ -1,7 +1,5 @@
 """Where a model computes."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Files at the border: those of others are read with suspicion, our own are written whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io

@@ -6,8 +6,6 @@ Parameters come back under the official names and in the official shapes: matric
 the file has them, quantised ones (Q8_0, Q4_0 and what else the `gguf` package widens) in float32.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from importlib.util import find_spec

@@ -5,8 +5,6 @@ them, they look at its board (see `matrix_loops`) for parts of products to compu
 the others compute its parts.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Threads of the host that share an object: one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

@@ -13,8 +13,6 @@ the speed of BLAS, which reads several rows at once; BLAS multiplies more tokens
 own: they differ from NumPy's by its rounding.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Numbers from outside, checked in one place: a user's, a command line's or a file's."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

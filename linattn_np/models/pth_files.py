@@ -1,7 +1,5 @@
 """Arrays written as torch.save writes a state dict, for programs that read nothing else; `checkpoint` reads them."""
 
-from __future__ import annotations
-
 import math
 import struct
 import zipfile

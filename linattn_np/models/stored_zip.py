@@ -1,7 +1,5 @@
 """Zips whose entries are stored as they are: what torch and `numpy.savez` write, read as places in a memory map."""
 
-from __future__ import annotations
-
 import math
 import re
 import struct

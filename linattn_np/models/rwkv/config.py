@@ -1,7 +1,5 @@
 """Reads what the config.json of a Hugging Face folder says about a model; refuses fields that are not supported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

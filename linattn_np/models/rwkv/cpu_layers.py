@@ -1,7 +1,5 @@
 """Chooses the layers for the CPU: Numba's loops, or NumPy in float32 if Numba is not installed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ...errors import ContractTypeError, NotSupported

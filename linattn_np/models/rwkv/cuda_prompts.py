@@ -8,8 +8,6 @@ address captures these launches in a CUDA graph; later calls launch the graph, w
 Sizes: L layers, T tokens of all prompts, D channels, H heads, V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

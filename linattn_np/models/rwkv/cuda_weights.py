@@ -1,7 +1,5 @@
 """Copies a model's weights to the GPU: an array holds a matrix of all layers; int8 matrices have scales beside them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

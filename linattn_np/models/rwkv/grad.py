@@ -5,8 +5,6 @@ the gradient of the result and returns that of the input; it writes those of the
 or [n, B, T, D] for n mixes of one input, each of which is multiplied by its own matrix of a stack.
 """
 
-from __future__ import annotations
-
 from ..array_math import affine, beside, fused, lerp, library_of, relu_squared
 from ..single_process import WHOLE
 from .version import LAYER_NORM_EPS

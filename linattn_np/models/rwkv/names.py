@@ -1,7 +1,5 @@
 """The names of RWKV models' parameters in files, and their conversion to the official names and shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import inf
 

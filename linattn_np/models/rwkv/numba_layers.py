@@ -1,7 +1,5 @@
 """The layers of an RWKV model on the CPU in Numba's loops; a step, one token of each sequence, is a single call."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType

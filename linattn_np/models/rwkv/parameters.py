@@ -1,7 +1,5 @@
 """The layout of a trained model's parameters in one vector, which an optimiser updates as one array."""
 
-from __future__ import annotations
-
 from math import prod
 from types import SimpleNamespace
 

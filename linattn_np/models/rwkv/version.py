@@ -8,8 +8,6 @@ name is that of the RWKV project's own files. Axes are letters with spaces betwe
 vocabulary, D channels, H heads of N channels; 1 for an axis that files have with one element.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace

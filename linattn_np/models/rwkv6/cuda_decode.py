@@ -1,7 +1,5 @@
 """RWKV-6's steps on the GPU: a layer in nine launches, or on Hopper all layers of a single sequence in one."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

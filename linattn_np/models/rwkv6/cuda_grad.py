@@ -1,7 +1,5 @@
 """RWKV-6's two mixes and their gradients on the GPU."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from ...backends.cupy.rwkv6_training_kernels import HEADS

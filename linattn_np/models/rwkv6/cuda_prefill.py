@@ -4,8 +4,6 @@ Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channel
 products for the mixes and for the decay.
 """
 
-from __future__ import annotations
-
 from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.plan import FLOAT32
 from ...declarations import RWKV6

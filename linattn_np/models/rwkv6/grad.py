@@ -1,7 +1,5 @@
 """RWKV-6's loss and its gradients on NumPy or CuPy arrays, without a framework; the equations are `RWKV6`'s."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

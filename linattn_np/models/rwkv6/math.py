@@ -6,8 +6,6 @@ GPU it takes fewer and larger kernels than there are operations (`cuda_decode`);
 (`numba_loops.step`).
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 

@@ -1,7 +1,5 @@
 """The parameters of RWKV-6 (x060), and the names and shapes that they have in files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """RWKV-6's layers on the CPU by Numba's loops."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The sizes and the first values of the parameters of an RWKV-6 model to be trained."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..rwkv import parameters

@@ -1,7 +1,5 @@
 """Which arrays RWKV-6's layers take, and the parameters that each of them holds."""
 
-from __future__ import annotations
-
 from ..rwkv.version import linear, low_rank, norm, vector
 
 # The matrices come in the order in which a training's files have them.

@@ -1,7 +1,5 @@
 """RWKV-7's steps on the GPU, a layer in eight launches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ Between the mixed inputs and the output's matrix `grad` computes, in float32 but
 take; the rest is kernels.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -3,8 +3,6 @@
 Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ...backends.cupy import rwkv6_model_kernels

@@ -6,8 +6,6 @@ with a pullback of each for gradients. Decoding on the CPU does not use these fu
 for prompts, `cuda_decode`).
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 DECAY = 0.6065306597126334  # exp(-1/2): the decay of a token is exp(-DECAY sigmoid(...)), from 0.545 to 1

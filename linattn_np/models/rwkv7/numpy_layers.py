@@ -1,7 +1,5 @@
 """RWKV-7's layers in NumPy and float32, on rows of tokens [T, D]."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The sizes and the first values of the parameters of an RWKV-7 model to be trained."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..rwkv import parameters
