@@ -13,7 +13,7 @@
 //           [2, B, HV, T, K] float32 of each, of queries and keys after their division; dbeta dg [B, HV, T] float32
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
 // smem      Shared: the chunk's q and k; 64 columns of S, C, do, e and w at a time
-// barriers  q, k and gates are in shared memory; for every 64 columns: they are, as decays and lengths are | they have
+// barriers  q, k and decays are in shared memory; for every 64 columns: they are, as lengths are | they have
 //           been read; then: terms over channels, matrices of dq and dk, terms of pairs are in shared memory | sums of
 //           dg; with normalized rows: those have been read | products of rows and their gradients, over a warp's
 //           channels, are in shared memory | over all channels
@@ -188,13 +188,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   copy_chunk<BK, THREADS>(s.k, args.k.row(b, head, span.start), args.k.t, rows, channels, bytes);
   copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.t, rows, channels, bytes);
   cp_async_commit();
-  fetch_columns<BK>(s, args, b, h, span, chunk, 0);
-  TokenNumbers numbers;
-  numbers.ask(args.g, args.beta, b, h, span.start, rows);
-  numbers.put(of);
+  fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, 0);  // `opaque`: addresses take no registers later
+  const TokenNumbers numbers(args.g, args.beta, b, h, span.start, rows);
+  decay_pairs<WARPS>(of, numbers.decay);
+  if (threadIdx.x < C) of.beta[threadIdx.x] = numbers.beta;
   cp_async_wait<1>();
-  __syncthreads();  // q and k have arrived, and `of` has decays and beta
-  decay_pairs<WARPS>(of);
+  __syncthreads();  // q and k have arrived; decays are in shared memory
   measure_rows<BK, WARPS>(of, s.q, s.k, args.normalized);
 
   Columns of_q = {}, of_k = {}, of_end = {};  // S do, S w and C e; of_q and of_k become dq and dk
@@ -202,7 +201,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
 #pragma unroll 1
   for (int column = 0;; column += COLUMNS) {
     cp_async_wait<0>();
-    __syncthreads();  // the columns have arrived; decays and lengths are in shared memory
+    __syncthreads();  // the columns have arrived; lengths are in shared memory
     multiply_states(of_q, of_k, of_end, s);
 #pragma unroll
     for (int n = 0; n < OWN; ++n) {
@@ -222,7 +221,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     }
     __syncthreads();  // the columns have been read: the next ones, or matrices and pairs, may overwrite them
     if (column + COLUMNS >= shape.V) break;
-    // `opaque`: addresses take no registers meanwhile.
     fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, column + COLUMNS);
   }
   // The terms of S and C: of_q and of_k become these terms of dq and dk, and dg's sums over channels are stored.

@@ -1,10 +1,8 @@
-// what      A chunk of the delta rule under a gate for all channels of a token: pairs of its tokens, and the matrices
-//           that hang on no state.
-// math      D_ij the decay from token j to token i. M = D_ij k_i . k_j below the diagonal, A = D_ij q_i . k_j up to it,
-//           N = (I + diag(beta) M)^-1, B = A N diag(beta); W = q D_i - B D_j k, Z = beta_j N^T D_end k
-// numerics  M, A and N in float32; W and Z in T, matrices that multiply tokens in two numbers of T
-// source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N is multiplied
-//           into what is read and written, which it does not enlarge, and not into what a state lacks
+// what      A chunk's tokens in the delta rules' kernels of every card: copies, decays under a gate for all channels of
+//           a token, products of rows, and of matrices of tokens with tokens.
+// numerics  products of T are summed in float32; matrices of tokens are the sum of two numbers of T
+// source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N (prepare.cu)
+//           is multiplied into what is read and written, which it does not enlarge, and not into what a state lacks
 #include "delta/chunk_storage.cuh"
 #include "delta/lengths.cuh"
 #include "gated/forward_copies.cuh"
@@ -47,22 +45,18 @@ __device__ __forceinline__ void store_pair(T* row, int column, int columns, int 
 
 // ---- tokens ---------------------------------------------------------------------------------------------------------
 
-// The gate and the write strength of a token that a thread has asked for, C threads one each.
+// The decay and the write strength of a lane's token; 1 and 0 behind the chunk's `rows`.
 struct TokenNumbers {
-  float gate = 0.f, beta = 0.f;
+  float decay = 1.f, beta = 0.f;
 
   template <typename G>
-  __device__ __forceinline__ void ask(const Rows<const G>& g, const Rows<const G>& b, i64 batch, i64 head, i64 first,
-                                      int rows) {
-    ask_strength(b, batch, head, first, rows);
-    if (threadIdx.x < C) gate = int(threadIdx.x) < rows ? to_float(*g.row(batch, head, first + threadIdx.x)) : 0.f;
-  }
-  template <typename G>
-  __device__ __forceinline__ void ask_strength(const Rows<const G>& b, i64 batch, i64 head, i64 first, int rows) {
-    if (threadIdx.x < C) beta = int(threadIdx.x) < rows ? to_float(*b.row(batch, head, first + threadIdx.x)) : 0.f;
-  }
-  __device__ __forceinline__ void put(Decayed& s) const {
-    if (threadIdx.x < C) s.decay[threadIdx.x] = decay_of(gate), s.beta[threadIdx.x] = beta;
+  __device__ __forceinline__ TokenNumbers(const Rows<const G>& g, const Rows<const G>& b, i64 batch, i64 head,
+                                          i64 first, int rows) {
+    const int lane = threadIdx.x & 31;
+    if (lane < rows) {
+      decay = decay_of(to_float(*g.row(batch, head, first + lane)));
+      beta = to_float(*b.row(batch, head, first + lane));
+    }
   }
 };
 
@@ -108,21 +102,42 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
   }
 }
 
-// Computes the decays of pairs, and from the chunk's start and to its end; a warp has C / WARPS rows. The block's
-// threads have passed a barrier since `decay` was put, and pass another before they read results.
-template <int WARPS> __device__ __forceinline__ void decay_pairs(Decayed& s) {
-  constexpr int ROWS = C / WARPS;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const float first = s.decay[0];
-  float since = 1.f;  // from token `lane` to token i
+// d = the products of 16 rows of x and 16 of y over their COLS numbers, columns 0...7 and 8...15.
+template <int COLS, typename T>
+__device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, const T* y, int row, int column) {
+  const LeftReader<COLS, T> reader;
 #pragma unroll
-  for (int i = 0; i < C; ++i) {
-    since = i > lane ? since * s.decay[i] : 1.f;
-    if (i / ROWS != warp) continue;
-    s.between[i][lane] = i < lane ? 0.f : since;
-    if (lane == 0) s.start[i] = first * since;
+  for (int c = 0; c < COLS; c += 16) {
+    u32 a[4], b[4];
+    ldmatrix_x4(a, reader.at(x, row, c));
+    ldmatrix_x4(b, reader.at(y, column, c));
+    multiply_halves(d[0], a, {b[0], b[2]}, T{});
+    multiply_halves(d[1], a, {b[1], b[3]}, T{});
   }
-  if (warp == 0) s.end[lane] = since;
+}
+
+// Stores the decays of pairs, and from the chunk's start and to its end, from those of the lanes' tokens; a warp has
+// C / WARPS rows.
+template <int WARPS, class Decays> __device__ __forceinline__ void decay_pairs(Decays& s, float decay) {
+  constexpr int ROWS = C / WARPS;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * ROWS;
+  const float next = __shfl_down_sync(0xffffffffu, decay, 1);
+  float since = lane < first ? next : 1.f;  // from token `lane` to token i
+#pragma unroll
+  for (int distance = 1; distance < C; distance *= 2) {
+    const float further = __shfl_down_sync(0xffffffffu, since, distance);
+    if (lane + distance < C) since *= further;
+  }
+#pragma unroll
+  for (int i = first; i < first + ROWS; ++i) {
+    if (i > first) {
+      const float own = __shfl_sync(0xffffffffu, decay, i);
+      since = i > lane ? since * own : 1.f;
+    }
+    s.between[i][lane] = i < lane ? 0.f : since;
+    if (lane == 0) s.start[i] = decay * since;
+  }
+  if (warp == WARPS - 1) s.end[lane] = since;
 }
 
 // Computes what rows of keys and queries are multiplied by; a barrier must follow.
@@ -143,88 +158,7 @@ __device__ __forceinline__ void measure_rows(Decayed& s, const T* q, const T* k,
   }
 }
 
-// M and A of queries and keys that have arrived, with what is to know of their tokens. The block's threads
-// have passed a barrier since `decay` and `beta` were put; they pass another here, and one before they read results.
-template <int BK, int THREADS, typename T>
-__device__ __forceinline__ void score_pairs(Scored& s, const T* q, const T* k, bool normalized) {
-  constexpr int WARPS = THREADS / 32, TASKS = 16 / WARPS;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  decay_pairs<WARPS>(s);
-  measure_rows<BK, WARPS>(s, q, k, normalized);
-  float d[TASKS][2][4] = {};  // in two sums, added to in turn: a product waits for the previous one of its sum
-#pragma unroll
-  for (int n = 0; n < TASKS; ++n) {  // 16 rows, of keys and then of queries, with 8 keys
-    const int task = warp + n * WARPS, rows = task / 4, key = task % 4 * 8, row = rows % 2 * 16;
-    if (key <= row + 15) multiply_rows<BK>(d[n], rows < 2 ? k : q, k, row, key);
-  }
-  __syncthreads();  // decays and lengths stand
-#pragma unroll
-  for (int n = 0; n < TASKS; ++n) {
-    const int task = warp + n * WARPS, rows = task / 4, key = task % 4 * 8, row = rows % 2 * 16;
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int i = row + g + x / 2 * 8, j = key + 2 * t + x % 2;
-      const float score = s.unit[rows / 2 * C + i] * s.unit[j] * s.between[i][j] * (d[n][0][x] + d[n][1][x]);
-      if (rows >= 2) s.A[i][j] = j <= i ? score : 0.f;
-      else s.M[i][j] = j < i ? score : 0.f;
-    }
-  }
-}
-
-// N, by one warp: both diagonal blocks of 16 tokens by forward substitution, a column a lane; then what is below them,
-// N21 = -N22 diag(beta) M21 N11, 8 rows of a column a lane.
-__device__ __forceinline__ void solve_column(Scored& s) {
-  constexpr int HALF = C / 2, ROWS = HALF / 2;
-  const int lane = threadIdx.x & 31, column = lane % HALF, first = lane - column;
-  float x[HALF] = {};
-#pragma unroll
-  for (int i = 0; i < HALF; ++i) {
-    x[i] = fmaf(-s.beta[first + i], x[i], i == column ? 1.f : 0.f);
-#pragma unroll
-    for (int j = i + 1; j < HALF; ++j) x[j] = fmaf(s.M[first + j][first + i], x[i], x[j]);
-  }
-#pragma unroll
-  for (int i = 0; i < HALF; ++i) {
-    s.N[first + i][lane] = x[i];
-    if (first) s.N[i][lane] = 0.f;
-    x[i] = __shfl_sync(0xffffffffu, x[i], column);  // N11's
-  }
-  __syncwarp();  // N22 is in shared memory
-  const int row = HALF + first / 2;
-  float product[HALF];  // a column of diag(beta) M21 N11
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    float sum = 0.f;
-#pragma unroll
-    for (int m = 0; m < HALF; ++m) sum = fmaf(s.M[row + i][m], x[m], sum);
-    sum *= s.beta[row + i];
-    const float other = __shfl_xor_sync(0xffffffffu, sum, HALF);
-    product[i] = first ? other : sum, product[ROWS + i] = first ? sum : other;
-  }
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    float sum = 0.f;
-#pragma unroll
-    for (int m = 0; m < HALF; ++m) sum = fmaf(s.N[row + i][HALF + m], product[m], sum);
-    s.N[row + i][column] = -sum;
-  }
-}
-
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
-
-// Calls f(i, j, (x y)_ij, (x y)_i(j + 1)) for the pairs of columns of a thread; x and y have rows of LD numbers.
-template <int THREADS, int LD, class F>
-__device__ __forceinline__ void multiply_scores(const float (&x)[C][LD], const float (&y)[C][LD], F f) {
-  constexpr int EACH = C * C / THREADS;  // neighbouring columns
-  const int i = threadIdx.x / (C / EACH), first = threadIdx.x % (C / EACH) * EACH;
-  float sums[EACH] = {};
-#pragma unroll 8
-  for (int m = 0; m < C; ++m)
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) sums[j] = fmaf(x[i][m], y[m][first + j], sums[j]);
-#pragma unroll
-  for (int j = 0; j < EACH; j += 2) f(i, first + j, sums[j], sums[j + 1]);
-}
 
 enum Filled { LOWER, UPPER, WHOLE };  // where a matrix of tokens is not 0
 
@@ -246,31 +180,6 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
       multiply_halves(d[0], a, {b[0], b[1]}, T{});
       multiply_halves(d[1], a, {b[2], b[3]}, T{});
     }
-  }
-}
-
-// Z, and W times `scale`, from queries, keys and the matrices that multiply keys.
-template <int BK, int THREADS, class Shared, typename T>
-__device__ __forceinline__ void make_wide(Shared& s, const T* q, const T* k, float scale) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll 1
-  for (int task = threadIdx.x >> 5; task < BK / 8; task += THREADS / 32) {
-    const int channel = task / 2 * 16, row = task % 2 * 16;
-    float w[2][4] = {}, z[2][4] = {};
-    multiply_tokens<LOWER, BK>(w, s.of_W, k, row, channel);
-    multiply_tokens<UPPER, BK>(z, s.of_Z, k, row, channel);
-#pragma unroll
-    for (int across = 0; across < 2; ++across)
-#pragma unroll
-      for (int down = 0; down < 2; ++down) {
-        const int i = row + g + 8 * down, c = channel + 8 * across + 2 * t;
-        const float2 query = unpack_pair(place<BK>(q, i, c));
-        const float* of_w = w[across] + 2 * down;
-        const float from_start = s.of.unit[C + i] * s.of.start[i];
-        put_pair(place<BK>(s.W, i, c),
-                 {scale * (from_start * query.x - of_w[0]), scale * (from_start * query.y - of_w[1])});
-        put_pair(place<BK>(s.Z, i, c), {z[across][2 * down], z[across][2 * down + 1]});
-      }
   }
 }
 

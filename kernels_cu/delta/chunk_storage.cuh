@@ -15,11 +15,6 @@ template <typename T> struct alignas(16) Matrix {
 // What is known of a chunk's tokens, and the decay from token j to token i, between[i][j]; 0 for i < j.
 struct alignas(16) Decayed {
   float between[C][LD];
-  float decay[C], beta[C], start[C], end[C];  // of a token; from the chunk's start, to its end
-  float unit[2 * C];                          // 1 / lengths of keys, then of queries, or 1
-};
-
-// The same, and matrices of pairs: chunk.cuh.
-struct alignas(16) Scored : Decayed {
-  float M[C][LD], A[C][LD], N[C][LD];
+  float beta[C], start[C], end[C];  // start, end: decays from the chunk's start, to its end
+  float unit[2 * C];                // 1 / lengths of keys, then of queries, or 1
 };

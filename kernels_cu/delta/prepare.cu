@@ -1,19 +1,21 @@
 // what      The delta rule with one gate for all channels of a token: what each chunk of 32 tokens does to a state, for
 //           the kernels that walk over states; GRADIENT: for those that walk in both directions.
-// math      D_i decays from the chunk's start to token i; A, N: chunk.cuh.   B = A N diag(beta), W = w_scale (D_i q -
-//           B D_i k), Z = diag(beta) N^T D_end k, E = -D_i k.
+// math      D_ij decays from token j to token i, D_i from the chunk's start, D_end to its end. M = D_ij k_i . k_j below
+//           the diagonal, A = D_ij q_i . k_j up to it, N = (I + diag(beta) M)^-1, B = A N diag(beta);
+//           E = -D_i k, W = w_scale (D_i q + B E), Z = diag(beta) N^T D_end k
 //           GRADIENT: B and Z without beta, and R = 1 - M N diag(beta)
-// shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC]
+//           Keys are p k', queries r q', p and r powers of 2: M', A' and N' are those of k' and q', as in
+//           channel_prepare.cu
+// shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC]; a warp makes E, W and Z of 16 channels
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  five: inputs have arrived | decays and lengths | M and A | N | B, of_W and of_Z | W and Z. Each: these are
-//           in shared memory
-// numerics  M, A and N in float32; E, W and Z in T; matrices [32, 32] that multiply tokens are the sum of two
-//           numbers of T
+// barriers  five: inputs and decays | lengths | M' and A' | N' | B and of_Z. Each: these are in shared memory
+// numerics  M' and N' in float32, for products as the sum of two float16, as A'; E, W and Z in T, matrices that make
+//           them the sum of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
-#include "delta/chunk.cuh"
+#include "delta/channel_chunk.cuh"
 #include "delta/prepared.cuh"
 
 template <typename T, typename G> struct Args {
@@ -27,70 +29,170 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // 16, 8, 4 or 2: all rows of q and k start on multiples of it, and are multiples long
 };
 
+enum Kind { OF_K, OF_Q };
+
 template <typename T, int BK> struct alignas(16) Shared {
-  T q[C * BK], k[C * BK], W[C * BK], Z[C * BK];
-  Matrix<T> B, of_W, of_Z;
-  Scored of;
+  union {
+    T k[C * BK];
+    T E[C * BK];
+    T Z[C * BK];
+  };
+  union {
+    T q[C * BK];
+    T W[C * BK];
+  };
+  Matrix<T> B, of_Z;  // of_Z: what keys are multiplied by
+  Matrix<f16> A;
+  float M[C][LD];
+  union {
+    float between[C][LD];  // the decay from token j to token i; 0 for i < j
+    Matrix<f16> turned_N;  // the transpose of N'
+  };
+  Lengths lengths[2];
+  float beta[C], start[C], end[C];     // start, end: decays from the chunk's start, to its end
+  float weight[C];                     // -beta p^2
+  float of_E[C], of_keys[C], of_q[C];  // what keys are multiplied by for E, k' for Z, queries for W
+};
+
+// The products of 16 rows of keys, or of queries, with 16 of keys; `squares`: of queries with themselves.
+struct Square {
+  static constexpr int COUNT = 8;
+  Kind kind;
+  bool squares;
+  int row, column;
+  __device__ __forceinline__ explicit Square(int n)
+      : kind(n % 2 || n == 6 ? OF_Q : OF_K),
+        squares(n >= 6),
+        row(n < 2 || n == 6 ? 0 : 16),
+        column(n == 4 || n == 5 || n == 7 ? 16 : 0) {}
+  // Whether squares of rows are on the diagonal.
+  __device__ __forceinline__ bool has_lengths() const { return row == column && squares == (kind == OF_Q); }
 };
 
 template <typename T, typename G, int BK, bool GRADIENT>
-__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(256 / BK))
+__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((SINCE_SM100 ? 384 : 512) / BK))
     delta_prepare(const Args<T, G> args) {
-  constexpr int THREADS = 2 * BK;
+  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, SQUARES = Square::COUNT / WARPS;
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
-  Scored& of = s.of;
   const ChunkOfBlock of_block(args.shape);
   const u32 head = of_block.h / u32(args.group);
   const int channels = int(args.shape.K), bytes = int(args.bytes);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  using Image = typename ImageOf<T, BK, false, GRADIENT>::Type;
+  Image& to = static_cast<Image*>(args.prepared)[of_block.index];
+  const Lengths &of_k = s.lengths[OF_K], &of_q = s.lengths[OF_Q];
 
-  copy_chunk<BK, THREADS>(s.k, of_block.row(args.k, head), args.k.t, of_block.rows, channels, bytes);
-  copy_chunk<BK, THREADS>(s.q, of_block.row(args.q, head), args.q.t, of_block.rows, channels, bytes);
-  cp_async_commit();
-  TokenNumbers numbers;
-  numbers.ask(args.g, args.beta, of_block.b, of_block.h, of_block.span.start, of_block.rows);
-  numbers.put(of);
-  cp_async_wait<0>();
-  __syncthreads();  // inputs have arrived, and `of` has decays and beta
-  score_pairs<BK, THREADS>(of, s.q, s.k, args.normalized);
-  __syncthreads();  // M and A are in shared memory
-  if (threadIdx.x < 32) solve_column(of);
-  __syncthreads();  // N is in shared memory
-  using Gradient = PreparedForGradients<T, BK, false>;
-  if constexpr (GRADIENT)
-    multiply_scores<THREADS>(of.M, of.N, [&](int i, int j, float x, float y) {
-      put_two(static_cast<Gradient*>(args.prepared)[of_block.index].of_residual[0].at(i, j),
-              float(i == j) - of.beta[j] * x, float(i == j + 1) - of.beta[j + 1] * y);
+  const auto inputs = [&](auto copy) { copy(s.k, args.k), copy(s.q, args.q); };
+  if (bytes == 16)
+    inputs([&](T* tile, const auto& from) {
+      copy_pieces<BK, THREADS>(tile, of_block.row(from, head), from.t, of_block.rows, channels);
     });
-  multiply_scores<THREADS>(of.A, of.N, [&](int i, int j, float x, float y) {
-    const float beta = of.beta[j], next = of.beta[j + 1], row = GRADIENT ? 1.f : of.beta[i];
-    put_two(s.B.at(i, j), GRADIENT ? x : beta * x, GRADIENT ? y : next * y);
-    put_two(s.of_W.at(i, j), of.unit[j] * of.start[j] * beta * x, of.unit[j + 1] * of.start[j + 1] * next * y);
-    put_two(s.of_Z.at(i, j), row * of.N[j][i] * (of.unit[j] * of.end[j]),
-            row * of.N[j + 1][i] * (of.unit[j + 1] * of.end[j + 1]));
-  });
-  __syncthreads();  // B, of_W and of_Z are in shared memory
-  make_wide<BK, THREADS>(s, s.q, s.k, float(args.w_scale));
-  __syncthreads();  // W and Z are in shared memory; keys have been read
-  const auto store = [&](auto& to, Matrix<T>& B) {
-    for (int x = 2 * threadIdx.x; x < C * BK; x += 2 * THREADS) {
-      const int i = x / BK;
-      const float by = -of.unit[i] * of.start[i];
-      T* key = place<BK>(s.k, i, x % BK);
-      const float2 two = unpack_pair(key);
-      *reinterpret_cast<u32*>(to.E + (key - s.k)) = pack<T>(by * two.x, by * two.y);
-    }
-    store_pieces<THREADS>(to.Z[0], s.Z);
-    store_pieces<THREADS>(to.W, s.W);
-    store_pieces<THREADS>(B.x, s.B.x);
-    for (int c = threadIdx.x; c < BK; c += THREADS) to.whole[c] = of.start[C - 1];
-  };
-  if constexpr (GRADIENT) {
-    auto& to = static_cast<Gradient*>(args.prepared)[of_block.index];
-    store(to, to.B[0]);
-    if (threadIdx.x < C) to.beta[threadIdx.x] = of.beta[threadIdx.x];
-    clear_padding<THREADS>(to.of_residual[0]);
-  } else {
-    auto& to = static_cast<Prepared<T, BK, false>*>(args.prepared)[of_block.index];
-    store(to, to.B);
+  else
+    inputs([&](T* tile, const auto& from) {
+      copy_numbers<BK, THREADS>(tile, of_block.row(from, head), from.t, of_block.rows, channels);
+    });
+  cp_async_commit();
+  const TokenNumbers numbers(args.g, args.beta, of_block.b, of_block.h, of_block.span.start, of_block.rows);
+  decay_pairs<WARPS>(s, numbers.decay);
+  if (warp == 0) {
+    s.beta[lane] = numbers.beta;
+    if constexpr (GRADIENT) to.beta[lane] = numbers.beta;
   }
+  cp_async_wait<0>();
+  __syncthreads();  // inputs have arrived; decays are in shared memory
+
+  float sums[SQUARES][2][4] = {};
+#pragma unroll
+  for (int n = 0; n < SQUARES; ++n) {
+    const Square of(warp + n * WARPS);
+    multiply_squares<BK>(sums[n], of.kind ? s.q : s.k, of.squares ? s.q : s.k, of.row, of.column);
+    if (of.has_lengths() && t == g / 2)
+#pragma unroll
+      for (int x = 0; x < 2; ++x)
+        s.lengths[of.kind].set(of.row + 8 * x + g, g % 2 ? sums[n][x][2 * x + 1] : sums[n][x][2 * x], args.normalized);
+  }
+  __syncthreads();  // lengths are in shared memory
+  if (warp == WARPS - 1) {
+    const float p = of_k.power[lane], start = s.start[lane];
+    s.weight[lane] = -s.beta[lane] * p * p;
+    s.of_E[lane] = -start * (of_k.factor[lane] * p), s.of_keys[lane] = s.end[lane] * of_k.factor[lane];
+    s.of_q[lane] = float(args.w_scale) * start * (of_q.factor[lane] * of_q.power[lane]);
+  }
+#pragma unroll
+  for (int n = 0; n < SQUARES; ++n) {
+    const Square of(warp + n * WARPS);
+    if (of.squares) continue;
+#pragma unroll
+    for (int down = 0; down < 2; ++down)
+#pragma unroll
+      for (int across = 0; across < 2; ++across) {
+        const int i = of.row + 8 * down + g, j = of.column + 8 * across + 2 * t;
+        const float2 D = *reinterpret_cast<const float2*>(&s.between[i][j]);
+        const float2 keys = *reinterpret_cast<const float2*>(&of_k.factor[j]);
+        const float row = s.lengths[of.kind].factor[i], *two = sums[n][across] + 2 * down;
+        const float x = D.x * (row * keys.x * two[0]), y = D.y * (row * keys.y * two[1]);
+        if (of.kind == OF_Q) put_two(s.A.at(i, j), x, y);
+        else *reinterpret_cast<float2*>(&s.M[i][j]) = {x, y};
+      }
+  }
+  __syncthreads();  // M' and A' are in shared memory; decays of pairs have been read, and N' may overwrite them
+  if (warp == blockIdx.x % WARPS) {  // not the same one in all blocks: a warp has a fourth of a multiprocessor
+    float x[C];
+#pragma unroll
+    for (int i = 0; i < C; ++i) x[i] = i == lane;
+    solve_column(x, s.M, s.weight);
+    put_column(s.turned_N, x);
+  }
+  __syncthreads();  // N' is in shared memory
+
+  multiply_triangles<THREADS>(
+      s.A,
+      [&](int i, int j, const float2(&sum)[1]) {
+        const float x = of_q.power[i] * of_k.power[j] * sum[0].x, y = of_q.power[i] * of_k.power[j + 1] * sum[0].y;
+        put_two(s.B.at(i, j), s.beta[j] * x, s.beta[j + 1] * y);
+        if constexpr (GRADIENT) put_two(to.B[0].at(i, j), x, y);
+        const f16* two = s.turned_N.at(i, j);
+        const float2 high = unpack_pair(two), low = unpack_pair(two + s.turned_N.REST);
+        const float row = GRADIENT ? of_k.power[i] : s.beta[i] * of_k.power[i];
+        put_two(s.of_Z.at(i, j), row * s.of_keys[j] * (high.x + low.x), row * s.of_keys[j + 1] * (high.y + low.y));
+      },
+      s.turned_N);
+  if constexpr (GRADIENT)
+    multiply_triangles<THREADS>(
+        s.M,
+        [&](int i, int j, const float2(&sum)[1]) {
+          const float x = of_k.power[i] * of_k.power[j] * sum[0].x, y = of_k.power[i] * of_k.power[j + 1] * sum[0].y;
+          put_two(to.of_residual[0].at(i, j), float(i == j) - s.beta[j] * x, float(i == j + 1) - s.beta[j + 1] * y);
+        },
+        s.turned_N);
+  __syncthreads();  // B and of_Z are in shared memory
+
+  const int channel = 16 * warp;
+  Columns z = {}, w = {};
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.of_Z, s.k, 16 * m, channel);
+  __syncwarp();  // all lanes have read these channels of k
+#pragma unroll
+  for (int n = 0; n < C; n += 16) {
+    const int i = n + lane / 2, c = channel + lane % 2 * 8;
+    T* key = place<BK>(s.k, i, c);
+    put_four(key, times(s.of_E[i], unpack_four(key))), put_four(key + 4, times(s.of_E[i], unpack_four(key + 4)));
+  }
+  store_channels<BK>(to.E, s.E);
+#pragma unroll
+  for (int m = 0; m < C / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.B, s.E, 16 * m, channel);
+  __syncwarp();  // all lanes have read these channels of E
+  const float scale = float(args.w_scale);
+  each_pair([&](int i, int c, int m, int across, int down) {
+    T* query = place<BK>(s.q, i, c);
+    const float2 q = unpack_pair(query);
+    const float *of_w = w[m][across] + 2 * down, *of_z = z[m][across] + 2 * down;
+    put_pair(query, {fmaf(s.of_q[i], q.x, scale * of_w[0]), fmaf(s.of_q[i], q.y, scale * of_w[1])});
+    put_pair(place<BK>(s.Z, i, c), {of_z[0], of_z[1]});
+  });
+  store_channels<BK>(to.Z[0], s.Z);
+  store_channels<BK>(to.W, s.W);
+  if (threadIdx.x < BK) to.whole[threadIdx.x] = s.start[C - 1];
+  if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.of_residual[0]);
+  else store_pieces<THREADS>(to.B.x, s.B.x);
 }
