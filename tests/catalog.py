@@ -199,6 +199,9 @@ def softmax_attention():
             for cls in (softmax.SoftmaxBackwardQueriesSm90, softmax.SoftmaxBackwardKeysSm90):
                 for (D,) in cls.COLUMNS:
                     yield cls(T, D, capped)
+        yield softmax.SoftmaxStatistics(T)
+        for (D,) in softmax.SoftmaxQueryGradient.COLUMNS:
+            yield softmax.SoftmaxQueryGradient(T, D)
     for T in FLOATS:
         for what in softmax.SoftmaxPlain.PASSES:
             yield softmax.SoftmaxPlain(what, T)

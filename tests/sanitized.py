@@ -11,6 +11,7 @@ import sys
 from functools import partial
 from inspect import signature
 from itertools import chain, cycle, product
+from unittest import mock
 
 import numpy as np
 from reference import DECAYS, draw, draw_states
@@ -40,7 +41,7 @@ from linattn_np import (
 )
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import device as devices
-from linattn_np.backends.cupy import segments, source
+from linattn_np.backends.cupy import segments, softmax_tiles, source
 from linattn_np.backends.cupy.delta_hopper_kernels import DeltaScalarForwardSm90
 from linattn_np.declarations import (
     DELTA_RULE_STEPS,
@@ -224,6 +225,10 @@ def attention(rng, run):
         yield run(backward, softmax_attention, *arrays, **keywords)
     arrays, _ = drawn(SOFTMAX_SINKS, rng, (1, 2, 70, 64, 64), BFLOAT16)
     yield run(backward, softmax_attention, *arrays)
+    with mock.patch.object(softmax_tiles, "KEPT_FROM", 0):  # gradients of scores are kept, as those of long sequences
+        for D in (64, 128):
+            kept, _ = drawn(SOFTMAX_ATTENTION, rng, (1, 2, 300, D, D), BFLOAT16)
+            yield run(backward, softmax_attention, *kept, window=(200, 0))
     cache, _ = drawn(SOFTMAX_ATTENTION, rng, (1, 2, 4000, 64, 64), BFLOAT16)  # a token against it: its keys are split
     yield run(softmax_attention, cache[0][:, :, -1:], *cache[1:], arrays[3])
 

@@ -14,7 +14,7 @@ from linattn_np import ContractError, ContractTypeError, NotSupported, softmax_a
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import execute, softmax, softmax_tiles
 from linattn_np.backends.numpy import loop_choice
-from linattn_np.declarations import SOFTMAX_ATTENTION
+from linattn_np.declarations import SOFTMAX_ATTENTION, SOFTMAX_SINKS
 from linattn_np.layouts import swap_heads
 
 HALF = np.dtype(np.float16)
@@ -215,6 +215,20 @@ class Attention:
             *map(double, self.arrays), **self.options, return_lse=True, do=double(self.do), dlse=double(self.dlse)
         )
 
+    def assert_gradients(self, gradients):
+        """Those of host arrays [B, H, T, ...] against float64. A sink's gradient is one sum over all queries and may
+        cancel: rounding is in proportion to its terms."""
+        o, lse, wanted = self.exact()
+        for what, x, gradient, exactly in zip(("q", "k", "v"), self.arrays, gradients, wanted, strict=False):
+            assert gradient.dtype == x.dtype
+            assert_close(f"d{what}", gradient, exactly, x.dtype, rows=10)
+        if len(self.arrays) > 3:
+            weights = np.exp(double(self.arrays[3])[:, None] - lse)
+            terms = weights * ((abs(double(self.do)) * abs(o)).sum(-1) + abs(self.dlse))
+            dsinks = [x[None] for x in (gradients[3], wanted[3])]
+            assert_close("dsinks", *dsinks, self.arrays[3].dtype, terms=terms.sum((0, 2))[None])
+        assert len(gradients) == len(wanted)
+
 
 def swap(x, layout):
     return x.swapaxes(1, 2) if layout == "bthd" else x
@@ -230,7 +244,7 @@ def test_options(backend, name, dtype, layout, rng):
     call = Attention.of(name, rng, dtype)
     arrays, options = call.there(backend, layout)
     o, lse = backend.run(softmax_attention, *arrays, **options)
-    wanted_o, wanted_lse, wanted = call.exact()
+    wanted_o, wanted_lse, _ = call.exact()
     assert_close("o", swap(backend.tohost(o), layout), wanted_o, dtype)
     lse = backend.tohost(lse)
     assert lse.shape == call.dlse.shape and lse.dtype == call.dlse.dtype
@@ -238,11 +252,7 @@ def test_options(backend, name, dtype, layout, rng):
     (again, _), pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *arrays, **options)
     assert same_bits(backend.tohost(again), backend.tohost(o))
     gradients = pull(backend.asarray(np.ascontiguousarray(swap(call.do, layout))), backend.asarray(call.dlse))
-    for what, x, gradient, exactly in zip(("q", "k", "v", "sinks"), call.arrays, gradients, wanted, strict=False):
-        gradient = swap(backend.tohost(gradient), layout) if what != "sinks" else backend.tohost(gradient)[None]
-        assert gradient.dtype == x.dtype
-        assert_close(f"d{what}", gradient, exactly if what != "sinks" else exactly[None], dtype, rows=10)
-    assert len(gradients) == len(wanted)
+    call.assert_gradients([swap(backend.tohost(x), layout) if x.ndim == 4 else backend.tohost(x) for x in gradients])
 
 
 # -- numbers near the end of the dtype's range -------------------------------------------------------------------------
@@ -544,6 +554,60 @@ def test_few_blocks_have_the_same_bits(case, rng):
     *_, wanted = literal_attention(*map(double, arrays), **options, do=double(do))
     for x, exactly in zip(found[1][2:], wanted):
         assert errors(x, exactly)[0] < LIMITS["bfloat16"][0]
+
+
+KEPT = {
+    **{name: OPTIONS[name] for name in OPTIONS if name != "wide"},
+    "long": (2, 1, 300, 420, {"K": 128, "V": 72}),
+    "long-window": (3, 1, 520, 300, {"window": (130, 40), "causal": False, "K": 64, "V": 64, "softcap": 2.0}),
+    "long-packed": (2, 2, 420, 420, {"cu_seqlens": [0, 3, 3, 140, 269, 270, 420], "K": 128, "V": 128}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", KEPT)
+def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch):
+    """dq comes from them instead of scores that are computed again, for all heads at once or for one at a time."""
+    dtype = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    monkeypatch.setitem(OPTIONS, name, KEPT[name])
+    call = Attention.of(name, rng, dtype)
+    arrays = [hopper.upload(x) for x in call.arrays]
+    op = SOFTMAX_ATTENTION if len(arrays) == 3 else SOFTMAX_SINKS
+    problem = op.bind(arrays, gradient=True, return_lse=True, **call.options)
+    _, saved = execute.run(softmax, problem, hopper)
+    do, dlse = hopper.upload(call.do), (hopper.upload(call.dlse),)
+    found, kept_bytes = [], softmax_tiles.KEPT_BYTES
+    for least, most in ((32, kept_bytes), (0, kept_bytes), (0, None)):
+        monkeypatch.setattr(softmax_tiles, "KEPT_FROM", least)
+        if most is None:
+            keys = softmax_tiles.tile_table(problem, 128, 64, by_keys=True)
+            most = call.arrays[0].shape[1] // arrays[1].shape[1] * softmax_tiles.places_of_head(keys) * 128 * 64 * 2
+        monkeypatch.setattr(softmax_tiles, "KEPT_BYTES", most)
+        plan = execute.vjp_plan_of(softmax, problem, hopper, do, dlse, saved)
+        assert ("heads at once" in plan.tiles) == (least == 0 and arrays[1].shape[2] > 0)
+        gradients, _ = planned.pull(problem, hopper, do, dlse, saved)
+        found.append([planned.host(x) for x in gradients])
+    assert all(same_bits(x, y) for x, y in zip(*found[1:], strict=True))
+    for gradients in found:
+        call.assert_gradients(gradients)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_gradients_beside_a_sequence_of_nan(kept, causal, hopper, rng, monkeypatch):
+    """Tiles of one sequence hold keys and queries of the next, which change no bit."""
+    monkeypatch.setattr(softmax_tiles, "KEPT_FROM", 0 if kept else 1 << 30)
+    bounds, found = np.array([0, 70, 200, 290]), []
+    arrays = [rng.standard_normal((1, 2, 290, 64)).astype(BFLOAT16) for _ in range(4)]
+    for beside in (0, np.nan):
+        for x in arrays:
+            x[:, :, 70:200] = beside
+        *given, do = (hopper.upload(x) for x in arrays)
+        problem = SOFTMAX_ATTENTION.bind(given, gradient=True, cu_seqlens=bounds, causal=causal)
+        _, saved = execute.run(softmax, problem, hopper)
+        gradients, _ = planned.pull(problem, hopper, do, None, saved)
+        found.append([np.delete(planned.host(x), slice(70, 200), axis=2) for x in gradients])
+    assert all(same_bits(x, y) for x, y in zip(*found, strict=True))
 
 
 def test_tiles_of_keys_read_statistics_that_exist(rng):

@@ -474,6 +474,15 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes,
                : "memory");
 }
 
+// Writes 16 bytes that are not read again soon: they leave the cache first.
+__device__ __forceinline__ void store_once(uint4& to, const u32 (&x)[4]) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(&to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3]), "l"(policy)
+               : "memory");
+}
+
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
 // The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.

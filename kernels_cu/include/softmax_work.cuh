@@ -12,7 +12,8 @@ struct alignas(16) Work {
   i32 first_tile, tiles;  // of the other side: the first tile, and how many
   i32 statistics_chunk;   // in `statistics`: the tile's first 64 queries, or those of the sequence
   i32 output_batch;       // the batch index of its results: `batch`, or, where keys are split, that of a part
-  i32 spare;
+  i32 kept;               // of Hopper's tiles of keys: the number of their kept ds that is of query block 0 of
+                          // `statistics`; of tiles of queries: in a table of these, the sequence's first tile of keys
 };
 
 // Which tokens of the other side a row sees that meets the diagonal there: the first one, how many.
@@ -68,6 +69,12 @@ __device__ __forceinline__ float row_max(float x) {
 __device__ __forceinline__ float row_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// x + the dot product of two neighbouring elements of g and o.
+template <typename T> __device__ __forceinline__ float add_dot(u32 g, u32 o, float x) {
+  x = fmaf(to_float(T{u16(g)}), to_float(T{u16(o)}), x);
+  return fmaf(to_float(T{u16(g >> 16)}), to_float(T{u16(o >> 16)}), x);
 }
 
 // The size of the scale, in base 2, above 0, so that it leaves -inf as it is.

@@ -450,6 +450,8 @@ inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulato
   emulator::end_phase(phases);
 }
 
+inline void store_once(uint4& to, const u32 (&x)[4]) { to = {x[0], x[1], x[2], x[3]}; }
+
 inline void copy_bulk(void* to, const void* from, u32 bytes, Barrier& b, emulator::Where where = emulator::here()) {
   copy_once(to, from, bytes, b, where);
 }

@@ -4,7 +4,8 @@
 //           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
 //           cap)^2.  Code: st holds s, then p, with keys as rows, dp do_i . v_j, ds = p (dp - delta), g = do
 // shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
-//           64] float32: lse in base 2 (L), then delta, of every 64 queries, as backward_queries.cu writes them
+//           64] float32: lse in base 2 (L), then delta, of every 64 queries, as statistics.cu writes them. ds of
+//           128 keys and 64 queries, for query_gradient.cu, or null: struct Kept
 // grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
@@ -24,7 +25,9 @@ template <typename T> struct Args {
   Rows<T> dk_out, dv_out;        // dk, dv again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;             // [rounds, gridDim.x]
   const float* statistics;
-  i64 H, group, K, V, left, right, chunks;
+  Kept (*ds)[2];                            // null, or of each 128 keys and 64 queries: see `kept` of Work
+  i64 H, group, K, V, left, right, chunks;  // H: heads of queries
+  i64 kept_head, kept_tiles;  // ds begins with this one of all heads of queries; a head's number of pairs of ds
   double scale, softcap;
 };
 
@@ -48,7 +51,9 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   Ring<2> kv;
   Ring<S::STAGES> r;
   while (true) {
-    const Work work = take_work(s.coming, next);
+    Work work = take_work(s.coming, next);
+    const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.kept_head;
+    work.kept += i32(first_head * args.kept_tiles) + work.statistics_chunk;  // now of the first query head's block 0
     barrier_wait(s.empty[kv.stage], kv.parity ^ 1);
     fence_async();  // orders the consumers' accesses to k and v, known by `empty`, before the copy engine's writes
     s.works[kv.stage] = work;
@@ -181,6 +186,18 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     each_column([&](int n, float, float delta) { dp[n] -= delta; });
 #pragma unroll
     for (int n = 0; n < QUERIES / 2; ++n) dp[n] *= st[n];
+    const int tokens = uniform(s.works[kv.stage].tokens);
+    if (own + 64 > tokens)  // a key of another sequence: its ds may be NaN, and would be multiplied by that key
+#pragma unroll
+      for (int n = 0; n < QUERIES / 2; ++n)
+        if (row + n / 2 % 2 * 8 >= tokens) dp[n] = 0.f;
+  };
+  auto keep = [&] {  // stores ds
+    if (!args.ds) return;
+    const int head = int(args.group) - heads;
+    Kept& to = args.ds[s.works[kv.stage].kept + head * int(args.kept_tiles) + end - ahead][warpgroup];
+#pragma unroll
+    for (int n = 0; n < QUERIES / 16; ++n) store_once(to.of_warp[threadIdx.x / 32 % 4][n][lane], ds[n]);
   };
   auto finish = [&](int slot) {
     const Work& work = s.works[slot];
@@ -209,6 +226,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     wgmma_wait<0>();
     wgmma_keep(dv);
     leave(s.g_empty[r.stage]);
+    keep();
   };
 
   barrier_wait(s.full[0], 0);

@@ -78,12 +78,6 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   }
 }
 
-// x + the dot product of two neighbouring elements of g and o.
-template <typename T> __device__ __forceinline__ float add_dot(u32 g, u32 o, float x) {
-  x = fmaf(to_float(T{u16(g)}), to_float(T{u16(o)}), x);
-  return fmaf(to_float(T{u16(g >> 16)}), to_float(T{u16(o >> 16)}), x);
-}
-
 // A consuming warpgroup: its 64 rows of each of the block's query tiles. In a lane's accumulators of products [64, N],
 // numbers 4 n + 2 half + i are of row `row` + 8 half and column 8 n + 2 (lane % 4) + i.
 template <typename T, int D, bool CAPPED>

@@ -4,8 +4,9 @@ Each of the three has a version for half-precision data on Hopper, one for half-
 plain one (without tensor cores) for every dtype and size. A plan takes the first version that can compute the call.
 
 The backward pass recomputes the scores from each query's log-sum-exp (lse, in kernels L), so that memory is linear in
-T. There are no atomic additions, so that equal calls give equal bits. `softmax_tiles` makes the tables that assign
-tiles to blocks. In kernels g is the gradient of o, `group` the number of query heads that share a key head.
+T: twice, or on Hopper once, where the kernel of dk and dv has many scores and memory of a fixed size can keep their
+gradients for dq. There are no atomic additions, so that equal calls give equal bits. `softmax_tiles` makes the tables
+that assign tiles to blocks. In kernels g is the gradient of o, `group` the number of query heads that share a key head.
 """
 
 from __future__ import annotations
@@ -151,9 +152,31 @@ class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_keys", STATISTICS, 128
     RESULTS = {"dk": "dk_out", "dv": "dv_out"}
     arguments = members(
-        "maps q k v g dk dv, rows dk_out dv_out, pointers works statistics, integers H group K V left right chunks, "
-        "reals scale softcap"
+        "maps q k v g dk dv, rows dk_out dv_out, pointers works statistics, pointers? ds, "
+        "integers H group K V left right chunks kept_head kept_tiles, reals scale softcap"
     )
+
+
+class SoftmaxStatistics(Softmax):
+    """The statistics of queries, for the gradients of k and v; it reads rows of whole 16 bytes."""
+
+    file, threads, QUERIES, KEYS = "softmax/statistics", 4 * STATISTICS, STATISTICS, STATISTICS
+    arguments = members("rows o g, pointers works L dL statistics, integers H Tq V chunks")
+    dtype: np.dtype
+
+
+class SoftmaxQueryGradient(SoftmaxSm90):
+    """dq from the gradients of scores that SoftmaxBackwardKeysSm90 has kept."""
+
+    file, QUERIES, KEYS = "softmax/sm90/query_gradient", 256, 64
+    RESULTS = {"dq": "out"}
+    shared = ("Shared<{dtype}, {D}>",)
+    arguments = members(
+        "maps k dq, rows out, pointers works ds kept_keys, integers H group K left right kept_head kept_tiles, "
+        "reals scale"
+    )
+    dtype: np.dtype
+    D: int
 
 
 # -- without tensor cores ----------------------------------------------------------------------------------------------
@@ -226,10 +249,14 @@ def plan_vjp(problem, device, do, dht, saved):
     }
     inputs_and_do = inputs | {"g": do}
     queries, keys = attention.choose(passes, inputs_and_do | {"o": o, "dq": dq, "dk": dk, "dv": dv})
+    key_tiles = attention.tiles_of(keys, by_keys=True)
     query_arrays = inputs_and_do | {"o": o, "dq": dq, "L": lse, "dL": dL, "statistics": statistics}
-    attention.launch(queries, attention.tiles_of(queries), query_arrays)
     key_arrays = inputs_and_do | {"dk": dk, "dv": dv, "statistics": statistics}
-    attention.launch(keys, attention.tiles_of(keys, by_keys=True), key_arrays, by_keys=True)
+    if isinstance(keys, SoftmaxSm90) and softmax_tiles.pairs_at_once(key_tiles, attention.numbers["group"]):
+        attention.backward(keys, key_tiles, query_arrays, key_arrays)
+    else:
+        attention.launch(queries, attention.tiles_of(queries), query_arrays)
+        attention.launch(keys, key_tiles, key_arrays, by_keys=True)
     results = [dq, dk, dv]
     if sinks is not None:
         dsinks = draft.empty(sinks.shape, sinks.dtype)
@@ -318,6 +345,24 @@ class SoftmaxLaunches:
         merged = {"o": o, "L": lse, "out": arrays["o"], "merged": arrays["L"], "sinks": arrays["sinks"], "parts": parts}
         self.launch_blocks(SoftmaxPlain("Merge", self.problem.dtype), ceil_div(B * H * T, SoftmaxPlain.WARPS), merged)
 
+    def backward(self, keys, key_tiles, query_arrays, key_arrays):
+        """Launches the gradients for some heads of keys at a time: the kernel of dk and dv keeps the gradients of
+        scores, from which another computes dq."""
+        statistics, queries = SoftmaxStatistics(keys.dtype), SoftmaxQueryGradient(keys.dtype, keys.D)
+        table = self.draft.table(softmax_tiles.longest_first(self.tiles_of(statistics)))
+        self.launch_blocks(statistics, table.shape[0], query_arrays | {"works": table})
+        group, query_tiles = self.numbers["group"], self.tiles_of(queries)
+        at_once, places = softmax_tiles.pairs_at_once(key_tiles, group), softmax_tiles.places_of_head(key_tiles)
+        self.tiles["heads at once"] = at_once
+        ds = self.draft.empty((at_once * group * places, softmax_tiles.KEPT_KEYS, STATISTICS), keys.dtype)
+        kept = {"ds": ds, "kept_keys": self.draft.table(key_tiles[0, :, softmax_tiles.WORK.index("kept")])}
+        for first in range(0, len(key_tiles), at_once):
+            pairs = slice(first, first + at_once)
+            kept |= {"kept_head": first * group, "kept_tiles": places}
+            self.launch(keys, key_tiles[pairs], key_arrays | kept, by_keys=True)
+            of_group = slice(first * group, (first + at_once) * group)
+            self.launch(queries, query_tiles[of_group], query_arrays | kept)
+
     def tiles_of(self, kernel, by_keys=False):
         """The table of tiles of queries, or of keys (`by_keys`), for this kernel."""
         if not isinstance(kernel, SoftmaxPlain):
@@ -343,5 +388,5 @@ class SoftmaxLaunches:
         self.launch_blocks(kernel, blocks, arrays | {"works": self.draft.table(table)})
 
     def launch_blocks(self, kernel, blocks, arrays):
-        arguments = self.numbers | kernel.given(arrays)
+        arguments = {"ds": None, "kept_head": 0, "kept_tiles": 0} | self.numbers | kernel.given(arrays)
         self.draft.launch(kernel, blocks, **{member.name: arguments[member.name] for member in kernel.arguments})

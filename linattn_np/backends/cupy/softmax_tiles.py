@@ -13,11 +13,14 @@ import numpy as np
 
 from .plan import ceil_div
 
-WORK = "batch head start count others length shift first blocks chunk part".split()  # the kernels' struct `Work`
-WORDS = 12  # int32 numbers of a `Work`, which is padded
+WORK = "batch head start count others length shift first blocks chunk part kept".split()  # the kernels' struct `Work`
+WORDS = len(WORK)  # int32 numbers of a `Work`
 STATISTICS = 64  # queries in a piece of the array of statistics, which the backward kernel of dq writes
+KEPT_KEYS = 128  # keys in a tile whose gradients of scores are kept for the kernel of dq
 UNBOUNDED = 1 << 30  # a window of so many tokens has no bound
 LEAST_PART = 4  # the fewest tiles of keys in a part, if the keys are split into parts for several blocks
+KEPT_BYTES = 4 << 30  # memory for gradients of scores that are kept
+KEPT_FROM = 32  # tiles of 64 queries for a tile of keys, on average; fewer take as long as a third kernel's launch
 SETUP = 0.6  # the time of a tile's start and end, in times of computing it with one tile of the other side
 CACHED = 24 << 20  # bytes of keys and values that the L2 cache can hold
 
@@ -68,7 +71,26 @@ def tile_table(problem, tokens: int, other: int, by_keys: bool = False) -> np.nd
     table[..., 0], table[..., 1] = (x[:, None] for x in np.divmod(np.arange(len(table)), heads))
     table[..., 2 : 2 + len(columns)] = np.stack(columns, -1)
     table[..., WORK.index("part")] = table[..., 0]
+    table[..., WORK.index("kept")] = (
+        np.cumsum(blocks) - blocks - first - chunk if by_keys else others.chunk_bounds(KEPT_KEYS)[sequence]
+    )
     return table
+
+
+def pairs_at_once(keys: np.ndarray, group: int) -> int:
+    """For how many (batch, head of keys) pairs at a time the gradients of scores are kept, in equal turns. 0: they are
+    not, since there are few of them, or KEPT_BYTES of memory do not hold those of one pair. `keys` is the table of
+    keys, with a head of keys for `group` heads of queries."""
+    places = places_of_head(keys)
+    fitting = KEPT_BYTES // max(1, group * places * KEPT_KEYS * STATISTICS * 2)
+    if not fitting or places < KEPT_FROM * keys.shape[1]:
+        return 0
+    return ceil_div(len(keys), ceil_div(len(keys), fitting))
+
+
+def places_of_head(keys: np.ndarray) -> int:
+    """How many gradients of the scores of a tile of keys and 64 queries are kept for a head."""
+    return int(blocks_of(keys)[:1].sum())
 
 
 def parts(problem, tiles: np.ndarray, multiprocessors: int) -> int:

@@ -1,0 +1,170 @@
+// what      Softmax attention's gradient of q on Hopper, from the gradients of scores that backward_keys.cu keeps: one
+//           thread copies, two warpgroups multiply.
+// math      dq_i = scale sum_j ds_ij k_j
+// shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see struct Kept
+// grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
+//           in turn. A warpgroup has two blocks of 64 queries
+// smem      Shared: a ring of tiles of k and ds of 64 keys; a tile of dq
+// barriers  work_full: a query tile's Work stands; work_empty: it has been read; full: k and ds have arrived; empty:
+//           they have been read. Named: 1 + warpgroup in zero_rows: zeros are written
+// numerics  sums in float32
+// source    Dao et al., "FlashAttention", 2022, algorithm 4, line 21
+// limits    sm_90a; half data; rows of whole 16 bytes; K <= D; D of 64, 128
+#include "softmax_sm90.cuh"
+
+constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / STATISTICS;
+
+template <typename T> struct Args {
+  TensorMap k, dq;    // boxes of 64 columns and 64 tokens, of dq 16
+  Rows<T> out;        // dq again, for a warp's 16 rows that are not all tokens of the tile
+  const Work* works;  // [rounds, gridDim.x]
+  const Kept (*ds)[2];
+  const i32* kept_keys;          // of every tile of 128 keys: the number in ds of query block 0 of the first head
+  i64 H, group, K, left, right;  // H: heads of queries
+  i64 kept_head, kept_tiles;     // ds begins with this one of all heads of queries; a head's number of pairs of ds
+  double scale;
+};
+
+template <typename T, int D> struct alignas(1024) Shared {
+  static constexpr int STAGES = D == 64 ? 4 : 3;
+  Tile<T, D, KEYS> k[STAGES];
+  Kept ds[STAGES][BLOCKS];
+  Tile<T, D, QUERIES> dq;
+  Work works[2], coming;
+  Barrier work_full[2], work_empty[2], full[STAGES], empty[STAGES];
+};
+
+// Which of a tile's blocks of 64 queries have a query that sees one of the 64 keys of a key tile, as bits.
+__device__ __forceinline__ int seeing(const Work& work, int tile, int left, int right) {
+  int bits = 0;
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+    const int queries = min(work.tokens - block * STATISTICS, STATISTICS),
+              diagonal = work.diagonal + block * STATISTICS;
+    const int from = max(diagonal - left, 0), end = min(diagonal + queries + right, work.other_length);
+    bits |= int(queries > 0 && from < (tile + 1) * KEYS && tile * KEYS < end) << block;
+  }
+  return bits;
+}
+
+// The producing thread: copies the tiles of all of the block's work.
+template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
+  using S = Shared<T, D>;
+  const Work* next = args.works + blockIdx.x;
+  fetch_work(s.coming, next);
+  prefetch_map(args.k), prefetch_map(args.dq);
+  Ring<S::STAGES> r;
+  Ring<2> w;
+  while (true) {
+    const Work work = take_work(s.coming, next);
+    barrier_wait(s.work_empty[w.stage], w.parity ^ 1);
+    s.works[w.stage] = work;
+    barrier_arrive(s.work_full[w.stage]);
+    if (!work.tiles) return;
+    w.next();
+    const int key_head = int(u32(work.head) / u32(args.group));
+    const i64 head = i64(work.batch) * args.H + work.head - args.kept_head;
+    const Kept(*const ds)[2] = args.ds + head * args.kept_tiles + work.statistics_chunk;
+#pragma unroll 1
+    for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
+      const int bits = seeing(work, tile, int(args.left), int(args.right));
+      const int own = bits ? args.kept_keys[work.kept + tile / 2] : 0;  // a sequence without keys has no number there
+      barrier_wait(s.empty[r.stage], r.parity ^ 1);
+      const u32 blocks = (bits & 1) + (bits >> 1 & 1) + (bits >> 2 & 1) + (bits >> 3);
+      barrier_expect(s.full[r.stage], sizeof s.k[0] + blocks * sizeof(Kept));
+      load_tile<64>(s.k[r.stage], args.k, s.full[r.stage], work.other_start + tile * KEYS, key_head, work.batch);
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block)
+        if (bits >> block & 1)
+          copy_once(&s.ds[r.stage][block], &ds[own + block][tile % 2], sizeof(Kept), s.full[r.stage]);
+      r.next();
+    }
+  }
+}
+
+// A consuming warpgroup: two of the four blocks of each of the block's query tiles.
+template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
+  using S = Shared<T, D>;
+  const int warpgroup = uniform(threadIdx.x / 128), lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+  Ring<S::STAGES> r;
+  Ring<2> w;
+  float dq[2][D / 2];
+  u32 a[2][KEYS / 16][4];  // ds of a block, queries as rows
+  int bits;                // seeing(the current key tile)
+
+  // ds of one of the warpgroup's blocks: the warp's 16 queries, which lanes get as rows; zeros if no query sees a key.
+  auto take = [&](int n) {
+    const int block = 2 * warpgroup + n;
+    const bool any = bits >> block & 1;
+#pragma unroll
+    for (int key = 0; key < KEYS / 16; ++key) {
+      uint4 x = {0, 0, 0, 0};
+      if (any) x = s.ds[r.stage][block].of_warp[key][warp][lane];
+      a[n][key][0] = transpose_pairs(x.x), a[n][key][1] = transpose_pairs(x.z);
+      a[n][key][2] = transpose_pairs(x.y), a[n][key][3] = transpose_pairs(x.w);
+    }
+  };
+  auto add = [&](int n, int stage) {  // issues dq += ds k of a block
+    const u64 kt = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < KEYS / 16; ++key) wgmma<T, D, true>(dq[n], a[n][key], kt + key * (16 * 128 / 16), true);
+    wgmma_commit();
+  };
+
+  while (true) {
+    barrier_wait(s.work_full[w.stage], w.parity);
+    const Work& work = s.works[w.stage];
+    const int tiles = uniform(work.tiles), first = uniform(work.first_tile), length = uniform(work.other_length);
+    if (!tiles) break;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) dq[n][i] = 0.f;
+#pragma unroll 1
+    for (int tile = first; tile < first + tiles; ++tile) {
+      bits = seeing(work, tile, int(args.left), int(args.right));
+      barrier_wait(s.full[r.stage], r.parity);
+      if (length - tile * KEYS < KEYS) zero_rows(s.k[r.stage], length - tile * KEYS, warpgroup);
+      take(0);
+      add(0, r.stage);
+      take(1);
+      add(1, r.stage);
+      before_next_copy();  // this warp has read ds
+      wgmma_wait<0>();
+      wgmma_keep(dq[0]);
+      wgmma_keep(dq[1]);
+      if (lane == 0) barrier_arrive(s.empty[r.stage]);
+      r.next();
+    }
+    const float by = float(args.scale);
+    if (lane == 0) tensor_store_wait();  // the copy engine has read this warp's dq of the previous tile
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      store_rows(args.dq, args.out, args.K, dq[n], by, by, s.dq, (2 * warpgroup + n) * STATISTICS, work);
+    __syncwarp();  // this warp has read the work
+    if (lane == 0) barrier_arrive(s.work_empty[w.stage]);
+    w.next();
+  }
+  if (lane == 0) tensor_store_wait();
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(384, 1) softmax_sm90_query_gradient(const __grid_constant__ Args<T> args) {
+  using S = Shared<T, D>;
+  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < 2; ++n) barrier_init(s.work_full[n], 1), barrier_init(s.work_empty[n], 8);
+    for (int n = 0; n < S::STAGES; ++n) barrier_init(s.full[n], 1), barrier_init(s.empty[n], 8);
+    fence_async();  // makes the barriers visible to the copy engine
+  }
+  __syncthreads();  // makes the barriers visible to all threads
+  if (threadIdx.x < 256) {
+    registers_up<240>();
+    consume<T, D>(s, args);
+  } else {
+    registers_down<24>();
+    if (threadIdx.x == 256) produce(s, args);
+  }
+}

@@ -1,0 +1,41 @@
+// what      The statistics of softmax attention's queries, which the gradients of k and v take.
+// math      delta_i = do_i . o_i - dlse_i
+// shapes    o g [B, H, Tq, V], g is do; L dL [B, H, Tq] float32: lse, its gradient or null; statistics:
+//           softmax_work.cuh
+// grid      a block for every 64 queries (struct Work); four threads have a query
+// smem      none
+// barriers  none
+// numerics  float32; delta comes from the rounded o. A query with L above 2^24 in base 2 has weights of 0: see
+//           known_logarithm
+// source    Dao et al., "FlashAttention", 2022, algorithm 4, line 19
+// limits    half data; rows of whole 16 bytes
+#include "softmax_work.cuh"
+
+template <typename T> struct Args {
+  Rows<const T> o, g;
+  const Work* works;
+  const float *L, *dL;
+  float* statistics;
+  i64 H, Tq, V, chunks;
+};
+
+template <typename T> __global__ void __launch_bounds__(4 * STATISTICS, 2) softmax_statistics(const Args<T> args) {
+  const Work& work = args.works[blockIdx.x];
+  const int query = threadIdx.x / 4;
+  const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + query;
+  float delta = 0.f, L = minus_infinity();
+  if (query < work.tokens) {
+    const T *const o = args.o.row(work.batch, work.head, token), *const g = args.g.row(work.batch, work.head, token);
+    for (int v = threadIdx.x % 4 * 8; v < args.V; v += 32) {
+      const uint4 x = *reinterpret_cast<const uint4*>(o + v), y = *reinterpret_cast<const uint4*>(g + v);
+      delta = add_dot<T>(y.x, x.x, delta), delta = add_dot<T>(y.y, x.y, delta);
+      delta = add_dot<T>(y.z, x.z, delta), delta = add_dot<T>(y.w, x.w, delta);
+    }
+    L = LOG2E * args.L[pair * args.Tq + token];
+  }
+  delta = row_sum(delta);
+  if (query < work.tokens && args.dL) delta -= args.dL[pair * args.Tq + token];
+  if (threadIdx.x % 4) return;
+  float* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * STATISTICS) + query;
+  to[0] = known_logarithm(L), to[STATISTICS] = delta;
+}
