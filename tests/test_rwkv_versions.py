@@ -11,11 +11,24 @@ from checkpoint_files import zipped_pth
 from safetensors.numpy import save_file
 
 from linattn_np import ContractError, ContractTypeError
-from linattn_np.models import RWKV6, RWKV7, Batch, Bytes, Sampling, State, austen, checkpoint, load, matrices
+from linattn_np.models import (
+    RWKV6,
+    RWKV7,
+    Batch,
+    Bytes,
+    Sampling,
+    State,
+    array_math,
+    austen,
+    checkpoint,
+    load,
+    matrices,
+)
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
 from linattn_np.models.rwkv import cpu_layers, names
 from linattn_np.models.rwkv.version import name_in_block
+from linattn_np.models.rwkv7 import math, numba_loops
 from linattn_np.models.text import Request, complete
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import HostProducts
@@ -58,6 +71,16 @@ def test_logits_and_states_are_the_literal_ones(kind, weights, lengths, loops, r
     most = literal_rwkv6.moved_by_rounding(weights, tokens, rng, draws=4, literal=literal)
     for x, y, moved in zip((np.concatenate(found), *(part[:, 0] for part in state.arrays)), wanted, most, strict=True):
         assert np.abs(x - y).max() <= 6 * moved
+
+
+def test_decays_near_1_have_all_digits():
+    """A state meets them at every token: of 65,536 a decay of exp(-7e-8) that is 1 leaves 4.5e-3."""
+    base = np.linspace(-80, 10, 64, dtype=np.float32)
+    wanted = -math.DECAY / (1 + np.exp(-base.astype(float)))
+    by_loops = np.zeros((1, 64), np.float32)
+    numba_loops.biased_sigmoid(by_loops, base, -math.DECAY)
+    for found in (by_loops[0], -math.DECAY * array_math.sigmoid(base)):
+        assert (abs(found / wanted - 1) < 2e-6).all()
 
 
 def test_packed_prompts_and_slots_are_each_alone(kind, weights, rng):

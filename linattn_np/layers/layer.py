@@ -11,6 +11,7 @@ import numpy as np
 from .. import accepted_arrays, array_kinds
 from ..argument_checks import is_int, is_real
 from ..errors import ContractError, ContractTypeError
+from ..gates import ARRAYS
 
 
 class Layer:
@@ -159,6 +160,9 @@ class Layer:
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
+sigmoid = ARRAYS.sigmoid
+
+
 def split(x, heads):
     """[..., H K] -> [..., H, K]"""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
@@ -182,11 +186,6 @@ def product(dy, x):
 def uniform(rng, shape, inputs):
     """float32 numbers within 1 / sqrt(inputs), as new weights have."""
     return (rng.uniform(-1, 1, shape) * inputs**-0.5).astype(np.float32)
-
-
-def sigmoid(x):
-    """1 / (1 + exp(-x)) without its overflow."""
-    return 0.5 * np.tanh(0.5 * x) + 0.5
 
 
 class Relu:

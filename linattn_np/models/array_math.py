@@ -30,7 +30,9 @@ def on_cupy(function):
 
 
 def sigmoid(x):
-    return 0.5 * library_of(x).tanh(0.5 * x) + 0.5  # 1 / (1 + exp(-x)) without its overflow
+    """1 / (1 + exp(-x)) without its overflow; small values have all digits, of tanh not."""
+    xp = library_of(x)
+    return xp.exp(xp.minimum(x, 0)) / (1 + xp.exp(xp.minimum(x, -x)))
 
 
 @fused

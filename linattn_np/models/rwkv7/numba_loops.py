@@ -32,10 +32,10 @@ def sigmoid_of(x):
 
 @njit(**LOOP)
 def biased_sigmoid(x, base, factor):
-    """x becomes factor sigmoid(base + x)."""
+    """x becomes factor sigmoid(base + x); small values have all digits, as a state meets them at every token."""
     for b in range(x.shape[0]):
         for c in range(x.shape[1]):
-            x[b, c] = np.float32(factor) * sigmoid(base[c] + x[b, c])
+            x[b, c] = np.float32(factor) / (np.float32(1) + np.exp(-base[c] - x[b, c]))
 
 
 # -- the mixes' operations --------------------------------------------------------------------------------------------
