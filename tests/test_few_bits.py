@@ -116,6 +116,14 @@ def test_int4_has_a_scale_for_every_block(rng):
     assert (np.abs(found - blocks).max(-1) <= np.abs(blocks).max(-1) / 8 * 1.4).all()
 
 
+@pytest.mark.parametrize("power", [-100, -60, 60, 100])
+def test_int4_rounds_alike_in_any_unit(power, rng):
+    """Also where the squares of errors are no float32."""
+    w = rng.standard_normal((5, 96)).astype(np.float32)
+    found = matrices.pack(np.ldexp(w, power), "int4").widened()
+    assert (found == np.ldexp(matrices.pack(w, "int4").widened(), power)).all()
+
+
 @pytest.mark.parametrize("format", matrices.FORMATS)
 def test_a_matrix_of_zeros(format):
     matrix = matrices.pack(np.zeros((70, 40)), format)

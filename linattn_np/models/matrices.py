@@ -154,6 +154,8 @@ def rounded(w):
     parts = parts.reshape(M, blocks, BLOCK)
     # The number of the largest size becomes -8, of which there is one, or a part of it.
     extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)
+    extreme, power = np.frexp(extreme)  # squares of very large and very small numbers are no float32
+    parts = np.ldexp(parts, -power)
     best, scales = np.full(extreme.shape, np.inf, np.float32), np.zeros_like(extreme)
     found = np.full(parts.shape, 8, np.uint8)
     for candidate in CANDIDATES:
@@ -165,7 +167,7 @@ def rounded(w):
         better = error < best
         best, scales = np.where(better, error, best), np.where(better, scale, scales)
         np.copyto(found, (q + 8).astype(np.uint8), where=better)
-    return found.reshape(M, -1)[:, :K], scales[..., 0].astype(BFLOAT16).view(np.uint16)
+    return found.reshape(M, -1)[:, :K], np.ldexp(scales, power)[..., 0].astype(BFLOAT16).view(np.uint16)
 
 
 @cache
