@@ -131,3 +131,17 @@ def test_an_interrupt_ends_it_quietly():
     process.send_signal(signal.SIGINT)
     _, messages = process.communicate(timeout=60)
     assert process.returncode == 130 and re.fullmatch(ON_THE_CPU, messages)
+
+
+def test_an_interrupt_while_python_ends_is_quiet(tmp_path):
+    script = tmp_path / "linattn-np"
+    script.write_text(
+        "import atexit, os, signal, sys\n"
+        "from linattn_np.__main__ import main\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(main())\n"
+    )
+    command = [sys.executable, script, "--version"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGINT and done.stdout and not done.stderr

@@ -21,5 +21,6 @@ def is_command(argv, original) -> bool:
     return os.path.basename("".join(argv[:1])) == "linattn-np"
 
 
-if is_command(sys.argv, sys.orig_argv):
+OWN_PROCESS = is_command(sys.argv, sys.orig_argv)
+if OWN_PROCESS:
     sys.excepthook = told

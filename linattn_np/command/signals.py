@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from .loading import OWN_PROCESS
+
 NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -41,7 +43,10 @@ noted = Noted()
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Inside, a signal raises Ended. One that is ignored, as under nohup, stays so; only the main thread gets any."""
+    """Inside, a signal raises Ended. One that is ignored, as under nohup, stays so; only the main thread gets any.
+
+    Behind it one ends the command's process: Python's own end would show a traceback.
+    """
     noted.number, noted.asked_for, before = None, False, {}
     if threading.current_thread() is threading.main_thread():
         for number in NUMBERS:
@@ -51,7 +56,7 @@ def handled() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if OWN_PROCESS else handler)
 
 
 @contextmanager
