@@ -161,6 +161,12 @@ def test_info_tells_what_a_report_needs(capsys):
         assert re.search(f"^  {line}", out, re.M), line
 
 
+def test_info_of_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert len(list(info.caches())) == 4
+
+
 def test_info_goes_on_where_something_is_broken():
     def broken():
         raise RuntimeError("no libnvrtc")

@@ -138,7 +138,7 @@ def route(xp, name, missing) -> str:
 
 
 def caches():
-    home = Path.home()
+    home = Path(os.path.expanduser("~"))  # which may be nowhere
     for name, variable, folder in (
         ("CuPy's kernels", "CUPY_CACHE_DIR", home / ".cupy" / "kernel_cache"),
         ("CUDA's kernels", "CUDA_CACHE_PATH", home / ".nv" / "ComputeCache"),
