@@ -1,5 +1,6 @@
 """`linattn-np compare`, as a person runs it."""
 
+import errno
 import itertools
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from test_examples import ENVIRONMENT
 
 from linattn_np.command import measuring
-from linattn_np.command.compare import LINES, Curve, call_of_torch, ends, go_on, our_call
+from linattn_np.command.compare import LINES, Curve, call_of_torch, draw, ends, go_on, our_call
 
 
 def compare(*arguments):
@@ -30,6 +31,23 @@ def test_it_draws(tmp_path):
     assert (done.returncode, done.stdout) == (0, f"{picture}\n")
     assert not done.stderr or done.stderr.startswith("compiling loops ") and done.stderr.count("\n") == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_room_the_picture_before_stays(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    def savefig(self, file, **how):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    picture = tmp_path / "lines.png"
+    picture.write_bytes(b"whole")
+    options = SimpleNamespace(heads=2, width=16, out=picture)
+    with pytest.raises(OSError, match="lines.png"):
+        draw({op: Curve(T=[512], ms=[0.1], bytes=[1]) for op in LINES}, 1e-6, measuring.Cpu(), options)
+    assert picture.read_bytes() == b"whole"
 
 
 class OutOfMemory(measuring.Cpu):

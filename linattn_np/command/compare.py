@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ..backends.numpy.cores import workers
-from ..models.files import check_writable
+from ..models.files import check_writable, replaced
 from ..ops import OPS
 from .blas_threads import blas_threads
 from .first_loops import compiling
@@ -175,7 +175,8 @@ def draw(curves, floor, device, options):
         below.set_xticks(T, [f"{t:,}" for t in T], rotation=30)
         below.set_xlabel("tokens, log scale")
         image.suptitle("\n".join([title, *ends(curves)]), x=0.01, ha="left", fontsize="medium")
-        image.savefig(options.out, dpi=130)
+        with replaced(options.out) as file:
+            image.savefig(file, dpi=130, format=options.out.suffix[1:])
 
 
 def panel(axis, what, curves, measured, unit, floor):
