@@ -1,10 +1,10 @@
-"""Chunks for which matrix products give wrong results are computed token by token, by `forward` and `backward`.
+"""Rows for which matrix products give wrong results are computed token by token, by `forward` and `backward`.
 
 Products are wrong in three cases. A decay below the dtype's range becomes 0, although it multiplies large numbers: see
 `underflows`. A value that is not finite reaches tokens before it, since a product multiplies it by their weight 0, and
 0 times NaN is NaN. Two factors overflow although their product would not. In the last two cases some result of the
-chunk is not finite, so that other chunks only pay for that check. Token by token a chunk has a NaN or inf only where
-the recurrence itself has one.
+row is not finite, so that other rows only pay for that check. Token by token a row has a NaN or inf only where the
+recurrence itself has one.
 """
 
 import numpy as np
@@ -13,11 +13,6 @@ import numpy as np
 def is_finite(*arrays):
     """Whether all numbers of the arrays are finite, by their sums: False also if a sum of finite numbers overflows."""
     return all(np.isfinite(x.sum()) for x in arrays)
-
-
-def finite_rows(*arrays):
-    """[B, H]: whether all numbers of arrays [B, H, ...] are finite."""
-    return np.logical_and.reduce([np.isfinite(x).all(tuple(range(2, x.ndim))) for x in arrays])
 
 
 ROOM = 24 * np.log(2)  # decays below the range may become 0 if they multiply numbers up to exp(ROOM) = 2^24
@@ -36,58 +31,46 @@ def underflows(g, nats):
     return ((decay < np.log(np.finfo(g.dtype).tiny)) & (growth + nats > ROOM)).any(-1)
 
 
-def to_redo(results, inputs, states):
-    """[B, H]: which rows of one chunk must be computed token by token. `inputs`: q, k, v, g and any others.
-
-    If only the state from other chunks is not finite, the results of products are right: those that it reaches are not
-    finite.
-    """
-    q, k, v, g, *rest = inputs
-    inputs_are_harmless = finite_rows(q, k, v, *rest) & (g <= 0).all((2, 3))  # False for a NaN
-    from_state_alone = inputs_are_harmless & ~finite_rows(*states)
-    return underflows(g, largest(*states)) | (~finite_rows(*results) & ~from_state_alone)
-
-
 def step(S, decay, k, v):
     """The state after a token."""
     return decay[..., None] * S + k[..., :, None] * v[..., None, :]
 
 
 def forward(q, k, v, g, u, scale, exclusive, S):
-    """(o [m, C, V], the state after the chunk) for m rows of one chunk; u [m, K] or None."""
+    """(o [B, H, C, V], the state after the chunk) of one chunk; u [H, K] or None."""
     o, decay = np.empty(v.shape, v.dtype), np.exp(g)
-    for t in range(q.shape[1]):
-        before, S = S, step(S, decay[:, t], k[:, t], v[:, t])
-        o[:, t] = (q[:, t, None] @ (before if exclusive else S))[:, 0]
+    for t in range(q.shape[2]):
+        before, S = S, step(S, decay[:, :, t], k[:, :, t], v[:, :, t])
+        o[:, :, t] = (q[:, :, t, None] @ (before if exclusive else S))[..., 0, :]
         if u is not None:
-            o[:, t] += np.vecdot(q[:, t], u * k[:, t])[:, None] * v[:, t]
+            o[:, :, t] += np.vecdot(q[:, :, t], u * k[:, :, t])[..., None] * v[:, :, t]
     return scale * o, S
 
 
 def backward(q, k, v, g, do, u, exclusive, S, dS):
-    """(the gradient of the state before the chunk, du [m, K] or None, dq, dk, dv, dg) for m rows of one chunk; `do` is
+    """(the gradient of the state before the chunk, du [B, H, K] or None, dq, dk, dv, dg) of one chunk; `do` is
     multiplied by the scale already, and dS is the gradient of the state after the chunk."""
     decay, before = np.exp(g), []
-    for t in range(q.shape[1]):
+    for t in range(q.shape[2]):
         before.append(S)
-        S = step(S, decay[:, t], k[:, t], v[:, t])
+        S = step(S, decay[:, :, t], k[:, :, t], v[:, :, t])
     dq, dk, dv, dg = (np.empty_like(x) for x in (q, k, v, g))
-    du = None if u is None else np.zeros_like(u)
-    for t in reversed(range(q.shape[1])):
-        dS_of_output = q[:, t, :, None] * do[:, t, None, :]
+    du = None if u is None else np.zeros_like(q[:, :, 0])
+    for t in reversed(range(q.shape[2])):
+        dS_of_output = q[:, :, t, :, None] * do[:, :, t, None, :]
         dS = dS if exclusive else dS + dS_of_output
-        read = before[t] if exclusive else step(before[t], decay[:, t], k[:, t], v[:, t])
-        dq[:, t], dk[:, t] = ((x @ y[:, t, :, None])[..., 0] for x, y in ((read, do), (dS, v)))
-        dv[:, t] = (k[:, t, None] @ dS)[:, 0]
+        read = before[t] if exclusive else step(before[t], decay[:, :, t], k[:, :, t], v[:, :, t])
+        dq[:, :, t], dk[:, :, t] = ((x @ y[:, :, t, :, None])[..., 0] for x, y in ((read, do), (dS, v)))
+        dv[:, :, t] = (k[:, :, t, None] @ dS)[..., 0, :]
         if u is not None:
-            own = np.vecdot(v[:, t], do[:, t])[:, None]
-            dq[:, t] += u * k[:, t] * own
-            dk[:, t] += u * q[:, t] * own
-            dv[:, t] += np.vecdot(q[:, t], u * k[:, t])[:, None] * do[:, t]
-            du += q[:, t] * k[:, t] * own
-        gate_terms = decay[:, t, :, None] * before[t] * dS
-        dg[:, t] = gate_terms.sum((-2, -1))[:, None] if g.shape[-1] == 1 else gate_terms.sum(-1)
-        dS = decay[:, t, :, None] * dS
+            own = np.vecdot(v[:, :, t], do[:, :, t])[..., None]
+            dq[:, :, t] += u * k[:, :, t] * own
+            dk[:, :, t] += u * q[:, :, t] * own
+            dv[:, :, t] += np.vecdot(q[:, :, t], u * k[:, :, t])[..., None] * do[:, :, t]
+            du += q[:, :, t] * k[:, :, t] * own
+        gate_terms = decay[:, :, t, :, None] * before[t] * dS
+        dg[:, :, t] = gate_terms.sum((-2, -1))[..., None] if g.shape[-1] == 1 else gate_terms.sum(-1)
+        dS = decay[:, :, t, :, None] * dS
         dS = dS + dS_of_output if exclusive else dS
     return dS, du, dq, dk, dv, dg
 

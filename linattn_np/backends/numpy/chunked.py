@@ -114,15 +114,15 @@ def states_alone(schedule, rows, final):
 
 
 def mend(member, o, final):
-    """Computes o and `final`, the results of another chunked form, again: by chunks, or by tokens if necessary."""
+    """Computes o and `final`, the results of another chunked form, again, token by token."""
     schedule = Schedule(member)
     redo(schedule, schedule.blocks, o, final, None)
 
 
 def redo(schedule, blocks, o, final, states):
-    """Computes these blocks of rows again with `carefully`."""
+    """Computes these blocks of rows again with `token_by_token`."""
     initial = schedule.member.initial_state()
-    in_parallel(lambda rows: carefully(schedule, rows, o, initial, final, states), blocks)
+    in_parallel(lambda rows: token_by_token(schedule, rows, o, initial, final, states), blocks)
 
 
 class Schedule:
@@ -167,6 +167,11 @@ class Schedule:
     def single_chunks(self):
         """[(chunk, a segment of this chunk alone)]."""
         return [(c, Segment(self.chunking.table[c : c + 1], self.chunking.size)) for c in range(self.chunking.count)]
+
+    def bonus(self, rows):
+        """u [H, K] of a block of rows in the computing dtype, or None."""
+        u = self.member.bonus(rows)
+        return None if u is None else u[:, 0, 0]
 
     def finite_states(self, states, rows):
         """Whether the states [N, H, K, V] of a block of rows are finite."""
@@ -228,37 +233,22 @@ def materialized(schedule, o, final, states):
     ]
 
 
-def carefully(schedule, rows, o, initial, final, states):
-    """Computes a block of rows chunk by chunk; chunks for which products are inaccurate, token by token."""
+def token_by_token(schedule, rows, o, initial, final, states):
+    """Computes a block of rows token by token, chunk by chunk."""
     member, carried = schedule.member, None
     for c, segment in schedule.single_chunks:
-        inputs = [segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g)]
-        h, decay = schedule.states(o[rows].shape[:2], 1, Scratch(schedule.dtype))
-        scores = Scores(schedule, rows, segment, decay, thread_scratch(schedule.dtype))
-        scores.store(h)
-        qg, A, v = (x[:, :, 0] for x in (scores.qg, scores.A, scores.v))
+        q, k, v, g = (segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g))
         if (s := schedule.chunking.begins.get(c)) is not None:
             carried = schedule.of_rows(initial, rows)[:, s]
         if states is not None:
             states[rows][:, :, c] = carried
-        after = decay[:, :, 0, :, None] * carried + h[:, :, 1]
-        o_chunk = member.scale * (qg @ carried + A @ v)
-        redo = np.nonzero(by_token.to_redo((o_chunk, after), inputs, (carried,)))
-        if redo[0].size:
-            options = rows_of_bonus(member, rows, redo), member.scale, member.exclusive
-            stepwise, after[redo] = by_token.forward(*(x[redo] for x in inputs), *options, carried[redo])
-            # Where the state of the token-by-token form overflows within the chunk, o from the scores is kept.
-            overflowed = ~np.isfinite(stepwise) & np.isfinite(o_chunk[redo])
-            o_chunk[redo] = np.where(overflowed, o_chunk[redo], stepwise)
+        u, by_products = schedule.bonus(rows), segment.pack(o[rows], schedule.dtype)[:, :, 0]
+        o_chunk, carried = by_token.forward(q, k, v, g, u, member.scale, member.exclusive, carried)
+        # The state may be out of range where o is not: what products gave of it stays.
+        np.copyto(o_chunk, by_products, where=~np.isfinite(o_chunk) & np.isfinite(by_products))
         segment.unpack_into(o[rows], o_chunk[:, :, None])
-        carried = after
         if (s := schedule.chunking.ends.get(c)) is not None:
-            schedule.of_rows(final, rows)[:, s] = after
-
-
-def rows_of_bonus(member, rows, at):
-    """u [m, K] for the m rows at the indices `at` of a block; None without a bonus u."""
-    return None if member.u is None else member.bonus(rows)[at[1], 0, 0]
+            schedule.of_rows(final, rows)[:, s] = carried
 
 
 def place(rows, first):
@@ -341,7 +331,7 @@ def vjp(member, o):
             if not accurate or not schedule.finite_states(dstates, rows)
         ]
         in_parallel(
-            lambda rows: backward_carefully(schedule, rows, do, states, final_gradient, dstates, gradients), undone
+            lambda rows: backward_token_by_token(schedule, rows, do, states, final_gradient, dstates, gradients), undone
         )
         du = None if member.u is None else gradients.du.sum((0, 2))
         return (gradients.dq, gradients.dk, gradients.dv, gradients.dg, du), dstates
@@ -442,35 +432,17 @@ class ChunkProducts:
         return flow.sum(-1, keepdims=True) if decay.shape[-1] == 1 else flow
 
 
-def backward_carefully(schedule, rows, do, states, of_final, of_initial, gradients):
-    """Computes what `backward` does chunk by chunk; chunks for which products are inaccurate, token by token.
-
-    `of_final` is the gradient of the final states; that of the initial states is written to `of_initial`.
-    """
+def backward_token_by_token(schedule, rows, do, states, of_final, of_initial, gradients):
+    """Computes what `backward` does token by token. `of_final` is the gradient of the final states; that of the initial
+    states is written to `of_initial`."""
     member, chunking, carried = schedule.member, schedule.chunking, None
     for c, segment in reversed(schedule.single_chunks):
-        scratch = thread_scratch(schedule.dtype)
-        scores = Scores(schedule, rows, segment, None, scratch, backward=True)
-        products = ChunkProducts(member, scores, segment.pack(do[rows], schedule.dtype), scratch)
-        h = states[rows][:, :, c : c + 1]
+        arrays = (member.q, member.k, member.v, member.g, do)
+        *inputs, do_chunk = (segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in arrays)
         if (s := chunking.ends.get(c)) is not None:
             carried = schedule.of_rows(of_final, rows)[:, s]
-        dh = products.dh()
-        dh[:, :, 1] = carried
-        dh[:, :, 0] += scores.decay[:, :, 0, :, None] * carried
-        gradient_parts = [np.empty_like(x) for x in (scores.q, scores.k, scores.v, scores.gates.g)]
-        du = products.vjp(h, dh, gradient_parts)
-        gradient_parts = [dh[:, :, 0], *(x[:, :, 0] for x in gradient_parts)]
-        inputs = [x[:, :, 0] for x in (scores.q, scores.k, scores.v, scores.gates.g, products.do)]
-        redo = np.nonzero(by_token.to_redo(gradient_parts, inputs, (h, carried)))
-        if redo[0].size:
-            u = rows_of_bonus(member, rows, redo)
-            redone = by_token.backward(*(x[redo] for x in inputs), u, member.exclusive, h[:, :, 0][redo], carried[redo])
-            if u is not None:
-                du[:, :, 0][redo] = redone[1]
-            for x, new in zip(gradient_parts, (redone[0], *redone[2:]), strict=True):
-                x[redo] = new
-        carried = gradient_parts[0].copy()
-        gradients.put(rows, segment, c, du, [x[:, :, None] for x in gradient_parts[1:]])
+        options = schedule.bonus(rows), member.exclusive, states[rows][:, :, c], carried
+        carried, du, *parts = by_token.backward(*inputs, member.scale * do_chunk, *options)
+        gradients.put(rows, segment, c, None if du is None else du[:, :, None], [x[:, :, None] for x in parts])
         if (s := chunking.begins.get(c)) is not None:
             schedule.of_rows(of_initial, rows)[:, s] = carried

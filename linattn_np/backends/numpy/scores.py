@@ -15,7 +15,7 @@ gates
   chunking, Yang et al., 2024, section 4.3, in every block).
 
 Large q or k or growing gates may still leave a dtype's range. Then results are not finite, or `underflow` is True, and
-`by_token` computes the chunk.
+`by_token` computes the row.
 
 The gradient of a gate is the sum of all terms q_i dA_ij k_j ... with j before its token and i at or after it. Halved,
 these are sums of such terms alone. Factored, other terms are added and subtracted again, which leaves a rounding error
