@@ -64,6 +64,21 @@ template <typename T, int BK> struct alignas(16) Shared {
   float along[2 * C];         // k . dk / k . k, then q . dq / q . q
 };
 
+// Has L2 fetch 64 columns from `column` on, as fetch_columns will ask for them; a thread a line, of 64 numbers.
+template <int BK, typename T, typename G>
+__device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, i64 h, const Span& span, i64 chunk,
+                                                 int column) {
+  constexpr int PANELS = BK / KEPT;
+  const int panel = threadIdx.x / KEPT, kind = threadIdx.x / C;
+  const i64 token = span.start + threadIdx.x % C;
+  const i64 state = kept_at(args.shape, panel / PANELS, b, h, chunk, panel % PANELS * KEPT);
+  prefetch_line(args.kept + state + i64(column + threadIdx.x % KEPT) * KEPT);
+  if (kind < 4 && token < span.stop) {
+    const Rows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.w : args.e;
+    prefetch_line(rows.row(b, h, token) + column + (kind == 2 ? padded(args.shape.V) : 0));
+  }
+}
+
 // Starts copying 64 columns from `column` on of S, C, do, e and w.
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
@@ -189,9 +204,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   copy_chunk<BK, THREADS>(s.q, args.q.row(b, head, span.start), args.q.t, rows, channels, bytes);
   cp_async_commit();
   fetch_columns<BK>(s, args, opaque(b), opaque(h), span, chunk, 0);  // `opaque`: addresses take no registers later
+  for (int column = COLUMNS; column < shape.V; column += COLUMNS)
+    prefetch_columns<BK>(args, opaque(b), opaque(h), span, chunk, column);
   const TokenNumbers numbers(args.g, args.beta, b, h, span.start, rows);
   decay_pairs<WARPS>(of, numbers.decay);
-  if (threadIdx.x < C) of.beta[threadIdx.x] = numbers.beta;
+  if (warp == 0) of.beta[lane] = numbers.beta;
   cp_async_wait<1>();
   __syncthreads();  // q and k have arrived; decays are in shared memory
   measure_rows<BK, WARPS>(of, s.q, s.k, args.normalized);
@@ -336,26 +353,45 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     }
     __syncthreads();  // those over all channels are in shared memory
   }
-  // Stores a gradient; kind: 0 for queries, 1 for keys. If rows were divided by their lengths, the part along the row
-  // is removed, and the rest is divided by the length.
-  const auto store = [&](const Columns& d, const T* x, const Rows<T>& to, int kind) {
+  // Stores a gradient, over the rows x of a warp's channels; kind: 0 for queries, 1 for keys. If rows were divided by
+  // their lengths, the part along the row is removed, and the rest is divided by the length.
+  const auto store = [&](const Columns& d, T* x, const Rows<T>& to, int kind) {
+    if (args.parts) {
+      each_pair([&](int i, int c, int m, int across, int down) {
+        if (i >= rows) return;
+        float* row = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + span.start + i) * shape.K;
+        if (c < channels) row[c] = d[m][across][2 * down];
+        if (c + 1 < channels) row[c + 1] = d[m][across][2 * down + 1];
+      });
+      return;
+    }
     each_pair([&](int i, int c, int m, int across, int down) {
       float one = d[m][across][2 * down], two = d[m][across][2 * down + 1];
-      if (i >= rows) return;
-      if (args.parts) {
-        float* row = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + span.start + i) * shape.K;
-        if (c < channels) row[c] = one;
-        if (c + 1 < channels) row[c + 1] = two;
-        return;
-      }
+      T* pair = place<BK>(x, i, c);
       if (divided) {
         const int at = (kind ? 0 : C) + i;
-        const float2 value = unpack_pair(place<BK>(x, i, c));
+        const float2 value = unpack_pair(pair);
         const float unit = of.unit[at], along = s.along[at];
         one = unit * fmaf(-along, value.x, one), two = unit * fmaf(-along, value.y, two);
       }
-      store_pair(to.row(b, head, span.start + i), c, channels, bytes, one, two);
+      put_pair(pair, {one, two});
     });
+    __syncwarp();  // the warp's channels of the gradient are in shared memory
+    T* const first = to.row(b, head, span.start);
+    if (bytes == 16) {
+#pragma unroll
+      for (int n = 0; n < C; n += 16) {
+        const int i = n + lane / 2, c = channel + lane % 2 * 8;
+        if (i < rows && c < channels)
+          *reinterpret_cast<uint4*>(first + i * to.t + c) = *reinterpret_cast<const uint4*>(place<BK>(x, i, c));
+      }
+    } else {
+#pragma unroll 1
+      for (int n = lane; n < C * 16; n += 32) {
+        const int i = n / 16, c = channel + n % 16;
+        if (i < rows && c < channels) first[i * to.t + c] = *place<BK>(x, i, c);
+      }
+    }
   };
   store(of_q, s.q, args.dq, 0);
   store(of_k, s.k, args.dk, 1);

@@ -31,18 +31,6 @@ template <int THREADS, typename T> __device__ __forceinline__ void clear_padding
     *reinterpret_cast<uint4*>(M.x + row / C * M.REST + row % C * M.LDA + C) = uint4{};
 }
 
-// Stores neighbouring numbers of a row from an even `column` on, those of its `columns`. The row is whole pieces of
-// `bytes`.
-template <typename T>
-__device__ __forceinline__ void store_pair(T* row, int column, int columns, int bytes, float x, float y) {
-  if (bytes >= 4) {
-    if (column < columns) *reinterpret_cast<u32*>(row + column) = pack<T>(x, y);
-  } else {
-    if (column < columns) row[column] = from_float<T>(x);
-    if (column + 1 < columns) row[column + 1] = from_float<T>(y);
-  }
-}
-
 // ---- tokens ---------------------------------------------------------------------------------------------------------
 
 // The decay and the write strength of a lane's token; 1 and 0 behind the chunk's `rows`.
@@ -144,17 +132,19 @@ template <int WARPS, class Decays> __device__ __forceinline__ void decay_pairs(D
 template <int BK, int WARPS, typename T>
 __device__ __forceinline__ void measure_rows(Decayed& s, const T* q, const T* k, bool normalized) {
   const int lane = threadIdx.x & 31;
+  if (!normalized) {
+    if (threadIdx.x < 2 * C) s.unit[threadIdx.x] = 1.f;
+    return;
+  }
   for (int row = threadIdx.x >> 5; row < 2 * C; row += WARPS) {
     float squares = 0.f;
-    if (normalized) {
 #pragma unroll
-      for (int c = 2 * lane; c < BK; c += 64) {
-        const float2 two = unpack_pair(place<BK>(row < C ? k : q, row % C, c));
-        squares = fmaf(two.x, two.x, fmaf(two.y, two.y, squares));
-      }
-      squares = warp_sum(squares);
+    for (int c = 2 * lane; c < BK; c += 64) {
+      const float2 two = unpack_pair(place<BK>(row < C ? k : q, row % C, c));
+      squares = fmaf(two.x, two.x, fmaf(two.y, two.y, squares));
     }
-    if (lane == 0) s.unit[row] = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
+    squares = warp_sum(squares);
+    if (lane == 0) s.unit[row] = inverse_root(squares + float(LEAST_SQUARE));
   }
 }
 

@@ -330,6 +330,11 @@ __device__ __forceinline__ void load_in_turn(uint2& x, const void* from) {
   asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
 }
 
+// Has L2 fetch the line of 128 bytes at an address.
+__device__ __forceinline__ void prefetch_line(const void* gmem) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(gmem) : "memory");
+}
+
 // ---- kernels that overlap: without effect before sm_90 ----------------------------------------------------
 
 // Starts copying `bytes` (a multiple of 16, as is the address) to L2.

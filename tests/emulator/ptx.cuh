@@ -310,6 +310,8 @@ inline bool barrier_any(int id, int threads, bool some, emulator::Where where = 
   return barrier.any;
 }
 
+inline void prefetch_line(const void*) {}
+
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------
 
 template <typename X> void load_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
