@@ -40,30 +40,19 @@ PICKLES = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # the first bytes
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the values of the first two of its five pickles
 
-STORAGES = {
-    "Double": np.float64,
-    "Float": np.float32,
-    "Half": np.float16,
-    "BFloat16": ml_dtypes.bfloat16,
-    "Long": np.int64,
-    "Int": np.int32,
-    "Short": np.int16,
-    "Char": np.int8,
-    "Byte": np.uint8,
-    "Bool": np.bool,
+DTYPES = {  # and their names in torch's pickles and in safetensors files
+    np.float64: ("Double", "F64"),
+    np.float32: ("Float", "F32"),
+    np.float16: ("Half", "F16"),
+    ml_dtypes.bfloat16: ("BFloat16", "BF16"),
+    np.int64: ("Long", "I64"),
+    np.int32: ("Int", "I32"),
+    np.int16: ("Short", "I16"),
+    np.int8: ("Char", "I8"),
+    np.uint8: ("Byte", "U8"),
+    np.bool: ("Bool", "BOOL"),
 }
-SAFETENSORS = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool,
-}
+SAFETENSORS = {name: np.dtype(dtype) for dtype, (_, name) in DTYPES.items()}
 
 
 class CheckpointError(FileError):
@@ -297,7 +286,7 @@ GLOBALS = {
     "torch._utils _rebuild_tensor_v2": rebuild_tensor,
     "torch._utils _rebuild_parameter": rebuild_parameter,
     "torch Size": size,
-    **{f"torch {name}Storage": np.dtype(dtype) for name, dtype in STORAGES.items()},
+    **{f"torch {name}Storage": np.dtype(dtype) for dtype, (name, _) in DTYPES.items()},
 }
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
@@ -475,7 +464,7 @@ def safetensors(data, path):
         if not isinstance(dtype, str) or dtype not in SAFETENSORS:
             refuse(f"{shown(name)} has dtype {shown(dtype)}", "one of " + ", ".join(SAFETENSORS))
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        storage = Storage(name, np.dtype(SAFETENSORS[dtype]), math.prod(shape))
+        storage = Storage(name, SAFETENSORS[dtype], math.prod(shape))
         tensors[name] = Tensor(storage, 0, tuple(shape), strides)
         places[name] = 8 + size + first, end - first
     return arrays(data, tensors, places)
