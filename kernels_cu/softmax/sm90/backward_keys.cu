@@ -96,6 +96,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   Ring<S::STAGES> r;
   float st[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];
   u32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
+  constexpr bool HELD = D == 64;  // whether k and v are operands in registers, which have room for 64 columns
+  u32 k[HELD ? D / 16 : 1][4], v[HELD ? D / 16 : 1][4];
   bool leaving = false;  // lane 0: the copy engine may still read this warp's dk and dv of the previous key tile
   // A head has `blocks` query tiles; the current one is end - ahead, the last one end - 1. heads: query heads that are
   // left; shift: query position of the key tile's first row; length: number of queries of the sequence.
@@ -124,7 +126,14 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto begin = [&](const Work& work) {
     blocks = ahead = uniform(work.tiles), end = uniform(work.first_tile + work.tiles), heads = int(args.group);
     shift = uniform(work.diagonal), length = uniform(work.other_length);
+    if constexpr (HELD) load_rows(k, s.k[kv.stage], own), load_rows(v, s.v[kv.stage], own);
     skip();
+  };
+  // Issues the product of 16 columns from 16 n on of keys or values, which are `a` or in the tile `at`, and of a tile.
+  auto product = [&](float (&sum)[QUERIES / 2], const u32(&a)[4], u64 at, u64 tile, int n) {
+    const u64 b = tile + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2;
+    if constexpr (HELD) wgmma<T, QUERIES, false>(sum, a, b, n > 0);
+    else wgmma<T, QUERIES, false>(sum, at + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
   };
   auto start = [&] {  // issues two products with keys as rows: st = k q^T, dp = v do^T
     const int valid = length - (end - ahead) * QUERIES;
@@ -135,17 +144,13 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if (valid < QUERIES) zero_rows(s.q[r.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < D / 16; ++n)
-      wgmma<T, QUERIES, false>(st, kt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2,
-                               qt + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2, n > 0);
+    for (int n = 0; n < D / 16; ++n) product(st, k[HELD ? n : 0], kt, qt, n);
     wgmma_commit();
     barrier_wait(s.g_full[r.stage], r.parity);
     if (valid < QUERIES) zero_rows(s.g[r.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < D / 16; ++n)
-      wgmma<T, QUERIES, false>(dp, vt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2,
-                               gt + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2, n > 0);
+    for (int n = 0; n < D / 16; ++n) product(dp, v[HELD ? n : 0], vt, gt, n);
     wgmma_commit();
   };
   auto add = [&](float (&sum)[D / 2], const u32(&a)[QUERIES / 16][4], const T* tile, bool begun) {
