@@ -12,6 +12,8 @@ import time
 import pytest
 from test_examples import ENVIRONMENT, GREEDY, ON_THE_CPU, decode, interruptible, until
 
+from linattn_np.command import signals
+
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_an_interrupt_keeps_the_texts_that_are_done(finished, tmp_path):
@@ -133,15 +135,38 @@ def test_an_interrupt_ends_it_quietly():
     assert process.returncode == 130 and re.fullmatch(ON_THE_CPU, messages)
 
 
-def test_an_interrupt_while_python_ends_is_quiet(tmp_path):
+PRESSED = """
+import atexit, os, signal, sys
+press = lambda: os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(press)
+{}
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("before", ["from linattn_np.__main__ import main", "import linattn_np; press()"])
+def test_an_interrupt_while_python_ends_is_quiet(before, tmp_path):
     script = tmp_path / "linattn-np"
-    script.write_text(
-        "import atexit, os, signal, sys\n"
-        "from linattn_np.__main__ import main\n"
-        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "sys.exit(main())\n"
-    )
+    script.write_text(PRESSED.format(before))
     command = [sys.executable, script, "--version"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == -signal.SIGINT and done.stdout and not done.stderr
+    assert done.returncode == -signal.SIGINT and done.stderr in ("", "linattn-np: interrupted while it was loading\n")
+
+
+def test_a_third_signal_is_the_systems(monkeypatch):
+    """The second one may come where the work ends, so that nobody would catch a third."""
+    before = {number: signal.getsignal(number) for number in signals.NUMBERS}
+    monkeypatch.setattr(signals, "OWN_PROCESS", True)
+    try:
+        for number, handler in zip(signals.NUMBERS, (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN)):
+            signal.signal(number, handler)
+        with signals.handled():
+            for caught in (1, 2):
+                with pytest.raises(signals.Ended):
+                    signal.raise_signal(signal.SIGTERM)
+                assert (signal.getsignal(signal.SIGINT) == signal.SIG_DFL) == (caught == 2)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,11 +2,13 @@
 signals. OpenBLAS, for one, sends itself a Ctrl-C where it may start no threads, and tells why."""
 
 import os
+import signal
 import sys
 
 
 def told(kind, error, trace):
     """`sys.excepthook` of the command."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one while Python ends has no traceback
     interrupted = issubclass(kind, KeyboardInterrupt)
     why = "interrupted while it was loading" if interrupted else f"cannot be loaded: {kind.__name__}: {error}"
     if sys.stderr is not None:

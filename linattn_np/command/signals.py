@@ -24,17 +24,23 @@ class Ended(KeyboardInterrupt):
 
 
 class Noted:
-    """The signal that came, and whether the work under way will ask for it. Ctrl-C gives way to the others, as work
-    may go on after it."""
+    """The signal that came, whether the work under way will ask for it, and how often one was raised. Ctrl-C gives way
+    to the others, as work may go on after it."""
 
     number: int | None = None
     asked_for = False
+    raised = 0
 
     def __call__(self, number, frame=None):
         alone = self.number is None
         if self.number in (None, signal.SIGINT):
             self.number = number
         if not (alone and self.asked_for):
+            self.raised += 1
+            if OWN_PROCESS and self.raised == 2:  # in the work's own end, where a third could be caught by nobody
+                for one in NUMBERS:
+                    if signal.getsignal(one) is self:
+                        signal.signal(one, signal.SIG_DFL)
             raise Ended(number)
 
 
@@ -47,7 +53,7 @@ def handled() -> Iterator[None]:
 
     Behind it one ends the command's process: Python's own end would show a traceback.
     """
-    noted.number, noted.asked_for, before = None, False, {}
+    noted.number, noted.asked_for, noted.raised, before = None, False, 0, {}
     if threading.current_thread() is threading.main_thread():
         for number in NUMBERS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -71,6 +77,6 @@ def deferred() -> Iterator[Callable[[], int | None]]:
 
 def forget_ctrl_c():
     """The work goes on after a Ctrl-C that has stopped a part of it; another signal raises Ended."""
-    number, noted.number = noted.number, None
+    number, noted.number, noted.raised = noted.number, None, 0
     if number not in (None, signal.SIGINT):
         raise Ended(number)
