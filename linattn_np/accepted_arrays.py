@@ -32,7 +32,7 @@ def accepted(name, x, use: str = "computed", operator: str | None = None):
         raise Refusal(refusal)
     try:
         return array_kinds.to_native(x, whose), whose
-    except (TypeError, BufferError, ImportError, RuntimeError) as error:
+    except (AttributeError, BufferError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Refusal(f"cannot be read: {error}") from error
 
 

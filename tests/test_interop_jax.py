@@ -234,6 +234,19 @@ def test_masked_arrays_are_refused(rng):
         interop.gla(q, np.ma.masked_array(k, k > 0), v, g)
 
 
+def test_what_has_no_floats_is_refused(rng):
+    q, k, v, g = draw(GLA, rng, SIZES, np.float32)
+    keys = jax.random.split(jax.random.key(0), q.shape)
+    shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    for x in (keys, shape, q.astype(object), q.astype(str), "q", object(), None):
+        with pytest.raises(ContractTypeError, match="gla: q "):
+            interop.gla(x, k, v, g)
+        with pytest.raises(ContractTypeError, match="gla: q "):
+            linattn_np.gla(x, k, v, g)
+    with pytest.raises(ContractTypeError, match="gla: q "):
+        jax.jit(lambda q: interop.gla(q, k, v, g))(keys)
+
+
 def test_what_must_be_static(rng):
     q, k, v, g = draw(GLA, rng, SIZES, np.float32)
     with pytest.raises(ContractTypeError, match="gla: scale is .*, expected a finite number"):

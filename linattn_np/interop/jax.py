@@ -71,11 +71,8 @@ def differentiable(op: Op):
     def public(*positional, **named):
         axis_name = named.pop("axis_name", None) if more else None
         declared, arrays, state, arguments = operator.take_apart(positional, named)
-        for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
-            refusal = None if isinstance(x, jax.core.Tracer) else REFUSALS.get(kind(x))
-            if refusal and (found := refusal(x, "computed", None)):
-                declared.refuse(name, found, ContractTypeError)
-        arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
+        arrays = tuple(as_jax(declared, name, x) for name, x in zip(declared.arrays, arrays))
+        state = state and tuple(as_jax(declared, "initial_state", x) for x in state)
 
         def run(arrays, state, arguments):
             arrays, state = equally_varying((arrays, state and tuple(state)))
@@ -100,6 +97,18 @@ def differentiable(op: Op):
         return as_returned(results, is_pair(arguments))
 
     return operator.document(public, "JAX arrays")
+
+
+def as_jax(declared, name, x):
+    """`x`, an array of any library, as JAX's; ContractTypeError for anything else."""
+    if not isinstance(x, jax.core.Tracer):
+        if kind(x) != "jax":
+            x, _ = declared.native(name, x)
+        elif found := REFUSALS["jax"](x, "computed", None):
+            declared.refuse(name, found, ContractTypeError)
+    if not isinstance(x.dtype, np.dtype) or x.dtype.kind in "OSUMm":
+        declared.refuse(name, f"has dtype {x.dtype}, expected floats", ContractTypeError)
+    return jnp.asarray(x)
 
 
 def on_blanks(declared, arrays, state, arguments):
