@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from linattn_np.backends.cupy import device
 from linattn_np.backends.numpy import cores
 from linattn_np.command import COMMANDS, cards, generate, signals, terminal, train
 from linattn_np.errors import ContractError
-from linattn_np.models import Batch, files, helper_threads, sampling
+from linattn_np.models import Batch, State, files, helper_threads, sampling
 from linattn_np.models.training import Settings, Training
 
 SMALLEST = {
@@ -281,6 +282,11 @@ def test_a_full_disk_is_waited_for_until_the_end(trained, tmp_path, monkeypatch)
     assert code == 2 and kept(tmp_path / "out") == 4 and "training.safetensors: No space left on device;" in lines[-1]
 
 
+def test_a_folder_that_was_removed_is_made_anew(trained, tmp_path, monkeypatch):
+    at_step(monkeypatch, 3, lambda: shutil.rmtree(tmp_path / "out"))
+    assert trained(*SMALL)[0] == 0 and kept(tmp_path / "out") == 4
+
+
 def test_a_training_that_is_done_says_so_and_can_be_extended(trained, tmp_path):
     trained(*SMALL)
     code, lines = trained("--resume")
@@ -329,6 +335,30 @@ def test_a_line_without_room_is_not_begun(tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == '{"text": "b"}\n{"text": "a"}\n'
     assert output.finish(3) == 2
     assert (tmp_path / "out.jsonl").read_text() == '{"text": "a"}\n{"text": "b"}\n'
+
+
+def test_a_file_of_texts_that_was_removed_is_written_anew(tmp_path):
+    output = generate.Output(tmp_path / "out.jsonl")
+    output.add(0, {"text": "a"})
+    (tmp_path / "out.jsonl").unlink()
+    output.add(1, {"text": "b"})
+    assert output.finish(2) == 2 and (tmp_path / "out.jsonl").read_text() == '{"text": "a"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize("words", [["--prompt", "Emm"], ["--chat"]])
+@pytest.mark.parametrize("error", [errno.EPIPE, errno.ENOSPC])
+def test_a_state_is_kept_where_nobody_reads_the_text(words, error, tmp_path, capsys, monkeypatch):
+    def put(text="", end="\n"):
+        put.calls += 1
+        if put.calls == 3:
+            raise OSError(error, os.strerror(error), "stdout")
+
+    put.calls = 0
+    monkeypatch.setattr(generate, "put", put)
+    monkeypatch.setattr(generate, "ask", lambda: "Emm")
+    state = tmp_path / "state.npz"
+    code, _ = called(capsys, "generate", "--device", "cpu", "--save-state", state, *words)
+    assert code == (0 if error == errno.EPIPE else 2) and State.load(state).wkv.any()
 
 
 def test_slots_beyond_the_texts_take_no_memory(tmp_path, capsys, monkeypatch):

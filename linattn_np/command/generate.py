@@ -373,15 +373,20 @@ class Writer:
                 batch = Batch(self.model, 1)
                 (slot,) = batch.join([rest], self.how, [state])
             first = time.perf_counter()
-            text = Text(self.tokenizer, self.options.tokens, stop)
-            while text.finish is None:
-                if self.loops:
-                    self.loops.hasten(self.model)
-                put(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
-        put()
+            text, unread = Text(self.tokenizer, self.options.tokens, stop), None
+            try:
+                while text.finish is None:
+                    if self.loops:
+                        self.loops.hasten(self.model)
+                    put(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
+                put()
+            except OSError as error:  # of stdout; the state is kept all the same
+                unread = error
         self.state = batch.state(slot)
         self.read, self.reading = self.read + len(tokens), self.reading + first - start
         self.written, self.writing = self.written + text.count, self.writing + time.perf_counter() - first
+        if unread:
+            raise unread
         return text
 
     def save(self):
@@ -400,8 +405,10 @@ def write(options, model, state, loops):
     prompt = prompt_of(options)
     put(prompt.decode("utf-8", "replace"), end="")
     writer = Writer(options, model, state, loops)
-    text = writer.answer(prompt, options.stop or ())
-    writer.save()
+    try:
+        text = writer.answer(prompt, options.stop or ())
+    finally:
+        writer.save()
     if text.finish == "interrupt":
         raise Ended(noted.number)
     writer.tell()
@@ -642,16 +649,20 @@ class Output:
             raise OSError(error.errno, error.strerror, self.path) from None
 
     def finish(self, asked) -> int:
-        """How many texts there are, now in order; one for nothing that was asked makes an empty file."""
+        """How many texts there are, now in order; one for nothing that was asked makes an empty file, and one that
+        was removed is written anew."""
+        there = False
         if self.file:
             os.fsync(self.file.fileno())
+            with suppress(FileNotFoundError):
+                there = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
             self.file.close()
-        if (self.lines or not asked) and not (self.file and list(self.lines) == sorted(self.lines)):
+        if (self.lines or not asked) and not (there and list(self.lines) == sorted(self.lines)):
             try:
                 with replaced(self.path) as file:
                     file.writelines(self.lines[number] for number in sorted(self.lines))
             except OSError as error:
-                if not self.file:
+                if not there:
                     raise
                 say(f"{told(error)}: the texts stay in the order in which they were done")
         return len(self.lines)

@@ -260,7 +260,6 @@ def start(options, trained, device, ranks) -> Training:
     settings = defaults(options, trained, device, given) | given
     training = Training(text, Settings(**settings), **how)
     if ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
         save(training, folder, trained.file)
     return training
 
@@ -403,6 +402,7 @@ def sample(training, trained) -> str:
 
 
 def save(training, folder, file):
+    folder.mkdir(parents=True, exist_ok=True)  # also where somebody has removed it
     training.save(folder / CHECKPOINT)
     training.save_model(folder / file)
 
