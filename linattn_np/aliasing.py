@@ -54,7 +54,10 @@ def compare(problem):
         read += [("initial_state", part) for part in problem.initial_state]
     read += [("mask", problem.mask), ("slots", option("slots")), ("accepted", option("accepted"))]
     written = [("state", option("state")), ("pending", option("pending")), ("out", problem.out)]
-    read, written = ([(name, seen_from_the_host(x)) for name, x in named if x is not None] for named in (read, written))
+    read, written = (
+        [(name, x if isinstance(x, np.ndarray) else np.asarray(Addresses(x))) for name, x in named if x is not None]
+        for named in (read, written)
+    )
     for name, x in written:
         refuse_shared(problem.op, name, x, read)
         read.append((name, x))
@@ -68,13 +71,8 @@ def refuse_shared(op, name, written, read):
 
 
 # -- on a device ------------------------------------------------------------------------------------------------------
-def seen_from_the_host(x):
-    """A NumPy array at the addresses of a device array, which nobody may read; a host array itself."""
-    return x if isinstance(x, np.ndarray) else np.asarray(Addresses(x))
-
-
 class Addresses:
-    """Gives NumPy the addresses of a device array, by the array interface."""
+    """A device array of which NumPy makes an array at its addresses, whose numbers nobody may read."""
 
     def __init__(self, x):
         self.__array_interface__ = {

@@ -68,7 +68,7 @@ def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
     if problem.mask is None or "T" not in axes.split():
         return x
     refuse_lost_memory(problem, "mask", "copies of the arrays without padding are")
-    return padding.filled_copy(x, padding_of(problem), fill)
+    return padding.fill(x.copy(order="K"), padding_of(problem), fill)
 
 
 def state_to_backend(problem: Problem, part, axes: str):

@@ -69,7 +69,13 @@ def call(op: Op, arrays, *, backend="auto", summaries=(), **arguments):
     o, final_state = backend_module(choose(problem, backend)).run(
         inner_call(with_output(problem)), *([summaries] if summaries else [])
     )
-    o = output_to_caller(problem, to_caller(problem, o, op.out), arguments.get("out"))
+    o, out = to_caller(problem, o, op.out), arguments.get("out")
+    if out is None:
+        o = in_kind(problem, o)
+    else:
+        if problem.out is None:  # the backend could not write there
+            out[...] = o
+        o = out
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
 
 
@@ -111,13 +117,3 @@ def summarise(op: Op, arrays, *, backend="auto", gradient=False, only_summaries=
         return None
     (final, decays), summaries = summary
     return tuple(state_to_caller(problem, part, axes) for part, axes in zip(final, problem.op.state)), decays, summaries
-
-
-def output_to_caller(problem: Problem, o, out):
-    """What a call returns as o: the caller's `out`, to which `o` is copied if the backend could not write there; or `o`
-    as an array of the caller's library if `out` is None."""
-    if out is None:
-        return in_kind(problem, o)
-    if problem.out is None:
-        out[...] = o
-    return out

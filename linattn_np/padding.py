@@ -3,11 +3,6 @@
 import numpy as np
 
 
-def filled_copy(x, padding, value=0.0):
-    """A copy of `x` [B, H, T, ...] in its memory order, `value` where `padding` [B, T] is True."""
-    return fill(x.copy(order="K"), padding, value)
-
-
 def fill(x, padding, value=0.0):
     """`x` [B, H, T, ...] itself, `value` where `padding` [B, T] is True; whatever stood there, NaN too."""
     bits = x.view(f"u{x.dtype.itemsize}")  # NumPy has no casts from Python's numbers to bfloat16

@@ -69,20 +69,3 @@ class Cut:
                     min(stop, last) - first,
                     *((after, before) if self.reverse else (before, after)),
                 )
-
-    def in_pass_order(self):
-        """The segments in the order of the pass."""
-        return self.segments[::-1] if self.reverse else self.segments
-
-    def segments_of(self, rank):
-        """The segments of one rank."""
-        return [segment for segment in self.segments if segment.rank == rank]
-
-    @property
-    def has_crossing_sequences(self) -> bool:
-        """Whether any sequence has tokens in several segments, so that its state must be sent."""
-        return any(segment.outgoing_piece for segment in self.segments)
-
-    def ending_pieces(self):
-        """[(segment, piece)] for the last piece, in the order of the pass, of every sequence that has tokens."""
-        return [(segment, piece) for segment in self.segments for piece in segment.pieces if not piece.has_successor]

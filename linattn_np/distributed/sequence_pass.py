@@ -59,7 +59,11 @@ class Pass:
         messages = self.summary_messages(expected_lengths)
         if (lengths := self.comparison.agreed_lengths()) != expected_lengths:
             messages = self.summary_messages(lengths)
-        wait = self.send_summaries(messages) if self.cut.has_crossing_sequences else None
+        wait = None
+        if any(segment.outgoing_piece for segment in self.cut.segments):  # a sequence has tokens in several segments
+            recurrence, rows = self.recurrence, self.call.rows_per_sequence
+            shapes = [*recurrence.state_shapes(rows), *recurrence.factor_shapes(rows)]
+            wait = self.call.exchange(messages, shapes, self.cut.slots)
         results, final_states, arriving = {}, {}, None
         for segment in sorted(self.own_segments, key=lambda segment: segment.incoming_piece is not None):
             if segment.incoming_piece is not None and arriving is None:
@@ -77,7 +81,8 @@ class Pass:
     def summary_messages(self, lengths):
         """{slot: summary} of this rank's segments that have one; a slot is a segment's number on its rank."""
         self.lengths, self.cut = lengths, self.call.cut(lengths, self.backwards)
-        self.own_segments, messages = self.cut.segments_of(self.call.comm.rank), {}
+        self.own_segments = [segment for segment in self.cut.segments if segment.rank == self.call.comm.rank]
+        messages = {}
         self.summaries.clear()
         for segment in self.own_segments:
             if segment.outgoing_piece is not None:
@@ -86,17 +91,11 @@ class Pass:
                 self.prepare(segment)
         return messages
 
-    def send_summaries(self, messages):
-        """Begins the all-gather. Returns wait(), whose result is the function (rank, slot) -> arrays of a summary."""
-        recurrence, rows = self.recurrence, self.call.rows_per_sequence
-        shapes = [*recurrence.state_shapes(rows), *recurrence.factor_shapes(rows)]
-        return self.call.exchange(messages, shapes, self.cut.slots)
-
     def arriving_states(self, summary_at):
         """{index of a segment of this rank: the state that its first sequence brings from another segment}."""
         arriving, state = {}, None
         wanted = {segment.index for segment in self.own_segments if segment.incoming_piece is not None}
-        for segment in self.cut.in_pass_order():
+        for segment in reversed(self.cut.segments) if self.cut.reverse else self.cut.segments:
             piece = segment.outgoing_piece
             if segment.index in wanted:
                 arriving[segment.index] = state
@@ -121,9 +120,11 @@ class Pass:
     def gather_final_states(self, final_states):
         """The final states [N, ...] of all sequences, on every rank, from those that `run` found on each rank."""
         call, places, counts = self.call, {}, [0] * self.call.comm.size
-        for segment, piece in self.cut.ending_pieces():  # message n of a rank: the n-th sequence that ends there
-            places[piece.sequence] = segment.rank, counts[segment.rank]
-            counts[segment.rank] += 1
+        for segment in self.cut.segments:
+            for piece in segment.pieces:
+                if not piece.has_successor:  # message n of a rank: the n-th sequence that ends there
+                    places[piece.sequence] = segment.rank, counts[segment.rank]
+                    counts[segment.rank] += 1
         shapes = self.recurrence.state_shapes(call.rows_per_sequence)
         gathered = [call.empty((call.rows_per_sequence * call.sequences, *shape[1:])) for shape in shapes]
         for n, states in enumerate(gathered):  # a sequence without tokens ends in the state with which it begins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -44,7 +45,7 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
 
     def work(rank):
         try:
-            with device_of_rank(rank) if device == "cuda" else nullcontext():
+            with sys.modules["cupy"].cuda.Device(rank) if device == "cuda" else nullcontext():
                 results[rank] = function(ends[rank])
         except BaseException as error:
             mailbox.fail(rank, error)
@@ -60,12 +61,6 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
     if mailbox.failure is not None:
         raise mailbox.failure[1]
     return results
-
-
-def device_of_rank(ordinal):
-    import cupy
-
-    return cupy.cuda.Device(ordinal)
 
 
 class Mailbox:

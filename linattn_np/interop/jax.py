@@ -75,7 +75,9 @@ def differentiable(op: Op):
         state = state and tuple(as_jax(declared, "initial_state", x) for x in state)
 
         def run(arrays, state, arguments):
-            arrays, state = equally_varying((arrays, state and tuple(state)))
+            given = arrays, state and tuple(state)
+            # JAX then sums the gradients of arrays that are replicated over an axis over which others vary.
+            arrays, state = varying(given, *jax.tree.leaves(given))
             results = result_shapes(declared, arrays, state, arguments)
             compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
             try:
@@ -123,14 +125,6 @@ def result_shapes(declared, arrays, state, arguments):
     if jax.dtypes.canonicalize_dtype(problem.state_dtype) != problem.state_dtype:
         problem.op.refuse("state_dtype", f"is {problem.state_dtype}, which JAX has with jax_enable_x64 alone")
     return tuple(map(shape_and_dtype, results))
-
-
-def equally_varying(arrays):
-    """`arrays`, all marked as varying over the mesh axes of `shard_map` over which any of them varies.
-
-    JAX then sums the gradients of arrays that are replicated over such an axis.
-    """
-    return varying(arrays, *jax.tree.leaves(arrays))
 
 
 def varying(results, *inputs):

@@ -118,7 +118,8 @@ def floats(data, place, name) -> np.ndarray:
         refuse(f"has {name} in {named(descr)}", "float32")
     shape = tuple(int(axis) for axis in axes.replace(b",", b" ").split())
     if len(shape) > MAX_AXES or size - 10 - length != 4 * math.prod(shape):
-        refuse(f"has {name} in {size - 10 - length} bytes", f"as many as an array of {shown_shape(shape)} has")
+        sizes = f"{len(shape)} axes" if len(shape) > MAX_AXES else " x ".join(map(shown, shape)) or "one number"
+        refuse(f"has {name} in {size - 10 - length} bytes", f"as many as an array of {sizes} has")
     return np.ndarray(shape, np.float32, data, start + 10 + length, order="F" if fortran == b"True" else "C").copy()
 
 
@@ -127,7 +128,3 @@ def named(descr: bytes) -> str:
         return str(np.dtype(descr.decode()))
     except (TypeError, ValueError, SyntaxError):
         return shown(descr.decode("latin-1"))
-
-
-def shown_shape(shape):
-    return f"{len(shape)} axes" if len(shape) > MAX_AXES else " x ".join(map(shown, shape)) or "one number"

@@ -52,16 +52,13 @@ class CudaLayers(NotCopied):
         slots = rows.slots
         if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
             slots = None  # all rows in order need no gathering
-        return self.prompts_of(rows, last, hidden)(tokens, state, slots)
+        key = rows.bounds.tobytes(), last, hidden
+        prompts = cached(self.prompts, key, lambda: Prompts(self.decoder, rows, last, hidden), self.turn.wait)
+        return prompts(tokens, state, slots)
 
     def steps_of(self, batch) -> Steps:
         """The steps for `batch` sequences."""
         return cached(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
-
-    def prompts_of(self, rows, last, hidden) -> Prompts:
-        """The `Prompts` for prompts of these lengths."""
-        key = rows.bounds.tobytes(), last, hidden
-        return cached(self.prompts, key, lambda: Prompts(self.decoder, rows, last, hidden), self.turn.wait)
 
 
 def cached(cache, key, make, before_dropping=lambda: None, most=MOST_CACHED):

@@ -13,7 +13,7 @@ import numpy as np
 from .. import array_math
 from ..devices import on_host
 from .state import Rows
-from .version import Version, initial_states, stacked
+from .version import Version, initial_states, name_in_block, stacked
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -73,7 +73,8 @@ class NumpyLayers:
 
 def loaded_array(version, weights, loaded, kept, field, weight, names):
     """The array of one weight; calls `loaded` with each of its parameters."""
-    array = kept(field, weight, version.without_leading_ones(weights, names))
+    ones = version.block.get(name_in_block(names[0]), "").split().count("1")  # axes that files have before all others
+    array = kept(field, weight, [weights[name].reshape(weights[name].shape[ones:]) for name in names])
     for name in names:
         loaded(weights[name])
     return array

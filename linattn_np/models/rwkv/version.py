@@ -161,11 +161,6 @@ class Version:
             **{field: array_of(field, weight, list(weight.names)) for field, weight in MODEL.items()}
         )
 
-    def without_leading_ones(self, weights, names) -> list:
-        """The named parameters of a block, without the axes of size 1, which files have before all others."""
-        ones = self.block.get(name_in_block(names[0]), "").split().count("1")
-        return [weights[name].reshape(weights[name].shape[ones:]) for name in names]
-
     def norm_eps(self, weights) -> tuple[float, float]:
         """(the eps of the layer norms, the eps of the group norm)."""
         eps = weights.get(NORM_EPS_NAME, (LAYER_NORM_EPS, GROUP_NORM_EPS))
