@@ -243,7 +243,7 @@ ROOMS = {
     "kernel_choice": ([], []),
     "explanation": (["kernel_choice", "derived", "dispatch", "errors", "ops", "problem", "typing"], []),
     "layers": (
-        ["layers", "argument_checks", "array_kinds", "autodiff", "errors", "accepted_arrays", "ops", "typing"],
+        ["layers", "argument_checks", "array_kinds", "autodiff", "errors", "gates", "accepted_arrays", "ops", "typing"],
         ["numpy"],
     ),
     "layers/delta": (["layers", "argument_checks", "autodiff", "gates", "ops", "typing", "varlen"], ["numpy"]),
