@@ -228,6 +228,16 @@ def test_misfits_are_refused_while_tracing(rng):
         interop.softmax_attention(q, k, v, axis_name="devices")
 
 
+@pytest.mark.parametrize("of", [lambda f: f, jax.vmap, lambda f: jax.grad(lambda *a: f(*a).sum())])
+def test_an_export_is_refused(of):
+    export = pytest.importorskip("jax.export").export
+    arrays = [jnp.full((1, 1, 2, 4, 3), -0.5)] * 4
+    call = of(interop.gla) if of is jax.vmap else of(lambda *a: interop.gla(*(x[0] for x in a)))
+    assert np.isfinite(jax.jit(call)(*arrays)).all()
+    with pytest.raises(NotSupported, match="gla: jax.export cannot take it"):
+        export(jax.jit(call))(*arrays)
+
+
 def test_masked_arrays_are_refused(rng):
     q, k, v, g = draw(GLA, rng, SIZES, np.float32)
     with pytest.raises(ContractTypeError, match="gla: k is a numpy.ma.MaskedArray, whose mask would be ignored"):

@@ -42,6 +42,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from ..accepted_arrays import REFUSALS, host_array
 from ..array_kinds import kind, to_native
@@ -188,20 +190,21 @@ def new_primitive(operator, results, arguments):
             written, arrays, state, do, dht = jax.tree.map(native, (written, arrays, state, do, dht))
             fill(jax.tree.leaves(written), operator.gradients(arrays, state, arguments, do, dht))
 
+    def call_back(function, results, arrays, *others):
+        first, *rest = arrays
+        arrays = not_exported.bind(first, op=operator.declared.name), *rest
+        return varying(buffer_callback(function, results, vmap_method="sequential")(arrays, *others), *arrays)
+
     @jax.custom_vjp
     def compute(arrays, state):
-        found = buffer_callback(forward, results, vmap_method="sequential")(arrays, state)
-        return varying(found, *arrays)
+        return call_back(forward, results, arrays, state)
 
     def compute_and_save(arrays, state):
         return compute(arrays, state), (arrays, state)
 
     @jax.custom_vjp
     def pull(saved, cotangents):
-        found = buffer_callback(backward, jax.tree.map(shape_and_dtype, saved), vmap_method="sequential")(
-            *saved, *cotangents
-        )
-        return varying(found, *saved[0])
+        return call_back(backward, jax.tree.map(shape_and_dtype, saved), *saved, *cotangents)
 
     def refuse(*_):
         raise NotSupported(f"{operator.declared.name}: {REVERSE_MODE}, these have none of their own")
@@ -209,6 +212,21 @@ def new_primitive(operator, results, arguments):
     compute.defvjp(compute_and_save, pull)
     pull.defvjp(refuse, refuse)
     return compute
+
+
+def lower(context, x, *, op):
+    if context.module_context.lowering_parameters.for_export:
+        raise NotSupported(
+            f"{op}: jax.export cannot take it: it calls back into Python. Export what is around {op}"
+        )
+    return [x]
+
+
+not_exported = Primitive("linattn_np_not_exported")  # its argument; jax.export, which comes to lower it, is refused
+not_exported.def_impl(lambda x, op: x)
+not_exported.def_abstract_eval(lambda x, op: x)
+batching.primitive_batchers[not_exported] = lambda xs, axes, op: (not_exported.bind(*xs, op=op), *axes)
+mlir.register_lowering(not_exported, lower)
 
 
 def single(x):
