@@ -81,6 +81,8 @@ def test_the_page_is_what_help_tells():
         (["trian"], "train"),
         (["generate", "--promt", "x"], "--prompt"),
         (["generate", "--device", "cdua"], "cuda"),
+        (["generate", "--device", "gpu"], "cuda"),
+        (["gen"], "generate"),
         (["bench", "--heds=3"], "--heads"),
         (["train", "--txt", "novel.txt", "--out", "novel"], "--text"),
     ],
@@ -122,9 +124,12 @@ def test_the_examples_are_the_commands(script, name):
 
 
 # -- bench and info ---------------------------------------------------------------------------------------------------
+FLOOR = "the floor is every array read and every result written once"
+
+
 def test_bench_times_every_operator(capsys):
     code, out, err = called(capsys, "bench", "--device", "cpu", "--tokens", 65, "--heads", 2, "--width", 16)
-    assert (code, err) == (0, "float32 on the CPU; B 1, H 2, T 65, K 16, V 16\n")
+    assert (code, err) == (0, f"float32 on the CPU; B 1, H 2, T 65, K 16, V 16; {FLOOR}\n")
     memory, _, *rows = out.splitlines()
     assert re.fullmatch(r"memory [\d,]+ GB/s", memory)
     assert [row.split()[0] for row in rows] == list(bench.TIMED)

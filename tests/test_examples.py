@@ -213,7 +213,10 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
         (["--batch-file=i"], "argument --batch-file: wants --output"),
         (["--batch-file=i", "--output=o", "--chat"], "argument --batch-file: does not go with --chat"),
         (["--batch-file=nowhere.jsonl", "--output=o"], "nowhere.jsonl: No such file or directory"),
-        (["--save-state=nowhere/s.npz"], "argument --save-state: nowhere/s.npz cannot be written"),
+        (
+            ["--save-state=nowhere/s.npz"],
+            "argument --save-state: nowhere/s.npz cannot be written: No such file or directory; name a",
+        ),
         (["--load-state=nowhere.npz", "--prompt=a"], "nowhere.npz: No such file or directory"),
         (["--load-state", AUSTEN, "--prompt=a"], "is no saved state, or a damaged one"),
         (["--load-state", __file__, "--prompt=a"], 'starts with b\'"""`lina\', expected what State.save has written'),

@@ -36,10 +36,10 @@ def run(options):
     device = chosen(options.device)
     sizes = dict(B=options.batch, H=options.heads, T=options.tokens or device.tokens, K=options.width, V=options.width)
     shape = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-    say(f"{device.dtype} on {device.name}; {shape}")
+    say(f"{device.dtype} on {device.name}; {shape}; the floor is every array read and every result written once")
     floor = ms_of_a_byte(device)
     put(f"memory {1e-6 / floor:,.0f} GB/s")
-    row("operator", "forward ms", "floors", "backward ms", "floors")
+    row("operator", "forward ms", "x floor", "backward ms", "x floor")
     names = options.operators or list(TIMED)
     with status("") as show, compiling(show):
         for done, name in enumerate(names):

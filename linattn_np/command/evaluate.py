@@ -22,7 +22,7 @@ PIECE = 512  # tokens that are read at a time
 
 def declare(parser):
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face")
+    add("model", metavar="MODEL", help="a checkpoint, .pth, .safetensors or .gguf, or a folder of Hugging Face")
     add("text", metavar="TEXT", help="any bytes, a .jsonl of texts, or a .bin of token ids with its .idx")
     add("--adapter", metavar="FILE", help="a low-rank adapter, which is merged into the model while it is loaded")
     add("--tokens", type=whole(2), help="of the text (default: all)")

@@ -94,7 +94,7 @@ def declare(parser):
     add(
         "--model",
         metavar="PATH",
-        help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
+        help="a checkpoint, .pth, .safetensors or .gguf, or a folder of Hugging Face "
         "(default: a small model of Jane Austen's novels that comes with the package)",
     )
     add(
@@ -239,7 +239,7 @@ def check_combination(options):
             try:
                 check_writable(path)
             except OSError as error:
-                conflict(flag, f"{path} cannot be written: {error.strerror}")
+                conflict(flag, f"{path} cannot be written{told(error).removeprefix(path)}")
             for read_name, read_path in inputs(options):
                 if same_file(path, read_path) and (name, read_name) != ("save_state", "load_state"):
                     conflict(flag, f"is the file of --{read_name.replace('_', '-')}, which would be lost")

@@ -164,6 +164,5 @@ def threads():
 
 
 def environment():
-    for name in SET_BY_USER:
-        if value := os.environ.get(name):
-            yield name, value
+    given = [(name, value) for name in SET_BY_USER if (value := os.environ.get(name))]
+    return given or [("none set", f"of {', '.join(SET_BY_USER)}")]

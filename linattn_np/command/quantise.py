@@ -27,7 +27,7 @@ def declare(parser):
     add(
         "--model",
         metavar="PATH",
-        help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face (default: that "
+        help="a checkpoint, .pth, .safetensors or .gguf, or a folder of Hugging Face (default: that "
         "of Jane Austen's novels, which comes with the package)",
     )
     add(

@@ -71,9 +71,13 @@ class Parser(argparse.ArgumentParser):
         (put if file is sys.stdout else say)(message, end="")
 
 
+SYNONYMS = {"gpu": "cuda"}
+
+
 def meant(word, known, before="") -> str:
     """What may end an error about an unknown word, which stood behind `before`."""
-    near = get_close_matches(word, known, 1)
+    near = [name for name in known if name == SYNONYMS.get(word) or name.startswith(word)]
+    near = near or get_close_matches(word, known, 1)
     return f"; did you mean {before}{near[0]}?" if near else ""
 
 

@@ -216,9 +216,7 @@ def new_primitive(operator, results, arguments):
 
 def lower(context, x, *, op):
     if context.module_context.lowering_parameters.for_export:
-        raise NotSupported(
-            f"{op}: jax.export cannot take it: it calls back into Python. Export what is around {op}"
-        )
+        raise NotSupported(f"{op}: jax.export cannot take it: it calls back into Python. Export what is around {op}")
     return [x]
 
 
