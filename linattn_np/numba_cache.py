@@ -9,8 +9,11 @@ import atexit
 import hashlib
 import os
 import pickle
-from collections.abc import Callable
-from contextlib import suppress
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 try:
@@ -46,6 +49,7 @@ def njit(**options):
     def decorate(function):
         loop = numba.njit(**options)(function)
         loop._cache = cache_of(function)
+        loop.compile = signals_held()(loop.compile)
         return loop
 
     return decorate
@@ -57,10 +61,27 @@ def cfunc(signature, **options):
     def decorate(function):
         loop = CFunc(function, normalize_signature(signature), locals={}, options=options)
         loop._cache = cache_of(function)
-        loop.compile()
+        with signals_held():
+            loop.compile()
         return loop
 
     return decorate
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Inside, signals that Python handles wait. While a loop is compiled or loaded, the exception of one may leave
+    LLVM's lock taken, for which other threads wait for ever, or a callback of Numba's drops it."""
+    came: list[int] = []
+    with ExitStack() as behind:
+        if threading.current_thread() is threading.main_thread():  # no other thread has signals
+            behind.callback(lambda: deque(map(signal.raise_signal, came)))
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    behind.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda number, frame: came.append(number))
+        yield
 
 
 def cache_of(function):

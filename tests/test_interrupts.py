@@ -119,3 +119,21 @@ def test_no_thread_is_started_where_an_interrupt_can_find_it():
     started = set(cores.pool()._threads)
     cores.in_parallel(abs, range(100))
     assert len(started) == cores.workers() and set(cores.pool()._threads) == started
+
+
+def test_a_signal_waits_for_a_loop(monkeypatch):
+    """One that came while LLVM's lock was taken left it so, and another thread's loop waited for ever."""
+    numba_cache = pytest.importorskip("linattn_np.numba_cache")
+    loaded, handler = [], signal.getsignal(signal.SIGINT)
+
+    class Interrupted(numba_cache.NoCache):
+        def load_overload(self, signature, context):
+            signal.raise_signal(signal.SIGINT)
+            loaded.append(signature)
+
+    monkeypatch.setattr(numba_cache, "cache_of", lambda function: Interrupted())
+    loop = numba_cache.njit()(lambda x: x + 1)
+    with pytest.raises(KeyboardInterrupt):
+        loop(1)
+    assert len(loaded) == len(loop.signatures) == 1 and loop(1) == 2
+    assert signal.getsignal(signal.SIGINT) is handler
