@@ -47,35 +47,15 @@ class CudaDecoder(NotCopied):
     bfloat16). An int8 matrix has a scale for every row; with more than 128 sequences the scaled rows are rounded to
     bfloat16. Beside int8 matrices the embedding and the second matrices of low rank are bfloat16.
 
-    Parameters
-    ----------
     weights : mapping from official names to arrays, on the host or on the device
-    dtype : float32, float16, bfloat16 or int8
-        The dtype of the matrices on the device.
-    batch : int
-        B, the number of sequences that every step advances.
-    device
-        The device that allocates and launches; the current CUDA device by default.
-    loaded : function of an array of `weights`
-        Called with each array once it has been copied to the device.
-    state_dtype : float32, bfloat16 or float16
-        The dtype to which the recurrent state is rounded after every token.
+    dtype : of the matrices on the device: float32, float16, bfloat16, or int8 on Hopper cards
+    batch : B, the number of sequences that every step advances
+    device : the device that allocates and launches; the current CUDA device by default
+    loaded : a function that is called with each array of `weights` once it has been copied to the device
+    state_dtype : float32, bfloat16 or float16, to which the recurrent state is rounded after every token
 
-    Raises
-    ------
-    ContractError
-        A parameter that the version refuses; D or F that is no multiple of 8, or of 16 with int8; sizes beyond the
-        kernels' limits.
-    NotSupported
-        int8 on a card other than Hopper.
-
-    Example
-    -------
-    >>> decoder = CudaDecoder(weights, np.float16)                          # doctest: +SKIP
-    >>> tokens, state = cupy.array([510]), decoder.initial_state()          # doctest: +SKIP
-    >>> decoder.capture(tokens, state, greedy=True)                         # doctest: +SKIP
-    >>> for _ in range(100):                                                # doctest: +SKIP
-    ...     decoder.replay()
+    ContractError for a parameter that the version refuses, for D or F that is no multiple of 8, or of 16 with int8, and
+    for sizes beyond the kernels' limits; NotSupported for int8 on other cards.
     """
 
     # Each version sets these, and defines the methods that raise NotImplementedError.
