@@ -252,7 +252,6 @@ class Op(Declaration):
         return dtype
 
     def spans(self, cu_seqlens, sizes) -> varlen.Spans:
-        """The token ranges of the sequences."""
         if cu_seqlens is None:
             return varlen.dense(sizes.get("T", 1))
         if sizes["B"] != 1:

@@ -31,7 +31,6 @@ ORDER = ("numpy", "cupy", "numba")
 
 @cache
 def backend_module(name: str):
-    """The package of a backend."""
     return import_module(f"linattn_np.backends.{name}")
 
 

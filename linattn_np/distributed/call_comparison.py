@@ -70,7 +70,6 @@ class CallComparison:
 
 
 def header_and_text(tokens, values):
-    """The header and the text of a call: see `CallComparison`."""
     text = json.dumps(values).encode()
     digest = hashlib.blake2b(text, digest_size=DIGEST).digest()
     return digest + np.array([tokens, len(text)], np.int64).tobytes(), text

@@ -226,7 +226,6 @@ def is_engine(comm) -> bool:
 
 
 def parts_of(state):
-    """(the parts of a state), or None."""
     return state if state is None or isinstance(state, tuple) else (state,)
 
 

@@ -202,7 +202,6 @@ def view(data, start, size, tensor, name):
 
 # -- .pth, the zip: <stem>/data.pkl, and <stem>/data/<key> for each storage ----------------------------------
 def zipped(data):
-    """The arrays of a zip."""
     entries = directory(data)
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
@@ -410,7 +409,6 @@ def extend(target, items):
 
 
 def called(function, arguments):
-    """The result of a function of GLOBALS."""
     if type(function) is not FunctionType or type(arguments) is not tuple:
         refuse(f"the pickle calls {shown(function)}", "a function of " + ", ".join(GLOBALS))
     if len(arguments) != function.__code__.co_argcount:

@@ -104,7 +104,6 @@ class OfBase:
         return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, self.constants())
 
     def vector_for(self, products):
-        """The model's vector where `products` are computed."""
         if isinstance(products, HostProducts):
             return self.vector
         if self.on_device is None:

@@ -77,7 +77,6 @@ class HostSteps:
         return self.loss(self.layout.tree(self.weights), tokens, self.products, keep)[0]
 
     def drop(self, number):
-        """The dropout function of a step."""
         if not self.rate:
             return keep
         rank = [self.ranks.rank] if self.ranks.rank else []

@@ -95,7 +95,6 @@ def is_literal(problem, o):
 
 
 def mode_of(problem):
-    """How a call is computed."""
     if problem.mode != "auto":
         return problem.mode
     short = problem.op in DELTA_RULES and problem.spans.lengths.max() <= delta_chunked.FEW
@@ -208,7 +207,6 @@ def describe(problem, bytes_moved):
 
 
 def kernel(problem, mode):
-    """The module that computes it."""
     if problem.op.name == "softmax_attention":
         return softmax_attention.__name__
     if mode == "recurrent":

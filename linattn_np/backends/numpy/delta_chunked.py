@@ -70,7 +70,6 @@ def vjp(problem, o):
 
 
 def equation_of(problem):
-    """The module of its equation."""
     return rwkv7 if problem.op is RWKV7 else delta_rule
 
 

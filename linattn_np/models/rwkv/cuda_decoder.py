@@ -145,7 +145,6 @@ class CudaDecoder(NotCopied):
         )
 
     def buffer(self, *shape, dtype=FLOAT32):
-        """A new array on the device."""
         return self.device.empty(shape, dtype)
 
     def version_buffers(self, terms, X) -> dict:
@@ -478,7 +477,6 @@ def checked_sizes(version, sizes, dtype, limits):
 
 
 def current_device():
-    """The device object of the current CUDA device."""
     from ...backends.cupy.device import best_device
 
     return best_device()

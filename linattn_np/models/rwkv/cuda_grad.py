@@ -189,7 +189,6 @@ class TrainingStep:
 
     # -- products --
     def product(self, x, w, out=None):
-        """The matrix product x w."""
         out = self.empty(*x.shape[:-1], w.shape[-1]) if out is None else out
         return self.products.matmul(x, w, out)
 

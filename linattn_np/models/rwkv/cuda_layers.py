@@ -57,7 +57,6 @@ class CudaLayers(NotCopied):
         return prompts(tokens, state, slots)
 
     def steps_of(self, batch) -> Steps:
-        """The steps for `batch` sequences."""
         return cached(self.steps, batch, lambda: Steps(self.decoder.resized(batch)), self.turn.wait)
 
 

@@ -110,11 +110,9 @@ class Prompts:
 
     # -- the steps of the plans: `arrays` is a namespace with a `plan.Array` by each name ------------------------------
     def add_embedding(self, draft: Draft, arrays):
-        """Adds the embedding and its norm."""
         kernels.ChosenNorm.launch(draft, arrays.tokens, arrays.embedding, arrays.ln0, arrays.x, self.decoder.layer_eps)
 
     def add_layer(self, draft: Draft, arrays):
-        """Adds a layer's two mixes."""
         operations = self.decoder.operations(self.decoder, draft, self.bounds, arrays)
         att_shift, wkv, ffn_shift = (
             StateArrays(getattr(arrays, f"{name}_before"), getattr(arrays, f"{name}_after")) for name in STATE
@@ -133,7 +131,6 @@ class Prompts:
         draft.product(head, normed[None], arrays.result[None])
 
     def add_last_norm(self, draft: Draft, arrays):
-        """Adds the last norm, for the tokens of the result."""
         self.add_norm(draft, arrays, arrays.result)
 
     def add_norm(self, draft, arrays, result):

@@ -57,7 +57,6 @@ def time_mix(ops: MixOperations, layer, x, shift, wkv):
 
 
 def channel_mix(ops: MixOperations, layer, x, shift):
-    """The residual after a layer's channel mix."""
     (mixed_k, mixed_r), _, _ = ops.shift_mix(layer, "ln2", "ffn_maa", x, shift)
     k = ops.relu_squared(ops.product(layer, "ffn_key", mixed_k))
     gate = ops.product(layer, "ffn_receptance", mixed_r)

@@ -103,21 +103,21 @@ def gated_vjp(ops, layer, dgated, to):
     dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(ops, layer, dungated, to)
     dk, dicl = keys_vjp(ops, layer, dkey, dkappa, dicl, to)
     if hasattr(layer, "value"):
-        dopening = opening_vjp(dv * ops.change, ops.value_opening)
+        dopening = sigmoid_vjp(dv * ops.change, ops.value_opening)
         to.value[...] = total(dopening)
         dmixed_v = pulls["value_down"](pulls["value_up"](dopening, to.value_up), to.value_down)
         ops.mixes.dfirst += dv * ops.value_opening
         dv = dv * (1 - ops.value_opening)
     else:
         dmixed_v, dv = 0, dv + ops.mixes.dfirst
-    dopening = -math.DECAY * opening_vjp(dw, ops.decay_opening)
+    dopening = -math.DECAY * sigmoid_vjp(dw, ops.decay_opening)
     to.decay[...] = total(dopening)
     dlow = tanh_vjp(pulls["decay_up"](dopening, to.decay_up), ops.decay_low)
     dmixed_w = pulls["decay_down"](dlow, to.decay_down)
-    dopening = opening_vjp(dicl, ops.icl)
+    dopening = sigmoid_vjp(dicl, ops.icl)
     to.icl[...] = total(dopening)
     dmixed_a = pulls["icl_down"](pulls["icl_up"](dopening, to.icl_up), to.icl_down)
-    dlow = opening_vjp(pulls["gate_up"](dgated * ops.ungated, to.gate_up), ops.gate_opening)
+    dlow = sigmoid_vjp(pulls["gate_up"](dgated * ops.ungated, to.gate_up), ops.gate_opening)
     dmixed_g = pulls["gate_down"](dlow, to.gate_down)
     dmixed_k, dmixed_v2, dmixed_r = pulls["kvr"](stack_of(dk, dv, dr), to.kvr)
     return dmixed_w, dmixed_a, dmixed_g, dmixed_k, dmixed_v + dmixed_v2, dmixed_r
@@ -190,6 +190,5 @@ def written(k, icl, replacement):
 
 
 @fused
-def opening_vjp(dy, y):
-    """Of y = sigmoid(x)."""
+def sigmoid_vjp(dy, y):
     return dy * y * (1 - y)
