@@ -693,3 +693,19 @@ def test_frameworks_take_the_options(rng):
         np.testing.assert_allclose(lse, wanted_lse, atol=1e-4)
         for x, y in zip(gradients, wanted, strict=True):
             assert_close("gradient", np.atleast_2d(x), np.atleast_2d(y), np.float32, rows=10)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("causal, window", [(True, None), (True, (2, -1)), (False, (0, 0))])
+@pytest.mark.parametrize("T, size", [(70, 1), (70, 1e19), (200, 1)])
+def test_a_sink_of_minus_infinity_is_none(T, size, causal, window, dtype, rng):
+    """Also where a query sees no key of its first tile, or none at all."""
+    q, k, v = (rng.standard_normal((1, H, n, 8)).astype(dtype) for H, n in ((4, T), (2, 70), (2, 70)))
+    how = dict(causal=causal, window=window, return_lse=True)
+    wanted, pull = vjp(softmax_attention, q * dtype(size), k, v, **how)
+    found, pull_sinks = vjp(softmax_attention, q * dtype(size), k, v, np.full(4, -np.inf, dtype), **how)
+    do = rng.standard_normal(q.shape).astype(dtype)
+    *gradients, of_sinks = pull_sinks(do)
+    for x, y in zip((*found, *gradients), (*wanted, *pull(do)), strict=True):
+        assert same_bits(x, y)
+    assert not of_sinks.any()

@@ -303,11 +303,12 @@ class Attention:
         return shrink
 
     def before(self, block, tokens, exponents):
-        """(m, l) of some rows before the first key: (sink, 1), or without sinks (the lowest number, 0)."""
-        m = self.rows(self.m[..., None], block, tokens)
+        """(m, l) of some rows before the first key: (sink, 1), or without a sink (the lowest number, 0)."""
         if self.sinks is None:
+            m = self.rows(self.m[..., None], block, tokens)
             return np.full_like(m, self.range.min), np.zeros_like(m)
-        return self.in_units(self.rows(self.sinks, block, tokens), exponents).copy(), np.ones_like(m)
+        sinks = self.rows(self.sinks, block, tokens)
+        return np.maximum(self.in_units(sinks, exponents), self.range.min), (sinks > -np.inf).astype(self.dtype)
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward(self, do, own):
@@ -324,8 +325,11 @@ class Attention:
         in_parallel(task, *zip(*tasks), caller=True)
         if self.sinks is None:
             return gradients
-        share = self.exp(self.in_units(self.sinks[..., 0], self.exponents) - self.m, self.exponents)
-        return [*gradients, -(share / self.l * own).sum((0, 2))]
+        sinks, share = self.in_units(self.sinks[..., 0], self.exponents), np.zeros_like(self.m)
+        there = sinks > -np.inf
+        np.subtract(sinks, self.m, out=share, where=there)
+        np.divide(self.exp(share, self.exponents), self.l, out=share, where=there)
+        return [*gradients, -(np.where(there, share, 0) * own).sum((0, 2))]
 
     def pull(self, block, queries, keys, values, do, own, dq, dk, dv):
         """Writes dq of the rows of `queries`; adds their terms of dk and dv."""
@@ -398,9 +402,8 @@ class Compiled:
     def forward(self, o):
         """Fills o, m and l; returns a mask [B, H, T] of the rows that NumPy must compute ([False] if none)."""
         attention, loops = self.attention, self.loops
-        attention.m[...], attention.l[...] = (
-            (attention.range.min, 0) if attention.sinks is None else (attention.sinks[..., 0], 1)
-        )
+        sinks = np.full(1, -np.inf) if attention.sinks is None else attention.sinks[..., 0]
+        attention.m[...], attention.l[...] = np.maximum(sinks, attention.range.min), sinks > -np.inf
         o_float32 = o if o.dtype == np.float32 and o.flags.c_contiguous else attention.scratch("o", o.shape)
         m, l, o_rows = (self.by_head(x) for x in (attention.m, attention.l, o_float32))
         group, count, tasks = o_rows.shape[1], len(o_rows), self.tasks(o_rows.shape[:2])
