@@ -144,7 +144,8 @@ def delta_rules():
             for columns in delta.DeltaRecurrentForward.widths(T):
                 yield delta.DeltaRecurrentForward(rule, T, G, size, columns)
             rooms = (LEAST_SHARED, MOST_SHARED)
-            yield from {delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms}
+            backward = {delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms}
+            yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
             for S in FLOATS:
                 yield delta.DeltaStep(rule, T, G, S, size)
     for T in FLOATS:
@@ -155,7 +156,7 @@ def delta_rules():
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
     for walk, T, (K, V), *sizes in product(walks, HALF, WIDTHS, (False, True), (2, 3), (False, True)):
         yield walk(T, K, V, *sizes)
-    yield from (delta.DeltaJoinSegments(K) for K in gated.TILES)
+    yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
     for T, G in GATES[1:]:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.TILES)
         yield delta.DplrBackwardChunks(T, G)

@@ -271,9 +271,10 @@ def delta_rules(rng, run, as_older, as_filled):
         arrays, _ = drawn(DELTA_RULES[-1], rng, (1, 2, 133, K, V), BFLOAT16)
         yield run(rwkv7, *arrays, mode="chunk")
         yield as_filled(run, backward, rwkv7, *arrays)
-    arrays, _ = drawn(KDA, rng, (1, 1, 4096, 60, 64), BFLOAT16)
-    yield run(kda, *arrays)
-    yield run(backward, kda, *arrays)
+    for dtype, T in ((BFLOAT16, 4096), (SINGLE, 700), (DOUBLE, 700)):
+        arrays, _ = drawn(KDA, rng, (1, 1, T, 60, 64), dtype)
+        yield run(kda, *arrays)
+        yield run(backward, kda, *arrays)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):

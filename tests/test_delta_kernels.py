@@ -315,6 +315,16 @@ def test_few_heads_are_cut(op):
 
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_few_heads_are_cut_token_by_token(op):
+    """Where many heads leave nothing idle, or the call asks to go token by token, they are whole."""
+    for H, T, mode, cut in ((2, 4096, "auto", True), (2000, 2000, "auto", False), (2, 4096, "recurrent", False)):
+        arrays = [np.broadcast_to(SINGLE.type(0), (1, H, T, 64)[: len(axes.split())]) for axes in op.arrays.values()]
+        for gradient in (False, True):
+            plan = planned.plan_of(op.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
+            assert ("delta_join_segments" in planned.names(plan)) == cut == (plan.tiles.get("segments", 1) > 1)
+
+
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_gradients_take_all_heads_at_once(op, monkeypatch, rng):
     """Groups of heads, one after the other, would each leave more of a card idle."""
     monkeypatch.setattr(gated_backward, "STATE_BYTES", 0)
@@ -337,6 +347,42 @@ def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
     arrays, *_ = Case(**{"dtype": HALF} | changed).drawn(rng)
     plan = planned.plan_of(GATED_DELTA_RULE.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
     assert plan.against["in chunks"].startswith(reason)
+
+
+BY_TOKEN = {  # operator, K, V, dtype, gate, options
+    "rwkv7": (RWKV7, 2, 3, SINGLE, "some-inf", {}),
+    "odd": (GATED_DELTA_RULE, 25, 33, SINGLE, "logsigmoid", {"qk_l2norm": True}),
+    "packed": (KDA, 70, 20, SINGLE, "weak", {"cu_seqlens": [0, 530, 530, 541]}),
+    "wide": (DELTA_RULE, 130, 20, BFLOAT16, "weak", {}),
+    "wide-gates": (KDA, 140, 9, HALF, "some-inf", {"reverse": True}),
+    "float64": (RWKV7, 20, 35, DOUBLE, "weak", {"cu_seqlens": [0, 3, 541]}),
+    "float64-gated": (GATED_DELTA_RULE, 66, 17, DOUBLE, "spikes-40", {"reverse": True}),
+}
+
+
+@pytest.mark.parametrize("segments", [3, 6])
+@pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
+@pytest.mark.parametrize("case", BY_TOKEN)
+def test_segments_by_token(monkeypatch, backend, case, states, segments, rng):
+    """As exact as token by token in one piece, forwards and backwards."""
+    monkeypatch.setattr(delta.CutByToken, "time", lambda cut, number: abs(number - min(segments, 541 // max(32, K))))
+    monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))
+    op, K, V, dtype, gate, options = BY_TOKEN[case]
+    groups, B = 1 if op is RWKV7 else 2, 1 if "cu_seqlens" in options else 2
+    case = Case(op, B, 2 // groups, groups, T=541, K=K, V=V, dtype=dtype, gate=gate, options=options)
+    arrays, start, do, dht = case.drawn(rng)
+    start, dht = (x if states else None for x in (start, dht))
+    o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start, **options)
+    given = {"initial_state": backend.asarray(start), "output_final_state": True} if states else {}
+    found, pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), **options, **given)
+    back = pull(backend.asarray(do), *([backend.asarray(dht)] if states else []))
+    for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
+        assert_close(what, backend.tohost(x), y, dtype)
+    for name, x, y in zip((*op.arrays, "h0"), back, gradients, strict=states):
+        size = rms(y)
+        if name in op.decays:  # all of it may be far below what its sums are made of
+            size = max(size, rms(double(arrays[0]) * gradients[0]))
+        assert rms(double(backend.tohost(x)) - y) <= 10 * LIMITS[dtype.name][0] * size, name
 
 
 @pytest.mark.pairwise

@@ -60,8 +60,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO> (&stages)[STAGES], co
   const u32 pair = block / tiles, tile_of = block % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
   const bool of_F = !OUTPUTS && !BACKWARDS && tile_of >= value_tiles;
-  const auto segment = segment_of<BACKWARDS, OUTPUTS>(shape, u32(args.P), n, h, BACKWARDS ? args.dht : args.initial,
-                                                      args.starts, BACKWARDS ? args.dh0 : Rows<float>{});
+  const auto segment = segment_of<BACKWARDS>(OUTPUTS, shape, u32(args.P), n, h, BACKWARDS ? args.dht : args.initial,
+                                             args.starts, BACKWARDS ? args.dh0 : Rows<float>{});
   if (!OUTPUTS && (segment.last || (of_F && segment.first))) return;
   const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
   const Span span = tokens_of(shape, n % count);

@@ -3,94 +3,131 @@
 // math      A segment turns the state S before it into F S + G, and the gradient C of the state behind it into
 //           F^T C + G. Segments have the numbers 0...P - 1; S_1 and C_{P-2} are known: G of the segment before.
 //           S_{p+1} = F_p S_p + G_p, p = 1...P - 2;  C_{p-1} = F_p^T C_p + G_p, p = P - 2...1
-// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], starts [directions, N, P, H, K, V] float32: S_p and
-//           C_p, where G of the segment before lies first
+// shapes    F [N, P, H, K, K padded with zeros to a multiple of 4], starts [directions, N, P, H, K, V]: S_p and C_p,
+//           where G of the segment before lies first; all R
 // grid      a block for every (direction, sequence, head, BV columns), direction slowest; a thread has 2 channels of 4
 //           columns
-// smem      S, or C, of two segments
-// barriers  one a segment: the next S is in shared memory
-// numerics  float32
+// smem      a ring of panels of F; S, or C
+// barriers  one a segment: the previous S has been read; one a panel: it and S are in shared memory, and the previous
+//           panel has been read
+// numerics  R: float32, or float64
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
-// limits    K <= BK of 64, 128; P >= 3
+// limits    K <= BK of 64, 128, 256; P >= 3
+#include "delta/tokens.cuh"
 #include "ptx.cuh"
+#include "real.cuh"
 #include "tensor.cuh"
 
-struct Args {
-  const float* F;
-  float* starts;
+template <typename R> struct Args {
+  const R* F;
+  R* starts;
   i64 N, P, H, K, V;
 };
 
 constexpr int BV = 16;
 
-template <int BK> struct Shared {
-  float4 S[2][BK][BV / 4];
+template <typename R> struct alignas(16) Four {
+  R x[4];
+};
+
+template <typename R, int BK> struct Shared {
+  static constexpr int STAGES = BK * sizeof(R) > 1024 ? 3 : 4;  // for float64 of 256 channels every card has room
+  static constexpr int PANEL = 16384 / BK / sizeof(R);          // columns of F, or BACKWARDS rows, of a stage
+  // A row of a panel of columns has PANEL numbers and 16 bytes, for banks; one of a panel of rows has BK.
+  R panels[STAGES][BK * (PANEL + 16 / sizeof(R))];
+  Four<R> S[BK][BV / 4];
 };
 
 // block: the number of the (sequence, head, BV columns). S in the code is C if BACKWARDS.
-template <bool BACKWARDS, int BK>
-__device__ __forceinline__ void join(float4 (&S)[2][BK][BV / 4], const Args& args, float* starts, u32 block) {
+template <bool BACKWARDS, int BK, typename R>
+__device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* starts, u32 block) {
+  constexpr int STAGES = Shared<R, BK>::STAGES, PANEL = Shared<R, BK>::PANEL, PIECE = 16 / sizeof(R), THREADS = 2 * BK;
+  constexpr int ROWS = BACKWARDS ? PANEL : BK, LD = BACKWARDS ? BK : PANEL + PIECE;
+  constexpr int ACROSS = (BACKWARDS ? BK : PANEL) / PIECE;
   const u32 tiles = u32(args.V + BV - 1) / BV, H = u32(args.H), pair = block / tiles, h = pair % H, n = pair / H;
   const int K = int(args.K), V = int(args.V), P = int(args.P), stride = (K + 3) / 4 * 4;
   const int channel = threadIdx.x / (BV / 4) * 2, group = threadIdx.x % (BV / 4);
   const int column = int(block % tiles) * BV + 4 * group;
-  // Calls f(number of the state from which segment p starts, number of x) for the thread's channels and columns.
-  const auto each = [&](int p, float (&x)[2][4], auto f) {
+  const int first = BACKWARDS ? P - 2 : 1, by = BACKWARDS ? -1 : 1, steps = P - 2;
+  const int panels = (K + PANEL - 1) / PANEL;  // of a segment
+  // Calls f(a number of the state from which a step's segment starts, the same of x) for the thread's channels and
+  // columns.
+  const auto each = [&](int step, R(&x)[2][4], auto f) {
+    R* state = starts + ((i64(n) * P + first + by * step) * H + h) * K * V;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (channel + j < K && column + i < V)
-          f(starts[(((i64(n) * P + p) * H + h) * K + channel + j) * V + column + i], x[j][i]);
+        if (channel + j < K && column + i < V) f(state[i64(channel + j) * V + column + i], x[j][i]);
   };
-  const auto load = [](float& from, float& to) { to = from; };
-  const int first = BACKWARDS ? P - 2 : 1, by = BACKWARDS ? -1 : 1;
-  float x[2][4] = {};
-  each(first, x, load);
-#pragma unroll 1
-  for (int step = 0; step < P - 2; ++step) {
-    const int p = first + by * step;
-    const auto& before = S[step % 2];
-    for (int j = 0; j < 2; ++j) S[step % 2][channel + j][group] = float4{x[j][0], x[j][1], x[j][2], x[j][3]};
-    each(p + by, x, load);
-    __syncthreads();  // S is in shared memory
-    if (channel >= K) continue;
-    const float* F = args.F + ((i64(n) * P + p) * H + h) * K * stride;
-#pragma unroll 4
-    for (int k = 0; k < stride; k += 4) {
-      float factors[4][2] = {};
-      if constexpr (BACKWARDS) {
+  const auto load = [](R& from, R& to) { to = from; };
+  const auto fetch = [&](int number) {  // starts to copy a panel of F, of all that are read
+    if (number < steps * panels) {
+      const int p = first + by * (number / panels), from = number % panels * PANEL;
+      const R* F = args.F + ((i64(n) * P + p) * H + h) * K * stride;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (k + i < K) {
-            const float2 two = *reinterpret_cast<const float2*>(F + (k + i) * stride + channel);
-            factors[i][0] = two.x, factors[i][1] = two.y;
-          }
-      } else {
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          if (channel + j < K) {
-            const float4 four = *reinterpret_cast<const float4*>(F + (channel + j) * stride + k);
-            factors[0][j] = four.x, factors[1][j] = four.y, factors[2][j] = four.z, factors[3][j] = four.w;
-          }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 four = before[k + i][group];
-        const float numbers[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) x[j][c] = fmaf(factors[i][j], numbers[c], x[j][c]);
+      for (int at = threadIdx.x; at < ROWS * ACROSS; at += THREADS) {
+        const int row = at / ACROSS, place = at % ACROSS * PIECE;
+        const int of_row = row + (BACKWARDS ? from : 0), of_column = place + (BACKWARDS ? 0 : from);
+        if (of_row < K && of_column < stride)
+          cp_async<16>(s.panels[number % STAGES] + row * LD + place, F + of_row * stride + of_column, true);
       }
     }
-    each(p + by, x, [](float& to, float& from) { to = from; });
+    cp_async_commit();
+  };
+  for (int number = 0; number < STAGES - 1; ++number) fetch(number);
+  R x[2][4] = {}, G[2][4] = {};
+  each(0, x, load), each(1, G, load);
+#pragma unroll 1
+  for (int step = 0, number = 0; step < steps; ++step) {
+    __syncthreads();  // the previous S has been read
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      s.S[channel + j][group] = {x[j][0], x[j][1], x[j][2], x[j][3]};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[j][i] = G[j][i];
+    }
+    if (step + 1 < steps) each(step + 2, G, load);
+#pragma unroll 1
+    for (int panel = 0; panel < panels; ++panel, ++number) {
+      cp_async_wait<STAGES - 2>();
+      __syncthreads();  // the panel and S are in shared memory; the previous panel has been read
+      fetch(number + STAGES - 1);
+      const R* F = s.panels[number % STAGES];
+      const int from = panel * PANEL, width = channel < K ? min(PANEL, stride - from) : 0;
+#pragma unroll 4
+      for (int k = 0; k < width; k += 4) {
+        R factors[2][4] = {};  // of the thread's channels
+        if constexpr (BACKWARDS) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (from + k + i < K) {
+              R two[2];
+              load_neighbours<2>(two, F + (k + i) * LD + channel);
+              factors[0][i] = two[0], factors[1][i] = two[1];
+            }
+        } else {
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+            if (channel + j < K) load_neighbours<4>(factors[j], F + (channel + j) * LD + k);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Four<R> of = s.S[from + k + i][group];
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) x[j][c] = fma(factors[j][i], of.x[c], x[j][c]);
+        }
+      }
+    }
+    each(step + 1, x, [](R& to, R& from) { to = from; });
   }
 }
 
-template <int BK> __global__ void __launch_bounds__(2 * BK, 1) delta_join_segments(const Args args) {
-  auto& S = reinterpret_cast<Shared<BK>*>(dynamic_smem())->S;
+template <typename R, int BK> __global__ void __launch_bounds__(2 * BK, 1) delta_join_segments(const Args<R> args) {
+  auto& s = *reinterpret_cast<Shared<R, BK>*>(dynamic_smem());
   const u32 blocks = u32(args.N * args.H * ((args.V + BV - 1) / BV));
-  if (blockIdx.x < blocks) join<false>(S, args, args.starts, blockIdx.x);
-  else join<true>(S, args, args.starts + args.N * args.P * args.H * args.K * args.V, blockIdx.x - blocks);
+  if (blockIdx.x < blocks) join<false>(s, args, args.starts, blockIdx.x);
+  else join<true>(s, args, args.starts + args.N * args.P * args.H * args.K * args.V, blockIdx.x - blocks);
 }

@@ -1,4 +1,5 @@
-// what      The gradients of the delta rules token by token, from states that the forward kernel has kept.
+// what      The gradients of the delta rules token by token, from states that the forward kernel has kept. Without
+//           OUTPUTS, G of what a segment of a sequence does to the gradient of a state: from C to F^T C + G.
 // math      dS, the gradient of the state behind a token: dS <- dS + scale q do^T, then with D = diag(exp g) S_{t-1}
 //           GatedDelta, Kda: u = dS^T k, e = v - D^T k, dv = beta u, dbeta = u . e, dk = dS beta e - D dv,
 //           dD = dS - k dv^T, dg = sums of dD D over columns, dS <- diag(exp g) dD
@@ -7,8 +8,8 @@
 //           both: dq = scale S_t do. Of GatedDelta dg is summed over channels, too
 // shapes    as recurrent_forward.cu has them; do dv [B, HV, T, V], dht dh0 [N, HV, K, V], kept [B, HV, chunks, K, V];
 //           parts [kinds, tiles, B, HV, T, K], kinds q k, a b of Dplr, g of channels; token_parts [2, tiles, B, HV, T]
-//           of beta and of GatedDelta's g
-// grid      a block for every (sequence, head of values, BV columns), sequence slowest; a warp has COLUMNS columns and
+//           of beta and of GatedDelta's g; starts: join_segments.cu
+// grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
 //           all channels, EACH of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and what warps add to sums over columns
 // barriers  three a chunk: it has arrived | decays and sums over channels stand | parts of sums over columns stand, and
@@ -16,6 +17,7 @@
 // numerics  float32, of float64 data float64. A chunk's states are computed once more, forwards, from the kept one
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; TOKENS of 1, 2, 4, 8 a chunk
+#include "delta/segments.cuh"
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
@@ -23,7 +25,7 @@
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   Rows<const T> do_;
-  Rows<T> dv;
+  Rows<T> dv;               // this, kept, parts and token_parts: null without OUTPUTS
   Rows<const Real<T>> dht;  // null where it is 0
   Rows<Real<T>> dh0;        // or null
   const Real<T>* kept;
@@ -44,7 +46,7 @@ template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared 
   R slots[TOKENS * SLOT * THREADS];  // the state before a token, then its parts of sums over columns
 };
 
-template <class Rule, typename T, typename G, int BK, int TOKENS>
+template <class Rule, typename T, typename G, int BK, int TOKENS, bool OUTPUTS>
 __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Args<T, G> args) {
   using Storage = Shared<Rule, T, G, BK, TOKENS>;
   using R = Real<T>;
@@ -53,12 +55,14 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
   const BlockWork at(shape, BV);
+  const auto segment = segment_of<true>(OUTPUTS, shape, u32(args.P), at.n, at.h, args.dht, args.starts, args.dh0);
+  if (!OUTPUTS && segment.last) return;
   const int K = int(shape.K), left = int(shape.V) - at.tile, tokens = int(at.span.stop - at.span.start);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
   const auto channel = [&](int i) { return NEAR * (lane + 32 * (i / NEAR)) + i % NEAR; };
   const R scale = R(args.scale);
 
-  R S[EACH][COLUMNS], dS[EACH][COLUMNS];
+  R S[EACH][COLUMNS] = {}, dS[EACH][COLUMNS];
   const auto each = [&](auto& patch, auto f) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
     for (int c = 0; c < COLUMNS; ++c) x[c] = sum_over_lanes<32>(x[c]);
   };
   each(dS, [&](R& x, int of, int at_column, bool inside) {
-    x = args.dht.p && inside ? args.dht.row(at.n, at.h, of)[at.tile + at_column] : R(0);
+    x = segment.from && inside ? segment.from[of * shape.V + at.tile + at_column] : R(0);
   });
 
   TokenGates<Rule, R> next;
@@ -84,6 +88,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
     copy_tile<TOKENS, BV>(s.do_, args.do_.row(at.b, at.h, first) + at.tile, args.do_.t, rows, left, args.bytes);
     next.load(args, at, first, rows);
     cp_async_commit();
+    if (!OUTPUTS) return;
     const R* from = args.kept + (first_chunk + chunk) * shape.K * shape.V + at.tile;
     each(S, [&](R& x, int of, int at_column, bool inside) { x = inside ? from[of * shape.V + at_column] : R(0); });
   };
@@ -116,7 +121,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
       }
     };
 #pragma unroll 1
-    for (int r = 0; r < rows; ++r) {  // the states of the chunk, and what keys find in them
+    for (int r = 0; OUTPUTS && r < rows; ++r) {  // the states of the chunk, and what keys find in them
       R found[COLUMNS] = {}, written[COLUMNS];
       load(r);
 #pragma unroll
@@ -152,7 +157,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
       load(r);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        found[c] = s.found[r * BV + column + c], v[c] = to_real(s.in.v[r * BV + column + c]);
+        found[c] = OUTPUTS ? s.found[r * BV + column + c] : R(0), v[c] = to_real(s.in.v[r * BV + column + c]);
         do_[c] = scale * R(to_real(s.do_[r * BV + column + c]));
       }
 #pragma unroll
@@ -163,7 +168,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
           dS[i][c] = fma(q[i], do_[c], dS[i][c]);
           dv[c] = fma(k[i], dS[i][c], dv[c]);
           if constexpr (Rule::own_erasure) dp[c] = fma(b[i], dS[i][c], dp[c]);
-          S[i][c] = slot(r, i * COLUMNS + c);  // the state before the token
+          if (OUTPUTS) S[i][c] = slot(r, i * COLUMNS + c);  // the state before the token
         }
       sum(dv);
       if constexpr (Rule::own_erasure) sum(dp);
@@ -179,7 +184,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
       R mine = 0;  // of one column, the lane's own to store
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) mine = lane == c ? dv[c] : mine;
-      if (lane < COLUMNS && column + lane < left)
+      if (OUTPUTS && lane < COLUMNS && column + lane < left)
         args.dv.row(at.b, at.h, first + r)[at.tile + column + lane] = from_real<T>(mine);
 #pragma unroll
       for (int i = 0; i < EACH; ++i) {
@@ -204,6 +209,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
         if constexpr (Rule::channel_gates) parts[KINDS - 1][i] = of_gates;
         else of_gate += of_gates;
       }
+      if (!OUTPUTS) continue;
 #pragma unroll
       for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll
@@ -213,6 +219,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
     }
     __syncthreads();  // the parts of sums over columns stand, and nobody reads the chunk
     if (chunk) fetch(chunk - 1);
+    if (!OUTPUTS) continue;
     const i64 tiles = (shape.V + BV - 1) / BV, tile = at.tile / BV, heads = shape.B * shape.H;
     const i64 head = i64(at.b) * shape.H + at.h;
     for (int n = threadIdx.x; n < rows * KINDS * BK; n += THREADS) {
@@ -230,8 +237,8 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
           (of[0][which] + of[1][which]) + (of[2][which] + of[3][which]);
     }
   }
-  if (args.dh0.p)
+  if (segment.to)
     each(dS, [&](R& x, int of, int at_column, bool inside) {
-      if (inside) args.dh0.row(at.n, at.h, of)[at.tile + at_column] = x;
+      if (inside) segment.to[of * shape.V + at.tile + at_column] = x;
     });
 }

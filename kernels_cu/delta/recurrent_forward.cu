@@ -1,5 +1,5 @@
 // what      Forward pass of the delta rules, token by token: outputs, final states, and states before every so many
-//           tokens.
+//           tokens. Or, if args.F is given, what a segment of a sequence does to a state: from S to F S + G.
 // math      Template argument Rule. D = diag(exp g), g log gates of channels; for GatedDelta one g for all channels. S
 //           is the state before the token, S' = D S its decay, S+ the state after the token:
 //           GatedDelta, Kda: e = beta (v - S'^T k), S+ = S' + k e^T, o = scale (S'^T q + (q . k) e)
@@ -9,9 +9,12 @@
 //           with the given ones and multiplies sums by the inverse lengths
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
 //           state [N, HV, K, V], kept [B, HV, chunks, K, V]. HV, the number of value heads, is shape.H; every
-//           args.group value heads share a head of q, k, a and b
-// grid      a block for every (sequence, value head, BV columns of V), sequence slowest. BK / 16 neighbouring lanes
-//           share COLUMNS columns: each of them holds 16 channels of these columns' state in registers
+//           args.group value heads share a head of q, k, a and b; starts, F: join_segments.cu. With F, the state behind
+//           a walk from zeros, or from the initial state, is G, and one of values of 0 from the identity is F. Nobody
+//           needs G of a last segment, and F of a first or last one
+// grid      a block for every (segment, value head, BV columns of V), segment slowest, columns of F behind those of V.
+//           BK / 16 neighbouring lanes share COLUMNS columns: each of them holds 16 channels of these columns' state in
+//           registers
 // smem      Shared: two stages of tokens as they are in memory, zeros beyond K, V and the sequence; and decays and
 //           scalars (`TokenScalars`) of the tokens of one stage
 // barriers  two for each stage of tokens. First: the tokens have arrived, and no thread reads the previous stage's
@@ -21,6 +24,7 @@
 //           so that a token waits for shuffles once
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; COLUMNS of 1, 4
+#include "delta/segments.cuh"
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
@@ -33,8 +37,8 @@ template <typename T, int BK> constexpr int TOKENS = (BK > 128 ? 16 : 32) / size
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   Rows<T> o;            // null: no output is wanted
   Rows<Real<T>> final;  // null: no final state is wanted
-  Real<T>* kept;        // the states before every `every`-th token of a sequence, or null
-  i64 every;
+  Real<T>* kept;        // the states before every shape.chunk-th token of a sequence, or null
+  Real<T>* F;           // or null; then o, final and kept are null
 };
 
 template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared {
@@ -54,8 +58,22 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   constexpr int LANES = Storage::LANES, BV = Storage::BV, STAGE_TOKENS = TOKENS<T, BK>;
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const BlockWork work(shape, BV);
-  const int K = int(shape.K), columns_left = int(shape.V) - work.tile, tokens = int(work.span.stop - work.span.start);
+  const BlockWork work(shape, BV, args.F ? u32(shape.K + BV - 1) / BV : 0);
+  struct Part {  // what the block has of a state, or of F
+    bool of_F;
+    int width, from;  // numbers of a row, of F K and zeros; the first column
+    Segment<R> segment;
+  };
+  const auto part_of = [&](u32 n, u32 tile) {
+    const u32 value_columns = u32(shape.V + BV - 1) / BV * BV;
+    const auto segment =
+        segment_of<false>(!args.F, shape, u32(args.P), n, work.h, args.initial, args.starts, args.final);
+    if (tile < value_columns) return Part{false, int(shape.V), int(tile), segment};
+    return Part{true, int(shape.K + 3) / 4 * 4, int(tile - value_columns), segment};
+  };
+  const auto part = part_of(work.n, work.tile);
+  if (args.F && (part.segment.last || (part.of_F && part.segment.first))) return;
+  const int K = int(shape.K), columns_left = part.width - part.from, tokens = int(work.span.stop - work.span.start);
   // `lane` counts the LANES lanes that share columns; `column`: the lane's first column in the block's tile.
   const int lane = threadIdx.x % LANES, column = threadIdx.x / LANES * COLUMNS;
   // The i-th of this lane's channels: four neighbouring ones at a time.
@@ -70,7 +88,8 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
       for (int c = 0; c < COLUMNS; ++c) f(S[i][c], channel(i), column + c, channel(i) < K && column + c < columns_left);
   };
   each([&](R& x, int state_row, int tile_column, bool inside) {
-    x = args.initial.p && inside ? args.initial.row(work.n, work.h, state_row)[work.tile + tile_column] : R(0);
+    const i64 at = i64(state_row) * part.width + part.from + tile_column;
+    x = !inside ? R(0) : part.of_F ? R(at % (part.width + 1) == 0) : part.segment.from ? part.segment.from[at] : R(0);
   });
 
   TokenGates<Rule, R> next;
@@ -97,8 +116,8 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     __syncthreads();  // decays and scalars of this stage's tokens are written
 #pragma unroll 1
     for (int r = 0; r < rows; ++r) {
-      if (args.kept && (token + r) % int(args.every) == 0) {
-        R* to = args.kept + (first_kept + (token + r) / int(args.every)) * shape.K * shape.V + work.tile;
+      if (args.kept && (token + r) % int(shape.chunk) == 0) {
+        R* to = args.kept + (first_kept + (token + r) / int(shape.chunk)) * shape.K * shape.V + work.tile;
         each([&](R& x, int state_row, int tile_column, bool inside) {
           if (inside) to[state_row * shape.V + tile_column] = x;
         });
@@ -156,8 +175,12 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
             from_real<T>(R(args.scale) * token_scalars.inverse_q_length * o);
     }
   }
-  if (args.final.p)
+  // `opaque`: nothing of it takes registers between tokens.
+  const u32 n = u32(opaque(int(work.n)));
+  const auto end = part_of(n, u32(opaque(int(work.tile))));
+  R* to = end.of_F ? args.F + (i64(n) * shape.H + work.h) * K * end.width : end.segment.to;
+  if (to)
     each([&](R& x, int state_row, int tile_column, bool inside) {
-      if (inside) args.final.row(work.n, work.h, state_row)[work.tile + tile_column] = x;
+      if (inside) to[i64(state_row) * end.width + end.from + tile_column] = x;
     });
 }

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const u32 pair = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
   const bool of_F = !OUTPUTS && tile >= value_tiles;
-  const auto segment = segment_of<false, OUTPUTS>(shape, u32(args.P), n, h, args.initial, args.starts, args.final);
+  const auto segment = segment_of<false>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final);
   if (!OUTPUTS && (segment.last || (of_F && segment.first))) return;
   const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
   const Span span = tokens_of(shape, n % count), chunks = chunks_of(shape, n % count);

@@ -31,16 +31,20 @@ template <typename T, typename G> struct DeltaArgs {
   Shape shape;                  // H is the number of value heads
   i64 group;                    // value heads that share a head of queries and keys
   double scale;
-  i64 normalized;  // whether the kernel divides queries and keys by their Euclidean lengths
-  i64 bytes;       // every row starts on, and is a multiple of, this many bytes: 16, 8, 4 or 2
+  i64 normalized;   // whether the kernel divides queries and keys by their Euclidean lengths
+  i64 bytes;        // every row starts on, and is a multiple of, this many bytes: 16, 8, 4 or 2
+  Real<T>* starts;  // of segments (segments.cuh), null if no sequence is cut; sequences of `shape` are segments then
+  i64 P;            // segments of a sequence
 };
 
-// A block's work: sequence n, in batch row b; value head h; columns from `tile` on; the sequence's tokens.
+// A block's work: sequence n, in batch row b; value head h; columns from `tile` on; the sequence's tokens. `more` tiles
+// of `columns` columns are behind those of values.
 struct BlockWork {
   u32 n, b, h, tile;
   Span span;
-  __device__ __forceinline__ BlockWork(const Shape& shape, int columns) {
-    const u32 tiles = u32((shape.V + columns - 1) / columns), pair = blockIdx.x / tiles, count = u32(shape.count);
+  __device__ __forceinline__ BlockWork(const Shape& shape, int columns, u32 more = 0) {
+    const u32 tiles = u32((shape.V + columns - 1) / columns) + more, pair = blockIdx.x / tiles,
+              count = u32(shape.count);
     tile = blockIdx.x % tiles * columns, h = pair % u32(shape.H), n = pair / u32(shape.H), b = n / count;
     span = tokens_of(shape, n % count);
   }

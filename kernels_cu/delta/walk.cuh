@@ -2,29 +2,7 @@
 //           columns. What tokens read is transposed [columns, tokens], so that it is an operand as it is.
 // shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, 8 channels]
 #include "delta/chunk.cuh"
-
-// One of P segments of a sequence, in the direction of a walk.
-struct Segment {
-  bool first, last;
-  const float* from;  // the state before it, or null: zeros
-  float* to;          // where the state behind it belongs, or null
-};
-
-// Segment n % P of sequence n / P. `given` and `final`: states of sequences. `starts`: where segments start from; there
-// a walk without OUTPUTS leaves its state for the next segment, and starts from zeros itself unless one is given.
-template <bool BACKWARDS, bool OUTPUTS>
-__device__ __forceinline__ Segment segment_of(const Shape& shape, u32 P, u32 n, u32 h, const Rows<const float>& given,
-                                              float* starts, const Rows<float>& final) {
-  const u32 p = n % P;
-  const i64 states = shape.H * shape.K * shape.V;  // numbers of all heads
-  float* start = starts + (BACKWARDS * shape.B * shape.count + n) * states + h * shape.K * shape.V;
-  Segment x = {p == (BACKWARDS ? P - 1 : 0), p == (BACKWARDS ? 0 : P - 1), nullptr, nullptr};
-  if (!x.first && OUTPUTS) x.from = start;
-  else if (x.first && given.p) x.from = given.row(n / P, h, 0);
-  if (!OUTPUTS) x.to = start + (BACKWARDS ? -states : states);
-  else if (x.last && final.p) x.to = final.row(n / P, h, 0);
-  return x;
-}
+#include "delta/segments.cuh"
 
 // Starts to copy bytes FROM to STOP of a chunk's image.
 template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_image(void* to, const void* from) {

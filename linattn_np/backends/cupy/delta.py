@@ -18,13 +18,12 @@ from .delta_kernels import (
     GATED_DELTA,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
-    DeltaRecurrentForward,
     DeltaSumParts,
     DplrBackwardChunks,
     GradientKernel,
     KdaBackwardChunks,
 )
-from .delta_segments import Cut, chunk_kernels, gate_dtype, rule_of
+from .delta_segments import Cut, CutByToken, chunk_kernels, gate_dtype, launch_by_token, rule_of
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, TILES
@@ -105,6 +104,11 @@ class Inputs:
         copied = [x for name, x in self.arrays.items() if name != "beta" and (name != "g" or self.rule != GATED_DELTA)]
         return common_bytes(*copied, *more)
 
+    def common(self, shape, *arrays) -> dict:
+        """The arguments that all kernels of a call take; `arrays`: those they access by rows beside the inputs."""
+        how = {"group": self.group, "scale": self.problem.scale, "normalized": self.normalized, "shape": shape}
+        return how | {"bytes": self.common_bytes(*arrays)}
+
     def of_heads(self, first, heads) -> dict:
         """The arrays of `heads` value heads from head `first` on."""
         return {name: self.some_heads(name, x, first, heads) for name, x in self.arrays.items()}
@@ -131,9 +135,10 @@ class TokenByToken:
     def plan(problem, device):
         draft = Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        kernel = recurrent_kernel(inputs, problem.shape("N H"), device)
-        launch_recurrent(draft, inputs, kernel, inputs.arrays, initial=draft.initial(problem), o=o, final=final)
-        return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=kernel.tiles)
+        cut = CutByToken(problem, device, inputs.instance, problem.sizes["H"])
+        read = inputs.arrays | inputs.common(cut.shape(draft)) | {"initial": draft.initial(problem)}
+        launch_by_token(draft, cut.forward, read | cut.launch_starts(draft, read), o=o, final=final)
+        return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.forward.tiles | cut.tiles)
 
 
 class InChunks:
@@ -174,22 +179,6 @@ class InChunks:
 
 
 FORWARD_WAYS = (ScalarOnHopper, InChunks, TokenByToken)
-
-
-def recurrent_kernel(inputs, pairs, device):
-    """The forward kernel that goes token by token; `pairs`: the numbers of sequences and of heads."""
-    K, V = inputs.problem.shape("K V")
-    return DeltaRecurrentForward.fitting(*inputs.instance, K, V, pairs[0] * pairs[1], device.multiprocessors)
-
-
-def launch_recurrent(draft, inputs, kernel, arrays, every=None, **written):
-    """Launches the recurrent kernel on all heads of `arrays`; it stores the state at every `every` tokens, if given."""
-    problem, (heads, V) = inputs.problem, arrays["v"].shape[1::2]
-    shape = replace(draft.shape(problem, chunk=every), H=heads)
-    blocks = problem.sizes["N"] * heads * ceil_div(V, kernel.BV)
-    how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized}
-    how |= {"bytes": inputs.common_bytes(), "every": every or 0}
-    draft.launch(kernel, blocks, **arrays, **written, **how, shape=shape)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -241,12 +230,6 @@ class Gradients:
         states = {name: part(x) for name, x in self.states.items()}
         return states, {"do_": part(self.do), "dv": part(self.gradients["v"])}
 
-    def common(self, shape, *arrays) -> dict:
-        """The arguments that all kernels of a call take; `arrays` are those they access beside the inputs and do."""
-        inputs, problem = self.inputs, self.problem
-        how = {"group": inputs.group, "scale": problem.scale, "normalized": inputs.normalized, "shape": shape}
-        return how | {"bytes": inputs.common_bytes(self.do, *arrays)}
-
 
 class GradientsByToken(Gradients):
     """The gradients of any call, token by token backwards in time, from states that a forward pass stores."""
@@ -263,17 +246,19 @@ class GradientsByToken(Gradients):
         """Launches the forward pass, the gradients, and the sums of those that several blocks compute parts of."""
         draft, problem, inputs, kernel = self.draft, self.problem, self.inputs, self.kernel
         arrays, (states, columns) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, K, V, N = problem.shape("B T K V N")
-        shape = replace(draft.shape(problem, chunk=kernel.TOKENS), H=heads)
+        B, T, K, V = problem.shape("B T K V")
+        cut = CutByToken(problem, self.device, inputs.instance, heads, kernel)
+        self.tiles, shape = kernel.tiles | cut.tiles, cut.shape(draft)
         tiles, real = ceil_div(V, kernel.BV), problem.compute_dtype
+        dv = columns.pop("dv")
+        read = arrays | inputs.common(shape, self.do) | columns | states
+        read |= cut.launch_starts(draft, read)
         kept = draft.empty((B, heads, shape.NC, K, V), real)
-        forward = recurrent_kernel(inputs, (N, heads), self.device)
-        launch_recurrent(draft, inputs, forward, arrays, kernel.TOKENS, initial=states["initial"], kept=kept)
+        launch_by_token(draft, cut.forward, read, kept=kept)
 
         parts = draft.empty((len(kernel.kinds), tiles, B, heads, T, K), real)
         token_parts = draft.empty((2, tiles, B, heads, T), real)
-        arguments = self.common(shape) | {"kept": kept, "parts": parts, "token_parts": token_parts}
-        draft.launch(kernel, N * heads * tiles, **arrays, **columns, **states, **arguments)
+        launch_by_token(draft, kernel, read, dv=dv, kept=kept, parts=parts, token_parts=token_parts)
         for part, kind in enumerate(kernel.kinds):
             total = inputs.some_heads(kind, self.gradients[kind], first, heads)
             add_up(draft, parts[part], total, arrays[kind] if inputs.normalized and kind in "qk" else None)
@@ -317,7 +302,7 @@ class GradientsInChunks(Gradients):
         numbers = 2 - walk.two  # of a residual
         residual, dresidual = (draft.empty((B, heads, T, n * wide), problem.dtype) for n in (numbers, 1))
 
-        how = self.common(shape, *(x for x in self.gradients.values() if x.ndim == 4))
+        how = inputs.common(shape, self.do, *(x for x in self.gradients.values() if x.ndim == 4))
         of_prepare = {name: x for name, x in how.items() if name in prepare.names} | {"w_scale": problem.scale}
         draft.launch(prepare, B * heads * shape.NC, **arrays, **of_prepare, prepared=prepared)
         written = {"kept": kept, "residual": residual, "dresidual": dresidual, "dv": columns.pop("dv")}

@@ -13,7 +13,8 @@ from .plan import ceil_div
 
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`
 READ = members(
-    "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes"
+    "rows q k v, rows? a b, rows g, rows? beta initial, shape, integers group, reals scale, integers normalized bytes, "
+    "pointers? starts, integers P"
 )
 
 
@@ -118,8 +119,9 @@ class DeltaJoinSegments(Kernel):
     """The states from which segments start, in each direction, from what segments do to states."""
 
     file = "delta/join_segments"
-    shared = ("Shared<{BK}>",)
+    shared = ("Shared<{dtype}, {BK}>",)
     arguments = members("pointers F starts, integers N P H K V")
+    dtype: np.dtype  # of states
     BK: int
     BV: ClassVar[int] = 16
 
@@ -242,7 +244,7 @@ class KdaBackwardChunks(DplrBackwardChunks):
 
 class DeltaRecurrentForward(DeltaKernel):
     file = "delta/recurrent_forward"
-    arguments = READ + members("rows? o final, pointers? kept, integers every")
+    arguments = READ + members("rows? o final, pointers? kept F")
     shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {columns}>",)
     constants: ClassVar[tuple] = (("CHANNELS", "CHANNELS"),)
     CHANNELS: ClassVar[int] = 16  # of a lane
@@ -278,10 +280,11 @@ class DeltaRecurrentBackward(DeltaKernel, GradientKernel):
     """Gradients token by token, from states that the forward kernel keeps every TOKENS tokens."""
 
     file = "delta/recurrent_backward"
-    arguments = READ + members("rows do_ dv, rows? dht dh0, pointers kept parts token_parts")
+    arguments = READ + members("rows do_, rows? dv dht dh0, pointers? kept parts token_parts")
     shared = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
     BK: int
     TOKENS: int
+    outputs: bool = True  # whether gradients are computed, not what segments do to gradients of states
 
     @classmethod
     def fitting(cls, rule, dtype, gate, K, shared):

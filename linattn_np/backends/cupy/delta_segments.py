@@ -1,4 +1,4 @@
-"""How the walk over a delta rule's states in chunks is cut into segments, on every card, and the kernels it takes."""
+"""How the walks over a delta rule's states are cut into segments, on every card, and the kernels they take."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .delta_kernels import (
     DeltaDplrPrepare,
     DeltaJoinSegments,
     DeltaPrepare,
+    DeltaRecurrentForward,
     DeltaScan,
 )
-from .gated_kernels import TILES
+from .gated_kernels import TILES, channels
 from .plan import FLOAT32, ceil_div
 
 
@@ -97,12 +98,108 @@ class Cut:
         (K, V), P, walk, spans = (shape.K, shape.V), self.segments, self.walk, shape.B * shape.count
         read, tiles, starts = read | {"shape": shape, "P": P}, walk.directions * walk.grid(V), None
         if P > 1:
-            F = draft.empty((spans, shape.H, K, 4 * ceil_div(K, 4)), FLOAT32)
-            starts = draft.empty((walk.directions, spans, shape.H, K, V), FLOAT32)
+            F, starts = memory_of_maps(draft, shape, walk.directions, FLOAT32)
             given = {name: x for name, x in states.items() if name in ("initial", "dht")}
             blocks = spans * shape.H * (tiles + walk.grid(K))
             draft.launch(replace(walk, outputs=False), blocks, **read, **given, starts=starts, F=F)
-            join, N = DeltaJoinSegments(walk.BK), spans // P
-            blocks = walk.directions * N * shape.H * ceil_div(V, join.BV)
-            draft.launch(join, blocks, F=F, starts=starts, N=N, P=P, H=shape.H, K=K, V=V)
+            join_segments(draft, F, starts, P)
         draft.launch(walk, spans * shape.H * tiles, **read, **states, **written, starts=starts)
+
+
+def memory_of_maps(draft, shape, directions, dtype):
+    """(F, starts): new arrays for what segments do to states, and for the states from which they start."""
+    spans, H, K, V = shape.B * shape.count, shape.H, shape.K, shape.V
+    F = draft.empty((spans, H, K, 4 * ceil_div(K, 4)), dtype)
+    return F, draft.empty((directions, spans, H, K, V), dtype)
+
+
+def join_segments(draft, F, starts, P):
+    """Launches the kernel that makes the states from which segments start, P a sequence, of what each of them does."""
+    directions, spans, H, K, V = starts.shape
+    join, N = DeltaJoinSegments(starts.dtype, channels(K)), spans // P
+    blocks = directions * N * H * ceil_div(V, join.BV)
+    draft.launch(join, blocks, F=F, starts=starts, N=N, P=P, H=H, K=K, V=V)
+
+
+class CutByToken:
+    """How walks token by token over some heads of a call are cut into segments: as `Cut`, with one walk a direction.
+
+    instance : the first template arguments of kernels
+    backward : the kernel of gradients, where they are computed
+
+    Times are in microseconds, of an H200: those of a token are a block's that has a multiprocessor alone, and a
+    multiprocessor's for each of many blocks.
+    """
+
+    FORWARD = {1: (0.16, 0.08), 4: (0.3, 0.22)}  # by columns of a lane
+    BACKWARD, SUMMARY = (0.6, 0.35), (0.3, 0.15)
+    JOINED, JOINED_CHANNEL, MORE_LAUNCHES = 1.5, 0.03, 15.0  # of a segment as it is joined; of three launches
+    SHORTEST = 32  # tokens of a segment, which has as many as a state has channels, too
+    MOST = 128
+    WORTH = 0.7  # sequences are cut where that takes less than so much of the time
+
+    def __init__(self, problem, device, instance, heads, backward=None):
+        self.problem, self.device, self.instance, self.backward = problem, device, instance, backward
+        self.heads = heads
+        self.pairs, self.longest = problem.sizes["N"] * heads, int(problem.spans.lengths.max(initial=0))
+        shortest = max(self.SHORTEST, problem.sizes["K"])
+        most = 1 if problem.mode == "recurrent" else min(self.longest // shortest, self.MOST)
+        self.segments = min((1, *range(3, most + 1)), key=self.time)
+        self.forward = self.forward_of(self.segments)
+
+    def forward_of(self, segments):
+        """The kernel that goes forwards through so many segments."""
+        K, V = self.problem.shape("K V")
+        return DeltaRecurrentForward.fitting(*self.instance, K, V, self.pairs * segments, self.device.multiprocessors)
+
+    def time(self, segments) -> float:
+        """An estimate for all walks, of so many segments; of whole sequences WORTH of it."""
+        (K, V), P, forward = self.problem.shape("K V"), segments, self.forward_of(segments)
+
+        def of_walk(times, blocks):
+            alone, one_of_many = times
+            return max(alone, one_of_many * ceil_div(self.pairs * blocks, self.device.multiprocessors))
+
+        of_values, of_F = ceil_div(V, forward.BV), ceil_div(K, forward.BV)
+        of_token = of_walk(self.FORWARD[forward.columns], P * of_values)
+        joined = 0
+        if self.backward:
+            of_token += of_walk(self.BACKWARD, P * ceil_div(V, self.backward.BV))
+        if P > 1:
+            of_token += of_walk(self.FORWARD[forward.columns], (P - 1) * of_values + (P - 2) * of_F)
+            if self.backward:
+                of_token += of_walk(self.SUMMARY, (P - 1) * ceil_div(V, self.backward.BV))
+            joined = self.MORE_LAUNCHES + (P - 2) * (self.JOINED + self.JOINED_CHANNEL * K)
+        return ceil_div(self.longest, P) * of_token * (self.WORTH if P == 1 else 1) + joined
+
+    @property
+    def tiles(self):
+        """The sizes that `explain` shows, beside those of kernels."""
+        return {"segments": self.segments} if self.segments > 1 else {}
+
+    def shape(self, draft):
+        chunk, spans = self.backward and self.backward.TOKENS, None
+        if self.segments > 1:
+            spans = self.problem.spans.segments(self.segments, chunk or 1)
+        return replace(draft.shape(self.problem, spans=spans, chunk=chunk), H=self.heads)
+
+    def launch_starts(self, draft, read) -> dict:
+        """Launches what finds the states from which segments start; returns the kernels' arguments that say so."""
+        P, shape = self.segments, read["shape"]
+        if P == 1:
+            return {"starts": None, "P": 1}
+        F, starts = memory_of_maps(draft, shape, 1 if self.backward is None else 2, self.problem.compute_dtype)
+        at = {"starts": starts, "P": P}
+        launch_by_token(draft, self.forward, read | at, shape.K, F=F)
+        if self.backward:
+            launch_by_token(draft, replace(self.backward, outputs=False), read | at)
+        join_segments(draft, F, starts, P)
+        return at
+
+
+def launch_by_token(draft, kernel, read, more_columns=0, **written):
+    """Launches a kernel that goes token by token. `read`: what all such kernels of a call read, by name."""
+    shape = read["shape"]
+    tiles = ceil_div(shape.V, kernel.BV) + ceil_div(more_columns, kernel.BV)
+    arguments = {name: x for name, x in read.items() if name in kernel.names} | written
+    draft.launch(kernel, shape.B * shape.count * shape.H * tiles, **arguments)
