@@ -288,7 +288,7 @@ def of_models():
         for width in rwkv7.Keys.WIDTHS:
             yield rwkv7.Keys(X, width)
         for S, terms in product(CTYPES, terms_of(X)):
-            yield rwkv7.TimeMixOfToken(X, S, terms)
+            yield from (how(X, S, terms) for how in (rwkv7.TimeMixOfToken, rwkv7.TimeMixOfHeads))
 
 
 def of_training():

@@ -315,10 +315,12 @@ def decoding(rng, device):
     """A model's steps: all layers in one launch, of as many weights as go around a block's ring; in several; and beyond
     128 sequences, where cuBLAS multiplies int8."""
     few, wide, around = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"], SIZES["odd"]))
-    seven = random_weights(RWKV7, rng, BFLOAT16)
+    seven, seven_of_64 = (random_weights(RWKV7, rng, BFLOAT16, 128, N) for N in (16, 64))
     decoders = (
-        (cuda_decode7.CudaDecoder if weights is seven else CudaDecoder)(weights, dtype, B, device)
+        (cuda_decode7.CudaDecoder if "blocks.0.att.r_k" in weights else CudaDecoder)(weights, dtype, B, device)
         for weights, dtype, B in (
+            (seven_of_64, BFLOAT16, 3),
+            (seven_of_64, HALF, 9),
             (seven, SINGLE, 3),
             (seven, BFLOAT16, 3),
             (seven, HALF, 9),

@@ -133,15 +133,37 @@ def test_a_saved_state_goes_on_with_the_same_bits(on_cuda, rng, tmp_path):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", [RWKV7])
-@pytest.mark.parametrize("width, head_size", [(24, 12), (128, 128)])
+@pytest.mark.parametrize("width, head_size", [(24, 12), (128, 64), (128, 128)])
 def test_rwkv7_of_other_sizes(on_cuda, kind, width, head_size, rng):
     """A step's threads hold a part of a wide head's state, and read the rest twice."""
-    weights, tokens = random_weights(kind, rng, np.float32, width, head_size), rng.integers(0, SMALL["V"], (1, 4))
+    weights, tokens = random_weights(kind, rng, np.float32, width, head_size), rng.integers(0, SMALL["V"], (2, 4))
     found, state = in_calls(on_cuda(weights), tokens, [2, 1, 1])
     wanted, wanted_state = in_calls(kind(weights), tokens, [2, 1, 1])
     close(found, wanted, 1e-5)
     for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, 1e-5)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", [RWKV7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("state_dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+@pytest.mark.parametrize("B", [3, 20])
+def test_rwkv7_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, B, rng):
+    """From states as they are stored: these are rounded once, and logits as if they were not."""
+    weights, slots = random_weights(kind, rng, dtype, 128, 64), rng.permutation(B + 2)[:B]
+    model, reference = on_cuda(weights, dtype, state_dtype=state_dtype), kind(weights)
+    wanted_pool = reference.initial_state(B + 2)
+    for part in wanted_pool.arrays:
+        part[:] = rng.standard_normal(part.shape).astype(state_dtype)
+    pool, tokens = model.on_device(wanted_pool), rng.integers(0, SMALL["V"], (B, 1))
+    found, _ = model.forward(tokens, pool, slots=slots)
+    wanted, _ = reference.forward(tokens, wanted_pool, slots=slots)
+    limit = 1e-5 if B < 8 else tolerance(dtype)
+    close(model.to_host(found), wanted, limit)
+    for part, wanted_part in zip(pool.arrays, wanted_pool.arrays):
+        rounded = ml_dtypes.finfo(part.dtype).eps / 2 if part.dtype == BFLOAT16 else 0
+        close(host(part).astype(np.float32), wanted_part, limit + rounded)
 
 
 @pytest.mark.parametrize("sizes", ["wide heads", "odd"])

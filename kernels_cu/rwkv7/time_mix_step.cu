@@ -15,30 +15,11 @@
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N a multiple of 4, up to 256
 #include "rwkv6/time_mix.cuh"
+#include "rwkv7/time_mix_arguments.cuh"
 #include "cards.cuh"
 
-constexpr float LEAST_NORM = 1e-12f;
 // On a multiprocessor, for the assembler, which spills registers on some cards where it may choose itself.
 constexpr int BLOCKS = BEFORE_SM90 ? 3 : 2;
-
-template <typename X, typename S> struct Args {
-  const float* v;
-  const float* k;
-  const float* r;
-  const float* w;
-  const float* openings;
-  float* first;
-  const float* removal;
-  const float* replacement;
-  const float* bonus;
-  const float* weight;
-  const float* bias;
-  S* state;
-  const i64* slots;  // or null: sequence b has state b
-  X* y;
-  i64 B, H, N;
-  double eps;
-};
 
 struct Scratch {
   float v[MAX_N], key[MAX_N], removed[MAX_N], written[MAX_N], decay[MAX_N], read[MAX_N];  // of the token
@@ -47,10 +28,6 @@ struct Scratch {
   float sum[WARPS], squares[WARPS];
   float parts[2][4 * THREADS];  // [., N], of e and of o
 };
-
-__device__ __forceinline__ float4 add_scaled(float4 a, float x, float4 b) {
-  return {fmaf(x, b.x, a.x), fmaf(x, b.y, a.y), fmaf(x, b.z, a.z), fmaf(x, b.w, a.w)};
-}
 
 template <typename X, typename S, int TERMS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv7_time_mix_step(const Args<X, S> args) {

@@ -4,6 +4,8 @@ X is the dtype of a kernel's output that is an operand of the next matrix produc
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from .arguments import members
@@ -25,6 +27,15 @@ class TimeMixOfToken(ModelKernel):
     X: np.dtype
     state: np.dtype
     TERMS: int
+
+
+class TimeMixOfHeads(TimeMixOfToken):
+    """`TimeMixOfToken` for heads of 64 channels: a warp computes one head of one sequence."""
+
+    file = "rwkv7/time_mix_batch"
+    shared = ("Shared",)
+    threads = 32
+    N: ClassVar[int] = 64
 
 
 class Keys(HeadKernel):

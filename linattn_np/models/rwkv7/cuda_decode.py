@@ -32,12 +32,8 @@ class DecodingStep(cuda_decoder.DecodingStep):
     """Makes the plan of a decoding step; see the base class."""
 
     def time_mix(self, layer, shift, wkv, added):
-        decoder, buffers, B, (D, H) = (
-            self.decoder,
-            self.buffers,
-            self.decoder.batch,
-            (self.decoder.sizes[axis] for axis in "DH"),
-        )
+        decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
+        D, H, N = (decoder.sizes[axis] for axis in "DHN")
         self.norm_shift(layer.ln1, buffers.mixed, layer.mix, shift, added, squares=True)
         self.matmul(
             layer,
@@ -47,7 +43,8 @@ class DecodingStep(cuda_decoder.DecodingStep):
         opening, (w, openings) = Openings.of_step(decoder.dtype, kernels.DOWNS), (buffers.w, buffers.openings)
         arrays = {"low": buffers.low, "up": layer.up, "bases": layer.bases, "w": w, "openings": openings}
         self.draft.launch(opening, opening.blocks(B, D), **arrays, R=decoder.rank)
-        kernel = kernels.TimeMixOfToken(buffers.y.dtype, decoder.state_dtype, buffers.y.shape[0])
+        time_mix = kernels.TimeMixOfHeads if N == kernels.TimeMixOfHeads.N else kernels.TimeMixOfToken
+        kernel = time_mix(buffers.y.dtype, decoder.state_dtype, buffers.y.shape[0])
         args = dict(zip("vkr", buffers.vkr)) | {"w": w, "openings": openings, "first": buffers.first}
         args |= {"removal": layer.removal, "replacement": layer.replacement, "bonus": layer.bonus}
         return self.launch_time_mix(kernel, B * H, layer, wkv, **args)

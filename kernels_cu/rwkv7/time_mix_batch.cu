@@ -1,0 +1,95 @@
+// what      The time mix of one token for heads of 64 channels: keys, state, group norm, bonus, gate; each state is
+//           read and written once, and is loaded before the previous kernel has ended.
+// math      v += (first - v) share;  kappa = k removal / |k removal|;  key = k (1 + (rate - 1) replacement)
+//           e = S^T kappa;  S = diag(exp w) S - (kappa rate) e^T + key v^T;  o = S^T r, from the S before
+//           y = (GroupNorm_H(o) + (sum r key bonus) v) gate
+// shapes    v k r w [B, H, N], openings [3, B, H, N]: rate, gate, share, which is -1 in the first layer; first
+//           [B, H, N], that layer's values, which it writes; removal replacement bonus weight bias [H, N];
+//           state [P, H, N, N], slots [B] or null; y [TERMS, B, H, N]; N = 64
+// grid      a block for every (sequence, head), sequence slowest; a warp: a lane has four columns of the state and
+//           every second channel
+// smem      Shared
+// barriers  none
+// numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
+// source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
+// limits    N = 64. States are read before the previous kernel has ended: between this launch and the last one that
+//           wrote them, a launch must have waited for its predecessor before it let the next one begin
+#include "rwkv6/time_mix_heads.cuh"
+#include "rwkv7/time_mix_arguments.cuh"
+
+struct Shared {
+  float2 reads[N];   // kappa before its norm, and r decayed, of a channel
+  float4 writes[N];  // decay, kappa rate before the norm, key
+};
+
+template <typename X, typename S, int TERMS>
+__global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> args) {
+  auto& s = *reinterpret_cast<Shared*>(dynamic_smem());
+  launch_next();
+  const int lane = threadIdx.x, column = lane % QUADS * 4, group = lane / QUADS;
+  const int own = 2 * lane;  // and its neighbour: the lane's channels of the keys
+  const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, at = b * D + head;
+  S* const state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
+  const auto place = [&](int row) { return state + row * GROUPS * N + 4 * lane; };  // or stores are not of 16 bytes
+  Four<S> held[ROWS];
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) held[row] = load_four(place(row));
+  const float2 removal = load2(args.removal + head + own), replacement = load2(args.replacement + head + own);
+  const float2 bonus = load2(args.bonus + head + own);
+  const float4 gain = load4(args.weight + head + column), bias = load4(args.bias + head + column);
+  wait_for_previous();
+
+  const float2 k = load2(args.k + at + own), r = load2(args.r + at + own), w = load2(args.w + at + own);
+  const float2 rate = load2(args.openings + at + own);
+  const float4 gate = load4(args.openings + args.B * D + at + column);
+  const float4 share = load4(args.openings + 2 * args.B * D + at + column);
+  float4 v = load4(args.v + at + column);
+  float4 dots = {};  // |kappa|^2 and r (kappa rate) before the norm, r key, r key bonus
+  const auto put = [&](int c, float k, float r, float w, float rate, float removal, float replacement, float bonus) {
+    const float removed = k * removal, key = k * fmaf(rate - 1.f, replacement, 1.f), decay = decay_of(w);
+    s.reads[c] = {removed, r * decay}, s.writes[c] = {decay, removed * rate, key, 0.f};
+    dots = add_scaled(dots, 1.f, {removed * removed, r * removed * rate, r * key, r * key * bonus});
+  };
+  put(own, k.x, r.x, w.x, rate.x, removal.x, replacement.x, bonus.x);
+  put(own + 1, k.y, r.y, w.y, rate.y, removal.y, replacement.y, bonus.y);
+  if (share.x < 0.f) {
+    store4(args.first + at + column, v);
+  } else {
+    const float4 first = load4(args.first + at + column);
+    v = {fmaf(first.x - v.x, share.x, v.x), fmaf(first.y - v.y, share.y, v.y), fmaf(first.z - v.z, share.z, v.z),
+         fmaf(first.w - v.w, share.w, v.w)};
+  }
+  dots = {warp_sum(dots.x), warp_sum(dots.y), warp_sum(dots.z), warp_sum(dots.w)};
+  const float norm = fmaxf(sqrtf(dots.x), LEAST_NORM);
+  __syncwarp();
+
+  constexpr int AT_ONCE = 4;  // rows, or all rows' channels are loaded first, and take registers
+  float4 e = {}, o = {};
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    if (row % AT_ONCE == 0) __syncwarp();
+    const float2 c = s.reads[row * GROUPS + group];
+    const float4 old = float4(held[row]);
+    e = add_scaled(e, c.x, old), o = add_scaled(o, c.y, old);
+  }
+  const float scale = -1.f / (norm * norm);  // the second norm is that of the key which writes
+  const auto erased = [&](float x) { return scale * (x + __shfl_xor_sync(0xffffffffu, x, QUADS)); };
+  e = {erased(e.x), erased(e.y), erased(e.z), erased(e.w)};
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    if (row % AT_ONCE == 0) __syncwarp();
+    const float4 c = s.writes[row * GROUPS + group], old = float4(held[row]);
+    const float4 kept = {c.x * old.x, c.x * old.y, c.x * old.z, c.x * old.w};
+    store4(place(row), add_scaled(add_scaled(kept, c.y, e), c.z, v));
+  }
+
+  constexpr float SHARE = 1.f / GROUPS;  // the sum over groups has this once
+  o = group_norm(add_scaled(add_scaled(o, SHARE * dots.y, e), SHARE * dots.z, v), float(args.eps));
+  if (group > 0) return;
+  const auto gated = [&](float normed, float gain, float bias, float v, float gate) {
+    return fmaf(dots.w, v, fmaf(normed, gain, bias)) * gate;
+  };
+  store4_terms<TERMS>(args.y + at + column, args.B * D,
+                      {gated(o.x, gain.x, bias.x, v.x, gate.x), gated(o.y, gain.y, bias.y, v.y, gate.y),
+                       gated(o.z, gain.z, bias.z, v.z, gate.z), gated(o.w, gain.w, bias.w, v.w, gate.w)});
+}
