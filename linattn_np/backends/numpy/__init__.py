@@ -101,18 +101,6 @@ def mode_of(problem):
     return "recurrent" if short else "chunk"
 
 
-def summarise(problem):
-    """((the final state's parts from zero, no decays), ()) without o; None where only a whole call computes it."""
-    equation = EQUATIONS.get(problem.op)
-    own = equation is None or problem.op in OWN_CHUNKS
-    if problem.mode not in ("auto", "chunk") or own or not problem.sizes["T"]:
-        return None
-    with np.errstate(all="ignore"):
-        member = equation.member(problem)
-        final = chunked.final_state(member)
-        return None if final is None else ((member.split(final), None), ())
-
-
 def stage(problem):
     if problem.op.name == "combine":
         o = destination(problem)

@@ -21,7 +21,7 @@ from .chunking import Chunking
 from .cores import in_parallel, workers
 from .loop_choice import loops
 from .packing import Scratch, Segment, row_blocks, thread_scratch
-from .scores import LEAST, LIMIT, Gates, blas_ready, diagonal, gated_keys, gated_scores, gated_scores_vjp, mask_future
+from .scores import LEAST, LIMIT, Gates, blas_ready, diagonal, gated_scores, gated_scores_vjp, mask_future
 
 SEGMENT_ELEMENTS = 1 << 18  # of each of a segment's arrays: larger ones leave the cache, smaller ones cost more calls
 MATERIALIZED_BYTES = 1 << 30  # of all chunks' states: more are kept only if the caller asks for `materialize`
@@ -86,31 +86,6 @@ def compiled(schedule, o, final, states):
         if undone_rows.all()
         else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(undone_rows).tolist()]
     )
-
-
-def final_state(member):
-    """The final state [N, H, K, V] from the state 0, without o; None if products alone do not give it accurately."""
-    schedule, final = Schedule(member), member.state(None)
-    accurate = in_parallel(lambda rows: states_alone(schedule, rows, final), schedule.blocks)
-    return final if all(accurate) and by_token.is_finite(final) else None
-
-
-def states_alone(schedule, rows, final):
-    """Computes a block's states as `streamed` does, without o; returns whether no decay underflowed."""
-    member, carried, scratch, in_range = schedule.member, None, thread_scratch(schedule.dtype), True
-    block_shape = member.k[rows].shape[:2]
-    for first, segment in schedule.segments:
-        h, decay = schedule.states(block_shape, segment.count, scratch)
-        k, v, g = (segment.pack(x[rows], schedule.dtype) for x in (member.k, member.v, member.g))
-        gates = Gates(g, scratch)
-        kg = gated_keys(k, gates, decay, scratch)
-        np.matmul(kg.swapaxes(-1, -2), blas_ready(v), out=h[:, :, 1:])
-        if carried is not None:
-            h[:, :, 0] = carried
-        schedule.chunking.scan(rows, first, decay, h, final)
-        in_range &= not gates.underflow(h[:, :, :-1])
-        carried = h[:, :, segment.count].copy()
-    return in_range
 
 
 def mend(member, o, final):

@@ -143,21 +143,6 @@ def gated_scores(q, k, gates, exclusive, decay, scratch, keep=False):
     return qg, kg, A
 
 
-def gated_keys(k, gates, decay, scratch):
-    """kg alone, and the chunk's whole decay in `decay`."""
-    kg = scratch("kg", k.shape)
-    if gates.any_weak:
-        end = gates.decay[..., -1:, :]
-        np.divide(k, gates.decay, out=kg)
-        kg *= end
-        np.multiply(gates.start, end, out=decay[..., None, :])
-    if gates.strong is not None:
-        b, e = prefix_suffix_sums(gates.g[gates.strong])
-        kg[gates.strong] = k[gates.strong] * np.exp(e)
-        decay[gates.strong] = np.exp(b[..., -1, :])
-    return kg
-
-
 def factored(q, k, gates, exclusive, qg, kg, A, decay):
     """Writes qg, kg, A and decay of all chunks in the factored way, which is right for weak gates. Also writes
     `gates.queries` = q exp(c) and `gates.keys` = k exp(-c), which may have the memory of qg and kg."""
