@@ -41,7 +41,7 @@ def draw(result, path):
             single += 1
     axis.set_xticks(sequences, [str(batch) for batch in sequences])
     axis.minorticks_off()
-    axis.set_xlim(sequences[0] / 1.5, sequences[-1] * 3)  # the last one's text stands beside it
+    axis.set_xlim(sequences[0] / 1.5, sequences[-1] * 4)  # the last one's text stands beside it
     axis.grid()
     axis.set_xlabel("sequences, log scale")
     axis.set_ylabel("tokens/s, log scale")

@@ -52,7 +52,7 @@ def draw_panels(result, path, panels, chosen, words):
     image, axes = plt.subplots(
         len(shown),
         2,
-        figsize=(11, 0.36 * sum(heights)),
+        figsize=(8.5, 0.38 * sum(heights)),
         sharex="row",
         sharey="row",
         squeeze=False,
@@ -84,7 +84,7 @@ def draw_panels(result, path, panels, chosen, words):
 
 def label_points(axis, row):
     """Names the points of a panel above its first row."""
-    for field, name, color in (("ours_ms", "linattn_np", OURS), ("peer_ms", "flash-linear-attention", FLA)):
+    for field, name, color in (("ours_ms", "linattn_np", OURS), ("peer_ms", "fla", FLA)):
         where = {"xytext": (0, 42), "textcoords": "offset points", "ha": "center"}
         place = row[field] / row["floor_ms"], 0
         axis.annotate(name, place, color=color, fontsize=9, fontweight="bold", annotation_clip=False, **where)
@@ -115,7 +115,7 @@ def panel(axis, title, rows):
         points = [(row[field] / row["floor_ms"], y, row[field]) for y, row in rows.items() if row[field]]
         axis.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=42, color=color, zorder=3)
         for x, y, ms in points:
-            axis.annotate(time(ms), (x, y), textcoords="offset points", fontsize=7.5, color=color, **beside)
+            axis.annotate(time(ms), (x, y), textcoords="offset points", fontsize=8, color=color, **beside)
 
 
 def limit_x(axis, rows):

@@ -1,4 +1,4 @@
-"""The documentation's settings: `sphinx-build -W docs docs/_build` (pip install -e '.[docs]')."""
+"""The documentation's settings: `sphinx-build -W docs docs/_build` (pip install -e '.[docs,jax,torch]')."""
 
 import inspect
 import os.path
@@ -21,6 +21,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "gallery"]
 html_theme = "furo"
+smartquotes = False  # options of commands begin with two hyphens
 html_title = "linattn_np"
 myst_enable_extensions = ["colon_fence"]
 myst_fence_as_directive = ["math"]  # GitHub's form of an equation, for MathJax here

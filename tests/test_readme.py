@@ -101,6 +101,13 @@ def test_code_is_not_cut_at_the_right():
             assert not [line for line in block.splitlines() if len(line) > 88], page.name
 
 
+def test_code_of_the_gallery_is_not_cut_at_the_right():
+    """Its pages show 80 columns; docstrings at the top and comments of `# %%` cells are prose there."""
+    for page in (ROOT / "docs" / "gallery").glob("*.py"):
+        code = page.read_text().split('"""', 2)[2]
+        assert not [line for line in code.splitlines() if len(line) > 80 and line[0] != "#"], page.name
+
+
 def test_no_page_has_directives_that_only_sphinx_knows():
     assert not [page.name for page in PAGES if re.search(r"^(```|:::+)\{", page.read_text(), re.MULTILINE)]
 

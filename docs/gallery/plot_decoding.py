@@ -27,18 +27,25 @@ def microseconds(call):
 
 
 q, k, v = rng.standard_normal((3, 1, H, K), dtype=np.float32)
-g, state = np.full((1, H, K), -0.1, np.float32), np.zeros((1, H, K, K), np.float32)
+g, state = (
+    np.full((1, H, K), -0.1, np.float32),
+    np.zeros((1, H, K, K), np.float32),
+)
 step = microseconds(lambda: linattn_np.gla_step(q, k, v, g, state))
 attention = []
 for T in lengths:
     keys, values = rng.standard_normal((2, 1, H, T, K), dtype=np.float32)
     attention.append(
-        microseconds(lambda: linattn_np.softmax_attention(q[:, :, None], keys, values))
+        microseconds(
+            lambda: linattn_np.softmax_attention(q[:, :, None], keys, values)
+        )
     )  # noqa: B023
 
 # %%
 # The time of one token, and what is kept for the next ones.
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+figure, (left, right) = plt.subplots(
+    1, 2, figsize=(9, 3.6), layout="constrained"
+)
 kept = 2 * H * K * 4 * np.array(lengths) / 2**20
 for axis, growing, fixed, what in (
     (left, attention, step, "microseconds a token"),

@@ -45,10 +45,13 @@ axis.plot(jnp.stack(found), color="C0")
 for decay in true:
     axis.axhline(decay, linestyle=":", color="0.5")
 axis.annotate("what made the sequence", (0, true[-1]), (2, true[-1] + 0.01))
-axis.annotate("what the gradient finds", (30, found[30][4]), (32, found[30][4] - 0.05))
+axis.annotate(
+    "what the gradient finds", (30, found[30][4]), (32, found[30][4] - 0.05)
+)
 axis.set_xlabel("step")
 axis.set_ylabel("decay of a channel")
 plt.show()
 print(
-    f"the loss is {loss:.1e}, the largest error {jnp.abs(found[-1] - true).max():.3f}"
+    f"the loss is {loss:.1e}, "
+    f"the largest error {jnp.abs(found[-1] - true).max():.3f}"
 )

@@ -52,4 +52,7 @@ for rank in range(1, RANKS):
 axis.set_xlabel("token; dotted lines are the borders of the ranks")
 axis.set_ylabel("error, log scale")
 plt.show()
-print(f"a rank sends {H * (K * K + K)} numbers, and holds {4 * H * K * T // RANKS}")
+print(
+    f"a rank sends {H * (K * K + K)} numbers, "
+    f"and holds {4 * H * K * T // RANKS}"
+)

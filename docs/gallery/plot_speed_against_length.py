@@ -25,7 +25,10 @@ lengths = [256, 512, 1024, 2048, 4096]
 
 
 def seconds(operator, *arrays):
-    """The least of three calls, after one that warms up. A call does not wait for a GPU, so that this must."""
+    """The least of three calls, after one that warms up.
+
+    A call does not wait for a GPU, so that this must.
+    """
     times = []
     for _ in range(4):
         begun = time.perf_counter()
@@ -39,7 +42,9 @@ for T in lengths:
     q, k, v, g = (
         rng.standard_normal((1, 4, T, 64), dtype=xp.float32) for _ in range(4)
     )
-    found["softmax attention"].append(seconds(linattn_np.softmax_attention, q, k, v))
+    found["softmax attention"].append(
+        seconds(linattn_np.softmax_attention, q, k, v)
+    )
     found["GLA"].append(seconds(linattn_np.gla, q, k, v, -xp.exp(2 * g - 3)))
 
 # %%
@@ -49,7 +54,11 @@ for name, times in found.items():
     (line,) = axis.loglog(lengths, np.array(times) * 1e3, marker="o")
     end = lengths[-1], times[-1] * 1e3
     axis.annotate(
-        name, end, xytext=(8, 0), textcoords="offset points", color=line.get_color()
+        name,
+        end,
+        xytext=(8, 0),
+        textcoords="offset points",
+        color=line.get_color(),
     )
 axis.set_xticks(lengths, map(str, lengths))
 axis.minorticks_off()

@@ -22,13 +22,15 @@ class Layer(torch.nn.Module):
         self.output = torch.nn.Linear(K, 1)
 
     def forward(self, x):  # [B, T, 2]
-        q, k, v, g = (y[:, None] for y in self.inputs(x).chunk(4, -1))  # one head
+        q, k, v, g = (
+            y[:, None] for y in self.inputs(x).chunk(4, -1)
+        )  # one head
         self.gates = torch.nn.functional.logsigmoid(g + 4)
         return self.output(gla(q, k, v, self.gates)[:, 0])[..., 0]
 
 
 def draw():
-    """Numbers and resets [B, T, 2], and the sums [B, T] since the last reset."""
+    """Numbers and resets [B, T, 2], and the sums [B, T] since a reset."""
     numbers, resets = torch.randn(B, T) / 3, (torch.rand(B, T) < 0.1).float()
     sums, total = [], torch.zeros(B)
     for t in range(T):
@@ -45,9 +47,7 @@ for _ in range(250):
     adam.zero_grad()
     loss.backward()
     adam.step()
-print(
-    f"the loss is {loss:.4f}, and {wanted.square().mean():.2f} for a layer that says nothing"
-)
+print(f"the loss is {loss:.4f}, and {wanted.square().mean():.2f} for zeros")
 
 # %%
 # The sums of one sequence, and the decay that the layer has learnt: near 1, and small at the resets, which are the
@@ -61,7 +61,10 @@ with torch.no_grad():
     (found,) = above.plot(answer, color="C0")
     for line, name, place in (exact, "exact", 0.2), (found, "the layer's", 0.4):
         above.annotate(
-            name, (place, 1.03), xycoords="axes fraction", color=line.get_color()
+            name,
+            (place, 1.03),
+            xycoords="axes fraction",
+            color=line.get_color(),
         )
     above.set_ylabel("sum since the reset")
     below.plot(layer.gates[0, 0].exp().mean(-1))

@@ -18,7 +18,9 @@ q = k = np.full(
 )  # every token asks the same, so that only gates differ
 v = np.eye(T, dtype=np.float32)[None, None]
 
-trained = -np.exp(np.linspace(-4.2, -2.5, K) + 2 * rng.standard_normal((1, 1, T, K)))
+trained = -np.exp(
+    np.linspace(-4.2, -2.5, K) + 2 * rng.standard_normal((1, 1, T, K))
+)
 resets = np.full((1, 1, T, K), -0.02)
 resets[:, :, ::24] = -np.inf
 gates = {
@@ -30,7 +32,9 @@ gates = {
 
 # %%
 # Rows are the tokens that read, columns the tokens that wrote.
-figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), sharey=True, layout="constrained")
+figure, axes = plt.subplots(
+    1, 4, figsize=(12, 3.4), sharey=True, layout="constrained"
+)
 for axis, (name, g) in zip(axes, gates.items(), strict=True):
     weights = linattn_np.gla(q, k, v, g.astype(np.float32), scale=1.0)[0, 0]
     image = axis.imshow(
