@@ -166,6 +166,14 @@ def test_info_tells_what_a_report_needs(capsys):
         assert re.search(f"^  {line}", out, re.M), line
 
 
+def test_info_tells_what_a_user_has_set(capsys, monkeypatch):
+    for name in info.SET_BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    assert re.search("^environment\n  none set +of .*OPENBLAS_NUM_THREADS", called(capsys, "info")[1], re.M)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    assert re.search("^environment\n  OPENBLAS_NUM_THREADS +1$", called(capsys, "info")[1], re.M)
+
+
 def test_info_of_a_user_without_a_home(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)

@@ -65,7 +65,7 @@ def run(options):
     ):
         put(title)
         for name, fact in facts():
-            put(f"  {name:<18}{' '.join(told(fact).split())}")
+            put(f"  {name:<20} {' '.join(told(fact).split())}")
 
 
 def told(fact) -> str:
