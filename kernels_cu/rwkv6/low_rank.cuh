@@ -8,12 +8,12 @@
 #include "product.cuh"
 
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
-constexpr int PASS = 32;  // of the rank at a time
 
 // The place of pair p of 16 neighbours in shared memory.
 __device__ __forceinline__ int place_of_pair(int p) { return p % 2 * 8 + p / 2 * 2; }
 
-template <typename T, int TILES, int PARTS> struct alignas(16) LowRank {
+// PASS of the rank at a time.
+template <typename T, int TILES, int PARTS, int PASS = 32> struct alignas(16) LowRank {
   T low[PARTS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // no bank conflicts
   typedef uint4 Eight;                                                 // channels of a row of `up`
 
@@ -54,7 +54,7 @@ template <typename T, int TILES, int PARTS> struct alignas(16) LowRank {
   }
 };
 
-template <int TILES, int PARTS> struct alignas(16) LowRank<float, TILES, PARTS> {
+template <int TILES, int PARTS, int PASS> struct alignas(16) LowRank<float, TILES, PARTS, PASS> {
   float low[TILES * TILE_TOKENS][PASS + 4], up[PASS][COLUMNS + 8];  // no bank conflicts
   struct Eight {
     float4 first, second;
@@ -111,19 +111,21 @@ template <int TILES> struct LowRankSums {
 // low has `tokens` rows of `rank` numbers, so far apart, and is the sum of `parts` such arrays, MOST at most, each one
 // `part_apart` behind the one before; up has `rank` rows of D, of which this takes 128 from `column` on. `load_more`
 // sets out what its caller reads later, once the kernel before this one has ended.
-template <int MOST, int TILES, int PARTS, typename T, typename A, typename F>
-__device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>& s, const float* low, i64 apart,
+template <int MOST, int TILES, int PARTS, int PASS, typename T, typename A, typename F>
+__device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS, PASS>& s, const float* low, i64 apart,
                                                        i64 parts, i64 part_apart, i64 tokens, const T* up, i64 rank,
                                                        i64 D, i64 column, const A& activate, const F& load_more) {
-  constexpr int EIGHTS = PASS * COLUMNS / 8 / THREADS, LOWS = TILES * TILE_TOKENS * PASS / THREADS;
+  constexpr int ROWS = THREADS / (COLUMNS / 8), EIGHTS = PASS * COLUMNS / 8 / THREADS,
+                LOWS = TILES * TILE_TOKENS * PASS / THREADS;
   LowRankSums<TILES> sums = {};
   const auto pass = [&](i64 start, const auto& load_more) {
-    typename LowRank<T, TILES, PARTS>::Eight eights[EIGHTS];
+    typename LowRank<T, TILES, PARTS, PASS>::Eight eights[EIGHTS];
+    const int row = threadIdx.x / (COLUMNS / 8), j = threadIdx.x % (COLUMNS / 8) * 8;
+    const T* from = up + (start + row) * D + column + j;
 #pragma unroll
-    for (int n = 0; n < EIGHTS; ++n) {
-      const int at = n * THREADS + threadIdx.x, a = at / (COLUMNS / 8), j = at % (COLUMNS / 8) * 8;
+    for (int n = 0; n < EIGHTS; ++n, from += ROWS * D) {
       eights[n] = {};
-      if (start + a < rank && column + j < D) eights[n] = s.eight(up + (start + a) * D + column + j);
+      if (start + row + n * ROWS < rank && column + j < D) eights[n] = s.eight(from);
     }
     wait_for_previous();
     float from_parts[MOST][LOWS];  // all on their way at once
@@ -139,10 +141,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>&
     load_more();
     __syncthreads();  // the tiles may change
 #pragma unroll
-    for (int n = 0; n < EIGHTS; ++n) {
-      const int at = n * THREADS + threadIdx.x;
-      s.put_up(at / (COLUMNS / 8), at % (COLUMNS / 8) * 8, eights[n]);
-    }
+    for (int n = 0; n < EIGHTS; ++n) { s.put_up(row + n * ROWS, j, eights[n]); }
 #pragma unroll
     for (int n = 0; n < LOWS; ++n) {
       const int at = n * THREADS + threadIdx.x;

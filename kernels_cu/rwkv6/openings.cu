@@ -7,8 +7,8 @@
 //           in the first layer, or [1, D]; w [T, D], openings [3, T, D]: rate, gate, share. T tokens of prompts, or
 //           sequences
 // grid      a block for every (16 TILES tokens, one of MATRICES, 128 channels), tokens slowest; 256 threads
-// smem      LowRank: 32 of the rank at a time
-// barriers  two a pass over 32 of the rank: the tiles may change, and are there
+// smem      LowRank: PASS of the rank at a time
+// barriers  two a pass over them: the tiles may change, and are there
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    D a multiple of 8
@@ -25,10 +25,10 @@ template <typename T, typename Y> struct Args {
   i64 tokens, D, R;
 };
 
-template <typename T, typename Y, int PARTS, int TILES, int MATRICES>
+template <typename T, typename Y, int PARTS, int TILES, int MATRICES, int PASS>
 __global__ void __launch_bounds__(THREADS) rwkv6_openings(const Args<T, Y> args) {
   constexpr float DECAY_SCALE = 0.6065306597126334f;
-  auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS, PASS>*>(dynamic_smem());
   launch_next();
   const i64 R = args.R, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
   const i64 kind = blockIdx.x / across % MATRICES, first = blockIdx.x / across / MATRICES * (TILES * TILE_TOKENS);
@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(THREADS) rwkv6_openings(const Args<T, Y> args)
   for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const i64 t = tile * TILE_TOKENS + half * 8 + token, at = (first + t) * D + j;
+      const i64 t = tile * TILE_TOKENS + half * 8 + token;
+      const i64 at = ((first + t) * D + j) / 4 * 4;  // a multiple of four, or numbers are stored one by one
       if (t >= tokens) continue;
       const float4 z = sums.of(tile, half);
       const float4 y = {opened(z.x, base.x), opened(z.y, base.y), opened(z.z, base.z), opened(z.w, base.w)};

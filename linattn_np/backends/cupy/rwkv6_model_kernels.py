@@ -352,17 +352,19 @@ class Openings(ModelKernel):
 
     file = "rwkv6/openings"
     arguments = members("pointers low up bases w, pointers? openings, integers tokens D R")
-    shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
+    shared = ("LowRank<{dtype}, {TILES}, {PARTS}, {PASS}>",)
     threads = 256
     dtype: np.dtype
     Y: np.dtype
     PARTS: int
     TILES: int
     MATRICES: int
+    PASS: int = 32  # of the rank at a time
 
     @classmethod
     def of_step(cls, dtype, matrices):
-        return cls(dtype, FLOAT32, 3 if dtype == BFLOAT16 else 2, 1, matrices)
+        """A step waits for few passes, each a round trip to memory."""
+        return cls(dtype, FLOAT32, 3 if dtype == BFLOAT16 else 2, 1, matrices, 64 if dtype == FLOAT32 else 128)
 
     @classmethod
     def of_prompt(cls, dtype, matrices):
