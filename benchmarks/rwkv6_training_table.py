@@ -86,7 +86,7 @@ def draw(curve, image: Path):
         for name, losses, color, width, place in ((PEER, theirs, FLA, 3.5, 16), (OURS, ours, OURS_COLOR, 1.2, -38)):
             above.plot(read, losses, color=color, linewidth=width)
             where = dict(xytext=(20, place), textcoords="offset points", fontweight="bold")
-            above.annotate(name, (read[len(read) // 6], losses[len(read) // 6]), color=color, **where)
+            above.annotate(name.replace("-", "_"), (read[len(read) // 6], losses[len(read) // 6]), color=color, **where)
         above.set_ylabel("loss, nats a byte")
         below.plot(read, ours - theirs, color=INK, linewidth=1)
         below.set_ylabel("ours - fla's")
