@@ -70,10 +70,13 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   Tile<float, BK> keys_within;  // at within_offset; of every four channels the middle two are swapped
   Tile<T, BK> by8, by16;        // Across: queries in the rows of some sub-chunks, keys in those of the others
   float A[CHUNK][CHUNK];        // [key, query], in the order of score_offset
+  // [iteration % 2]: the largest magnitude of each warp's part of C. Consumers write a row again two iterations later,
+  // after they have waited for `within` or `done`, which its readers have arrived at. At a multiple of 16 bytes, since
+  // the assembler joins loads to pieces of 16: others would include a number of the other row.
+  alignas(16) float largest[2][BK / 16];
   OwnScores<G, BK> own;
-  float largest[2][BK / 16];  // [iteration % 2]: the largest magnitude of each warp's part of C
-  float sums[2][BK];          // [iteration % 2]: the chunk's `sums` of backward_queries
-  WarpFlags<BK> growth[2];    // [iteration % 2]: the chunk's flags
+  float sums[2][BK];        // [iteration % 2]: the chunk's `sums` of backward_queries
+  WarpFlags<BK> growth[2];  // [iteration % 2]: the chunk's flags
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
   float kept_share[Schedule::in_turn ? BK / 16 : 1];    // an argument of `is_forgotten`; with InTurn, of each warp
   WorkTile place;                                       // OneEach: the block's segment; registers are scarce
