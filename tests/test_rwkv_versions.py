@@ -282,6 +282,16 @@ def test_flas_config_says_the_eps(tmp_path, rng):
         RWKV7(to_fla(weights), config={"attn": {"layers": [1]}})
 
 
+def test_biases_that_flas_config_excludes_are_not_read(rng):
+    named = to_fla(layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32) * 0.3))
+    without = {name: x * 0 if "norm.bias" in name and "g_norm" not in name else x for name, x in named.items()}
+    found, wanted = (
+        RWKV7(weights, config={"norm_bias": bias}).forward([[1, 2, 3]])[0]
+        for weights, bias in ((named, False), (without, True))
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_flas_config_says_the_sizes(rng):
     """As fla reads them: num_heads beside head_dim has no meaning, value_dim is a number a layer."""
     layout = layout_of(RWKV7)

@@ -44,7 +44,7 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
             for name, array in weights.items():
                 norm, _, part = name.rpartition(".")
                 if part == "weight" and norm.endswith(FLA_NORMS):
-                    completed_weights.setdefault(f"{norm}.bias", np.zeros(array.shape, array.dtype))
+                    completed_weights[f"{norm}.bias"] = np.zeros(array.shape, array.dtype)  # fla reads none
         table, head = "model.embeddings.weight", "lm_head.weight"
     else:
         layer = eps(version, config, "layer_norm_epsilon", LAYER_NORM_EPS)
