@@ -282,6 +282,11 @@ def test_a_full_disk_is_waited_for_until_the_end(trained, tmp_path, monkeypatch)
     assert code == 2 and kept(tmp_path / "out") == 4 and "training.safetensors: No space left on device;" in lines[-1]
 
 
+def test_more_layers_than_a_file_holds_are_refused_at_once(trained):
+    code, lines = trained(*SMALL, "--layers", 10**9)
+    assert code == 2 and lines[-1].endswith("layers is 1000000000, expected a whole number from 1 to 1024")
+
+
 def test_a_folder_that_was_removed_is_made_anew(trained, tmp_path, monkeypatch):
     at_step(monkeypatch, 3, lambda: shutil.rmtree(tmp_path / "out"))
     assert trained(*SMALL)[0] == 0 and kept(tmp_path / "out") == 4

@@ -297,7 +297,8 @@ def about(**changes):
         (dict(text=np.zeros(32, np.uint8)), "is the training on another text"),
         (dict(settings=np.frombuffer(b"[" * 100_000, np.uint8)), "has settings that are none"),
         (dict(settings=np.frombuffer(b"{}", np.uint8)), "has settings that are none"),
-        (dict(settings=about(layers=10**9)), "has .* weights for 1000000000 layers"),
+        (dict(settings=about(layers=10**9)), "layers is 1000000000, expected a whole number from 1 to 1024"),
+        (dict(settings=about(layers=1024, width=1 << 20)), "has .* weights for 1024 layers"),
         (dict(settings=about(layers="2")), "layers is '2', expected a whole number"),
         (dict(settings=about(lr=float("nan"))), "lr is nan, expected"),
         (dict(settings=about(head_size=5)), "width 16 is no multiple of the head size 5"),
@@ -312,7 +313,7 @@ def about(**changes):
         (dict(settings=about(context=1 << 30)), "batch x context is 4 x 1073741824, expected at most"),
         (dict(settings=np.frombuffer(b'{"lr": 1, "lr": 1}', np.uint8)), "are none .*: the JSON has a key twice"),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_a_hostile_checkpoint_is_refused(change, complaint, tmp_path):
     path = tmp_path / "training.safetensors"

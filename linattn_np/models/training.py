@@ -32,6 +32,7 @@ from .training_steps import CudaSteps, HostSteps
 HELD_OUT = 0.05  # share of the text, at its end, that is not learned
 HELD_OUT_STEPS = 32  # ... but no more of it than so many steps read, whose loss takes as long as about 11 steps
 MAX_BYTES = 1 << 24  # tokens of a step at most: more than fit in any machine's memory
+MAX_LAYERS = 1 << 10  # as many as a checkpoint is read with; a table of 10^9 would take all memory
 WARM_UP = 0.02  # share of the training in which the learning rate rises
 VECTORS = ("weights", "first", "second")  # the state of a training: the model's weights and AdamW's two moments
 
@@ -62,7 +63,8 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("layers", "width", "head_size", "batch", "context", "seed"):
+        self.check(whole, "layers", 1, MAX_LAYERS)
+        for name in ("width", "head_size", "batch", "context", "seed"):
             self.check(whole, name, int(name != "seed"), (1 << 31) - 1)
         self.check(real, "lr", "a number above 0", lambda x: x > 0)
         self.check(real, "weight_decay", "a number from 0 up", lambda x: x >= 0)
