@@ -576,6 +576,7 @@ def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch
     problem = op.bind(arrays, gradient=True, return_lse=True, **call.options)
     _, saved = execute.run(softmax, problem, hopper)
     do, dlse = hopper.upload(call.do), (hopper.upload(call.dlse),)
+    monkeypatch.setattr(softmax_tiles, "MOST_TIME", np.inf)
     found, kept_bytes = [], softmax_tiles.KEPT_BYTES
     for least, most in ((32, kept_bytes), (0, kept_bytes), (0, None)):
         monkeypatch.setattr(softmax_tiles, "KEPT_FROM", least)
@@ -590,6 +591,27 @@ def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch
     assert all(same_bits(x, y) for x, y in zip(*found[1:], strict=True))
     for gradients in found:
         call.assert_gradients(gradients)
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "HK", "T", "D", "causal", "at_once"),
+    [
+        (2, 16, 16, 8192, 128, False, 32),
+        (1, 16, 16, 16384, 128, True, 8),
+        (1, 4, 4, 32768, 128, True, 2),
+        (4, 32, 32, 4096, 64, True, 128),
+        (4, 16, 16, 2048, 128, True, 0),  # few scores
+        (1, 64, 8, 16384, 128, True, 0),  # one pair at a time: 128 tiles of 2 to 256 blocks of queries
+        (4, 32, 1, 8192, 128, False, 0),
+        (1, 16, 16, 34000, 128, False, 0),  # 266 tiles for 132 multiprocessors
+        (1, 1, 1, 131072, 64, True, 0),  # more than fit
+    ],
+)
+def test_scores_are_kept_where_turns_fill_the_card(B, H, HK, T, D, causal, at_once):
+    arrays = [np.broadcast_to(np.zeros((), BFLOAT16), (B, heads, T, D)) for heads in (H, HK, HK)]
+    problem = SOFTMAX_ATTENTION.bind(arrays, causal=causal)
+    keys = softmax_tiles.tile_table(problem, 128, 64, by_keys=True)
+    assert softmax_tiles.pairs_at_once(keys, H // HK, 132) == at_once
 
 
 @pytest.mark.parametrize("causal", [True, False])

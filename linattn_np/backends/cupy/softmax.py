@@ -252,8 +252,11 @@ def plan_vjp(problem, device, do, dht, saved):
     key_tiles = attention.tiles_of(keys, by_keys=True)
     query_arrays = inputs_and_do | {"o": o, "dq": dq, "L": lse, "dL": dL, "statistics": statistics}
     key_arrays = inputs_and_do | {"dk": dk, "dv": dv, "statistics": statistics}
-    if isinstance(keys, SoftmaxSm90) and softmax_tiles.pairs_at_once(key_tiles, attention.numbers["group"]):
-        attention.backward(keys, key_tiles, query_arrays, key_arrays)
+    at_once = 0
+    if isinstance(keys, SoftmaxSm90):
+        at_once = softmax_tiles.pairs_at_once(key_tiles, attention.numbers["group"], device.multiprocessors)
+    if at_once:
+        attention.backward(keys, key_tiles, at_once, query_arrays, key_arrays)
     else:
         attention.launch(queries, attention.tiles_of(queries), query_arrays)
         attention.launch(keys, key_tiles, key_arrays, by_keys=True)
@@ -345,14 +348,14 @@ class SoftmaxLaunches:
         merged = {"o": o, "L": lse, "out": arrays["o"], "merged": arrays["L"], "sinks": arrays["sinks"], "parts": parts}
         self.launch_blocks(SoftmaxPlain("Merge", self.problem.dtype), ceil_div(B * H * T, SoftmaxPlain.WARPS), merged)
 
-    def backward(self, keys, key_tiles, query_arrays, key_arrays):
-        """Launches the gradients for some heads of keys at a time: the kernel of dk and dv keeps the gradients of
+    def backward(self, keys, key_tiles, at_once, query_arrays, key_arrays):
+        """Launches the gradients for `at_once` heads of keys at a time: the kernel of dk and dv keeps the gradients of
         scores, from which another computes dq."""
         statistics, queries = SoftmaxStatistics(keys.dtype), SoftmaxQueryGradient(keys.dtype, keys.D)
         table = self.draft.table(softmax_tiles.longest_first(self.tiles_of(statistics)))
         self.launch_blocks(statistics, table.shape[0], query_arrays | {"works": table})
         group, query_tiles = self.numbers["group"], self.tiles_of(queries)
-        at_once, places = softmax_tiles.pairs_at_once(key_tiles, group), softmax_tiles.places_of_head(key_tiles)
+        places = softmax_tiles.places_of_head(key_tiles)
         self.tiles["heads at once"] = at_once
         ds = self.draft.empty((at_once * group * places, softmax_tiles.KEPT_KEYS, STATISTICS), keys.dtype)
         kept = {"ds": ds, "kept_keys": self.draft.table(key_tiles[0, :, softmax_tiles.WORK.index("kept")])}

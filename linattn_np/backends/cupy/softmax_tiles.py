@@ -21,6 +21,7 @@ UNBOUNDED = 1 << 30  # a window of so many tokens has no bound
 LEAST_PART = 4  # the fewest tiles of keys in a part, if the keys are split into parts for several blocks
 KEPT_BYTES = 4 << 30  # memory for gradients of scores that are kept
 KEPT_FROM = 32  # tiles of 64 queries for a tile of keys, on average; fewer take as long as a third kernel's launch
+MOST_TIME = 1.1  # of turns for some heads, in times of all heads at once
 SETUP = 0.6  # the time of a tile's start and end, in times of computing it with one tile of the other side
 CACHED = 24 << 20  # bytes of keys and values that the L2 cache can hold
 
@@ -77,15 +78,23 @@ def tile_table(problem, tokens: int, other: int, by_keys: bool = False) -> np.nd
     return table
 
 
-def pairs_at_once(keys: np.ndarray, group: int) -> int:
+def pairs_at_once(keys: np.ndarray, group: int, multiprocessors: int) -> int:
     """For how many (batch, head of keys) pairs at a time the gradients of scores are kept, in equal turns. 0: they are
-    not, since there are few of them, or KEPT_BYTES of memory do not hold those of one pair. `keys` is the table of
-    keys, with a head of keys for `group` heads of queries."""
-    places = places_of_head(keys)
+    not, since there are few of them, or KEPT_BYTES of memory do not hold those of one pair, or those of so few that a
+    turn leaves multiprocessors idle. `keys` is the table of keys, with a head of keys for `group` heads of queries."""
+    places, tiles = places_of_head(keys), keys.shape[1]
     fitting = KEPT_BYTES // max(1, group * places * KEPT_KEYS * STATISTICS * 2)
-    if not fitting or places < KEPT_FROM * keys.shape[1]:
+    if not fitting or places < KEPT_FROM * tiles:
         return 0
-    return ceil_div(len(keys), ceil_div(len(keys), fitting))
+    at_once = ceil_div(len(keys), ceil_div(len(keys), fitting))
+    longest = int(blocks_of(keys).max())
+
+    def time_of(pairs):
+        return max(longest, ceil_div(pairs * tiles, multiprocessors) * places / tiles)
+
+    full, rest = divmod(len(keys), at_once)
+    in_turns = full * time_of(at_once) + (time_of(rest) if rest else 0)
+    return at_once if in_turns <= MOST_TIME * time_of(len(keys)) else 0
 
 
 def places_of_head(keys: np.ndarray) -> int:
