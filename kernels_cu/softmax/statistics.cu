@@ -1,11 +1,12 @@
 // what      The statistics of softmax attention's queries, which the gradients of k and v take.
 // math      delta_i = do_i . o_i - dlse_i
-// shapes    o g [B, H, Tq, V], g is do; L dL [B, H, Tq] float32: lse, its gradient or null; statistics:
-//           softmax_work.cuh
+// shapes    o g [B, H, Tq, V], g is do; L [B, H, Tq] float32 is lse, dL its gradient or null; statistics [B, H,
+//           chunks, 2, 64]: softmax_work.cuh. A query without keys, or behind a sequence's end, has an infinite L
+//           there
 // grid      a block for every 64 queries (struct Work); four threads have a query
 // smem      none
 // barriers  none
-// numerics  float32; delta comes from the rounded o. A query with L above 2^24 in base 2 has weights of 0: see
+// numerics  float32; delta comes from the rounded o. A query whose L, in base 2, is above 2^24 has weights of 0: see
 //           known_logarithm
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 19
 // limits    half data; rows of whole 16 bytes

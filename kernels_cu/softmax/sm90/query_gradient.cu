@@ -15,13 +15,15 @@
 constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / STATISTICS;
 
 template <typename T> struct Args {
-  TensorMap k, dq;    // boxes of 64 columns and 64 tokens, of dq 16
-  Rows<T> out;        // dq again, for a warp's 16 rows that are not all tokens of the tile
-  const Work* works;  // [rounds, gridDim.x]
+  TensorMap k, dq;    // boxes of 64 columns and 64 tokens; of dq 16 tokens
+  Rows<T> out;        // dq again: plain stores for a warp whose 16 rows extend beyond the tile's tokens
+  const Work* works;  // [rounds, gridDim.x]; the last one of each column has no tiles
+  // A pair: ds of 64 queries and 128 keys, 64 and 64. A head has kept_tiles pairs. That of key tile n (128 keys) and
+  // of the queries in piece c of the statistics is number kept_keys[n] + c; kept_keys[n] may be below 0.
   const Kept (*ds)[2];
-  const i32* kept_keys;          // of every tile of 128 keys: the number in ds of query block 0 of the first head
+  const i32* kept_keys;
   i64 H, group, K, left, right;  // H: heads of queries
-  i64 kept_head, kept_tiles;     // ds begins with this one of all heads of queries; a head's number of pairs of ds
+  i64 kept_head, kept_tiles;     // kept_head: the head in B H whose pairs are the first of ds
   double scale;
 };
 
@@ -68,7 +70,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 #pragma unroll 1
     for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
       const int bits = seeing(work, tile, int(args.left), int(args.right));
-      const int own = bits ? args.kept_keys[work.kept + tile / 2] : 0;  // a sequence without keys has no number there
+      const int own = bits ? args.kept_keys[work.kept + tile / 2] : 0;  // without keys its tile of dq is still written
       barrier_wait(s.empty[r.stage], r.parity ^ 1);
       const u32 blocks = (bits & 1) + (bits >> 1 & 1) + (bits >> 2 & 1) + (bits >> 3);
       barrier_expect(s.full[r.stage], sizeof s.k[0] + blocks * sizeof(Kept));
@@ -130,7 +132,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
       add(0, r.stage);
       take(1);
       add(1, r.stage);
-      before_next_copy();  // this warp has read ds
+      before_next_copy();  // a copy may overwrite ds: all of the warp's lanes have read it
       wgmma_wait<0>();
       wgmma_keep(dq[0]);
       wgmma_keep(dq[1]);

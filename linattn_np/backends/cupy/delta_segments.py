@@ -127,8 +127,9 @@ class CutByToken:
     instance : the first template arguments of kernels
     backward : the kernel of gradients, where they are computed
 
-    Times are in microseconds, of an H200: those of a token are a block's that has a multiprocessor alone, and a
-    multiprocessor's for each of many blocks.
+    Times are in microseconds: those of a token are a block's that has a multiprocessor alone, and a multiprocessor's
+    for each of many blocks. They are estimates, not fitted: on an H200 walks take 2 to 10 times as long. Of 26 walks
+    that were timed there, none became slower by the cuts that they choose.
     """
 
     FORWARD = {1: (0.16, 0.08), 4: (0.3, 0.22)}  # by columns of a lane

@@ -15,7 +15,7 @@ from .plan import ceil_div
 
 WORK = "batch head start count others length shift first blocks chunk part kept".split()  # the kernels' struct `Work`
 WORDS = len(WORK)  # int32 numbers of a `Work`
-STATISTICS = 64  # queries in a piece of the array of statistics, which the backward kernel of dq writes
+STATISTICS = 64  # queries in a piece of the array of statistics, which the gradients of k and v read
 KEPT_KEYS = 128  # keys in a tile whose gradients of scores are kept for the kernel of dq
 UNBOUNDED = 1 << 30  # a window of so many tokens has no bound
 LEAST_PART = 4  # the fewest tiles of keys in a part, if the keys are split into parts for several blocks
