@@ -632,6 +632,28 @@ def test_gradients_beside_a_sequence_of_nan(kept, causal, hopper, rng, monkeypat
     assert all(same_bits(x, y) for x, y in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("window", [None, (40, 20)])
+def test_a_key_of_nan_leaves_queries_that_see_none_of_its_tile(window, hopper, rng, monkeypatch):
+    """dq from kept gradients of scores: blocks of 64 queries, tiles of 64 keys."""
+    monkeypatch.setattr(softmax_tiles, "KEPT_FROM", 0)
+    T, at, found = 520, 200, []
+    arrays = [rng.standard_normal((1, 2, T, 64)).astype(BFLOAT16) for _ in range(4)]
+    for value in (1, np.nan):
+        arrays[1][:, :, at] = value
+        *given, do = (hopper.upload(x) for x in arrays)
+        problem = SOFTMAX_ATTENTION.bind(given, gradient=True, causal=window is None, window=window)
+        _, saved = execute.run(softmax, problem, hopper)
+        gradients, _ = planned.pull(problem, hopper, do, None, saved)
+        found.append(planned.host(gradients[0]))
+    left, right = window or (T, 0)
+    query = np.arange(T)
+    sees = (query + right >= at // 64 * 64) & (query - left < at // 64 * 64 + 64)
+    reached = np.repeat(np.logical_or.reduceat(sees, np.arange(0, T, 64)), 64)[:T]
+    assert reached.any() and same_bits(*(x[:, :, ~reached] for x in found))
+    sees = (query + right >= at) & (query - left <= at)
+    assert np.isnan(double(found[1][:, :, sees])).all()
+
+
 def test_tiles_of_keys_read_statistics_that_exist(rng):
     """Also those of a last sequence without queries, behind which there are none."""
     arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 1, "H": 1, "T": 70, "K": 8, "V": 8}, HALF)

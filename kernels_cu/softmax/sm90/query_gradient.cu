@@ -36,17 +36,11 @@ template <typename T, int D> struct alignas(1024) Shared {
   Barrier work_full[2], work_empty[2], full[STAGES], empty[STAGES];
 };
 
-// Which of a tile's blocks of 64 queries have a query that sees one of the 64 keys of a key tile, as bits.
-__device__ __forceinline__ int seeing(const Work& work, int tile, int left, int right) {
-  int bits = 0;
-#pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) {
-    const int queries = min(work.tokens - block * STATISTICS, STATISTICS),
-              diagonal = work.diagonal + block * STATISTICS;
-    const int from = max(diagonal - left, 0), end = min(diagonal + queries + right, work.other_length);
-    bits |= int(queries > 0 && from < (tile + 1) * KEYS && tile * KEYS < end) << block;
-  }
-  return bits;
+// Whether one of a block's 64 queries sees one of the 64 keys of a key tile.
+__device__ __forceinline__ bool sees(const Work& work, int block, int tile, int left, int right) {
+  const int queries = min(work.tokens - block * STATISTICS, STATISTICS), diagonal = work.diagonal + block * STATISTICS;
+  const int from = max(diagonal - left, 0), end = min(diagonal + queries + right, work.other_length);
+  return queries > 0 && from < (tile + 1) * KEYS && tile * KEYS < end;
 }
 
 // The producing thread: copies the tiles of all of the block's work.
@@ -69,10 +63,14 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     const Kept(*const ds)[2] = args.ds + head * args.kept_tiles + work.statistics_chunk;
 #pragma unroll 1
     for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
-      const int bits = seeing(work, tile, int(args.left), int(args.right));
+      u32 bits = 0, blocks = 0;  // bit n: block n sees a key; blocks: how many do
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block) {
+        const bool any = sees(work, block, tile, int(args.left), int(args.right));
+        bits |= u32(any) << block, blocks += any;
+      }
       const int own = bits ? args.kept_keys[work.kept + tile / 2] : 0;  // without keys its tile of dq is still written
       barrier_wait(s.empty[r.stage], r.parity ^ 1);
-      const u32 blocks = (bits & 1) + (bits >> 1 & 1) + (bits >> 2 & 1) + (bits >> 3);
       barrier_expect(s.full[r.stage], sizeof s.k[0] + blocks * sizeof(Kept));
       load_tile<64>(s.k[r.stage], args.k, s.full[r.stage], work.other_start + tile * KEYS, key_head, work.batch);
 #pragma unroll
@@ -92,16 +90,12 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
   Ring<2> w;
   float dq[2][D / 2];
   u32 a[2][KEYS / 16][4];  // ds of a block, queries as rows
-  int bits;                // seeing(the current key tile)
 
-  // ds of one of the warpgroup's blocks: the warp's 16 queries, which lanes get as rows; zeros if no query sees a key.
+  // ds of one of the warpgroup's blocks: the warp's 16 queries, which lanes get as rows.
   auto take = [&](int n) {
-    const int block = 2 * warpgroup + n;
-    const bool any = bits >> block & 1;
 #pragma unroll
     for (int key = 0; key < KEYS / 16; ++key) {
-      uint4 x = {0, 0, 0, 0};
-      if (any) x = s.ds[r.stage][block].of_warp[key][warp][lane];
+      const uint4 x = s.ds[r.stage][2 * warpgroup + n].of_warp[key][warp][lane];
       a[n][key][0] = transpose_pairs(x.x), a[n][key][1] = transpose_pairs(x.z);
       a[n][key][2] = transpose_pairs(x.y), a[n][key][3] = transpose_pairs(x.w);
     }
@@ -125,13 +119,15 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
       for (int i = 0; i < D / 2; ++i) dq[n][i] = 0.f;
 #pragma unroll 1
     for (int tile = first; tile < first + tiles; ++tile) {
-      bits = seeing(work, tile, int(args.left), int(args.right));
+      bool any[2];  // whether each block sees a key; if not, nothing is added: 0 times a key of NaN is NaN
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        any[n] = uniform(sees(work, 2 * warpgroup + n, tile, int(args.left), int(args.right)));
       barrier_wait(s.full[r.stage], r.parity);
       if (length - tile * KEYS < KEYS) zero_rows(s.k[r.stage], length - tile * KEYS, warpgroup);
-      take(0);
-      add(0, r.stage);
-      take(1);
-      add(1, r.stage);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        if (any[n]) take(n), add(n, r.stage);
       before_next_copy();  // a copy may overwrite ds: all of the warp's lanes have read it
       wgmma_wait<0>();
       wgmma_keep(dq[0]);
