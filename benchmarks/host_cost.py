@@ -31,7 +31,7 @@ MEMORY = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 30, 1 << 40, None,
 class IdleDevice(CupyDevice):
     """A Hopper card that is never there."""
 
-    capability, multiprocessors = 90, 132
+    capability, multiprocessors, memory = 90, 132, 140 << 30
     shared_per_multiprocessor, shared_per_block = 228 * 1024, 227 * 1024
     queue, capturing = (0, 0), False
 

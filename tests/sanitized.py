@@ -225,7 +225,9 @@ def attention(rng, run):
         yield run(backward, softmax_attention, *arrays, **keywords)
     arrays, _ = drawn(SOFTMAX_SINKS, rng, (1, 2, 70, 64, 64), BFLOAT16)
     yield run(backward, softmax_attention, *arrays)
-    with mock.patch.object(softmax_tiles, "KEPT_FROM", 0):  # gradients of scores are kept, as those of long sequences
+    with mock.patch.object(
+        softmax_tiles, "LEAST_CHUNKS", 0
+    ):  # gradients of scores are kept, as those of long sequences
         for D in (64, 128):
             kept, _ = drawn(SOFTMAX_ATTENTION, rng, (1, 2, 300, D, D), BFLOAT16)
             yield run(backward, softmax_attention, *kept, window=(200, 0))

@@ -2,7 +2,9 @@
 
 import importlib.util
 import resource
+import sys
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +15,7 @@ from reference import LIMITS, assert_close, double, draw, errors, exact, guarded
 from linattn_np import ContractError, ContractTypeError, NotSupported, softmax_attention, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import execute, softmax, softmax_tiles
+from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.backends.numpy import loop_choice
 from linattn_np.declarations import SOFTMAX_ATTENTION, SOFTMAX_SINKS
 from linattn_np.layouts import swap_heads
@@ -576,14 +579,14 @@ def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch
     problem = op.bind(arrays, gradient=True, return_lse=True, **call.options)
     _, saved = execute.run(softmax, problem, hopper)
     do, dlse = hopper.upload(call.do), (hopper.upload(call.dlse),)
-    monkeypatch.setattr(softmax_tiles, "MOST_TIME", np.inf)
-    found, kept_bytes = [], softmax_tiles.KEPT_BYTES
-    for least, most in ((32, kept_bytes), (0, kept_bytes), (0, None)):
-        monkeypatch.setattr(softmax_tiles, "KEPT_FROM", least)
+    monkeypatch.setattr(softmax_tiles, "MOST_TIME_OF_TURNS", np.inf)
+    found, most_bytes = [], softmax_tiles.MOST_DS_BYTES
+    for least, most in ((32, most_bytes), (0, most_bytes), (0, None)):
+        monkeypatch.setattr(softmax_tiles, "LEAST_CHUNKS", least)
         if most is None:
             keys = softmax_tiles.tile_table(problem, 128, 64, by_keys=True)
-            most = call.arrays[0].shape[1] // arrays[1].shape[1] * softmax_tiles.places_of_head(keys) * 128 * 64 * 2
-        monkeypatch.setattr(softmax_tiles, "KEPT_BYTES", most)
+            most = call.arrays[0].shape[1] // arrays[1].shape[1] * softmax_tiles.ds_entries(keys) * 128 * 64 * 2
+        monkeypatch.setattr(softmax_tiles, "MOST_DS_BYTES", most)
         plan = execute.vjp_plan_of(softmax, problem, hopper, do, dlse, saved)
         assert ("heads at once" in plan.tiles) == (least == 0 and arrays[1].shape[2] > 0)
         gradients, _ = planned.pull(problem, hopper, do, dlse, saved)
@@ -594,31 +597,46 @@ def test_gradients_of_scores_that_are_kept(name, dtype, hopper, rng, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("B", "H", "HK", "T", "D", "causal", "at_once"),
+    ("B", "H", "HK", "T", "D", "causal", "GiB", "per_turn"),
     [
-        (2, 16, 16, 8192, 128, False, 32),
-        (1, 16, 16, 16384, 128, True, 8),
-        (1, 4, 4, 32768, 128, True, 2),
-        (4, 32, 32, 4096, 64, True, 128),
-        (4, 16, 16, 2048, 128, True, 0),  # few scores
-        (1, 64, 8, 16384, 128, True, 0),  # one pair at a time: 128 tiles of 2 to 256 blocks of queries
-        (4, 32, 1, 8192, 128, False, 0),
-        (1, 16, 16, 34000, 128, False, 0),  # 266 tiles for 132 multiprocessors
-        (1, 1, 1, 131072, 64, True, 0),  # more than fit
+        (2, 16, 16, 8192, 128, False, 140, 32),
+        (2, 16, 16, 8192, 128, False, 64, 32),
+        (2, 16, 16, 8192, 128, False, 40, 16),  # 2.5 GiB for 20 heads: two turns
+        (2, 16, 16, 8192, 128, False, 10, 0),  # 5 heads of 64 tiles a turn: three rounds of blocks, the last in part
+        (1, 16, 16, 16384, 128, True, 140, 8),
+        (1, 4, 4, 32768, 128, True, 140, 2),
+        (4, 32, 32, 4096, 64, True, 140, 128),
+        (4, 16, 16, 2048, 128, True, 140, 0),  # few scores
+        (1, 64, 8, 16384, 128, True, 140, 0),  # one pair at a time: 128 tiles of 2 to 256 blocks of queries
+        (4, 32, 1, 8192, 128, False, 140, 0),
+        (1, 16, 16, 34000, 128, False, 140, 0),  # 266 tiles for 132 multiprocessors
+        (1, 1, 1, 131072, 64, True, 140, 0),  # more than fit
     ],
 )
-def test_scores_are_kept_where_turns_fill_the_card(B, H, HK, T, D, causal, at_once):
+def test_scores_are_kept_where_turns_fill_the_card(B, H, HK, T, D, causal, GiB, per_turn):
     arrays = [np.broadcast_to(np.zeros((), BFLOAT16), (B, heads, T, D)) for heads in (H, HK, HK)]
     problem = SOFTMAX_ATTENTION.bind(arrays, causal=causal)
     keys = softmax_tiles.tile_table(problem, 128, 64, by_keys=True)
-    assert softmax_tiles.pairs_at_once(keys, H // HK, 132) == at_once
+    device = planned.Noting(90)
+    device.memory = GiB << 30
+    assert softmax_tiles.heads_per_turn(keys, H // HK, device) == per_turn
+
+
+@pytest.mark.parametrize(("limit", "memory"), [(0, 32), (8, 8), (64, 32)])
+def test_memory_for_gradients_of_scores_is_a_part_of_the_cards(limit, memory, monkeypatch):
+    """Or of the limit of CuPy's pool; `limit` and `memory` are in GiB."""
+    runtime = SimpleNamespace(getDevice=lambda: -1, getDeviceProperties=lambda device: {"totalGlobalMem": 32 << 30})
+    pool = SimpleNamespace(get_limit=lambda: limit << 30)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert softmax_tiles.most_ds_bytes(CupyDevice()) == memory << 26
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
 def test_gradients_beside_a_sequence_of_nan(kept, causal, hopper, rng, monkeypatch):
     """Tiles of one sequence hold keys and queries of the next, which change no bit."""
-    monkeypatch.setattr(softmax_tiles, "KEPT_FROM", 0 if kept else 1 << 30)
+    monkeypatch.setattr(softmax_tiles, "LEAST_CHUNKS", 0 if kept else 1 << 30)
     bounds, found = np.array([0, 70, 200, 290]), []
     arrays = [rng.standard_normal((1, 2, 290, 64)).astype(BFLOAT16) for _ in range(4)]
     for beside in (0, np.nan):
@@ -635,7 +653,7 @@ def test_gradients_beside_a_sequence_of_nan(kept, causal, hopper, rng, monkeypat
 @pytest.mark.parametrize("window", [None, (40, 20)])
 def test_a_key_of_nan_leaves_queries_that_see_none_of_its_tile(window, hopper, rng, monkeypatch):
     """dq from kept gradients of scores: blocks of 64 queries, tiles of 64 keys."""
-    monkeypatch.setattr(softmax_tiles, "KEPT_FROM", 0)
+    monkeypatch.setattr(softmax_tiles, "LEAST_CHUNKS", 0)
     T, at, found = 520, 200, []
     arrays = [rng.standard_normal((1, 2, T, 64)).astype(BFLOAT16) for _ in range(4)]
     for value in (1, np.nan):
@@ -659,7 +677,7 @@ def test_tiles_of_keys_read_statistics_that_exist(rng):
     arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 1, "H": 1, "T": 70, "K": 8, "V": 8}, HALF)
     problem = SOFTMAX_ATTENTION.bind(arrays, cu_seqlens=[0, 70, 70], cu_seqlens_k=[0, 50, 70], causal=False)
     tiles = softmax_tiles.tile_table(problem, 64, 64, by_keys=True)
-    assert tiles[..., softmax_tiles.WORK.index("chunk")].max() < softmax_tiles.statistics_bounds(problem)[-1]
+    assert tiles[..., softmax_tiles.WORK.index("statistics_chunk")].max() < softmax_tiles.statistics_bounds(problem)[-1]
 
 
 def test_every_tile_is_taken_once(rng):
@@ -670,9 +688,9 @@ def test_every_tile_is_taken_once(rng):
     for at_once in (10, 3):
         table = softmax_tiles.balanced(tiles, 7, at_once)
         assert not table[-1].any()
-        taken = table[softmax_tiles.blocks_of(table) > 0]
+        taken = table[softmax_tiles.other_tiles(table) > 0]
         assert sorted(map(tuple, taken)) == sorted(map(tuple, tiles.reshape(-1, softmax_tiles.WORDS)))
-        loads = softmax_tiles.blocks_of(table).sum(0)
+        loads = softmax_tiles.other_tiles(table).sum(0)
         assert loads.max() <= 1.1 * loads.mean()
 
 

@@ -74,12 +74,16 @@ __device__ __forceinline__ void load_rows(u32 (&a)[N][4], T (&tile)[PANELS][SIZE
   for (int n = 0; n < N; ++n) ldmatrix_x4(a[n], matrix_row(tile, row, n));
 }
 
-// The gradients ds of the scores of 64 keys and 64 queries, as they are kept from the kernel that computes them to the
-// one that multiplies them by keys. A warp has 16 keys; its lanes store what they have as operand A, keys as rows: of
-// every 16 queries 16 bytes.
-struct Kept {
+// Gradients ds of the scores of 64 keys and 64 queries, as backward_keys.cu stores them for query_gradient.cu: operands
+// A of wgmma with keys as rows, in the order of a warpgroup's registers. A lane has 16 bytes of every 16 queries.
+struct ScoreGradients {
   uint4 of_warp[4][4][32];  // 16 keys, 16 queries, lane
 };
+
+// An element of the array ds: of a tile of 128 keys, 64 at a time, and a chunk of 64 queries. A head of queries has
+// ds_entries of them. That of key tile n and chunk c of `statistics` is number ds_offsets[n] + c of its head;
+// ds_offsets[n] may be below 0.
+using DsEntry = ScoreGradients[2];
 
 // Two rows' accumulators, times `by`, leave as tokens of a work tile, through this warp's rows of a tile, whose first
 // row is the warpgroup's `row`. A whole box goes by the copy engine, which reads on: `tensor_store_wait` is for lane 0.

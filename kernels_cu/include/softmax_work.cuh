@@ -12,8 +12,8 @@ struct alignas(16) Work {
   i32 first_tile, tiles;  // of the other side: the first tile, and how many
   i32 statistics_chunk;   // in `statistics`: the tile's first 64 queries, or those of the sequence
   i32 output_batch;       // the batch index of its results: `batch`, or, where keys are split, that of a part
-  i32 kept;               // of Hopper's tiles of keys: the number of their kept ds that is of query block 0 of
-                          // `statistics`; of tiles of queries: in a table of these, the sequence's first tile of keys
+  i32 ds_index;           // see DsEntry: of a tile of keys, ds_offsets of it; of a tile of queries, the number of the
+                          // sequence's first tile of keys in ds_offsets
 };
 
 // Which tokens of the other side a row sees that meets the diagonal there: the first one, how many.
@@ -55,9 +55,9 @@ __device__ __forceinline__ void mask_rows(float (&x)[N], int column, int diagona
   mask_rows(reinterpret_cast<float (&)[N / 4][4]>(x), column, diagonal, before, behind, length, unseen);
 }
 
-// Of every 64 queries of a sequence, in `statistics` [B, H, chunks, 2, 64]: the logarithm of the sum of weights, base
-// 2, infinite where there are none or no such query, so that weights are 0; then delta.
-constexpr int STATISTICS = 64;
+// The array `statistics` [B, H, chunks, 2, 64] has for every 64 queries of a sequence, a chunk, first L = log2 sum_j
+// e^s_ij and then delta. L is infinite for a query that sees no key and behind the sequence's end: weights are then 0.
+constexpr int CHUNK_QUERIES = 64;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 

@@ -15,7 +15,7 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int KEYS = 64, QUERIES = STATISTICS;
+constexpr int KEYS = 64, QUERIES = CHUNK_QUERIES;
 
 template <typename T> struct Args {
   Rows<const T> q, k, v, g;  // g is do

@@ -83,10 +83,10 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     }
     s.L[n] = L = known_logarithm(L);
     s.delta[n] = delta;
-    if (n / STATISTICS * STATISTICS < work.tokens) {
+    if (n / CHUNK_QUERIES * CHUNK_QUERIES < work.tokens) {
       float* const to =
-          args.statistics + (pair * args.chunks + work.statistics_chunk + n / STATISTICS) * (2 * STATISTICS);
-      to[n % STATISTICS] = L, to[STATISTICS + n % STATISTICS] = delta;
+          args.statistics + (pair * args.chunks + work.statistics_chunk + n / CHUNK_QUERIES) * (2 * CHUNK_QUERIES);
+      to[n % CHUNK_QUERIES] = L, to[CHUNK_QUERIES + n % CHUNK_QUERIES] = delta;
     }
   }
   __syncthreads();  // o is read, L and delta stand

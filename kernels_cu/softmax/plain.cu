@@ -21,7 +21,7 @@
 
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane
-constexpr int TOKENS = STATISTICS;                     // of a tile of `works`
+constexpr int TOKENS = CHUNK_QUERIES;                  // of a tile of `works`
 
 template <typename T> struct Args {
   Rows<const T> q, k, v, o, g;  // g is do
@@ -145,8 +145,8 @@ struct Queries {
     }
     if (L == minus_infinity()) L = -L;
     if (place.column == 0) {
-      R* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * STATISTICS) + place.n;
-      to[0] = L, to[STATISTICS] = delta;
+      R* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + place.n;
+      to[0] = L, to[CHUNK_QUERIES] = delta;
     }
     if (is_empty) return;  // the whole warp
     for (int n = 0; n < place.others.count; n += 32) {
@@ -178,11 +178,12 @@ struct Keys {
       for (int n = 0; n < place.others.count; n += 32) {
         const int count = min(32, place.others.count - n), query = place.others.from + n + min(lane, count - 1);
         const i64 first = work.other_start + place.others.from + n, i = work.other_start + query;
-        const R* statistics = args.statistics + (chunk + query / STATISTICS) * (2 * STATISTICS) + query % STATISTICS;
+        const R* statistics =
+            args.statistics + (chunk + query / CHUNK_QUERIES) * (2 * CHUNK_QUERIES) + query % CHUNK_QUERIES;
         const Score<R> score = score_of(dot(args.q.row(work.batch, head, i), k, args.K), args);
         const R weight = decay_of(score.value - statistics[0]);
         const R score_gradient =
-            weight * score.slope * (dot(args.g.row(work.batch, head, i), v, args.V) - statistics[STATISTICS]);
+            weight * score.slope * (dot(args.g.row(work.batch, head, i), v, args.V) - statistics[CHUNK_QUERIES]);
         add_rows(dk, score_gradient, args.q.row(work.batch, head, first), args.q.t, count, place.column, args.K);
         add_rows(dv, weight, args.g.row(work.batch, head, first), args.g.t, count, place.column, args.V);
       }
@@ -199,10 +200,10 @@ struct Sinks {
     R sum = 0;
     if (threadIdx.x >= 32) return;
     for (i64 b = 0; b < args.B; ++b) {
-      const R* from = args.statistics + (b * args.H + blockIdx.x) * args.chunks * (2 * STATISTICS);
-      for (i64 n = threadIdx.x; n < args.chunks * STATISTICS; n += 32) {
-        const R* statistics = from + n / STATISTICS * (2 * STATISTICS) + n % STATISTICS;
-        sum -= decay_of(sink - statistics[0] * R(args.unit)) * statistics[STATISTICS];
+      const R* from = args.statistics + (b * args.H + blockIdx.x) * args.chunks * (2 * CHUNK_QUERIES);
+      for (i64 n = threadIdx.x; n < args.chunks * CHUNK_QUERIES; n += 32) {
+        const R* statistics = from + n / CHUNK_QUERIES * (2 * CHUNK_QUERIES) + n % CHUNK_QUERIES;
+        sum -= decay_of(sink - statistics[0] * R(args.unit)) * statistics[CHUNK_QUERIES];
       }
     }
     sum = warp_sum(sum);

@@ -20,7 +20,7 @@ template <typename T> struct Args {
   i64 H, Tq, V, chunks;
 };
 
-template <typename T> __global__ void __launch_bounds__(4 * STATISTICS, 2) softmax_statistics(const Args<T> args) {
+template <typename T> __global__ void __launch_bounds__(4 * CHUNK_QUERIES, 2) softmax_statistics(const Args<T> args) {
   const Work& work = args.works[blockIdx.x];
   const int query = threadIdx.x / 4;
   const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + query;
@@ -37,6 +37,6 @@ template <typename T> __global__ void __launch_bounds__(4 * STATISTICS, 2) softm
   delta = row_sum(delta);
   if (query < work.tokens && args.dL) delta -= args.dL[pair * args.Tq + token];
   if (threadIdx.x % 4) return;
-  float* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * STATISTICS) + query;
-  to[0] = known_logarithm(L), to[STATISTICS] = delta;
+  float* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + query;
+  to[0] = known_logarithm(L), to[CHUNK_QUERIES] = delta;
 }

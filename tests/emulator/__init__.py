@@ -110,7 +110,7 @@ class EmulatedDevice:
     H200's.
     """
 
-    multiprocessors = 132
+    multiprocessors, memory = 132, 140 << 30
     shared_per_multiprocessor, shared_per_block = 228 * 1024, 227 * 1024
     queue, capturing, cooperative = 0, False, False
 

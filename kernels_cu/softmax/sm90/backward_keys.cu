@@ -4,8 +4,8 @@
 //           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
 //           cap)^2.  Code: st holds s, then p, with keys as rows, dp do_i . v_j, ds = p (dp - delta), g = do
 // shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
-//           64] float32: lse in base 2 (L), then delta, of every 64 queries, as statistics.cu writes them. ds of
-//           128 keys and 64 queries, for query_gradient.cu, or null: struct Kept
+//           64] float32: lse in base 2 (L), then delta, of every 64 queries, as statistics.cu writes them. ds:
+//           DsEntry, for query_gradient.cu, or null
 // grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
@@ -18,16 +18,16 @@
 // limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
-constexpr int KEYS = 128, QUERIES = STATISTICS;
+constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES;
 
 template <typename T> struct Args {
   TensorMap q, k, v, g, dk, dv;  // boxes of 64 columns and 64 tokens, of dk and dv 16; g is do
   Rows<T> dk_out, dv_out;        // dk, dv again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;             // [rounds, gridDim.x]
   const float* statistics;
-  Kept (*ds)[2];                            // null, or of each 128 keys and 64 queries: see `kept` of Work
+  DsEntry* ds;                              // null: ds is not stored
   i64 H, group, K, V, left, right, chunks;  // H: heads of queries
-  i64 kept_head, kept_tiles;  // ds begins with this one of all heads of queries; a head's number of pairs of ds
+  i64 ds_head, ds_entries;  // the head of queries, of B H, that ds begins with; a head's number of entries
   double scale, softcap;
 };
 
@@ -52,8 +52,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   Ring<S::STAGES> r;
   while (true) {
     Work work = take_work(s.coming, next);
-    const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.kept_head;
-    work.kept += i32(first_head * args.kept_tiles) + work.statistics_chunk;  // now of the first query head's block 0
+    const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
+    work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;  // now in ds: first head, query tile 0
     barrier_wait(s.empty[kv.stage], kv.parity ^ 1);
     fence_async();  // orders the consumers' accesses to k and v, known by `empty`, before the copy engine's writes
     s.works[kv.stage] = work;
@@ -72,8 +72,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
         fence_async();  // likewise for q and statistics
         barrier_expect(s.q_full[r.stage], sizeof s.q[0] + sizeof s.statistics[0]);
         load_tile<64>(s.q[r.stage], args.q, s.q_full[r.stage], token, head, work.batch);
-        copy_bulk(s.statistics[r.stage], args.statistics + (chunk + block) * (2 * STATISTICS), sizeof s.statistics[0],
-                  s.q_full[r.stage]);
+        copy_bulk(s.statistics[r.stage], args.statistics + (chunk + block) * (2 * CHUNK_QUERIES),
+                  sizeof s.statistics[0], s.q_full[r.stage]);
         barrier_wait(s.g_empty[r.stage], r.parity ^ 1);
         barrier_expect(s.g_full[r.stage], sizeof s.g[0]);
         load_tile<64>(s.g[r.stage], args.g, s.g_full[r.stage], token, head, work.batch);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   auto keep = [&] {  // stores ds
     if (!args.ds) return;
     const int head = int(args.group) - heads;
-    Kept& to = args.ds[s.works[kv.stage].kept + head * int(args.kept_tiles) + end - ahead][warpgroup];
+    ScoreGradients& to = args.ds[s.works[kv.stage].ds_index + head * int(args.ds_entries) + end - ahead][warpgroup];
 #pragma unroll
     for (int n = 0; n < QUERIES / 16; ++n) store_once(to.of_warp[threadIdx.x / 32 % 4][n][lane], ds[n]);
   };

@@ -136,8 +136,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       L[half] = known_logarithm(L[half]);
       if (lane % 4 == 0 && own < work.tokens) {
         float* const to =
-            args.statistics + (pair * args.chunks + work.statistics_chunk + warpgroup) * (2 * STATISTICS) + n - own;
-        to[0] = L[half], to[STATISTICS] = delta[half];
+            args.statistics + (pair * args.chunks + work.statistics_chunk + warpgroup) * (2 * CHUNK_QUERIES) + n - own;
+        to[0] = L[half], to[CHUNK_QUERIES] = delta[half];
       }
     }
     first = uniform(work.first_tile), ahead = uniform(work.tiles) - 1;

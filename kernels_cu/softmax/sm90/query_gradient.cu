@@ -1,7 +1,7 @@
 // what      Softmax attention's gradient of q on Hopper, from the gradients of scores that backward_keys.cu keeps: one
 //           thread copies, two warpgroups multiply.
 // math      dq_i = scale sum_j ds_ij k_j
-// shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see struct Kept
+// shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see DsEntry
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has two blocks of 64 queries
 // smem      Shared: a ring of tiles of k and ds of 64 keys; a tile of dq
@@ -12,25 +12,23 @@
 // limits    sm_90a; half data; rows of whole 16 bytes; K <= D; D of 64, 128
 #include "softmax_sm90.cuh"
 
-constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / STATISTICS;
+constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
 template <typename T> struct Args {
   TensorMap k, dq;    // boxes of 64 columns and 64 tokens; of dq 16 tokens
   Rows<T> out;        // dq again: plain stores for a warp whose 16 rows extend beyond the tile's tokens
   const Work* works;  // [rounds, gridDim.x]; the last one of each column has no tiles
-  // A pair: ds of 64 queries and 128 keys, 64 and 64. A head has kept_tiles pairs. That of key tile n (128 keys) and
-  // of the queries in piece c of the statistics is number kept_keys[n] + c; kept_keys[n] may be below 0.
-  const Kept (*ds)[2];
-  const i32* kept_keys;
+  const DsEntry* ds;
+  const i32* ds_offsets;         // of each key tile of 128 keys
   i64 H, group, K, left, right;  // H: heads of queries
-  i64 kept_head, kept_tiles;     // kept_head: the head in B H whose pairs are the first of ds
+  i64 ds_head, ds_entries;       // the head of queries, of B H, that ds begins with; a head's number of entries
   double scale;
 };
 
 template <typename T, int D> struct alignas(1024) Shared {
   static constexpr int STAGES = D == 64 ? 4 : 3;
   Tile<T, D, KEYS> k[STAGES];
-  Kept ds[STAGES][BLOCKS];
+  ScoreGradients ds[STAGES][BLOCKS];
   Tile<T, D, QUERIES> dq;
   Work works[2], coming;
   Barrier work_full[2], work_empty[2], full[STAGES], empty[STAGES];
@@ -38,7 +36,8 @@ template <typename T, int D> struct alignas(1024) Shared {
 
 // Whether one of a block's 64 queries sees one of the 64 keys of a key tile.
 __device__ __forceinline__ bool sees(const Work& work, int block, int tile, int left, int right) {
-  const int queries = min(work.tokens - block * STATISTICS, STATISTICS), diagonal = work.diagonal + block * STATISTICS;
+  const int queries = min(work.tokens - block * CHUNK_QUERIES, CHUNK_QUERIES),
+            diagonal = work.diagonal + block * CHUNK_QUERIES;
   const int from = max(diagonal - left, 0), end = min(diagonal + queries + right, work.other_length);
   return queries > 0 && from < (tile + 1) * KEYS && tile * KEYS < end;
 }
@@ -59,8 +58,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     if (!work.tiles) return;
     w.next();
     const int key_head = int(u32(work.head) / u32(args.group));
-    const i64 head = i64(work.batch) * args.H + work.head - args.kept_head;
-    const Kept(*const ds)[2] = args.ds + head * args.kept_tiles + work.statistics_chunk;
+    const i64 head = i64(work.batch) * args.H + work.head - args.ds_head;
+    const DsEntry* const ds = args.ds + head * args.ds_entries + work.statistics_chunk;
 #pragma unroll 1
     for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
       u32 bits = 0, blocks = 0;  // bit n: block n sees a key; blocks: how many do
@@ -69,14 +68,15 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
         const bool any = sees(work, block, tile, int(args.left), int(args.right));
         bits |= u32(any) << block, blocks += any;
       }
-      const int own = bits ? args.kept_keys[work.kept + tile / 2] : 0;  // without keys its tile of dq is still written
+      const int own =
+          bits ? args.ds_offsets[work.ds_index + tile / 2] : 0;  // without keys its tile of dq is still written
       barrier_wait(s.empty[r.stage], r.parity ^ 1);
-      barrier_expect(s.full[r.stage], sizeof s.k[0] + blocks * sizeof(Kept));
+      barrier_expect(s.full[r.stage], sizeof s.k[0] + blocks * sizeof(ScoreGradients));
       load_tile<64>(s.k[r.stage], args.k, s.full[r.stage], work.other_start + tile * KEYS, key_head, work.batch);
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
         if (bits >> block & 1)
-          copy_once(&s.ds[r.stage][block], &ds[own + block][tile % 2], sizeof(Kept), s.full[r.stage]);
+          copy_once(&s.ds[r.stage][block], &ds[own + block][tile % 2], sizeof(ScoreGradients), s.full[r.stage]);
       r.next();
     }
   }
@@ -140,7 +140,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      store_rows(args.dq, args.out, args.K, dq[n], by, by, s.dq, (2 * warpgroup + n) * STATISTICS, work);
+      store_rows(args.dq, args.out, args.K, dq[n], by, by, s.dq, (2 * warpgroup + n) * CHUNK_QUERIES, work);
     __syncwarp();  // this warp has read the work
     if (lane == 0) barrier_arrive(s.work_empty[w.stage]);
     w.next();

@@ -50,6 +50,14 @@ class CupyDevice:
         return attribute(current(), "MaxSharedMemoryPerBlockOptin")
 
     @property
+    def memory(self) -> int:
+        """Bytes of memory that calls may allocate: all of the card's, or the limit of CuPy's memory pool."""
+        import cupy
+
+        whole = whole_memory(current())
+        return min(whole, cupy.get_default_memory_pool().get_limit() or whole)
+
+    @property
     def queue(self):
         """Identifies the queue of work: the stream and the thread, as threads may have default streams of their own."""
         import cupy
@@ -209,6 +217,13 @@ def capability(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(device).compute_capability)
+
+
+@cache
+def whole_memory(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceProperties(device)["totalGlobalMem"])
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ Each of the three has a version for half-precision data on Hopper, one for half-
 plain one (without tensor cores) for every dtype and size. A plan takes the first version that can compute the call.
 
 The backward pass recomputes the scores from each query's log-sum-exp (lse, in kernels L), so that memory is linear in
-T: twice, or on Hopper once, where the kernel of dk and dv has many scores and memory of a fixed size can keep their
-gradients for dq. There are no atomic additions, so that equal calls give equal bits. `softmax_tiles` makes the tables
-that assign tiles to blocks. In kernels g is the gradient of o, `group` the number of query heads that share a key head.
+T. It does so twice, or on Hopper once if scores are many: then the kernel of dk and dv stores their gradients, ds, in a
+bounded part of memory, for dq. There are no atomic additions, so that equal calls give equal bits. `softmax_tiles`
+makes the tables that assign tiles to blocks. In kernels g is the gradient of o, `group` the number of query heads that
+share a key head.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .arguments import members
 from .gated_kernels import SM90
 from .kernel import FLOATS, HALF, Kernel, no_kernels
 from .plan import Array, Draft, TensorMap, aligned16, ceil_div, mappable
-from .softmax_tiles import STATISTICS
+from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
 
 IN_ROWS = "q k v o g dq dk dv".split()  # arrays with a row of K or V numbers for every token and head
 
@@ -82,7 +83,7 @@ class SoftmaxBackwardQueries(SoftmaxSquare):
 
 
 class SoftmaxBackwardKeys(SoftmaxSquare):
-    file, QUERIES, KEYS = "softmax/backward_keys", STATISTICS, 64
+    file, QUERIES, KEYS = "softmax/backward_keys", CHUNK_QUERIES, 64
     arguments = members(
         "rows q k v g dk dv, pointers works statistics, integers H group K V left right chunks, reals scale softcap, "
         "integers vectors"
@@ -149,30 +150,30 @@ class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
 
 
 class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
-    file, QUERIES, KEYS = "softmax/sm90/backward_keys", STATISTICS, 128
+    file, QUERIES, KEYS = "softmax/sm90/backward_keys", CHUNK_QUERIES, DS_KEYS
     RESULTS = {"dk": "dk_out", "dv": "dv_out"}
     arguments = members(
         "maps q k v g dk dv, rows dk_out dv_out, pointers works statistics, pointers? ds, "
-        "integers H group K V left right chunks kept_head kept_tiles, reals scale softcap"
+        "integers H group K V left right chunks ds_head ds_entries, reals scale softcap"
     )
 
 
 class SoftmaxStatistics(Softmax):
     """The statistics of queries, for the gradients of k and v; it reads rows of whole 16 bytes."""
 
-    file, threads, QUERIES, KEYS = "softmax/statistics", 4 * STATISTICS, STATISTICS, STATISTICS
+    file, threads, QUERIES, KEYS = "softmax/statistics", 4 * CHUNK_QUERIES, CHUNK_QUERIES, CHUNK_QUERIES
     arguments = members("rows o g, pointers works L dL statistics, integers H Tq V chunks")
     dtype: np.dtype
 
 
 class SoftmaxQueryGradient(SoftmaxSm90):
-    """dq from the gradients of scores that SoftmaxBackwardKeysSm90 has kept."""
+    """dq from the gradients of scores that SoftmaxBackwardKeysSm90 has stored."""
 
     file, QUERIES, KEYS = "softmax/sm90/query_gradient", 256, 64
     RESULTS = {"dq": "out"}
     shared = ("Shared<{dtype}, {D}>",)
     arguments = members(
-        "maps k dq, rows out, pointers works ds kept_keys, integers H group K left right kept_head kept_tiles, "
+        "maps k dq, rows out, pointers works ds ds_offsets, integers H group K left right ds_head ds_entries, "
         "reals scale"
     )
     dtype: np.dtype
@@ -190,8 +191,8 @@ class SoftmaxPlain(Kernel):
     file = "softmax/plain"
     WARPS: ClassVar[int] = 4
     WIDTH: ClassVar[int] = 128
-    QUERIES: ClassVar[int] = STATISTICS
-    KEYS: ClassVar[int] = STATISTICS
+    QUERIES: ClassVar[int] = CHUNK_QUERIES
+    KEYS: ClassVar[int] = CHUNK_QUERIES
     PASSES: ClassVar[tuple[str, ...]] = ("Forward", "Queries", "Keys", "Sinks", "Merge")
     threads = 32 * WARPS
     arguments = members(
@@ -242,7 +243,9 @@ def plan_vjp(problem, device, do, dht, saved):
         do = draft.contiguous_copy(do, reason="do: a tensor map cannot describe it")
     dL = draft.as_contiguous(dht and dht[0], "dlse", problem.compute_dtype)
     dq, dk, dv = (draft.like(x) for x in inputs.values())
-    statistics = draft.empty((*problem.shape("B H"), attention.numbers["chunks"], 2, STATISTICS), problem.compute_dtype)
+    statistics = draft.empty(
+        (*problem.shape("B H"), attention.numbers["chunks"], 2, CHUNK_QUERIES), problem.compute_dtype
+    )
     passes = {
         "Queries": (SoftmaxBackwardQueriesSm90, SoftmaxBackwardQueries),
         "Keys": (SoftmaxBackwardKeysSm90, SoftmaxBackwardKeys),
@@ -252,11 +255,11 @@ def plan_vjp(problem, device, do, dht, saved):
     key_tiles = attention.tiles_of(keys, by_keys=True)
     query_arrays = inputs_and_do | {"o": o, "dq": dq, "L": lse, "dL": dL, "statistics": statistics}
     key_arrays = inputs_and_do | {"dk": dk, "dv": dv, "statistics": statistics}
-    at_once = 0
+    per_turn = 0
     if isinstance(keys, SoftmaxSm90):
-        at_once = softmax_tiles.pairs_at_once(key_tiles, attention.numbers["group"], device.multiprocessors)
-    if at_once:
-        attention.backward(keys, key_tiles, at_once, query_arrays, key_arrays)
+        per_turn = softmax_tiles.heads_per_turn(key_tiles, attention.numbers["group"], device)
+    if per_turn:
+        attention.backward_in_turns(keys, key_tiles, per_turn, query_arrays, key_arrays)
     else:
         attention.launch(queries, attention.tiles_of(queries), query_arrays)
         attention.launch(keys, key_tiles, key_arrays, by_keys=True)
@@ -348,23 +351,22 @@ class SoftmaxLaunches:
         merged = {"o": o, "L": lse, "out": arrays["o"], "merged": arrays["L"], "sinks": arrays["sinks"], "parts": parts}
         self.launch_blocks(SoftmaxPlain("Merge", self.problem.dtype), ceil_div(B * H * T, SoftmaxPlain.WARPS), merged)
 
-    def backward(self, keys, key_tiles, at_once, query_arrays, key_arrays):
-        """Launches the gradients for `at_once` heads of keys at a time: the kernel of dk and dv keeps the gradients of
-        scores, from which another computes dq."""
+    def backward_in_turns(self, keys, key_tiles, per_turn, query_arrays, key_arrays):
+        """Launches the gradients in turns for `per_turn` heads of keys: the kernel of dk and dv stores the gradients of
+        scores, ds, from which another one computes dq. All turns use the same memory for ds."""
         statistics, queries = SoftmaxStatistics(keys.dtype), SoftmaxQueryGradient(keys.dtype, keys.D)
         table = self.draft.table(softmax_tiles.longest_first(self.tiles_of(statistics)))
         self.launch_blocks(statistics, table.shape[0], query_arrays | {"works": table})
         group, query_tiles = self.numbers["group"], self.tiles_of(queries)
-        places = softmax_tiles.places_of_head(key_tiles)
-        self.tiles["heads at once"] = at_once
-        ds = self.draft.empty((at_once * group * places, softmax_tiles.KEPT_KEYS, STATISTICS), keys.dtype)
-        kept = {"ds": ds, "kept_keys": self.draft.table(key_tiles[0, :, softmax_tiles.WORK.index("kept")])}
-        for first in range(0, len(key_tiles), at_once):
-            pairs = slice(first, first + at_once)
-            kept |= {"kept_head": first * group, "kept_tiles": places}
-            self.launch(keys, key_tiles[pairs], key_arrays | kept, by_keys=True)
-            of_group = slice(first * group, (first + at_once) * group)
-            self.launch(queries, query_tiles[of_group], query_arrays | kept)
+        entries = softmax_tiles.ds_entries(key_tiles)
+        self.tiles["heads at once"] = per_turn
+        ds = self.draft.empty((per_turn * group * entries, DS_KEYS, CHUNK_QUERIES), keys.dtype)
+        offsets = self.draft.table(key_tiles[0, :, softmax_tiles.WORK.index("ds_index")])
+        for first in range(0, len(key_tiles), per_turn):
+            own = {"ds": ds, "ds_offsets": offsets, "ds_head": first * group, "ds_entries": entries}
+            self.launch(keys, key_tiles[first : first + per_turn], key_arrays | own, by_keys=True)
+            query_heads = slice(first * group, (first + per_turn) * group)
+            self.launch(queries, query_tiles[query_heads], query_arrays | own)
 
     def tiles_of(self, kernel, by_keys=False):
         """The table of tiles of queries, or of keys (`by_keys`), for this kernel."""
@@ -391,5 +393,5 @@ class SoftmaxLaunches:
         self.launch_blocks(kernel, blocks, arrays | {"works": self.draft.table(table)})
 
     def launch_blocks(self, kernel, blocks, arrays):
-        arguments = {"ds": None, "kept_head": 0, "kept_tiles": 0} | self.numbers | kernel.given(arrays)
+        arguments = {"ds": None, "ds_head": 0, "ds_entries": 0} | self.numbers | kernel.given(arrays)
         self.draft.launch(kernel, blocks, **{member.name: arguments[member.name] for member in kernel.arguments})

@@ -13,17 +13,24 @@ import numpy as np
 
 from .plan import ceil_div
 
-WORK = "batch head start count others length shift first blocks chunk part kept".split()  # the kernels' struct `Work`
-WORDS = len(WORK)  # int32 numbers of a `Work`
-STATISTICS = 64  # queries in a piece of the array of statistics, which the gradients of k and v read
-KEPT_KEYS = 128  # keys in a tile whose gradients of scores are kept for the kernel of dq
+WORK = (  # the members of the kernels' struct `Work`, int32, in its order
+    "batch head start tokens other_start other_length diagonal first_tile tiles statistics_chunk output_batch ds_index"
+).split()
+WORDS = len(WORK)
+CHUNK_QUERIES = 64  # queries in a chunk of the array of statistics, which the gradients of k and v read
 UNBOUNDED = 1 << 30  # a window of so many tokens has no bound
 LEAST_PART = 4  # the fewest tiles of keys in a part, if the keys are split into parts for several blocks
-KEPT_BYTES = 4 << 30  # memory for gradients of scores that are kept
-KEPT_FROM = 32  # tiles of 64 queries for a tile of keys, on average; fewer take as long as a third kernel's launch
-MOST_TIME = 1.1  # of turns for some heads, in times of all heads at once
 SETUP = 0.6  # the time of a tile's start and end, in times of computing it with one tile of the other side
 CACHED = 24 << 20  # bytes of keys and values that the L2 cache can hold
+
+# Gradients of scores, ds, that the kernel of dk and dv stores for the kernel of dq. An *entry* has those of one tile of
+# keys and one chunk of queries, in half precision.
+DS_KEYS = 128  # keys in a tile of the kernel of dk and dv
+DS_ENTRY_BYTES = 2 * DS_KEYS * CHUNK_QUERIES
+MOST_DS_BYTES = 4 << 30  # more gain nothing: so many bytes hold the heads of a turn that occupies the card ...
+MOST_DS_SHARE = 1 / 16  # ... nor are they more than this part of a card's memory
+LEAST_CHUNKS = 32  # chunks of queries for a tile of keys, on average; fewer take as long as a third kernel's launch
+MOST_TIME_OF_TURNS = 1.1  # in times of one turn for all heads
 
 
 def window(problem) -> tuple[int, int]:
@@ -33,73 +40,82 @@ def window(problem) -> tuple[int, int]:
 
 
 def statistics_bounds(problem) -> np.ndarray:
-    """[N + 1]: the first piece of each sequence's statistics, and then the number of pieces."""
-    return problem.spans.chunk_bounds(STATISTICS)
+    """[N + 1]: the first chunk of each sequence's statistics, and then the number of chunks."""
+    return problem.spans.chunk_bounds(CHUNK_QUERIES)
 
 
-def tile_table(problem, tokens: int, other: int, by_keys: bool = False) -> np.ndarray:
-    """The table [B * heads, tiles, WORDS] int32: a row for each tile of `tokens` queries (or keys, if `by_keys`), with
-    its range of tiles of `other` keys (or queries). The range has at least one tile; if nothing is seen, this tile has
-    no tokens."""
+def tile_table(problem, size: int, other_size: int, by_keys: bool = False) -> np.ndarray:
+    """The table [B * heads, tiles, WORDS] int32: a row for each tile of `size` queries (or keys, if `by_keys`), with
+    its range of tiles of `other_size` keys (or queries). The range has at least one tile; if nothing is seen, this tile
+    has no tokens."""
     sides = problem.spans, problem.options["key_spans"]
     own, others = sides[::-1] if by_keys else sides
-    before, behind = window(problem)[::-1] if by_keys else window(problem)
-    bounds = own.chunk_bounds(tokens)
+    before, after = window(problem)[::-1] if by_keys else window(problem)
+    bounds = own.chunk_bounds(size)
     sequence = np.repeat(np.arange(own.count), np.diff(bounds))
-    token = (np.arange(bounds[-1]) - bounds[sequence]) * tokens
+    token = (np.arange(bounds[-1]) - bounds[sequence]) * size
     lengths = others.lengths[sequence]
-    count = np.minimum(own.lengths[sequence] - token, tokens)
-    shift = token + lengths - own.lengths[sequence]
-    lowest, highest = np.maximum(shift - before, 0), np.minimum(shift + count + behind, lengths) - 1
+    tokens = np.minimum(own.lengths[sequence] - token, size)
+    diagonal = token + lengths - own.lengths[sequence]
+    lowest, highest = np.maximum(diagonal - before, 0), np.minimum(diagonal + tokens + after, lengths) - 1
     nothing = highest < lowest
-    first = np.where(nothing, 0, lowest // other)
-    blocks = np.where(nothing, 1, highest // other - first + 1)
-    chunk = statistics_bounds(problem)[sequence] + (0 if by_keys else token // STATISTICS)
-    if by_keys:  # the kernels read a piece even where they use none of it
+    first_tile = np.where(nothing, 0, lowest // other_size)
+    tiles = np.where(nothing, 1, highest // other_size - first_tile + 1)
+    chunk = statistics_bounds(problem)[sequence] + (0 if by_keys else token // CHUNK_QUERIES)
+    if by_keys:  # the kernels read a chunk even where they use none of it
         chunk[nothing] = 0
-    columns = (
-        own.bounds[sequence] + token,
-        count,
-        others.bounds[sequence],
-        np.where(nothing, 0, lengths),
-        shift,
-        first,
-        blocks,
-        chunk,
-    )
+        ds_index = np.cumsum(tiles) - tiles - first_tile - chunk
+    else:
+        ds_index = others.chunk_bounds(DS_KEYS)[sequence]
+    columns = {
+        "start": own.bounds[sequence] + token,
+        "tokens": tokens,
+        "other_start": others.bounds[sequence],
+        "other_length": np.where(nothing, 0, lengths),
+        "diagonal": diagonal,
+        "first_tile": first_tile,
+        "tiles": tiles,
+        "statistics_chunk": chunk,
+        "ds_index": ds_index,
+    }
     heads = problem.sizes["HK" if by_keys else "H"]
     table = np.zeros((problem.sizes["B"] * heads, len(token), WORDS), np.int32)
-    table[..., 0], table[..., 1] = (x[:, None] for x in np.divmod(np.arange(len(table)), heads))
-    table[..., 2 : 2 + len(columns)] = np.stack(columns, -1)
-    table[..., WORK.index("part")] = table[..., 0]
-    table[..., WORK.index("kept")] = (
-        np.cumsum(blocks) - blocks - first - chunk if by_keys else others.chunk_bounds(KEPT_KEYS)[sequence]
-    )
+    batch, head = (x[:, None] for x in np.divmod(np.arange(len(table)), heads))
+    for name, x in (columns | {"batch": batch, "head": head, "output_batch": batch}).items():
+        table[..., WORK.index(name)] = x
     return table
 
 
-def pairs_at_once(keys: np.ndarray, group: int, multiprocessors: int) -> int:
-    """For how many (batch, head of keys) pairs at a time the gradients of scores are kept, in equal turns. 0: they are
-    not, since there are few of them, or KEPT_BYTES of memory do not hold those of one pair, or those of so few that a
-    turn leaves multiprocessors idle. `keys` is the table of keys, with a head of keys for `group` heads of queries."""
-    places, tiles = places_of_head(keys), keys.shape[1]
-    fitting = KEPT_BYTES // max(1, group * places * KEPT_KEYS * STATISTICS * 2)
-    if not fitting or places < KEPT_FROM * tiles:
+def heads_per_turn(keys: np.ndarray, group: int, device) -> int:
+    """How many (batch, head of keys) pairs have their gradients of scores in memory at a time, in equal turns.
+
+    0: none has, since these gradients are few, or memory does not hold those of one pair, or those of so few pairs that
+    a turn leaves multiprocessors idle. `keys` is the table of keys, with a head of keys for `group` heads of queries.
+    """
+    entries, tiles = ds_entries(keys), keys.shape[1]
+    fitting = most_ds_bytes(device) // max(1, group * entries * DS_ENTRY_BYTES)
+    if not fitting or entries < LEAST_CHUNKS * tiles:
         return 0
-    at_once = ceil_div(len(keys), ceil_div(len(keys), fitting))
-    longest = int(blocks_of(keys).max())
+    per_turn = ceil_div(len(keys), ceil_div(len(keys), fitting))
+    longest = int(other_tiles(keys).max())
 
     def time_of(pairs):
-        return max(longest, ceil_div(pairs * tiles, multiprocessors) * places / tiles)
+        return max(longest, ceil_div(pairs * tiles, device.multiprocessors) * entries / tiles)
 
-    full, rest = divmod(len(keys), at_once)
-    in_turns = full * time_of(at_once) + (time_of(rest) if rest else 0)
-    return at_once if in_turns <= MOST_TIME * time_of(len(keys)) else 0
+    full, rest = divmod(len(keys), per_turn)
+    in_turns = full * time_of(per_turn) + (time_of(rest) if rest else 0)
+    return per_turn if in_turns <= MOST_TIME_OF_TURNS * time_of(len(keys)) else 0
 
 
-def places_of_head(keys: np.ndarray) -> int:
-    """How many gradients of the scores of a tile of keys and 64 queries are kept for a head."""
-    return int(blocks_of(keys)[:1].sum())
+def most_ds_bytes(device) -> int:
+    """The most memory for gradients of scores. It depends on the card, not on what is free: equal calls on one card
+    have equal plans."""
+    return min(MOST_DS_BYTES, int(MOST_DS_SHARE * device.memory))
+
+
+def ds_entries(keys: np.ndarray) -> int:
+    """How many entries of gradients of scores a head of queries has; `keys` is the table of keys."""
+    return int(other_tiles(keys)[:1].sum())
 
 
 def parts(problem, tiles: np.ndarray, multiprocessors: int) -> int:
@@ -107,32 +123,32 @@ def parts(problem, tiles: np.ndarray, multiprocessors: int) -> int:
     many as give all multiprocessors a block."""
     if not tiles.size or tiles.shape[1] > problem.spans.count:
         return 1
-    return max(1, min(multiprocessors // tiles[..., 0].size, int(blocks_of(tiles).max()) // LEAST_PART))
+    return max(1, min(multiprocessors // tiles[..., 0].size, int(other_tiles(tiles).max()) // LEAST_PART))
 
 
 def split(tiles: np.ndarray, count: int, batch: int) -> np.ndarray:
-    """[count * heads, tiles, WORDS]: the table once for each of `count` parts of the keys. The results of part n are
-    rows n * batch ... of a batch that is so many times larger."""
-    first, blocks, length, part = (WORK.index(name) for name in ("first", "blocks", "length", "part"))
+    """[count * heads, tiles, WORDS]: the table once for each of `count` parts of the keys. The arrays of results have
+    count * batch sequences; part n writes those from n * batch on."""
+    first, number, length, output = map(WORK.index, ("first_tile", "tiles", "other_length", "output_batch"))
     table = np.repeat(tiles[None], count, axis=0)
-    ends = tiles[..., blocks] * np.arange(count + 1)[:, None, None] // count
+    ends = tiles[..., number] * np.arange(count + 1)[:, None, None] // count
     table[..., first] += ends[:-1]
-    table[..., blocks] = np.diff(ends, axis=0)
-    nothing = table[..., blocks] == 0
-    table[nothing, first], table[nothing, blocks], table[nothing, length] = 0, 1, 0
-    table[..., part] += batch * np.arange(count)[:, None, None]
+    table[..., number] = np.diff(ends, axis=0)
+    nothing = table[..., number] == 0
+    table[nothing, first], table[nothing, number], table[nothing, length] = 0, 1, 0
+    table[..., output] += batch * np.arange(count)[:, None, None]
     return table.reshape(-1, *tiles.shape[1:])
 
 
-def blocks_of(tiles: np.ndarray) -> np.ndarray:
+def other_tiles(tiles: np.ndarray) -> np.ndarray:
     """How many tiles of the other side each tile is computed with."""
-    return tiles[..., WORK.index("blocks")]
+    return tiles[..., WORK.index("tiles")]
 
 
 def longest_first(tiles: np.ndarray) -> np.ndarray:
     """[all tiles, WORDS], by falling work."""
     listed = tiles.swapaxes(0, 1).reshape(-1, WORDS)
-    return listed[np.argsort(-blocks_of(listed), kind="stable")]
+    return listed[np.argsort(-other_tiles(listed), kind="stable")]
 
 
 def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.ndarray:
@@ -144,7 +160,7 @@ def balanced(tiles: np.ndarray, multiprocessors: int, heads_at_once: int) -> np.
     listed = np.concatenate([longest_first(tiles[n : n + heads_at_once]) for n in range(0, len(tiles), heads_at_once)])
     count = min(multiprocessors, len(listed))
     loads, taken = [(0.0, block) for block in range(count)], np.empty(len(listed), np.int64)
-    for n, cost in enumerate((blocks_of(listed) + SETUP).tolist()):
+    for n, cost in enumerate((other_tiles(listed) + SETUP).tolist()):
         load, taken[n] = loads[0]
         heapreplace(loads, (load + cost, int(taken[n])))
     order, each = np.argsort(taken, kind="stable"), np.bincount(taken, minlength=count)
