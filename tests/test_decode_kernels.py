@@ -382,7 +382,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(device, rng):
         np.testing.assert_array_equal(decoded(two, device, tokens[rows], two.initial_state()), found[rows])
 
 
-@pytest.mark.parametrize("B", [2, 9])
+@pytest.mark.parametrize("B", [1, 2, 9])
 def test_slots_choose_rows_of_a_pool(device, B, rng):
     weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (B, 2))
     decoder = CudaDecoder(weights, np.float32, B, device)

@@ -47,7 +47,8 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     Norm norm;
     norm.ln = phase == HEAD ? args.ln_out : (phase == MIX_DOWN ? args.ln1 : args.ln2) + 2 * at;
     norm.maa = phase == HEAD ? nullptr : phase == MIX_DOWN ? args.maa_x + at : args.ffn_maa + 2 * at + input * D;
-    norm.shift = phase == HEAD ? nullptr : (phase == MIX_DOWN ? args.att_shift : args.ffn_shift) + at * args.P;
+    const i64 state = (layer * args.P + row()) * D;
+    norm.shift = phase == HEAD ? nullptr : (phase == MIX_DOWN ? args.att_shift : args.ffn_shift) + state;
     return norm;
   }
 
