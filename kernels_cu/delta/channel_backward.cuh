@@ -1,30 +1,40 @@
-// what      What the gradients within a chunk of 32 tokens and 64 channels share where channels have gates of their
-//           own. A token reads the state as rows of two kinds, and is written to it as columns of one or two kinds.
-// math      Terms of pairs of tokens (i, j), j < i, of a kind of rows and one of columns, with the decay D_ij between
-//           both: of a row  sum_j pair_ij D_ij column_j,  of a column  sum_i pair_ij D_ij row_i
-// numerics  Pairs that a border parts meet there: rows are decayed from it, columns up to it; these and pairs are the
-//           sum of two bfloat16, of which three products are taken
+// what      The steps that the backward kernels of KDA and of RWKV-7 share: gradients of a chunk of 32 tokens and 64
+//           channels, where every channel has a gate of its own.
+// math      A token reads the state by *rows* (KDA: q and k; RWKV-7: q and a) and writes to it by *columns* (KDA: k;
+//           RWKV-7: k and b). A kind is one of these arrays. pair_ij is a number for each row i and column j <= i, D_ij
+//           the decay between both tokens. The gradients of a kind, its *terms*, are sums of
+//             row i:     sum_j pair_ij D_ij column_j, and the product of S with what the row's output receives
+//             column j:  sum_i pair_ij D_ij row_i, and the product of C with what the column writes
+//           The chunk has 4 blocks of 8 tokens. Pairs of one block are added up one by one. A pair of two blocks is
+//           computed by way of a border between them, after 16 tokens or after 8 of 16: the row is decayed from the
+//           border, and the column up to it
+// numerics  Pairs of two blocks, and their decayed rows and columns, are the sum of two bfloat16 numbers: the rounded
+//           number and its rounding error. Of the four products of these, three are computed
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 
-constexpr int THREADS = 2 * KEPT, HALF = C / 2;  // HALF: tokens on a side of the border between 16
-constexpr int BLOCK = 8, BLOCKS = C / BLOCK;     // tokens whose pairs are added up one by one
+constexpr int THREADS = 2 * KEPT, HALF = C / 2;  // HALF: tokens on a side of the border after 16
+constexpr int BLOCK = 8, BLOCKS = C / BLOCK;     // tokens of a block, blocks of the chunk
 
-// What a kernel has in shared memory of pairs and of blocks.
-template <int KINDS_OF_COLUMNS> struct Borders {
-  static constexpr int ROWS = 2, COLUMNS = KINDS_OF_COLUMNS;  // kinds; terms of columns come behind those of rows
-  // Pairs that a border of 16, of 8 tokens parts, of a kind of rows and one of columns, each in two numbers.
-  bf16 borders[2][ROWS * COLUMNS][2][HALF * HALF];
-  float over_blocks[BLOCKS][KEPT];                   // decays over blocks
-  float reads[BLOCKS][KEPT], written[BLOCKS][KEPT];  // dg's terms of S, of C: sums over a block's rows, its columns
-  float across[2][KEPT];  // `reads` of the last block, `written` of the first, with those of the border of 16 tokens
-  float dots[KEPT];       // <S, C>
+// What a kernel's shared memory has of pairs of two blocks, and of sums over blocks. dg_t gathers all terms that gate t
+// multiplies; for the gates of one block, other blocks contribute sums over all their tokens.
+template <int COLUMN_KINDS> struct BlockSums {
+  static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;  // kinds; terms of columns are stored after those of rows
+  // pair_ij of each kind of rows with each kind of columns, as two numbers: [0] over the border after 16 tokens, [1]
+  // over the two borders after 8 of 16.
+  bf16 pairs_across[2][ROWS * COLUMNS][2][HALF * HALF];
+  float block_decays[BLOCKS][KEPT];
+  // Sums over a block of rows times their terms of S, and of columns times their terms of C.
+  float row_sums[BLOCKS][KEPT], column_sums[BLOCKS][KEPT];
+  // Row sum of the last block, [0], and column sum of the first, [1], including pairs over the border after 16 tokens.
+  float end_sums[2][KEPT];
+  float state_product[KEPT];  // the sum over V of S C
 };
 
-// A place in a matrix of `borders`.
-__device__ __forceinline__ int border_place(int i, int j) { return i * HALF + ((j / 8 ^ i >> 2 & 1) * 8 | j % 8); }
+// A place in a matrix of `pairs_across`.
+__device__ __forceinline__ int pair_place(int i, int j) { return i * HALF + ((j / 8 ^ i >> 2 & 1) * 8 | j % 8); }
 
-// The place of neighbouring channels of a token in terms [C, KEPT].
+// The place of channels c and c + 1 of token i in terms [C, KEPT].
 __device__ __forceinline__ int term_place(int i, int c) { return i * KEPT + (c ^ (i & 3) * 8); }
 
 __device__ __forceinline__ float2 times(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
@@ -37,16 +47,17 @@ __device__ __forceinline__ float2 plus_times(float2 sum, float x, float2 y) { re
 __device__ __forceinline__ float2 pair_at(const float* x) { return *reinterpret_cast<const float2*>(x); }
 template <typename T> __device__ __forceinline__ float2 pair_at(const T* x) { return unpack_pair(x); }
 
-// Starts to copy a chunk's rows of 64 numbers, by one warp; zeros behind the last of them.
+// Starts to copy a chunk's rows of 64 numbers, by one warp. Zeros fill rows from `rows` on, and columns from `width`
+// on. `bytes`: 16 if rows start on 16 bytes and `width` is whole pieces of 16; otherwise copies number by number.
 template <typename T>
 __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   const int lane = own_lane(), first = lane / 8, c = lane % 8 * 8;
   if (bytes == 16) {
     const char* piece = reinterpret_cast<const char*>(from + first * stride + c);
-    const i64 down = 4 * stride * i64(sizeof(T));
+    const i64 four_rows = 4 * stride * i64(sizeof(T));
     rows = c < width ? rows - first : 0;
 #pragma unroll
-    for (int n = 0; n < C; n += 4, piece += down) cp_async<16>(place<KEPT>(tile, first + n, c), piece, n < rows);
+    for (int n = 0; n < C; n += 4, piece += four_rows) cp_async<16>(place<KEPT>(tile, first + n, c), piece, n < rows);
   } else {
 #pragma unroll 1
     for (int at = lane; at < C * KEPT; at += 32) {
@@ -56,48 +67,86 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
   }
 }
 
-// Adds <S, C> of 16 columns of V, which ldmatrix_x4_trans has loaded for the warp's 16 channels, to the diagonals of
-// `dots`.
-template <typename T>
-__device__ __forceinline__ void multiply_diagonals(float (&dots)[4], const u32 (&of_S)[4], const u32 (&of_C)[4]) {
-  const u32 a[4] = {of_S[0], of_S[2], of_S[1], of_S[3]};
-  float d[2][4] = {{dots[0], dots[1]}, {0.f, 0.f, dots[2], dots[3]}};
+// Starts copying the warp's half of 64 columns, from `column` on, of S (warps 0 and 1) or C (warps 2 and 3).
+template <typename T, class S>
+__device__ __forceinline__ void fetch_states(S& s, const T* kept, const Shape& shape, i64 b, i64 h, i64 chunk,
+                                             int channel, int column) {
+  constexpr int PIECE = 8, SIZE = KEPT * KEPT / 2;
+  const int warp = threadIdx.x >> 5, state = warp / 2, first = warp % 2 * SIZE + own_lane() * PIECE;
+  const T* from = kept + kept_at(shape, state, b, h, chunk, channel) + i64(column) * KEPT + first;
 #pragma unroll
-  for (int n = 0; n < 2; ++n) multiply_halves(d[n], a, {of_C[2 * n], of_C[2 * n + 1]}, T{});
-  dots[0] = d[0][0], dots[1] = d[0][1], dots[2] = d[1][2], dots[3] = d[1][3];
+  for (int n = 0; n < SIZE; n += 32 * PIECE) cp_async<16>(s.states[state] + first + n, from + n, true);
 }
 
-// Stores <S, C> of the warp's channels from the diagonals.
-__device__ __forceinline__ void put_diagonals(float (&to)[KEPT], const float (&dots)[4]) {
-  const int g = own_lane() >> 2, odd = g & 1, at = threadIdx.x / 32 * 16 + g;
-  if (g / 2 == (own_lane() & 3)) { to[at] = odd ? dots[1] : dots[0], to[at + 8] = odd ? dots[3] : dots[2]; }
+// Adds S C, summed over 16 columns of V, for the warp's 16 channels: they are the diagonal of S C^T, so that tensor
+// cores compute them. ldmatrix_x4_trans has loaded S and C. A lane holds four numbers about the diagonal in `d`.
+template <typename T>
+__device__ __forceinline__ void multiply_diagonals(float (&d)[4], const u32 (&state)[4], const u32 (&gradient)[4]) {
+  const u32 left[4] = {state[0], state[2], state[1], state[3]};
+  float product[2][4] = {{d[0], d[1]}, {0.f, 0.f, d[2], d[3]}};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) multiply_halves(product[n], left, {gradient[2 * n], gradient[2 * n + 1]}, T{});
+  d[0] = product[0][0], d[1] = product[0][1], d[2] = product[1][2], d[3] = product[1][3];
 }
 
-// Stores a lane's neighbouring products of pairs: row g of block `row`, column 2t of block `column` of 8 tokens. Calls
-// `within` for pairs of one block. Stores zeros instead of what is above the diagonal: the matrix of borders of 8
-// tokens has them there.
+// Stores the diagonal of which the lanes hold `d`, of the warp's channels.
+__device__ __forceinline__ void store_diagonals(float (&to)[KEPT], const float (&d)[4]) {
+  const int g = own_lane() >> 2, odd = g & 1, channel = threadIdx.x / 32 * 16 + g;
+  if (g / 2 == (own_lane() & 3)) { to[channel] = odd ? d[1] : d[0], to[channel + 8] = odd ? d[3] : d[2]; }
+}
+
+// Adds the products of 64 columns of V with S (kinds of rows) and C (kinds of columns) to `terms` of the warp's 16
+// channels, and the sum of S C to `diagonals`. s.values has for each kind what its products multiply.
+template <typename T, int KINDS, class S>
+__device__ __forceinline__ void multiply_states(Columns (&terms)[KINDS], float (&diagonals)[4], const S& s) {
+  const int lane = own_lane(), matrix = lane >> 3;
+  const LeftReader<KEPT, T> reader(lane);
+  const int at = ((matrix & 1) * (KEPT / 8) + 2 * (threadIdx.x >> 5) + (matrix >> 1)) * 64 + (lane & 7) * 8;
+#pragma unroll 1
+  for (int c = 0; c < KEPT / 16; ++c) {
+    u32 states[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) ldmatrix_x4_trans(states[n], s.states[n] + at + 2 * c * (KEPT / 8) * 64);
+#pragma unroll
+    for (int kind = 0; kind < KINDS; ++kind)
+#pragma unroll
+      for (int m = 0; m < C / 16; ++m) {
+        const u32(&state)[4] = states[kind / 2];
+        u32 values[4];
+        ldmatrix_x4(values, reader.at(s.values[kind], 16 * m, 16 * c));
+        multiply_halves(terms[kind][m][0], values, {state[0], state[1]}, T{});
+        multiply_halves(terms[kind][m][1], values, {state[2], state[3]}, T{});
+      }
+    multiply_diagonals<T>(diagonals, states[0], states[1]);
+  }
+}
+
+// Stores a lane's pair_ij x, and y in the next column: row g of block `row`, column 2t of block `column`. For pairs of
+// one block calls `store_within(g, 2t)`. Stores zeros above the diagonal, where `pairs_across` of 8 tokens has room.
 template <class S, class F>
-__device__ __forceinline__ void put_pair_of_blocks(S& s, int matrix, int row, int column, float x, float y, F within) {
+__device__ __forceinline__ void store_pairs_of_blocks(S& s, int kinds, int row, int column, float x, float y,
+                                                      F store_within) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const auto put = [&](int border, int i, int j, float x, float y) {
-    put_two<bf16, HALF * HALF>(s.borders[border][matrix][0] + border_place(8 * i + g, 8 * j + 2 * t), x, y);
+  const auto store_across = [&](int border, int i, int j, float x, float y) {
+    put_two<bf16, HALF * HALF>(s.pairs_across[border][kinds][0] + pair_place(8 * i + g, 8 * j + 2 * t), x, y);
   };
-  if (row == column) within(g, 2 * t);
-  else if (row < column) put(1, row / 2, 1 - column / 2, 0.f, 0.f);
-  else if (row >= 2 && column < 2) put(0, row - 2, column, x, y);
-  else put(1, row / 2, column / 2, x, y);
+  if (row == column) store_within(g, 2 * t);
+  else if (row < column) store_across(1, row / 2, 1 - column / 2, 0.f, 0.f);
+  else if (row >= 2 && column < 2) store_across(0, row - 2, column, x, y);
+  else store_across(1, row / 2, column / 2, x, y);
 }
 
-// Decays terms of rows, or OF_COLUMNS, of columns, beside borders of TOKENS tokens to these, and adds those of pairs
-// that the borders part; a warp has 16 channels. S: Borders, with `terms` of all kinds [C, KEPT], and with rows and
-// columns `decayed` to the border, in two numbers.
-template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void cross_borders(S& s) {
+// For each border after TOKENS tokens (16, or 8 of 16), decays the terms of the rows after it, or, OF_COLUMNS, of the
+// columns before it, to the border, and adds the terms of the pairs over it. A warp has 16 channels. S: a struct of
+// BlockSums with the `terms` [C, KEPT] of all kinds, and rows and columns `decayed` to their border, as two numbers.
+template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHERS = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
   constexpr int FIRST = OF_COLUMNS ? S::ROWS : 0, own = OF_COLUMNS ? 0 : TOKENS, other = TOKENS - own;
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, channel = threadIdx.x / 32 * 16;
   const auto before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };  // token n of those before a border
   float d[OWN][2][4];
-  const auto each = [&](auto f) {
+  // Calls f(two accumulators, the kind's terms, token, channel, 8 rows of the accumulators) for all of this lane's.
+  const auto each_pair_of_channels = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < OWN; ++n)
 #pragma unroll
@@ -107,10 +156,10 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
           f(d[n][across] + 2 * down, s.terms[FIRST + n], before(g + 8 * down) + own, channel + 8 * across + 2 * t,
             down);
   };
-  each([&](float* to, const float* terms, int i, int c, int down) {
-    const auto over = [&](int n) { return pair_at(&s.over_blocks[n][c]); };
-    float2 decay = over(TOKENS == BLOCK ? 2 * down + OF_COLUMNS : 2 * OF_COLUMNS);
-    if (TOKENS > BLOCK) decay = times(decay, over(2 * OF_COLUMNS + 1));
+  each_pair_of_channels([&](float* to, const float* terms, int i, int c, int down) {
+    const auto block_decay = [&](int n) { return pair_at(&s.block_decays[n][c]); };
+    float2 decay = block_decay(TOKENS == BLOCK ? 2 * down + OF_COLUMNS : 2 * OF_COLUMNS);
+    if (TOKENS > BLOCK) decay = times(decay, block_decay(2 * OF_COLUMNS + 1));
     const float2 x = times(decay, pair_at(terms + term_place(i, c)));
     to[0] = x.x, to[1] = x.y;
   });
@@ -126,10 +175,10 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
 #pragma unroll
       for (int number = 0; number < 2; ++number) {
         const int row = OF_COLUMNS ? m : n, column = OF_COLUMNS ? n : m;  // kinds
-        const bf16* matrix = s.borders[TOKENS == BLOCK][row * S::COLUMNS + column][number];
+        const bf16* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMNS + column][number];
         u32 a[4];
-        if (OF_COLUMNS) ldmatrix_x4_trans(a, matrix + border_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
-        else ldmatrix_x4(a, matrix + border_place(lane & 15, (lane >> 4) * 8));
+        if (OF_COLUMNS) ldmatrix_x4_trans(a, matrix + pair_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
+        else ldmatrix_x4(a, matrix + pair_place(lane & 15, (lane >> 4) * 8));
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
           mma_bf16(d[n][across], a, {b[0][2 * across], b[0][2 * across + 1]});
@@ -137,10 +186,12 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
         }
       }
   }
-  each([&](float* from, float* terms, int i, int c, int) { put_pair(terms + term_place(i, c), {from[0], from[1]}); });
+  each_pair_of_channels(
+      [&](float* from, float* terms, int i, int c, int) { put_pair(terms + term_place(i, c), {from[0], from[1]}); });
 }
 
-// Stores neighbouring numbers of a block's rows, of which there are `rows`, with so many columns from these on.
+// Stores value(n), two channels, in rows n = 0 ... 7 that are below `rows`. `columns`: the columns from the first of
+// the two on; `bytes`: the alignment of the rows, whose length is a multiple of it.
 template <typename T, class F>
 __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int columns, int bytes, F value) {
   if (columns <= 0) return;
@@ -154,5 +205,98 @@ __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int col
       if (n < rows) to[0] = from_float<T>(value(n).x);
       if (n < rows && columns > 1) to[1] = from_float<T>(value(n).y);
     }
+  }
+}
+
+// The tokens of a thread's block, in two channels from c on, of KINDS arrays; and their decays.
+template <typename T, int KINDS> struct BlockTokens {
+  u32 tokens[KINDS][BLOCK];
+  float2 decays[BLOCK];
+
+  template <class S> __device__ __forceinline__ BlockTokens(const S& s, int block, int c) {
+#pragma unroll
+    for (int n = 0; n < BLOCK; ++n) {
+      const int i = block * BLOCK + n;
+      const float2 gates = pair_at(place<KEPT>(s.g, i, c));
+      decays[n] = {decay_of(gates.x), decay_of(gates.y)};
+#pragma unroll
+      for (int kind = 0; kind < KINDS; ++kind)
+        tokens[kind][n] = *reinterpret_cast<const u32*>(place<KEPT>(s.tokens[kind], i, c));
+    }
+  }
+  __device__ __forceinline__ float2 token(int kind, int n) const { return unpack(tokens[kind][n], T{}); }
+  __device__ __forceinline__ float2 decay() const {
+    float2 all = decays[0];
+#pragma unroll
+    for (int n = 1; n < BLOCK; ++n) all = times(all, decays[n]);
+    return all;
+  }
+};
+
+// The terms of a kind, of token i in channels c and c + 1.
+template <class S> __device__ __forceinline__ float2& term_at(S& s, int kind, int i, int c) {
+  return *reinterpret_cast<float2*>(s.terms[kind] + term_place(i, c));
+}
+
+// Adds the pairs of two blocks to the terms, which then are decayed to the borders of the thread's block, and stores
+// row_sums, column_sums and end_sums. A thread has channels c and c + 1 of a block. Tokens: BlockTokens with
+// each_row(decay, f) and each_column(decay, f), which call f(kind, n, x) for the rows decayed from the block's start
+// and for the columns decayed to its end, times `decay`. Terms, pairs and block_decays must be in shared memory.
+template <class S, class Tokens>
+__device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, int block, int c) {
+  const int start = block * BLOCK;
+  const auto block_decay = [&](int n) { return pair_at(s.block_decays[n] + c); };
+  const auto store_decayed = [&](int kind, int n, float2 x) {
+    put_two<bf16, C * KEPT>(place<KEPT>(s.decayed[kind % 2][0], start + n, c), x.x, x.y);
+  };
+  const auto sum_rows = [&](float (&to)[KEPT], float2 decay) {
+    float2 sum = {};
+    tokens.each_row(decay,
+                    [&](int kind, int n, float2 x) { sum = plus_times(sum, x, term_at(s, kind, start + n, c)); });
+    put_pair(to + c, sum);
+  };
+  const auto sum_columns = [&](float (&to)[KEPT], float2 decay) {
+    float2 sum = {};
+    tokens.each_column(decay,
+                       [&](int kind, int n, float2 x) { sum = plus_times(sum, x, term_at(s, kind, start + n, c)); });
+    put_pair(to + c, sum);
+  };
+  const float2 one = {1.f, 1.f};
+  float2 from_start = one, to_end = one;  // decays from the chunk's start to the block, and from it to the chunk's end
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n)
+    if (n < block) from_start = times(from_start, block_decay(n));
+    else if (n > block) to_end = times(block_decay(n), to_end);
+  sum_rows(s.row_sums[block], from_start), sum_columns(s.column_sums[block], to_end);
+  if (block < 2) tokens.each_column(block == 0 ? block_decay(1) : one, store_decayed);
+  else tokens.each_row(block == 3 ? block_decay(2) : one, store_decayed);
+  __syncthreads();  // rows and columns decayed to the border after 16 are in shared memory, and terms have been read
+  add_pairs_across<HALF, false>(s), add_pairs_across<HALF, true>(s);
+  __syncthreads();  // terms include the products; decayed rows and columns have been read: others may overwrite them
+  if (block == 3) sum_rows(s.end_sums[0], block_decay(2));
+  if (block == 0) sum_columns(s.end_sums[1], block_decay(1));
+  if (block % 2) tokens.each_row(one, store_decayed);
+  else tokens.each_column(one, store_decayed);
+  __syncthreads();  // rows and columns decayed to borders after 8 are in shared memory, and terms have been read
+  add_pairs_across<BLOCK, false>(s), add_pairs_across<BLOCK, true>(s);
+  __syncthreads();  // terms include the products
+}
+
+// Completes dg of a block: adds the terms of other blocks, which all its gates multiply, and those of the block's own
+// columns: column_terms[n] are multiplied by the gates after token n.
+template <class S>
+__device__ __forceinline__ void add_terms_of_blocks(float2 (&dg)[BLOCK], const float2 (&column_terms)[BLOCK], S& s,
+                                                    int block, int c) {
+  const auto block_decay = [&](int n) { return pair_at(s.block_decays[n] + c); };
+  float2 sum = times(times(times(block_decay(0), block_decay(1)), times(block_decay(2), block_decay(3))),
+                     pair_at(s.state_product + c));
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n)
+    if (n > block) sum = plus(sum, pair_at((block == 2 ? s.end_sums[0] : s.row_sums[n]) + c));
+    else if (n < block) sum = plus(sum, pair_at((block == 1 ? s.end_sums[1] : s.column_sums[n]) + c));
+#pragma unroll
+  for (int n = 0; n < BLOCK; ++n) {
+    dg[n] = plus(dg[n], sum);
+    sum = plus(sum, column_terms[n]);
   }
 }
