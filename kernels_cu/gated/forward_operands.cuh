@@ -14,7 +14,8 @@
 //           (growth.cuh). Scores that no gate multiplies are float32 dot products: of a token's own query and key, and
 //           in RWKV-6 of a query and the key before it in its span
 //
-// A warp has whole spans, a lane W channels of all tokens of a span: so products over tokens need no shuffles.
+// A warp has whole spans, a lane LANE_CHANNELS channels of all tokens of a span: so products over tokens need no
+// shuffles.
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
@@ -41,7 +42,7 @@ template <typename T, int BK, int WARPS> struct WarpShare {
   __device__ __forceinline__ int row(int i) const { return span * SPAN + i; }
 };
 
-// Gates of SPAN tokens and W channels, 0 behind the sequence's end and beyond K.
+// Gates of SPAN tokens and LANE_CHANNELS channels; 0 after the sequence's end and beyond K.
 template <int LANE_CHANNELS, typename G> using Gates = Piece<LANE_CHANNELS, G>[SPAN];
 
 // Starts copying this lane's gates of a span to shared memory. No other lane reads them, so each lane waits for its
@@ -72,7 +73,7 @@ __device__ __forceinline__ void load_gates(Gates<WarpShare::LANE_CHANNELS, G>& g
   for (int i = 0; i < SPAN; ++i) gates[i].load(from + coord.row(i) * BK + coord.channel);
 }
 
-// The decay over a span's tokens, for W channels.
+// The decay over a span's tokens, for LANE_CHANNELS channels.
 template <int LANE_CHANNELS, typename G>
 __device__ __forceinline__ void compute_span_decay(float (&decay)[LANE_CHANNELS],
                                                    const Gates<LANE_CHANNELS, G>& gates) {
@@ -85,8 +86,8 @@ __device__ __forceinline__ void compute_span_decay(float (&decay)[LANE_CHANNELS]
   }
 }
 
-// Whether a gate is above GROWTH, or NaN: operands about a middle would overflow, or keep a NaN from the tokens on the
-// other side of the middle.
+// Whether a gate is above GROWTH, or NaN: operands about a middle would overflow, or would not pass a NaN on to tokens
+// on the other side of the middle.
 template <int LANE_CHANNELS, typename G>
 __device__ __forceinline__ bool any_gate_too_large(const Gates<LANE_CHANNELS, G>& gates) {
   float largest = gates[0].get(0);
@@ -104,8 +105,8 @@ __device__ __forceinline__ bool any_gate_too_large(const Gates<LANE_CHANNELS, G>
   return !(largest <= GROWTH);
 }
 
-// The decay e^g of each of a lane's tokens and channels. `kept_in_registers`: they stay in registers from
-// store_span_decays to make_operands; otherwise make_operands computes them again.
+// The decay e^g of each of a lane's tokens and channels. kept_in_registers: store_span_decays computes them and
+// make_operands uses them; otherwise make_operands computes them itself.
 template <class WarpShare> struct TokenDecays {
   static constexpr bool kept_in_registers = WarpShare::SPANS_AT_ONCE == 2;
   float token[SPAN][WarpShare::LANE_CHANNELS];
@@ -184,7 +185,7 @@ template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
   }
 };
 
-// y = x * factor, for W channels.
+// y = x * factor, for LANE_CHANNELS channels.
 template <int LANE_CHANNELS>
 __device__ __forceinline__ void multiply_channels(float (&y)[LANE_CHANNELS], const float (&x)[LANE_CHANNELS],
                                                   const float (&factor)[LANE_CHANNELS]) {
@@ -210,7 +211,7 @@ template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN])
   return sum;
 }
 
-// Rounds x as the tensor cores read operands of T. PRODUCTS: how many tf32 products make one of float32 data.
+// Rounds x to what tensor cores read of an operand of T. PRODUCTS: 1 or 3 tf32 products for a product of float32 data.
 template <typename T, int PRODUCTS, int LANE_CHANNELS>
 __device__ __forceinline__ void round_operand(float (&x)[LANE_CHANNELS]) {
 #pragma unroll
@@ -240,9 +241,9 @@ __device__ __forceinline__ void store_span(const Place& spot, X* tile, int group
   }
 }
 
-// Stores middle_q and middle_k: queries decayed from, and keys to, the middle of their sub-chunk. UPPER: the span is
-// the sub-chunk's second half, behind the middle; then keys are divided, otherwise queries.
-template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
+// Stores middle_q and middle_k: queries decayed from, and keys to, the middle of their sub-chunk. AFTER_MIDDLE: the
+// span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are.
+template <class ReadOrder, bool AFTER_MIDDLE, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
 __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK, BV>& s, const WarpShare& coord,
                                                       const Piece<WarpShare::LANE_CHANNELS, T> (&q)[SPAN],
@@ -258,12 +259,12 @@ __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK,
   for (int c = 0; c < LANE_CHANNELS; ++c) between[c] = inverse_between[c] = 1.f;
 #pragma unroll
   for (int n = 0; n < SPAN; ++n) {
-    const int i = UPPER ? n : SPAN - 1 - n;
+    const int i = AFTER_MIDDLE ? n : SPAN - 1 - n;
     float x[LANE_CHANNELS], y[LANE_CHANNELS];
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) {
       const float decay = fmaxf(token_decays[i][c], LEAST), qi = q[i].get(c), ki = k[i].get(c);
-      if (UPPER) {
+      if (AFTER_MIDDLE) {
         if (!INCLUSIVE) x[c] = qi * between[c];
         between[c] *= decay;
         if (INCLUSIVE) x[c] = qi * between[c];
@@ -347,9 +348,9 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   store_span<T, PRODUCTS>(paired, state_q(s, stage), sub_chunk, x, before.chunk);
 }
 
-// Stores keys decayed to the borders between them and queries of other sub-chunks (`border`, behind BORDER rows
-// of queries: groups 0 and 1: sub-chunks 0 and 2 to their end; 2 and 3: sub-chunks 0 and 1 to the chunk's
-// middle), and to the chunk's end (state_k); and the decay of the chunk.
+// Stores keys decayed to the borders between them and queries of other sub-chunks (`border`, after BORDER rows of
+// queries: groups 0 and 1: sub-chunks 0 and 2 to their end; 2 and 3: sub-chunks 0 and 1 to the chunk's middle), and to
+// the chunk's end (state_k); and the decay of the chunk.
 template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
 __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& coord,
                                            const float (&token_decays)[SPAN][WarpShare::LANE_CHANNELS],

@@ -69,8 +69,9 @@ __device__ __forceinline__ i64 slot_of(const WorkTile& at, bool backwards, u32 t
 
 // Loads the given state, or zeros, if this is a sequence's first segment, and stores it among the segments' states.
 template <int BV>
-__device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, float* states, const Shape& shape,
-                                      const WorkTile& at, i64 P, bool backwards, int channel, u32 tiles = 1) {
+__device__ __forceinline__ void load_initial_state(float (&S)[BV / 2], const float* given, float* states,
+                                                   const Shape& shape, const WorkTile& at, i64 P, bool backwards,
+                                                   int channel, u32 tiles = 1) {
   if (!is_first(at, P, backwards)) return;
   const i64 size = shape.K * shape.V;
   if (given)

@@ -50,7 +50,7 @@ template <int WARPS> __device__ __forceinline__ float largest_of_all(const float
 }
 
 // Whether the chunk is computed token by token (growth.cuh): because the first pass says so (gates are too far above 0,
-// or float16 does not hold a query share), or C exceeds a IS_NARROW type's range. All threads get the same result; the
+// or float16 does not hold a query share), or C exceeds float16's range. All threads get the same result; the
 // vote tells the compiler so.
 template <typename T, typename Shared>
 __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration) {
@@ -64,7 +64,8 @@ __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int thread) {
   const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
-  const int after = int(args.P - 1 - last / H % args.P), each = max(1, COUNT / max(1, after));  // threads a segment
+  const int after = int(args.P - 1 - last / H % args.P);  // later segments of the sequence
+  const int each = max(1, COUNT / max(1, after));         // threads for each of them
   bool found = false;
   for (int n = 1 + thread / each; n <= after; n += COUNT / each) {
     const WorkTile at = segment_at(args.shape, u32(last + n * H), args.P);
@@ -92,8 +93,8 @@ template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedul
 __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
                                             int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  const bool sixteen = warp % 2 == 0;
-  const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
+  const bool has_16_queries = warp % 2 == 0;
+  const int queries = has_16_queries ? 16 : 8 * warp, keys = has_16_queries ? 4 * warp : 8 * (warp - 1);
   const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // both tf32 operands are cut off
   const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
   float within[2], across[4], own = 0.f;
@@ -106,7 +107,7 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   }
   multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
   barrier_arrive(s.within);  // the queries within sub-chunks have been read: dk and dg may overwrite them
-  multiply_across(across, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
+  multiply_across(across, has_16_queries ? s.by16 : s.by8, queries, has_16_queries, keys, lane);
   int at = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, C
   at = score_offset(queries, keys, lane);
 #pragma unroll
   for (int p = 0; p < 4; ++p)
-    if (p < 2 || sixteen) put((at ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
+    if (p < 2 || has_16_queries) put((at ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
   fence_async();
 }
 
@@ -202,7 +203,7 @@ template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedul
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
-  // Computed again here: the compiler then knows that it is the same for all threads, unlike s.place.
+  // Not read from s.place: the compiler would not know that it is the same for all threads.
   const int tokens = Schedule::in_turn ? 0 : segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
@@ -217,7 +218,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   };
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
-    if (warp == 1) iteration += VALUE_STAGES - STAGES;
+    if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v and do have more stages, and are copied earlier
     if constexpr (Schedule::in_turn) {
       if (!s.places[warp].next(args.shape, iteration)) return;
       ++count;
@@ -253,20 +254,20 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     const i64 chunk = chunk_of(iteration);
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
-  const auto make_dA = [&](int iteration, float sum, WarpFlags<BK> growth) {  // computes dA
+  const auto make_dA = [&](int iteration, float sum, WarpFlags<BK> growth) {
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
     float d[CHUNK / 2];
     // v and do are in shared memory; so the previous chunk in this stage has been stored, and its dA read.
     barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);
     multiply_rows(d, in.do_, in.v);
-    const float by = TF32_CORRECTION * scale;
+    const float factor = TF32_CORRECTION * scale;
     const int after = i - 2 * (lane & 3), at = pair_index(i, 2 * (lane & 3));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       const auto value = [&](int j, float x) {
         if (ReadOrder::reads_before_write && j == after) self_weight_at(in.dA, i) = scale * x;
-        return pair_value(j < after + !ReadOrder::reads_before_write ? by * x : 0.f);
+        return pair_value(j < after + !ReadOrder::reads_before_write ? factor * x : 0.f);
       };
       if (n > warp) continue;
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
@@ -335,7 +336,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     __syncwarp();  // all lanes have read `kept_share` of the previous segment
     if (lane == 0) kept_share = infinity();
   }
-  const bool joins = at.last != at.pair;    // whether it has two segments: then a state is kept at its end
+  const bool joins = at.last != at.pair;    // whether it is two segments: then a state is stored after it
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C after the chunk, of this lane's two channels
   load_state<BV>(C, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
@@ -390,10 +391,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
-    // Whether products with dA come before the stores within a sub-chunk, and before C's product: what was measured to
-    // be faster.
+    // Whether products with dA within a sub-chunk come before the stores: what was measured to be faster.
     constexpr bool SUM_FIRST = IS_NARROW<T> && !ReadOrder::reads_before_write;
-    constexpr bool ACROSS_FIRST = false;
     Chunk dk, dg, outer_decays;
     SubChunkDecays decays;
     Across queries_across, keys_across;  // decayed to and from borders
@@ -469,7 +468,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         dA.add_queries(sums_across.by16[x], queries_across.by16[1], 3, x);
       }
     };
-    if (ACROSS_FIRST) sum_across();
     decay_state<BV>(C, decays);
     wgmma_fence();
     start_write<T, BV>(C, queries, values.do_);
@@ -479,7 +477,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       wgmma_keep(C);
       scale_state<BV>(C, query_scale.down[0], query_scale.down[1]);
     }
-    if (!ACROSS_FIRST) sum_across();
+    sum_across();
     constexpr int DV_PANELS = HAS_SCORE_WARPGROUP<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[DV_PANELS + !DV_PANELS];
     if (DV_PANELS) {
@@ -503,15 +501,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         }
       });
     };
-    float sums[2];
+    float sums[2];    // of the chunk's queries: their terms of sum_v S C, with units
     float before[2];  // sum_j k_j L_j C v_j; then D sum_v S C, S the state before the chunk
     const uint4 tokens = entry_of(TOKENS);
     // Sums by tensor cores would wait for C's products in RWKV-6, and need more registers than float16 leaves. With 128
     // channels dk's terms are added while they run.
     constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
     if (!ADDS_LATE) add_across();
-    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false, false>(dg, before);
-    else sum_tokens<false>(dg, before, {tokens.x, tokens.y});
+    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false>(dg, before);
+    else sum_earlier_tokens(dg, before, {tokens.x, tokens.y});
     if (ADDS_LATE) add_across();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -548,7 +546,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   };
   int iteration = chunks, token = (at.tokens - 1) / CHUNK * CHUNK;
 #pragma unroll 1
-  while (at.tokens && token >= 0) {  // by_token is rare, and so outside of the loop in which registers are scarce
+  while (at.tokens && token >= 0) {  // compute_by_token is rare: it is outside of the loop where registers are scarce
 #pragma unroll 1
     while (token >= 0 && compute_chunk(iteration, token)) ++iteration, token -= CHUNK;
     if (token >= 0) compute_by_token(iteration), ++iteration, token -= CHUNK;

@@ -20,7 +20,7 @@ template <int BK> struct Lookups<0, BK> {
 
 // Computes an entry for this thread. OFFSETS: the offsets at which this thread stores queries and keys within
 // sub-chunks (in bytes), its index in dA, and Counts::read. FROM_MIDDLE: Counts::read_from_middle and
-// written_to_middle. TOKENS: tokens_in_sum, identity_of_lane and Counts::written.
+// written_to_middle. TOKENS: earlier_tokens, identity_of_lane and Counts::written.
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ uint4 computed_entry(Lookup what) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
@@ -36,9 +36,9 @@ __device__ __forceinline__ uint4 computed_entry(Lookup what) {
     counts.read_from_middle(read), counts.written_to_middle(written);
     return {read[0], read[1], written[0], written[1]};
   }
-  u32 some[2];
-  tokens_in_sum<false, false>(some);
-  return {some[0], some[1], identity_of_lane(), u32(counts.written)};  // in the registers that products take
+  u32 counted[2];
+  earlier_tokens(counted);
+  return {counted[0], counted[1], identity_of_lane(), u32(counts.written)};  // in the registers that products take
 }
 
 // The functions of Counts (decays.cuh) that are needed here, from looked-up values.
@@ -50,9 +50,9 @@ template <class ReadOrder, typename G> struct LookedUpCounts {
   __device__ __forceinline__ void read_from_middle(u32 (&b)[2]) const { b[0] = middle.x, b[1] = middle.y; }
   __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { b[0] = middle.z, b[1] = middle.w; }
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
-    Counts<ReadOrder, G, true>::make(b, [&](u32 one) { return read & one; });
+    Counts<ReadOrder, G, true>::make_operand(b, [&](u32 one) { return read & one; });
   }
   __device__ __forceinline__ void to_end(u32 (&b)[2]) const {
-    Counts<ReadOrder, G, true>::make(b, [&](u32 one) { return ~written & one; });
+    Counts<ReadOrder, G, true>::make_operand(b, [&](u32 one) { return ~written & one; });
   }
 };

@@ -141,14 +141,14 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
     barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);
     float d[2][4];
     pair_products(d, in.do_, in.v, block, lane);
-    const float by = TF32_CORRECTION * scale;
+    const float factor = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 2 * (lane & 3), after = i - j;
       const int at = pair_index(i, j);
       const auto value = [&](int n, float x) {
         if (ReadOrder::reads_before_write && n == after) self_weight_at(in.dA, i) = scale * x;
-        return pair_value(n < after + !ReadOrder::reads_before_write ? by * x : 0.f);
+        return pair_value(n < after + !ReadOrder::reads_before_write ? factor * x : 0.f);
       };
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void add_pairs_within(Gradients& d, const TokenOperan
 }
 
 // Adds to d the terms of pairs across sub-chunks and of the state. from_state: S do; at: lane_offset(). Sets `growth`,
-// whether the chunk must go token by token, and `decays`; then calls write(keys decayed to the chunk's end).
+// whether the chunk must go token by token, and `decays`; then calls write_state(keys decayed to the chunk's end).
 template <bool HOLDS_INPUTS, class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                                  SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
@@ -267,12 +267,12 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
     }
   }
   each_pair([&](int n, int h) {
-    const float by = scale * decays.before(n, h);
+    const float factor = scale * decays.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
       const float x = from_state[4 * n + i];
-      float at_start = by * x;  // dq's terms without the decay from the sub-chunk's start
+      float at_start = factor * x;  // dq's terms without the decay from the sub-chunk's start
       if (n % 2) at_start += sums_across.by8[n / 2][i];
       if (n == 2) at_start += sums_across.by16[0][i];
       if (n == 3) at_start += decays.own[2][h] * sums_across.by16[1][i];
@@ -299,7 +299,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& d, TokenOperands<T, 
 }
 
 // read_t <- sum_{i>t} read_i - sum_{j>=t} written_j over tokens of the chunk. all: the sum over all tokens.
-__device__ __forceinline__ void sum_later_tokens(Chunk& read, const Chunk& state_keys, float (&all)[2]) {
+__device__ __forceinline__ void sum_later_tokens(Chunk& read, const Chunk& written, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
   const bool other_lane_counts = t % 2 == 0,
              other_pair_counts = t / 2 == 0;  // of the other lane of a pair; of the other pair
@@ -308,11 +308,11 @@ __device__ __forceinline__ void sum_later_tokens(Chunk& read, const Chunk& state
     all[h] = 0.f;
 #pragma unroll
     for (int n = SUBCHUNKS - 1; n >= 0; --n) {
-      const float between = read[n][2 * h + 1] - state_keys[n][2 * h];
-      const float own_sum = between + (read[n][2 * h] - state_keys[n][2 * h + 1]);
+      const float between = read[n][2 * h + 1] - written[n][2 * h];
+      const float own_sum = between + (read[n][2 * h] - written[n][2 * h + 1]);
       const float other_lane = __shfl_xor_sync(0xffffffffu, own_sum, 1), pair_sum = own_sum + other_lane;
       const float other_pair = __shfl_xor_sync(0xffffffffu, pair_sum, 2);
-      float after = all[h] - state_keys[n][2 * h + 1];
+      float after = all[h] - written[n][2 * h + 1];
       if (other_lane_counts) after += other_lane;
       if (other_pair_counts) after += other_pair;
       all[h] += pair_sum + other_pair;
@@ -361,7 +361,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                                                    offset);
   };
   if (!Schedule::in_turn || tokens)
-    start_chunk(chunks);  // else another segment's chunk may be copied to this stage just now
+    start_chunk(chunks);  // an empty segment has no stage: another segment's chunk may be copied there just now
 #pragma unroll 1
   for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
@@ -372,7 +372,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA, pair_row, pair_column);
     if (!LOADS_EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
-    wgmma_wait<0>();  // for from_state, which `begin` started
+    wgmma_wait<0>();  // for from_state, which start_chunk computes
     wgmma_keep(from_state);
     add_pairs_within<!HOLDS_INPUTS<G, BV>, ReadOrder>(results, operands, counts, dA, in.dA, u, du);
     const auto flag = [&](bool by_token) {  // for the second pass
@@ -404,7 +404,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         units_for(unit, size);
       }
       if (ReadOrder::reads_before_write) sum_later_tokens(results.query_share, results.writing, sum);
-      else sum_tokens_by_shuffles<true, true>(results.query_share, sum);
+      else sum_tokens_by_shuffles<true>(results.query_share, sum);
       if (IS_NARROW<G> && exceeds_float16(results.query_share)) {
         convert_to_units(results.query_share, sum);
         flag(true);
@@ -415,7 +415,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    // After the last chunk `begin` takes the same stage again: the next one may be another segment's, still copied.
+    // After the last chunk, InTurn takes the same stage again: the next stage's copies, of another segment, may run.
     start_chunk(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
@@ -432,8 +432,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   wgmma_wait<0>();
   wgmma_keep(from_state);
   float end[2] = {};
-  const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else no segment of the second pass ends here
-  if (ends)
+  // Whether a segment of the second pass ends here, for which sum_v S C is stored.
+  const bool stores_end = args.dht && (!args.joined || at.last != at.pair);
+  if (stores_end)
     each_of_state<BV, true>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,
                             [&](float& x, float& y, const float* from) {
                               const float2 two = *reinterpret_cast<const float2*>(from);
@@ -441,12 +442,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                             });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float whole = channel_sum(end[h]), all = channel_sum(du[h]);
+    const float end_sum = channel_sum(end[h]), du_sum = channel_sum(du[h]);
     if (t || !inside[h]) continue;
-    if (ends) args.ends[at.last * K + channel + 8 * h] = whole;
+    if (stores_end) args.ends[at.last * K + channel + 8 * h] = end_sum;
     if (!ReadOrder::reads_before_write) continue;
     if (at.last != at.pair) args.du[at.last * K + channel + 8 * h] = 0.f;
-    args.du[at.pair * K + channel + 8 * h] = all;
+    args.du[at.pair * K + channel + 8 * h] = du_sum;
   }
 }
 

@@ -52,8 +52,8 @@ template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
 
 // A walk over a segment's chunks, of the consumers and the copying warp together, until no consumer needs another
-// chunk. A segment takes one walk, or two. started, votes: of the first walk, the chunks that were copied and the votes
-// that were cast; the second one continues with the next stages and phases.
+// chunk. A segment takes one walk, or two. started, votes: the chunks that the first walk copied and the votes that it
+// cast, 0 in the first walk; the second one continues with the next stages and phases.
 template <typename T, typename G, int BK, int BV> struct Walk {
   static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   Shared<T, G, BK, BV>& s;
@@ -62,10 +62,10 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& at)
       : s(s), chunks((at.tokens + CHUNK - 1) / CHUNK), started(0), votes(0) {}
   // The second walk, after a first one that used `taken` chunks, and the vote for a second one.
-  __device__ __forceinline__ Walk again(int taken) const {
-    Walk next = *this;
-    next.started = coming(taken), next.votes = taken + 1;
-    return next;
+  __device__ __forceinline__ Walk second(int taken) const {
+    Walk walk = *this;
+    walk.started = copied(taken), walk.votes = taken + 1;
+    return walk;
   }
   __device__ __forceinline__ int stage(int n) const { return (started + n) % STAGES; }
   __device__ __forceinline__ void wait(int n) const {
@@ -89,14 +89,14 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   // Whether the walk goes on after the n-th chunk: a consumer needs another one, and the segment has it.
   __device__ __forceinline__ bool goes_on(int n, bool wanted) const { return wanted && n + 1 < chunks; }
   // How many chunks are copied if consumers use the first `taken`: the copying warp is STAGES - 2 ahead.
-  __device__ __forceinline__ int coming(int taken) const { return min(chunks, taken + STAGES - 2); }
+  __device__ __forceinline__ int copied(int taken) const { return min(chunks, taken + STAGES - 2); }
 };
 
-// The copying warp. first: the block's first channel; from_last: from the segment's last chunk to its first. Returns
-// how many chunks were used.
+// The copying warp's walk. first: the block's first channel; from_last: whether chunks are copied from the segment's
+// last one to its first. Returns how many chunks were used.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const WorkTile& at,
-                                    int first, bool backwards, bool from_last) {
+__device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const WorkTile& at,
+                                           int first, bool backwards, bool from_last) {
   constexpr int STAGES = Walk<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
   const auto fetch = [&](int n) {
@@ -121,49 +121,50 @@ __device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T
 
 // ---- first walk, from the border: S += (x decayed to the border)^T y -----------------------------------------------
 
-constexpr float LOST = 1.4251641e-21f;  // e^-48: a state times it vanishes when it is added to one of similar size
-constexpr float MOST = 0x1p60f;         // the largest D that products take
+constexpr float NEGLIGIBLE =
+    1.4251641e-21f;                       // e^-48: a state times it vanishes when it is added to one of similar size
+constexpr float LARGEST_DECAY = 0x1p60f;  // the largest D that products take
 
-// D, the decay between a chunk and the border, of this lane's two channels: decay times down. S is stored divided by
-// `down`, too, a power of 2 for each channel, since a IS_NARROW type has no numbers as small as D.
-struct Passed {
+// D, the decay between a chunk and the border, of this lane's two channels: decay times down. `down` is a power of 2,
+// and registers hold S / down: float16 has no numbers as small as D.
+struct BorderDecay {
   float decay[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 
   __device__ __forceinline__ float all(int h) const { return decay[h] * down[h]; }
 };
 
-// Changes `down`, and S with it, so that the decay of the chunk's tokens nearest to the border is near 1. FIRST_DECAYS:
-// the first token is decayed by its own gate, too. far: decays from the start of a sub-chunk, or to its end.
+// Changes `down`, and S with it, so that `decay` of the chunk's token nearest to the border is near 1. FIRST_DECAYS:
+// the first token is decayed by its own gate, too. outer_decays: from the start of a sub-chunk, or to its end.
 template <bool FIRST_DECAYS, int BV>
-__device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, const Chunk& outer_decays) {
-  constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is about LOST
+__device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const Chunk& outer_decays) {
+  constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is about NEGLIGIBLE
   float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float nearest = passed.decay[h];
+    float nearest = to_border.decay[h];
     if (FIRST_DECAYS) nearest *= __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
     const int exponent = int(__float_as_uint(nearest) >> 23) - 127;
     if (exponent >= -8 && exponent <= 0) continue;
-    const int by = max(exponent, LEAST_EXPONENT + 127 - int(__float_as_uint(passed.down[h]) >> 23));
-    up[h] = __uint_as_float(u32(127 - by) << 23), down[h] = __uint_as_float(u32(127 + by) << 23);
+    const int change = max(exponent, LEAST_EXPONENT + 127 - int(__float_as_uint(to_border.down[h]) >> 23));
+    up[h] = __uint_as_float(u32(127 - change) << 23), down[h] = __uint_as_float(u32(127 + change) << 23);
   }
   if (!__any_sync(0xffffffffu, up[0] != 1.f || up[1] != 1.f)) return;
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= up[i >> 1 & 1];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) passed.decay[h] *= up[h], passed.down[h] *= down[h];
+  for (int h = 0; h < 2; ++h) to_border.decay[h] *= up[h], to_border.down[h] *= down[h];
 }
 
-// Computes S from zero, from the border on until every channel has forgotten the rest; BACKWARDS: C, likewise. decays:
-// over the segment, 0 if chunks were left out. grown: whether gates are too far above 0 for these products: then S is
-// not valid. Returns how many chunks were used.
+// Computes S (BACKWARDS: C) from zero, chunk by chunk away from the border, until D of every channel is NEGLIGIBLE.
+// decays: over the segment, 0 if chunks were left out. grown: whether gates are too far above 0 for these products:
+// then S is not valid. Returns how many chunks were used.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& grown,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
   const int warpgroup = threadIdx.x / 128, offset = lane_offset();
   const float scale = BACKWARDS ? float(args.scale) : 1.f;
   const Counts<ReadOrder, G> counts;
-  Passed passed;
+  BorderDecay to_border;
   Operand x;
   int n = 0;
   for (bool more = walk.chunks; more; more = walk.goes_on(n, walk.vote(n, more)), ++n) {
@@ -181,11 +182,11 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     else decays_to_end(outer_decays, gates, counts);
     wgmma_wait<0>();  // the previous chunk's products, which ran beside the lines above
     wgmma_keep(S);
-    if (IS_NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, passed, outer_decays);
+    if (IS_NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, to_border, outer_decays);
     each_pair([&](int n, int h) {
       const float2 two = unpack<T>(pair_of(loaded, n, h));
-      const float by = scale * passed.decay[h] * (BACKWARDS ? own.before(n, h) : own.after(n, h));
-      pair_of(x, n, h) = pack<T>(by * outer_decays[n][2 * h] * two.x, by * outer_decays[n][2 * h + 1] * two.y);
+      const float factor = scale * to_border.decay[h] * (BACKWARDS ? own.before(n, h) : own.after(n, h));
+      pair_of(x, n, h) = pack<T>(factor * outer_decays[n][2 * h] * two.x, factor * outer_decays[n][2 * h + 1] * two.y);
     });
     wgmma_fence();
     start_write<T, BV>(S, x, in.y);
@@ -193,25 +194,25 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
     more = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      passed.decay[h] *= own.all(h);
-      grown |= passed.all(h) > MOST;
-      more |= channel + 8 * h < args.shape.K && !(passed.all(h) <= LOST);
+      to_border.decay[h] *= own.all(h);
+      grown |= to_border.all(h) > LARGEST_DECAY;
+      more |= channel + 8 * h < args.shape.K && !(to_border.all(h) <= NEGLIGIBLE);
     }
   }
   wgmma_wait<0>();
   wgmma_keep(S);
 #pragma unroll
-  for (int i = 0; i < BV / 2; ++i) S[i] *= passed.down[i >> 1 & 1];
-  for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : passed.all(h);
-  for (int late = n; late < walk.coming(n); ++late) walk.wait(late);  // no copies are under way any more
+  for (int i = 0; i < BV / 2; ++i) S[i] *= to_border.down[i >> 1 & 1];
+  for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : to_border.all(h);
+  for (int unused = n; unused < walk.copied(n); ++unused) walk.wait(unused);  // no copies are under way any more
   return n;
 }
 
 // If this is a sequence's first segment: adds the decayed given state to S, and stores the given state as the one with
 // which the segment starts.
 template <int BK, int BV, class Args>
-__device__ __forceinline__ void add_start(float (&S)[BV / 2], const float (&decays)[2], const Args& args,
-                                          const WorkTile& at, bool backwards, int channel) {
+__device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const float (&decays)[2], const Args& args,
+                                                  const WorkTile& at, bool backwards, int channel) {
   if (!is_first(at, args.P, backwards)) return;
   const float* const given = backwards ? args.dht : args.initial;
   const i64 size = args.shape.K * args.shape.V;
@@ -244,19 +245,20 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
     gates.load(own_panels(in.g, warpgroup), offset);
     decays_of(decays, gates);
     for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
-    Across nowhere;
-    QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
+    Across unused;
+    QueryScale query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     const bool growth = exceeds_growth<T>(gates, own_panels(in.g, warpgroup));
     load_operand(x, in.x[warpgroup], offset);
     const auto put = [&](int n, int h, float first, float second) { pair_of(x, n, h) = pack<T>(first, second); };
     if (BACKWARDS) {
       decays_from_start(outer_decays, gates, counts);
-      range = scale_of_queries<ReadOrder, T>(outer_decays);
+      query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
       const float scale = float(args.scale);
-      decay_queries<false, T>(nowhere, x, outer_decays, decays, {scale * range.up[0], scale * range.up[1]}, put);
+      decay_queries<false, T>(unused, x, outer_decays, decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
+                              put);
     } else {
       decays_to_end(outer_decays, gates, counts);
-      decay_keys<false, T>(nowhere, x, outer_decays, decays, put);
+      decay_keys<false, T>(unused, x, outer_decays, decays, put);
     }
     if (growth) {  // token by token; x may hold infinities, and is replaced by zeros
       if (BACKWARDS)
@@ -264,15 +266,15 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
                                                       [](int) {});
       else update_state_by_token<T, G, BV>(S, in.x, in.g, in.y, first_channel_of_lane());
       each_pair([&](int n, int h) { pair_of(x, n, h) = 0, decays.own[n][h] = 1.f; });
-      range = {{1.f, 1.f}, {1.f, 1.f}, true};
+      query_scale = {{1.f, 1.f}, {1.f, 1.f}, true};
     }
-    decay_state<BV>(S, decays, range.up[0], range.up[1]);
+    decay_state<BV>(S, decays, query_scale.up[0], query_scale.up[1]);
     wgmma_fence();
     start_write<T, BV>(S, x, in.y);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(S);
-    if (BACKWARDS) scale_down<ReadOrder, T, BV>(S, range);
+    if (BACKWARDS) scale_down<ReadOrder, T, BV>(S, query_scale);
   } while (walk.goes_on(n, walk.vote(n, true)) && ++n);
 }
 
@@ -290,10 +292,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;
-    start<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS, channel,
-              tiles_of<BK>(args.shape));
-    carry_to_border<ReadOrder, BACKWARDS>(S, decays, walk.again(taken), args);
-  } else add_start<BK, BV>(S, decays, args, at, BACKWARDS, channel);
+    load_initial_state<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS,
+                           channel, tiles_of<BK>(args.shape));
+    carry_to_border<ReadOrder, BACKWARDS>(S, decays, walk.second(taken), args);
+  } else add_initial_state<BK, BV>(S, decays, args, at, BACKWARDS, channel);
   const i64 slot = slot_of(at, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
             next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
   each_of_state<BV, true>(S, args.states + next * K * args.shape.V, args.shape, channel,
@@ -321,8 +323,8 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   if (args.ends && !is_first(at, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS<BK>) {
     const Walk walk(s, at);
-    const int taken = move(walk, args, at, first, backwards, !backwards);
-    if (walk.result(taken)) move(walk.again(taken), args, at, first, backwards, backwards);
+    const int taken = copy_chunks(walk, args, at, first, backwards, !backwards);
+    if (walk.result(taken)) copy_chunks(walk.second(taken), args, at, first, backwards, backwards);
   } else if (backwards) consume<ReadOrder, true>(s, args, at, first);
   else consume<ReadOrder, false>(s, args, at, first);
 }

@@ -119,9 +119,9 @@ template <> struct GateFormat<float> {
 };
 
 // The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST if CLAMPED; float32 gates are
-// multiplied by log2 e. A product of gates and Counts adds two halves, for the two numbers of ONE. MINUS: both factors
-// of the second half are negated: otherwise the compiler would copy the register that the operand then has twice, for
-// each product.
+// multiplied by log2 e. A product of gates and Counts sums a sub-chunk's 8 gates twice, once for each number of ONE;
+// for 16-bit gates both halves of the left operand are the same registers. MINUS: the second half of both operands is
+// negated, which leaves the product as it is; the compiler would copy a register that an operand has twice.
 constexpr u32 SIGNS = 0x80008000u;
 template <typename G, bool MINUS = false> struct Gates {
   Operand x;
@@ -131,7 +131,7 @@ template <typename G, bool MINUS = false> struct Gates {
     load_operand(x, *panels, at);
     each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), BOUND); });
   }
-  // Sub-chunk n as an operand A; CLAMPED: gates are at least LEAST.
+  // Sub-chunk n as a left operand; CLAMPED: gates are at least LEAST.
   template <bool CLAMPED> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -160,8 +160,8 @@ template <bool MINUS> struct Gates<float, MINUS> {
   }
 };
 
-// Operands B of the sums of gates: how often each gate of a sub-chunk counts in the sum of its token i = lane / 4: 0,
-// 1, -1 or half of that. They are made from masks at each use, since registers are scarce.
+// Right operands of the sums of gates: how often each gate of a sub-chunk counts in the sum for token i = lane / 4: 0,
+// 1, -1, 1/2 or -1/2 times. They are computed from masks at each use, since registers are scarce.
 template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
   using Order = ReadOrder;
   // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads; early:
@@ -175,27 +175,27 @@ template <class ReadOrder, typename G, bool MINUS = false> struct Counts {
     // GLA's gates 1 to 7 lie between tokens. Half of gate 4 is before the middle: its mask lacks the bit HALVES.
     if (!ReadOrder::reads_before_write && token == BC / 2) early = (i < BC / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
-  // Sets b[half] to of(ONE[half] for both gates of a register, negated in the second half if MINUS).
-  template <class F> static __device__ __forceinline__ void make(u32 (&b)[2], F of) {
+  // Sets b[half] to masked(ONE[half] for both gates of a register, negated in the second half if MINUS).
+  template <class F> static __device__ __forceinline__ void make_operand(u32 (&b)[2], F masked) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      b[half] = of(GateFormat<G>::ONE[half] * 0x10001u ^ (half && MINUS && sizeof(G) == 2 ? SIGNS : 0));
+      b[half] = masked(GateFormat<G>::ONE[half] * 0x10001u ^ (half && MINUS && sizeof(G) == 2 ? SIGNS : 0));
   }
   // Sums from the middle to the token of `mask`, with negative signs of gates before the middle; or minus these sums.
   __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask, bool negative = false) const {
     mask = opaque(mask);
     const u32 minus = (negative ? ~early : early) & 0x80008000u;
-    make(b, [&](u32 one) { return (mask ^ early) & (one ^ minus); });
+    make_operand(b, [&](u32 one) { return (mask ^ early) & (one ^ minus); });
   }
   __device__ __forceinline__ void read_from_middle(u32 (&b)[2]) const { from_middle(b, read); }
   __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { from_middle(b, written, true); }  // negative
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
     const int mask = opaque(read);
-    make(b, [&](u32 one) { return mask & one; });
+    make_operand(b, [&](u32 one) { return mask & one; });
   }
   __device__ __forceinline__ void to_end(u32 (&b)[2]) const {
     const int mask = opaque(written);
-    make(b, [&](u32 one) { return ~mask & one; });
+    make_operand(b, [&](u32 one) { return ~mask & one; });
   }
 };
 
@@ -207,22 +207,22 @@ __device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], c
 }
 
 // Calls f(n, sums) for each sub-chunk n. b: an operand of Counts; sums: log2 of this lane's decays.
-template <bool CLAMPED, typename G, bool MINUS, class F>
+template <typename G, bool MINUS, class F>
 __device__ __forceinline__ void sum_gates(const Gates<G, MINUS>& g, const u32 (&b)[2], F f) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     u32 a[4];
     SubChunk d = {};
-    g.template operand<CLAMPED>(a, n);
+    g.template operand<false>(a, n);
     multiply_gates(d, a, b, typename GateFormat<G>::Type{});
     f(n, d);
   }
 }
-template <bool CLAMPED, typename G, bool MINUS>
-__device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G, MINUS>& g, const u32 (&b)[2], float sign) {
-  sum_gates<CLAMPED>(g, b, [&](int n, const SubChunk& sum) {
+template <typename G, bool MINUS>
+__device__ __forceinline__ void exponentiate_sums(Chunk& to, const Gates<G, MINUS>& g, const u32 (&b)[2]) {
+  sum_gates(g, b, [&](int n, const SubChunk& sum) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sign * sum[i]);
+    for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sum[i]);
   });
 }
 
@@ -231,13 +231,13 @@ template <class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G, MINUS>& g, const Counts& counts) {
   u32 b[2];
   counts.from_start(b);
-  exponentiate<false>(to, g, b, 1.f);
+  exponentiate_sums(to, g, b);
 }
 template <class Counts, typename G, bool MINUS>
 __device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G, MINUS>& g, const Counts& counts) {
   u32 b[2];
   counts.to_end(b);
-  exponentiate<false>(to, g, b, 1.f);
+  exponentiate_sums(to, g, b);
 }
 
 // The decays over whole sub-chunks, for this lane's two channels.
@@ -255,7 +255,7 @@ struct SubChunkDecays {
 };
 template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Gates<G>& g) {
   const u32 b[2] = {GateFormat<G>::ONE[0] * 0x10001u, GateFormat<G>::ONE[1] * 0x10001u};
-  sum_gates<false>(g, b, [&](int n, const SubChunk& sum) {
+  sum_gates(g, b, [&](int n, const SubChunk& sum) {
     for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
   });
 }
@@ -318,38 +318,40 @@ struct Across {
 };
 
 // Stores queries times their decays in `to`, and calls put(n, h, x, y) with two queries times their decays from the
-// chunk's start and `scale`, for products with a state. far: decays from the start of a sub-chunk; d: over sub-chunks.
+// chunk's start and `scale`, for products with a state. outer_decays: from the start of the sub-chunk; d: over whole
+// sub-chunks.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const Chunk& outer_decays,
                                               const SubChunkDecays& d, const float (&scale)[2], F put) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(q, n, h));
     const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]},
-                by = scale[h] * d.before(n, h);
+                factor = scale[h] * d.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       if (n % 2) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
       if (n == 2) to.by16[0][2 * h + p] = operand_value<EXACT>(x[p]);
       if (n == 3) to.by16[1][2 * h + p] = operand_value<EXACT>(d.own[2][h] * x[p]);
     }
-    put(n, h, by * x[0], by * x[1]);
+    put(n, h, factor * x[0], factor * x[1]);
   });
 }
 
-// The same for keys. far: decays to the end of a sub-chunk; put gets two keys times their decays to the chunk's end.
+// The same for keys. outer_decays: to the end of the sub-chunk; put gets two keys times their decays to the chunk's
+// end.
 template <bool EXACT, typename T, class F>
 __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const Chunk& outer_decays,
                                            const SubChunkDecays& d, F put) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(k, n, h));
-    const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]}, by = d.after(n, h);
+    const float x[2] = {two.x * outer_decays[n][2 * h], two.y * outer_decays[n][2 * h + 1]}, factor = d.after(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       if (n % 2 == 0) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
       if (n == 0) to.by16[0][2 * h + p] = operand_value<EXACT>(d.own[1][h] * x[p]);
       if (n == 1) to.by16[1][2 * h + p] = operand_value<EXACT>(x[p]);
     }
-    put(n, h, by * x[0], by * x[1]);
+    put(n, h, factor * x[0], factor * x[1]);
   });
 }
 
@@ -384,13 +386,9 @@ __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, c
 // keys; those for other sub-chunks differ by an XOR and a sum.
 struct PairReader {
   const float* pairs;
-  int row, column;  // query g with key 2t; query 2t with key g
+  int row, column;  // of query g with key 2t; of query 2t with key g
 
-  __device__ __forceinline__ PairReader(Pairs& x) : pairs(&x[0][0]) {
-    const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
-    row = opaque(pair_index(g, 2 * t)), column = opaque(pair_index(2 * t, g));
-  }
-  // From indices that the caller keeps from chunk to chunk.
+  // The caller keeps both indices from chunk to chunk.
   __device__ __forceinline__ PairReader(Pairs& x, int row, int column) : pairs(&x[0][0]), row(row), column(column) {}
   // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
   __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {

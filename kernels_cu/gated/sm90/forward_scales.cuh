@@ -86,9 +86,9 @@ __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, c
     barrier_wait(s.rows[coord.group], parity);
   };
   if (chunk + s.MAKERS < (tokens + CHUNK - 1) / CHUNK) wait();
-  barrier_sync(PRODUCERS + coord.group, coord.THREADS);  // all have waited for the next chunk, and read s.scores.beyond
-  fetch_gates(s, args, coord.thread, coord.group, chunk, tokens),
-      fetch_rows(s, args, coord.thread, coord.group, chunk, tokens);
+  barrier_sync(PRODUCERS + coord.group, coord.THREADS);  // all have waited for the next chunk, and read out_of_float16
+  fetch_gates(s, args, coord.thread, coord.group, chunk, tokens);
+  fetch_rows(s, args, coord.thread, coord.group, chunk, tokens);
   wait();
   if (rest < CHUNK) clear_gates(s.inputs[coord.group], coord.first, rest, coord.channel);
 }

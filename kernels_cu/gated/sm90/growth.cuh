@@ -9,9 +9,9 @@
 #include "gated/sm90/query_share.cuh"
 #include "backward_tokens.cuh"
 
-// GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: e^-10
-// of a token passes a reset (float16: e^-12). No sum is made if every gate is below GROWTH: float16 tokens grow by less
-// than e^8.
+// GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used. Then
+// e^(LEAST + GROWTH_LIMIT) of a token passes a reset: e^-10 (float16: e^-12). If every gate is below GROWTH, the sum is
+// not computed: 32 such gates of float16 data are below 8 nats.
 template <typename T> constexpr float GROWTH_LIMIT = 6.f;
 template <> constexpr float GROWTH_LIMIT<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
@@ -24,7 +24,8 @@ constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 // Whether the sum_v S C before a chunk, `rest`, is set to 0. rest: the sum after the chunk less the terms of its keys;
 // size: the magnitude of both; decay: over the chunk. If it is below FORGOTTEN, `rest` is mostly rounding error, unless
 // the state had grown before and its gradient grows after the chunk: if that may be, `kept_share` is ROUNDING, and a
-// rest above keep times `size` is kept; else `kept_share` is infinite. No branches, since a warp's channels differ.
+// rest above kept_share times `size` is kept; else `kept_share` is infinite. No branches, since a warp's channels
+// differ.
 __device__ __forceinline__ bool is_forgotten(float decay, float rest, float size, float kept_share) {
   return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > kept_share * fabsf(size)));
 }
@@ -233,7 +234,8 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
     const auto gate = [&](int row) { return to_float(value_at(g, row, channel)); };
     const auto query = [&](int row) { return to_float(value_at(q, row, channel)); };
     const auto key = [&](int row) { return to_float(value_at(k, row, channel)); };
-    Tokens dq, share, met, query_share;  // share: the state's term of q dq; met: q dq's terms of the keys so far
+    // Of q dq: state_term, the state's term; key_terms, those of the keys up to j.
+    Tokens dq, state_term, key_terms, query_share;
     float sum = 0.f;
 #pragma unroll 1
     for (int m = 0; m < CHUNK / 4; ++m) {
@@ -245,14 +247,14 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
       }
       const int row = 4 * m + t;
       dq[m] = scale * grown(from_state[h][m], up_to_own);
-      share[m] = query(row) * dq[m], met[m] = query_share[m] = 0.f;
+      state_term[m] = query(row) * dq[m], key_terms[m] = query_share[m] = 0.f;
       if (BEFORE) dq[m] = fmaf(h ? u[1] : u[0], self_weight_at(dA, row) * key(row), dq[m]);
     }
 #pragma unroll 1
     for (int j = 0; j < CHUNK; ++j) {
-      // between: the sum of the gates after key j; passing: the terms that gate j + 1 multiplies, of keys up to j with
-      // later queries.
-      float between = 0.f, passing = 0.f;
+      // between: the sum of the gates after key j; gate_terms: what gate j + 1 multiplies, of keys up to j with later
+      // queries.
+      float between = 0.f, gate_terms = 0.f;
 #pragma unroll 1
       for (int m = j / 4; m < CHUNK / 4; ++m) {
         const int i = 4 * m + t;
@@ -265,19 +267,19 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
         if (i < j + BEFORE) continue;
         const float x = grown(pair_at(dA, i, j) * (key(j) / TF32_CORRECTION), to_own);
         dq[m] += x;
-        if (i > j) met[m] = fmaf(query(i), x, met[m]);
-        if (i > j + BEFORE) passing += met[m];
+        if (i > j) key_terms[m] = fmaf(query(i), x, key_terms[m]);
+        if (i > j + BEFORE) gate_terms += key_terms[m];
       }
       __syncwarp();
-      passing = channel_sum(passing);
-      if (j + 1 < CHUNK && (j + 1) % 4 == t) query_share[(j + 1) / 4] = passing;
+      gate_terms = channel_sum(gate_terms);
+      if (j + 1 < CHUNK && (j + 1) % 4 == t) query_share[(j + 1) / 4] = gate_terms;
     }
     float after = 0.f;
 #pragma unroll 1
     for (int row = CHUNK - 1; row >= 0; --row) {
-      const float here = token_of(share, row);
-      if (row % 4 == t) query_share[row / 4] += BEFORE ? after : after + here;
-      after += here;
+      const float term = token_of(state_term, row);
+      if (row % 4 == t) query_share[row / 4] += BEFORE ? after : after + term;
+      after += term;
     }
     if constexpr (sizeof(G) == 2 && !IN_UNITS<G>) after = convert_to_units(query_share, after);
     if (t == 0 && (h ? inside[1] : inside[0])) sums[8 * h] = after;
@@ -286,17 +288,17 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
   }
 }
 
-// Stores in `parts` the sum over a warp's 16 channels that is its part of dv of token `row`: key C + present do. key,
-// present: of this lane's two channels.
+// Stores in `parts` a warp's part of dv of token `row`, the sum over its 16 channels of key C + own_score do. key,
+// own_score: of this lane's two channels; own_score is RWKV-6's score of the token with itself, otherwise 0.
 template <typename T, int BV>
-__device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV / 2], float2 key, float present,
+__device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV / 2], float2 key, float own_score,
                                                T (&do_)[BV / 64][CHUNK][64], int row) {
   constexpr int N = BV / 4;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   float x[N];
   each_column(do_, row, [&](int n, float2 two) {
-    x[2 * n] = fmaf(key.x, C[4 * n], fmaf(key.y, C[4 * n + 2], present * two.x));
-    x[2 * n + 1] = fmaf(key.x, C[4 * n + 1], fmaf(key.y, C[4 * n + 3], present * two.y));
+    x[2 * n] = fmaf(key.x, C[4 * n], fmaf(key.y, C[4 * n + 2], own_score * two.x));
+    x[2 * n + 1] = fmaf(key.x, C[4 * n + 1], fmaf(key.y, C[4 * n + 3], own_score * two.y));
   });
   share_sums<N>(x);
 #pragma unroll
@@ -326,16 +328,16 @@ __device__ __forceinline__ void compute_keys_by_token(float (&C)[BV / 2], float 
   }
   update_gradient_by_token<ReadOrder, T, G, BV>(C, q, g, do_, scale, channel, [&](int row) {
     const float2 key = channels_of(k, row, channel);
-    float x[2], present = 0.f;
+    float x[2], own_score = 0.f;
     read_token<T, BV>(x, C, v, row);
     if (BEFORE) {
       const float2 query = channels_of(q, row, channel);
       const float own = self_weight_at(dA, row), first = u[0] * query.x, second = u[1] * query.y;
       x[0] = fmaf(own, first, x[0]), x[1] = fmaf(own, second, x[1]);
-      present = scale * (first * key.x + second * key.y);
+      own_score = scale * (first * key.x + second * key.y);
     }
     if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
-    put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, C, key, present, do_, row);
+    put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, C, key, own_score, do_, row);
     if (row % BC) return;
     barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
     for (int at = opaque(threadIdx.x); at < BC * BV; at += THREADS) {
@@ -348,16 +350,16 @@ __device__ __forceinline__ void compute_keys_by_token(float (&C)[BV / 2], float 
   });
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
-    Tokens written, dg;                      // written: k_j L_j C v_j of the C after the chunk
-    float sum = 0.f, all = 0.f, size = 0.f;  // of gates after a token; of `written`; of its magnitudes
+    Tokens written, dg;                      // written: k_j L_j C v_j, C of the state after the chunk
+    float sum = 0.f, all = 0.f, size = 0.f;  // sums of the gates after a token, of `written`, of its magnitudes
 #pragma unroll 1
     for (int m = CHUNK / 4 - 1; m >= 0; --m) {
-      float behind_own = 0.f;
+      float after_own = 0.f;
       for (int n = 3; n >= 0; --n) {
-        if (n == t) behind_own = sum;
+        if (n == t) after_own = sum;
         sum += to_float(value_at(g, 4 * m + n, channel));
       }
-      written[m] = to_float(value_at(k, 4 * m + t, channel)) * grown(from_state[h][m], behind_own);
+      written[m] = to_float(value_at(k, 4 * m + t, channel)) * grown(from_state[h][m], after_own);
       all += written[m], size += fabsf(written[m]);
     }
     all = channel_sum(all), size = channel_sum(size);
@@ -365,12 +367,12 @@ __device__ __forceinline__ void compute_keys_by_token(float (&C)[BV / 2], float 
     const float before = is_forgotten(decay, rest, fabsf(after) + size, ROUNDING) ? 0.f : rest;
     if (h) end[1] = before + sums[channel];
     else end[0] = before + sums[channel];
-    float passing = before;
+    float earlier_terms = before;
 #pragma unroll 1
     for (int row = 0; row < CHUNK; ++row) {
       if (row % 4 == t)
-        dg[row / 4] = query_share_value(value_at(query_share, row, channel), sums[channel], grew) + passing;
-      passing += token_of(written, row);
+        dg[row / 4] = query_share_value(value_at(query_share, row, channel), sums[channel], grew) + earlier_terms;
+      earlier_terms += token_of(written, row);
     }
     store_tokens(q, dk[h], channel);
     store_tokens(g, dg, channel);

@@ -11,8 +11,9 @@
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 
-// The index of the stored state before a sequence's first token. The state before token n CHECKPOINT_EVERY of the
-// sequence has an index greater by n.
+// The index from which a sequence's stored states are counted: the state before its token n CHECKPOINT_EVERY has an
+// index greater by n. Only states with n >= 1 are stored, so that no two sequences of a batch row share one: the last
+// index of a sequence is at most its end / CHECKPOINT_EVERY, and the first of the next sequence is greater.
 __device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTile& at) {
   return int((at.batch * shape.H + at.head) * (shape.T / CHECKPOINT_EVERY + 1)) + at.start / CHECKPOINT_EVERY;
 }
@@ -21,9 +22,10 @@ template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float
   return reinterpret_cast<float4*>(checkpoints + i64(number) * (BK * BV)) + threadIdx.x;
 }
 
-// The segment of a sequence that a block of a pass computes. `joined`: of a sequence's three segments one block
-// computes the first one of the pass, another block the other two, joined, so that only the first segment of each pass
-// needs a summary. The joined ones are the first half of the blocks. `last` is the pair index of the last segment.
+// The segment of a sequence that a block of a pass computes. `joined`: a sequence has three segments; one block
+// computes the segment that the pass starts with, another block the other two as one, so that only the pass's first
+// segment needs a summary. The blocks of joined segments come first. `last` is the pair index of the block's last
+// segment.
 struct Segment : WorkTile {
   i64 last;
 };
@@ -35,12 +37,12 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i6
 }
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
   const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
-  const bool both = joined && blockIdx.x < heads;
+  const bool has_two = joined && blockIdx.x < heads;
   // The backward pass starts with the segments that the forward pass computed last: some of their tokens are in L2.
-  const u32 own = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : own;
+  const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !has_two : has_two)) * H + n % H : in_order;
   Segment at = {segment_at(shape, block, P), block};
-  if (both) at.last += H, at.tokens += work_tile(shape, block + H).tokens;
+  if (has_two) at.last += H, at.tokens += work_tile(shape, block + H).tokens;
   return at;
 }
 
@@ -132,8 +134,8 @@ __device__ __forceinline__ Scale scale_to_float16(float largest) {
 }
 
 // For a lane's two channels: `up`, the power of 2 by which queries are multiplied so that those decayed by the chunk's
-// first gate stay in a IS_NARROW type's range, and its inverse `down`, which the state is multiplied by; both 1 unless
-// the gate's decay is below 2^-8. far: decays from the start of a sub-chunk. RWKV-6's first query is not decayed.
+// first gate stay in float16's range, and its inverse `down`, which the state is multiplied by; both 1 unless the
+// gate's decay is below 2^-8. outer_decays: from the start of a sub-chunk. RWKV-6's first query is not decayed.
 struct QueryScale {
   float up[2], down[2];
   bool is_one;  // for all channels of the warp
@@ -183,7 +185,7 @@ template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[B
 // ones, then the odd ones.
 template <int BV> using FloatTile = Tile<float, BV>;
 
-// Writes such a tile from one that was copied from memory; for warp `warp` of WARPS, which share the rows.
+// Writes such a tile from a tile of T. WARPS warps share the rows; `warp` is the caller's number among them.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
   // Pieces of 8 columns in a row; rows that a warp writes at a time; steps for 8 rows.
@@ -333,44 +335,43 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
   scale_state<BV>(S, up0 * d.all(0), up1 * d.all(1));
 }
 
-// x[channel, i] <- the sum of x over the chunk's tokens after token i (BEHIND) or before it. some: from tokens_in_sum,
-// which decides whether i itself counts. all: the sum over all tokens. The sums are products of ones and x, which is
-// split into two tf32 numbers.
-template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2], const u32 (&some)[2]) {
+// x[channel, i] <- the sum of x over the chunk's tokens before token i. counted: from earlier_tokens. all: the sum over
+// all tokens. The sums are products of ones and x, which is split into two tf32 numbers.
+__device__ __forceinline__ void sum_earlier_tokens(Chunk& x, float (&all)[2], const u32 (&counted)[2]) {
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
   SubChunk sum = {};
 #pragma unroll
-  for (int step = 0; step < SUBCHUNKS; ++step) {
-    SubChunk &at = x[BEHIND ? SUBCHUNKS - 1 - step : step], first, rest;
+  for (int n = 0; n < SUBCHUNKS; ++n) {
+    SubChunk first, rest;
 #pragma unroll
-    for (int m = 0; m < 4; ++m) first[m] = cut_off(at[m]), rest[m] = at[m] - first[m], at[m] = sum[m];
-    multiply_pairs(at, first, some);
-    multiply_pairs(at, rest, some);
+    for (int m = 0; m < 4; ++m) first[m] = cut_off(x[n][m]), rest[m] = x[n][m] - first[m], x[n][m] = sum[m];
+    multiply_pairs(x[n], first, counted);
+    multiply_pairs(x[n], rest, counted);
     multiply_pairs(sum, first, ones);
     multiply_pairs(sum, rest, ones);
   }
   all[0] = sum[0], all[1] = sum[2];
 }
 
-// Sets `some` to 1 for those of a lane's two tokens of a sub-chunk that count in such a sum, to 0 for others.
-template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void tokens_in_sum(u32 (&some)[2]) {
+// Sets `counted` to 1 for those of a lane's two tokens of a sub-chunk that are before its token i, to 0 for others.
+__device__ __forceinline__ void earlier_tokens(u32 (&counted)[2]) {
   const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
   const u32 one = __float_as_uint(1.f);
-  const int bound = i + (BEHIND != INCLUSIVE);  // the first token that counts (BEHIND), or that does not
-  some[0] = token >= bound == BEHIND ? one : 0, some[1] = token + 1 >= bound == BEHIND ? one : 0;
+  counted[0] = token < i ? one : 0, counted[1] = token + 1 < i ? one : 0;
 }
-// The same sums without tensor cores: where these compute a state's products, sums on them would wait for those.
-template <bool BEHIND, bool INCLUSIVE>
-__device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
+// The same sums without tensor cores, where these compute a state's products, for which sums on them would wait; or,
+// FROM_TOKEN_ON, sums over token i and the tokens after it.
+template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;
   // Whether the sums of the other lane of a pair count, and those of the other pair.
-  const bool other_lane_counts = t % 2 == !BEHIND, other_pair_counts = t / 2 == !BEHIND;
+  const bool other_lane_counts = t % 2 == !FROM_TOKEN_ON, other_pair_counts = t / 2 == !FROM_TOKEN_ON;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int step = 0; step < SUBCHUNKS; ++step) {
-      SubChunk& sums = x[BEHIND ? SUBCHUNKS - 1 - step : step];
-      float &more = sums[2 * h + !BEHIND], &less = sums[2 * h + BEHIND];  // more: the token whose sum has one more term
+      SubChunk& sums = x[FROM_TOKEN_ON ? SUBCHUNKS - 1 - step : step];
+      // Of the lane's two tokens: `more` is of the one whose sum has one more term.
+      float &more = sums[2 * h + !FROM_TOKEN_ON], &less = sums[2 * h + FROM_TOKEN_ON];
       const float own_sum = more + less, other_lane = __shfl_xor_sync(0xffffffffu, own_sum, 1),
                   pair_sum = own_sum + other_lane;
       const float other_pair = __shfl_xor_sync(0xffffffffu, pair_sum, 2);
@@ -378,7 +379,7 @@ __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]
       if (step) others += all[h];
       if (other_pair_counts) others += other_pair;
       all[h] = step ? all[h] + (pair_sum + other_pair) : pair_sum + other_pair;
-      more = others + (INCLUSIVE ? own_sum : less), less = INCLUSIVE ? others + less : others;
+      more = others + (FROM_TOKEN_ON ? own_sum : less), less = FROM_TOKEN_ON ? others + less : others;
     }
   }
 }

@@ -91,7 +91,8 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
                                         bool backwards) {
   const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, all = 1.f;
-  start<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, at, args.P, backwards, channel, tiles);
+  load_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, at, args.P, backwards,
+                         channel, tiles);
   const auto load = [&](u32(&x)[2][4], u32(&rest)[2][4], int iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
