@@ -36,10 +36,9 @@ __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
           (i64(n / count) * H + h) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count};
 }
 
-// ---- copies of chunks: all lanes of one warp
-// ----------------------------------------------------------------------------
+// ---- copies of chunks: all lanes of one warp ------------------------------------------------------------------------
 
-// The columns of one panel of a tile.
+// The number of columns of one panel of a tile.
 template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 columns_of(X (&)[PANELS][CHUNK][PANEL<X>]) {
   return PANEL<X>;
 }
@@ -146,9 +145,8 @@ __device__ __forceinline__ u32 remainder_of(u32 rounded, float x, float y) {
   return pack<bf16>(x - low(rounded), y - high(rounded));
 }
 
-// ---- layouts: a warp has 16 channels and all tokens of the chunk
-// ---------------------------------------------------------- With g = lane / 4 and t = lane % 4 a lane has channels g
-// and g + 8 and of every 8 tokens 8n + 2t and 8n + 2t + 1:
+// ---- layouts: a warp has 16 channels and all tokens of the chunk ----------------------------------------------------
+// With g = lane / 4 and t = lane % 4 a lane has channels g and g + 8 and of every 8 tokens 8n + 2t and 8n + 2t + 1:
 //   Values x:    x[4n + 2h + p] is channel g + 8h, token 8n + 2t + p: the accumulators of a product [channel, token]
 //   Operand x:   x[s][m] is channel g + 8(m % 2), tokens 16s + 8(m / 2) + 2t and the next: a left operand that is
 //                multiplied over tokens
@@ -217,14 +215,15 @@ __device__ __forceinline__ auto own_panels(X (&tile)[PANELS][CHUNK][PANEL<X>], i
 
 // Calls f(x, y, address) for each two neighbouring numbers of S of this lane that lie within [K, V]. V is a multiple of
 // 8, so that both or neither do. `state`: the state in memory; `channel`: the first of this lane's two channels, 64
-// warpgroup + 16 warp + g; the other one is 8 later. APART: if V is BV, code without a branch for each pair is used.
-template <int BV, bool APART = false, typename P, class F>
+// warpgroup + 16 warp + g; the other one is 8 later. HAS_FULL_PATH: if V is BV,
+// code without a branch for each pair is used.
+template <int BV, bool HAS_FULL_PATH = false, typename P, class F>
 __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
   const int t = threadIdx.x & 3;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool whole = APART && shape.V == BV && channel + 8 * h < shape.K;
-    if (whole) {
+    const bool is_full = HAS_FULL_PATH && shape.V == BV && channel + 8 * h < shape.K;
+    if (is_full) {
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n)
         f(S[4 * n + 2 * h], S[4 * n + 2 * h + 1], state + (channel + 8 * h) * BV + 8 * n + 2 * t);
@@ -234,6 +233,25 @@ __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, cons
         if (channel + 8 * h < shape.K && 8 * n < shape.V)
           f(S[4 * n + 2 * h], S[4 * n + 2 * h + 1], state + (channel + 8 * h) * shape.V + 8 * n + 2 * t);
     __syncwarp();  // keeps the compiler from computing the addresses of both channels first, which takes more registers
+  }
+}
+
+// Calls f(number, its address in `state`) for this lane's numbers within [K, V] of a state S that is held transposed: a
+// lane has columns `column` and `column` + 8 of V, and channels 2t and 2t + 1 of every 8. strides.state_k and
+// strides.state_v: of the state in memory; size.K, size.V: its size.
+template <int BK, typename P, class Strides, class Size, class F>
+__device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, const Strides& strides, const Size& size,
+                                                int column, F f) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int n = 0; n < BK / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int channel = 8 * n + 2 * t + (i & 1), value_column = column + 8 * (i >> 1);
+      if (channel < size.K && value_column < size.V)
+        f(S[4 * n + i], state + channel * strides.state_k + value_column * strides.state_v);
+    }
+    __syncwarp();  // keeps the compiler from computing all addresses first, for which registers do not suffice
   }
 }
 

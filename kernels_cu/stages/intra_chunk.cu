@@ -1,15 +1,17 @@
-// what      Stage 4: the scores of a chunk: the weight of each token in the output of each later one.
+// what      Stage 4 of the chunked form: the scores of a chunk, A_ij the weight of token j in the output of token i.
 // math      A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik), j <= i   (RWKV-6: to g_{i-1,k}; A_ii = sum_k q_ik u_k
-//           k_ik). A pair's decay is a factor of the query, from a border between the two tokens on, times a factor of
-//           the key, up to it. Borders: the end of the key's 16 tokens; in these 16, the end of the key's 8; in these
-//           8, their middle, about which the factor of a token on the wrong side is an inverse
+//           k_ik). The decay of a pair is the query's decay since a border between both tokens, times the key's decay
+//           up to it. Borders: the end of the key's 16 tokens; for pairs in 16 tokens, the end of the key's 8; for
+//           pairs in 8 tokens, their middle, where a query before it or a key after it is divided by the decay
 // shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C] float32, zero above the diagonal
 // grid      a block for every (batch, head, chunk, ROWS rows of it), batch slowest; a warp has 16 rows
 // smem      Shared
-// barriers  two for every ROWS keys: queries and keys are decayed | they are read; between these a warp works alone
-// numerics  scores within 16 tokens in three tf32 products, a token's with itself in float32, others as copies.cuh
-//           says. Decays are products of tokens' decays. About a middle these are at least e^-20, so that inverses are
-//           finite and a reset keeps e^-20 in its 8 tokens; a gate above GROWTH has their pairs scored one by one
+// barriers  two for every ROWS keys: decayed queries and keys are stored | they have been read. Within its 16 rows a
+//           warp uses __syncwarp
+// numerics  scores within 16 tokens in three tf32 products; a token's with itself in float32; others: copies.cuh. A
+//           decay is a product of tokens' decays, each at least e^-20 if it is from or to a middle: so a divisor is not
+//           0, and e^-20 of a token passes a reset within its 8 tokens. If a gate is above GROWTH, pairs in its 8
+//           tokens are computed one by one
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
 #include "read_order.cuh"
@@ -20,7 +22,7 @@
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
-constexpr int SUB = 16, UNIT = 8, HALF = 4;  // tokens that a warp has; those around a middle; those on a side of it
+constexpr int SUB = 16, UNIT = 8, HALF = UNIT / 2;  // tokens of a warp, of a unit with a middle, of each side of it
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
@@ -28,10 +30,10 @@ template <typename T, typename G> struct Args {
   const float* u;  // [H, K], null for GLA
   Rows<float> A;
   Shape shape;
-  i64 bytes;  // rows of q, k and g are whole pieces of so many
+  i64 bytes;  // rows of q, k and g start on multiples of it, and are multiples long
 };
 
-// A block's warps, and its rows.
+// The warps and the rows of a block.
 template <int BK> constexpr int WARPS = BK > 128 ? 2 : 4;
 template <int BK> constexpr int ROWS = WARPS<BK> * SUB;
 // The distance of rows of BK channels in floats: tensor cores' loads of pairs then touch every bank once.
@@ -40,22 +42,21 @@ template <int BK> constexpr int ROW = BK + 8;
 template <typename T> constexpr int WIDTH = 4 / sizeof(T);
 
 template <int BK> struct alignas(16) Shared {
-  float q[ROWS<BK> * ROW<BK>];  // queries, each decayed from the border at hand
-  float k[ROWS<BK> * ROW<BK>];  // keys, each decayed to it
+  float q[ROWS<BK> * ROW<BK>];  // queries, decayed from the border that is used next
+  float k[ROWS<BK> * ROW<BK>];  // keys, decayed to it
   float total[WARPS<BK>][BK];   // the decay over each 16 keys
   float carry[WARPS<BK>][BK];   // the decay from the end of the block's keys to the start of each 16 rows
 };
 
-// A lane's channels of 16 tokens; zeros from token `rows` and channel `channels` on. All rows are whole pieces of
-// `bytes`.
+// Loads a lane's W channels of 16 tokens; zeros from token `rows` and channel `channels` on. bytes: as in Args.
 template <int W, typename X>
 __device__ __forceinline__ void load(Piece<W, X> (&x)[SUB], const X* from, i64 stride, int rows, int channels,
                                      int bytes) {
-  const bool whole = bytes >= W * int(sizeof(X));
+  const bool aligned = bytes >= W * int(sizeof(X));
 #pragma unroll
   for (int i = 0; i < SUB; ++i) {
     x[i] = {};
-    if (whole) {
+    if (aligned) {
       if (i < rows && channels > 0) x[i].load(from + i * stride);
     } else {
       float y[W];
@@ -72,28 +73,28 @@ template <int W> __device__ __forceinline__ void put(float* to, const float (&x)
   piece.store(to);
 }
 
-// Stores queries decayed from, and keys to, the middle of their 8 tokens, for a lane's channels.
+// Stores queries decayed from the middle of their 8 tokens, and keys decayed to it, for a lane's channels. a: decays.
 template <class ReadOrder, int BK, int W, typename T>
 __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Piece<W, T> (&queries)[SUB],
                                                     const Piece<W, T> (&keys)[SUB], const float (&a)[SUB][W]) {
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;  // a query is decayed by its own token's gate, too
 #pragma unroll
   for (int first = 0; first < SUB; first += HALF) {
-    const bool behind = first & HALF;
-    float between[W];  // the decay of the tokens between the middle and this one
+    const bool after = first & HALF;  // the middle
+    float between[W];                 // the decay of the tokens between the middle and this one
 #pragma unroll
     for (int c = 0; c < W; ++c) between[c] = 1.f;
 #pragma unroll
     for (int n = 0; n < HALF; ++n) {
-      const int i = first + (behind ? n : HALF - 1 - n);
+      const int i = first + (after ? n : HALF - 1 - n);
       float x[W], y[W];
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float near = between[c], far = near * fmaxf(a[i][c], LEAST);
-        const float query = behind == INCLUSIVE ? far : near;
-        x[c] = queries[i].get(c) * (behind ? query : inverse(query));
-        y[c] = keys[i].get(c) * (behind ? inverse(far) : near);
-        between[c] = far;
+        const float without = between[c], with = without * fmaxf(a[i][c], LEAST);  // this token's decay
+        const float query = after == INCLUSIVE ? with : without;
+        x[c] = queries[i].get(c) * (after ? query : inverse(query));
+        y[c] = keys[i].get(c) * (after ? inverse(with) : without);
+        between[c] = with;
       }
       put(q + i * ROW<BK>, x);
       put(k + i * ROW<BK>, y);
@@ -101,7 +102,7 @@ __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Pi
   }
 }
 
-// Stores queries decayed from the start of their 8 tokens. `units` become the decays over these.
+// Stores queries decayed from the start of their 8 tokens. Sets `units` to the decays over both 8 tokens.
 template <class ReadOrder, int BK, int W, typename T>
 __device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&queries)[SUB], const float (&a)[SUB][W],
                                                   float (&units)[2][W]) {
@@ -114,16 +115,16 @@ __device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&
       float x[W];
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float before = units[unit][c], behind = before * a[i][c];
-        x[c] = queries[i].get(c) * (ReadOrder::reads_before_write ? before : behind);
-        units[unit][c] = behind;
+        const float before = units[unit][c], after = before * a[i][c];
+        x[c] = queries[i].get(c) * (ReadOrder::reads_before_write ? before : after);
+        units[unit][c] = after;
       }
       put(q + i * ROW<BK>, x);
     }
   }
 }
 
-// Stores keys decayed to the end of their TOKENS tokens. `all` becomes the decay over the first TOKENS.
+// Stores keys decayed to the end of their TOKENS tokens. Sets `all` to the decay over the first TOKENS.
 template <int TOKENS, int BK, int W, typename T>
 __device__ __forceinline__ void decay_to_ends(float* k, const Piece<W, T> (&keys)[SUB], const float (&a)[SUB][W],
                                               float (&all)[W]) {
@@ -140,19 +141,19 @@ __device__ __forceinline__ void decay_to_ends(float* k, const Piece<W, T> (&keys
   }
 }
 
-// Multiplies 8 rows of a lane's channels.
-template <int BK, int W> __device__ __forceinline__ void multiply_unit(float* rows, const float (&by)[W]) {
+// Multiplies a lane's channels of 8 rows by `factor`.
+template <int BK, int W> __device__ __forceinline__ void multiply_unit(float* rows, const float (&factor)[W]) {
 #pragma unroll
   for (int i = 0; i < UNIT; ++i) {
     float x[W];
 #pragma unroll
-    for (int c = 0; c < W; ++c) x[c] = rows[i * ROW<BK> + c] * by[c];
+    for (int c = 0; c < W; ++c) x[c] = rows[i * ROW<BK> + c] * factor[c];
     put(rows + i * ROW<BK>, x);
   }
 }
 
-// Sums each of a lane's first 2 HALF values over lanes that differ in the bits up to HALF. Returns the sum of value l %
-// (2 HALF) in lane l.
+// Sums each of a lane's first 2 HALF values over 2 HALF neighbouring lanes. Lane l returns the sum of value
+// l % (2 HALF).
 template <int HALF> __device__ __forceinline__ float sum_each(float (&x)[SUB]) {
   const bool upper = threadIdx.x & HALF;
 #pragma unroll
@@ -164,21 +165,21 @@ template <int HALF> __device__ __forceinline__ float sum_each(float (&x)[SUB]) {
   else return x[0];
 }
 
-// The 16 tokens of a warp: where their numbers are, and which of these are inside.
-template <typename T, typename G> struct Tokens {
+// A warp's 16 tokens in memory. rows, channels: how many of them exist.
+template <typename T, typename G> struct WarpTokens {
   const T *q, *k;
   const G* g;
   int rows, channels;
 };
 
-// own = a lane's scores of the warp's 16 queries and 16 keys, and queries and keys become those decayed from the
-// start of these 16 tokens and to their end; so does `total` the decay over them.
+// Sets `own` to a lane's scores of the warp's 16 queries with its 16 keys. Stores the queries in q, decayed from the
+// start of these tokens, the keys in k, decayed to their end, and the decay over them in `total`.
 template <class ReadOrder, typename T, typename G, int BK>
 __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k, float* total,
-                                          const Tokens<T, G>& from, const Args<T, G>& args, const float* u) {
+                                          const WarpTokens<T, G>& from, const Args<T, G>& args, const float* u) {
   constexpr int W = WIDTH<T>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  float border[4] = {};    // scores of the last 8 queries, which are a lane's last two, and the first 8 keys
+  float across[4] = {};    // the last two: scores of the last 8 queries with the first 8 keys
   float itself[SUB] = {};  // this lane's part of each token's score with itself
   bool grows = false;
 #pragma unroll 1
@@ -213,20 +214,20 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
       load_rounded<true>(right, k + c, ROW<BK>);
       multiply(own, left, right);
     }
-    __syncwarp();  // they are read
+    __syncwarp();  // they have been read
     float units[2][W], all[W];
     decay_from_starts<ReadOrder, BK>(q + channel, queries, a, units);
     decay_to_ends<UNIT, BK>(k + channel, keys, a, all);
-    __syncwarp();  // stored
+    __syncwarp();  // queries and keys for the border after 8 tokens are stored
 #pragma unroll 2
     for (int c = slice; c < slice + 32 * W; c += 16) {
       Pairs<true, float, 4> left;
       Pairs<true, float, 2> right[2];
       load_rounded<false>(left, q + c, ROW<BK>);
       load_rounded<true>(right, k + c, ROW<BK>);
-      multiply(border, left, right[0]);
+      multiply(across, left, right[0]);
     }
-    __syncwarp();  // read
+    __syncwarp();  // they have been read
     multiply_unit<BK>(q + UNIT * ROW<BK> + channel, units[0]);
     multiply_unit<BK>(k + channel, units[1]);
 #pragma unroll
@@ -242,9 +243,10 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
                                    args.q.t, args.k.t, args.g.t, from.rows - first, from.channels);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        const float mine = __shfl_sync(0xffffffffu, score, g * (g - 1) / 2 + 2 * t + p);  // for keys before the query
-        own[0][p] = unit == 0 ? mine : own[0][p];
-        own[1][2 + p] = unit == 1 ? mine : own[1][2 + p];
+        // Lane i (i - 1) / 2 + j has the score of query i with the earlier key j.
+        const float x = __shfl_sync(0xffffffffu, score, g * (g - 1) / 2 + 2 * t + p);
+        own[0][p] = unit == 0 ? x : own[0][p];
+        own[1][2 + p] = unit == 1 ? x : own[1][2 + p];
       }
     }
   }
@@ -259,12 +261,13 @@ __device__ __forceinline__ void score_own(float (&own)[2][4], float* q, float* k
       x = 2 * t + p > g ? 0.f : 2 * t + p == g ? score : x;
     }
   }
-  own[1][0] = own[1][1] = 0.f, own[0][2] = border[2], own[0][3] = border[3];
+  own[1][0] = own[1][1] = 0.f, own[0][2] = across[2], own[0][3] = across[3];
 }
 
-// Stores keys decayed to the end of a warp's 16 tokens, and the decay over these.
+// Stores keys decayed to the end of a warp's 16 tokens, and the decay over these tokens.
 template <typename T, typename G, int BK>
-__device__ __forceinline__ void decay_keys(float* k, float* total, const Tokens<T, G>& from, const Args<T, G>& args) {
+__device__ __forceinline__ void store_earlier_keys(float* k, float* total, const WarpTokens<T, G>& from,
+                                                   const Args<T, G>& args) {
   constexpr int W = WIDTH<T>;
 #pragma unroll 1
   for (int channel = (threadIdx.x & 31) * W; channel < BK; channel += 32 * W) {
@@ -283,11 +286,10 @@ __device__ __forceinline__ void decay_keys(float* k, float* total, const Tokens<
   }
 }
 
-// Two neighbours.
-__device__ __forceinline__ float2 two_of(const float* x) { return *reinterpret_cast<const float2*>(x); }
+__device__ __forceinline__ float2 load_float2(const float* x) { return *reinterpret_cast<const float2*>(x); }
 
-// d[n] = the scores of the warp's 16 queries with the n-th 16 keys of the block, for the first `count` of these. The
-// carry becomes that from their start.
+// Sets d[n] to the scores of the warp's 16 queries with the n-th 16 keys of the block, n < `count`. Multiplies s.carry
+// by the decays over these keys.
 template <typename T, int BK>
 __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Shared<BK>& s, int warp, int count) {
   const int lane = threadIdx.x & 31, t = lane & 3;
@@ -296,7 +298,7 @@ __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Share
     float2 queries[4], decays[2];
     each_matrix<true, false>(s.q + warp * SUB * ROW<BK> + c, ROW<BK>, [&](int m, float2 x) { queries[m] = x; });
 #pragma unroll
-    for (int half = 0; half < 2; ++half) decays[half] = two_of(s.carry[warp] + c + 8 * half + 2 * t);
+    for (int half = 0; half < 2; ++half) decays[half] = load_float2(s.carry[warp] + c + 8 * half + 2 * t);
 #pragma unroll
     for (int n = WARPS<BK> - 1; n >= 0; --n) {
       if (n >= count) continue;
@@ -308,21 +310,21 @@ __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Share
       multiply(d[n], a, b);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 total = two_of(s.total[n] + c + 8 * half + 2 * t);
+        const float2 total = load_float2(s.total[n] + c + 8 * half + 2 * t);
         decays[half].x *= total.x, decays[half].y *= total.y;
       }
     }
-    __syncwarp();  // the carry is read
+    __syncwarp();  // all lanes have read s.carry
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (lane == t) *reinterpret_cast<float2*>(s.carry[warp] + c + 8 * half + 2 * t) = decays[half];
   }
-  __syncwarp();  // and stored
+  __syncwarp();  // s.carry is stored
 }
 
-// Stores a lane's scores of 16 rows from `row` on, which end before `stop`, with 16 keys from `column` on.
-__device__ __forceinline__ void store(const Rows<float>& A, u32 batch, u32 h, i64 row, i64 stop, i64 column,
-                                      const float (&d)[2][4]) {
+// Stores a lane's scores d [16, 16] from (row, column) on; only rows before `stop`.
+__device__ __forceinline__ void store_scores(const Rows<float>& A, u32 batch, u32 h, i64 row, i64 stop, i64 column,
+                                             const float (&d)[2][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int down = 0; down < 2; ++down) {
@@ -342,44 +344,44 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
   const u32 own = blockIdx.x % groups, chunk = blockIdx.x / groups, c = chunk % NC, h = chunk / NC % H;
   const u32 batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
-  if (span.start + own * ROWS<BK> >= span.stop) return;  // the whole block: a short tail
+  if (span.start + own * ROWS<BK> >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const i64 top = span.start + own * ROWS<BK> + warp * SUB;  // the warp's rows
+  const i64 top = span.start + own * ROWS<BK> + warp * SUB;  // the warp's first row
   float* const k = s.k + warp * SUB * ROW<BK>;
 
   const auto tokens_from = [&](i64 token) {
     const i64 left = span.stop - token;
     const i64 at = left > 0 ? token : span.start;
-    return Tokens<T, G>{args.q.row(batch, h, at), args.k.row(batch, h, at), args.g.row(batch, h, at),
-                        int(left > SUB ? SUB
-                            : left > 0 ? left
-                                       : 0),
-                        int(shape.K)};
+    return WarpTokens<T, G>{args.q.row(batch, h, at), args.k.row(batch, h, at), args.g.row(batch, h, at),
+                            int(left > SUB ? SUB
+                                : left > 0 ? left
+                                           : 0),
+                            int(shape.K)};
   };
   for (int x = lane; x < BK; x += 32) s.carry[warp][x] = 1.f;
   if (top < span.stop) {
     float d[2][4] = {};
     score_own<ReadOrder, T, G, BK>(d, s.q + warp * SUB * ROW<BK>, k, s.total[warp], tokens_from(top), args,
                                    args.u ? args.u + h * shape.K : nullptr);
-    store(args.A, batch, h, top, span.stop, top - span.start, d);
-    constexpr int LANES = 32 / SUB;  // a row, of whose later columns each writes four
+    store_scores(args.A, batch, h, top, span.stop, top - span.start, d);
+    constexpr int LANES = 32 / SUB;  // of a row, which write zeros to its later columns, four at a time
     if (const i64 row = top + lane / LANES; row < span.stop)
       for (i64 column = top - span.start + SUB + lane % LANES * 4; column < shape.chunk; column += 4 * LANES)
         *reinterpret_cast<float4*>(args.A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
   }
 #pragma unroll 1
   for (int group = own;; --group) {
-    __syncthreads();  // queries and keys are decayed
+    __syncthreads();  // decayed queries and keys are stored
     if (top < span.stop) {
       const int count = group == int(own) ? warp : WARPS<BK>;
       float d[WARPS<BK>][2][4] = {};
       score_earlier<T, BK>(d, s, warp, count);
 #pragma unroll
       for (int n = 0; n < WARPS<BK>; ++n)
-        if (n < count) store(args.A, batch, h, top, span.stop, group * ROWS<BK> + n * SUB, d[n]);
+        if (n < count) store_scores(args.A, batch, h, top, span.stop, group * ROWS<BK> + n * SUB, d[n]);
     }
     if (group == 0) return;
-    __syncthreads();  // keys are read
-    decay_keys<T, G, BK>(k, s.total[warp], tokens_from(span.start + (group - 1) * ROWS<BK> + warp * SUB), args);
+    __syncthreads();  // keys have been read
+    store_earlier_keys<T, G, BK>(k, s.total[warp], tokens_from(span.start + (group - 1) * ROWS<BK> + warp * SUB), args);
   }
 }

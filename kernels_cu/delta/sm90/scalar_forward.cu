@@ -16,14 +16,14 @@
 // numerics  products of T are summed in float32. q, k and v are used undecayed; S, W, X and Z are rounded to T; each
 //           element of A, B and N is the sum of two T ("split"): the rounded number and its rounding error. |W_i| <=
 //           scale |q_i| and |Z_j| <= beta_j |k_j| if gates are <= 0 and beta |k|^2 <= 2, for any keys: no large numbers
-//           cancel. N by substitution in float32 within 16 tokens. Each decay is a product of the decays of the tokens
+//           cancel. N: by substitution in float32 within 16 tokens. Each decay is a product of the decays of the tokens
 //           in between, never a quotient, so that gates may be any numbers <= 0, -inf too
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10; the chunk's form is the WY representation multiplied out
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_forward_storage.cuh"
 
-// The rounding errors of x and y, which were rounded to the two numbers in `rounded`, rounded to T themselves.
-template <typename T> __device__ __forceinline__ u32 rounding_rest(u32 rounded, float x, float y) {
+// The rounding errors of x and y, rounded to T: `rounded` holds x and y rounded to T.
+template <typename T> __device__ __forceinline__ u32 rounding_errors(u32 rounded, float x, float y) {
   const float2 values = unpack(rounded, T{});
   return pack<T>(x - values.x, y - values.y);
 }
@@ -57,6 +57,7 @@ __device__ __forceinline__ void move_chunks(S& s, const Args<typename S::T>& arg
     if (token < work.tokens)
       fetch_chunk(s.full[ring.stage], keys, token, [&](auto f) {
         for (int panel = 0; panel < S::BK / 64; ++panel) {
+          // The panel's 64 rows as two tiles: 32 queries, 32 keys.
           auto& q_and_k = *reinterpret_cast<Panel<typename S::T>(*)[2][1]>(&stage.queries_keys[panel]);
           f(q_and_k[0], args.q, args.q_rows, args.shape.K, 64 * panel);
           f(q_and_k[1], args.k, args.k_rows, args.shape.K, 64 * panel);
@@ -80,16 +81,16 @@ __device__ __forceinline__ int left_operand_offset(int lane) { return swizzled_o
 __device__ __forceinline__ int right_operand_offset(int lane) {
   return swizzled_offset((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
 }
-// The offset for the matrix at (row, column), multiples of 16, from that at (0, 0). A split matrix has its rounding
-// errors 32 columns after its rounded elements.
+// Such an offset for the matrix at (row, column), multiples of 16, from that for (0, 0). A split matrix has its
+// rounding errors 32 columns after its rounded elements.
 __device__ __forceinline__ int shifted_offset(int offset, int row, int column) {
   return (offset ^ 2 * column) + 128 * row;
 }
 
 // ---- a warp that computes decays ------------------------------------------------------------------------------------
 
-// Gates or betas of the next CHUNKS_AHEAD chunks, of this lane's token in each, as loaded. `value` converts them later:
-// `load` would wait for the memory.
+// Gates or betas of this lane's token in each of CHUNKS_AHEAD chunks, as they are in memory. `value` converts them: a
+// conversion in `load` would wait for the memory.
 struct TokenScalars {
   u32 bits[CHUNKS_AHEAD];
 
@@ -115,7 +116,7 @@ struct TokenScalars {
 template <typename T, int PANELS>
 __device__ __forceinline__ float inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first, float (&norms)[CHUNK],
                                                int lane) {
-  lane = opaque(lane);  // the compiler computes offsets from it again, which spares registers
+  lane = opaque(lane);  // the compiler computes offsets from it again, which saves registers
   const int g = lane / 4, left = left_operand_offset(lane);
 #pragma unroll 1
   for (int row = 0; row < CHUNK; row += 16) {
@@ -216,7 +217,7 @@ __device__ __forceinline__ void store_split(Panel<T>& to, int place, const float
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float* two = &x[2 * c + m / 2][m % 2 * 2];
-      rounded[m] = pack<T>(two[0], two[1]), rest[m] = rounding_rest<T>(rounded[m], two[0], two[1]);
+      rounded[m] = pack<T>(two[0], two[1]), rest[m] = rounding_errors<T>(rounded[m], two[0], two[1]);
     }
     stmatrix_x4(at_offset(to, shifted_offset(place, 0, 16 * c)), rounded);
     stmatrix_x4(at_offset(to, shifted_offset(place, 0, 16 * c + 32)), rest);
@@ -240,15 +241,14 @@ __device__ __forceinline__ void multiply_split(float (&d)[2][4], const u32 (&a)[
 
 // Forward substitution: x = column lane % 16 of the inverse of a diagonal block [16, 16] of I + diag(beta) M, of the
 // first 16 tokens for lanes 0 to 15, of the last 16 for the others. `minus_beta_M` holds -diag(beta) M.
-template <int ROWS>
-__device__ __forceinline__ void substitute(float (&x)[ROWS], const float (&minus_beta_M)[CHUNK][32], int lane) {
+__device__ __forceinline__ void substitute(float (&x)[16], const float (&minus_beta_M)[CHUNK][32], int lane) {
   const int second_block = lane >> 4;
   const char* const block = reinterpret_cast<const char*>(minus_beta_M[16 * second_block]);
-  const char* const pieces[2] = {
-      block + 64 * second_block,
-      block + 64 * (1 - second_block)};  // the swizzle by hand: i is a constant for the compiler
+  // Where the block's first 16-byte pieces of a row are, by bit 2 of the row i: the swizzle, with i known when
+  // compiled.
+  const char* const pieces[2] = {block + 64 * second_block, block + 64 * (1 - second_block)};
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
+  for (int i = 0; i < 16; ++i) {
     float sums[2] = {};
 #pragma unroll
     for (int l = 0; l < i; l += 4) {
@@ -263,8 +263,8 @@ __device__ __forceinline__ void substitute(float (&x)[ROWS], const float (&minus
 }
 
 // Fills in.N_beta = N diag(beta) and in.N_to_end (rows times L_i) of every other chunk from `first` on. N has the
-// blocks N11, N22 by substitution, N21 = -N22 M21 N11 by products. Both matrices are stored transposed: a row for each
-// key j.
+// blocks N11, N22 by substitution, N21 = -N22 diag(beta) M21 N11 by products, N12 = 0. Both matrices are stored
+// transposed: a row for each key j.
 template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int first) {
   using T = typename S::T;
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
@@ -283,7 +283,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
       u32 rounded[4], rest[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m)
-        rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rounding_rest<T>(rounded[m], x[2 * m], x[2 * m + 1]);
+        rounded[m] = pack<T>(x[2 * m], x[2 * m + 1]), rest[m] = rounding_errors<T>(rounded[m], x[2 * m], x[2 * m + 1]);
       *reinterpret_cast<uint4*>(at_offset(to, place)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
       *reinterpret_cast<uint4*>(at_offset(to, place ^ 64)) = {rest[0], rest[1], rest[2], rest[3]};
       __syncwarp();  // keeps the compiler from computing all rows before it stores one, which takes too many registers
@@ -302,7 +302,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
           *reinterpret_cast<uint4*>(at_offset(in.N_to_end, column ^ 32 ^ 16 * half ^ 64 * part)) = {0, 0, 0, 0};
     }
     __syncwarp();
-    // (N21 diag(beta))^T = (N11 diag(beta))^T (-M21)^T (N22 diag(beta))^T: M21 needs no beta, as N22's columns have it.
+    // (N21 diag(beta))^T = (N11 diag(beta))^T (-M21)^T (N22 diag(beta))^T; the last factor has the beta of M21's rows.
     u32 left[2][4], right[2][4];
     float y[2][4] = {};
 #pragma unroll
@@ -315,7 +315,7 @@ template <class S> __device__ __forceinline__ void invert(S& s, int tokens, int 
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float* pair = &y[m / 2][m % 2 * 2];
-      left[0][m] = pack<T>(pair[0], pair[1]), left[1][m] = rounding_rest<T>(left[0][m], pair[0], pair[1]);
+      left[0][m] = pack<T>(pair[0], pair[1]), left[1][m] = rounding_errors<T>(left[0][m], pair[0], pair[1]);
     }
 #pragma unroll
     for (int part = 0; part < 2; ++part)
@@ -355,8 +355,8 @@ template <typename T> __device__ __forceinline__ void load_transposed(Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], at_offset(*from, place + 16 * 128 * s));
 }
 
-// wgmma's descriptor of the stage's first byte. Adding descriptor_offset(stage, tile) gives that of a tile in the
-// stage; `forget` keeps the compiler from holding each tile's descriptor in registers of its own.
+// wgmma's descriptor of the stage's first byte; plus descriptor_offset(stage, tile) it is that of a tile in the stage.
+// `forget` keeps the compiler from holding each tile's descriptor in registers of its own.
 template <class Stage> __device__ __forceinline__ u64 stage_descriptor(Stage& stage) {
   u64 descriptor = wgmma_tile(&stage, 16, 1024);
   forget(descriptor);
@@ -387,7 +387,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
   using T = typename S::T;
   const int row = 16 * (warp & 1) + lane / 4,
             place = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
-  const bool has_queries = warp < 2, is_last_block = warp == 3;  // rows of keys 16 to 31
+  const bool has_queries = warp < 2, has_last_keys = warp == 3;  // rows 16 to 31 of M
   auto& in = s.stages[ring.stage];
   barrier_wait(s.decays_ready[ring.stage], ring.parity);
   const Gates& gates = s.gates[ring.stage];
@@ -405,11 +405,11 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float2 decay = *pair_at(in.D, n, h);
-      const float factor = is_last_block && n < 2 ? -factors[h] : beta_factors[h];
+      const float factor = has_last_keys && n < 2 ? -factors[h] : beta_factors[h];
       x[n][2 * h] = d[4 * n + 2 * h] * (decay.x * factor), x[n][2 * h + 1] = d[4 * n + 2 * h + 1] * (decay.y * factor);
     }
   if (has_queries) store_split<T, 2>(in.A, shifted_offset(left, 16 * warp, 0), x);
-  else if (!is_last_block) {
+  else if (!has_last_keys) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -423,7 +423,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float* pair = &x[m / 2][m % 2 * 2];
-      rounded[m] = pack<T>(pair[0], pair[1]), rest[m] = rounding_rest<T>(rounded[m], pair[0], pair[1]);
+      rounded[m] = pack<T>(pair[0], pair[1]), rest[m] = rounding_errors<T>(rounded[m], pair[0], pair[1]);
     }
     stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left, 0, 32)), rounded);
     stmatrix_x4(at_offset(in.minus_beta_M, shifted_offset(left, 0, 48)), rest);
@@ -431,8 +431,7 @@ __device__ __forceinline__ void store_scores(S& s, const Ring<S::STAGES>& ring, 
   barrier_arrive(s.scores_ready[ring.stage]);
 }
 
-// Fills a warp's block [16, 16] of B = A N diag(beta) at (row, column), and stores -B_ij E_j, split, to minus_BE: W has
-// the products of keys with it.
+// Computes a warp's block [16, 16] of B = A N diag(beta) at (row, column), and stores -B_ij E_j to minus_BE, for W.
 template <typename T, class Stage>
 __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, Stage& in, const Gates& gates, int row,
                                           int column, int lane, int left) {
@@ -458,9 +457,10 @@ __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, 
   store_split<T, 1>(minus_BE, shifted_offset(left, row, column), x);
 }
 
-// Issues y[channel, i] (+)= sum_j x[channel, j] matrix[i, j] of a split matrix, given by its descriptor.
+// Issues y[channel, i] = sum_j x[channel, j] matrix[i, j], or += if `accumulate`, of a split matrix, given by its
+// descriptor.
 template <typename T>
-__device__ __forceinline__ void multiply_split_matrix(Values& y, const Operand& x, u64 matrix, bool accumulate) {
+__device__ __forceinline__ void start_split_product(Values& y, const Operand& x, u64 matrix, bool accumulate) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(y, x[c % 2], matrix + 2 * c, accumulate || c);
 }
@@ -498,7 +498,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     if (SCORES_DURING_W) {
       if (has_scores) barrier_wait(s.full[scores_ring.stage], scores_ring.parity);
       wgmma_fence();
-      // To avoid a branch, the last chunks compute scores, too: their own, which are not used.
+      // Without a branch: the last two chunks compute their own scores again, which are not used.
       start_scores(d, s.stages[has_scores ? scores_ring.stage : ring.stage]);
     }
     barrier_wait(s.inverse_ready[ring.stage], ring.parity);
@@ -506,7 +506,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     forget(N_to_end), forget(minus_BE);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) multiply_split_matrix<T>(z[p], keys[p], N_to_end, false);
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], N_to_end, false);
     wgmma_commit();
     compute_B(B, s.minus_BE[chunk & 1], in, gates, row, column, lane, left);
     fence_async();
@@ -534,7 +534,7 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
     barrier_sync(1, OPERAND_THREADS);  // all warps have written minus_BE, and have read A, the queries and N_to_end
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) multiply_split_matrix<T>(w[p], keys[p], minus_BE, true);
+    for (int p = 0; p < PANELS; ++p) start_split_product<T>(w[p], keys[p], minus_BE, true);
     wgmma_commit();
     if constexpr (PANELS == 2) store_transposed(in.Z[1], place, z[1]);  // overwrites A
     store_split<T, 1>(in.B, shifted_offset(left, row, column), B);
@@ -560,22 +560,6 @@ template <class S> __device__ __forceinline__ void make_operands(S& s, int token
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// Calls f(value, its address in `state`) for this lane's values of the transposed state that lie within [K, V].
-template <int BK, typename P, class Args, class F>
-__device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, const Args& args, int column, F f) {
-  const int t = threadIdx.x & 3;
-#pragma unroll
-  for (int n = 0; n < BK / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int channel = 8 * n + 2 * t + (i & 1), value_column = column + 8 * (i >> 1);
-      if (channel < args.shape.K && value_column < args.shape.V)
-        f(S[4 * n + i], state + channel * args.state_k + value_column * args.state_v);
-    }
-    __syncwarp();  // keeps the compiler from computing all addresses first, for which registers do not suffice
-  }
-}
-
 // A warpgroup with 64 columns of V: X, o and the state S, transposed in registers, of each chunk.
 template <class S>
 __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first) {
@@ -587,7 +571,8 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   const i64 states = work.pair * args.shape.K * args.shape.V;
   float state[BK / 2] = {};
   if (args.initial)
-    each_transposed<BK>(state, args.initial + states, args, column, [](float& x, const float* from) { x = *from; });
+    each_transposed<BK>(state, args.initial + states, args, args.shape, column,
+                        [](float& x, const float* from) { x = *from; });
   Ring<S::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
@@ -606,7 +591,8 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     load_transposed(v, in.v[warpgroup], place);
     barrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
-    const auto multiply_state = [&](Values& y, int row) {
+    // Issues y = S^T x of the 32 tokens x from `row` of queries_keys on: W or the keys.
+    const auto start_state_product = [&](Values& y, int row) {
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c)
         wgmma<T, CHUNK, false>(y, rounded_state[c],
@@ -614,7 +600,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
       wgmma_commit();
     };
     wgmma_fence();
-    multiply_state(S_k, CHUNK), multiply_state(o, 0);
+    start_state_product(S_k, CHUNK), start_state_product(o, 0);
     const float chunk_decay = gates.chunk_decay;
     if (chunk_decay != 1.f)  // the branch keeps the compiler from moving this after the wait for the products
 #pragma unroll
@@ -627,7 +613,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
       X[c][m] = pack<T>(fmaf(-from_start.x, S_k[i], values.x), fmaf(-from_start.y, S_k[i + 1], values.y));
     });
     wgmma_fence();
-    multiply_split_matrix<T>(o, v, descriptor + descriptor_offset(in, in.B), true);
+    start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), true);
     wgmma_commit();
     const u64 z = wgmma_tile(in.Z, sizeof in.Z[0], 1024);
 #pragma unroll
@@ -640,7 +626,8 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     wgmma_keep(state);
     warp_arrive(s.outputs_ready[ring.stage]);
   }
-  if (args.final) each_transposed<BK>(state, args.final + states, args, column, [](float& x, float* to) { *to = x; });
+  if (args.final)
+    each_transposed<BK>(state, args.final + states, args, args.shape, column, [](float& x, float* to) { *to = x; });
 }
 
 template <typename T, int BK, int BV>

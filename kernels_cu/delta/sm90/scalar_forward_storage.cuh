@@ -1,4 +1,5 @@
-// what      What Hopper's forward pass of the delta rule keeps in shared memory, its argument, and registers of roles.
+// what      Shared memory, arguments, and registers by role of scalar_forward.cu: the delta rule's forward pass on
+//           Hopper, with one gate per token and head.
 // math      The matrices A, M, N, B, W and Z of a chunk of 32 tokens are defined in the head of scalar_forward.cu
 // smem      Stage: a chunk of tokens and its matrices; unions name what overwrites what
 // barriers  by stage, in this order. full: queries and keys have arrived; values_full: values have arrived; then
@@ -25,8 +26,8 @@ template <typename T> struct Args {
   double scale;
 };
 
-// 32 rows of 128 bytes, in the tensor cores' swizzle. A matrix [32, 32] whose elements are sums of two numbers of T has
-// the rounded elements in columns 0 to 31, and the remainders of the rounding in columns 32 to 63.
+// 32 rows of 128 bytes, in the tensor cores' swizzle. A split matrix [32, 32], whose elements are sums of two numbers
+// of T, has the rounded elements in columns 0 to 31, and their rounding errors in columns 32 to 63.
 template <typename T> using Panel = T[CHUNK][64];
 
 template <typename T, int BK, int BV> struct alignas(1024) Stage {
@@ -34,36 +35,37 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
   T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, later overwritten by W; rows 32 to 63: keys
   union {
     struct {
-      float minus_beta_M
-          [CHUNK][32];  // -beta M: blocks of 16 on the diagonal; where it has zeros, as A: block [16.., ..15] of -M
-      Panel<T> A;       // by queries
+      // The two blocks [16, 16] on the diagonal of -diag(beta) M. The block above it, where M is zero, holds the block
+      // below the diagonal of -M, split and without beta.
+      float minus_beta_M[CHUNK][32];
+      Panel<T> A;  // [query, key], split
     };
     Panel<T> Z[BK / 64];
   };
   union {
-    Panel<T> N_to_end;  // N_ij beta_j L_i, by keys j
-    Panel<T> B;         // by queries
+    Panel<T> N_to_end;  // N_ij beta_j L_i, [key j, query i], split
+    Panel<T> B;         // [query, key], split
   };
   union {
-    float D[CHUNK][32];  // [i][j] from behind token j to token i, of key j; 0 where j > i
-    Panel<T> N_beta;     // N beta by keys
+    float D[CHUNK][32];  // [i][j]: the decay from after token j through token i, times key j's factor; 0 if j > i
+    Panel<T> N_beta;     // N_ij beta_j, [key j, query i], split
   };
-  Tile<T, BV> v;  // then o
+  Tile<T, BV> v;  // overwritten by o
 };
 
 // Factors of a chunk's tokens, one for each token. If args.normalized, they include the inverse lengths of queries and
-// keys, which are stored undivided.
+// keys, since shared memory holds these undivided.
 struct alignas(16) Gates {
-  float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; where they come divided, scale and 1
-  float query_start_factors[CHUNK],
-      key_start_factors[CHUNK];               // of a query and of a key, decayed from the chunk's start
-  float key_end_factors[CHUNK], beta[CHUNK];  // of a key decayed to the chunk's end
+  float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; if not args.normalized, scale and 1
+  float query_start_factors[CHUNK], key_start_factors[CHUNK];  // times the decay from the chunk's start to the token
+  float key_end_factors[CHUNK];  // the decay from the token to the chunk's end, times the key's factor
+  float beta[CHUNK];
   alignas(16) float chunk_decay;
 };
 
-// Decays and betas of the next CHUNKS_AHEAD chunks, loaded early to hide the latency of memory.
+// Decays and betas of CHUNKS_AHEAD chunks, loaded early to hide the latency of memory.
 constexpr int CHUNKS_AHEAD = 4;
-struct alignas(16) Next {
+struct alignas(16) Upcoming {
   float decay[CHUNKS_AHEAD][CHUNK], beta[CHUNKS_AHEAD][CHUNK];
 };
 
@@ -71,19 +73,19 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   using T = Element;
   static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 5;
   Stage<T, BK, BV> stages[STAGES];
-  Panel<T> minus_BE[2];  // -B decayed from the chunk's start, by queries; of every other chunk
+  Panel<T> minus_BE[2];  // -B_ij E_j, [query, key], split; [chunk % 2]
   Gates gates[STAGES];
-  Next upcoming;
+  Upcoming upcoming;
   Barrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-constexpr int OPERAND_THREADS = 128, OTHERS = 128;  // threads
+constexpr int OPERAND_THREADS = 128, OTHER_THREADS = 128;
 template <int BV> constexpr int CONSUMERS = 2 * BV;
-template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + OPERAND_THREADS + OTHERS;
+template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + OPERAND_THREADS + OTHER_THREADS;
 
-// Registers of a thread by role. A block whose roles ask for more than the block starts with (AT_FIRST) would wait for
-// ever.
+// Registers of a thread by role. BLOCKS: blocks on a multiprocessor. A block whose roles ask for more registers than it
+// starts with (AT_FIRST) would wait for ever.
 template <int BK, int BV> struct Registers {
   static constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
   static constexpr int CONSUMER = BLOCKS == 2 ? 120 : BV == 64 ? 208 : 168;

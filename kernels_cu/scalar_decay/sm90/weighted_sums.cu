@@ -41,9 +41,10 @@
 
 // Fills `to` from the log gates of tokens `lane` and 32 + lane. Blocks of 1, 2, 4, ... tokens are joined in pairs:
 // `to_token` sums the gates from the block's start through the token, `to_end` those from after the token to the
-// block's end. Both are in units of log 2. output_factor and value_factor: what all factors are multiplied by.
-__device__ __forceinline__ void sum_gates(Gates& to, float gate0, float gate1, int lane, float output_factor,
-                                          float value_factor, bool backwards) {
+// block's end. Both are in units of log 2. output_scale, value_scale: what all output_factors and value_factors are
+// multiplied by.
+__device__ __forceinline__ void sum_gates(Gates& to, float gate0, float gate1, int lane, float output_scale,
+                                          float value_scale, bool backwards) {
   float to_token[2] = {LOG2E * gate0, LOG2E * gate1}, to_end[2] = {0.f, 0.f};
 #pragma unroll
   for (int level = 0; level < Gates::LEVELS; ++level) {
@@ -64,8 +65,8 @@ __device__ __forceinline__ void sum_gates(Gates& to, float gate0, float gate1, i
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int token = 32 * half + lane;
-    to.output_factors[token] = output_factor * (backwards ? to_chunk_end[half] : from_start[half]);
-    const float x = value_factor * (backwards ? from_start[half] : to_chunk_end[half]);
+    to.output_factors[token] = output_scale * (backwards ? to_chunk_end[half] : from_start[half]);
+    const float x = value_scale * (backwards ? from_start[half] : to_chunk_end[half]);
     const bf16 rounded = from_float<bf16>(x);
     // Of two neighbouring tokens: both factors rounded to bfloat16, then both remainders. Their sum has more bits.
     bf16* const pair = reinterpret_cast<bf16*>(&to.value_factors[token / 2]) + token % 2;
@@ -81,7 +82,7 @@ template <typename G, class S>
 __device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum, const Rows<const G>& gates,
                                                     const WorkTile& work, bool backwards) {
   constexpr int STAGES = S::STAGES;
-  const float factors[2] = {float(sum.output_scale), float(sum.value_scale)};
+  const float output_scale = float(sum.output_scale), value_scale = float(sum.value_scale);
   const int lane = threadIdx.x & 31;
   G gate0, gate1;
   const auto load = [&](int iteration) {
@@ -92,7 +93,8 @@ __device__ __forceinline__ void sum_gates_of_chunks(S& s, const WeightedSum& sum
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
     if (iteration >= STAGES) barrier_wait(s.done[iteration % STAGES], iteration / STAGES - 1 & 1);
-    sum_gates(s.gates[iteration % STAGES], to_float(gate0), to_float(gate1), lane, factors[0], factors[1], backwards);
+    sum_gates(s.gates[iteration % STAGES], to_float(gate0), to_float(gate1), lane, output_scale, value_scale,
+              backwards);
     barrier_arrive(s.full[iteration % STAGES]);
     load(iteration + 1);  // early, to hide the loads' latency
   }
@@ -150,7 +152,8 @@ template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                               int tile, int tiles) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
-  const int lane = threadIdx.x & 31, T = int(args.shape.T), sums = tile ? 0 : int(args.parts);  // tile 0 adds q . dq
+  const int lane = threadIdx.x & 31, T = int(args.shape.T),
+            sums = tile ? 0 : int(args.parts);  // tile 0 alone adds q . dq
   int first = first_of(0, work, true);
   const i64 pair = i64(work.batch) * args.shape.H + work.head, token = work.start + first + 2 * lane;
   const float* from = args.token_sums + pair * args.parts * T + token;
@@ -246,8 +249,8 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 
 // ---- a warpgroup that multiplies queries by keys --------------------------------------------------------------------
 
-// The two blocks of 8 queries that a warp has: blocks w and 7 - w for warp w. Block n has n + 1 blocks of 8 keys up to
-// its diagonal, so that each warp has 9.
+// The two blocks of 8 queries that a warp has: blocks w and 7 - w for warp w. Block n needs the scores of n + 1 blocks
+// of 8 keys, so that each warp has 9.
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // Stores a warp's scores A = scale D q k^T, from products d = q k^T: a lane has query g of both blocks and keys 2t and
@@ -350,23 +353,6 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
 }
 
 // ---- warpgroups with 64 columns of V each --------------------------------------------------------------------------
-
-// Calls f(value, its address in `state`) for this lane's values of S that lie within [K, V]. S is held transposed: a
-// lane has columns `column` and `column` + 8 of V, and channels 2t and 2t + 1 of every 8.
-template <int BK, typename P, class F>
-__device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, const WeightedSum& sum, int column, F f) {
-  const int t = threadIdx.x & 3;
-#pragma unroll
-  for (int n = 0; n < BK / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int channel = 8 * n + 2 * t + (i & 1), value_column = column + 8 * (i >> 1);
-      if (channel < sum.K && value_column < sum.V)
-        f(S[4 * n + i], state + channel * sum.state_k + value_column * sum.state_v);
-    }
-    __syncwarp();  // keeps the compiler from computing all addresses first, for which registers do not suffice
-  }
-}
 
 // Calls f(c, registers) for every 16 channels c of the warp's 16 columns of S, rounded to bfloat16 as the left operand
 // of a tensor core product [16 columns, 16 channels].
@@ -471,7 +457,8 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   const i64 state = work.pair * sum.K * sum.V;
   float S[BK / 2] = {}, total_decay = 1.f;
   if (sum.initial)
-    each_transposed<BK>(S, sum.initial + state, sum, column, [](float& value, const float* from) { value = *from; });
+    each_transposed<BK>(S, sum.initial + state, sum, sum, column,
+                        [](float& value, const float* from) { value = *from; });
 
   // The address of this lane's part of the kept state of a token's stretch; null if its warp's columns are beyond V.
   const auto kept_address = [&](int token) {
@@ -578,7 +565,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   const bool first_segment_only = SUMS<Pass> > 1;
   if (sum.final && !(first_segment_only && work.sequence % args.segments)) {
     const i64 state_index = first_segment_only ? work.sequence / args.segments * args.shape.H + work.head : work.pair;
-    each_transposed<BK>(S, sum.final + state_index * sum.K * sum.V, sum, column,
+    each_transposed<BK>(S, sum.final + state_index * sum.K * sum.V, sum, sum, column,
                         [](float& value, float* to) { *to = value; });
   }
   if constexpr (!HAS_OUTPUTS<Pass>)
