@@ -771,7 +771,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           // of the sub-chunk, less the sum of key_terms over its keys j >= t.
           const auto terms_from = [](float2 query_terms, float2 key_terms) -> float2 {
             const float2 difference = query_terms + -1.f * key_terms;
-            const float later_lanes = sums(difference.x + difference.y).behind;
+            const float later_lanes = sums(difference.x + difference.y).after;
             if (RWKV6) return {difference.y + later_lanes - key_terms.x, later_lanes - key_terms.y};
             return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
           };

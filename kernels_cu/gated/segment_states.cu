@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
       }
       if (__any_sync(0xffffffffu, largest > 0.f) && first_lane) grows = 1;
       const Around lanes = sums(sum);
-      float others = lanes.behind + later_gates[row];  // the gates after the lane's tokens
+      float others = lanes.after + later_gates[row];  // the gates after the lane's tokens
       later_gates[row] += lanes.all;
       if (!of_part) continue;
       float key[LANE_TOKENS<T>];

@@ -1,7 +1,7 @@
 // what      The decays of a lane's pair of tokens in a sub-chunk of 8 tokens.
 // math      a_t = exp g_t. From the sub-chunk's start to the state that token i reads: prod_{m<=i} a_m (RWKV-6: m < i).
 //           From after token j to the sub-chunk's end: prod_{m>j} a_m. From and to the sub-chunk's middle likewise, as
-//           inverses for tokens on the wrong side of it.
+//           inverses for queries before it and keys after it.
 // shapes    a lane has channel (or column) g = lane / 4, and of every sub-chunk the pair of tokens 2t, 2t + 1,
 //           t = lane % 4, as in fragments.cuh
 // numerics  Decays are products; gates are not subtracted, so that a large gate does not swallow small ones. About the
@@ -18,17 +18,17 @@ __device__ __forceinline__ float2 operator*(float2 a, float2 x) { return {a.x * 
 __device__ __forceinline__ float2 operator+(float2 a, float2 x) { return {a.x + x.x, a.y + x.y}; }
 __device__ __forceinline__ float2 decays_of(float2 gates) { return {decay_of(gates.x), decay_of(gates.y)}; }
 
-// Four neighbouring lanes have a value each: the sum or product of those of lanes before this one, of those after it,
-// and of all four.
+// Of the values of four neighbouring lanes: the sum or product of those before this lane, of those after it, and of all
+// four. around: `join` is the sum or the product, `neutral` is 0 or 1.
 struct Around {
-  float before, behind, all;
+  float before, after, all;
 };
-template <class F> __device__ __forceinline__ Around around(float x, float nothing, F join) {
+template <class F> __device__ __forceinline__ Around around(float x, float neutral, F join) {
   const int t = threadIdx.x & 3;
   const float other = __shfl_xor_sync(0xffffffffu, x, 1), two = join(x, other);
-  const float far = __shfl_xor_sync(0xffffffffu, two, 2);
-  return {join(t & 1 ? other : nothing, t & 2 ? far : nothing), join(t & 1 ? nothing : other, t & 2 ? nothing : far),
-          join(two, far)};
+  const float other_two = __shfl_xor_sync(0xffffffffu, two, 2);
+  return {join(t & 1 ? other : neutral, t & 2 ? other_two : neutral),
+          join(t & 1 ? neutral : other, t & 2 ? neutral : other_two), join(two, other_two)};
 }
 __device__ __forceinline__ Around products(float x) {
   return around(x, 1.f, [](float a, float b) { return a * b; });
@@ -49,7 +49,7 @@ template <class ReadOrder> struct Decays {
   __device__ __forceinline__ explicit Decays(float2 a) {
     const Around others = products(a.x * a.y);
     all = others.all;
-    end = {a.y * others.behind, others.behind};
+    end = {a.y * others.after, others.after};
     if (ReadOrder::reads_before_write) start = {others.before, others.before * a.x};
     else start = {others.before * a.x, others.before * a.x * a.y};
   }
@@ -67,24 +67,24 @@ template <class ReadOrder, bool OWN = false> struct Middle {
 
   __device__ __forceinline__ explicit Middle(float2 a) {
     const int t = threadIdx.x & 3;
-    const bool behind = t & 2;                  // whether the pair is after the middle
-    const bool beside = behind == bool(t & 1);  // whether another pair lies between it and the middle
+    const bool is_after = t & 2;                    // whether the pair is after the middle
+    const bool is_outer = is_after == bool(t & 1);  // whether another pair lies between it and the middle
     const float x = at_least(a.x, LEAST), y = at_least(a.y, LEAST), xy = x * y;
     const float other = __shfl_xor_sync(0xffffffffu, xy, 1);
-    const float base = (behind ? CENTRE : 1.f / CENTRE) * (beside ? other : 1.f);
-    // products of decays for queries after the middle and keys before it; inverses for the others
-    const float2 queries_behind = {base * x, base * xy}, keys_before = {base * y, base};
+    const float base = (is_after ? CENTRE : 1.f / CENTRE) * (is_outer ? other : 1.f);
+    // direct: products of decays, for queries after the middle and keys before it; inverted: for the others
+    const float2 queries_after = {base * x, base * xy}, keys_before = {base * y, base};
     if (ReadOrder::reads_before_write) {
-      const float2 near = {behind ? base : keys_before.x, behind ? queries_behind.x : base};
-      const float2 far = {inverse(behind ? queries_behind.x : base * xy),
-                          inverse(behind ? queries_behind.y : keys_before.x)};
-      queries = {behind ? near.x : far.x, behind ? near.y : far.y};
-      keys = {behind ? far.x : near.x, behind ? far.y : near.y};
+      const float2 direct = {is_after ? base : keys_before.x, is_after ? queries_after.x : base};
+      const float2 inverted = {inverse(is_after ? queries_after.x : base * xy),
+                               inverse(is_after ? queries_after.y : keys_before.x)};
+      queries = {is_after ? direct.x : inverted.x, is_after ? direct.y : inverted.y};
+      keys = {is_after ? inverted.x : direct.x, is_after ? inverted.y : direct.y};
     } else {
-      const float2 near = {behind ? queries_behind.x : keys_before.x, behind ? queries_behind.y : base};
-      const float2 far = {inverse(near.x), inverse(near.y)};
-      queries = {behind ? near.x : far.x, behind ? near.y : far.y};
-      keys = {behind ? far.x : near.x, behind ? far.y : near.y};
+      const float2 direct = {is_after ? queries_after.x : keys_before.x, is_after ? queries_after.y : base};
+      const float2 inverted = {inverse(direct.x), inverse(direct.y)};
+      queries = {is_after ? direct.x : inverted.x, is_after ? direct.y : inverted.y};
+      keys = {is_after ? inverted.x : direct.x, is_after ? inverted.y : direct.y};
     }
   }
 };

@@ -1,18 +1,19 @@
-// what      GLA with a value gate, backward: what the tokens of a chunk have to do with each other and with the states,
-//           on either side. Queries, keys and gates of channels; or of columns outputs' gradients, values and theirs.
-// math      A_ij = scale sum_k q_ik decay_ijk k_jk for j < i, A_ii = scale q_i . k_i apart;
-//           q decayed from the chunk's start, k decayed to its end, and the chunk's decay
+// what      GLA with a value gate, backward: the scores of a chunk's pairs of tokens, and its tokens decayed to the
+//           chunk's ends. Launched twice: with queries, keys and the channels' gates; with outputs' gradients, values
+//           and the columns' gates. Below, q, k, g and K are those of the launch.
+// math      A_ij = scale sum_k q_ik decay_ijk k_jk for j < i; A_ii = scale q_i . k_i is stored apart, in `diagonal`;
+//           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: over the chunk
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
-//           padded to border8; scores [B, heads, NC, 64, 64], of which blocks above the diagonal are left alone,
-//           diagonal [B, heads, NC, 64], growth [B, heads, NC] float32; scores, starts and ends are in T, or float32
-//           where T is not bfloat16
+//           padded (padded_width); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
+//           diagonal [B, heads, NC, 64], growth [B, heads, NC] float32; scores, starts and ends are bfloat16 if T is,
+//           else float32
 // grid      a block for every (batch, head, chunk)
-// smem      32 channels at a time: q, k, g, what products take of them, starts and ends
-// barriers  two for every 32 channels: they have arrived | operands stand; then: the diagonal stands
-// numerics  products as fragments.cuh has it; pairs of tokens meet as in gated/backward_channels.cu, q_i . k_i is
-//           float32; where gates grow, pairs of a sub-chunk are scored one by one (growth.cuh). Scores of one sub-chunk
-//           are times NEAR_SCALE. `growth` is what the chunk grows by where a gate is above GROWTH, else 0
-//           (by_token.cuh)
+// smem      32 channels at a time: q, k, g, the operands made of them, starts and ends
+// barriers  two for every 32 channels: they have been copied | operands, starts and ends are stored. Then: the diagonal
+//           is stored
+// numerics  products as in fragments.cuh; decays of pairs as in gated/backward_channels.cu; q_i . k_i is float32; if
+//           gates grow, pairs of a sub-chunk are computed one by one (growth.cuh). Scores of one sub-chunk are
+//           multiplied by NEAR_SCALE. growth: of the chunk (by_token.cuh) if a gate is above GROWTH, else 0
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "gated/backward_scores.cuh"
@@ -26,9 +27,9 @@ template <typename T, typename G, typename Stored> struct Args {
   Stored* scores;
   float *diagonal, *decays, *growth;
   Shape shape;
-  i64 first, heads;  // the heads at hand
+  i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 
 template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
@@ -36,8 +37,8 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   T q[CHUNK * LD<T, CHANNELS>];  // [64, 32]
   T k[CHUNK * LD<T, CHANNELS>];
   G g[CHUNK * LD<G, CHANNELS>];
-  Across<Stored> queries, keys;                 // about the middle of their sub-chunks
-  Across<Stored> border8, border16, border32;   // as they meet at borders of 8, 16 and 32 tokens
+  Across<Stored> queries, keys;                 // decayed from and to the middle of their sub-chunk
+  Across<Stored> border8, border16, border32;   // decayed from and to the borders of 8, 16 and 32 tokens
   Stored starts[CHUNK * LD<Stored, CHANNELS>];  // [64, 32]
   Stored ends[CHUNK * LD<Stored, CHANNELS>];
   float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
@@ -53,8 +54,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 8 * warp;
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
-  const int c = blockIdx.x % NC, here = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
-  const i64 h = args.first + here, chunk = blockIdx.x, width = padded_width(shape.K);
+  const int c = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
+  const i64 h = args.first + head, chunk = blockIdx.x, width = padded_width(shape.K);
   const Span span = chunk_tokens(shape, c);
   const bool vectors = args.vectors;
 
@@ -70,15 +71,15 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   };
 
   ChunkScores scores(warp);
-  float2 own[SUBS] = {};  // of this lane's channels
+  float2 own[SUBS] = {};  // products of tokens with themselves, over this lane's channels
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
-  float most = 0.f;  // of the gates
+  float largest = 0.f;  // of the gates
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
   for (int n = 0; n < parts; ++n) {
     cp_async_wait<0>();
-    __syncthreads();  // these channels have arrived; the operands of the last ones, and what goes to memory, are read
+    __syncthreads();  // these channels have been copied; operands, starts and ends of the previous ones have been read
     {
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
         load_column(x, from + 8 * m * ld + strip, ld);
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.g, m, LD<G, CHANNELS>);
         all[m] = whole_decay(a[m % 4]);
-        most = at_least(a[m % 4].x, at_least(a[m % 4].y, most));
+        largest = at_least(a[m % 4].x, at_least(a[m % 4].y, largest));
       }
       const i64 channel = n * CHANNELS + strip + g;
       if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_of(all, 0, SUBS);
@@ -117,11 +118,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         put_tokens(s.ends, m, product_of(all, m + 1, SUBS) * end);
       }
     }
-    __syncthreads();  // the operands stand, and what goes to memory; the tokens are read
+    __syncthreads();  // operands, starts and ends are stored; the tokens have been read
     if (n + 1 < parts) fetch(n + 1);
     cp_async_commit();
-    store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, here, span.start, span.stop, n * CHANNELS, width, true);
-    store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, here, span.start, span.stop, n * CHANNELS, width, true);
+    store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width, true);
+    store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width, true);
 #pragma unroll 1
     for (int c = 0; c < CHANNELS; c += 16) { scores.add<M>(s, c); }
   }
@@ -156,8 +157,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   put(scores.diagonal, warp, warp);
   put(scores.border32, scores.half_row, scores.half_column);
   if (warp < 2) put(scores.border16, scores.quarter + 1, scores.quarter);
-  const bool grows = __syncthreads_or(!(most <= GROWTH));  // the diagonal stands, in parts
-  if (grows) {  // scores of sub-chunks that others replace; this warp's own ones stand
+  const bool grows = __syncthreads_or(!(largest <= GROWTH));  // the diagonal is stored, a part for each warp
+  if (grows) {                                                // replaces the scores of this warp's two sub-chunks
 #pragma unroll 1
     for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
       const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);

@@ -1,34 +1,35 @@
-// what      GLA with a value gate, backward: the state at every chunk's start, and its gradient at every chunk's end.
-// math      per chunk of 64 tokens, D their decay on either side:
-//           S <- D S D + (k decayed to their end)^T (v decayed to their end);   backwards
-//           C <- D C D + scale (q decayed from their start)^T (do decayed from their start)
-// shapes    q k [B, heads, T, K] and v do [B, heads, T, V] decayed, channel_decays [B, heads, NC, K] and column_decays
-//           [B, heads, NC, V] float32, growths [B, heads, NC], as backward_scores leaves them; g [B, H, T, K], gv
-//           [B, H, T, V] and the `given` q k v do as they came; kept: as backward.cuh has it; initial, dht, dh0
-//           [N, H, K, V] float32
+// what      GLA with a value gate, backward: the state S before every chunk, walking forwards in time, and its gradient
+//           C after every chunk, walking backwards.
+// math      per chunk of 64 tokens, D the chunk's decays of channels (left) and of columns (right):
+//           S <- D S D + (k decayed to the chunk's end)^T (v decayed to its end);   backwards
+//           C <- D C D + scale (q decayed from the chunk's start)^T (do decayed from its start)
+// shapes    decayed q k [B, heads, T, K] and v do [B, heads, T, V], channel_decays [B, heads, NC, K], column_decays
+//           [B, heads, NC, V] float32, channel_growth, column_growth [B, heads, NC]: from backward_scores.cu. g [B, H,
+//           T, K], gv [B, H, T, V], given_q ... given_do: the call's, undecayed. kept: see backward.cuh; initial, dht,
+//           dh0 [N, H, K, V] float32
 // grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
 //           a warp for every 16 channels
-// smem      STAGES times 32 tokens
-// barriers  one every 32 tokens: they have arrived, and those before the last are read
-// numerics  S and C in float32 accumulators; products as fragments.cuh has it. Where a chunk grows by more than
-//           BY_CHUNK its tokens go one by one (by_token.cuh)
+// smem      Stage, STAGES times: 32 tokens
+// barriers  one every 32 tokens: they have been copied, and the previous ones have been read
+// numerics  S and C in float32 accumulators; products as in fragments.cuh. A chunk that grows by more than BY_CHUNK is
+//           computed token by token (by_token.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 
-constexpr int STEP = 32, STEPS = CHUNK / STEP;  // tokens that are there at once
+constexpr int STEP = 32, STEPS = CHUNK / STEP;  // tokens of a stage, and stages of a chunk
 
 template <typename T, typename G, typename Stored> struct Args {
   Rows<const Stored> q, k, v, do_;
   Rows<const T> given_q, given_k, given_v, given_do;
   Rows<const G> g, gv;
   const float *channel_decays, *column_decays, *channel_growth, *column_growth;
-  const float *initial, *dht;  // null where there is none
+  const float *initial, *dht;  // null: zero
   void* kept;
-  float* dh0;  // or null
+  float* dh0;  // null: not wanted
   Shape shape;
-  i64 first, heads;  // the heads at hand
+  i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
 };
 
@@ -36,21 +37,22 @@ constexpr int STAGES = 3;
 template <typename Stored> struct alignas(16) Stage {
   Stored x[STEP * LD<Stored, TILE>];  // [32, 64], k or q
   Stored y[STEP * LD<Stored, TILE>];  // [32, 64], v or do
-  float decays[2][TILE];              // of the chunk's channels, of its columns
+  float decays[2][TILE];              // over the chunk: of channels, of columns; set in the chunk's last stage
 };
 
 template <typename T, int PRODUCTS> struct Shared {
   Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
 };
 
-// A lane's part of a state: two rows that lie 8 apart, in columns by two of 8.
-using Part = float[TILE / 16][2][4];
+// A lane's part of a tile of S or C, accumulators [16 channels, 8 columns]: two channels that are 8 apart, and two of
+// every 8 columns.
+using StatePart = float[TILE / 16][2][4];
 
-// Takes a chunk's tokens one by one, S forwards in time or C backwards. S is in memory, so that the caller has no
-// registers for it here. `channel` and `column`: of the part's first number.
+// Computes S after a chunk from S before it, or backwards C before the chunk, token by token. S is in memory, so that
+// the caller needs no registers for it head. `channel` and `column`: of the part's first number.
 template <class Args>
-__device__ __noinline__ void go_by_token(Part& S, const Args& args, i64 b, i64 h, i64 chunk, int channel, int column,
-                                         bool backwards) {
+__device__ __noinline__ void compute_token_by_token(StatePart& S, const Args& args, i64 b, i64 h, i64 chunk,
+                                                    int channel, int column, bool backwards) {
   const Span span = chunk_tokens(args.shape, chunk);
   const auto tokens = [&](const auto& x, int first) { return tokens_at(x, b, h, span.start, first); };
   const auto x = tokens(backwards ? args.given_q : args.given_k, channel);
@@ -84,16 +86,16 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const int v_tiles = int((shape.V + TILE - 1) / TILE), k_tiles = int((shape.K + TILE - 1) / TILE);
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
-  const int v_tile = block % v_tiles, k_tile = block / v_tiles % k_tiles, here = block / tiles % heads;
+  const int v_tile = block % v_tiles, k_tile = block / v_tiles % k_tiles, head = block / tiles % heads;
   const int n = block / tiles / heads, b = n / int(shape.count);
   const Span span = tokens_of(shape, n % shape.count);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V);
   const int channel = k_tile * TILE + 16 * warp + g, column = v_tile * TILE + 2 * t;
 
-  // f(value, offset in a state) for the lane's part of it
-  Part S = {};
-  const i64 state = ((n * shape.H) + args.first + here) * i64(K) * V;
+  // Calls f(number, its offset in an array of states) for the lane's part of S.
+  StatePart S = {};
+  const i64 state = ((n * shape.H) + args.first + head) * i64(K) * V;
   const auto each = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < TILE / 8; ++n)
@@ -112,50 +114,50 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     if (step < steps) {
       Stage<Stored>& in = s.stages[step % STAGES];
       const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
-      const i64 wide[2] = {padded_width(K), padded_width(V)};
-      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.x, backwards ? args.q : args.k, b, here, token, stop, k_tile * TILE,
-                                               wide[0], true);
-      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, b, here, token, stop, v_tile * TILE,
-                                               wide[1], true);
+      const i64 width[2] = {padded_width(K), padded_width(V)};
+      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.x, backwards ? args.q : args.k, b, head, token, stop, k_tile * TILE,
+                                               width[0], true);
+      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, b, head, token, stop, v_tile * TILE,
+                                               width[1], true);
       if (step % STEPS == STEPS - 1 && threadIdx.x < 2 * TILE / 4) {
         const int side = threadIdx.x / (TILE / 4), at = threadIdx.x % (TILE / 4) * 4;
         const i64 first = (side ? v_tile : k_tile) * TILE + at,
-                  chunk = (i64(b) * heads + here) * shape.NC + chunk_of(step);
-        const bool there = first < wide[side];
+                  chunk = (i64(b) * heads + head) * shape.NC + chunk_of(step);
+        const bool exists = first < width[side];
         const float* from =
-            (side ? args.column_decays : args.channel_decays) + (there ? chunk * wide[side] + first : 0);
-        cp_async<16>(in.decays[side] + at, from, there);
+            (side ? args.column_decays : args.channel_decays) + (exists ? chunk * width[side] + first : 0);
+        cp_async<16>(in.decays[side] + at, from, exists);
       }
     }
     cp_async_commit();
   };
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
-  Part added = {};        // by the chunk at hand
-  bool by_token = false;  // whether it went so
+  StatePart added = {};   // what this chunk's tokens add
+  bool by_token = false;  // whether this chunk was computed token by token
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tokens have arrived; those of the last one are read
+    __syncthreads();  // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
     if (step % STEPS == 0) {
       Stored* to =
-          static_cast<Stored*>(args.kept) + tile_at(shape, heads, backwards, b, here, chunk_of(step), k_tile, v_tile);
+          static_cast<Stored*>(args.kept) + tile_at(shape, heads, backwards, b, head, chunk_of(step), k_tile, v_tile);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
           put_pair(to + matrix_at(2 * warp + x, n) + 2 * lane,
                    float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
-      const i64 chunk = (i64(b) * heads + here) * shape.NC + chunk_of(step);
+      const i64 chunk = (i64(b) * heads + head) * shape.NC + chunk_of(step);
       by_token = args.channel_growth[chunk] + args.column_growth[chunk] > BY_CHUNK;
       if (by_token) {
-        Part held;
+        StatePart in_memory;
 #pragma unroll
-        for (int n = 0; n < TILE / 2; ++n) held[n / 8][n / 4 % 2][n % 4] = S[n / 8][n / 4 % 2][n % 4];
-        go_by_token(held, args, b, args.first + here, chunk_of(step), channel, column, backwards);
+        for (int n = 0; n < TILE / 2; ++n) in_memory[n / 8][n / 4 % 2][n % 4] = S[n / 8][n / 4 % 2][n % 4];
+        compute_token_by_token(in_memory, args, b, args.first + head, chunk_of(step), channel, column, backwards);
 #pragma unroll
-        for (int n = 0; n < TILE / 2; ++n) S[n / 8][n / 4 % 2][n % 4] = held[n / 8][n / 4 % 2][n % 4];
+        for (int n = 0; n < TILE / 2; ++n) S[n / 8][n / 4 % 2][n % 4] = in_memory[n / 8][n / 4 % 2][n % 4];
       }
     }
     if (by_token) continue;
@@ -172,14 +174,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       }
     }
     if (step % STEPS == STEPS - 1) {
-      const float by = TF32_CORRECTION_OF_BOTH<M> * (backwards ? float(args.scale) : 1.f);
+      const float factor = TF32_CORRECTION_OF_BOTH<M> * (backwards ? float(args.scale) : 1.f);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
           const float decay = in.decays[0][16 * warp + g + 8 * (x >> 1)] * in.decays[1][8 * n + 2 * t + (x & 1)];
           float &sum = S[n / 2][n % 2][x], &more = added[n / 2][n % 2][x];
-          sum = fmaf(decay, sum, by * more);
+          sum = fmaf(decay, sum, factor * more);
           more = 0.f;
         }
     }

@@ -1,11 +1,12 @@
-// what      Chunks that grow by more than BY_CHUNK, whose tokens go one by one: gates of channels and of columns may
-//           leave the range of float32 each, where their sum does not.
+// what      For chunks that grow by more than BY_CHUNK, which the kernels of the value gate compute token by token: the
+//           growth of a chunk, and loads of single tokens. The log gates of channels or of columns alone may sum to
+//           more than float32's exponents hold, where their sum together does not.
 // numerics  float32
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-// What a chunk's products take of growth, in nats, of a channel and a column together: decays count as 0 below e^-87,
-// and scores meet values whose factors are that large.
+// The largest growth of a chunk, in nats, of a channel and a column together, for which products are used. They lose
+// decays below e^-87, and growth may multiply what was lost.
 constexpr float BY_CHUNK = 16.f;
 
 // Rows of a chunk in memory, from its first token and from a channel or a column on.
@@ -22,17 +23,18 @@ __device__ __forceinline__ Tokens<X> tokens_at(const Rows<const X>& x, i64 b, i6
   return {x.row(b, h, token) + channel, x.t};
 }
 
-// The most that one of so many channels grows by, in nats; for a warp.
+// The largest sum over the chunk of one channel's gates above 0, of `width` channels; for a warp.
 template <typename G> __device__ __forceinline__ float growth_of(Tokens<G> gates, int rows, int width) {
-  float most = 0.f;
+  float largest = 0.f;
 #pragma unroll 1
   for (int c = threadIdx.x & 31; c < width; c += 32) {
     float sum = 0.f;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) sum += fmaxf(gates.at(i, c, width), 0.f);
-    most = fmaxf(most, sum);
+    largest = fmaxf(largest, sum);
   }
 #pragma unroll 1
-  for (int distance = 1; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
-  return most;
+  for (int distance = 1; distance < 32; distance *= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  return largest;
 }

@@ -1,10 +1,10 @@
-// what      Values and gates of a chunk by columns: a warp has 16 columns and all tokens of them.
-// shapes    of 16 tokens a lane has the pairs p of tokens 8 (p / 2) + 2t and the next one, of column g + 8 (p % 2), as
-//           a left operand that is deep in tokens has them; g = lane / 4, t = lane % 4
+// what      Loads of values and of gates of columns: a warp has 16 columns and all tokens of a chunk.
+// shapes    of 16 tokens a lane has four pairs p: tokens 8 (p / 2) + 2t and the next one of column g + 8 (p % 2), with
+//           g = lane / 4, t = lane % 4: a left operand that is contracted over tokens
 #include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
 
-// From tiles with rows of COLS, 16 columns from `column` on.
+// Loads from tiles with rows of COLS values; 16 columns from `column` on.
 template <int COLS, typename X> struct ColumnsReader : TransposedReader<COLS, X> {
   __device__ __forceinline__ ColumnsReader(int column) : TransposedReader<COLS, X>(column) {}
 
@@ -24,7 +24,7 @@ template <int COLS, typename X> struct ColumnsReader : TransposedReader<COLS, X>
   }
 };
 
-// Outputs of 8 tokens times one factor for either column.
+// Multiplies the outputs of 8 tokens by x in this lane's first column, by y in its second one.
 __device__ __forceinline__ void scale_columns(float (&d)[4], float x, float y) {
   d[0] *= x, d[1] *= x, d[2] *= y, d[3] *= y;
 }

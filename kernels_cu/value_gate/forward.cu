@@ -1,16 +1,17 @@
-// what      GLA with a value gate beside the gate, forward: every input is read once, o is written once.
-// math      per chunk, with decays of channels on queries and keys, of columns on values and outputs:
+// what      GLA with a gate for each channel of K and one for each column of V, forward: every input is read once, o is
+//           written once.
+// math      per chunk; queries and keys are multiplied by decays of channels, values and outputs by decays of columns:
 //           o = scale ((q decayed) S + A v),   S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed)
 // shapes    q k g [B, H, T, K], v gv o [B, H, T, V], sums [B, H, T, V] float32, initial and final state [N, H, K, V]
-//           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], logarithms
+//           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], both as logarithms
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
-// smem      ValueShared: as gated/forward.cu has it, and a chunk of gates of values
-// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have
-//           arrived | its scores stand
-// numerics  Scores as gated/forward.cu makes them. Where two tokens meet, values are decayed to and outputs from there:
-//           at the border of two sub-chunks or of the chunk's halves, so that both decays are at most 1, or in the
-//           middle of their sub-chunk (columns.cuh). Products have o transposed, as decays of columns lie. Where a
-//           chunk grows by more than BY_CHUNK, its tokens go one by one
+// smem      ValueShared: Shared of gated/forward_storage.cuh, and a chunk of the columns' gates
+// barriers  three a chunk: the chunk has been copied, and the decays of its spans are stored | its operands are stored,
+//           and the columns' gates have been copied | its scores are stored
+// numerics  Scores as in gated/forward.cu. Between two sub-chunks, a value is decayed to a border between both tokens,
+//           and the output from it, so that both decays are at most 1; within one, by way of its middle (decays.cuh).
+//           Products compute o transposed, as a lane then has the gates of its columns. If a chunk grows by more than
+//           BY_CHUNK, it is computed token by token (by_token.cuh)
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "cards.cuh"
@@ -34,22 +35,22 @@ template <typename T, typename G> struct Args {
   float* final;          // [N, H, K, V] or null
   Shape shape;
   double scale;
-  float* sums;            // o of the channels before these, for those after these; null where these are all
-  float* channel_decays;  // SegmentState: of all tokens, then zeros
+  float* sums;            // SplitChannels: o of the channels of earlier launches; null if one launch has all channels
+  float* channel_decays;  // SegmentState: of all tokens; the second row is 0
   float* column_decays;
-  i64 channel;             // the first one
+  i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
-  i64 bytes;               // all rows are whole pieces of so many: 16, 8, 4 or 2
+  i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows are multiples
 };
 
-// Starts to copy a chunk's rows, of so many bytes at a time.
+// Starts to copy a chunk's rows in pieces of `bytes`.
 template <int COLS, int THREADS, typename T, typename E>
 __device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 16) copy_rows<16, 8, CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width);
   else copy_unaligned_rows<CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width, bytes);
 }
 
-// A warp's 16 columns of a chunk to rows that are no whole pieces of 16 bytes, out of the way of those that are.
+// Stores a warp's 16 columns of a chunk, if rows are no multiples of 16 bytes. Not inlined, since it is rare.
 template <int ROWS, int COLS, typename T>
 __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, int column, int rows, int columns) {
 #pragma unroll 1
@@ -60,8 +61,8 @@ __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, i
   }
 }
 
-// The logarithm of a channel's decay over a chunk, from its gates where the decay has left the range.
-template <typename G> __device__ __noinline__ float log_of(float decay, Tokens<G> gates, int channel, int rows) {
+// The logarithm of a channel's decay over a chunk: the sum of its gates if the decay is 0 or infinite.
+template <typename G> __device__ __noinline__ float log_decay(float decay, Tokens<G> gates, int channel, int rows) {
   if (decay > 0.f && decay < __uint_as_float(0x7f800000u)) return logf(decay);
   float sum = 0.f;
 #pragma unroll 1
@@ -69,14 +70,14 @@ template <typename G> __device__ __noinline__ float log_of(float decay, Tokens<G
   return sum;
 }
 
-// Where a warp's 16 columns of a chunk are.
+// A warp's 16 columns of a chunk.
 struct ChunkColumns {
-  i64 b, h, token;
-  int rows, channels, first, columns;  // so many tokens, channels and, from the first on, columns
+  i64 b, h, token;                     // batch, head, first token
+  int rows, channels, first, columns;  // numbers of tokens and channels; the first column, and how many of 16 exist
 };
 
-// Adds to an output what other launches have of its channels, and leaves it to those after these.
-__device__ __forceinline__ void gather_channels(float& o, float& sum, bool first, bool last) {
+// Adds the terms of earlier launches, which have other channels, to an output, and stores the sum for later launches.
+__device__ __forceinline__ void add_earlier_channels(float& o, float& sum, bool first, bool last) {
   if (!first) o += sum;
   if (!last) sum = o;
 }
@@ -88,16 +89,17 @@ __device__ __forceinline__ bool grows_beyond_products(const Args<T, G>& args, co
          BY_CHUNK;
 }
 
-// A chunk's tokens one by one, with outputs. S in memory, so that the caller has no registers for it here.
+// Computes a chunk token by token: S and the outputs. S is in memory, so that the caller needs no registers for it
+// here.
 template <class Schedule, int BK, typename T, typename G>
-__device__ __noinline__ void go_by_token(State<BK>& S, const Args<T, G>& args, const ChunkColumns& at) {
+__device__ __noinline__ void compute_token_by_token(State<BK>& S, const Args<T, G>& args, const ChunkColumns& at) {
   const auto tokens_of = [&](const auto& x, i64 first) { return tokens_at(x, at.b, at.h, at.token, first); };
   const auto g = tokens_of(args.g, args.channel), gv = tokens_of(args.gv, at.first);
   const auto q = tokens_of(args.q, args.channel), k = tokens_of(args.k, args.channel), v = tokens_of(args.v, at.first);
   const int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll 1
   for (int n = 0; n < 2 * at.rows; ++n) {
-    const int i = n / 2, side = n % 2, column = (lane >> 2) + 8 * side;
+    const int i = n / 2, side = n % 2, column = (lane >> 2) + 8 * side;  // side: the lane's first or second column
     const float value = v.at(i, column, at.columns), gate = gv.at(i, column, at.columns);
     float o = 0.f;
 #pragma unroll 1
@@ -114,7 +116,7 @@ __device__ __noinline__ void go_by_token(State<BK>& S, const Args<T, G>& args, c
     const i64 token = at.token + i, v_column = at.first + column;
     float* sum = args.sums + ((at.b * args.shape.H + at.h) * args.shape.T + token) * args.shape.V + v_column;
     const bool last = args.channel + BK >= args.shape.K;
-    if (!Schedule::all_channels) gather_channels(o, *sum, args.channel == 0, last);
+    if (!Schedule::all_channels) add_earlier_channels(o, *sum, args.channel == 0, last);
     if (Schedule::all_channels || last) args.o.row(at.b, at.h, token)[v_column] = from_float<T>(float(args.scale) * o);
   }
 }
@@ -161,8 +163,8 @@ __global__ void __launch_bounds__(2 * BV,
                                  bytes);
   };
 
-  float total = 0.f,
-        totals[2] = {};  // SegmentState: logarithms of decays of channel threadIdx.x, of this lane's columns
+  // SegmentState: logarithms of the decays of channel threadIdx.x, and of this lane's columns.
+  float total = 0.f, totals[2] = {};
   if (tokens) {
     fetch(0, 0);
     fetch_next_gates(0);
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(2 * BV,
     TokenDecays<Share> decays;
     cp_async_wait<0>();
     bool grows = store_span_decays<Share, BK>(s, decays);
-    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    // The chunk has been copied, and its spans' decays are stored; the previous chunk has been read.
     grows = __syncthreads_or(grows);
     const bool more = token + C < tokens;
     fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.t, tokens - token,
@@ -184,12 +186,14 @@ __global__ void __launch_bounds__(2 * BV,
     for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
       const Share coord(x);
       if (coord.exists())
-        make_operands<AfterWrite, PRODUCTS>(s, stage, coord, decays, grows || !HAS_OUTPUTS);  // no vote there
+        make_operands<AfterWrite, PRODUCTS>(
+            s, stage, coord, decays,
+            grows || !HAS_OUTPUTS);  // SegmentState: decays in the order for large gates
     }
     if (more) fetch_next_gates(token + C);
     cp_async_commit();
     cp_async_wait<1>();
-    __syncthreads();  // the operands stand; the gates of values have arrived
+    __syncthreads();  // the operands are stored; the columns' gates have been copied
 
     if constexpr (HAS_OUTPUTS)
       score_chunk<AfterWrite, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
@@ -199,25 +203,25 @@ __global__ void __launch_bounds__(2 * BV,
     const int rows = tokens - token;
     if constexpr (!HAS_OUTPUTS) {
       if (threadIdx.x < channels)
-        total += log_of(s.decay[threadIdx.x], tokens_at(args.g, b, h, span.start + token, args.channel), threadIdx.x,
-                        min(rows, C));
+        total += log_decay(s.decay[threadIdx.x], tokens_at(args.g, b, h, span.start + token, args.channel), threadIdx.x,
+                           min(rows, C));
     }
-    float most = 0.f;  // of the gates of columns
+    float largest = 0.f;  // of the columns' gates
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
       float2 x[4];
       gates.load(x, s.value_gates, 16 * m);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        most = at_least(x[p].x, at_least(x[p].y, most));
+        largest = at_least(x[p].x, at_least(x[p].y, largest));
         if constexpr (!HAS_OUTPUTS) totals[p & 1] += sums(x[p].x + x[p].y).all;
       }
     }
-    const bool columns_grow = __any_sync(0xffffffffu, !(most <= GROWTH));
+    const bool columns_grow = __any_sync(0xffffffffu, !(largest <= GROWTH));
     const ChunkColumns own = {
         b, h, span.start + token, min(rows, C), channels, v_tile + column, min(columns - column, 16)};
     State<BK> kept_in_registers;
-    bool by_token = false;  // then what products give counts for nothing
+    bool by_token = false;  // whether results of products are replaced by those of compute_token_by_token
     if (grows || columns_grow) {
       by_token = grows_beyond_products(args, own);
 #pragma unroll
@@ -235,11 +239,11 @@ __global__ void __launch_bounds__(2 * BV,
     if constexpr (HAS_OUTPUTS) add_state_outputs_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state_by_columns<PRODUCTS, BV>(S, s, stage, gates, values, all);
     if constexpr (HAS_OUTPUTS) {
-      __syncthreads();  // the scores stand
-      read_scores_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all, columns_grow);
+      __syncthreads();  // the scores are stored
+      add_score_outputs_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all, columns_grow);
     }
     if (by_token) {
-      go_by_token<Schedule, BK>(kept_in_registers, args, own);
+      compute_token_by_token<Schedule, BK>(kept_in_registers, args, own);
 #pragma unroll
       for (int n = 0; n < BK / 2; ++n) S[n / 4][n % 4] = kept_in_registers[n / 4][n % 4];
       continue;
@@ -255,20 +259,20 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
             if (8 * n + 2 * t + (x & 1) >= rows || column + g + 8 * (x >> 1) >= columns) continue;
-            gather_channels(o[n / 2][n % 2][x], sums[(x & 1) * shape.V + 8 * (x >> 1)], first, last);
+            add_earlier_channels(o[n / 2][n % 2][x], sums[(x & 1) * shape.V + 8 * (x >> 1)], first, last);
           }
           sums += 8 * shape.V;
         }
         if (!last) continue;
       }
-      __syncwarp();  // the warp's values are read, where its outputs come
+      __syncwarp();  // all lanes have read the warp's values, which its outputs overwrite
 #pragma unroll
       for (int n = 0; n < SUBS; ++n)
 #pragma unroll
         for (int x = 0; x < 4; ++x)
           *place<BV>(s.v[stage], 8 * n + 2 * t + (x & 1), column + g + 8 * (x >> 1)) =
               from_float<T>(scale * o[n / 2][n % 2][x]);
-      __syncwarp();  // the outputs stand
+      __syncwarp();  // the outputs are in shared memory
       T* to = args.o.row(b, h, span.start + token) + v_tile + column;
       if (bytes == 16) {
         constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;

@@ -46,9 +46,9 @@ template <class Scores> __device__ __forceinline__ int near_keys(const Scores& s
 
 // Sets y to x times a factor for each channel, or one factor for all if GATES is 1.
 template <int GATES>
-__device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[GATES]) {
+__device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&factor)[GATES]) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) y[c] = x[c] * by[c % GATES];
+  for (int c = 0; c < 4; ++c) y[c] = x[c] * factor[c % GATES];
 }
 
 // Stores 4 neighbouring values.

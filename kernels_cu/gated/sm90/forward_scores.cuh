@@ -54,8 +54,8 @@ template <typename X> __device__ __forceinline__ const char* piece_of(const X* r
   return reinterpret_cast<const char*>(row) + piece * 16;
 }
 
-// Adds to the sums of N tiles the products of one step of STEP bytes along the channels: queries and keys of type X at
-// byte `at` of their rows. One ldmatrix loads the keys of two tiles, or of one tile in two steps: k holds them.
+// Adds to the sums of N tiles the products of STEP bytes along the channels: queries and keys of type X from byte `at`
+// of their rows on. One ldmatrix loads the keys of two tiles, or of one tile in two steps: k holds them.
 constexpr int STEP = 32;  // bytes of a row
 template <typename X, int N>
 __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries, const char* keys, u32 (&k)[4],
@@ -129,7 +129,7 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
     }
 }
 
-// Products of undecayed queries and keys of N sub-chunks from `first` on. StageHeader 0 and 1 of a lane's scores[m]
+// Products of undecayed queries and keys of N sub-chunks from `first` on. Numbers 0 and 1 of a lane's scores[m]
 // have q_i . k_i at place [i, i] of the product or, if BEFORE, q_i . k_(i - 1) at [i, i - 1]; numbers 2 and 3 have
 // |k_i|^2 at [i, i]. If SQUARES, numbers 0 and 1 of squares[m] have |q_i|^2 there. Other places are not used, so that
 // rows need not agree in the order of their 16-byte pieces: each row begins with another piece, and 8 rows are in all
