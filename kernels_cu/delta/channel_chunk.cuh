@@ -1,25 +1,28 @@
-// what      A chunk of the delta rule under gates for every channel: decays of rows and columns of scores, scores of
-//           pairs of tokens, and products of matrices of tokens.
-// math      D_ij the decays from token j to token i, of each channel; a score is sum_c D_ij x_i y_j
-// shapes    a thread decays 4 channels of 4 tokens: a row of a tile has BK / 4 threads. Pairs of different blocks of 4
-//           tokens meet at the border between the halves of 8, 16 or 32 tokens, one of LEVELS; rows are in the upper
-//           half, columns in the lower one
-// numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). Pairs within 4 tokens are multiplied
-//           in float32 as the recurrence does. All others meet at a border between them: rows are decayed from it,
-//           columns up to it, and rounded to float16, as are keys that go to the chunk's end. A decay is a product of
-//           those of the tokens between, so that any gate is exact
+// what      A chunk of 32 tokens of the delta rules with a gate for each channel (prepare.cu, without such gates, has
+//           only its products): decayed rows and columns of scores, scores of pairs of tokens, products of matrices of
+//           tokens.
+// math      D_ij is the decay of each channel from after token j through token i; a score is sum_c D_ij x_i y_j of a
+//           *row* x (a query, or what reads the state) and a *column* y (a key, or what is written by)
+// shapes    a thread decays 4 channels of a block of 4 tokens: BK / 4 threads have a block. A pair of two blocks is
+//           scored by way of a border: that between the halves of 8, 16 or 32 tokens, level 0, 1 or 2. The row is in
+//           the later half and decayed from the border, the column is in the earlier half and decayed to it
+// numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). Pairs of one block are multiplied in
+//           float32, in the recurrence's order. Rows and columns of other pairs are rounded to float16, and so are keys
+//           decayed to the chunk's end. A decay is a product of the decays of the tokens in between, so that any gate
+//           is exact
 #include "delta/chunk.cuh"
 
-constexpr int BLOCK = 4;  // tokens whose pairs are multiplied one by one
+constexpr int BLOCK = 4;  // tokens of a block
+// Pairs of a block's tokens with j < i; with j <= i; and both.
 constexpr int PAIRS = BLOCK * (BLOCK - 1) / 2, PAIRS_WITH_SELF = PAIRS + BLOCK, PAIRS_OF_BOTH = PAIRS + PAIRS_WITH_SELF;
 constexpr int BLOCKS = C / BLOCK, LEVELS = 3;
 
-// The block of tokens of a thread, and the first of its channels.
+// A thread's work: a block, and 4 channels from c on. first: the block's first token; lane: among the block's threads.
 template <int BK> struct BlockTask {
   static constexpr int LANES = BK / 4;
   int lane = threadIdx.x & LANES - 1, block = threadIdx.x / u32(LANES), first = BLOCK * block, c = 4 * lane;
 
-  // The place of token n of the block, in a tile of all tokens.
+  // The address of token n of the block in a tile of all tokens.
   template <typename X> __device__ __forceinline__ X* at(X* tile, int n) const {
     return Spot<BK, 4, X>(4 * (block & 1), c).at(tile, block >> 1, n);
   }
@@ -48,7 +51,7 @@ template <typename T> __device__ __forceinline__ void put_one(T* to, float x) {
   *to = from_float<T>(x), to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
 }
 
-// Starts to copy a chunk's rows, which are whole pieces of 16 bytes; zeros behind the last of them.
+// Starts to copy a chunk's rows, which are multiples of 16 bytes; zeros from row `rows` and column `width` on.
 template <int BK, int THREADS, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr int PIECE = 16 / sizeof(T), ACROSS = BK / PIECE, AT_ONCE = THREADS / ACROSS;
@@ -62,7 +65,7 @@ __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, 
 
 // ---- lengths --------------------------------------------------------------------------------------------------------
 
-// The power of 2 below the root of a sum of squares; 1 for 0.
+// The largest power of 2 that the root of a sum of squares is not below; 1 for 0.
 __device__ __forceinline__ float power_below(float squares) {
   if (squares == 0.f) return 1.f;
   const int exponent = int(floorf(0.5f * log2_approx(squares)));
@@ -75,8 +78,8 @@ __device__ __forceinline__ float max_of_lanes(float x) {
   return x;
 }
 
-// What tokens are multiplied by to come to lengths of [1, 2), and the powers of 2 that they, or what is left of them
-// after a division by their lengths, are divided by.
+// Powers of 2 that bring tokens x to ordinary lengths: factor x has a length in [1, 2), and power factor x is x or, if
+// tokens are normalized, x / |x|.
 struct Lengths {
   float factor[C], power[C];
 
@@ -87,25 +90,26 @@ struct Lengths {
   }
 };
 
-// The sum over lanes of x[lane], in each lane its own.
-template <int HALF> __device__ __forceinline__ float sum_in_turn(const float* x) {
+// Sums 2 HALF numbers over 2 HALF lanes. Lane l returns the sum of x[l].
+template <int HALF> __device__ __forceinline__ float sum_each(const float* x) {
   const bool upper = threadIdx.x & HALF;
   float half[HALF];
 #pragma unroll
   for (int n = 0; n < HALF; ++n)
     half[n] = (upper ? x[n + HALF] : x[n]) + __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + HALF], HALF);
   if constexpr (HALF == 1) return half[0];
-  else return sum_in_turn<HALF / 2>(half);
+  else return sum_each<HALF / 2>(half);
 }
 
-// COUNT sums over the channels of a block, over the lanes that have it: so many each, LANES apart.
+// COUNT sums over a block's channels, that is, over its LANES lanes. A lane holds EACH of them: those with numbers
+// lane, lane + LANES, and so on.
 template <int BK, int COUNT> struct SumsOfLanes {
   static constexpr int LANES = BlockTask<BK>::LANES, EACH = (COUNT + LANES - 1) / LANES;
   float x[EACH];
 
   __device__ __forceinline__ SumsOfLanes(const float (&sums)[EACH * LANES]) {
 #pragma unroll
-    for (int n = 0; n < EACH; ++n) x[n] = sum_in_turn<LANES / 2>(sums + n * LANES);
+    for (int n = 0; n < EACH; ++n) x[n] = sum_each<LANES / 2>(sums + n * LANES);
   }
   // Calls f(number of a sum, the sum) for the lane's sums.
   template <class F> __device__ __forceinline__ void each(F f) const {
@@ -114,14 +118,14 @@ template <int BK, int COUNT> struct SumsOfLanes {
   }
 };
 
-// Pairs of a block's tokens by number: PAIRS_WITH_SELF with j <= i, and behind them PAIRS with j < i.
+// The pair with a number: first the PAIRS_WITH_SELF pairs with j <= i, then PAIRS with j < i (strict).
 struct PairOfBlock {
-  bool apart;
+  bool strict;
   int i, j;
-  __device__ __forceinline__ PairOfBlock(int n) : apart(n >= PAIRS_WITH_SELF) {
-    n -= apart ? PAIRS_WITH_SELF : 0;
+  __device__ __forceinline__ PairOfBlock(int n) : strict(n >= PAIRS_WITH_SELF) {
+    n -= strict ? PAIRS_WITH_SELF : 0;
     const int row = (n >= 1) + (n >= 3) + (n >= 6);
-    i = row + apart, j = n - row * (row + 1) / 2;
+    i = row + strict, j = n - row * (row + 1) / 2;
   }
   static constexpr int with_self(int i, int j) { return i * (i + 1) / 2 + j; }
   static constexpr int before(int i, int j) { return PAIRS_WITH_SELF + i * (i - 1) / 2 + j; }
@@ -129,35 +133,37 @@ struct PairOfBlock {
 
 // ---- decays ---------------------------------------------------------------------------------------------------------
 
-// Calls rows(level, decays from the level's border to a block) or columns(level, those from the block to the border)
-// for each level. `before` and `behind` get decays from the chunk's start to the block, and from it to the chunk's end.
+// For each level calls rows(level, decays from the border to the block) if the block is after the level's border, else
+// columns(level, decays from the block to the border). Sets `before` and `after` to the decays from the chunk's start
+// to the block, and from the block to the chunk's end.
 template <int BK, class Rows, class Columns>
-__device__ __forceinline__ void each_border(const float (&over)[BLOCKS][BK], const BlockTask<BK>& task, float4& before,
-                                            float4& behind, Rows rows, Columns columns) {
-  before = behind = {1.f, 1.f, 1.f, 1.f};
+__device__ __forceinline__ void each_border(const float (&block_decays)[BLOCKS][BK], const BlockTask<BK>& task,
+                                            float4& before, float4& after, Rows rows, Columns columns) {
+  before = after = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
   for (int level = 0; level < LEVELS; ++level) {
-    const float* other = over[(task.block >> level ^ 1) << level] + task.c;  // the half on the border's other side
+    const float* other =
+        block_decays[(task.block >> level ^ 1) << level] + task.c;  // the half on the border's other side
     float4 all = unpack_four(other);
 #pragma unroll
     for (int n = 1; n < 1 << level; ++n) all = times(all, unpack_four(other + n * BK));
     if (task.block >> level & 1) rows(level, before), before = times(before, all);
-    else columns(level, behind), behind = times(behind, all);
+    else columns(level, after), after = times(after, all);
   }
 }
 
-// Stores a block's rows, or columns, of a level, times `by`. Tokens on a side of the level's borders are in their
-// order; rows of KINDS alternate by 8.
+// Stores a block's rows, or columns, of a level, times `decay`. A tile has the tokens of one side of the level's
+// borders, in their order; 8 tokens of each of KINDS kinds follow each other.
 template <int KINDS, int BK>
-__device__ __forceinline__ void put_level(f16* tile, int level, int kind, const BlockTask<BK>& task,
-                                          const float4 (&x)[BLOCK], float4 by) {
+__device__ __forceinline__ void store_level(f16* tile, int level, int kind, const BlockTask<BK>& task,
+                                            const float4 (&x)[BLOCK], float4 decay) {
   const int at = task.block >> (level + 1) << level | task.block & (1 << level) - 1;
   const Spot<BK, 4, f16> spot(4 * (at & 1), task.c);
 #pragma unroll
-  for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (at >> 1) * KINDS + kind, n), times(by, x[n]));
+  for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (at >> 1) * KINDS + kind, n), times(decay, x[n]));
 }
 
-// Stores zeros to the rows of a block's tokens.
+// Stores zeros in the rows of a block's tokens.
 template <int BK> __device__ __forceinline__ void clear_rows(Matrix<f16>& M, const BlockTask<BK>& task) {
 #pragma unroll
   for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
@@ -173,8 +179,8 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[C][LD], 
   }
 }
 
-// Calls f(i, j, scores of rows of the first kind, of the second kind) for the scores at borders of tokens i with tokens
-// j and j + 1.
+// Calls f(i, j, scores of the first kind of rows, scores of the second kind) for the scores of token i with tokens j
+// and j + 1 that are computed by way of borders. task: 0 to 7, a warp's share.
 template <int BK, class F>
 __device__ __forceinline__ void score_borders(const f16 (&rows)[LEVELS][C * BK],
                                               const f16 (&columns)[LEVELS][C / 2 * BK], int task, F f) {
@@ -185,7 +191,7 @@ __device__ __forceinline__ void score_borders(const f16 (&rows)[LEVELS][C * BK],
   int i = 16 * left + 8 + g, j = 16 * right + 2 * t;
   if (level == 0) i = 16 * left + (g >> 2) * 8 + 4 + (g & 3), j = 16 * right + (t >> 1) * 8 + (t & 1) * 2;
   if (level == LEVELS - 1) i = 16 + 8 * left + g, j = 8 * right + 2 * t;
-  if (level || g >> 2 == t >> 1)  // else they are of different borders
+  if (level || g >> 2 == t >> 1)  // otherwise the row and the columns belong to different borders
     f(i, j, float2{d[0][0] + d[1][0], d[0][1] + d[1][1]}, float2{d[0][2] + d[1][2], d[0][3] + d[1][3]});
 }
 
@@ -212,15 +218,15 @@ __device__ __forceinline__ void solve_column(float (&x)[C], const float (&M)[C][
   }
 }
 
-// Stores a column, times `by`, as a row of a matrix in two numbers.
-__device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[C], float by = 1.f) {
+// Stores a column, times `factor`, as a row of a matrix whose numbers are sums of two.
+__device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[C], float factor = 1.f) {
   f16* row = to.at(threadIdx.x & 31, 0);
 #pragma unroll
   for (int i = 0; i < C; i += 8) {
     u32 high[4], low[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const float one = by * x[i + 2 * n], next = by * x[i + 2 * n + 1];
+      const float one = factor * x[i + 2 * n], next = factor * x[i + 2 * n + 1];
       high[n] = pack<f16>(one, next);
       const float2 rounded = unpack(high[n], f16{});
       low[n] = pack<f16>(one - rounded.x, next - rounded.y);
@@ -230,14 +236,14 @@ __device__ __forceinline__ void put_column(Matrix<f16>& to, const float (&x)[C],
   }
 }
 
-// Loads rows row + 0...15, columns column + 0...15 as a left operand in two numbers.
+// Loads rows row + 0...15, columns column + 0...15 as two left operands, whose sum is the matrix.
 __device__ __forceinline__ void load_left(u32 (&a)[2][4], const Matrix<f16>& x, int row, int column) {
   const int lane = own_lane();
 #pragma unroll
   for (int n = 0; n < 2; ++n)
     ldmatrix_x4(a[n], x.x + n * x.REST + (row + (lane & 15)) * x.LDA + column + (lane >> 4) * 8);
 }
-// The same of what is below the diagonal.
+// The same, of the part below the diagonal of a float matrix.
 __device__ __forceinline__ void load_left(u32 (&a)[2][4], const float (&x)[C][LD], int row, int column) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -250,10 +256,10 @@ __device__ __forceinline__ void load_left(u32 (&a)[2][4], const float (&x)[C][LD
   }
 }
 
-// Calls f(i, j, sums of X y_ij and of X y_i(j + 1) for each y); X and all y are lower triangles, `turned` their
-// transposes.
+// Calls f(i, j, {(X Y)_ij, (X Y)_i(j + 1)} for each Y) for all elements of the products. X and all Y are lower
+// triangles; `transposed`: the transposes of Y.
 template <int THREADS, class X, class F, class... Y>
-__device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... turned) {
+__device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... transposed) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 8; task += THREADS / 32) {
@@ -274,7 +280,7 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
         multiply_halves(d[n], a[0], {b[0], b[1]}, f16{});
         ++n;
       };
-      (multiply(turned), ...);
+      (multiply(transposed), ...);
     }
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
@@ -286,7 +292,7 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
   }
 }
 
-// Stores a warp's 16 channels of a tile, which its lanes have written.
+// Stores a warp's 16 channels of a tile in memory, after its lanes have written them.
 template <int BK, typename T> __device__ __forceinline__ void store_channels(T* to, const T* tile) {
   const int lane = own_lane(), c = int(threadIdx.x) / 32 * 16 + lane % 2 * 8;
   __syncwarp();

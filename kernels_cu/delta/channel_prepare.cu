@@ -1,19 +1,20 @@
-// what      The delta rule with a gate for every channel (Kimi Delta Attention): what each chunk of 32 tokens does to a
-//           state, for the kernels that walk over states; GRADIENT: for those that walk in both directions.
-// math      kd, qd: k and q decayed from the chunk's start; ke: k decayed to its end; M = D_ij k_i . k_j below the
-//           diagonal, A = D_ij q_i . k_j up to it: channel_chunk.cuh.
+// what      The delta rule with a gate for each channel (Kimi Delta Attention): prepares each chunk of 32 tokens, that
+//           is, computes what the chunk does to a state, for the kernels that walk over states. GRADIENT: for those
+//           that walk in both directions.
+// math      kd, qd: k and q decayed from the chunk's start; ke: k decayed to its end; M_ij = k_i . D_ij k_j, j < i,
+//           A_ij = q_i . D_ij k_j, j <= i, D_ij the decay between both tokens (channel_chunk.cuh).
 //           N = (I + diag(beta) M)^-1, B = A N diag(beta);   E = -kd, W = w_scale (qd - B kd), Z = diag(beta) N^T ke
-//           GRADIENT: B and Z without beta, residuals by I - M N diag(beta)
-//           Keys are p k', queries r q', p and r powers of 2. So with M' and A' of k' and q', N' = (I + diag(beta p^2)
-//           M')^-1 and ke' of k':   B = diag(r) A' N' diag(p beta), Z = diag(beta p) N'^T ke', M N = diag(p) M' N'
-//           diag(p)
+//           GRADIENT: B and Z without diag(beta), and the matrix of residuals I - M N diag(beta)
+//           Keys are stored as k' = k / p, queries as q' = q / r, p and r powers of 2. Primed matrices are those of
+//           primed tokens: with N' = (I + diag(beta p^2) M')^-1,   B = diag(r) A' N' diag(p beta), Z = diag(beta p)
+//           N'^T ke', M N = diag(p) M' N' diag(p)
 // shapes    q k [B, H, T, K], g [B, HV, T, K], beta [B, HV, T]; prepared [B, HV, NC]
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  six: inputs have arrived | decays over blocks | decayed tokens | M' and A' | N' and qd | B. Each: these are
-//           in shared memory
-// numerics  M' and N' in float32, for products as the sum of two float16, as A'; E, W, Z in T, B as the sum of two T;
-//           decays: channel_chunk.cuh
+// barriers  six: inputs have arrived | decays of blocks | decayed tokens | M' and A' | N' and qd | B. Each: these are
+//           in shared memory, and their operands have been read and may be overwritten
+// numerics  M' and N' in float32; as operands they, and A', are the sum of two float16. E, W, Z in T, B the sum of two
+//           T; decays: channel_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
@@ -24,8 +25,8 @@ template <typename T, typename G> struct Args {
   Rows<const T> q, k;
   Rows<const G> g, beta;  // a token's beta is a row of one number
   void* prepared;         // Prepared, or PreparedForGradients, of each chunk
-  Shape shape;            // its H are the heads of values
-  i64 group;              // so many of them share a head of queries and keys
+  Shape shape;            // H: heads of values
+  i64 group;              // heads of values that share a head of queries and keys
   double w_scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
   i64 bytes;       // 16, 8, 4 or 2: all rows of q, k and g start on multiples of it, and are multiples long
@@ -58,16 +59,16 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     };
   };
   union {
-    float over[BLOCKS][BK];  // decays over blocks
-    Matrix<f16> turned_N;    // the transpose of N'
+    float block_decays[BLOCKS][BK];
+    Matrix<f16> N_transposed;  // of N'
   };
   float M[C][LD];
   Lengths lengths[2];
   float beta[C], weight[C];  // weight: -beta p^2
 };
 
-// Sums of a block: scores of queries, then keys, as PairOfBlock has them; squares of keys, then queries. Keeps decays
-// and keys as they came.
+// The sums of a block: scores numbered by PairOfBlock (j <= i: of queries, strict: of keys); then squares of keys, and
+// of queries. Sets `decays` and `keys` to the block's.
 constexpr int SQUARES = PAIRS_OF_BOTH, SUMS = SQUARES + 2 * BLOCK;
 
 template <int BK, typename T, typename G>
@@ -75,7 +76,7 @@ __device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const T* q, const T* 
                                                            float4 (&keys)[BLOCK]) {
   const BlockTask<BK> task;
   float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
-  float4 decayed[BLOCK];  // keys, to the present row
+  float4 decayed[BLOCK];  // keys of the block, decayed to token i
 #pragma unroll
   for (int i = 0; i < BLOCK; ++i) {
     const float4 query = unpack_four(task.at(q, i)), key = keys[i] = unpack_four(task.at(k, i));
@@ -131,14 +132,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     n -= SQUARES;
     if (n >= 0 && n < 2 * BLOCK) s.lengths[n / BLOCK].set(task.first + n % BLOCK, sum, args.normalized);
   });
-  __syncwarp();                           // lengths of the block's tokens are in shared memory
-  float4 queries[BLOCK], earlier[BLOCK];  // as keys from here on, decayed from the block's start; keys to its end
+  __syncwarp();  // lengths of the block's tokens are in shared memory
+  // queries and, from here on, keys are decayed from the block's start; keys_to_end: keys decayed to its end.
+  float4 queries[BLOCK], keys_to_end[BLOCK];
   {
     float4 since = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
     for (int n = BLOCK - 1; n >= 0; --n) {
       keys[n] = times(of_k.factor[task.first + n], keys[n]);
-      earlier[n] = times(since, keys[n]), since = times(since, decays[n]);
+      keys_to_end[n] = times(since, keys[n]), since = times(since, decays[n]);
     }
     since = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
@@ -147,36 +149,36 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
       const float4 query = unpack_four(task.at(s.q, n));
       queries[n] = times(since, times(of_q.factor[task.first + n], query));
     }
-    *reinterpret_cast<float4*>(&s.over[task.block][task.c]) = since;
+    *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
   }
-  __syncthreads();  // decays over blocks are in shared memory; inputs have been read, and may be overwritten
+  __syncthreads();  // decays of blocks are in shared memory; inputs have been read, and may be overwritten
 
   clear_rows(s.A, task);
-  float4 before, behind;
+  float4 before, after;
   each_border<BK>(
-      s.over, task, before, behind,
-      [&](int level, float4 by) {
-        put_level<2>(s.rows[level], level, OF_K, task, keys, by);
-        put_level<2>(s.rows[level], level, OF_Q, task, queries, by);
+      s.block_decays, task, before, after,
+      [&](int level, float4 decay) {
+        store_level<2>(s.rows[level], level, OF_K, task, keys, decay);
+        store_level<2>(s.rows[level], level, OF_Q, task, queries, decay);
       },
-      [&](int level, float4 by) { put_level<1>(s.keys[level], level, 0, task, earlier, by); });
+      [&](int level, float4 decay) { store_level<1>(s.keys[level], level, 0, task, keys_to_end, decay); });
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
     const int i = task.first + n;
     const float4 key = times(-of_k.power[i], times(before, keys[n]));
     put_four(task.at(s.E, n), key), put_four(task.at(to.E, n), key);
-    put_four(task.at(s.ke, n), times(behind, earlier[n]));
+    put_four(task.at(s.ke, n), times(after, keys_to_end[n]));
     queries[n] = times(before, queries[n]);
   }
   if (task.block == BLOCKS - 1)
-    *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.over[task.block][task.c]));
+    *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
   __syncwarp();  // zeros of the block's rows of A are in shared memory
   sums.each([&](int n, float sum) {
     if (n >= SQUARES) return;
     const PairOfBlock of(n);
     const int i = task.first + of.i, j = task.first + of.j;
-    const float score = s.lengths[of.apart ? OF_K : OF_Q].factor[i] * of_k.factor[j] * sum;
-    if (of.apart) s.M[i][j] = score;
+    const float score = s.lengths[of.strict ? OF_K : OF_Q].factor[i] * of_k.factor[j] * sum;
+    if (of.strict) s.M[i][j] = score;
     else put_one(s.A.at(i, j), score);
   });
   __syncthreads();  // decayed queries and keys are in shared memory
@@ -198,12 +200,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
 #pragma unroll
     for (int i = 0; i < C; ++i) x[i] = i == lane;
     solve_column(x, s.M, s.weight);
-    put_column(s.turned_N, x);
+    put_column(s.N_transposed, x);
   }
   __syncthreads();  // N' and qd are in shared memory
 
-  const auto with_powers = [&](int j, float by, float2 x) {
-    return float2{by * of_k.power[j] * x.x, by * of_k.power[j + 1] * x.y};
+  const auto with_powers = [&](int j, float factor, float2 x) {
+    return float2{factor * of_k.power[j] * x.x, factor * of_k.power[j + 1] * x.y};
   };
   multiply_triangles<THREADS>(
       s.A,
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
         put_two(s.B.at(i, j), s.beta[j] * x.x, s.beta[j + 1] * x.y);
         if constexpr (GRADIENT) put_two(to.B[0].at(i, j), x.x, x.y);
       },
-      s.turned_N);
+      s.N_transposed);
   if constexpr (GRADIENT)
     multiply_triangles<THREADS>(
         s.M,
@@ -220,15 +222,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
           const float2 x = with_powers(j, of_k.power[i], sum[0]);
           put_two(to.of_residual[0].at(i, j), float(i == j) - s.beta[j] * x.x, float(i == j + 1) - s.beta[j + 1] * x.y);
         },
-        s.turned_N);
+        s.N_transposed);
   const int channel = int(threadIdx.x) / 32 * 16;
   Columns sum = {};
 #pragma unroll
-  for (int m = 0; m < C / 16; ++m) multiply_tokens<UPPER, BK>(sum[m], s.turned_N, s.ke, 16 * m, channel);
+  for (int m = 0; m < C / 16; ++m) multiply_tokens<UPPER, BK>(sum[m], s.N_transposed, s.ke, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of ke
   each_pair([&](int i, int c, int m, int across, int down) {
-    const float by = GRADIENT ? of_k.power[i] : s.beta[i] * of_k.power[i], *two = sum[m][across] + 2 * down;
-    put_pair(place<BK>(s.Z, i, c), {by * two[0], by * two[1]});
+    const float factor = GRADIENT ? of_k.power[i] : s.beta[i] * of_k.power[i], *two = sum[m][across] + 2 * down;
+    put_pair(place<BK>(s.Z, i, c), {factor * two[0], factor * two[1]});
     sum[m][across][2 * down] = sum[m][across][2 * down + 1] = 0.f;
   });
   store_channels<BK>(to.Z[0], s.Z);
@@ -238,8 +240,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
-    const float by = scale * of_q.power[i], *two = sum[m][across] + 2 * down;
-    put_pair(place<BK>(s.W, i, c), {fmaf(by, query.x, scale * two[0]), fmaf(by, query.y, scale * two[1])});
+    const float factor = scale * of_q.power[i], *two = sum[m][across] + 2 * down;
+    put_pair(place<BK>(s.W, i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.W);
   if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.of_residual[0]);

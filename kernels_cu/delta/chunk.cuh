@@ -1,8 +1,8 @@
-// what      A chunk's tokens in the delta rules' kernels of every card: copies, decays under a gate for all channels of
-//           a token, products of rows, and of matrices of tokens with tokens.
+// what      A chunk's tokens in the delta rules' kernels of every card: copies, decays by one gate for all channels of
+//           a token, products of rows, and products of matrices of tokens with tokens.
 // numerics  products of T are summed in float32; matrices of tokens are the sum of two numbers of T
 // source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N (prepare.cu)
-//           is multiplied into what is read and written, which it does not enlarge, and not into what a state lacks
+//           multiplies what is read from and written to a state, which N does not enlarge, and not the residuals
 #include "delta/chunk_storage.cuh"
 #include "delta/lengths.cuh"
 #include "gated/forward_copies.cuh"
@@ -10,14 +10,14 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-using Columns = float[C / 16][2][4];  // of a warp: all tokens of a chunk, 16 columns
+using Columns = float[C / 16][2][4];  // a warp's accumulators [all tokens of a chunk, 16 columns]
 
 __device__ __forceinline__ float2 unpack_pair(const bf16* x) {
   return unpack(*reinterpret_cast<const u32*>(x), bf16{});
 }
 __device__ __forceinline__ float2 unpack_pair(const f16* x) { return unpack(*reinterpret_cast<const u32*>(x), f16{}); }
 
-// Stores x and y, and REST numbers behind them what rounding leaves of them.
+// Stores x and y rounded to T, and their rounding errors REST numbers later.
 template <typename T, int REST = Matrix<T>::REST> __device__ __forceinline__ void put_two(T* to, float x, float y) {
   const u32 pair = pack<T>(x, y);
   const float2 rounded = unpack(pair, T{});
@@ -25,7 +25,7 @@ template <typename T, int REST = Matrix<T>::REST> __device__ __forceinline__ voi
   *reinterpret_cast<u32*>(to + REST) = pack<T>(x - rounded.x, y - rounded.y);
 }
 
-// Stores zeros between the rows of a matrix in global memory, which are copied with the matrix.
+// Stores zeros in the gaps between the rows of a matrix in global memory: copies of the matrix include them.
 template <int THREADS, typename T> __device__ __forceinline__ void clear_padding(Matrix<T>& M) {
   for (int row = threadIdx.x; row < 2 * C; row += THREADS)
     *reinterpret_cast<uint4*>(M.x + row / C * M.REST + row % C * M.LDA + C) = uint4{};
@@ -33,7 +33,7 @@ template <int THREADS, typename T> __device__ __forceinline__ void clear_padding
 
 // ---- tokens ---------------------------------------------------------------------------------------------------------
 
-// The decay and the write strength of a lane's token; 1 and 0 behind the chunk's `rows`.
+// The decay and the write strength beta of a lane's token; 1 and 0 for tokens from `rows` on.
 struct TokenNumbers {
   float decay = 1.f, beta = 0.f;
 
@@ -48,14 +48,14 @@ struct TokenNumbers {
   }
 };
 
-// The same number in neighbouring lanes, LANES of them: the sum of theirs.
+// The sum of x over LANES neighbouring lanes; each gets it.
 template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll
   for (int distance = 1; distance < LANES; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;
 }
 
-// Copies a chunk's rows, number by number; zeros behind the last of them.
+// Copies a chunk's rows, number by number; zeros from row `rows` and column `width` on.
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride, int rows, int width) {
 #pragma unroll 1
@@ -65,14 +65,15 @@ __device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride,
   }
 }
 
-// Starts to copy a chunk's rows, which are whole pieces of `bytes`.
+// Starts to copy a chunk's rows, which are multiples of `bytes` bytes.
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_chunk(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   if (bytes == 16) copy_rows<16, 8, C, COLS, THREADS>(tile, from, stride, rows, width);
   else copy_numbers<COLS, THREADS>(tile, from, stride, rows, width);
 }
 
-// d = the products of rows x and y [8 tokens from `column` on] over their COLS numbers.
+// d += the products [16, 8] of 16 rows of x from `row` on and 8 rows of y from `column` on, over their COLS numbers.
+// Two sums, to be added by the caller: a product waits for the previous one of its sum.
 template <int COLS, typename T>
 __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, const T* y, int row, int column) {
   const RowsReader<COLS, T> right;
@@ -90,7 +91,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const T* x, cons
   }
 }
 
-// d = the products of 16 rows of x and 16 of y over their COLS numbers, columns 0...7 and 8...15.
+// d += the products [16, 16] of 16 rows of x and 16 of y over their COLS numbers; d[0]: the first 8 rows of y.
 template <int COLS, typename T>
 __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, const T* y, int row, int column) {
   const LeftReader<COLS, T> reader;
@@ -104,13 +105,12 @@ __device__ __forceinline__ void multiply_squares(float (&d)[2][4], const T* x, c
   }
 }
 
-// Stores the decays of pairs, and from the chunk's start and to its end, from those of the lanes' tokens; a warp has
-// C / WARPS rows.
+// Fills s.between, s.start and s.end, from `decay`, the decay of token `lane`. A warp has C / WARPS rows.
 template <int WARPS, class Decays> __device__ __forceinline__ void decay_pairs(Decays& s, float decay) {
   constexpr int ROWS = C / WARPS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = warp * ROWS;
   const float next = __shfl_down_sync(0xffffffffu, decay, 1);
-  float since = lane < first ? next : 1.f;  // from token `lane` to token i
+  float since = lane < first ? next : 1.f;  // the decay from after token `lane` through token i
 #pragma unroll
   for (int distance = 1; distance < C; distance *= 2) {
     const float further = __shfl_down_sync(0xffffffffu, since, distance);
@@ -128,7 +128,7 @@ template <int WARPS, class Decays> __device__ __forceinline__ void decay_pairs(D
   if (warp == WARPS - 1) s.end[lane] = since;
 }
 
-// Computes what rows of keys and queries are multiplied by; a barrier must follow.
+// Fills s.unit; a barrier must follow.
 template <int BK, int WARPS, typename T>
 __device__ __forceinline__ void measure_rows(Decayed& s, const T* q, const T* k, bool normalized) {
   const int lane = threadIdx.x & 31;
@@ -150,9 +150,9 @@ __device__ __forceinline__ void measure_rows(Decayed& s, const T* q, const T* k,
 
 // ---- matrices of tokens times tokens --------------------------------------------------------------------------------
 
-enum Filled { LOWER, UPPER, WHOLE };  // where a matrix of tokens is not 0
+enum Filled { LOWER, UPPER, WHOLE };  // the part of a matrix of tokens that is not 0
 
-// d[16 tokens, 16 columns] += rows of M, a matrix of tokens in two numbers, times tokens. FILLED says where M is not 0.
+// d[16, 16] += 16 rows of M from `row` on, times 16 columns of the tokens from `column` on. FILLED: where M is not 0.
 template <Filled FILLED, int COLS, typename T>
 __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T>& M, const T* tokens, int row,
                                                 int column) {
@@ -173,7 +173,8 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
   }
 }
 
-// Calls f(i, column, index of a pair in Columns) for a warp's pairs of neighbouring columns.
+// Calls f(i, column, m, across, down) for this lane's pairs of neighbouring columns in Columns x: token i and the
+// pair's first column; x[m][across] has the pair at 2 down.
 template <class F> __device__ __forceinline__ void each_pair(F f) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll

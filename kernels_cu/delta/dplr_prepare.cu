@@ -1,22 +1,23 @@
-// what      RWKV-7's recurrence, a delta rule that erases with vectors a and b of its own: what each chunk of 32 tokens
-//           does to a state, for the kernels that walk over states; GRADIENT: for those that walk in both directions.
-// math      kd_i: a_i decayed from the chunk's start to token i - 1; qd_i: q_i decayed from the start to i; ke, be: k
-//           and b decayed to the chunk's end. Axy_ij = x_i . y_j with the decay between both, for x = q or a, y = k or
-//           b; q_i takes its own gate, j <= i; a_i does not, j < i.
+// what      RWKV-7's recurrence, a delta rule that erases by vectors a and b of its own: prepares each chunk of 32
+//           tokens, that is, computes what the chunk does to a state, for the kernels that walk over states. GRADIENT:
+//           for those that walk in both directions.
+// math      Decayed tokens: kd_i is a_i decayed from the chunk's start through token i - 1, qd_i is q_i decayed from
+//           the start through i; ke, be are k and b decayed to the chunk's end. Scores: Axy_ij = x_i . y_j times the
+//           decay between both tokens, x = q or a, y = k or b; of q with its own gate, j <= i; of a without it, j < i.
 //           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   E = kd, W = w_scale (qd + H kd), Zb = N^T be,
 //           Zk = ke + L^T be
-//           A token x is p_x x', p_x a power of 2. So with primes for what is made of such tokens, D = diag(p_a p_b),
-//           N' = (I - D Aab')^-1 and L' = N' D Aak':   H = diag(p_q) Aqb' N' diag(p_b), B = diag(p_q) (Aqk' + Aqb' L')
-//           diag(p_k), Zb = diag(p_b) N'^T be', Zk = diag(p_k) (ke' + L'^T be'), N = diag(1 / p_b) N' diag(p_b),
-//           L = diag(1 / p_b) L' diag(p_k)
+//           Each token x is stored as x' = x / p_x, p_x a power of 2. Primed matrices are those of primed tokens:
+//           with P = diag(p_a p_b), N' = (I - P Aab')^-1 and L' = N' P Aak':   H = diag(p_q) Aqb' N' diag(p_b),
+//           B = diag(p_q) (Aqk' + Aqb' L') diag(p_k), Zb = diag(p_b) N'^T be', Zk = diag(p_k) (ke' + L'^T be'),
+//           N = diag(1 / p_b) N' diag(p_b), L = diag(1 / p_b) L' diag(p_k)
 // shapes    q k a b g [B, H, T, K], prepared [B, H, NC]
 // grid      a block for every (batch, head, chunk), chunks fastest
 // smem      Shared. In the code q and a are "rows", k and b "columns", after their place in Axy
-// barriers  eight: inputs have arrived | decays over blocks | decayed rows and k | scores with k | decayed b | scores
-//           with b | N', L' and qd | H and B. Each: these are in shared memory, and what was read for them may be
-//           overwritten
-// numerics  scores, N' and L' in float32, for products as the sum of two float16; operands E, W, Z in T, H and B as the
-//           sum of two T; decays: channel_chunk.cuh
+// barriers  eight: inputs have arrived | decays of blocks | decayed rows and k | scores with k | decayed b | scores
+//           with b | N', L' and qd | H and B. Each: these are in shared memory, and their operands have been read and
+//           may be overwritten
+// numerics  scores, N' and L' in float32; as operands they are the sum of two float16. E, W, Z in T, H and B the sum of
+//           two T; decays: channel_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16; K <= BK; BK of 64, 128
 #include "cards.cuh"
@@ -56,15 +57,15 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   };
   union {
     struct {
-      f16 rows[LEVELS][C * BK], with[LEVELS][C / 2 * BK];
+      f16 rows[LEVELS][C * BK], decayed_columns[LEVELS][C / 2 * BK];
     };
     struct {
-      float from_start[C][BK + 8];     // q' decayed from the chunk's start
-      Matrix<f16> turned_N, turned_L;  // the transposes of N' and L' over `largest`
+      float from_start[C][BK + 8];             // q' decayed from the chunk's start
+      Matrix<f16> N_transposed, L_transposed;  // of N' and L' divided by `largest`
     };
   };
   union {
-    float over[BLOCKS][BK];  // decays over blocks
+    float block_decays[BLOCKS][BK];
     struct {
       float AB[C][LD], AK[C][LD];  // Aab' and Aak'
     };
@@ -76,14 +77,14 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
   float weight[C], largest[2];  // weight: p_a p_b; largest: powers of 2 below the numbers of L' and N'
 };
 
-// Sums of a block: scores of q, then a, with k and then b, as PairOfBlock has them; squares.
+// The sums of a block: scores with k, then with b, numbered by PairOfBlock (j <= i: of q, strict: of a); then squares.
 constexpr int SQUARES = 2 * PAIRS_OF_BOTH, SUMS = SQUARES + 4 * BLOCK;
 
 template <typename T, typename G, int BK>
 __device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK>& s, float4 (&decays)[BLOCK]) {
   const BlockTask<BK> task;
   float sums[SumsOfLanes<BK, SUMS>::EACH * task.LANES] = {};
-  float4 columns[2][BLOCK];  // decayed to the present row
+  float4 columns[2][BLOCK];  // k and b of the block, decayed to token i
 #pragma unroll
   for (int i = 0; i < BLOCK; ++i) {
     const float4 q = unpack_four(task.at(s.q, i)), a = unpack_four(task.at(s.a, i));
@@ -91,14 +92,14 @@ __device__ __forceinline__ SumsOfLanes<BK, SUMS> sum_block(const Shared<T, G, BK
     add_product(sums[SQUARES + BLOCK * OF_Q + i], q, q), add_product(sums[SQUARES + BLOCK * OF_A + i], a, a);
 #pragma unroll
     for (int kind = 0; kind < 2; ++kind) {
-      float* const with = sums + PAIRS_OF_BOTH * kind;
+      float* const scores = sums + PAIRS_OF_BOTH * kind;
       const float4 own = columns[kind][i] = unpack_four(task.at(s.columns[kind], i));
       add_product(sums[SQUARES + BLOCK * (WITH_K + kind) + i], own, own);
 #pragma unroll
       for (int j = 0; j <= i; ++j) {
         float4& x = columns[kind][j];
-        if (j < i) add_product(with[PairOfBlock::before(i, j)], a, x), x = times(x, decays[i]);
-        add_product(with[PairOfBlock::with_self(i, j)], q, x);
+        if (j < i) add_product(scores[PairOfBlock::before(i, j)], a, x), x = times(x, decays[i]);
+        add_product(scores[PairOfBlock::with_self(i, j)], q, x);
       }
     }
   }
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   const int channels = int(args.shape.K), bytes = int(args.bytes);
   using Image = typename ImageOf<T, BK, true, GRADIENT>::Type;
   Image& to = static_cast<Image*>(args.prepared)[of_block.index];
-  const Lengths &of_q = s.lengths[OF_Q], &of_a = s.lengths[OF_A], *with = s.lengths + WITH_K;
+  const Lengths &of_q = s.lengths[OF_Q], &of_a = s.lengths[OF_A], *of_columns = s.lengths + WITH_K;
 
   const auto inputs = [&](auto copy) {
     copy(s.q, args.q), copy(s.a, args.a), copy(s.columns[0], args.k), copy(s.columns[1], args.b), copy(s.g, args.g);
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll
       for (int kind = 0; kind < 2; ++kind) {
         const float4 x = unpack_four(task.at(s.columns[kind], n));
-        to_end[kind][n] = times(since, times(with[kind].factor[task.first + n], x));
+        to_end[kind][n] = times(since, times(of_columns[kind].factor[task.first + n], x));
       }
       since = times(since, decays[n]);
     }
@@ -160,50 +161,50 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
       since = times(since, decays[n]);
       of_start[OF_Q][n] = times(since, times(of_q.factor[task.first + n], q));
     }
-    *reinterpret_cast<float4*>(&s.over[task.block][task.c]) = since;
+    *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = since;
   }
-  __syncthreads();  // decays over blocks are in shared memory; inputs have been read, and may be overwritten
+  __syncthreads();  // decays of blocks are in shared memory; inputs have been read, and may be overwritten
 
   clear_rows(s.QB, task), clear_rows(s.AK, task);
-  float4 before, behind;
+  float4 before, after;
   each_border<BK>(
-      s.over, task, before, behind,
-      [&](int level, float4 by) {
-        put_level<2>(s.rows[level], level, OF_Q, task, of_start[OF_Q], by);
-        put_level<2>(s.rows[level], level, OF_A, task, of_start[OF_A], by);
+      s.block_decays, task, before, after,
+      [&](int level, float4 decay) {
+        store_level<2>(s.rows[level], level, OF_Q, task, of_start[OF_Q], decay);
+        store_level<2>(s.rows[level], level, OF_A, task, of_start[OF_A], decay);
       },
-      [&](int level, float4 by) { put_level<1>(s.with[level], level, 0, task, to_end[0], by); });
+      [&](int level, float4 decay) { store_level<1>(s.decayed_columns[level], level, 0, task, to_end[0], decay); });
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
     const float4 a = times(of_a.power[task.first + n], times(before, of_start[OF_A][n]));
     put_four(task.at(s.E, n), a), put_four(task.at(to.E, n), a);
     of_start[OF_Q][n] = times(before, of_start[OF_Q][n]);
 #pragma unroll
-    for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(behind, to_end[kind][n]));
+    for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(after, to_end[kind][n]));
   }
   if (task.block == BLOCKS - 1)
-    *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.over[task.block][task.c]));
+    *reinterpret_cast<float4*>(to.whole + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
   __syncthreads();  // decayed rows and k are in shared memory
   const auto score = [&](auto f) {
 #pragma unroll 1
-    for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32) score_borders<BK>(s.rows, s.with, n, f);
+    for (int n = threadIdx.x >> 5; n < 8; n += THREADS / 32) score_borders<BK>(s.rows, s.decayed_columns, n, f);
   };
   score([&](int i, int j, float2 of_q, float2 of_a) {
     *reinterpret_cast<float2*>(&s.QK[i][j]) = of_q, *reinterpret_cast<float2*>(&s.AK[i][j]) = of_a;
   });
-  __syncthreads();  // scores with k are in shared memory; b may take k's place
+  __syncthreads();  // scores with k are in shared memory; decayed b may overwrite decayed k
   each_border<BK>(
-      s.over, task, before, behind, [](int, float4) {},
-      [&](int level, float4 by) { put_level<1>(s.with[level], level, 0, task, to_end[1], by); });
-  __syncthreads();  // decayed b is in shared memory; decays over blocks have been read
+      s.block_decays, task, before, after, [](int, float4) {},
+      [&](int level, float4 decay) { store_level<1>(s.decayed_columns[level], level, 0, task, to_end[1], decay); });
+  __syncthreads();  // decayed b is in shared memory; decays of blocks have been read
   sums.each([&](int n, float sum) {
     if (n >= SQUARES) return;
     const int kind = n / PAIRS_OF_BOTH;
     const PairOfBlock of(n % PAIRS_OF_BOTH);
     const int i = task.first + of.i, j = task.first + of.j;
-    sum *= s.lengths[of.apart ? OF_A : OF_Q].factor[i] * with[kind].factor[j];
-    if (kind && !of.apart) put_one(s.QB.at(i, j), sum);
-    else (kind ? s.AB : of.apart ? s.AK : s.QK)[i][j] = sum;
+    sum *= s.lengths[of.strict ? OF_A : OF_Q].factor[i] * of_columns[kind].factor[j];
+    if (kind && !of.strict) put_one(s.QB.at(i, j), sum);
+    else (kind ? s.AB : of.strict ? s.AK : s.QK)[i][j] = sum;
   });
   score([&](int i, int j, float2 of_q, float2 of_a) {
     put_two(s.QB.at(i, j), of_q.x, of_q.y);
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   if (threadIdx.x < 64) {
     const int lane = own_lane(), kind = threadIdx.x / 32;
     float x[C], largest = 0.f;
-    if (kind) s.weight[lane] = of_a.power[lane] * with[1].power[lane];
+    if (kind) s.weight[lane] = of_a.power[lane] * of_columns[1].power[lane];
     barrier_sync(1, 64);  // weights are in shared memory
     if (kind)
 #pragma unroll
@@ -230,36 +231,37 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     largest = power_below(max_of_lanes(largest));
     largest *= largest;
     if (lane == 0) s.largest[kind] = largest;
-    put_column(kind ? s.turned_N : s.turned_L, x, 1.f / largest);
+    put_column(kind ? s.N_transposed : s.L_transposed, x, 1.f / largest);
   }
   __syncthreads();  // N', L' and qd are in shared memory
 
-  const float of_L = s.largest[0], of_N = s.largest[1];
+  const float L_scale = s.largest[0], N_scale = s.largest[1];
   multiply_triangles<THREADS>(
       s.QB,
       [&](int i, int j, const float2(&sums)[2]) {
-        const auto put = [&](Matrix<T>& M, float by, const Lengths& of, float x, float y) {
-          put_two(M.at(i, j), by * of.power[j] * x, by * of.power[j + 1] * y);
+        const auto put = [&](Matrix<T>& M, float factor, const Lengths& columns, float x, float y) {
+          put_two(M.at(i, j), factor * columns.power[j] * x, factor * columns.power[j + 1] * y);
         };
         const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f;
-        put(s.B, of_q.power[i], with[0], fmaf(of_L, sums[0].x, one), fmaf(of_L, sums[0].y, next));
-        put(s.H, of_N * of_q.power[i], with[1], sums[1].x, sums[1].y);
+        put(s.B, of_q.power[i], of_columns[0], fmaf(L_scale, sums[0].x, one), fmaf(L_scale, sums[0].y, next));
+        put(s.H, N_scale * of_q.power[i], of_columns[1], sums[1].x, sums[1].y);
       },
-      s.turned_L, s.turned_N);
+      s.L_transposed, s.N_transposed);
   const int channel = int(threadIdx.x) / 32 * 16;
   Columns z[2] = {};
 #pragma unroll
   for (int m = 0; m < C / 16; ++m) {
-    multiply_tokens<UPPER, BK>(z[0][m], s.turned_L, s.to_end[1], 16 * m, channel);
-    multiply_tokens<UPPER, BK>(z[1][m], s.turned_N, s.to_end[1], 16 * m, channel);
+    multiply_tokens<UPPER, BK>(z[0][m], s.L_transposed, s.to_end[1], 16 * m, channel);
+    multiply_tokens<UPPER, BK>(z[1][m], s.N_transposed, s.to_end[1], 16 * m, channel);
   }
   __syncwarp();  // all lanes have read these channels of be
   each_pair([&](int i, int c, int m, int across, int down) {
     const float *of_k = z[0][m][across] + 2 * down, *of_b = z[1][m][across] + 2 * down;
     const float2 key = unpack_pair(place<BK>(s.to_end[0], i, c));
-    const float by_k = with[0].power[i], by_b = of_N * with[1].power[i];
-    put_pair(place<BK>(s.Z[0], i, c), {by_k * fmaf(of_L, of_k[0], key.x), by_k * fmaf(of_L, of_k[1], key.y)});
-    put_pair(place<BK>(s.Z[1], i, c), {by_b * of_b[0], by_b * of_b[1]});
+    const float k_factor = of_columns[0].power[i], b_factor = N_scale * of_columns[1].power[i];
+    put_pair(place<BK>(s.Z[0], i, c),
+             {k_factor * fmaf(L_scale, of_k[0], key.x), k_factor * fmaf(L_scale, of_k[1], key.y)});
+    put_pair(place<BK>(s.Z[1], i, c), {b_factor * of_b[0], b_factor * of_b[1]});
   });
   store_channels<BK>(to.Z[0], s.Z[0]);
   store_channels<BK>(to.Z[1], s.Z[1]);
@@ -270,23 +272,24 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
     const float2 query = *reinterpret_cast<const float2*>(&s.from_start[i][c]);
-    const float by = scale * of_q.power[i], *two = w[m][across] + 2 * down;
-    put_pair(place<BK>(s.Z[0], i, c), {fmaf(by, query.x, scale * two[0]), fmaf(by, query.y, scale * two[1])});
+    const float factor = scale * of_q.power[i], *two = w[m][across] + 2 * down;
+    put_pair(place<BK>(s.Z[0], i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.Z[0]);
   if constexpr (GRADIENT) {
     store_pieces<THREADS>(to.B[0].x, s.B.x), store_pieces<THREADS>(to.B[1].x, s.H.x);
     for (int x = 2 * threadIdx.x; x < C * C; x += 2 * THREADS) {
       const int i = x / C, j = x % C;
-      const float by = 1.f / with[1].power[i];
-      const auto put = [&](Matrix<T>& M, const Matrix<f16>& turned, float largest, const Lengths& of) {
+      const float factor = 1.f / of_columns[1].power[i];
+      const auto put = [&](Matrix<T>& M, const Matrix<f16>& transposed, float largest, const Lengths& of) {
         const auto at = [&](int j) {
-          const f16* two = turned.x + j * turned.LDA + i;
-          return by * largest * of.power[j] * (to_float(two[0]) + to_float(two[turned.REST]));
+          const f16* two = transposed.x + j * transposed.LDA + i;
+          return factor * largest * of.power[j] * (to_float(two[0]) + to_float(two[transposed.REST]));
         };
         put_two(M.at(i, j), at(j), at(j + 1));
       };
-      put(to.of_residual[0], s.turned_N, of_N, with[1]), put(to.of_residual[1], s.turned_L, of_L, with[0]);
+      put(to.of_residual[0], s.N_transposed, N_scale, of_columns[1]),
+          put(to.of_residual[1], s.L_transposed, L_scale, of_columns[0]);
     }
     clear_padding<THREADS>(to.of_residual[0]), clear_padding<THREADS>(to.of_residual[1]);
     if (threadIdx.x < C) to.beta[threadIdx.x] = 1.f;
