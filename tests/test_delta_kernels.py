@@ -385,6 +385,36 @@ def test_segments_by_token(monkeypatch, backend, case, states, segments, rng):
         assert rms(double(backend.tohost(x)) - y) <= 10 * LIMITS[dtype.name][0] * size, name
 
 
+@pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
+@pytest.mark.parametrize("before", [-np.inf, -76], ids=["from-zero", "from-little"])
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
+@pytest.mark.parametrize("op", [x for x in DELTA_RULES if x.decays], ids=lambda op: op.name)
+def test_growth_within_a_segment(monkeypatch, backend, op, dtype, before, states, rng):
+    """What a segment does to states may be out of range where no state is: results are those of whole sequences."""
+    half = dtype == BFLOAT16
+    monkeypatch.setattr(delta.Cut if half else delta.CutByToken, "time", lambda cut, number: abs(number - 3))
+    monkeypatch.setattr(contract, "MEMOS", Cache(1 << 20, 16))
+    case = Case(op, H=1, T=1504, dtype=dtype, gate="weak")
+    arrays, start, do, dht = case.drawn(rng)
+    own = dict(zip(op.arrays, arrays, strict=True))
+    for name in op.strengths or ("k", "a"):
+        own[name][:, :, 480:1024] = 0
+    (gate,) = (own[name] for name in op.decays)  # the second segment, from token 502 or 512 on, grows by 90 nats
+    gate[:, :, 480:1024] = 0
+    gate[:, :, 480], gate[:, :, 544:992] = before, 90 / 448
+    do, dht = (do * 2.0**-17).astype(dtype), dht * SINGLE.type(2**-17)  # their gradients grow backwards
+    start, dht = (x if states else None for x in (start, dht))
+    o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start)
+    given = {"initial_state": backend.asarray(start), "output_final_state": True} if states else {}
+    found, pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), **given)
+    back = pull(backend.asarray(do), *([backend.asarray(dht)] if states else []))
+    limit = 2 * HARD_LIMITS[dtype] if half else 10 * LIMITS[dtype.name][0]
+    for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
+        assert rms(double(backend.tohost(x)) - y) < limit * rms(y), what
+    for name, x, y in zip((*op.arrays, "h0"), back, gradients, strict=states):
+        assert rms(double(backend.tohost(x)) - y) <= 3 * limit * rms(y), name
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("K, V, segments", [(39, 70, 3), (39, 70, 4), (101, 40, 4)])
 @pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])

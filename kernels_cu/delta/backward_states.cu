@@ -13,7 +13,8 @@
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
 //           16 columns. Columns of F come behind those of G, forwards
 // smem      a ring of STAGES: a chunk as it was prepared, and its v or do
-// barriers  one a chunk: it is in shared memory, and the previous chunk has been read
+// barriers  one: whether states from which segments start are finite; one a chunk: it is in shared memory, and the
+//           previous chunk has been read
 // numerics  S and C in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients and the kept states
 //           are rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
@@ -60,16 +61,18 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO> (&stages)[STAGES], co
   const u32 pair = block / tiles, tile_of = block % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
   const bool of_F = !OUTPUTS && !BACKWARDS && tile_of >= value_tiles;
+  const int v_tile = (of_F ? tile_of - value_tiles : tile_of) * BV;
+  const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), n, h, args.starts, v_tile, BV);
   const auto segment = segment_of<BACKWARDS>(OUTPUTS, shape, u32(args.P), n, h, BACKWARDS ? args.dht : args.initial,
-                                             args.starts, BACKWARDS ? args.dh0 : Rows<float>{});
+                                             args.starts, BACKWARDS ? args.dh0 : Rows<float>{}, whole);
   if (!OUTPUTS && (segment.last || (of_F && segment.first))) return;
   const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
-  const Span span = tokens_of(shape, n % count);
-  const int v_tile = (of_F ? tile_of - value_tiles : tile_of) * BV, tokens = int(span.stop - span.start);
+  const Span span = segment.tokens;
+  const int tokens = int(span.stop - span.start);
   const int bytes = int(args.bytes);
   const int channels = int(shape.K), columns = int(min(width - v_tile, i64(BV))), t = threadIdx.x & 3;
   const int column = threadIdx.x / 32 * 16, kept_columns = padded(shape.V) - v_tile, chunks = (tokens + C - 1) / C;
-  const i64 first_chunk = chunks_of(shape, n % count).start;
+  const i64 first_chunk = segment.chunks.start;
   const auto* prepared = static_cast<const Image*>(args.prepared) + (i64(b) * H + h) * shape.NC + first_chunk;
   const Rows<const T>& values = BACKWARDS ? args.do_ : args.v;
   const Rows<T>& residual = BACKWARDS ? args.dresidual : args.residual;

@@ -9,10 +9,13 @@
 //           columns
 // smem      a ring of panels of F; S, or C
 // barriers  one a segment: the previous S has been read; one a panel: it and S are in shared memory, and the previous
-//           panel has been read
+//           panel has been read; one at the end: whether a number is not finite
 // numerics  R: float32, or float64
+//           Where growth makes F or a state infinite, the first channel of the last state becomes NaN in all columns of
+//           the block: walks then take the sequence whole (segments.cuh)
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
 // limits    K <= BK of 64, 128, 256; P >= 3
+#include "delta/segments.cuh"
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
@@ -123,6 +126,9 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
     }
     each(step + 1, x, [](R& to, R& from) { to = from; });
   }
+  bool lost = false;
+  each(steps, x, [&](R&, R& found) { lost |= !is_finite(found); });
+  if (__syncthreads_or(lost) && channel == 0) each(steps, x, [](R& to, R&) { to = R(__uint_as_float(0x7fc00000u)); });
 }
 
 template <typename R, int BK> __global__ void __launch_bounds__(2 * BK, 1) delta_join_segments(const Args<R> args) {

@@ -12,8 +12,8 @@
 // grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
 //           all channels, EACH of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and what warps add to sums over columns
-// barriers  three a chunk: it has arrived | decays and sums over channels stand | parts of sums over columns stand, and
-//           nobody reads the chunk
+// barriers  one: whether states from which segments start are finite; three a chunk: it has arrived | decays and sums
+//           over channels stand | parts of sums over columns stand, and nobody reads the chunk
 // numerics  float32, of float64 data float64. A chunk's states are computed once more, forwards, from the kept one
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; TOKENS of 1, 2, 4, 8 a chunk
@@ -54,8 +54,11 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
   constexpr int SLOT = Storage::SLOT, NEAR = EACH < 4 ? EACH : 4;  // neighbouring channels of a lane
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const BlockWork at(shape, BV);
-  const auto segment = segment_of<true>(OUTPUTS, shape, u32(args.P), at.n, at.h, args.dht, args.starts, args.dh0);
+  BlockWork at(shape, BV);
+  const bool whole = OUTPUTS && is_whole<true>(shape, u32(args.P), at.n, at.h, args.starts, int(at.tile), BV);
+  const auto segment =
+      segment_of<true>(OUTPUTS, shape, u32(args.P), at.n, at.h, args.dht, args.starts, args.dh0, whole);
+  at.span = segment.tokens;
   if (!OUTPUTS && segment.last) return;
   const int K = int(shape.K), left = int(shape.V) - at.tile, tokens = int(at.span.stop - at.span.start);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = warp * COLUMNS;
@@ -80,7 +83,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_backward(const Arg
 
   TokenGates<Rule, R> next;
   const int chunks = (tokens + TOKENS - 1) / TOKENS;
-  const i64 first_chunk = (i64(at.b) * shape.H + at.h) * shape.NC + chunks_of(shape, at.n % u32(shape.count)).start;
+  const i64 first_chunk = (i64(at.b) * shape.H + at.h) * shape.NC + segment.chunks.start;
   const auto fetch = [&](int chunk) {
     const i64 first = at.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);

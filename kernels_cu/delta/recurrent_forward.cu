@@ -17,9 +17,9 @@
 //           registers
 // smem      Shared: two stages of tokens as they are in memory, zeros beyond K, V and the sequence; and decays and
 //           scalars (`TokenScalars`) of the tokens of one stage
-// barriers  two for each stage of tokens. First: the tokens have arrived, and no thread reads the previous stage's
-//           tokens, decays or scalars any more, which are then overwritten. Second: decays and scalars of this stage
-//           are written
+// barriers  one: whether states from which segments start are finite. Two for each stage of tokens. First: the tokens
+//           have arrived, and no thread reads the previous stage's tokens, decays or scalars any more, which are then
+//           overwritten. Second: decays and scalars of this stage are written
 // numerics  float32; float64 for float64 data. S^T a or S'^T k, and S'^T q, are summed over lanes in the same shuffles,
 //           so that a token waits for shuffles once
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
@@ -58,21 +58,23 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   constexpr int LANES = Storage::LANES, BV = Storage::BV, STAGE_TOKENS = TOKENS<T, BK>;
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const BlockWork work(shape, BV, args.F ? u32(shape.K + BV - 1) / BV : 0);
+  BlockWork work(shape, BV, args.F ? u32(shape.K + BV - 1) / BV : 0);
   struct Part {  // what the block has of a state, or of F
     bool of_F;
     int width, from;  // numbers of a row, of F K and zeros; the first column
     Segment<R> segment;
   };
+  const bool whole = !args.F && is_whole<false>(shape, u32(args.P), work.n, work.h, args.starts, int(work.tile), BV);
   const auto part_of = [&](u32 n, u32 tile) {
     const u32 value_columns = u32(shape.V + BV - 1) / BV * BV;
     const auto segment =
-        segment_of<false>(!args.F, shape, u32(args.P), n, work.h, args.initial, args.starts, args.final);
+        segment_of<false>(!args.F, shape, u32(args.P), n, work.h, args.initial, args.starts, args.final, whole);
     if (tile < value_columns) return Part{false, int(shape.V), int(tile), segment};
     return Part{true, int(shape.K + 3) / 4 * 4, int(tile - value_columns), segment};
   };
   const auto part = part_of(work.n, work.tile);
   if (args.F && (part.segment.last || (part.of_F && part.segment.first))) return;
+  work.span = part.segment.tokens;
   const int K = int(shape.K), columns_left = part.width - part.from, tokens = int(work.span.stop - work.span.start);
   // `lane` counts the LANES lanes that share columns; `column`: the lane's first column in the block's tile.
   const int lane = threadIdx.x % LANES, column = threadIdx.x / LANES * COLUMNS;
@@ -101,9 +103,8 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     cp_async_commit();
   };
   if (tokens) fetch(0, 0);
-  // The index of the sequence's first state in `kept`. shape.count: packed sequences in a batch row.
-  const i64 first_kept =
-      ((i64(work.b) * shape.H + work.h) * shape.NC + chunks_of(shape, work.n % u32(shape.count)).start);
+  // The index of the sequence's first state in `kept`.
+  const i64 first_kept = (i64(work.b) * shape.H + work.h) * shape.NC + part.segment.chunks.start;
 #pragma unroll 1
   for (int token = 0, stage = 0; token < tokens; token += STAGE_TOKENS, stage ^= 1) {
     const auto& in = s.stages[stage];

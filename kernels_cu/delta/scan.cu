@@ -8,7 +8,8 @@
 // grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. Columns of F
 //           come behind those of G
 // smem      a ring of STAGES: a chunk as it was prepared, and its v
-// barriers  one a chunk: it is in shared memory, and the previous chunk has been read
+// barriers  one: whether states from which segments start are finite; one a chunk: it is in shared memory, and the
+//           previous chunk has been read
 // numerics  S in float32 accumulators; S and v + Y (TWO: Y) are rounded to T for products
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16; K <= BK; BK and BV of 64, 128
@@ -47,15 +48,18 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const u32 pair = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
   const bool of_F = !OUTPUTS && tile >= value_tiles;
-  const auto segment = segment_of<false>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final);
+  const int v_tile = (of_F ? tile - value_tiles : tile) * BV;
+  const bool whole = OUTPUTS && is_whole<false>(shape, u32(args.P), n, h, args.starts, v_tile, BV);
+  const auto segment =
+      segment_of<false>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final, whole);
   if (!OUTPUTS && (segment.last || (of_F && segment.first))) return;
   const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
-  const Span span = tokens_of(shape, n % count), chunks = chunks_of(shape, n % count);
-  const int v_tile = (of_F ? tile - value_tiles : tile) * BV, tokens = int(span.stop - span.start);
+  const Span span = segment.tokens;
+  const int tokens = int(span.stop - span.start);
   const int bytes = int(args.bytes);
   const int channels = int(shape.K), columns = int(min(width - v_tile, i64(BV))), column = threadIdx.x / 32 * 16;
   const auto* prepared =
-      static_cast<const Prepared<T, BK, TWO>*>(args.prepared) + (i64(b) * H + h) * shape.NC + chunks.start;
+      static_cast<const Prepared<T, BK, TWO>*>(args.prepared) + (i64(b) * H + h) * shape.NC + segment.chunks.start;
 
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, v_tile, channels, columns, f); };
