@@ -234,7 +234,9 @@ def test_an_adapter_is_trained_extended_and_merged(command, base, tmp_path):
     file = tmp_path / "out" / "adapter.safetensors"
     generate = f"linattn-np generate --model {tmp_path / 'model.safetensors'} --adapter {file} 'The '"
     assert code == 0 and said.splitlines()[-1] == f"wrote {file}. To write with it: {generate}"
-    places = {name.split(".", 2)[2] for name in load_file(file) if name != "lora_alpha"}
+    content = load_file(file)
+    assert content.pop("rwkv_version") == [base.kind.version.number]
+    places = {name.split(".", 2)[2] for name in content if name != "lora_alpha"}
     assert places == {f"{place}.lora_{part}" for place in ("ffn.key", "att.output") for part in "AB"}
     code, _, said = command(*train(tmp_path, *chosen, "--resume", "--steps", 4))
     assert code == 0 and "step 4, " in said
@@ -250,7 +252,7 @@ def test_a_state_is_trained_and_written_with(command, base, tmp_path):
     file = tmp_path / "out" / "state.pth"
     assert code == 0 and f"--load-state {file}" in said.splitlines()[-1]
     tuned = dict(checkpoint.read(file))
-    assert list(tuned) == [f"blocks.{i}.att.time_state" for i in range(2)]
+    assert list(tuned) == [*(f"blocks.{i}.att.time_state" for i in range(2)), "rwkv_version"]
     wanted, _ = base.kind(base.weights | tuned).forward([[1, 2]])
     model = base.kind(base.weights)
     found, _ = model.forward([[1, 2]], model.on_device(State.load(file)))
@@ -270,6 +272,96 @@ def test_a_training_goes_on_from_the_same_model(base, tmp_path):
             CheckpointError, match="another text, expected one on this, from this model with this alpha"
         ):
             Training.restore(tmp_path / "training.safetensors", TEXT, kind=other)
+
+
+def other_version(base):
+    """A base of another version and equal sizes."""
+    kind = {RWKV6: RWKV7, RWKV7: RWKV6}[base.kind]
+    layout = kind.trainable(2, 16, 8)
+    return Base.of(layout.named(layout.initial(0)))
+
+
+def test_what_was_trained_belongs_to_a_version(command, base, tmp_path):
+    """Adapters and states of one were read by another of equal sizes without a word."""
+    other = other_version(base)
+    number = base.kind.version.number
+    save_file(other.weights, tmp_path / "other.safetensors")
+    kinds = {"adapter.safetensors": LowRank(base, 2, matrices=["att.key"]), "state.pth": States(base)}
+    for file, kind in kinds.items():
+        Training(TEXT, few(), kind=kind).save_model(tmp_path / file)
+    adapter, state = (tmp_path / file for file in kinds)
+    generate = "generate", "--device", "cpu", "--tokens", 1, "--prompt", "It"
+    for words in (
+        (*generate, "--adapter", adapter),
+        (*generate, "--load-state", state),
+        ("merge", "--adapter", adapter, "--out", tmp_path / "merged.safetensors"),
+        ("evaluate", tmp_path / "text", "--tokens", 2, "--device", "cpu", "--adapter", adapter),
+    ):
+        for model, code in (("model.safetensors", 0), ("other.safetensors", 2)):
+            its = [tmp_path / model] if words[0] == "evaluate" else ["--model", tmp_path / model]
+            found, _, said = command(words[0], *its, *words[1:])
+            assert found == code, said
+            assert not code or f"is of RWKV-{number}, expected RWKV-{13 - number}: it goes with" in said
+    older = {name: array for name, array in load_file(adapter).items() if name != "rwkv_version"}
+    assert merged(other.kind, other.weights, older).keys() == other.weights.keys()
+    with pytest.raises(ContractError, match=f"RWKV{13 - number}: what is merged into the model is of RWKV-{number}"):
+        other.kind(other.weights | checkpoint.read(state))
+
+
+def test_a_training_goes_on_as_what_it_began_as(base, tmp_path):
+    """Of all weights it went on from another model, or as a new one, without a word."""
+    path, number = tmp_path / "training.safetensors", base.kind.version.number
+    kinds = [base.kind, Whole(base), Whole(Base.of(base.weights | {"emb.weight": base.weights["emb.weight"] + 1}))]
+    kinds += [LowRank(base, 2), States(base), other_version(base).kind]
+    for kind in kinds[:5]:
+        Training(TEXT, few(), kind=kind).save(path)
+        Training.restore(path, TEXT, kind=kind)
+        for other in kinds:
+            if other is not kind:
+                with pytest.raises(
+                    CheckpointError, match=f"is a training of .*RWKV-{number} .*, expected one of .*: it go"
+                ):
+                    Training.restore(path, TEXT, kind=other)
+    Training(TEXT, few(), kind=Whole(base)).save(path)
+    save_file({name: array for name, array in load_file(path).items() if name != "of"}, path)
+    Training.restore(path, TEXT, kind=Whole(base))  # an older file
+
+
+def test_no_file_of_another_kind_is_read(command, base, tmp_path):
+    """Each file that the commands write or read, where each other one is wanted: a line, or what the file is."""
+    kinds = {"adapter.safetensors": LowRank(base, 2), "state.pth": States(base), "x.pth": base.kind}
+    for file, kind in kinds.items():
+        Training(TEXT, few(), kind=kind).save_model(tmp_path / file)
+    Training(TEXT, few(), kind=base.kind).save(tmp_path / "training.safetensors")
+    base.kind(base.weights).forward([[1]])[1].save(tmp_path / "state.npz")
+    save_file(base.kind.quantise(base.weights, "int8"), tmp_path / "int8.safetensors")
+    (tmp_path / "vocab.txt").write_text("1 'a' 1\n")
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "It"}\n')
+    files, generate = sorted(tmp_path.iterdir()), ["generate", "--device", "cpu", "--tokens", 1]
+    model = ["--model", tmp_path / "model.safetensors"]
+    tuned = ("state.npz", "state.pth")
+    wanted = {
+        ("model.safetensors", "x.pth", "int8.safetensors"): [*generate, "--prompt", "It", "--model"],
+        ("adapter.safetensors",): [*generate, *model, "--prompt", "It", "--adapter"],
+        tuned: [*generate, *model, "--prompt", "It", "--load-state"],
+        ("lines.jsonl",): [*generate, *model, "--output", tmp_path / "out", "--batch-file"],
+        (): [*generate, *model, "--prompt", "It", "--tokenizer", "world", "--vocab"],
+    }
+    for sound, words in wanted.items():
+        for file in files:
+            code, _, said = command(*words, file)
+            assert code == (0 if file.name in sound else 2), (words[-1], file.name, said)
+            assert code == 0 or file.name in said or "adapter" in said, said
+    for file in files:
+        if file.name not in ("model.safetensors", "x.pth"):
+            assert (
+                command(*train(tmp_path, "--steps", 1)[:1], "--from", file, *train(tmp_path, "--steps", 1)[3:])[0] == 2
+            )
+        (tmp_path / "out2").mkdir(exist_ok=True)
+        (tmp_path / "out2" / "training.safetensors").write_bytes(file.read_bytes())
+        words = ["--text", tmp_path / "text", "--out", tmp_path / "out2", "--device", "cpu", "--resume", "--steps", 3]
+        code, _, said = command("train", "--version", base.kind.version.number, *words)
+        assert code == (0 if file.name == "training.safetensors" else 2), (file.name, said)
 
 
 def test_tuned_states_that_are_none_are_refused(tmp_path):

@@ -213,6 +213,49 @@ def test_a_tuned_state_is_where_sequences_start(kind, weights, rng, tmp_path):
         np.testing.assert_allclose(found[0], wanted, rtol=0, atol=1e-4)
 
 
+def test_a_state_belongs_to_a_version(tmp_path):
+    """An RWKV-7 of equal sizes read on from an RWKV-6's state without a word."""
+    models = {}
+    for kind in (RWKV6, RWKV7):
+        layout = layout_of(kind)
+        models[kind] = kind(layout.named(layout.initial(0)))
+    for kind, other in ((RWKV6, models[RWKV7]), (RWKV7, models[RWKV6])):
+        batch = Batch(models[kind], 1)
+        (slot,) = batch.join([[1, 2, 3]], Sampling(temperature=0))
+        state = batch.state(slot)
+        state.save(tmp_path / "state.npz")
+        for found in (state, state.copy(), State.load(tmp_path / "state.npz")):
+            models[kind].forward([[1]], models[kind].on_device(found).copy())
+            for use in (
+                lambda: other.forward([[1]], found),
+                lambda: other.on_device(found),
+                lambda: Batch(other, 1).join([[1]], Sampling(), [found]),
+            ):
+                number = kind.version.number
+                with pytest.raises(ContractError, match=f"state is of RWKV-{number}, expected RWKV-{13 - number}: it"):
+                    use()
+
+
+def test_a_state_that_names_no_version_enters_any(weights, kind, tmp_path):
+    """Such are older files, and states of a caller's own arrays."""
+    model = kind(weights)
+    wanted, state = model.forward([[1, 2, 3]])
+    np.savez(tmp_path / "older.npz", **{name: getattr(state, name) for name in ("att_shift", "wkv", "ffn_shift")})
+    older = State.load(tmp_path / "older.npz")
+    assert older.version is None and model.on_device(older).version == kind.version.number
+    again, _ = model.forward([[4]], older)
+    np.testing.assert_array_equal(again, model.forward([[4]], State(*state.copy().arrays))[0])
+
+
+@pytest.mark.parametrize("version", [np.float32([np.nan]), np.float32([6.5]), np.float32([6, 7]), np.float32(6)])
+def test_a_version_that_is_none_is_refused(version, kind, weights, tmp_path):
+    path = tmp_path / "state.npz"
+    kind(weights).forward([[1]])[1].save(path)
+    np.savez(path, **dict(np.load(path)) | {"rwkv_version": version})
+    with pytest.raises(ContractError, match="rwkv_version is float32 .*, expected the number of a version"):
+        State.load(path)
+
+
 # -- files ----------------------------------------------------------------------------------------------------------
 def to_web_rwkv(weights):
     turned = ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2")

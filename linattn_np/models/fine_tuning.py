@@ -22,7 +22,7 @@ from .number_checks import real, shown, whole
 from .quantised import Stored
 from .rwkv.adapters import ALPHA, A, B, adapter
 from .rwkv.model import Model
-from .rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS, NORM_EPS_NAME, name_in_block
+from .rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS, NORM_EPS_NAME, name_in_block, number_of
 from .training_products import HostProducts
 from .versions import kind_of
 
@@ -75,6 +75,13 @@ class Whole:
     def __init__(self, base: Base):
         self.base, self.loss = base, base.kind.loss
 
+    @cached_property
+    def title(self) -> str:
+        digest = hashlib.sha256()
+        for array in self.base.weights.values():
+            digest.update(np.ascontiguousarray(array).data)
+        return f"{self.base.kind.title} from the model {digest.hexdigest()[:16]}"
+
     def trainable(self, layers, width, head_size):
         return self.base.kind.layout(self.base.sizes, self.base.weights)
 
@@ -86,14 +93,16 @@ class Whole:
 class OfBase:
     """Base of those that train a few parameters of their own and leave the model's as they are."""
 
+    name: str  # of what is trained
     shapes: Callable[[], dict[str, tuple[int, ...]]]  # of the parameters, by name
-    constants: Callable[[], dict[str, np.ndarray]]  # what files have beside them
+    constants: Callable[[], dict[str, np.ndarray]]  # what the loss depends on besides, and files have
 
     def __init__(self, base: Base):
         self.base = base
         self.layout = base.kind.layout(base.sizes)
         self.vector: np.ndarray = self.layout.vector(base.weights)
         self.on_device: Any = None  # the same vector there, from the first loss on
+        self.title = f"{self.name} of {base.kind.title}"
 
     @cached_property
     def beside(self) -> bytes:
@@ -101,7 +110,8 @@ class OfBase:
         return hashlib.sha256(self.vector.data).digest() + constants + " ".join(self.shapes()).encode()
 
     def trainable(self, layers, width, head_size):
-        return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, self.constants())
+        constants = self.constants() | number_of(self.base.kind.version)
+        return Parameters(self.base.sizes, self.shapes(), self.decays, self.first, constants)
 
     def vector_for(self, products):
         if isinstance(products, HostProducts):
@@ -128,7 +138,7 @@ class LowRank(OfBase):
     ContractError for a rank, an alpha or a matrix that cannot be.
     """
 
-    decays = True
+    name, decays = "a low-rank adapter", True
 
     def __init__(self, base: Base, rank: int, alpha: float | None = None, matrices: Iterable[str] | None = None):
         super().__init__(base)
@@ -195,7 +205,7 @@ class States(OfBase):
     Files have `blocks.N.att.time_state`, value by key.
     """
 
-    decays = False
+    name, decays = "a state", False
 
     def shapes(self):
         H, N = self.base.sizes["H"], self.base.sizes["N"]

@@ -66,7 +66,10 @@ class Layout(Protocol):
 
 
 class Trainable(Protocol):
-    """A kind of model that can be trained: a class, or an object of `fine_tuning`."""
+    """A kind of model that can be trained: a class, or an object of `fine_tuning`.
+
+    It may have a `title`, what is trained in words: a training's file says it, and `Training.restore` wants the same.
+    """
 
     @property
     def beside(self) -> bytes:

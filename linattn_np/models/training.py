@@ -23,7 +23,7 @@ from . import checkpoint, pth_files
 from .devices import check_device
 from .files import FileError, json_object, write_arrays
 from .locks import Lock, one_at_a_time
-from .number_checks import real, whole
+from .number_checks import real, shown, whole
 from .protocols import Trainable
 from .rwkv6 import RWKV6
 from .single_process import OneProcess
@@ -132,7 +132,7 @@ class Training:
             refuse("recompute is for device 'cuda'")
         self.ranks = ranks or OneProcess()
         tokens = as_tokens(text)
-        self.fingerprint = fingerprint(tokens, kind.beside)
+        self.title, self.fingerprint = title_of(kind), fingerprint(tokens, kind.beside)
         self.ranks.agree(
             {
                 "the settings": settings,
@@ -239,6 +239,7 @@ class Training:
                 **vectors,
                 "settings": options,
                 "text": self.fingerprint,
+                "of": np.frombuffer(self.title.encode(), np.uint8),
                 "step": np.array([self.step_number]),
                 "seconds": np.array([self.seconds]),
             },
@@ -279,6 +280,12 @@ class Training:
         CheckpointError if the file holds no training, or one on another text.
         """
         stored = (ranks or OneProcess()).from_first(lambda: checkpoint.read(path))
+        own, title = title_of(kind), stored.pop("of", np.zeros(0, np.uint8)).tobytes().decode(errors="replace")
+        if title not in ("", own):  # older files lack it
+            raise checkpoint.CheckpointError(
+                f"{path}: is a training of {shown(title)[1:-1]}, expected one of {own}: it goes on as what it began as "
+                "(linattn-np train: the same --version, --from, --lora, --state)"
+            )
         try:
             settings = checked(stored, kind)
         except ContractError as error:
@@ -354,6 +361,11 @@ def as_tokens(text) -> np.ndarray:
     while isinstance(owner, np.ndarray):
         owner = owner.base
     return tokens if isinstance(owner, bytes) else tokens.copy()
+
+
+def title_of(kind) -> str:
+    """What is trained, in words, or "" if the kind does not say it."""
+    return getattr(kind, "title", "")
 
 
 def fingerprint(tokens, beside: bytes) -> np.ndarray:

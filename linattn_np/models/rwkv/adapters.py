@@ -10,6 +10,7 @@ import numpy as np
 from ...errors import ContractError
 from ..number_checks import real, shown
 from ..quantised import Stored
+from .version import VERSION_NAME, number_in
 
 A, B, ALPHA = "lora_A", "lora_B", "lora_alpha"
 
@@ -26,13 +27,14 @@ def merged(kind, weights: Mapping, adapter_weights: Mapping, alpha: float | None
     weights, config : the model's weights under any names that its class accepts, and its config.json
     adapter_weights : `blocks.N.att.key.lora_A` [rank, in], `blocks.N.att.key.lora_B` [out, rank], and so on, as
         `fine_tuning.LowRank` and RWKV-PEFT name them; names may end in `.weight` and have a trainer's prefix.
-        `lora_alpha` [1] is optional
+        `lora_alpha` [1] and `rwkv_version` [1] are optional
     alpha : by default the adapter's `lora_alpha`, or its rank
 
     ContractError if the adapter does not fit the model's matrices.
     """
     model_weights, _ = kind.parameters(weights, config)
     places = by_place(adapter_weights)
+    kind.version.check_number(number_in(places.pop(VERSION_NAME, {})), "the adapter")
     own_alpha = places.pop(ALPHA, {}).get(ALPHA)
     if not places:
         refuse(f"is empty, expected blocks.N.att.key.{A} and the like")
@@ -64,11 +66,11 @@ def changed(name, matrix, down, up, alpha):
 
 
 def by_place(adapter_weights: Mapping) -> dict[str, dict[str, np.ndarray]]:
-    """{matrix name without ".weight": {A or B: float32 array}}, and {ALPHA: {ALPHA: array}} if there is one."""
+    """{matrix name without ".weight": {A or B: float32 array}}, and {name: {name: array}} of what no matrix has."""
     parts_by_place: dict[str, dict[str, np.ndarray]] = {}
     for name, array in adapter_weights.items():
         place, _, part = plain(name).rpartition(".")
-        parts = parts_by_place.setdefault(place or part, {})
+        parts = parts_by_place.setdefault(part if part == VERSION_NAME else place or part, {})
         if part in parts:
             refuse(f"has {shown(plain(name))} twice")
         parts[part] = np.asarray(array, np.float32)

@@ -41,6 +41,7 @@ class Model:
     version : its tables of parameters
     numpy_layers : the class of its layers in NumPy
     layout : the class of its parameters' layout in a training
+    title : what is trained, as in `protocols.Trainable`
     beside : a description of weights that are not trained, as in `protocols.Trainable`; all are trained here
     folder : the name of its package, with the modules `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
     """
@@ -49,6 +50,7 @@ class Model:
     numpy_layers: ClassVar[type[NumpyLayers]]
     layout: ClassVar[type[Layout]]
     folder: ClassVar[str]
+    title: ClassVar[str]
     beside: ClassVar[bytes] = b""
 
     def __init__(
@@ -184,6 +186,7 @@ class Model:
             state = State.made(self.layers.zeros, self.sizes, batch, self.layers.state_dtype)
             for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
                 wkv[...] = start
+        state.version = self.version.number
         return state
 
     def forward(
@@ -298,9 +301,11 @@ class Model:
     def on_device(self, state: State, rows: int | None = None) -> State:
         """`state` on this device, in this `state_dtype`; its sizes must be the model's, with `rows` rows if given."""
         check_state(state, self.state_sizes(rows), wkv=None, refuse=self.version.refuse)
+        self.version.check_number(state.version, "state")
         with self.turn():
             wkv = state.wkv.astype(self.layers.state_dtype, copy=False)
-            return State(*map(self.layers.asarray, (state.att_shift, wkv, state.ffn_shift)))
+            arrays = map(self.layers.asarray, (state.att_shift, wkv, state.ffn_shift))
+            return State(*arrays, version=self.version.number)
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def checked(self, tokens):
@@ -352,6 +357,7 @@ class Model:
             self.layers.state_dtype,
             self.version.refuse,
         )
+        self.version.check_number(state.version, "state")
         for name in STATE:
             if not getattr(getattr(state, name).flags, "writeable", True):
                 self.version.refuse(f"state.{name} is read-only, expected an array to update: `copy` gives one")

@@ -7,7 +7,7 @@ from ...array_kinds import FLOATS
 from ...errors import ContractTypeError
 from ..checkpoint import refuse as refuse_file
 from ..number_checks import shown
-from .version import NORM_EPS_NAME, Version
+from .version import NORM_EPS_NAME, VERSION_NAME, Version, number_in
 
 BLOCKS = ("rwkv.blocks.", "model.layers.", "blocks.")  # prefixes of a block: Hugging Face's, fla's, the official one
 TRAINERS = ("_forward_module.", "module.", "model.", "_orig_mod.")  # prefixes: DeepSpeed, DDP, Lightning, torch.compile
@@ -95,13 +95,14 @@ def official(version: Version, weights: Mapping) -> dict:
     weights = unwrapped(weights)
     refuse_adapters(weights)
     refuse_other_versions(version, weights)
+    version.check_number(number_in(weights), "what is merged into the model")
     blocks, origin = version.naming(weights)
     layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
     has_initial_state = any(name.endswith(".time_state") for name in weights)
     origins = {name: origin(name) for name in version.parameter_axes(layers, has_initial_state)}
     origins |= {NORM_EPS_NAME: (NORM_EPS_NAME, same)} if NORM_EPS_NAME in weights else {}
     conversions = dict(origins.values())
-    unread = {origin(f"blocks.0.{name}")[0] for name in version.first_layer_lacks}
+    unread = {VERSION_NAME, *(origin(f"blocks.0.{name}")[0] for name in version.first_layer_lacks)}
     missing = [name for name in conversions if name not in weights]
     left_over = [name for name in weights if name not in conversions and name not in unread]
     if missing or left_over:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..devices import on_host
 from ..files import mapped, replaced
 from ..number_checks import shown
 from ..stored_zip import MAX_INDEX
-from .version import INITIAL_STATE_PARAMETER
+from .version import INITIAL_STATE_PARAMETER, VERSION_NAME, number_in
 
 
 @dataclass
@@ -38,6 +38,7 @@ class State:
     att_shift: np.ndarray  # [L, B, D], the last token's input of each time mix
     wkv: np.ndarray  # [L, B, H, N, N], the recurrent state, key by value, in the model's `state_dtype`
     ffn_shift: np.ndarray  # [L, B, D], the last token's input of each channel mix
+    version: int | None = field(default=None, kw_only=True)  # of RWKV; None where nobody has said it
 
     @property
     def arrays(self):
@@ -52,13 +53,13 @@ class State:
         )
 
     def copy(self) -> State:
-        return State(*(array.copy() for array in self.arrays))
+        return State(*(array.copy() for array in self.arrays), version=self.version)
 
     __copy__ = copy  # deep, as `forward` updates a state in place
 
     def row(self, slot: int) -> State:
         """One row, as the state of one sequence: views of this state's arrays."""
-        return State(*(array[:, slot : slot + 1] for array in self.arrays))
+        return State(*(array[:, slot : slot + 1] for array in self.arrays), version=self.version)
 
     def put(self, slots: int | Sequence[int], state: State):
         """Replaces one row, or each of several, by the state of one sequence."""
@@ -69,6 +70,8 @@ class State:
         """Writes a `.npz` file atomically, in float32, of which `load` returns the same numbers."""
         check_state(self, {}, wkv=None)
         arrays = {name: on_host(getattr(self, name)).astype(FLOAT32, copy=False) for name in STATE}
+        if self.version is not None:
+            arrays[VERSION_NAME] = np.full(1, self.version, np.float32)
         with replaced(path) as file:
             np.savez(file, **arrays)
 
@@ -86,10 +89,12 @@ class State:
             if data[:4] != b"PK\3\4":
                 refuse(f"starts with {data[:8]!r}, expected what State.save has written")
             places = stored_zip.directory(data)
-            if places.keys() != {f"{name}.npy" for name in STATE}:
+            if places.keys() - {f"{VERSION_NAME}.npy"} != {f"{name}.npy" for name in STATE}:
                 found = ", ".join(sorted(name.removesuffix(".npy") for name in places))
                 refuse(f"holds {shown(found)[1:-1] or 'nothing'}, expected {', '.join(sorted(STATE))}")
-            state = cls(*(stored_zip.floats(data, places[f"{name}.npy"], name) for name in STATE))
+            names = {name.removesuffix(".npy"): place for name, place in places.items()}
+            arrays = {name: stored_zip.floats(data, place, name) for name, place in names.items()}
+            state = cls(*(arrays[name] for name in STATE), version=number_in(arrays))
             check_state(state, {})
             return state
         except ContractError as error:
@@ -99,6 +104,8 @@ class State:
     @classmethod
     def tuned(cls, weights) -> State:
         """The state from `weights`, trained initial states [H, N, N] by name, value by key as in files."""
+        number = number_in(weights)
+        weights = {name: array for name, array in weights.items() if name != VERSION_NAME}
         names = [f"blocks.{i}.{name}" for name in INITIAL_STATE_PARAMETER for i in range(len(weights) or 1)]
         if unmatched := sorted(set(weights) ^ set(names)):
             refuse(f"has {shown(unmatched[0])}, expected att.time_state of every block and nothing else")
@@ -111,7 +118,7 @@ class State:
             )
         wkv = np.stack([np.asarray(weights[name], np.float32).swapaxes(1, 2) for name in names])[:, None]
         zeros = np.zeros((len(names), 1, shape[0] * shape[1]), np.float32)
-        return cls(zeros, np.ascontiguousarray(wkv), zeros.copy())
+        return cls(zeros, np.ascontiguousarray(wkv), zeros.copy(), version=number)
 
 
 FLOAT32 = np.dtype(np.float32)

@@ -20,6 +20,7 @@ from ...errors import ContractError, ContractTypeError
 LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5  # whatever the head size is
 NORM_EPS_NAME = "norm_eps"  # entry [2] of a model's weights: eps of layer norms and of the group norm, if not these two
+VERSION_NAME = "rwkv_version"  # array [1] in files of what goes with a model: states and adapters; older ones lack it
 INITIAL_STATE_PARAMETER = {"att.time_state": "H N N"}  # trained initial state, value by key; in every block or in none
 
 
@@ -71,6 +72,7 @@ FLA_SIZES = {"vocab_size": "V", "hidden_size": "D", "intermediate_size": "F", "n
 class Version:
     """A version of RWKV.
 
+    number : 6 or 7
     owner : the class of its models, with which errors begin
     title : what errors call the version
     block : {parameter of a block: axes}. The first parameter with an axis, in the order EMBEDDING, blocks, HEAD, gives
@@ -87,6 +89,7 @@ class Version:
         the layer norms'
     """
 
+    number: int
     owner: str
     title: str
     block: dict[str, str]
@@ -102,6 +105,13 @@ class Version:
     # -- refusals ----------------------------------------------------------------------------------------------------
     def refuse(self, complaint: str, error=ContractError) -> NoReturn:
         raise error(f"{self.owner}: {complaint}")
+
+    def check_number(self, number: int | None, what: str):
+        """ContractError if `what` belongs to another version, by its `number_in`."""
+        if number not in (None, self.number):
+            self.refuse(
+                f"{what} is of RWKV-{number}, expected RWKV-{self.number}: it goes with the model that it was made with"
+            )
 
     def checked_dtype(self, dtype, accepted, purpose=""):
         """`dtype` as a NumPy dtype; ContractTypeError if it is none of `accepted`. `purpose` ends the error's text."""
@@ -165,6 +175,21 @@ class Version:
         """(the eps of the layer norms, the eps of the group norm)."""
         eps = weights.get(NORM_EPS_NAME, (LAYER_NORM_EPS, GROUP_NORM_EPS))
         return float(eps[0]), float(eps[1])
+
+
+def number_in(arrays: Mapping) -> int | None:
+    """The version of the model to which a file's arrays belong, or None if the file does not say it."""
+    array = arrays.get(VERSION_NAME)
+    if array is None:
+        return None
+    if array.shape != (1,) or array[0] not in range(1, 100):
+        raise ContractError(f"{VERSION_NAME} is {array.dtype} {array.shape}, expected the number of a version")
+    return int(array[0])
+
+
+def number_of(version: Version) -> dict[str, np.ndarray]:
+    """What a file has for `number_in`."""
+    return {VERSION_NAME: np.full(1, version.number, np.float32)}
 
 
 def name_in_block(name: str) -> str:

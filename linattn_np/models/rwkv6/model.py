@@ -68,3 +68,4 @@ class RWKV6(Model):
     """
 
     version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__
+    title = VERSION.title

@@ -116,6 +116,7 @@ def naming(weights: Mapping):
 
 
 VERSION = Version(
+    number=6,
     owner="RWKV6",
     title="RWKV-6 x060",
     block=BLOCK,

@@ -60,3 +60,4 @@ class RWKV7(Model):
     """
 
     version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__
+    title = VERSION.title

@@ -106,6 +106,7 @@ def head_size(weights) -> int:
 
 
 VERSION = Version(
+    number=7,
     owner="RWKV7",
     title="RWKV-7 x070",
     block=BLOCK,
