@@ -154,19 +154,96 @@ def test_an_interrupt_while_python_ends_is_quiet(before, tmp_path):
     assert done.returncode == -signal.SIGINT and done.stderr in ("", "linattn-np: interrupted while it was loading\n")
 
 
-def test_a_third_signal_is_the_systems(monkeypatch):
-    """The second one may come where the work ends, so that nobody would catch a third."""
-    before = {number: signal.getsignal(number) for number in signals.NUMBERS}
-    monkeypatch.setattr(signals, "OWN_PROCESS", True)
+def raised(number) -> bool:
+    """Whether Ended is raised by a signal that is in no burst with the one before."""
+    time.sleep(signals.BURST)
     try:
-        for number, handler in zip(signals.NUMBERS, (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN)):
-            signal.signal(number, handler)
-        with signals.handled():
-            for caught in (1, 2):
-                with pytest.raises(signals.Ended):
-                    signal.raise_signal(signal.SIGTERM)
-                assert (signal.getsignal(signal.SIGINT) == signal.SIG_DFL) == (caught == 2)
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.raise_signal(number)
+    except signals.Ended:
+        return True
+    return False
+
+
+@pytest.fixture
+def terminal():
+    """Signals are as there, where the tests may run behind nohup; SIGHUP is ignored."""
+    before = {number: signal.getsignal(number) for number in signals.NUMBERS}
+    for number, handler in zip(signals.NUMBERS, (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN)):
+        signal.signal(number, handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_third_ctrl_c_ends_the_process(terminal, monkeypatch):
+    """The second one may come where the work ends, so that nobody would catch a third."""
+    codes = []
+    monkeypatch.setattr(signals, "OWN_PROCESS", True)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with signals.handled():
+        assert raised(signal.SIGTERM) and not raised(signal.SIGTERM) and raised(signal.SIGINT) and not codes
+        assert raised(signal.SIGINT) and codes == [130]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # Python's end takes a while, and has a code of its own
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with signals.handled():
+        pass
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_while_the_work_ends_leaves_no_handler(terminal, monkeypatch):
+    """An exception out of the end of `handled` left its handlers, whose next exception nobody caught."""
+    with signals.handled():
+        pass
+    signal.signal(signal.SIGTERM, signals.noted)
+    signal.raise_signal(signal.SIGTERM)  # the work is over
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    plain = signals.Noted.__setattr__
+
+    def at_the_end(self, name, value):
+        if name == "over":
+            signal.raise_signal(signal.SIGTERM)
+        plain(self, name, value)
+
+    monkeypatch.setattr(signals.Noted, "__setattr__", at_the_end)
+    with pytest.raises(signals.Ended), signals.handled():
+        pass
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_ctrl_c_that_bounces_ends_no_chat(terminal):
+    """The first has stopped an answer, and the chat goes on; another signal of the burst is none of it."""
+    with signals.handled():
+        with signals.deferred():
+            signal.raise_signal(signal.SIGINT)
+        signals.forget_ctrl_c()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(signals.Ended):
+            signal.raise_signal(signal.SIGTERM)
+
+
+IN_AN_IMPORT = """
+import importlib._bootstrap as imports, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Press:
+    def __del__(self):  # what is raised here is dropped with a traceback, as in callbacks of imports
+        for _ in range({}):
+            os.kill(os.getpid(), signal.SIGINT)
+class Finder:
+    def find_spec(name, *_):
+        if name == "linattn_np.ops":
+            Press()
+sys.meta_path.insert(0, Finder)
+from linattn_np.__main__ import main
+sys.exit(main(["--version"]))
+"""
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_an_interrupt_of_an_import_is_quiet(times, tmp_path):
+    (tmp_path / "linattn-np").write_text(IN_AN_IMPORT.format(times))
+    command = [sys.executable, tmp_path / "linattn-np"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "linattn-np: interrupted while it was loading\n")

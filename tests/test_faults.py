@@ -231,8 +231,26 @@ def test_a_signal_before_the_first_step_says_how_to_go_on(trained, tmp_path, mon
     assert trained("--resume", "--device", "cpu")[0] == 0 and kept(tmp_path / "out") == 4
 
 
-def test_a_second_signal_ends_it_at_once(trained, tmp_path, monkeypatch):
-    at_step(monkeypatch, 2, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGINT] * 5, [signal.SIGINT, *signals.NUMBERS], [*signals.NUMBERS[1:]] * 2]
+)
+def test_a_burst_of_signals_is_one(numbers, trained, tmp_path, monkeypatch):
+    """A key bounces, and launchers pass on what a terminal has sent, too: the step is finished and saved."""
+    at_step(monkeypatch, 2, lambda: [signal.raise_signal(number) for number in numbers])
+    code, lines = trained(*SMALL)
+    assert code - 128 in numbers and kept(tmp_path / "out") == 2
+    assert lines[-1].startswith("stopped at step 2. To go on: ")
+
+
+def test_a_second_ctrl_c_ends_it_at_once(trained, tmp_path, monkeypatch):
+    def press_twice():
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(signals.BURST)
+        signal.raise_signal(signal.SIGTERM)  # which waits for the first one's end
+        time.sleep(signals.BURST)
+        signal.raise_signal(signal.SIGINT)
+
+    at_step(monkeypatch, 2, press_twice)
     assert trained(*SMALL)[0] == 130 and kept(tmp_path / "out") == 0
     assert trained(*SMALL, "--seed", 1)[0] == 130  # a training without a step is no training to be lost
 

@@ -8,11 +8,19 @@ import sys
 
 def told(kind, error, trace):
     """`sys.excepthook` of the command."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one while Python ends has no traceback
-    interrupted = issubclass(kind, KeyboardInterrupt)
-    why = "interrupted while it was loading" if interrupted else f"cannot be loaded: {kind.__name__}: {error}"
+    say(f"cannot be loaded: {kind.__name__}: {error}")
+
+
+def interrupted(number, frame):
+    """Ctrl-C ends the process here: Python's own would be raised, and shown where a callback of an import drops it."""
+    signal.signal(number, signal.SIG_DFL)
+    say("interrupted while it was loading")
+    os.kill(os.getpid(), number)
+
+
+def say(why):
     if sys.stderr is not None:
-        print(f"linattn-np: {' '.join(why.split())}", file=sys.stderr)
+        print(f"linattn-np: {' '.join(why.split())}", file=sys.stderr, flush=True)
 
 
 def is_command(argv, original) -> bool:
@@ -26,3 +34,5 @@ def is_command(argv, original) -> bool:
 OWN_PROCESS = is_command(sys.argv, sys.orig_argv)
 if OWN_PROCESS:
     sys.excepthook = told
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupted)
