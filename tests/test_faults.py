@@ -177,6 +177,19 @@ def test_python_without_docstrings():
     assert done.returncode == 0 and "usage: linattn-np train" in done.stdout, done.stderr
 
 
+def test_one_process_writes_texts_into_a_file(capsys, tmp_path):
+    (tmp_path / "in").write_text('{"prompt": "Emma was", "tokens": 2}\n')
+    words = ["generate", "--device", "cpu", "--batch-file", tmp_path / "in", "--output", tmp_path / "out"]
+    first = generate.Output(tmp_path / "out")
+    first.add(0, {"text": "She"})
+    code, lines = called(capsys, *words)
+    assert code == 2 and lines[-1].endswith(
+        "out: Device or resource busy; another process writes there: wait for it, or name another place"
+    )
+    assert first.finish(1) == 1 and (tmp_path / "out").read_text() == '{"text": "She"}\n'
+    assert called(capsys, *words)[0] == 0
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def trained(tmp_path, capsys):

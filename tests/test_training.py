@@ -333,6 +333,28 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
+def test_one_training_writes_into_a_folder(tmp_path):
+    """As many as srun started, without MPI, trained into one --out each for itself."""
+    (tmp_path / "text").write_bytes(TEXT)
+    how = dict(stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=tmp_path)
+    command = [*TRAIN, "--text=text", "--out=out", "--device=cpu"]
+    new = [*command, "--layers=1", "--width=16", "--head-size=8", "--batch=2", "--context=24", "--every=0"]
+    started = [subprocess.Popen([*new, "--steps=1000000"], **how) for _ in range(3)]
+    while not (tmp_path / "out" / "model.safetensors").exists() or sum(one.poll() is None for one in started) > 1:
+        time.sleep(0.02)
+    (trains,) = [one for one in started if one.poll() is None]
+    busy = "argument --out: another process trains into out; name another folder. Processes share a training if mpiexec"
+    for one in started:
+        if one is not trains:
+            said = one.communicate()[1]  # one that is late finds a checkpoint there
+            assert one.returncode == 2 and (busy in said or "argument --out: out holds a training" in said)
+    done = subprocess.run([*command, "--resume", "--steps=3"], timeout=60, **how)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(f"linattn-np train: {busy}")
+    trains.kill()
+    trains.communicate()
+    assert subprocess.run([*command, "--resume", "--steps=3"], timeout=60, **how).returncode == 0  # death unlocks it
+
+
 @pytest.fixture
 def command(tmp_path, capsys):
     """A function that trains on a text, and returns the command's exit code and the last line of its messages."""

@@ -25,7 +25,7 @@ from ..cupy_folder import folder_for_cupy
 from ..models import Batch, Bytes, Sampling, State, World, austen
 from ..models.checkpoint import located
 from ..models.devices import open_beside
-from ..models.files import check_writable, json_object, lines, replaced, same_file
+from ..models.files import check_writable, json_object, lines, lock, replaced, same_file
 from ..models.number_checks import shown
 from ..models.prompt_reading import read
 from ..models.rwkv.model import Model
@@ -626,6 +626,9 @@ class Output:
     def __init__(self, path):
         self.path, self.lines, self.file, self.size = path, {}, None, 0
         self.regular = not os.path.exists(path) or os.path.isfile(path)
+        if self.regular and os.path.exists(path):
+            with open(path, "ab") as file:
+                lock(file.fileno(), path)  # where another process writes its texts
 
     def add(self, number, line):
         encoded = f"{json.dumps(line, ensure_ascii=False)}\n".encode()
@@ -639,6 +642,7 @@ class Output:
             with replaced(self.path):
                 pass
             self.file = open(self.path, "ab", buffering=0)
+            lock(self.file.fileno(), self.path)
         try:
             written = self.file.write(encoded)
             while written < len(encoded):

@@ -36,6 +36,7 @@ WAYS_OUT = {
     errno.ENOTDIR: "name a folder before the last /",
     errno.EMFILE: "too many files are open (ulimit -n)",
     errno.EAGAIN: "there are too many processes or threads (ulimit -u)",
+    errno.EBUSY: "another process writes there: wait for it, or name another place",
     errno.EBADF: "it is closed: send it to a file, a pipe or a terminal",
 }
 

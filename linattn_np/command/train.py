@@ -9,14 +9,16 @@
 
 The last 5 % of the text are held out, or as much as 32 steps read where that is less: the loss on it is what is
 printed, in nats a byte, or a token with --from.
-Ctrl-C, SIGTERM and SIGHUP finish the step, write both files and tell the command that goes on; a second one ends at
-once.
+Ctrl-C, SIGTERM and SIGHUP finish the step, write both files and tell the command that goes on; a second Ctrl-C ends
+at once.
 """
 
+import errno
 import math
+import os
 import shlex
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -27,7 +29,7 @@ from ..distributed import DataParallel, RankLost, SequenceParallel, connect
 from ..models import Bytes, corpus
 from ..models.checkpoint import located, read
 from ..models.devices import check_device, on_host
-from ..models.files import check_writable, same_file
+from ..models.files import check_writable, lock, same_file
 from ..models.fine_tuning import Base, LowRank, States, Whole
 from ..models.rwkv.model import Model
 from ..models.single_process import OneProcess
@@ -127,9 +129,10 @@ def run(options):
     if ranks.rank == 0:
         say(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
     try:
-        training = start(options, trained, device, ranks)
-        with blas_for(training.device, training.layout.sizes):
-            train(training, trained, options)
+        with ExitStack() as held:
+            training = start(options, trained, device, ranks, held)
+            with blas_for(training.device, training.layout.sizes):
+                train(training, trained, options)
     except RankLost as lost:
         comm.abandon()
         raise OSError(f"rank {ranks.rank}: {lost}; --resume goes on with what {options.out} holds") from lost
@@ -235,8 +238,8 @@ def declare(parser):
     setting("seed", whole(0), "equal seeds train alike")
 
 
-def start(options, trained, device, ranks) -> Training:
-    """A new training, which is in the folder already, or the one in the folder."""
+def start(options, trained, device, ranks, held) -> Training:
+    """A new training, which is in the folder already, or the one in the folder; `held` keeps its lock."""
     if not options.every >= 0:
         raise ValueError(f"argument --every: is {options.every}, expected a number from 0 up")
     folder = Path(options.out)
@@ -250,6 +253,8 @@ def start(options, trained, device, ranks) -> Training:
     if options.resume:
         if not (folder / CHECKPOINT).exists():
             raise ValueError(f"argument --resume: {folder} holds no training; without --resume one begins there")
+        if ranks.rank == 0:
+            hold(folder, held)
         training = Training.restore(folder / CHECKPOINT, text, **how)
         resume(training, given, options.out)
         check_writable(folder / CHECKPOINT)
@@ -260,8 +265,26 @@ def start(options, trained, device, ranks) -> Training:
     settings = defaults(options, trained, device, given) | given
     training = Training(text, Settings(**settings), **how)
     if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        hold(folder, held)
+        check_free(folder, trained.file)  # which another training may have filled meanwhile
         save(training, folder, trained.file)
     return training
+
+
+def hold(folder, held):
+    """No other training writes into the folder until `held` ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    try:
+        lock(descriptor, folder)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        raise ValueError(
+            f"argument --out: another process trains into {folder}; name another folder. Processes share a training if "
+            "mpiexec with mpi4py, or torchrun, has started them"
+        ) from None
 
 
 def defaults(options, trained, device, given) -> dict:

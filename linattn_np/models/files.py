@@ -153,6 +153,17 @@ def part_in(folder, mode) -> Iterator[tuple[BinaryIO, str]]:
         raise
 
 
+def lock(descriptor: int, path):
+    """Locks an open file or folder until it is closed, or the process ends, however it does; OSError where another
+    process has locked it. Some file systems have no locks; there nobody is refused."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise problem(errno.EBUSY, path) from None
+    except OSError:
+        pass
+
+
 @cache
 def remove_left(folder):
     """Removes what writers left in `folder` that were killed: once in a process, as it takes a look at every name."""
