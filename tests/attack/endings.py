@@ -1,4 +1,5 @@
-"""The command in a process: signals at any moment, streams that are closed or full, disks without room."""
+"""The command in a process: signals at any moment, streams that are closed or full, disks without room, folders that
+are removed."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ WORK = {
     "quantise": "quantise --dtype bfloat16 --text in --tokens 64 --out few.safetensors",
     "merge": "merge --model six.safetensors --adapter adapter.safetensors --out merged.safetensors",
     "evaluate": "evaluate seven.safetensors in --device cpu --dtype float32",
+    "chat": "generate --device cpu --chat --tokens 3 --save-state chat.npz",
+    "stdin": "generate --device cpu --prompt - --tokens 20 --save-state state.npz",
     "info": "info",
     "help": "--help",
 }
@@ -66,11 +69,13 @@ class Ending:
     work: str = "batch"
     signals: tuple = ()
     after: float = 0.5
+    apart: float = 0.0  # seconds between two signals
     closed: tuple = ()
     full: tuple = ()
     room: int | None = None  # bytes that a file may have
     disk: int | None = None  # bytes that are left in the folder
     trouble: str = "none"
+    removed: str | None = None  # "before": the working folder is gone; "while": what is in it, when the signals come
 
 
 def endings(machine):
@@ -78,13 +83,18 @@ def endings(machine):
     return st.builds(
         Ending,
         st.sampled_from(list(WORK)),
-        st.lists(st.sampled_from([*map(int, SIGNALS)]), max_size=2).map(tuple),
+        st.one_of(
+            st.lists(st.sampled_from([*map(int, SIGNALS)]), max_size=2).map(tuple),
+            st.lists(st.sampled_from([*map(int, SIGNALS[:3])]), min_size=3, max_size=6).map(tuple),
+        ),
         st.floats(0, 3),
+        st.sampled_from((0.0, 0.0, 0.0005, 0.003, 0.02)),
         streams,
         streams,
         st.none() | st.sampled_from((0, 100, 10_000, 100_000)),
         st.none() | st.sampled_from((0, 1 << 13, 1 << 16)),
         st.sampled_from(list(TROUBLES)),
+        st.sampled_from((None, None, "before", "while")),
     )
 
 
@@ -159,6 +169,10 @@ def ended(case, folder):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the attack may run behind nohup
         if case.room is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (case.room, case.room))
+        if case.removed == "before":
+            os.mkdir("gone")
+            os.chdir("gone")
+            os.rmdir("../gone")
         for number in case.full:
             os.dup2(os.open("/dev/full", os.O_RDWR), number)
         for number in case.closed:
@@ -169,14 +183,18 @@ def ended(case, folder):
     own = {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
     environment = os.environ | own | trouble
     environment = {name: value for name, value in environment.items() if value is not None}
-    how = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    stdin = open(Path(folder) / "in") if case.work in ("chat", "stdin") else subprocess.DEVNULL
+    how = dict(stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=surroundings, **how)
     until = time.monotonic() + PATIENCE
     while process.poll() is None and not takes_signals(process.pid):
         time.sleep(0.01)
-    time.sleep(case.after if case.signals else 0)
+    time.sleep(case.after if case.signals or case.removed == "while" else 0)
+    if case.removed == "while":
+        shutil.rmtree(folder, ignore_errors=True)  # the folder itself stays where it is a disk
     for number in case.signals:
         process.send_signal(number)
+        time.sleep(case.apart)
     try:
         messages = process.communicate(timeout=until - time.monotonic())[1]
     finally:

@@ -24,7 +24,10 @@ from attack.harness import Fault, Refused, holds_for, require
 from linattn_np import ContractError
 from linattn_np.__main__ import main
 from linattn_np.models import RWKV6, Bytes, State, World, checkpoint, corpus, tokenizers
+from linattn_np.models.fine_tuning import Base, LowRank, States, Whole
 from linattn_np.models.rwkv.adapters import merged
+from linattn_np.models.training import Settings, Training
+from linattn_np.models.versions import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 AUSTEN = ROOT / "examples" / "data" / "austen-x060" / "model.safetensors"
@@ -400,6 +403,118 @@ def files_of_fine_tuning(file, machine):
         except ContractError as error:
             raise Refused from error
     require(read <= 64 * size, "fine-tuning: more than the file holds", f"{read} of {size} bytes")
+
+
+# -- files of another kind ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Foreign:
+    """A sound file, and where it is read: for a model of a version, whose sizes are the same."""
+
+    made: str = "state"
+    of: int = 6
+    older: bool = False  # it says nothing of itself
+    place: str = "state"
+    version: int = 7
+
+
+TEXT = b"It is a truth universally acknowledged, " * 30
+SETTINGS = Settings(layers=2, width=16, head_size=8, batch=2, context=16, steps=2)
+SAYS = "rwkv_version", "of"  # names of what a file says of itself
+
+
+@functools.cache
+def small(version):
+    kind = VERSIONS[version]
+    layout = kind.trainable(2, 16, 8)
+    return Base.of(layout.named(layout.initial(0)))
+
+
+@functools.cache
+def trainings(version):
+    base = small(version)
+    return {
+        "training": base.kind,
+        "training of all weights": Whole(base),
+        "training of an adapter": LowRank(base, 2, matrices=["att.key"]),
+        "training of a state": States(base),
+    }
+
+
+@functools.cache
+def sound_file(made, version) -> dict[str, np.ndarray]:
+    """Its arrays by name."""
+    base = small(version)
+    if made == "model":
+        return base.weights
+    if made == "int8":
+        return base.kind.quantise(base.weights, "int8")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.safetensors"
+        if made == "state":
+            base.kind(base.weights).forward([list(b"It is")])[1].save(path)
+            return dict(np.load(path))
+        name = {"adapter": "training of an adapter", "tuned state": "training of a state"}.get(made, made)
+        training = Training(TEXT, SETTINGS, kind=trainings(version)[name])
+        (training.save if made.startswith("training") else training.save_model)(path)
+        return {name: np.array(x) for name, x in checkpoint.read(path).items()}
+
+
+MADE = ("model", "int8", "state", "tuned state", "adapter", *trainings(6))
+
+
+def placed(case, path):
+    """Reads the file."""
+    base = small(case.version)
+    if case.place == "model":
+        base.kind.from_file(path)
+    elif case.place == "state":
+        base.kind(base.weights).on_device(State.load(path))
+    elif case.place == "adapter":
+        merged(base.kind, base.weights, checkpoint.read(path))
+    elif case.place == "among the weights":
+        base.kind(base.weights | checkpoint.read(path))
+    else:
+        Training.restore(path, TEXT, kind=trainings(case.version)[case.place])
+
+
+FITS = {
+    "model": ("model", "int8"),
+    "state": ("state", "tuned state"),
+    "adapter": ("adapter",),
+    "among the weights": ("model", "int8", "tuned state"),
+}
+
+
+@holds_for(
+    lambda machine: st.builds(
+        Foreign,
+        st.sampled_from(MADE),
+        st.sampled_from((6, 7)),
+        st.booleans(),
+        st.sampled_from((*FITS, *trainings(6))),
+        st.sampled_from((6, 7)),
+    ),
+    machines=ON_HOST,
+)
+def files_of_another_kind(case, machine):
+    """Read where they belong, and refused elsewhere; older ones say less."""
+    arrays = dict(sound_file(case.made, case.of))
+    if case.older:
+        arrays = {name: x for name, x in arrays.items() if name not in SAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.safetensors"
+        if case.made == "state":
+            with open(path, "wb") as file:
+                np.savez(file, **arrays)
+        else:
+            path.write_bytes(checkpoint_files.good_safetensors(arrays))
+        belongs = case.made in FITS.get(case.place, (case.place,)) and case.of == case.version
+        try:
+            placed(case, path)
+        except ContractError as error:
+            require(not belongs, "foreign: a file is refused where it belongs", str(error))
+            raise Refused from error
+    require(belongs or case.older, "foreign: a file of another kind is read")
 
 
 # -- batches of texts --------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 import numpy as np  # noqa: F401
 from numpy import inf, nan  # noqa: F401
 
+from attack.attention import Attention  # noqa: F401
 from attack.calls import Call  # noqa: F401
 from attack.endings import Ending  # noqa: F401
-from attack.files import Batch, Brought, Damaged, Edit, Npz, Vocabulary  # noqa: F401
+from attack.files import Batch, Brought, Damaged, Edit, Foreign, Npz, Vocabulary  # noqa: F401
 from attack.frameworks import Lazy, Written  # noqa: F401
 from attack.models import Copied, Drawing, Entering, Joining, Readers  # noqa: F401
 from attack.operators import Split  # noqa: F401
