@@ -254,6 +254,8 @@ def test_a_version_that_is_none_is_refused(version, kind, weights, tmp_path):
     np.savez(path, **dict(np.load(path)) | {"rwkv_version": version})
     with pytest.raises(ContractError, match="rwkv_version is float32 .*, expected the number of a version"):
         State.load(path)
+    with pytest.raises(ContractError, match="State: version is .*, expected a whole number from 1 to 99"):
+        State(*kind(weights).initial_state().arrays, version=version).save(path)
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
