@@ -1,28 +1,29 @@
-// what      What the softmax attention kernels share: tiles in shared memory, a warp's products, where a block works.
+// what      What softmax attention's tensor-core kernels for every card share: tiles in shared memory and a warp's
+//           products.
 // shapes    A tile is [rows, D] of 16-bit values, D of 64 or 128; arrays of fewer columns are padded with zeros.
-// numerics  Products of bf16 or f16 with sums in float32. What a product makes is rounded to the same type before it is
-//           a factor of the next one.
+// numerics  Products of bf16 or f16 with sums in float32. A sum is rounded to the same type before it is an operand of
+//           the next product.
 #include "cards.cuh"
 #include "half_products.cuh"
 #include "softmax_work.cuh"
 
 constexpr int THREADS = 128;
 
-// Piece `piece` of 16 bytes of a tile's row. Pieces change places within 128 bytes, so that the same one of eight rows,
-// which is what ldmatrix takes, lies in all banks.
+// The address of the 16-byte piece `piece` of a row of a tile. Pieces are permuted within 128 bytes: ldmatrix reads the
+// same piece of eight rows, which then lie in different banks.
 template <int D, typename T> __device__ __forceinline__ T* piece_of(T* tile, int row, int piece) {
   return tile + row * D + (piece ^ (row & 7)) * 8;
 }
 
-// A warp's [16 M, N] values: 16 x 8 at a time, as the tensor cores leave them.
+// A lane's part of a warp's [16 M, N] values: four of every 16 x 8, as `mma.sync` has its sums.
 template <int M, int N> using Fragment = float[M][N / 8][4];
 
-// d += A B^T, A the rows row... of tile a, B all N rows of tile b. FEW: in fewer registers.
+// d += A B^T. A is the 16 M rows from `row` on of tile a, B all N rows of tile b. FEW: use fewer registers.
 template <int D, int M, int N, bool FEW = false, typename T>
 __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int row, T* b) {
-  const int lane = opaque(threadIdx.x & 31);  // so that addresses are made anew, not held in registers
+  const int lane = opaque(threadIdx.x & 31);  // so that addresses are computed again, not held in registers
   constexpr int AT_ONCE =
-      FEW || M * N > 64 || SINCE_SM100 ? 4 : D / 16;  // more would want more registers than there are
+      FEW || M * N > 64 || SINCE_SM100 ? 4 : D / 16;  // more would need more registers than there are
 #pragma unroll AT_ONCE
   for (int k = 0; k < D / 16; ++k) {
     u32 rows[M][4], columns[4];
@@ -40,10 +41,10 @@ __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int
   }
 }
 
-// d += A B, A in registers, B the N rows of tile b.
+// d += A B. A is in registers, B is the N rows of tile b.
 template <int D, int M, int N, typename T>
 __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<M, N>& a, T* b) {
-  const int lane = opaque(threadIdx.x & 31);  // so that addresses are made anew, not held in registers
+  const int lane = opaque(threadIdx.x & 31);  // so that addresses are computed again, not held in registers
 #pragma unroll
   for (int k = 0; k < N / 16; ++k) {
     u32 rows[M][4], columns[4];
@@ -51,8 +52,8 @@ __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float (&from)[4] = a[m][2 * k + r / 2];
-        rows[m][r] = pack<T>(from[r % 2 * 2], from[r % 2 * 2 + 1]);
+        const float (&x)[4] = a[m][2 * k + r / 2];
+        rows[m][r] = pack<T>(x[r % 2 * 2], x[r % 2 * 2 + 1]);
       }
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
@@ -83,28 +84,29 @@ template <int M, int N, class F> __device__ __forceinline__ void each(Fragment<M
   each_of_two<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
 }
 
-// A row's next N products become weights; returns what earlier weights are to be multiplied by.
+// Replaces N products of a row by weights, and updates the row's maximum and its sum of weights. Returns the factor for
+// earlier weights.
 template <int N>
-__device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float scale, RowMaximum& most, float& sum) {
+__device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float scale, RowMaximum& maximum, float& sum) {
   float largest = minus_infinity();
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) largest = max(largest, max(s[n][2 * half], s[n][2 * half + 1]));
-  const float hidden = __uint_as_float(opaque(__float_as_uint(scale)));  // nothing made of it stays in a register
-  const float kept = most.raise(row_max(largest), hidden, 0.f);
-  sum *= kept;
+  const float hidden = __uint_as_float(opaque(__float_as_uint(scale)));  // nothing computed from it stays in a register
+  const float rescale = maximum.raise(row_max(largest), hidden, 0.f);
+  sum *= rescale;
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
     for (int x = 2 * half; x < 2 * half + 2; ++x) {
-      s[n][x] = exp2_approx(fmaf(most.factor, s[n][x], -most.shift));
+      s[n][x] = exp2_approx(fmaf(maximum.factor, s[n][x], -maximum.shift));
       sum += s[n][x];
     }
-  return kept;
+  return rescale;
 }
 
-// Fill a tile with tokens of a sequence: those from `token` on of (batch, head), zeros from the first `rows` on and
-// beyond `width` columns: with `vectors` (rows start on 16 bytes and end on them) in the background until the next
-// cp_async_wait, otherwise at once.
+// Fills a tile with the `rows` tokens from `token` on of (batch, head), `width` columns of each, and with zeros
+// elsewhere. With `vectors` (the rows start and end at multiples of 16 bytes) by asynchronous copies, otherwise by
+// plain ones.
 template <int ROWS, int D, typename T>
 __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch, i32 head, i32 token, int rows,
                                       i64 width, bool vectors) {
@@ -127,13 +129,13 @@ __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, i32 batch
   }
 }
 
-// Store a warp's [16 M, D] values, each times the factor of its row, as tokens of a work tile, through rows `row`... of
-// a tile that only this warp uses.
+// Stores a warp's [16 M, D] values, each times the factor of its row, as tokens of `work`, through the 16 M rows from
+// `row` on of a tile. No other warp uses these rows.
 template <int D, int M, typename T, class F>
 __device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x, const Work& work,
                                       i64 width, bool vectors) {
   const int lane = threadIdx.x & 31;
-  __syncwarp();  // the warp has read what the tile held
+  __syncwarp();  // the warp has read these rows
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -144,12 +146,12 @@ __device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int 
         *reinterpret_cast<u32*>(piece_of<D>(tile, row + 16 * m + 8 * half + lane / 4, n) + 2 * (lane & 3)) =
             pack<T>(f * d[m][n][2 * half], f * d[m][n][2 * half + 1]);
     }
-  __syncwarp();  // all of it stands
+  __syncwarp();  // the warp's rows have been written
   for (int n = lane; n < 16 * M * D / 8; n += 32) {
-    const int down = n / (D / 8), piece = n % (D / 8), columns = int(width) - 8 * piece;
-    if (row + down >= work.tokens || columns <= 0) continue;
-    const T* from = piece_of<D>(tile, row + down, piece);
-    T* to = x.row(work.output_batch, work.head, work.start + row + down) + 8 * piece;
+    const int i = n / (D / 8), piece = n % (D / 8), columns = int(width) - 8 * piece;
+    if (row + i >= work.tokens || columns <= 0) continue;
+    const T* from = piece_of<D>(tile, row + i, piece);
+    T* to = x.row(work.output_batch, work.head, work.start + row + i) + 8 * piece;
     if (vectors) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     else
       for (int i = 0; i < 8 && i < columns; ++i) to[i] = from[i];

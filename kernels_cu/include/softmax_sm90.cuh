@@ -1,24 +1,24 @@
-// what      What softmax attention's kernels on Hopper share: tiles that tensor maps fill, places in rings of them, how
-//           sums leave.
+// what      What softmax attention's kernels on Hopper share: tiles that tensor maps fill, a block's list of work,
+//           stores of results, and the two roles of a block's warpgroups.
 // limits    sm_90a; half data; whole rows of 16 bytes
 #include "softmax_work.cuh"
 #include "wgmma.cuh"
 
-constexpr int PANEL = 64;  // columns of a row of 128 bytes
+constexpr int PANEL = 64;  // columns of a row of 128 bytes, the width of the hardware's swizzle
 template <typename T, int D, int ROWS> using Tile = T[D / PANEL][ROWS * PANEL];
 
 // x, which is the same in all lanes though the compiler cannot know it. The compiler then keeps what depends on x in
 // uniform registers and branches; otherwise it computes the descriptors of wgmma's operands lane by lane.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Behind a warp's plain reads of shared memory, before one of its lanes tells the producer that a bulk copy may
-// overwrite it: a barrier alone puts no bulk copy behind plain reads, and one lane's arrival speaks for no other lane.
+// To be called after a warp's plain reads of shared memory, before one of its lanes tells the producer that a bulk copy
+// may overwrite it. A barrier alone does not order a bulk copy after plain reads, and a lane arrives for no other lane.
 __device__ __forceinline__ void before_next_copy() {
   fence_async();
   __syncwarp();
 }
 
-// Starts copying the next entry of the block's column of the table to shared memory.
+// Starts copying the next entry of the block's column of the table `works` to shared memory.
 __device__ __forceinline__ void fetch_work(Work& to, const Work*& next) {
   for (int n = 0; n < int(sizeof(Work)) / 16; ++n)
     cp_async<16>(reinterpret_cast<uint4*>(&to) + n, reinterpret_cast<const uint4*>(next) + n, true);
@@ -33,7 +33,7 @@ __device__ __forceinline__ Work take_work(Work& coming, const Work*& next) {
   return work;
 }
 
-// Start copying ROWS tokens to a tile, BOX at a time.
+// Starts copying the tokens of a tile, from `token` on, BOX at a time.
 template <int BOX, int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void load_tile(T (&tile)[PANELS][SIZE], const TensorMap& map, Barrier& full, i32 token,
                                           i32 head, i32 batch) {
@@ -44,9 +44,9 @@ __device__ __forceinline__ void load_tile(T (&tile)[PANELS][SIZE], const TensorM
       tensor_load(tile[panel] + row * PANEL, map, full, panel * PANEL, token + row, head, batch);
 }
 
-// Zeros in the rows of a tile from `first` on, which are another sequence's: a weight of 0 does not undo a NaN. Each
-// warpgroup does it for itself, and may use the tile behind it. All lanes go around as often, as in all loops of warps
-// that multiply: behind a branch that lanes may take apart, the compiler describes tiles lane by lane.
+// Writes zeros to the rows of a tile from `first` on: they are another sequence's, and NaN times a weight of 0 is NaN.
+// Each warpgroup that multiplies the tile calls it, and need not wait for the others. All lanes make the same number of
+// iterations: where a loop or a branch can part lanes, the compiler computes wgmma's descriptors lane by lane.
 template <int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void zero_rows(T (&tile)[PANELS][SIZE], int first, int warpgroup) {
   const int thread = opaque(threadIdx.x % 128);
@@ -56,18 +56,18 @@ __device__ __forceinline__ void zero_rows(T (&tile)[PANELS][SIZE], int first, in
     if (piece / 8 % (SIZE / PANEL) >= first) reinterpret_cast<uint4*>(tile[0])[piece] = {0, 0, 0, 0};
   }
   fence_async();
-  barrier_sync(1 + warpgroup, 128);  // the warpgroup's zeros stand
+  barrier_sync(1 + warpgroup, 128);  // the warpgroup's zeros have been written
 }
 
-// Where this lane's row of the four matrices lies that are 16 columns from 16 n on of the warp's 16 rows; rows are the
-// warpgroup's from `row` on.
+// The address that this lane gives to ldmatrix or stmatrix for four 8 x 8 matrices: the warp's 16 rows and 16 columns,
+// from column 16 n on. The warpgroup's 64 rows are the tile's from `row` on.
 template <int SIZE, int PANELS, typename T>
 __device__ __forceinline__ T* matrix_row(T (&tile)[PANELS][SIZE], int row, int n) {
-  const int thread = opaque(threadIdx.x), down = thread % 16;
-  return &tile[n / 4][(row + thread / 32 % 4 * 16 + down) * PANEL + ((n % 4 * 2 + thread / 16 % 2) ^ (down & 7)) * 8];
+  const int thread = opaque(threadIdx.x), i = thread % 16;
+  return &tile[n / 4][(row + thread / 32 % 4 * 16 + i) * PANEL + ((n % 4 * 2 + thread / 16 % 2) ^ (i & 7)) * 8];
 }
 
-// A warpgroup's 64 rows from `row` on as operands A: a[n] columns 16 n to 16 n + 15.
+// Loads a warpgroup's 64 rows of a tile, from `row` on, as operands A of wgmma: a[n] has columns 16 n to 16 n + 15.
 template <int N, int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void load_rows(u32 (&a)[N][4], T (&tile)[PANELS][SIZE], int row) {
 #pragma unroll
@@ -85,23 +85,24 @@ struct ScoreGradients {
 // ds_offsets[n] may be below 0.
 using DsEntry = ScoreGradients[2];
 
-// Two rows' accumulators, times `by`, leave as tokens of a work tile, through this warp's rows of a tile, whose first
-// row is the warpgroup's `row`. A whole box goes by the copy engine, which reads on: `tensor_store_wait` is for lane 0.
+// Stores a lane's two rows of accumulators x, times by0 and by1, as tokens of `work`, through the warp's 16 rows of
+// `tile`, where the warpgroup's 64 rows begin at `row`. If all 16 are tokens of `work`, lane 0 has the copy engine
+// store them, which may read the tile until lane 0's tensor_store_wait() returns.
 template <int N, int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& to, i64 width, const float (&x)[N],
                                            float by0, float by1, T (&tile)[PANELS][SIZE], int row, const Work& work) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) {
-    u32 two[4];
+    u32 packed[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const float by = r & 1 ? by1 : by0;
-      two[r] = pack<T>(by * x[8 * n + 2 * r], by * x[8 * n + 2 * r + 1]);
+      packed[r] = pack<T>(by * x[8 * n + 2 * r], by * x[8 * n + 2 * r + 1]);
     }
-    stmatrix_x4(matrix_row(tile, row, n), two);
+    stmatrix_x4(matrix_row(tile, row, n), packed);
   }
   fence_async();
-  __syncwarp();  // the warp's rows stand
+  __syncwarp();  // the warp's rows have been written
   const int thread = opaque(threadIdx.x), lane = thread % 32, first = row + thread / 32 % 4 * 16;
   if (!__any_sync(0xffffffffu, first + 16 > work.tokens)) {
     if (lane == 0)
@@ -111,10 +112,31 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, const Rows<T>& 
   }
 #pragma unroll 1
   for (int n = 0; n < 16 * N / 4 / 32; ++n) {
-    const int down = (n * 32 + lane) / (N / 4), piece = (n * 32 + lane) % (N / 4);
-    if (first + down < work.tokens && piece * 8 < width)
-      *reinterpret_cast<uint4*>(to.row(work.output_batch, work.head, work.start + first + down) + piece * 8) =
-          *reinterpret_cast<const uint4*>(tile[piece / 8] + (first + down) * PANEL + ((piece ^ down) & 7) * 8);
+    const int i = (n * 32 + lane) / (N / 4), piece = (n * 32 + lane) % (N / 4);  // row i of 16, 8 columns of it
+    if (first + i < work.tokens && piece * 8 < width)
+      *reinterpret_cast<uint4*>(to.row(work.output_batch, work.head, work.start + first + i) + piece * 8) =
+          *reinterpret_cast<const uint4*>(tile[piece / 8] + (first + i) * PANEL + ((piece ^ i) & 7) * 8);
   }
   before_next_copy();  // this warp has read its rows
+}
+
+// The factor of a product q . k in tanh(product scale / cap), from float64 arguments. `opaque` keeps the compiler from
+// converting them again in the loop, of which float64 instructions took a quarter of the time.
+__device__ __forceinline__ float scale_over_cap(double scale, double softcap) {
+  return __uint_as_float(opaque(__float_as_uint(float(scale) * inverse(float(softcap)))));
+}
+
+// Once thread 0 has initialised the block's barriers: the first WARPGROUPS warpgroups call consume(), one thread of the
+// next warpgroup calls produce(). A thread of these then has UP and DOWN registers.
+template <int WARPGROUPS, int UP, int DOWN, class Consume, class Produce>
+__device__ __forceinline__ void consume_and_produce(Consume consume, Produce produce) {
+  if (threadIdx.x == 0) fence_async();  // makes the barriers visible to the copy engine
+  __syncthreads();                      // makes the barriers visible to all threads
+  if (threadIdx.x < 128 * WARPGROUPS) {
+    registers_up<UP>();
+    consume();
+  } else {
+    registers_down<DOWN>();
+    if (threadIdx.x == 128 * WARPGROUPS) produce();
+  }
 }

@@ -1,13 +1,13 @@
-// what      Softmax attention's gradients of keys and values.
+// what      Softmax attention's gradients of k and v on every card's tensor cores.
 // math      dv_j = sum_i p_ij do_i,   dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i,   p_ij = e^(s_ij - lse_i),
-//           over the queries of all heads that share the keys; of capped scores each term of dk times 1 - (s_ij /
-//           cap)^2
-// shapes    q [B, H, Tq, K], do [B, H, Tq, V], k dk [B, H / group, Tk, K], v dv [.., V], statistics as
-//           softmax_backward_queries leaves them
-// grid      a block for every tile of `works`, the longest first; a warp has 16 keys
-// smem      Shared: keys and values, then dk and dv; two tiles of queries, one at hand and one under way
-// barriers  one a tile of queries: it has arrived, and nobody reads the one before
-// numerics  p is recomputed in float32 from L, the scores in float32 as well; p and p (dp - delta) are rounded to T
+//           over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij / cap)^2
+// shapes    q [B, H, Tq, K], do [B, H, Tq, V], k dk [B, H / group, Tk, K], v dv [.., V], statistics, as
+//           backward_queries.cu writes them: softmax_work.cuh
+// grid      a block for every tile of keys (struct Work) of `works`, the longest first; a warp has 16 keys
+// smem      Shared: a tile of k and of v, later of dk and dv; two tiles of q, do and statistics: one is multiplied
+//           while the next one is copied
+// barriers  one for each tile of queries: it has arrived, and all warps have read the previous one
+// numerics  scores and p are computed again, in float32; p and p (dp - delta) are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; keys are the rows here, so that p and its gradient go from
 //           one product to the next in registers
 // limits    half data; K, V <= D; D of 64, 128
@@ -24,7 +24,7 @@ template <typename T> struct Args {
   const float* statistics;
   i64 H, group, K, V, left, right, chunks;
   double scale, softcap;
-  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+  i64 vectors;  // whether all rows start and end at multiples of 16 bytes
 };
 
 template <typename T, int D> struct alignas(128) Shared {
@@ -39,21 +39,21 @@ template <typename T, int D> struct alignas(128) Shared {
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T> args) {
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
-  static_assert(sizeof(s) == 2 * D * (2 * KEYS + 4 * QUERIES) + 4 * 4 * QUERIES + 128, "what the host asks for");
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
-  __syncthreads();  // the place stands
+  __syncthreads();  // the work has been written
   const Work& work = s.work;
-  const int row = threadIdx.x / 32 * 16, lane = threadIdx.x & 31;  // of the warp's first
+  const int row = threadIdx.x / 32 * 16, lane = threadIdx.x & 31;  // row: the warp's first key
   auto diagonal = [&] { return work.diagonal + row; };
-  // Step n: the tiles of one head's queries, then those of the next one that shares the keys.
-  auto block_of = [&](int n) { return work.first_tile + n % work.tiles; };
+  // Step n multiplies a tile of queries: first those of the first head that shares the keys, then those of the next
+  // one.
+  auto tile_of = [&](int n) { return work.first_tile + n % work.tiles; };
   auto fetch_queries = [&](int n) {
-    const int stage = n & 1, block = block_of(n), head = work.head * int(args.group) + n / work.tiles;
-    const int rows = work.other_length - block * QUERIES, token = work.other_start + block * QUERIES;
+    const int stage = n & 1, tile = tile_of(n), head = work.head * int(args.group) + n / work.tiles;
+    const int rows = work.other_length - tile * QUERIES, token = work.other_start + tile * QUERIES;
     fetch<QUERIES, D>(s.q[stage], args.q, work.batch, head, token, rows, args.K, args.vectors);
     fetch<QUERIES, D>(s.g[stage], args.g, work.batch, head, token, rows, args.V, args.vectors);
     static_assert(2 * QUERIES == THREADS);
-    const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk + block;
+    const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk + tile;
     const float* from = args.statistics + chunk * THREADS + threadIdx.x;
     cp_async<4>(&s.statistics[stage][0][threadIdx.x], rows > 0 ? from : args.statistics, rows > 0);
     cp_async_commit();
@@ -68,13 +68,13 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
     if (n + 1 < work.tiles * int(args.group)) fetch_queries(n + 1);
-    const int stage = n & 1, query = block_of(n) * QUERIES;
+    const int stage = n & 1, query = tile_of(n) * QUERIES;
     const float (&L)[QUERIES] = s.statistics[stage][0], (&deltas)[QUERIES] = s.statistics[stage][1];
     Fragment<1, QUERIES> p = {}, dp = {};
     multiply_transposed<D, 1, QUERIES, CAPPED>(p, s.k, row, s.q[stage]);
     if (CAPPED) {
-      const float inner = float(args.scale) * inverse(float(args.softcap));
-      each<1, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
+      const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
+      each<1, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     }
     each<1, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
     if (partly_seen<16, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))

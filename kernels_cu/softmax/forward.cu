@@ -1,11 +1,12 @@
-// what      Softmax attention in tiles with an online softmax: no Tq x Tk matrix, memory linear in both.
-// math      per tile of keys:  m' = max(m, max_j s_ij),  l <- e^(m - m') l + sum_j e^(s_ij - m'), o <- e^(m - m') o +
-//           sum_j e^(s_ij - m') v_j;  at the end o / l;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);
-//           lse_i = log sum_j e^s_ij;  a head's sink is one more weight of every row
+// what      Softmax attention on every card's tensor cores.
+// math      for each tile of keys:  m' = max(m, max_j s_ij),  l <- e^(m - m') l + sum_j e^(s_ij - m'),  o <- e^(m - m')
+//           o + sum_j e^(s_ij - m') v_j;  at the end o / l;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j /
+//           cap); lse_i = log sum_j e^s_ij;  a head's sink is one more score of every row, without a value
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], L [B, H, Tq] float32 or null: lse
-// grid      a block for every tile of `works`, the longest first; a warp has 16 ROWS queries
-// smem      Shared: the queries, then o; two tiles of keys and values, one at hand and one under way
-// barriers  one a tile of keys: it has arrived, and nobody reads the one before
+// grid      a block for every tile of queries (struct Work) of `works`, the longest first; a warp has 16 SIXTEENS
+//           queries
+// smem      Shared: a tile of q, later of o; two tiles of k and v: one is multiplied while the next one is copied
+// barriers  one for each tile of keys: it has arrived, and all warps have read the previous one
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
 // source    Dao et al., "FlashAttention", 2022, algorithm 1; Dao, "FlashAttention-2", 2023, section 3.1: o / l at the
 //           end
@@ -16,8 +17,8 @@
 
 constexpr int KEYS = 64;
 
-// 16 queries of a warp: capped scores leave registers for fewer.
-template <int D, bool CAPPED> constexpr int ROWS = D == 128 && CAPPED ? 1 : 2;
+// Groups of 16 queries that a warp has: capped scores leave registers for fewer.
+template <int D, bool CAPPED> constexpr int SIXTEENS = D == 128 && CAPPED ? 1 : 2;
 
 template <typename T> struct Args {
   Rows<const T> q, k, v;
@@ -27,11 +28,11 @@ template <typename T> struct Args {
   const float* sinks;  // [H] or null
   i64 H, group, Tq, K, V, left, right;
   double scale, softcap;
-  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+  i64 vectors;  // whether all rows start and end at multiples of 16 bytes
 };
 
 template <typename T, int D, bool CAPPED> struct alignas(128) Shared {
-  static constexpr int QUERIES = 64 * ROWS<D, CAPPED>;
+  static constexpr int QUERIES = 64 * SIXTEENS<D, CAPPED>;
   T q[QUERIES * D];
   T k[2][KEYS * D];
   T v[2][KEYS * D];
@@ -41,18 +42,17 @@ template <typename T, int D, bool CAPPED> struct alignas(128) Shared {
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args) {
   using S = Shared<T, D, CAPPED>;
-  constexpr int M = ROWS<D, CAPPED>, QUERIES = S::QUERIES;
+  constexpr int M = SIXTEENS<D, CAPPED>, QUERIES = S::QUERIES;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
-  static_assert(sizeof(s) == 2 * D * (QUERIES + 4 * KEYS) + 128, "what the host asks for");
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
-  __syncthreads();  // the place stands
+  __syncthreads();  // the work has been written
   const Work& work = s.work;
   const int row = threadIdx.x / 32 * 16 * M, diagonal = work.diagonal + row,
-            lane = threadIdx.x & 31;  // of the warp's first
+            lane = threadIdx.x & 31;  // row, diagonal: of the warp's first query
   const int left = int(args.left), right = int(args.right), end = work.first_tile + work.tiles;
-  auto fetch_keys = [&](int block, int stage) {
-    const int head = work.head / int(args.group), rows = work.other_length - block * KEYS,
-              token = work.other_start + block * KEYS;
+  auto fetch_keys = [&](int tile, int stage) {
+    const int head = work.head / int(args.group), rows = work.other_length - tile * KEYS,
+              token = work.other_start + tile * KEYS;
     fetch<KEYS, D>(s.k[stage], args.k, work.batch, head, token, rows, args.K, args.vectors);
     fetch<KEYS, D>(s.v[stage], args.v, work.batch, head, token, rows, args.V, args.vectors);
     cp_async_commit();
@@ -63,20 +63,20 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
 
   Fragment<M, D> o = {};
-  RowMaximum most[M][2];
+  RowMaximum maximum[M][2];
   float sum[M][2] = {};
-  for (auto& pair : most) pair[0].factor = pair[1].factor = scale;
-  for (int block = work.first_tile, stage = 0; block < end; ++block, stage ^= 1) {
+  for (auto& pair : maximum) pair[0].factor = pair[1].factor = scale;
+  for (int tile = work.first_tile, stage = 0; tile < end; ++tile, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
-    if (block + 1 < end) fetch_keys(block + 1, stage ^ 1);
-    const int key = block * KEYS;
-    if (key > diagonal + 16 * M - 1 + right || key + KEYS <= diagonal - left) continue;  // the warp sees none of it
+    if (tile + 1 < end) fetch_keys(tile + 1, stage ^ 1);
+    const int key = tile * KEYS;
+    if (key > diagonal + 16 * M - 1 + right || key + KEYS <= diagonal - left) continue;  // unseen
     Fragment<M, KEYS> p = {};
     multiply_transposed<D, M, KEYS>(p, s.q, row, s.k[stage]);
     if (CAPPED) {
-      const float inner = float(args.scale) * inverse(float(args.softcap));
-      each<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(inner * x); });
+      const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
+      each<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     } else if (args.scale < 0) each<M, KEYS>(p, [](float& x, int, int, int) { x = -x; });
     if (partly_seen<16 * M, KEYS>(key, diagonal, left, right, work.other_length))
 #pragma unroll
@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float kept = weigh<KEYS>(p[m], half, scale, most[m][half], sum[m][half]);
-        if (kept != 1.f)  // few tiles bring a larger score
+        const float rescale = weigh<KEYS>(p[m], half, scale, maximum[m][half], sum[m][half]);
+        if (rescale != 1.f)  // few tiles have a larger score than all earlier ones
 #pragma unroll
-          for (int n = 0; n < D / 8; ++n) o[m][n][2 * half] *= kept, o[m][n][2 * half + 1] *= kept;
+          for (int n = 0; n < D / 8; ++n) o[m][n][2 * half] *= rescale, o[m][n][2 * half + 1] *= rescale;
       }
     multiply_rows<D, M, KEYS>(o, p, s.v[stage]);
   }
@@ -99,11 +99,11 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowEnd found = row_end(RowMaximum::score_of(most[m][half].shift, scale), row_sum(sum[m][half]), sink);
-      const int down = row + 16 * m + 8 * half + lane / 4;
-      if (args.L && lane % 4 == 0 && down < work.tokens)
-        args.L[(i64(work.output_batch) * args.H + work.head) * args.Tq + work.start + down] = found.logarithm / LOG2E;
-      sum[m][half] = found.factor;
+      const RowEnd result = row_end(RowMaximum::score_of(maximum[m][half].shift, scale), row_sum(sum[m][half]), sink);
+      const int query = row + 16 * m + 8 * half + lane / 4;
+      if (args.L && lane % 4 == 0 && query < work.tokens)
+        args.L[(i64(work.output_batch) * args.H + work.head) * args.Tq + work.start + query] = result.logarithm / LOG2E;
+      sum[m][half] = result.factor;
     }
   store<D, M>(o, [&](int m, int half) { return sum[m][half]; }, s.q, row, args.o, work, args.V, args.vectors);
 }

@@ -1,15 +1,15 @@
-// what      Softmax attention and its gradients without tensor cores: every dtype, any K and V; the gradient of sinks;
-//           and one result of those over parts of the keys.
+// what      Softmax attention and its gradients without tensor cores, for every dtype and any K and V; the gradient of
+//           the sinks; the merge of results over parts of the keys.
 // math      Forward: o_i = sum_j p_ij v_j, p_ij = e^(s_ij - lse_i), s_ij = scale q_i . k_j or cap tanh(scale q_i . k_j
 //           / cap), lse_i = log(e^sink + sum_j e^s_ij).  Queries: delta_i = do_i . o_i - dlse_i, dq_i = sum_j ds_ij
 //           k_j, ds_ij = scale p_ij (do_i . v_j - delta_i) (1 - (s_ij / cap)^2).  Keys: dv_j = sum_i p_ij do_i, dk_j =
 //           sum_i ds_ij q_i, over all heads that share the keys.  Sinks: dsink = - sum_i e^(sink - lse_i) delta_i.
 //           Merge: lse = log(e^sink + sum_n e^lse_n), o = sum_n e^(lse_n - lse) o_n over parts n
 // shapes    q dq [B, H, Tq, K], k dk [B, H / group, Tk, K], v dv [.., V], o do [B, H, Tq, V], L dL [B, H, Tq] or null,
-//           sinks dsinks [H], statistics as in softmax_work.cuh, but of Real<T> and to base e. Merge: o [parts B, H,
-//           Tq, V] and L [parts B, H, Tq] of parts, one behind the other, to out and merged L
-// grid      a block for every tile of `works`, 4 tokens of its 64, and 128 columns; a warp a token. Sinks: a block a
-//           head; Merge: a warp a query
+//           sinks dsinks [H], statistics as in softmax_work.cuh, but in Real<T> and base e. Merge: o [parts B, H, Tq,
+//           V] and L [parts B, H, Tq], part by part, to out [B, H, Tq, V] and merged [B, H, Tq]
+// grid      a block for 4 of the 64 tokens of a tile of `works` and for 128 columns, a warp for each token. Sinks: a
+//           block for each head. Merge: a warp for each query
 // smem      none
 // barriers  none
 // numerics  float32, or float64 for float64; the largest score so far is subtracted
@@ -21,20 +21,21 @@
 
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane
-constexpr int TOKENS = CHUNK_QUERIES;                  // of a tile of `works`
+constexpr int TOKENS = CHUNK_QUERIES;                  // of a tile of `works`, queries or keys
 
 template <typename T> struct Args {
   Rows<const T> q, k, v, o, g;  // g is do
   Rows<T> out, dq, dk, dv;
   const Work* works;
   Real<T>*L, *dL, *statistics, *sinks, *dsinks, *merged;
-  i64 B, H, group, Tq, K, V, left, right, chunks, tiles, parts;  // tiles of 128 columns
+  i64 B, H, group, Tq, K, V, left, right, chunks;
+  i64 tiles, parts;  // tiles: of 128 columns of a result; parts: of the keys
   double scale, softcap;
-  double unit;  // of the logarithms that Sinks finds in the statistics: log 2 of tensor cores' kernels, here 1
+  double unit;  // Sinks: L in `statistics` times this is a natural logarithm; 1, or log 2 after tensor-core kernels
 };
 
-// What a warp computes: token n of a tile of `works`; a lane has columns column, column + 32 ... `others`: the tokens
-// of the other side (keys for a query, queries for a key) that meet this token.
+// What a warp computes: token n of a tile of `works`. A lane has the columns column, column + 32 ... `others` are the
+// keys that a query sees, or the queries that see a key.
 struct Place {
   Work work;
   int n;  // the token's number in the tile
@@ -42,10 +43,10 @@ struct Place {
   Seen others;
 
   __device__ Place(const Work* works, i64 tiles, i64 before, i64 after) {
-    constexpr int ROWS = TOKENS / WARPS;
-    work = works[blockIdx.x / ROWS / tiles];
-    column = blockIdx.x / ROWS % tiles * WIDTH + threadIdx.x % 32;
-    n = blockIdx.x % ROWS * WARPS + threadIdx.x / 32;
+    constexpr int BLOCKS = TOKENS / WARPS;  // that share a tile's tokens
+    work = works[blockIdx.x / BLOCKS / tiles];
+    column = blockIdx.x / BLOCKS % tiles * WIDTH + threadIdx.x % 32;
+    n = blockIdx.x % BLOCKS * WARPS + threadIdx.x / 32;
     others = seen(work.diagonal + n, int(before), int(after), work.other_length);
   }
 };
@@ -56,8 +57,8 @@ template <typename T> __device__ __forceinline__ Real<T> dot(const T* x, const T
   return sum;
 }
 
-// Adds weight times row to sums, for each of the first `count` lanes: lane n has the weight of the n-th row from `row`
-// on. A lane adds its own columns, of `width` that exist.
+// Adds weight times row to `sums` for `count` rows of `width` columns, from `row` on. Lane n has the weight of row n;
+// each lane adds its own columns.
 template <typename R, typename T>
 __device__ __forceinline__ void add_rows(R (&sums)[LANE_COLUMNS], R weight, const T* row, i64 stride, int count,
                                          i64 column, i64 width) {
@@ -83,7 +84,7 @@ template <typename R> __device__ __forceinline__ R warp_sum(R x) {
   return x;
 }
 
-// The score s of a product q . k, and its slope, ds / d(q . k).
+// The score s of a product q . k, and its derivative ds / d(q . k).
 template <typename R> struct Score {
   R value, slope;
 };
@@ -94,7 +95,7 @@ template <typename T> __device__ __forceinline__ Score<Real<T>> score_of(Real<T>
   return {Real<T>(args.softcap) * capped, Real<T>(args.scale) * (1 - capped * capped)};
 }
 
-// The passes, which are the template argument Pass: a pass's `run` is the work of one thread.
+// The passes, of which the kernel's template argument is one. `run` is what each thread does.
 struct Forward {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = Real<T>;
@@ -134,7 +135,7 @@ struct Queries {
     using R = Real<T>;
     const Place place(args.works, args.tiles, args.left, args.right);
     const Work& work = place.work;
-    const bool is_empty = place.n >= work.tokens;
+    const bool is_empty = place.n >= work.tokens;  // no such query: its statistics are written, too
     const int lane = threadIdx.x % 32, shared_head = work.head / int(args.group);
     const i64 pair = i64(work.batch) * args.H + work.head, token = work.start + place.n;
     const T *q = args.q.row(work.batch, work.head, token), *g = args.g.row(work.batch, work.head, token);
@@ -219,7 +220,7 @@ struct Merge {
     const i64 b = row / (args.H * args.Tq), h = row / args.Tq % args.H, t = row % args.Tq;
     R largest = args.sinks ? args.sinks[h] : R(minus_infinity());
     for (i64 n = 0; n < args.parts; ++n) largest = max(largest, args.L[n * rows + row]);
-    largest = max(largest, R(-3e38));  // finite also where no key is seen
+    largest = max(largest, R(-3e38));  // finite even if no key is seen
     R total = args.sinks ? decay_of(args.sinks[h] - largest) : R(0);
     for (i64 n = 0; n < args.parts; ++n) total += decay_of(args.L[n * rows + row] - largest);
     for (i64 c = threadIdx.x % 32; c < args.V; c += 32) {

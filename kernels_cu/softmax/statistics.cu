@@ -1,13 +1,11 @@
-// what      The statistics of softmax attention's queries, which the gradients of k and v take.
+// what      The statistics of softmax attention's queries, which the gradients of k and v read.
 // math      delta_i = do_i . o_i - dlse_i
 // shapes    o g [B, H, Tq, V], g is do; L [B, H, Tq] float32 is lse, dL its gradient or null; statistics [B, H,
-//           chunks, 2, 64]: softmax_work.cuh. A query without keys, or behind a sequence's end, has an infinite L
-//           there
-// grid      a block for every 64 queries (struct Work); four threads have a query
+//           chunks, 2, 64]: softmax_work.cuh
+// grid      a block for every 64 queries (struct Work); four threads compute those of a query
 // smem      none
 // barriers  none
-// numerics  float32; delta comes from the rounded o. A query whose L, in base 2, is above 2^24 has weights of 0: see
-//           known_logarithm
+// numerics  float32; delta is computed from the rounded o. L: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 19
 // limits    half data; rows of whole 16 bytes
 #include "softmax_work.cuh"
@@ -38,5 +36,5 @@ template <typename T> __global__ void __launch_bounds__(4 * CHUNK_QUERIES, 2) so
   if (query < work.tokens && args.dL) delta -= args.dL[pair * args.Tq + token];
   if (threadIdx.x % 4) return;
   float* const to = args.statistics + (pair * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + query;
-  to[0] = known_logarithm(L), to[CHUNK_QUERIES] = delta;
+  to[0] = logarithm_or_infinity(L), to[CHUNK_QUERIES] = delta;
 }

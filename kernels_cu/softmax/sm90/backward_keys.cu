@@ -3,9 +3,8 @@
 //           e^s_ij;  dv_j = sum_i p_ij do_i,  dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i, delta_i = do_i . o_i
 //           - dlse_i, over the queries of all heads that share the keys; with a cap each term of dk times 1 - (s_ij /
 //           cap)^2.  Code: st holds s, then p, with keys as rows, dp do_i . v_j, ds = p (dp - delta), g = do
-// shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
-//           64] float32: lse in base 2 (L), then delta, of every 64 queries, as statistics.cu writes them. ds:
-//           DsEntry, for query_gradient.cu, or null
+// shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics:
+//           softmax_work.cuh; ds: DsEntry, for query_gradient.cu, or null
 // grid      as many blocks as multiprocessors; a block computes the key tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
@@ -49,7 +48,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   prefetch_map(args.q), prefetch_map(args.k), prefetch_map(args.v), prefetch_map(args.g), prefetch_map(args.dk),
       prefetch_map(args.dv);
   Ring<2> kv;
-  Ring<S::STAGES> r;
+  Ring<S::STAGES> q;
   while (true) {
     Work work = take_work(s.coming, next);
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
@@ -66,18 +65,18 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     for (int head = work.head * int(args.group), last = head + int(args.group); head < last; ++head) {
       const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk;
 #pragma unroll 1
-      for (int block = work.first_tile; block < work.first_tile + work.tiles; ++block) {
-        const int token = work.other_start + block * QUERIES;
-        barrier_wait(s.q_empty[r.stage], r.parity ^ 1);
+      for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
+        const int token = work.other_start + tile * QUERIES;
+        barrier_wait(s.q_empty[q.stage], q.parity ^ 1);
         fence_async();  // likewise for q and statistics
-        barrier_expect(s.q_full[r.stage], sizeof s.q[0] + sizeof s.statistics[0]);
-        load_tile<64>(s.q[r.stage], args.q, s.q_full[r.stage], token, head, work.batch);
-        copy_bulk(s.statistics[r.stage], args.statistics + (chunk + block) * (2 * CHUNK_QUERIES),
-                  sizeof s.statistics[0], s.q_full[r.stage]);
-        barrier_wait(s.g_empty[r.stage], r.parity ^ 1);
-        barrier_expect(s.g_full[r.stage], sizeof s.g[0]);
-        load_tile<64>(s.g[r.stage], args.g, s.g_full[r.stage], token, head, work.batch);
-        r.next();
+        barrier_expect(s.q_full[q.stage], sizeof s.q[0] + sizeof s.statistics[0]);
+        load_tile<64>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
+        copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * (2 * CHUNK_QUERIES), sizeof s.statistics[0],
+                  s.q_full[q.stage]);
+        barrier_wait(s.g_empty[q.stage], q.parity ^ 1);
+        barrier_expect(s.g_full[q.stage], sizeof s.g[0]);
+        load_tile<64>(s.g[q.stage], args.g, s.g_full[q.stage], token, head, work.batch);
+        q.next();
       }
     }
   }
@@ -88,79 +87,83 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
-  const int warpgroup = uniform(threadIdx.x / 128), own = 64 * warpgroup, lane = threadIdx.x & 31;
-  const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows; own: the warpgroup's
+  const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
+  const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
-  const float inner = __uint_as_float(opaque(__float_as_uint(float(args.scale) * inverse(float(args.softcap)))));
+  const float tanh_scale = scale_over_cap(args.scale, args.softcap);
   Ring<2> kv;
-  Ring<S::STAGES> r;
+  Ring<S::STAGES> q;
   float st[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];
   u32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
   constexpr bool HELD = D == 64;  // whether k and v are operands in registers, which have room for 64 columns
   u32 k[HELD ? D / 16 : 1][4], v[HELD ? D / 16 : 1][4];
-  bool leaving = false;  // lane 0: the copy engine may still read this warp's dk and dv of the previous key tile
-  // A head has `blocks` query tiles; the current one is end - ahead, the last one end - 1. heads: query heads that are
-  // left; shift: query position of the key tile's first row; length: number of queries of the sequence.
-  int blocks, ahead, end, heads, shift, length;
+  bool store_pending = false;  // lane 0: the copy engine may still read this warp's dk and dv of the previous key tile
+  int tiles, end;              // the number of a head's query tiles; the last one's index plus 1
+  int tiles_left, heads_left;  // the current query tile is end - tiles_left; heads_left: with the current one
+  int first_diagonal, length;  // query position of the key tile's first row; number of queries of the sequence
 
-  auto leave = [&](Barrier& b) {
+  auto release = [&](Barrier& b) {
     if (lane == 0) barrier_arrive(b);
   };
-  auto hand_back = [&] {  // lane 0: once dk and dv have been stored, the producer may copy the next k and v there
-    if (leaving) {
+  auto release_stored_tile = [&] {  // lane 0: once dk and dv have been stored, the producer may copy k and v there
+    if (store_pending) {
       tensor_store_wait();
       barrier_arrive(s.empty[kv.stage ^ 1]);
-      leaving = false;
+      store_pending = false;
     }
   };
-  auto skip = [&] {  // skips query tiles that see none of the warpgroup's keys, but not the last one
-    while (ahead > 1 && (end - ahead) * QUERIES + QUERIES - 1 < shift + own - int(args.right)) {
-      barrier_wait(s.q_full[r.stage], r.parity);
-      leave(s.q_empty[r.stage]);
-      barrier_wait(s.g_full[r.stage], r.parity);
-      leave(s.g_empty[r.stage]);
-      r.next();
-      --ahead;
+  auto skip_unseen = [&] {  // skips query tiles that see none of the warpgroup's keys, but not the last one
+    while (tiles_left > 1 &&
+           (end - tiles_left) * QUERIES + QUERIES - 1 < first_diagonal + warpgroup_row - int(args.right)) {
+      barrier_wait(s.q_full[q.stage], q.parity);
+      release(s.q_empty[q.stage]);
+      barrier_wait(s.g_full[q.stage], q.parity);
+      release(s.g_empty[q.stage]);
+      q.next();
+      --tiles_left;
     }
   };
-  auto begin = [&](const Work& work) {
-    blocks = ahead = uniform(work.tiles), end = uniform(work.first_tile + work.tiles), heads = int(args.group);
-    shift = uniform(work.diagonal), length = uniform(work.other_length);
-    if constexpr (HELD) load_rows(k, s.k[kv.stage], own), load_rows(v, s.v[kv.stage], own);
-    skip();
+  auto begin_tile = [&](const Work& work) {
+    tiles = tiles_left = uniform(work.tiles), end = uniform(work.first_tile + work.tiles), heads_left = int(args.group);
+    first_diagonal = uniform(work.diagonal), length = uniform(work.other_length);
+    if constexpr (HELD) load_rows(k, s.k[kv.stage], warpgroup_row), load_rows(v, s.v[kv.stage], warpgroup_row);
+    skip_unseen();
   };
-  // Issues the product of 16 columns from 16 n on of keys or values, which are `a` or in the tile `at`, and of a tile.
-  auto product = [&](float (&sum)[QUERIES / 2], const u32(&a)[4], u64 at, u64 tile, int n) {
-    const u64 b = tile + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2;
+  // Issues a product of 16 columns, from 16 n on, of keys or values with a tile of q or do. The keys or values are the
+  // registers `a` if HELD, otherwise the tile described by `a_tile`.
+  auto multiply_columns = [&](float (&sum)[QUERIES / 2], const u32(&a)[4], u64 a_tile, u64 b_tile, int n) {
+    const u64 b = b_tile + n / 4 * (QUERIES * 128 / 16) + n % 4 * 2;
     if constexpr (HELD) wgmma<T, QUERIES, false>(sum, a, b, n > 0);
-    else wgmma<T, QUERIES, false>(sum, at + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
+    else wgmma<T, QUERIES, false>(sum, a_tile + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, b, n > 0);
   };
-  auto start = [&] {  // issues two products with keys as rows: st = k q^T, dp = v do^T
-    const int valid = length - (end - ahead) * QUERIES;
-    const u64 kt = wgmma_tile(s.k[kv.stage][0] + own * PANEL, 16, 1024),
-              vt = wgmma_tile(s.v[kv.stage][0] + own * PANEL, 16, 1024);
-    const u64 qt = wgmma_tile(s.q[r.stage][0], 16, 1024), gt = wgmma_tile(s.g[r.stage][0], 16, 1024);
-    barrier_wait(s.q_full[r.stage], r.parity);
-    if (valid < QUERIES) zero_rows(s.q[r.stage], valid, warpgroup);
+  auto multiply_keys_and_values = [&] {  // issues two products with keys as rows: st = k q^T, dp = v do^T
+    const int valid = length - (end - tiles_left) * QUERIES;
+    const u64 kt = wgmma_tile(s.k[kv.stage][0] + warpgroup_row * PANEL, 16, 1024),
+              vt = wgmma_tile(s.v[kv.stage][0] + warpgroup_row * PANEL, 16, 1024);
+    const u64 qt = wgmma_tile(s.q[q.stage][0], 16, 1024), gt = wgmma_tile(s.g[q.stage][0], 16, 1024);
+    barrier_wait(s.q_full[q.stage], q.parity);
+    if (valid < QUERIES) zero_rows(s.q[q.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < D / 16; ++n) product(st, k[HELD ? n : 0], kt, qt, n);
+    for (int n = 0; n < D / 16; ++n) multiply_columns(st, k[HELD ? n : 0], kt, qt, n);
     wgmma_commit();
-    barrier_wait(s.g_full[r.stage], r.parity);
-    if (valid < QUERIES) zero_rows(s.g[r.stage], valid, warpgroup);
+    barrier_wait(s.g_full[q.stage], q.parity);
+    if (valid < QUERIES) zero_rows(s.g[q.stage], valid, warpgroup);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < D / 16; ++n) product(dp, v[HELD ? n : 0], vt, gt, n);
+    for (int n = 0; n < D / 16; ++n) multiply_columns(dp, v[HELD ? n : 0], vt, gt, n);
     wgmma_commit();
   };
-  auto add = [&](float (&sum)[D / 2], const u32(&a)[QUERIES / 16][4], const T* tile, bool begun) {
+  // Issues sum = a tile, or sum += a tile if `accumulates`, for a tile of q or do.
+  auto multiply_tile = [&](float (&sum)[D / 2], const u32(&a)[QUERIES / 16][4], const T* tile, bool accumulates) {
     const u64 b = wgmma_tile(tile, QUERIES * 128, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < QUERIES / 16; ++n) wgmma<T, D, true>(sum, a[n], b + n * (16 * 128 / 16), n > 0 || begun);
+    for (int n = 0; n < QUERIES / 16; ++n) wgmma<T, D, true>(sum, a[n], b + n * (16 * 128 / 16), n > 0 || accumulates);
     wgmma_commit();
   };
-  auto round = [&](u32(&a)[QUERIES / 16][4], const float (&x)[QUERIES / 2]) {
+  // Rounds x to T, as operand A.
+  auto pack_operand = [&](u32(&a)[QUERIES / 16][4], const float (&x)[QUERIES / 2]) {
 #pragma unroll
     for (int n = 0; n < QUERIES / 16; ++n)
 #pragma unroll
@@ -168,7 +171,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   // Calls f(index of an element of this lane's accumulators, L and delta of the element's query).
   auto each_column = [&](auto f) {
-    const float* const L = s.statistics[r.stage][0] + 2 * (lane & 3);
+    const float* const L = s.statistics[q.stage][0] + 2 * (lane & 3);
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       const float2 Ls = *reinterpret_cast<const float2*>(L + 8 * n);
@@ -177,114 +180,115 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       for (int half = 0; half < 2; ++half) f(4 * n + 2 * half, Ls.x, deltas.x), f(4 * n + 2 * half + 1, Ls.y, deltas.y);
     }
   };
-  auto weigh = [&] {
+  auto weigh_scores = [&] {  // replaces the scores st by weights
     if (CAPPED) {
 #pragma unroll
-      for (int n = 0; n < QUERIES / 2; ++n) st[n] = tanh_of(inner * st[n]);
+      for (int n = 0; n < QUERIES / 2; ++n) st[n] = tanh_of(tanh_scale * st[n]);
     }
     each_column([&](int n, float L, float) { st[n] = exp2_approx(fmaf(scale, st[n], -L)); });
-    const int query = (end - ahead) * QUERIES, diagonal = shift + own;
+    const int query = (end - tiles_left) * QUERIES, diagonal = first_diagonal + warpgroup_row;
     if (partly_seen<64, QUERIES>(query, diagonal, int(args.right), int(args.left), length))
-      mask_rows(st, query, shift + row, int(args.right), int(args.left), length, 0.f);
+      mask_rows(st, query, first_diagonal + row, int(args.right), int(args.left), length, 0.f);
   };
-  auto differ = [&] {
+  auto differentiate_scores = [&] {  // replaces dp by ds = st (dp - delta)
     each_column([&](int n, float, float delta) { dp[n] -= delta; });
 #pragma unroll
     for (int n = 0; n < QUERIES / 2; ++n) dp[n] *= st[n];
     const int tokens = uniform(s.works[kv.stage].tokens);
-    if (own + 64 > tokens)  // a key of another sequence: its ds may be NaN, and would be multiplied by that key
+    if (warpgroup_row + 64 > tokens)  // keys of another sequence: ds may be NaN, which dq would multiply by 0
 #pragma unroll
       for (int n = 0; n < QUERIES / 2; ++n)
         if (row + n / 2 % 2 * 8 >= tokens) dp[n] = 0.f;
   };
-  auto keep = [&] {  // stores ds
+  auto store_ds = [&] {
     if (!args.ds) return;
-    const int head = int(args.group) - heads;
-    ScoreGradients& to = args.ds[s.works[kv.stage].ds_index + head * int(args.ds_entries) + end - ahead][warpgroup];
+    const int head = int(args.group) - heads_left;
+    const int entry = s.works[kv.stage].ds_index + head * int(args.ds_entries) + end - tiles_left;
+    ScoreGradients& to = args.ds[entry][warpgroup];
 #pragma unroll
     for (int n = 0; n < QUERIES / 16; ++n) store_once(to.of_warp[threadIdx.x / 32 % 4][n][lane], ds[n]);
   };
-  auto finish = [&](int slot) {
-    const Work& work = s.works[slot];
+  auto finish_tile = [&](int stage) {  // stores dk and dv of the key tile in this stage
+    const Work& work = s.works[stage];
     const float by = float(args.scale);
     if (work.other_length == 0)  // the statistics were another sequence's, and 0 times NaN is NaN
 #pragma unroll
       for (int n = 0; n < D / 2; ++n) dk[n] = 0.f;
-    store_rows(args.dk, args.dk_out, args.K, dk, by, by, s.k[slot], own, work);
-    store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[slot], own, work);
-    leaving = lane == 0;
+    store_rows(args.dk, args.dk_out, args.K, dk, by, by, s.k[stage], warpgroup_row, work);
+    store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[stage], warpgroup_row, work);
+    store_pending = lane == 0;
   };
-  // Issues dv = p do, or dv += p do if `begun`, and waits for dp.
-  auto add_values = [&](bool begun) {
+  // Issues dv = p do, or dv += p do if `accumulates`, and waits for dp.
+  auto multiply_do = [&](bool accumulates) {
     if (D == 128) wgmma_wait<0>();  // p gets the registers of ds, which the previous product reads
-    round(p, st);
+    pack_operand(p, st);
     if (CAPPED) each_column([&](int n, float L, float) { st[n] *= slope_of_cap(st[n], L, scale); });
-    add(dv, p, s.g[r.stage][0], begun);
+    multiply_tile(dv, p, s.g[q.stage][0], accumulates);
     wgmma_wait<1>();
     wgmma_keep(dp);
   };
   auto end_step = [&] {  // computes ds while dv's product runs, then waits for dv
-    differ();
-    round(ds, dp);
+    differentiate_scores();
+    pack_operand(ds, dp);
     wgmma_keep(ds);
     before_next_copy();  // this warp has read the statistics; also keeps the wait after the computation of ds
     wgmma_wait<0>();
     wgmma_keep(dv);
-    leave(s.g_empty[r.stage]);
-    keep();
+    release(s.g_empty[q.stage]);
+    store_ds();
   };
 
   barrier_wait(s.full[0], 0);
   if (!uniform(s.works[0].tiles)) return;
-  begin(s.works[0]);
-  start();
+  begin_tile(s.works[0]);
+  multiply_keys_and_values();
   wgmma_wait<1>();
   wgmma_keep(st);
-  weigh();
-  add_values(false);
+  weigh_scores();
+  multiply_do(false);
   end_step();
-  int before = r.stage;  // the stage of the previous query tile, whose product with ds is issued next
-  bool begun = false;    // dk holds sums of this key tile's earlier query tiles
+  int previous_stage = q.stage;  // of the previous query tile, whose product with ds is issued next
+  bool accumulates = false;      // dk holds sums of this key tile's earlier query tiles
   // An iteration issues a query tile's scores and the previous tile's product with ds. It waits for both: the assembler
   // would serialise products that are still running where the loop jumps back.
   while (true) {
-    r.next();
-    bool fresh = false;  // the next query tile is for the block's next key tile
-    if (--ahead == 0) {
-      fresh = --heads == 0;
-      if (fresh) {
-        hand_back();
+    q.next();
+    bool next_is_new_tile = false;  // the next query tile is for the block's next key tile
+    if (--tiles_left == 0) {
+      next_is_new_tile = --heads_left == 0;
+      if (next_is_new_tile) {
+        release_stored_tile();
         kv.next();
         barrier_wait(s.full[kv.stage], kv.parity);
         if (!uniform(s.works[kv.stage].tiles)) break;
-        begin(s.works[kv.stage]);
+        begin_tile(s.works[kv.stage]);
       } else {
-        ahead = blocks;
-        skip();
+        tiles_left = tiles;
+        skip_unseen();
       }
     }
-    start();
-    add(dk, ds, s.q[before][0], begun);
-    if (!fresh) hand_back();
+    multiply_keys_and_values();
+    multiply_tile(dk, ds, s.q[previous_stage][0], accumulates);
+    if (!next_is_new_tile) release_stored_tile();
     wgmma_wait<CAPPED && D == 128 ? 0 : 2>();  // with a cap, registers are too few for ds's product to run on
     wgmma_keep(st);
-    weigh();
-    if (fresh) {
+    weigh_scores();
+    if (next_is_new_tile) {
       wgmma_wait<0>();
       wgmma_keep(dk);
-      finish(kv.stage ^ 1);
+      finish_tile(kv.stage ^ 1);
     }
-    add_values(!fresh);
+    multiply_do(!next_is_new_tile);
     wgmma_keep(dk);
-    leave(s.q_empty[before]);
-    before = r.stage;
+    release(s.q_empty[previous_stage]);
+    previous_stage = q.stage;
     end_step();
-    begun = !fresh;
+    accumulates = !next_is_new_tile;
   }
-  add(dk, ds, s.q[before][0], begun);
+  multiply_tile(dk, ds, s.q[previous_stage][0], accumulates);
   wgmma_wait<0>();
   wgmma_keep(dk);
-  finish(kv.stage ^ 1);
+  finish_tile(kv.stage ^ 1);
   if (lane == 0) tensor_store_wait();
 }
 
@@ -298,14 +302,6 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __gri
       barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], 8);
       barrier_init(s.g_full[n], 1), barrier_init(s.g_empty[n], 8);
     }
-    fence_async();  // makes the barriers visible to the copy engine
   }
-  __syncthreads();  // makes the barriers visible to all threads
-  if (threadIdx.x < 256) {
-    registers_up<240>();
-    consume<T, D, CAPPED>(s, args);
-  } else {
-    registers_down<24>();
-    if (threadIdx.x == 256) produce(s, args);
-  }
+  consume_and_produce<2, 240, 24>([&] { consume<T, D, CAPPED>(s, args); }, [&] { produce(s, args); });
 }

@@ -11,8 +11,8 @@
 // barriers  full: q, do and o have arrived; empty: q and do are in registers; o_empty: o has been read, or dq that
 //           overwrote it has been stored; k_full, v_full: a tile has arrived; k_empty, v_empty: it has been read.
 //           Named: 1 + warpgroup in zero_rows: zeros are written
-// numerics  scores, weights and sums in float32; ds is rounded to T for its product with k. delta comes from the
-//           rounded o. A query with L above 2^24 in base 2 has weights of 0: see known_logarithm
+// numerics  scores, weights and sums in float32; ds is rounded to T for its product with k. delta is computed
+//           from the rounded o. L: see logarithm_or_infinity
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
 //           in registers
 // limits    sm_90a; half data; rows of whole 16 bytes; K, V <= D; D of 64, 128
@@ -25,7 +25,7 @@ template <typename T> struct Args {
   Rows<T> out;                  // dq again, for a warp's 16 rows that are not all tokens of the tile
   const Work* works;            // [rounds, gridDim.x]
   const float *L, *dL;          // lse, natural logarithms; its gradient, or null
-  float* statistics;            // [B, H, chunks, 2, 64]: L in base 2, then delta, of every 64 queries
+  float* statistics;
   i64 H, group, Tq, K, left, right, chunks;
   double scale, softcap;
 };
@@ -64,8 +64,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     load_tile<64>(s.o, args.o, s.full, work.start, work.head, work.batch);
     const int head = int(u32(work.head) / u32(args.group));
 #pragma unroll 1
-    for (int block = work.first_tile + work.tiles - 1; block >= work.first_tile; --block) {
-      const int token = work.other_start + block * KEYS;
+    for (int tile = work.first_tile + work.tiles - 1; tile >= work.first_tile; --tile) {
+      const int token = work.other_start + tile * KEYS;
       barrier_wait(s.k_empty[k.stage], k.parity ^ 1);
       barrier_expect(s.k_full[k.stage], sizeof s.k[0]);
       load_tile<64>(s.k[k.stage], args.k, s.k_full[k.stage], token, head, work.batch);
@@ -83,45 +83,44 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
-  const int warpgroup = uniform(threadIdx.x / 128), own = 64 * warpgroup, lane = threadIdx.x & 31;
-  const int row = own + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows; own: the warpgroup's
+  const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
+  const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;
-  const float inner = __uint_as_float(opaque(__float_as_uint(float(args.scale) * inverse(float(args.softcap)))));
+  const float tanh_scale = scale_over_cap(args.scale, args.softcap);
   Ring<S::K_STAGES> k;
   Ring<S::V_STAGES> v;
   u32 q[D / 16][4], g[D / 16][4], ds[KEYS / 16][4];
   float p[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
-  u32 parity = 0;        // of `full` for the current query tile
-  bool leaving = false;  // lane 0: the copy engine may still read this warp's dq, which has overwritten o
-  // The current key tile is first + ahead; `ahead` tiles follow it, down to `first`. shift: key position of the query
-  // tile's first row; length: number of keys of the sequence.
-  int first, ahead, shift, length;
+  u32 parity = 0;              // of `full` for the current query tile
+  bool store_pending = false;  // lane 0: the copy engine may still read this warp's dq, which has overwritten o
+  int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
+  int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
 
-  auto leave = [&](Barrier& b) {
+  auto release = [&](Barrier& b) {
     if (lane == 0) barrier_arrive(b);
   };
-  auto hand_back = [&] {  // lane 0: once dq has been stored, the producer may copy the next o
-    if (leaving) {
+  auto release_stored_tile = [&] {  // lane 0: once dq has been stored, the producer may copy the next o
+    if (store_pending) {
       tensor_store_wait();
       barrier_arrive(s.o_empty);
-      leaving = false;
+      store_pending = false;
     }
   };
   // Loads a query tile's q, do and L, computes delta, and skips key tiles that the warpgroup's queries do not see. Rows
-  // after the tile's end get an infinite L, so that their weights are 0.
-  auto take = [&](const Work& work) {
-    load_rows(q, s.q, own);
-    load_rows(g, s.g, own);
+  // behind the tile's end get an infinite L, so that their weights are 0.
+  auto begin_tile = [&](const Work& work) {
+    load_rows(q, s.q, warpgroup_row);
+    load_rows(g, s.g, warpgroup_row);
     delta[0] = delta[1] = 0.f;
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
       u32 o[4];
-      ldmatrix_x4(o, matrix_row(s.o, own, n));
+      ldmatrix_x4(o, matrix_row(s.o, warpgroup_row, n));
 #pragma unroll
       for (int r = 0; r < 4; ++r) delta[r & 1] = add_dot<T>(g[n][r], o[r], delta[r & 1]);
     }
     before_next_copy();  // this warp has read q, do and o
-    leave(s.empty);
+    release(s.empty);
     const i64 pair = i64(work.batch) * args.H + work.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -133,28 +132,29 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
         L[half] = LOG2E * args.L[token];
         if (args.dL) delta[half] -= args.dL[token];
       } else delta[half] = 0.f;
-      L[half] = known_logarithm(L[half]);
-      if (lane % 4 == 0 && own < work.tokens) {
-        float* const to =
-            args.statistics + (pair * args.chunks + work.statistics_chunk + warpgroup) * (2 * CHUNK_QUERIES) + n - own;
+      L[half] = logarithm_or_infinity(L[half]);
+      if (lane % 4 == 0 && warpgroup_row < work.tokens) {
+        float* const to = args.statistics +
+                          (pair * args.chunks + work.statistics_chunk + warpgroup) * (2 * CHUNK_QUERIES) + n -
+                          warpgroup_row;
         to[0] = L[half], to[CHUNK_QUERIES] = delta[half];
       }
     }
-    first = uniform(work.first_tile), ahead = uniform(work.tiles) - 1;
-    shift = uniform(work.diagonal), length = uniform(work.other_length);
-    while (ahead > 0 && (first + ahead) * KEYS > shift + own + 63 + int(args.right)) {  // no query sees the key tile
-      barrier_wait(s.k_full[k.stage], k.parity);
-      leave(s.k_empty[k.stage]);
+    first_tile = uniform(work.first_tile), tiles_left = uniform(work.tiles) - 1;
+    first_diagonal = uniform(work.diagonal), length = uniform(work.other_length);
+    while (tiles_left > 0 && (first_tile + tiles_left) * KEYS > first_diagonal + warpgroup_row + 63 + int(args.right)) {
+      barrier_wait(s.k_full[k.stage], k.parity);  // of a key tile that no query sees
+      release(s.k_empty[k.stage]);
       k.next();
       barrier_wait(s.v_full[v.stage], v.parity);
-      leave(s.v_empty[v.stage]);
+      release(s.v_empty[v.stage]);
       v.next();
-      --ahead;
+      --tiles_left;
     }
   };
-  auto start = [&] {  // issues two products: p = q k^T, dp = do v^T
+  auto multiply_keys_and_values = [&] {  // issues two products: p = q k^T, dp = do v^T
     const u64 kt = wgmma_tile(s.k[k.stage][0], 16, 1024), vt = wgmma_tile(s.v[v.stage][0], 16, 1024);
-    const int valid = length - (first + ahead) * KEYS;
+    const int valid = length - (first_tile + tiles_left) * KEYS;
     barrier_wait(s.k_full[k.stage], k.parity);
     if (valid < KEYS) zero_rows(s.k[k.stage], valid, warpgroup);
     wgmma_fence();
@@ -168,102 +168,102 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     for (int n = 0; n < D / 16; ++n) wgmma<T, KEYS, false>(dp, g[n], vt + n / 4 * (KEYS * 128 / 16) + n % 4 * 2, n > 0);
     wgmma_commit();
   };
-  auto add = [&](int stage, bool begun) {  // issues dq = ds k, or dq += ds k if `begun`, for the keys in `stage`
+  auto multiply_ds = [&](int stage, bool accumulates) {  // issues dq = ds k, or dq += ds k, for the keys in `stage`
     const u64 kt = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < KEYS / 16; ++n) wgmma<T, D, true>(dq, ds[n], kt + n * (16 * 128 / 16), n > 0 || begun);
+    for (int n = 0; n < KEYS / 16; ++n) wgmma<T, D, true>(dq, ds[n], kt + n * (16 * 128 / 16), n > 0 || accumulates);
     wgmma_commit();
   };
   // Waits for dq. To be called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start
   // of its basic block, before the computation that is to run during the product.
-  auto end_adding = [&] {
+  auto wait_for_dq = [&] {
     wgmma_wait<0>();
     wgmma_keep(dq);
   };
-  auto weigh = [&] {  // replaces the scores p by weights, times the cap's slope if CAPPED
+  auto weigh_scores = [&] {  // replaces the scores p by weights, times the cap's slope if CAPPED
     if (CAPPED) {
 #pragma unroll
-      for (int n = 0; n < KEYS / 2; ++n) p[n] = tanh_of(inner * p[n]);
+      for (int n = 0; n < KEYS / 2; ++n) p[n] = tanh_of(tanh_scale * p[n]);
     }
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) p[n] = exp2_approx(fmaf(scale, p[n], -L[n / 2 % 2]));
-    const int key = (first + ahead) * KEYS, diagonal = shift + own;
+    const int key = (first_tile + tiles_left) * KEYS, diagonal = first_diagonal + warpgroup_row;
     if (partly_seen<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
-      mask_rows(p, key, shift + row, int(args.left), int(args.right), length, 0.f);
+      mask_rows(p, key, first_diagonal + row, int(args.left), int(args.right), length, 0.f);
     if (CAPPED)
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) p[n] *= slope_of_cap(p[n], L[n / 2 % 2], scale);
   };
-  auto differ = [&] {  // p <- p (dp - delta)
+  auto differentiate_scores = [&] {  // replaces p by ds = p (dp - delta)
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) p[n] *= dp[n] - delta[n / 2 % 2];
   };
-  auto round = [&] {  // ds = p, rounded to T
+  auto round_ds = [&] {  // ds = p, rounded to T
 #pragma unroll
     for (int n = 0; n < KEYS / 16; ++n)
 #pragma unroll
       for (int r = 0; r < 4; ++r) ds[n][r] = pack<T>(p[8 * n + 2 * r], p[8 * n + 2 * r + 1]);
   };
-  auto finish = [&](const Work& work) {  // stores dq of a query tile
+  auto finish_tile = [&](const Work& work) {  // stores dq of a query tile
     const float by = float(args.scale);
-    store_rows(args.dq, args.out, args.K, dq, by, by, s.o, own, work);
-    leaving = lane == 0;
+    store_rows(args.dq, args.out, args.K, dq, by, by, s.o, warpgroup_row, work);
+    store_pending = lane == 0;
   };
 
   barrier_wait(s.full, 0);
   if (!uniform(s.works[1].tiles)) return;
-  take(s.works[1]);
-  leave(s.o_empty);
-  start();
+  begin_tile(s.works[1]);
+  release(s.o_empty);
+  multiply_keys_and_values();
   wgmma_wait<1>();
   wgmma_keep(p);
-  weigh();
+  weigh_scores();
   wgmma_wait<0>();
   wgmma_keep(dp);
-  leave(s.v_empty[v.stage]);
+  release(s.v_empty[v.stage]);
   v.next();
-  int before = k.stage;  // the stage of the previous key tile, whose product with ds is issued next
+  int previous_stage = k.stage;  // of the previous key tile, whose product with ds is issued next
   k.next();
-  differ();
-  round();
-  bool begun = false;  // dq holds sums of this query tile's earlier key tiles
+  differentiate_scores();
+  round_ds();
+  bool accumulates = false;  // dq holds sums of this query tile's earlier key tiles
   // An iteration issues a key tile's scores and the previous tile's product with ds. It waits for both: the assembler
   // would serialise products that are still running where the loop jumps back.
   while (true) {
-    const bool fresh = ahead == 0;  // the next key tile is for the block's next query tile
-    if (fresh) {
-      hand_back();
+    const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile
+    if (next_is_new_tile) {
+      release_stored_tile();
       parity ^= 1;
       barrier_wait(s.full, parity);
       if (!uniform(s.works[parity ^ 1].tiles)) break;
-      take(s.works[parity ^ 1]);
-    } else --ahead;
-    start();
-    add(before, begun);
-    if (!fresh) hand_back();
+      begin_tile(s.works[parity ^ 1]);
+    } else --tiles_left;
+    multiply_keys_and_values();
+    multiply_ds(previous_stage, accumulates);
+    if (!next_is_new_tile) release_stored_tile();
     wgmma_wait<2>();
     wgmma_keep(p);
-    weigh();
+    weigh_scores();
     wgmma_wait<1>();
     wgmma_keep(dp);
-    leave(s.v_empty[v.stage]);
+    release(s.v_empty[v.stage]);
     v.next();
-    differ();
-    wgmma_keep(p);  // otherwise the compiler moves `differ` after the wait
-    if (fresh) {
-      end_adding();
-      finish(s.works[parity]);
-    } else end_adding();
-    leave(s.k_empty[before]);
-    before = k.stage;
+    differentiate_scores();
+    wgmma_keep(p);  // otherwise the compiler moves `differentiate_scores` after the wait
+    if (next_is_new_tile) {
+      wait_for_dq();
+      finish_tile(s.works[parity]);
+    } else wait_for_dq();
+    release(s.k_empty[previous_stage]);
+    previous_stage = k.stage;
     k.next();
-    begun = !fresh;
-    round();
+    accumulates = !next_is_new_tile;
+    round_ds();
   }
-  add(before, begun);
-  end_adding();
-  finish(s.works[parity]);
+  multiply_ds(previous_stage, accumulates);
+  wait_for_dq();
+  finish_tile(s.works[parity]);
   if (lane == 0) tensor_store_wait();
 }
 
@@ -275,14 +275,6 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_queries(const __
     barrier_init(s.full, 1), barrier_init(s.empty, 8), barrier_init(s.o_empty, 8);
     for (int n = 0; n < S::K_STAGES; ++n) barrier_init(s.k_full[n], 1), barrier_init(s.k_empty[n], 8);
     for (int n = 0; n < S::V_STAGES; ++n) barrier_init(s.v_full[n], 1), barrier_init(s.v_empty[n], 8);
-    fence_async();  // makes the barriers visible to the copy engine
   }
-  __syncthreads();  // makes the barriers visible to all threads
-  if (threadIdx.x < 256) {
-    registers_up<240>();
-    consume<T, D, CAPPED>(s, args);
-  } else {
-    registers_down<24>();
-    if (threadIdx.x == 256) produce(s, args);
-  }
+  consume_and_produce<2, 240, 24>([&] { consume<T, D, CAPPED>(s, args); }, [&] { produce(s, args); });
 }

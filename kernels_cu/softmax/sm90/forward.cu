@@ -95,11 +95,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   const int warpgroup = uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);  // |scale| log2 e, of products or tanh
-  // Float64 arguments are converted here, and `opaque` keeps the compiler from converting them again in the loop, of
-  // which float64 instructions took a quarter of the time.
-  const bool negative = opaque(u32(args.scale < 0));
-  const float scale_over_cap =
-      __uint_as_float(opaque(__float_as_uint(float(args.scale) * inverse(float(args.softcap)))));
+  const bool negative = opaque(u32(args.scale < 0));                      // opaque: see scale_over_cap
+  const float tanh_scale = scale_over_cap(args.scale, args.softcap);
   Ring<S::KEY_STAGES> k, v;
   Ring<S::QUERY_STAGES> q;
   float scores[KEYS / 2], o[V / 2], sum[2], rescale[2];
@@ -161,7 +158,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     valid_values = min(KEYS, length - key);
     if (CAPPED) {
 #pragma unroll
-      for (int n = 0; n < KEYS / 2; ++n) scores[n] = tanh_of(scale_over_cap * scores[n]);
+      for (int n = 0; n < KEYS / 2; ++n) scores[n] = tanh_of(tanh_scale * scores[n]);
     } else if (negative)
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) scores[n] = -scores[n];
@@ -281,21 +278,14 @@ __global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 12
     softmax_sm90_forward(const __grid_constant__ Args<T> args) {
   using S = Shared<T, K, V, CAPPED>;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
-  constexpr int CONSUMERS = 128 * S::WARPGROUPS;
+  constexpr int WARPS = 4 * S::WARPGROUPS;  // that consume
   if (threadIdx.x == 0) {
-    for (int n = 0; n < S::QUERY_STAGES; ++n) barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], CONSUMERS / 32);
+    for (int n = 0; n < S::QUERY_STAGES; ++n) barrier_init(s.q_full[n], 1), barrier_init(s.q_empty[n], WARPS);
     for (int n = 0; n < S::KEY_STAGES; ++n) {
-      barrier_init(s.k_full[n], 1), barrier_init(s.k_empty[n], CONSUMERS / 32);
-      barrier_init(s.v_full[n], 1), barrier_init(s.v_empty[n], CONSUMERS / 32);
+      barrier_init(s.k_full[n], 1), barrier_init(s.k_empty[n], WARPS);
+      barrier_init(s.v_full[n], 1), barrier_init(s.v_empty[n], WARPS);
     }
-    fence_async();  // makes the barriers visible to the copy engine
   }
-  __syncthreads();  // makes the barriers visible to all threads
-  if (threadIdx.x < CONSUMERS) {
-    registers_up<S::WARPGROUPS == 2 ? 240 : 160>();
-    consume<T, K, V, CAPPED>(s, args);
-  } else {
-    registers_down<S::WARPGROUPS == 2 ? 24 : 32>();
-    if (threadIdx.x == CONSUMERS) produce(s, args);
-  }
+  constexpr int UP = S::WARPGROUPS == 2 ? 240 : 160, DOWN = S::WARPGROUPS == 2 ? 24 : 32;
+  consume_and_produce<S::WARPGROUPS, UP, DOWN>([&] { consume<T, K, V, CAPPED>(s, args); }, [&] { produce(s, args); });
 }

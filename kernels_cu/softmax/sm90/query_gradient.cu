@@ -1,12 +1,12 @@
-// what      Softmax attention's gradient of q on Hopper, from the gradients of scores that backward_keys.cu keeps: one
+// what      Softmax attention's gradient of q on Hopper, from the gradients of scores that backward_keys.cu stores: one
 //           thread copies, two warpgroups multiply.
-// math      dq_i = scale sum_j ds_ij k_j
+// math      dq_i = scale sum_j ds_ij k_j, ds as in backward_keys.cu
 // shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see DsEntry
 // grid      as many blocks as multiprocessors; a block computes the query tiles (struct Work) of its column of `works`,
 //           in turn. A warpgroup has two blocks of 64 queries
 // smem      Shared: a ring of tiles of k and ds of 64 keys; a tile of dq
-// barriers  work_full: a query tile's Work stands; work_empty: it has been read; full: k and ds have arrived; empty:
-//           they have been read. Named: 1 + warpgroup in zero_rows: zeros are written
+// barriers  work_full: a query tile's Work has been written; work_empty: it has been read; full: k and ds have arrived;
+//           empty: they have been read. Named: 1 + warpgroup in zero_rows: zeros are written
 // numerics  sums in float32
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 21
 // limits    sm_90a; half data; rows of whole 16 bytes; K <= D; D of 64, 128
@@ -16,8 +16,8 @@ constexpr int QUERIES = 256, KEYS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
 
 template <typename T> struct Args {
   TensorMap k, dq;    // boxes of 64 columns and 64 tokens; of dq 16 tokens
-  Rows<T> out;        // dq again: plain stores for a warp whose 16 rows extend beyond the tile's tokens
-  const Work* works;  // [rounds, gridDim.x]; the last one of each column has no tiles
+  Rows<T> out;        // dq again, for a warp's 16 rows that are not all tokens of the tile
+  const Work* works;  // [rounds, gridDim.x]
   const DsEntry* ds;
   const i32* ds_offsets;         // of each key tile of 128 keys
   i64 H, group, K, left, right;  // H: heads of queries
@@ -48,15 +48,15 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   const Work* next = args.works + blockIdx.x;
   fetch_work(s.coming, next);
   prefetch_map(args.k), prefetch_map(args.dq);
-  Ring<S::STAGES> r;
-  Ring<2> w;
+  Ring<S::STAGES> k;
+  Ring<2> works;
   while (true) {
     const Work work = take_work(s.coming, next);
-    barrier_wait(s.work_empty[w.stage], w.parity ^ 1);
-    s.works[w.stage] = work;
-    barrier_arrive(s.work_full[w.stage]);
+    barrier_wait(s.work_empty[works.stage], works.parity ^ 1);
+    s.works[works.stage] = work;
+    barrier_arrive(s.work_full[works.stage]);
     if (!work.tiles) return;
-    w.next();
+    works.next();
     const int key_head = int(u32(work.head) / u32(args.group));
     const i64 head = i64(work.batch) * args.H + work.head - args.ds_head;
     const DsEntry* const ds = args.ds + head * args.ds_entries + work.statistics_chunk;
@@ -68,16 +68,16 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
         const bool any = sees(work, block, tile, int(args.left), int(args.right));
         bits |= u32(any) << block, blocks += any;
       }
-      const int own =
-          bits ? args.ds_offsets[work.ds_index + tile / 2] : 0;  // without keys its tile of dq is still written
-      barrier_wait(s.empty[r.stage], r.parity ^ 1);
-      barrier_expect(s.full[r.stage], sizeof s.k[0] + blocks * sizeof(ScoreGradients));
-      load_tile<64>(s.k[r.stage], args.k, s.full[r.stage], work.other_start + tile * KEYS, key_head, work.batch);
+      // A sequence without keys has no offset: its dq, 0, is written all the same.
+      const int offset = bits ? args.ds_offsets[work.ds_index + tile / 2] : 0;
+      barrier_wait(s.empty[k.stage], k.parity ^ 1);
+      barrier_expect(s.full[k.stage], sizeof s.k[0] + blocks * sizeof(ScoreGradients));
+      load_tile<64>(s.k[k.stage], args.k, s.full[k.stage], work.other_start + tile * KEYS, key_head, work.batch);
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
         if (bits >> block & 1)
-          copy_once(&s.ds[r.stage][block], &ds[own + block][tile % 2], sizeof(ScoreGradients), s.full[r.stage]);
-      r.next();
+          copy_once(&s.ds[k.stage][block], &ds[offset + block][tile % 2], sizeof(ScoreGradients), s.full[k.stage]);
+      k.next();
     }
   }
 }
@@ -86,31 +86,31 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   using S = Shared<T, D>;
   const int warpgroup = uniform(threadIdx.x / 128), lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
-  Ring<S::STAGES> r;
-  Ring<2> w;
+  Ring<S::STAGES> k;
+  Ring<2> works;
   float dq[2][D / 2];
-  u32 a[2][KEYS / 16][4];  // ds of a block, queries as rows
+  u32 ds[2][KEYS / 16][4];  // of the warpgroup's two blocks, queries as rows
 
-  // ds of one of the warpgroup's blocks: the warp's 16 queries, which lanes get as rows.
-  auto take = [&](int n) {
+  // Loads ds of the warp's 16 queries of block n. It was stored with keys as rows; here queries are rows.
+  auto load_ds = [&](int n) {
 #pragma unroll
     for (int key = 0; key < KEYS / 16; ++key) {
-      const uint4 x = s.ds[r.stage][2 * warpgroup + n].of_warp[key][warp][lane];
-      a[n][key][0] = transpose_pairs(x.x), a[n][key][1] = transpose_pairs(x.z);
-      a[n][key][2] = transpose_pairs(x.y), a[n][key][3] = transpose_pairs(x.w);
+      const uint4 x = s.ds[k.stage][2 * warpgroup + n].of_warp[key][warp][lane];
+      ds[n][key][0] = transpose_pairs(x.x), ds[n][key][1] = transpose_pairs(x.z);
+      ds[n][key][2] = transpose_pairs(x.y), ds[n][key][3] = transpose_pairs(x.w);
     }
   };
-  auto add = [&](int n, int stage) {  // issues dq += ds k of a block
+  auto multiply_ds = [&](int n, int stage) {  // issues dq += ds k for block n
     const u64 kt = wgmma_tile(s.k[stage][0], KEYS * 128, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int key = 0; key < KEYS / 16; ++key) wgmma<T, D, true>(dq[n], a[n][key], kt + key * (16 * 128 / 16), true);
+    for (int key = 0; key < KEYS / 16; ++key) wgmma<T, D, true>(dq[n], ds[n][key], kt + key * (16 * 128 / 16), true);
     wgmma_commit();
   };
 
   while (true) {
-    barrier_wait(s.work_full[w.stage], w.parity);
-    const Work& work = s.works[w.stage];
+    barrier_wait(s.work_full[works.stage], works.parity);
+    const Work& work = s.works[works.stage];
     const int tiles = uniform(work.tiles), first = uniform(work.first_tile), length = uniform(work.other_length);
     if (!tiles) break;
 #pragma unroll
@@ -123,17 +123,17 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         any[n] = uniform(sees(work, 2 * warpgroup + n, tile, int(args.left), int(args.right)));
-      barrier_wait(s.full[r.stage], r.parity);
-      if (length - tile * KEYS < KEYS) zero_rows(s.k[r.stage], length - tile * KEYS, warpgroup);
+      barrier_wait(s.full[k.stage], k.parity);
+      if (length - tile * KEYS < KEYS) zero_rows(s.k[k.stage], length - tile * KEYS, warpgroup);
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        if (any[n]) take(n), add(n, r.stage);
+        if (any[n]) load_ds(n), multiply_ds(n, k.stage);
       before_next_copy();  // a copy may overwrite ds: all of the warp's lanes have read it
       wgmma_wait<0>();
       wgmma_keep(dq[0]);
       wgmma_keep(dq[1]);
-      if (lane == 0) barrier_arrive(s.empty[r.stage]);
-      r.next();
+      if (lane == 0) barrier_arrive(s.empty[k.stage]);
+      k.next();
     }
     const float by = float(args.scale);
     if (lane == 0) tensor_store_wait();  // the copy engine has read this warp's dq of the previous tile
@@ -142,8 +142,8 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
     for (int n = 0; n < 2; ++n)
       store_rows(args.dq, args.out, args.K, dq[n], by, by, s.dq, (2 * warpgroup + n) * CHUNK_QUERIES, work);
     __syncwarp();  // this warp has read the work
-    if (lane == 0) barrier_arrive(s.work_empty[w.stage]);
-    w.next();
+    if (lane == 0) barrier_arrive(s.work_empty[works.stage]);
+    works.next();
   }
   if (lane == 0) tensor_store_wait();
 }
@@ -155,14 +155,6 @@ __global__ void __launch_bounds__(384, 1) softmax_sm90_query_gradient(const __gr
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n) barrier_init(s.work_full[n], 1), barrier_init(s.work_empty[n], 8);
     for (int n = 0; n < S::STAGES; ++n) barrier_init(s.full[n], 1), barrier_init(s.empty[n], 8);
-    fence_async();  // makes the barriers visible to the copy engine
   }
-  __syncthreads();  // makes the barriers visible to all threads
-  if (threadIdx.x < 256) {
-    registers_up<240>();
-    consume<T, D>(s, args);
-  } else {
-    registers_down<24>();
-    if (threadIdx.x == 256) produce(s, args);
-  }
+  consume_and_produce<2, 240, 24>([&] { consume<T, D>(s, args); }, [&] { produce(s, args); });
 }
