@@ -27,8 +27,8 @@ CACHED = 24 << 20  # bytes of keys and values that the L2 cache can hold
 # keys and one chunk of queries, in half precision.
 DS_KEYS = 128  # keys in a tile of the kernel of dk and dv
 DS_ENTRY_BYTES = 2 * DS_KEYS * CHUNK_QUERIES
-MOST_DS_BYTES = 4 << 30  # more gain nothing: so many bytes hold the heads of a turn that occupies the card ...
-MOST_DS_SHARE = 1 / 16  # ... nor are they more than this part of a card's memory
+MOST_DS_BYTES = 4 << 30  # memory for ds: at most so many bytes ...
+MOST_DS_SHARE = 1 / 16  # ... and at most this part of the card's memory
 LEAST_CHUNKS = 32  # chunks of queries for a tile of keys, on average; fewer take as long as a third kernel's launch
 MOST_TIME_OF_TURNS = 1.1  # in times of one turn for all heads
 
