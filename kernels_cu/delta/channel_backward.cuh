@@ -48,7 +48,7 @@ __device__ __forceinline__ float2 pair_at(const float* x) { return *reinterpret_
 template <typename T> __device__ __forceinline__ float2 pair_at(const T* x) { return unpack_pair(x); }
 
 // Starts to copy a chunk's rows of 64 numbers, by one warp. Zeros fill rows from `rows` on, and columns from `width`
-// on. `bytes`: 16 if rows start on 16 bytes and `width` is whole pieces of 16; otherwise copies number by number.
+// on. `bytes`: 16 if rows start on 16 bytes and `width` is a multiple of 16 bytes; otherwise copies number by number.
 template <typename T>
 __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   const int lane = own_lane(), first = lane / 8, c = lane % 8 * 8;

@@ -3,10 +3,11 @@
 // math      S is the state before a chunk; E, W, Z, Zb, B, D: prepared.cuh.   Y = E S;   o = scale (W S + B v);
 //           S <- D S + Z^T (v + Y), or, TWO, S <- D S + Zb^T Y + Z^T v
 // shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32; starts, F:
-//           join_segments.cu. Without OUTPUTS, the state behind a walk from zeros, or from the initial state, is G, and
-//           one of values of 0 from the identity is F. Nobody needs G of a last segment, and F of a first or last one
-// grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. Columns of F
-//           come behind those of G
+//           join_segments.cu. Without OUTPUTS: the state after a walk from zeros (a first segment: from the initial
+//           state) is G; the state after a walk from the identity with values of 0 is F. G of a sequence's last
+//           segment, and F of its first and last one, are not needed and not computed
+// grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. The
+//           blocks of F's columns follow those of G's
 // smem      a ring of STAGES: a chunk as it was prepared, and its v
 // barriers  one: whether states from which segments start are finite; one a chunk: it is in shared memory, and the
 //           previous chunk has been read
@@ -20,8 +21,8 @@
 template <typename T> struct Args {
   Rows<const T> v;
   Rows<T> o;                  // null without OUTPUTS
-  Rows<const float> initial;  // or null
-  Rows<float> final;          // or null
+  Rows<const float> initial;  // null: zero
+  Rows<float> final;          // null: not wanted
   float *starts, *F;          // null if no sequence is cut, and F with OUTPUTS
   const void* prepared;       // Prepared of each chunk
   Shape shape;                // segments are sequences here
@@ -31,7 +32,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int BK, int BV, bool TWO> struct alignas(16) Stage {
-  Prepared<T, BK, TWO> of;
+  Prepared<T, BK, TWO> chunk;
   T v[C * BV];
 };
 
@@ -47,13 +48,13 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 pair = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
-  const bool of_F = !OUTPUTS && tile >= value_tiles;
-  const int v_tile = (of_F ? tile - value_tiles : tile) * BV;
+  const bool computes_F = !OUTPUTS && tile >= value_tiles;
+  const int v_tile = (computes_F ? tile - value_tiles : tile) * BV;
   const bool whole = OUTPUTS && is_whole<false>(shape, u32(args.P), n, h, args.starts, v_tile, BV);
   const auto segment =
       segment_of<false>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final, whole);
-  if (!OUTPUTS && (segment.last || (of_F && segment.first))) return;
-  const i64 width = of_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
+  if (!OUTPUTS && (segment.last || (computes_F && segment.first))) return;
+  const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of F's rows, K and zeros
   const Span span = segment.tokens;
   const int tokens = int(span.stop - span.start);
   const int bytes = int(args.bytes);
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
   State<BK> S;
   const auto each = [&](auto f) { each_number<BK>(S, 0, width, v_tile, channels, columns, f); };
   each([&](float& x, i64 at, bool inside) {
-    x = !inside ? 0.f : of_F ? at % (width + 1) == 0 : segment.from ? segment.from[at] : 0.f;
+    x = !inside ? 0.f : computes_F ? at % (width + 1) == 0 : segment.from ? segment.from[at] : 0.f;
   });
 
   const auto fetch = [&](int chunk, int stage) {
@@ -72,8 +73,8 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
       auto& to = stages[stage];
       using Image = Prepared<T, BK, TWO>;
       constexpr int SIZE = OUTPUTS ? sizeof(Image) : Image::OF_STATES;
-      copy_image<0, SIZE, THREADS>(&to.of, prepared + chunk);
-      if (!of_F)
+      copy_image<0, SIZE, THREADS>(&to.chunk, prepared + chunk);
+      if (!computes_F)
         copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * C) + v_tile, args.v.t, tokens - chunk * C,
                                 columns, bytes);
     }
@@ -86,22 +87,22 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
     fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);
-    const auto& of = stages[stage].of;
+    const auto& in = stages[stage].chunk;
     const T* tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;
 
     u32 v[C / 16][4] = {}, x[C / 16][4];
-    if (!of_F) load_packed<BV>(v, tile, column);
+    if (!computes_F) load_packed<BV>(v, tile, column);
     float y[C / 8][4] = {};
     Columns o = {};
-    read_transposed<BK, OUTPUTS>(y, S, of.E, &o, of.W);
-    decay_state<BK>(S, of.whole);
-    if constexpr (TWO) write_rows<BK>(S, of.Z[0], v);
+    read_transposed<BK, OUTPUTS>(y, S, in.E, &o, in.W);
+    decay_state<BK>(S, in.whole);
+    if constexpr (TWO) write_rows<BK>(S, in.Z[0], v);
     else add_packed<T>(y, v);
     pack_tokens<T>(x, y);
-    write_rows<BK>(S, of.Z[TWO], x);
+    write_rows<BK>(S, in.Z[TWO], x);
     if constexpr (OUTPUTS) {
-      multiply_packed(o, of.B, v);
+      multiply_packed(o, in.B, v);
       store_tokens<T>(
           args.o.row(b, h, span.start + token) + v_tile, args.o.t,
           [&](int i, int across) {
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(2 * BV, BV == 64 ? 2 : 1) delta_scan(const Arg
           tokens - token, column, columns, bytes);
     }
   }
-  float* to = of_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
+  float* to = computes_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
   if (to) {
     each([&](float& x, i64 at, bool inside) {
       if (inside) to[at] = x;

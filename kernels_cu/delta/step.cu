@@ -5,21 +5,21 @@
 //           null
 // grid      a block for every (sequence, head of values, 64 columns of V), sequence slowest; a lane has 16 bytes of
 //           columns, of EACH channels
-// smem      Shared: the token, the warps' parts of what its key and query find
-// barriers  two: the token stands | so do the parts, and the products of its rows
-// numerics  float32, whatever the state is stored in; float64 where that or data are float64
+// smem      Shared: the token, and the warps' parts of S'^T k (Dplr: S^T a) and S'^T q
+// barriers  two: the token is in shared memory | so are the parts, and the token's scalars
+// numerics  float32, for every type of the stored state; float64 if the state or the data are float64
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; the last axis of the state is contiguous
 //
-// A lane has asked for all its pieces of the state before it reads the token: that hides the memory's latency.
+// A lane starts all loads of its part of the state before it reads the token: that hides the memory's latency.
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
 #include "tensor.cuh"
 
 constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32, STEP_COLUMNS = 64;
-// On a multiprocessor, for the compiler: half-precision states are twice as many columns a lane, and float64's numbers
-// take two registers each.
+// Blocks on a multiprocessor, which bound registers: of half-precision states a lane has twice as many columns, and
+// float64 numbers take two registers each.
 template <typename R, typename S, int BK>
 constexpr int STEP_BLOCKS = BK == 256 && sizeof(R) == 8                     ? 1
                             : BK == 256 || sizeof(R) == 8 || sizeof(S) == 2 ? 2
@@ -27,22 +27,22 @@ constexpr int STEP_BLOCKS = BK == 256 && sizeof(R) == 8                     ? 1
 template <typename T, typename S> using Widest = decltype(Real<T>() + Real<S>());
 
 template <typename T, typename G, typename S> struct Args {
-  Rows<const T> q, k, v, a, b;  // the time stride is not used; a and b of Dplr alone
-  Rows<const G> g, beta;        // beta of the others alone
+  Rows<const T> q, k, v, a, b;  // the token stride is not used; a and b: only for Dplr
+  Rows<const G> g, beta;        // beta: only for GatedDelta and Kda
   Rows<T> o;
   Rows<S> state;     // rows are channels
-  const i64* slots;  // or null: sequence b has state b
-  i64 H, K, V;       // H heads of values
-  i64 group;         // so many of them share a head of queries and keys
+  const i64* slots;  // null: sequence b has state b
+  i64 H, K, V;       // H: heads of values
+  i64 group;         // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 pieces;      // whether every row of the state is whole pieces of 16 bytes
+  i64 pieces;      // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
 };
 
 template <class Rule, typename R, int BK> struct Shared {
   R q[BK], k[BK], a[Rule::own_erasure ? BK : 16 / sizeof(R)], b[Rule::own_erasure ? BK : 16 / sizeof(R)];
   R decays[Rule::channel_gates ? BK : 16 / sizeof(R)];
-  R parts[STEP_WARPS][2][STEP_COLUMNS];  // of what the key finds, and the query
+  R parts[STEP_WARPS][2][STEP_COLUMNS];  // the warps' parts, [0] of S'^T k (Dplr: S^T a), [1] of S'^T q
   TokenScalars<R> scalars;
 };
 
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     if constexpr (Rule::own_erasure) s.a[c] = of(args.a), s.b[c] = of(args.b);
     if constexpr (Rule::channel_gates) s.decays[c] = decay_of(c < K ? R(to_real(args.g.row(b, h, 0)[c])) : R(0));
   }
-  __syncthreads();  // the token stands
+  __syncthreads();  // the token is in shared memory
 
   if (warp == 0) {
     R qq = 0, kk = 0, qk = 0, qb = 0;
@@ -118,17 +118,17 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
     }
     if (lane < LANES) s.parts[warp][0][column + i] = erased[i], s.parts[warp][1][column + i] = read[i];
   }
-  __syncthreads();  // the parts stand, and the products of the token's rows
+  __syncthreads();  // the parts and the token's scalars are in shared memory
 
   const TokenScalars<R>& scalars = s.scalars;
   const R beta = Rule::own_erasure ? R(1) : R(to_real(*args.beta.row(b, h, 0)));
-  const auto found = [&](int which, int at) {
+  const auto sum_of_parts = [&](int which, int at) {
     R sum = 0;
 #pragma unroll
     for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][at];
     return sum;
   };
-  // what the token writes to a column behind its key
+  // What the token adds to a column, times its key: v, or beta (v - S'^T k).
   const auto written = [&](R erased, int at) {
     const R v = to_real(args.v.row(b, h, 0)[start + at]);
     return Rule::own_erasure ? v : scalars.inverse_k_length * beta * (v - scalars.inverse_k_length * erased);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   R write[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    erased[i] = found(0, column + i);
+    erased[i] = sum_of_parts(0, column + i);
     write[i] = column + i < left ? written(erased[i], column + i) : R(0);
   }
 #pragma unroll
@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Widest<T, S>, S, BK>
   }
   const int at = threadIdx.x;
   if (at < STEP_COLUMNS && at < left) {
-    const R p = found(0, at);
-    R o = fma(scalars.q_dot_k, written(p, at), found(1, at));
+    const R p = sum_of_parts(0, at);
+    R o = fma(scalars.q_dot_k, written(p, at), sum_of_parts(1, at));
     if constexpr (Rule::own_erasure) o = fma(scalars.q_dot_b, p, o);
     args.o.row(b, h, 0)[start + at] = from_real<T>(Real<T>(R(args.scale) * scalars.inverse_q_length * o));
   }

@@ -1,11 +1,11 @@
-// what      The gradients of rows of queries, keys and gates, from what tiles of columns and heads of values add.
-// math      dx = the sum over tiles and heads; of rows that were divided by their length, y = x / |x|, it is
+// what      Gradients of queries, keys and gates: adds the parts that tiles of columns and heads of values computed.
+// math      dx = the sum of the parts. If rows x were divided by their lengths, y = x / |x|, the sum is dy, and dx =
 //           (dy - y (y . dy)) / |x|
 // shapes    parts [tiles, B, H group, T, K]; x dx [B, H, T, K]
 // grid      a warp for every row of K numbers
 // smem      none
 // barriers  none
-// numerics  float32, of float64 data float64; tiles, then heads in their order
+// numerics  float32, for float64 data float64; added in the order of tiles, then of heads
 // source    the pullback of a division by the square root of the sum of squares and 10^-6
 // limits    K <= 256
 #include "delta/tokens.cuh"
@@ -17,7 +17,7 @@ constexpr int EACH = 8;  // numbers of a lane
 
 template <typename T> struct Args {
   const Real<T>* parts;
-  Rows<const T> x;  // null where rows were not divided by their lengths
+  Rows<const T> x;  // null if rows were not divided by their lengths
   Rows<T> dx;
   i64 B, H, T_, K, group, tiles;
 };
@@ -32,23 +32,23 @@ template <typename T> __global__ void __launch_bounds__(THREADS) delta_sum_parts
   R dx[EACH] = {};
   for (i64 part = 0; part < args.tiles * args.group; ++part) {
     const i64 heads = part / args.group * args.B * args.H * args.group + part % args.group;
-    const R* mine = from + heads * args.T_ * K;
+    const R* row_of_part = from + heads * args.T_ * K;
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-      if (lane + 32 * i < K) dx[i] += mine[lane + 32 * i];
+      if (lane + 32 * i < K) dx[i] += row_of_part[lane + 32 * i];
   }
   if (args.x.p) {
     const T* x = args.x.row(b, h, t);
-    R y[EACH], squares = 0, along = 0;
+    R y[EACH], squares = 0, dot = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       y[i] = lane + 32 * i < K ? R(to_real(x[lane + 32 * i])) : R(0);
-      squares = fma(y[i], y[i], squares), along = fma(y[i], dx[i], along);
+      squares = fma(y[i], y[i], squares), dot = fma(y[i], dx[i], dot);
     }
-    const R over = inverse_root(sum_over_lanes<32>(squares) + R(LEAST_SQUARE));
-    along = sum_over_lanes<32>(along) * over * over;
+    const R inverse_length = inverse_root(sum_over_lanes<32>(squares) + R(LEAST_SQUARE));
+    dot = sum_over_lanes<32>(dot) * inverse_length * inverse_length;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) dx[i] = over * fma(-along, y[i], dx[i]);
+    for (int i = 0; i < EACH; ++i) dx[i] = inverse_length * fma(-dot, y[i], dx[i]);
   }
 #pragma unroll
   for (int i = 0; i < EACH; ++i)

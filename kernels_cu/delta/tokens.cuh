@@ -37,8 +37,8 @@ template <typename T, typename G> struct DeltaArgs {
   i64 P;            // segments of a sequence
 };
 
-// A block's work: sequence n, in batch row b; value head h; columns from `tile` on; the sequence's tokens. `more` tiles
-// of `columns` columns are behind those of values.
+// A block's work: sequence n, in batch row b; value head h; columns from `tile` on; the sequence's tokens. more: tiles
+// of `columns` columns after those of the values.
 struct BlockWork {
   u32 n, b, h, tile;
   Span span;

@@ -1,10 +1,11 @@
-// what      Steps of a walk over the states of a delta rule, by chunks as they were prepared: products of a warp's 16
-//           columns. What tokens read is transposed [columns, tokens], so that it is an operand as it is.
+// what      Steps of a walk over the states of a delta rule, from one prepared chunk (prepared.cuh) to the next:
+//           products of a warp's 16 columns. What tokens read is computed transposed [columns, tokens], since such
+//           accumulators are operands of the next product without any move.
 // shapes    a warp has 16 columns of V and BK channels of a state, transposed: S[n] is [16 columns, 8 channels]
 #include "delta/chunk.cuh"
 #include "delta/segments.cuh"
 
-// Starts to copy bytes FROM to STOP of a chunk's image.
+// Starts to copy bytes FROM ... STOP - 1 of a prepared chunk.
 template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_image(void* to, const void* from) {
   const int first = FROM + 16 * opaque(threadIdx.x);  // `opaque`: addresses take no registers between chunks
 #pragma unroll
@@ -13,24 +14,25 @@ template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_
       cp_async<16>(static_cast<char*>(to) + first + at, static_cast<const char*>(from) + first + at, true);
 }
 
-// S as two right halves and as a left operand: channels 16 c to 16 c + 15 of the warp's columns.
+// Rounds channels 16 c ... 16 c + 15 of S to T: s is a left operand [columns, channels]; s[0], s[2] and s[1], s[3] are
+// right operands of 8 columns each.
 template <typename T, int BK> __device__ __forceinline__ void pack_state(u32 (&s)[4], const State<BK>& S, int c) {
   const float (&low)[4] = S[2 * c], (&high)[4] = S[2 * c + 1];
   s[0] = pack<T>(low[0], low[1]), s[1] = pack<T>(low[2], low[3]);
   s[2] = pack<T>(high[0], high[1]), s[3] = pack<T>(high[2], high[3]);
 }
 
-// y (transposed) += rows S, for all tokens and the warp's columns; with OUTPUTS also o += more S.
+// y (transposed) += read_rows S, for all tokens and the warp's columns; with OUTPUTS also o += output_rows S.
 template <int BK, bool OUTPUTS = false, typename T>
-__device__ __forceinline__ void read_transposed(float (&y)[C / 8][4], const State<BK>& S, const T* rows,
-                                                Columns* o = nullptr, const T* more = nullptr) {
+__device__ __forceinline__ void read_transposed(float (&y)[C / 8][4], const State<BK>& S, const T* read_rows,
+                                                Columns* o = nullptr, const T* output_rows = nullptr) {
   const RowsReader<BK, T> right;
   const LeftReader<BK, T> left;
 #pragma unroll
   for (int c = 0; c < BK / 32; ++c) {  // 32 channels
     u32 e[C / 8][4], s[2][4];
 #pragma unroll
-    for (int n = 0; n < C / 8; ++n) ldmatrix_x4(e[n], right.at(rows, 8 * n, 32 * c));
+    for (int n = 0; n < C / 8; ++n) ldmatrix_x4(e[n], right.at(read_rows, 8 * n, 32 * c));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       pack_state<T, BK>(s[half], S, 2 * c + half);
@@ -43,7 +45,7 @@ __device__ __forceinline__ void read_transposed(float (&y)[C / 8][4], const Stat
 #pragma unroll
         for (int m = 0; m < C / 16; ++m) {
           u32 w[4];
-          ldmatrix_x4(w, left.at(more, 16 * m, 32 * c + 16 * half));
+          ldmatrix_x4(w, left.at(output_rows, 16 * m, 32 * c + 16 * half));
           multiply_halves((*o)[m][0], w, {s[half][0], s[half][2]}, T{});
           multiply_halves((*o)[m][1], w, {s[half][1], s[half][3]}, T{});
         }
@@ -56,12 +58,12 @@ template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, cons
   const int t = threadIdx.x & 3;
 #pragma unroll
   for (int c = 0; c < BK / 8; ++c) {
-    const float2 by = *reinterpret_cast<const float2*>(decay + 8 * c + 2 * t);
-    S[c][0] *= by.x, S[c][1] *= by.y, S[c][2] *= by.x, S[c][3] *= by.y;
+    const float2 two = *reinterpret_cast<const float2*>(decay + 8 * c + 2 * t);
+    S[c][0] *= two.x, S[c][1] *= two.y, S[c][2] *= two.x, S[c][3] *= two.y;
   }
 }
 
-// S += rows^T x; x: of the warp's columns and 16 tokens at a time, transposed.
+// S += rows^T x. x: left operands [the warp's columns, 16 tokens], as load_packed and pack_tokens set them.
 template <int BK, typename T>
 __device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const u32 (&x)[C / 16][4]) {
   const RightReader<BK, T> reader;
@@ -96,14 +98,14 @@ template <typename T> __device__ __forceinline__ void add_packed(float (&y)[C / 
     }
 }
 
-// Packs what is transposed; by(first): factors of tokens first + 2t and the next one.
-template <typename T, class By>
-__device__ __forceinline__ void pack_tokens(u32 (&packed)[C / 16][4], const float (&x)[C / 8][4], By by) {
+// Rounds transposed x to operands, times factors of tokens: factors_at(i) returns those of tokens i + 2t and the next.
+template <typename T, class Factors>
+__device__ __forceinline__ void pack_tokens(u32 (&packed)[C / 16][4], const float (&x)[C / 8][4], Factors factors_at) {
 #pragma unroll
   for (int m = 0; m < C / 16; ++m)
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-      const float2 factors = by(16 * m + part / 2 * 8);
+      const float2 factors = factors_at(16 * m + part / 2 * 8);
       const float* two = x[2 * m + part / 2] + part % 2 * 2;
       packed[m][part] = pack<T>(factors.x * two[0], factors.y * two[1]);
     }
@@ -113,7 +115,7 @@ __device__ __forceinline__ void pack_tokens(u32 (&packed)[C / 16][4], const floa
   pack_tokens<T>(packed, x, [](int) { return float2{1.f, 1.f}; });
 }
 
-// d += M x, M lower triangular; x as `write_rows` has it.
+// d += M x, M a lower triangle; x: as in write_rows.
 template <typename T>
 __device__ __forceinline__ void multiply_packed(Columns& d, const Matrix<T>& M, const u32 (&x)[C / 16][4]) {
   const int lane = own_lane();
@@ -130,7 +132,7 @@ __device__ __forceinline__ void multiply_packed(Columns& d, const Matrix<T>& M, 
       }
 }
 
-// y (transposed) += scale M^T x, M lower triangular; x as `write_rows` has it.
+// y (transposed) += scale M^T x, M a lower triangle; x: as in write_rows.
 template <typename T>
 __device__ __forceinline__ void add_tokens(float (&y)[C / 8][4], const u32 (&x)[C / 16][4], const Matrix<T>& M,
                                            float scale) {
@@ -153,23 +155,25 @@ __device__ __forceinline__ void add_tokens(float (&y)[C / 8][4], const u32 (&x)[
     for (int m = 0; m < 4; ++m) y[n][m] = fmaf(scale, sums[n][m], y[n][m]);
 }
 
-// Stores the warp's 16 columns of a chunk's tokens from `to` on; two(i, column): a lane's pair of neighbouring columns
-// of a token, i a multiple of 8 and column 0 or 8. Rows have `width` numbers, and are whole pieces of `bytes`.
-template <typename T, class Two>
-__device__ __forceinline__ void store_tokens(T* to, i64 stride, Two two, int rows, int column, int width, int bytes) {
+// Stores the warp's 16 columns, from `column` on, of a chunk's `rows` tokens. pair_at(i, across) returns this lane's
+// pair of neighbouring columns of token i + g, from `across`, 0 or 8, on; i is a multiple of 8. Rows have `width`
+// numbers and are multiples of `bytes`.
+template <typename T, class Pair>
+__device__ __forceinline__ void store_tokens(T* to, i64 stride, Pair pair_at, int rows, int column, int width,
+                                             int bytes) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
   to += g * stride + column + 2 * t;
   if (rows >= C && bytes >= 4 && column + 16 <= width) {
 #pragma unroll
     for (int i = 0; i < C; i += 8, to += 8 * stride)
 #pragma unroll
-      for (int across = 0; across < 16; across += 8) *reinterpret_cast<u32*>(to + across) = two(i, across);
+      for (int across = 0; across < 16; across += 8) *reinterpret_cast<u32*>(to + across) = pair_at(i, across);
   } else {
 #pragma unroll
     for (int i = 0; i < C; i += 8, to += 8 * stride)
 #pragma unroll
       for (int across = 0; across < 16; across += 8) {
-        const u32 pair = two(i, across);
+        const u32 pair = pair_at(i, across);
         const int c = column + across + 2 * t;
         if (i + g >= rows) continue;
         if (bytes >= 4) {

@@ -2,11 +2,11 @@
 //           zeros then fill, or shorter.
 // math      to[b, h, t, c] = from[b, h, t, c] where the source has such a number, else 0
 // shapes    from [size_b, size_h, size_t, size_c] in any strides; to [B, H, T, C], contiguous, of `count` numbers
-// grid      the blocks of one array after the other, those of an array from its `first_block` on; a thread copies
-//           AT_ONCE pieces of 16 bytes, one after the other
+// grid      the arrays' blocks follow each other, an array's from its `first_block` on; a thread copies AT_ONCE pieces
+//           of 16 bytes
 // smem      none
 // barriers  none
-// numerics  numbers are moved as they are, of 2, 4, 8 or 16 bytes: neighbours that always move together count as one
+// numerics  bits are copied. A number has 2, 4, 8 or 16 bytes: neighbours that are always copied together count as one
 // source    none
 // limits    as many arrays as COPIES; `to` starts on 16 bytes
 #include "ptx.cuh"
@@ -33,7 +33,7 @@ struct alignas(8) Pair {
   u32 words[2];
 };
 
-// The source of the row of `to` that is `down` rows behind row (b, h, t); null where from_ has no such row.
+// The source of the row of `to` that is `down` rows after row (b, h, t); null if from_ has no such row.
 template <typename E> __device__ __forceinline__ const E* row_at(const Copy& x, i64 b, u32 h, u32 t, u32 down) {
   t += down, h += t / u32(x.T), t %= u32(x.T), b += h / u32(x.H), h %= u32(x.H);
   const bool there = b < x.size_b && h < x.size_h && t < x.size_t;

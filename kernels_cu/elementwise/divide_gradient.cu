@@ -1,11 +1,11 @@
-// what      Through the normaliser of linear attention backwards.
+// what      The gradient through the normaliser of linear attention, o = y / z.
 // math      dy = do / z,   dz = -sum_v dy o;   all 0 where z is 0
-// shapes    yz dyz [B, H, T, columns] float32 or float64, column V is z, those behind nobody's, their gradient 0;
+// shapes    yz dyz [B, H, T, columns] float32 or float64, column V is z, later columns are padding with gradient 0;
 //           do [B, H, T, V]
 // grid      a warp for every token
 // smem      none
 // barriers  none
-// numerics  float32, of float64 float64
+// numerics  float32, for float64 data float64
 // source    Katharopoulos et al., 2020, eq. 12
 // limits    none
 #include "ptx.cuh"

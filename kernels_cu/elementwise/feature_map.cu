@@ -17,7 +17,7 @@ template <typename T, typename Y> struct Args {
   Rows<Y> y;
   i64 B, H, T_, C;
   i64 step;     // between the channels of x
-  i64 vectors;  // whether all rows are whole pieces, and start on 16 bytes
+  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 
 template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ void map_piece(const Args<T, Y>& args) {

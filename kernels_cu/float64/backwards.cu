@@ -3,7 +3,7 @@
 // math      D_t, the gradient of X_t, is a_{t+1} (b_{t+1} * D_{t+1}) + scale p_t z_t (read before the write: p_{t+1}
 //           z_{t+1} instead), and dht at the end;   dx_t = y_t . D_t,   da_t = (b_t * X_{t-1}) . D_t, of a's logarithm
 //           read before the write: dx_t += scale p_t u_r sum_c u_c y_t z_t, and du_r = scale sum_t p_t x_t y_t . z_t
-// shapes    see state_row.cuh; p of the rows is what reads them: q, or do turned over; dx da [B, H, T, R],
+// shapes    see state_row.cuh; p of the rows: what reads them, q, or do if the state is transposed; dx da [B, H, T, R],
 //           kept [B, H, NC, R, C], of which `before` [N, H, R, chunk, a launch's columns] keeps all states of a chunk;
 //           du [N, H, R]
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
@@ -12,28 +12,29 @@
 // numerics  float64 throughout, sums over the columns in a fixed order; no difference of sums, so that strong gates
 //           keep their gradient's digits
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    COLUMNS columns a launch, which adds to what those before have left in dx, da and du
+// limits    COLUMNS columns a launch; later launches add to the dx, da and du of earlier ones
 #include "cards.cuh"
 #include "state_row.cuh"
 
 struct Args {
   Rows<const double> x, a, y, b, z, p;
-  Rows<double> dx, da;               // da: or null
-  const double *u_rows, *u_columns;  // or null
-  double* du;                        // or null
+  Rows<double> dx, da;               // da: null: not wanted
+  const double *u_rows, *u_columns;  // null: not this side, or no bonus
+  double* du;                        // null: not wanted
   const double* dht;                 // [N, H, K, V] or null
   double* dh0;                       // [N, H, K, V] or null
   const double* kept;
   double* before;
   Shape shape;
   i64 R, C;
-  i64 columns, adds;   // so many of C; whether columns before these have left sums
+  i64 columns, adds;   // columns of this launch; whether its results are added to those of earlier launches
   i64 row, column;     // strides of a state
-  i64 a_step, b_step;  // 0 where one decay serves all channels
+  i64 a_step, b_step;  // 0 if one decay is for all channels, else 1
   double scale;
 };
 
-// That share a multiprocessor; 0 leaves it to the assembler, which else chooses so many on some cards that it spills.
+// Blocks on a multiprocessor, which bound registers; 0: no bound. Where a number is given, the assembler would choose
+// fewer registers and spill.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && !SINCE_SM100 ? 5 : 0;
 

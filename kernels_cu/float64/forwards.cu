@@ -7,26 +7,27 @@
 // barriers  none
 // numerics  float64 throughout, sums over the columns in a fixed order
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
-// limits    COLUMNS columns a launch, which adds to what those before have left in `result`
+// limits    COLUMNS columns a launch; later launches add to the `result` of earlier ones
 #include "cards.cuh"
 #include "state_row.cuh"
 
 struct Args {
   Rows<const double> x, a, y, b, z;
   Rows<double> result;
-  const double *u_rows, *u_columns;  // or null
+  const double *u_rows, *u_columns;  // null: not this side, or no bonus
   const double* initial;             // [N, H, K, V] or null
   double* final;                     // [N, H, K, V] or null
   double* kept;                      // the state at the start of every chunk, or null
   Shape shape;
   i64 R, C;
-  i64 columns, adds;   // so many of C; whether columns before these have left sums
+  i64 columns, adds;   // columns of this launch; whether its results are added to those of earlier launches
   i64 row, column;     // strides of a state
-  i64 a_step, b_step;  // 0 where one decay serves all channels
+  i64 a_step, b_step;  // 0 if one decay is for all channels, else 1
   double scale;
 };
 
-// That share a multiprocessor; 0 leaves it to the assembler, which else chooses so many on some cards that it spills.
+// Blocks on a multiprocessor, which bound registers; 0: no bound. Where a number is given, the assembler would choose
+// fewer registers and spill.
 template <class ReadOrder, int COLUMNS>
 constexpr int BLOCKS = COLUMNS == 64 && !ReadOrder::reads_before_write && SINCE_SM100 ? 9 : 0;
 

@@ -46,7 +46,7 @@ struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;
   using Middle = typename MiddleOf<Schedule, T>::Type;
   static constexpr int BORDER = CHUNK<T> == 32 ? 32 : BC, LDA = CHUNK<T> + 8;
-  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;  // a score is the sum of so many numbers
+  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;  // of which a score is the sum
   T q[STAGES][CHUNK<T> * BK];
   Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed to the middle of their sub-chunk
   X border[2 * BORDER * BK];

@@ -1,10 +1,11 @@
-// what      What a rank tells the others of its tokens, in one piece: the state that they leave behind, and the
-//           product of their decays.
+// what      Writes the message that a rank sends to the others about its tokens: the state after them from a zero
+//           start, and the product of their decays.
 // math      total[n, h, k] = prod over parts p and factors f of decays[n, p, h, f, k]
 // shapes    message: the state [N, H, K, V], then total [N, H, channels], of the first channels of K;
 //           state [N, H, K, V] and decays [N, parts, H, factors, K], each with a stride of its own between sequences;
 //           all float32
-// grid      a thread for every number of the message, of total alone where the state is there already; 256 a block
+// grid      a thread for every number of the message, or of `total` only, if the message has the state already; 256 a
+//           block
 // smem      none
 // barriers  none
 // numerics  float32
@@ -13,7 +14,7 @@
 #include "ptx.cuh"
 
 struct Args {
-  const float *state, *decays;  // state null: it is in the message
+  const float *state, *decays;  // state: null if the message has it already
   float* message;
   i64 state_stride, decays_stride, parts, factors, N, H, K, V, channels;
 };

@@ -1,26 +1,25 @@
-// what      Joins the segments of sequences for the backward passes, from the third segment of either direction on: the
-//           state at each one's start, and the gradient of the state at each one's end, from what its neighbour leaves
-//           by itself.
+// what      Joins the segments of sequences for the backward passes: the state at each segment's start, and the
+//           gradient of the state at each segment's end, from the segments' summaries. The first two segments of either
+//           direction are complete already.
 // math      S_p = diag(decay_{p-1}) S_{p-1} + local_{p-1};   C_{p+1} = diag(decay_{p+1}) C_{p+2} + local_{p+1}
-// shapes    states [2, N, P, H, K, V] float32: the first two in the direction as they are to be, then local of the one
-//           before;
-//           S_p and C_{p+1} on exit; decays [2, N, P, H, K] float32
+// shapes    states [2, N, P, H, K, V] float32: on entry local of the segment before, in the direction; on exit S_p and
+//           C_{p+1}; decays [2, N, P, H, K] float32
 // grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4
 //           values each
 // smem      none
 // barriers  none
-// numerics  float32. Nothing stays nothing, where gates above 0 add up to a decay that float32 does not hold
-// source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
+// numerics  float32. 0 times an infinite decay, of gates above 0, counts as 0
+// source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, sequentially
 // limits    V a multiple of 4
 #include "ptx.cuh"
 
-constexpr int AHEAD = 8;  // segments that are read at once: each waits for memory, none for the one before
+constexpr int AHEAD = 8;  // segments whose loads are issued together, since a load has a long latency
 
 struct Args {
   float* states;
   const float* decays;
   i64 N, P, H, K, V;
-  i64 first;  // direction: 1 where the states are known
+  i64 first;  // the first direction to compute: 1 if the states are known
 };
 
 __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {

@@ -45,7 +45,7 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
 // of both, times e^-70 about the middle, would leave float32's range.
 constexpr float NEAR_SCALE = 4194304.f;
 
-// The width of rows that one kernel stores for another: a multiple of 8, with zeros behind `width`.
+// The width of rows that one kernel stores for another: a multiple of 8, with zeros after `width`.
 __device__ __forceinline__ i64 padded_width(i64 width) { return (width + 7) / 8 * 8; }
 
 // Stores the rows and columns of a tile that are inside the array.

@@ -4,8 +4,8 @@
 #include "ptx.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// barrier_arrive at the barrier that lies where `b` does in block `rank` of the cluster, after reads of what came from
-// there: what this thread wrote need not be seen.
+// barrier_arrive at the barrier of block `rank` of the cluster that corresponds to `b`, to say that data from there
+// have been read. Does not order this thread's stores before the arrival.
 __device__ __forceinline__ void arrive_at_block(Barrier& b, u32 rank) {
   asm volatile(
       "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -14,8 +14,8 @@ __device__ __forceinline__ void arrive_at_block(Barrier& b, u32 rank) {
       : "memory");
 }
 
-// tensor_load to the same place of every block of the cluster whose bit is in `blocks`; each counts the bytes at its
-// own `b`.
+// tensor_load to the corresponding address of every block of the cluster whose bit is in `blocks`; each counts the
+// bytes at its own `b`.
 __device__ __forceinline__ void tensor_load_to(u16 blocks, void* box, const TensorMap& map, Barrier& b, i32 column,
                                                i32 token, i32 head, i32 batch) {
   asm volatile(

@@ -1,4 +1,5 @@
-// what      What the kernels of RWKV-6 models share: sums over a block, a gate, neighbours loaded and stored at once.
+// what      Shared by the kernels of RWKV models: sums over a block, activations, a step of the time mix, loads and
+//           stores of neighbours, floats as sums of half-precision terms.
 #include "half_products.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -29,12 +30,13 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
-// An error of 2e-7 is far below a half-precision mix's.
+// tanh with an error of 2e-7, far below the rounding of half-precision mixes.
 __device__ __forceinline__ float tanh_approx(float x) {
   return fmaf(-2.f, inverse(1.f + exp2_approx(2.f * LOG2E * x)), 1.f);
 }
 
-// Of a channel of the time mix four columns of the state behind a token, whose o they add to.
+// Four columns of one channel of the time mix's state: returns them after a token, and adds the channel's terms to the
+// token's o. old: before the token; ku: k times the bonus u.
 __device__ __forceinline__ float4 step_channel(float4& o, float4 old, float4 v, float k, float r, float decay,
                                                float ku) {
   o = {fmaf(r, fmaf(ku, v.x, old.x), o.x), fmaf(r, fmaf(ku, v.y, old.y), o.y), fmaf(r, fmaf(ku, v.z, old.z), o.z),
@@ -70,7 +72,7 @@ template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   else *reinterpret_cast<uint2*>(to) = {pack<X>(x.x, x.y), pack<X>(x.z, x.w)};
 }
 
-// Four columns of a state of type S as they come.
+// Four columns of a state of type S, as they are in memory.
 template <typename S> struct Four {
   uint2 bits;
   __device__ __forceinline__ explicit operator float4() const {
@@ -82,14 +84,14 @@ template <> struct Four<float> {
   float4 bits;
   __device__ __forceinline__ explicit operator float4() const { return bits; }
 };
-// A row's registers take the next one as soon as they are free, and not before.
+// Loads four columns where the call stands: an earlier load would take registers for longer (load_in_turn).
 template <typename S> __device__ __forceinline__ Four<S> load_four(const S* x) {
   Four<S> found;
   load_in_turn(found.bits, x);
   return found;
 }
 
-// As tensor cores multiply weights of type T: int8 ones are bfloat16 numbers, too.
+// The type in which tensor cores multiply weights of type T: int8 weights as bfloat16.
 template <typename T> struct MultipliedAs {
   typedef T Type;
 };
@@ -98,7 +100,8 @@ template <> struct MultipliedAs<i8> {
 };
 
 // -- a float as a sum of TERMS numbers of a half type, each in an array of its own ------------------------------------
-// Three hold a float. Those in float16 take a power of two, by which the sum has its range and its small numbers.
+// Three terms hold a float. Terms in float16 are multiplied by powers of two, TERM_STEP apart, so that their sum has a
+// larger range.
 constexpr int FLOAT_TERMS = 3;
 template <typename X> constexpr float TERM_STEP = 1.f;
 template <> constexpr float TERM_STEP<f16> = 2048.f;
@@ -107,8 +110,8 @@ template <typename X, int TERMS> __device__ __forceinline__ constexpr float unit
   return term == 0 ? TERM_STEP<X> : term == 1 ? 1.f : 1.f / TERM_STEP<X>;
 }
 
-// The channel mix's squares, and the sums that a product makes of them, come in this unit where they are stored as one
-// number of type X: float16 ends at 65504, which a square passes from 256 on.
+// The unit in which the squares of the channel mix, and products of them, are stored if they are one number of type X:
+// float16 ends at 65504, and a square of 256 is larger.
 template <typename X, int TERMS = 1> constexpr float UNIT_OF_SQUARES = TERMS == 1 ? TERM_STEP<X> : 1.f;
 template <typename X, int TERMS = 1> __device__ __forceinline__ float relu_squared(float x) {
   return x > 0.f ? x * x * (1.f / UNIT_OF_SQUARES<X, TERMS>) : x != x ? x : 0.f;

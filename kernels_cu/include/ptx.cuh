@@ -102,7 +102,7 @@ __device__ __forceinline__ float at_least(float x, float least) {
   return y;
 }
 
-// The same of two values of T side by side.
+// The same for each of two values of T in a register.
 template <typename T> __device__ __forceinline__ u32 at_least(u32 x, u32 least);
 
 template <> __device__ __forceinline__ u32 at_least<bf16>(u32 x, u32 least) {
@@ -319,7 +319,8 @@ __device__ __forceinline__ bool barrier_any(int id, int threads, bool some) {
   return any;
 }
 
-// Loads from global memory that neither compiler nor assembler moves upwards, which would take registers for longer.
+// Loads from global memory that neither compiler nor assembler moves to an earlier place, which would take registers
+// for longer.
 __device__ __forceinline__ void load_in_turn(float4& x, const void* from) {
   asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
@@ -330,7 +331,7 @@ __device__ __forceinline__ void load_in_turn(uint2& x, const void* from) {
   asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
 }
 
-// Has L2 fetch the line of 128 bytes at an address.
+// Starts loading the line of 128 bytes at an address to L2.
 __device__ __forceinline__ void prefetch_line(const void* gmem) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(gmem) : "memory");
 }
@@ -446,15 +447,15 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The same if other blocks need only what was written to shared memory: one thread's fence, after the block's writes,
-// takes a quarter of the time of a fence by every thread.
+// cluster_sync if other blocks read only what was written to shared memory: one thread's fence, after the block's
+// writes, takes a quarter of the time of a fence by every thread.
 __device__ __forceinline__ void cluster_sync_shared() {
   __syncthreads();  // the block's writes are done
   if (threadIdx.x == 0) asm volatile("fence.acq_rel.cluster;" ::: "memory");
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The same at the end, when the blocks have read each other's shared memory: waits for no writes.
+// cluster_sync at the end, when the blocks have read each other's shared memory: does not wait for writes.
 __device__ __forceinline__ void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
@@ -577,7 +578,7 @@ __device__ __forceinline__ void commit_adds() { asm volatile("cp.async.bulk.comm
 // Waits until this thread's tensor stores have read their boxes.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Has this thread arrive at `b` when all copies that it has started by cp_async have come.
+// Makes this thread arrive at `b` when all copies that it has started by cp_async are complete.
 __device__ __forceinline__ void copies_arrive(Barrier& b) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
@@ -608,22 +609,22 @@ __device__ __forceinline__ u32 mul_f16(u32 x, u32 y) {
   return d;
 }
 
-// Of two pairs of bfloat16 the larger magnitudes, with any sign.
+// For each of two pairs of bfloat16 numbers: the one of larger magnitude, with any sign.
 __device__ __forceinline__ u32 larger(u32 a, u32 b) {
   u32 y;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 
-// Of two pairs of signed 16-bit numbers the larger ones.
+// For each of two pairs of signed 16-bit integers: the larger one.
 __device__ __forceinline__ u32 larger_of_halves(u32 a, u32 b) {
   u32 y;
   asm("max.s16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 
-// Makes this thread's stores to shared memory visible to wgmma and bulk copies; after a barrier to those of other
-// threads.
+// Makes this thread's stores to shared memory visible to wgmma and bulk copies; after a barrier, also to those that
+// other threads start.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The inverse of ldmatrix_x4: lane l gives the 16-byte row l % 8 of matrix l / 8.

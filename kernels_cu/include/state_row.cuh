@@ -1,12 +1,12 @@
 // what      A row of a recurrence's state in float64, in the registers of a warp; a lane has every 32nd column.
 // math      X_t = a_t (b_t * X_{t-1}) + x_t y_t, for one row's numbers x and a and vectors y and b over the columns
 // shapes    x a of the rows and y z b of the columns, [B, H, T, R] and [B, H, T, C]: the state is [K, V] with k as x, v
-//           as y, and do as z, or turned over, [V, K] with v as x, k as y, and q as z
+//           as y, and do as z; or transposed, [V, K], with v as x, k as y, and q as z
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int WARPS = 4;  // of a block: so many rows
+constexpr int WARPS = 4;  // of a block; each has a row
 
 // The row of the state of this warp.
 struct StateRow {

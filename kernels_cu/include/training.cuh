@@ -1,4 +1,4 @@
-// what      What the kernels of a training step share: eight channels at a time, sums over a block, dropout.
+// what      Shared by the kernels of a training step: loads and stores of eight channels, a block's tokens, dropout.
 #include "decode.cuh"
 
 // Eight neighbouring channels of a token, as floats.
@@ -6,7 +6,7 @@ struct Eight {
   float x[8];
 };
 
-// The same as they are stored, in as few registers, for loads that are to be under way together.
+// The same in the type in which they are stored, which takes fewer registers: for loads that are issued together.
 template <typename T> struct Stored {
   uint4 words[sizeof(T) / 2];
 
@@ -38,7 +38,7 @@ template <typename T> __device__ __forceinline__ Eight load8(const T* from) {
 
 template <typename T> __device__ __forceinline__ void store8(T* to, const Eight& from) { store8(to, from.x); }
 
-// The tokens that a block of `each` has, one after the other, and where they stand in their sequences of `T`.
+// Iterates over a block's `each` tokens. t: the token; place: its number in its sequence of T tokens.
 struct Tokens {
   i64 t, last, place, T;
 
@@ -53,8 +53,8 @@ struct Tokens {
   }
 };
 
-// Where a residual loses some of its elements: those of `site` in the step that `seeds` tell, two integers on the
-// device. Null keeps all.
+// Dropout of a residual. seeds: two integers on the device that number the step, null: no dropout; site: the number of
+// the residual; both, and the element's index, determine which elements become zero.
 struct Dropout {
   const i64* seeds;
   i64 site;

@@ -1,11 +1,11 @@
 // what      Matrix products of a warpgroup (wgmma) behind typed functions: four warps, the first a multiple of four.
-// limits    sm_90a alone
+// limits    sm_90a
 // twin      tests/emulator/wgmma.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // Describes a tile in shared memory to wgmma: rows of 128 bytes, eight of them 1024 bytes, in which address
-// bits 4-6 are XORed with bits 7-9. Adding bytes / 16 moves the tile by so many bytes.
+// bits 4-6 are XORed with bits 7-9. Adding bytes / 16 moves the tile by `bytes` bytes.
 //   B[N][DEPTH]:   rows are n, eight rows `stride` bytes after the last eight; `leading` is not read
 //   transposed, B[DEPTH][N]:   rows are k, likewise; 64 columns `leading` bytes after the last 64
 __device__ __forceinline__ u64 wgmma_tile(const void* p, u32 leading, u32 stride) {

@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_words(Words (&words)[N], const Word* const 
 #pragma unroll
   for (int n = 0; n < N; ++n) load_word(words[n], from[n]);
 }
-// Read them again until they are of this epoch.
+// Loads the words again until all are of this epoch.
 template <typename Words, typename Word, int N>
 __device__ __forceinline__ void settle_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
   while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>) load_words(words, from);
@@ -66,8 +66,8 @@ __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const 
   do { load_words(words, from); } while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>);
 }
 
-// The largest of the keys above 0 that the blocks of a grid bring, one each: it is the last block's result, and the
-// others have 0. `most` and `brought` are 0 before, and behind it.
+// The largest of the keys above 0 of a grid's blocks, one each. The last block to call this gets it, all others get 0.
+// `most` and `brought` must be 0 before, and are 0 afterwards.
 __device__ __forceinline__ u64 most_of_grid(u64* most, u32* brought, u64 key) {
   u32 before;
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(most), "l"(key) : "memory");

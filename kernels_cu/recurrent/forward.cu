@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
     for (int at = threadIdx.x; at < SLAB * BK; at += THREADS) take_exp(s.a[at]);
     if constexpr (GATED)
       for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) take_exp(s.av[at]);
-    // `next_of` gives a number of the state from that before it, what its channel and its column say, and k v.
+    // next_of(number of the state before the token, the channel's decay, the column's, k v): the number after it.
     const auto go = [&](auto next_of) {
 #pragma unroll 1
-      for (int r = 0; r < SLAB; ++r) {  // rows behind the last token write nothing and keep all
+      for (int r = 0; r < SLAB; ++r) {  // rows after the last token have k = 0 and decays of 1
         const float v = s.v[r * BV + lane], av = GATED ? s.av[r * BV + lane] : 1.f;
         float o = 0.f;
 #pragma unroll

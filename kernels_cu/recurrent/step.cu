@@ -2,17 +2,17 @@
 // math      o = scale q^T S', S' = diag(exp g) S + k v^T   (RWKV-6: o = scale q^T (S + diag(u) k v^T))
 // shapes    q k g [B, H, K], v o [B, H, V], u [H, K], state [P, H, K, V], slots [B] or null
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 64 channels at a time, a lane four
-//           pieces of 16 bytes of them: 8 warps where the state is float32, 16 where it is float64, else 4. Where its
-//           rows are not whole pieces, fewer channels at a time, number by number
+//           pieces of 16 bytes of them: 8 warps if the state is float32, 16 if it is float64, else 4. If its rows are
+//           not multiples of 16 bytes, fewer channels at a time, number by number
 // smem      the warps' parts of o, [warps, 64]
-// barriers  one: the parts of o are there
-// numerics  float32, whatever the state is stored in; float64 if an array is
+// barriers  one: the parts of o are in shared memory
+// numerics  float32, for every type of the stored state; float64 if an array is
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    the last axis of the state is contiguous
 //
-// A lane has asked for its four pieces before it writes the first: that hides the memory's latency, since the compiler
-// may not move a load before a store. No warp waits for another before it writes: memory that is written where it was
-// read is fastest with little in between.
+// A lane starts the loads of its four pieces before it stores the first: that hides the memory's latency, since the
+// compiler may not move a load before a store. No warp waits for another before it stores: the shorter the time between
+// the load and the store of an address, the faster.
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
@@ -23,8 +23,9 @@ constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
 // The type of the arithmetic.
 template <typename T, typename S> using Wider = decltype(Real<T>() + Real<S>());
-// On a multiprocessor, for the compiler: unasked, its order of a half-precision state's loads costs a sixth of the
-// time. Since sm_100 so many spill registers; with a float state three do, too, unless it finds them itself (0).
+// Blocks on a multiprocessor, which bound registers. Without a bound the compiler's order of a half-precision state's
+// loads takes a sixth longer. From sm_100 on five blocks spill registers; a float state has no bound (0) there, since
+// even three would.
 template <typename R, typename S>
 constexpr int BLOCKS = sizeof(R) == 8   ? 1
                        : sizeof(S) == 4 ? (SINCE_SM100 ? 0 : 4)
@@ -32,15 +33,15 @@ constexpr int BLOCKS = sizeof(R) == 8   ? 1
                                         : 5;
 
 template <typename T, typename G, typename S> struct Args {
-  Rows<const T> q, k, v;  // the time stride is not used
+  Rows<const T> q, k, v;  // the token stride is not used
   Rows<const G> g;
   Rows<T> o;
   const Wider<T, S>* u;  // [H, K], null for GLA
   Rows<S> state;         // rows are channels
-  const i64* slots;      // or null: sequence b has state b
+  const i64* slots;      // null: sequence b has state b
   i64 H, K, V;
   double scale;
-  i64 pieces;  // whether every row of the state is whole pieces of 16 bytes
+  i64 pieces;  // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
 };
 
 template <typename S, int N> struct alignas(N * sizeof(S)) Piece {

@@ -65,7 +65,7 @@ template <typename R, int BK> constexpr int COLUMNS = THREADS_OF<R, BK> / (BK ==
 
 template <class Rule, typename R, int BK, int BV> struct Shared {
   static constexpr int GATES = Rule::channel_gates ? BK : 16 / sizeof(R), WARPS = THREADS_OF<R, BK> / 32;
-  R kept_decays[TOKENS][GATES], kept_keys[KEYS<Rule>][TOKENS][BK], kept_columns[KEYS<Rule>][TOKENS][BV];
+  R pending_decays[TOKENS][GATES], pending_keys[KEYS<Rule>][TOKENS][BK], pending_columns[KEYS<Rule>][TOKENS][BV];
   R decays[TOKENS][GATES], keys[KEYS<Rule>][TOKENS][BK], q[TOKENS][BK];
   R a[Rule::own_erasure ? TOKENS : 1][Rule::own_erasure ? BK : 16 / sizeof(R)], v[TOKENS][BV];
   R parts[WARPS][2][BV], sums[2][BV];           // of a token: [0]: S'^T k, or S^T a; [1]: S^T q, before it writes
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
   const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * N;
   const i64 slot = args.slots ? args.slots[b] : b;
   const i64 asked = args.accepted ? args.accepted[b] : 0;
-  const int taken = asked < 0 ? 0 : asked > args.M ? int(args.M) : int(asked);
+  const int accepted = asked < 0 ? 0 : asked > args.M ? int(args.M) : int(asked);
   // The address of a pending token's numbers: decays, then its k and b, then its u and p.
   const auto pending = [&](int token) { return args.pending.row(slot, h, token); };
   const int columns_at = gates + KEYS<Rule> * K;
@@ -114,28 +114,28 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
 #pragma unroll 1  // unrolled, it would hold more addresses than the state leaves registers for
     for (int at = threadIdx.x; at < TOKENS * BK; at += BLOCK) {
       const int t = at / BK, c = at % BK;
-      const bool kept = t < taken && c < K, mine = t < tokens && c < K;
-      const auto of = [&](const Rows<const T>& x) { return mine ? R(to_real(x.row(b, head, t)[c])) : R(0); };
+      const bool is_accepted = t < accepted && c < K, exists = t < tokens && c < K;
+      const auto of = [&](const Rows<const T>& x) { return exists ? R(to_real(x.row(b, head, t)[c])) : R(0); };
       s.q[t][c] = of(args.q), s.keys[0][t][c] = of(args.k);
       if constexpr (Rule::own_erasure) s.a[t][c] = of(args.a), s.keys[1][t][c] = of(args.b);
       if constexpr (Rule::channel_gates) {
-        s.decays[t][c] = decay_of(mine ? R(to_real(args.g.row(b, h, t)[c])) : R(0));
-        s.kept_decays[t][c] = kept ? pending(t)[c] : R(1);
+        s.decays[t][c] = decay_of(exists ? R(to_real(args.g.row(b, h, t)[c])) : R(0));
+        s.pending_decays[t][c] = is_accepted ? pending(t)[c] : R(1);
       }
 #pragma unroll
-      for (int n = 0; n < KEYS<Rule>; ++n) s.kept_keys[n][t][c] = kept ? pending(t)[gates + n * K + c] : R(0);
+      for (int n = 0; n < KEYS<Rule>; ++n) s.pending_keys[n][t][c] = is_accepted ? pending(t)[gates + n * K + c] : R(0);
     }
     for (int at = threadIdx.x; at < TOKENS * BV; at += BLOCK) {
       const int t = at / BV, c = at % BV;
       s.v[t][c] = t < tokens && c < left ? R(to_real(args.v.row(b, h, t)[start + c])) : R(0);
 #pragma unroll
       for (int n = 0; n < KEYS<Rule>; ++n)
-        s.kept_columns[n][t][c] = t < taken && c < left ? pending(t)[columns_at + n * V + start + c] : R(0);
+        s.pending_columns[n][t][c] = t < accepted && c < left ? pending(t)[columns_at + n * V + start + c] : R(0);
     }
     if (const int t = threadIdx.x; t < TOKENS) {
       if constexpr (!Rule::channel_gates) {
         s.decays[t][0] = decay_of(t < tokens ? R(to_real(*args.g.row(b, h, t))) : R(0));
-        s.kept_decays[t][0] = t < taken ? *pending(t) : R(1);
+        s.pending_decays[t][0] = t < accepted ? *pending(t) : R(1);
       }
       if constexpr (!GATED<Rule> && !Rule::own_erasure)
         s.beta[t] = t < tokens ? R(to_real(*args.beta.row(b, h, t))) : R(0);
@@ -164,20 +164,20 @@ __global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_ste
         if (lane == 0) s.weights[n][t] = weight;
       }
     }
-    for (int t = 0; t < taken; ++t) {
+    for (int t = 0; t < accepted; ++t) {
 #pragma unroll
       for (int n = 0; n < EACH; ++n) {
         const int c = row + n * DOWN;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          R x = s.kept_decays[t][Rule::channel_gates ? c : 0] * state[n][i];
+          R x = s.pending_decays[t][Rule::channel_gates ? c : 0] * state[n][i];
 #pragma unroll
-          for (int m = 0; m < KEYS<Rule>; ++m) x = fma(s.kept_keys[m][t][c], s.kept_columns[m][t][column + i], x);
+          for (int m = 0; m < KEYS<Rule>; ++m) x = fma(s.pending_keys[m][t][c], s.pending_columns[m][t][column + i], x);
           state[n][i] = x;
         }
       }
     }
-    if (taken) {
+    if (accepted) {
 #pragma unroll
       for (int n = 0; n < EACH; ++n) {
         S* to = first + n * DOWN * args.state.t;

@@ -1,26 +1,27 @@
-// what      Products of weights with a batch's vectors, at the rate of the memory.
-// math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
+// what      Products of weights with a batch's vectors, at the rate at which memory delivers weights.
+// math      y_b = W x_b, or y_b = relu(W x_b)^2, or parts of y_b whose sum is W x_b
 // shapes    each stack of products: w [C, M, K] of type T, scales [C, M] with int8, x [TERMS, C, B, K], y [C, B, M], or
-//           [SPLIT, C, B, M] in parts; relu(W x)^2 in terms as x. Up to eight vectors, COLUMNS = 8, come in three
-//           terms, others in one; x is of type T, or bfloat16 beside int8
-// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every ROWS of a product, products in turn; each has a
-//           part of K. Two warpgroups with 64 rows each, of 128, or the same 64 and half of a step of K each; a thread
-//           that copies weights, and one for vectors
-// smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
-// barriers  full: a stage is there; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
+//           [SPLIT, C, B, M] in parts; relu(W x)^2 is stored in terms, as x. Up to eight vectors (COLUMNS = 8) come in
+//           three terms, others in one; x is of type T, or bfloat16 beside int8
+// grid      a cluster of SPLIT blocks, which share K, for every COLUMNS vectors and ROWS rows of a product, products
+//           slowest. A block has two warpgroups (64 rows each of 128; or the same 64 rows, and half of a step of K
+//           each), a thread that copies weights, and one that copies vectors
+// smem      Shared: a ring of STAGES of weights and one of X_STAGES of vectors; then the block's part of y
+// barriers  w_full, x_full: a stage has been copied; empty: all warps have multiplied it. Then: the warps' parts of y,
+//           and the blocks' parts, are in shared memory
 // numerics  tensor cores: x, or the three terms that hold a float, and weights as they are, int8 ones as bfloat16
 //           numbers; float32 sums in a fixed order, times the row's scale. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products
-// limits    K a multiple of 8, with int8 of 16; all start on 16 bytes; sm_90a
+// limits    K a multiple of 8, with int8 of 16; all arrays start on 16 bytes; sm_90a
 //
-// Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
+// Weights do not depend on the kernel before this one: copies of as many as fit have been started when x is complete.
 #include "rwkv6/products.cuh"
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
 
 struct Args {
-  Stack stacks[STACKS];  // C = 0 where there is one
+  Stack stacks[STACKS];  // C = 0: an unused stack
   i64 B, K;
 };
 
@@ -29,17 +30,17 @@ template <int COLUMNS> constexpr int TERMS = COLUMNS == 8 ? FLOAT_TERMS : 1;
 template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   typedef typename MultipliedAs<T>::Type X;
   static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>, ROWS = ROWS_;
-  static constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
-  // Two warpgroups have 64 rows each, or all of them have 64 and each a share of K.
-  static constexpr int SHARES = 128 / ROWS;
-  static constexpr int DEPTH = SWIZZLED / sizeof(T), BOX = SWIZZLED / sizeof(X);  // of K, a box of weights, of vectors
+  static constexpr int PITCH = ROWS + 4;     // distance of columns of parts, without bank conflicts
+  static constexpr int SHARES = 128 / ROWS;  // 2: both warpgroups have the same 64 rows, and each a share of K
+  static constexpr int DEPTH = SWIZZLED / sizeof(T),
+                       BOX = SWIZZLED / sizeof(X);  // of K: in a box of weights, of vectors
   static constexpr int STEP = SHARES * DEPTH;
-  static constexpr int MORE = SHARES - 1;  // the more of K a block has, the more vectors
-  // Two blocks share a multiprocessor, or one has it almost for itself where DEEP.
+  static constexpr int MORE = SHARES - 1;  // with shares, fewer stages of weights and more of vectors
+  // DEEP: one block has nearly all of a multiprocessor's shared memory; otherwise two blocks share it.
   static constexpr int STAGES = (DEEP ? 11 : COLUMNS == 64 ? 5 : 6) - MORE;
   static constexpr int X_STAGES = ((DEEP ? 8 : 4) + 4 * MORE) * BOX / STEP;
-  // Stages of weights that are being copied at a time until x is there. With more, the loads of the small kernels
-  // before this one would wait.
+  // Stages of weights that are being copied at a time until the previous kernel has ended. With more, its loads would
+  // wait.
   static constexpr int FLIGHT = DEEP && TERMS > 1 ? 1 : 2;
   union {
     struct {
@@ -49,10 +50,10 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
     float parts[SHARES][COLUMNS][PITCH];
   };
   Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
-  volatile u64 started;  // whether the previous kernel has ended, so that x is there
+  volatile u64 started;  // whether the previous kernel has ended: x is complete
 };
 
-// ROWS of a product, some vectors, and this block's part of K.
+// A block's work: rows of a product, vectors from `column` on, and a part of K.
 struct Tile {
   RowTile rows;
   int column;
@@ -65,7 +66,7 @@ template <int ROWS, int COLUMNS, int SPLIT, int STEP> __device__ __forceinline__
           steps_of_part<STEP>(args.K, blockIdx.x % SPLIT, SPLIT)};
 }
 
-// One thread copies weights for all.
+// The loop of the thread that copies weights.
 template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stack& stack, const Tile& tile) {
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
@@ -80,14 +81,14 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
   }
 }
 
-// Another one copies vectors, once the previous kernel has ended.
+// The loop of the thread that copies vectors, after the previous kernel has ended.
 template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stack& stack, const Tile& tile) {
   prefetch_map(stack.x);
   wait_for_previous();
   s.started = 1;
 #pragma unroll 1
   for (int step = 0; step < tile.steps.count; ++step) {
-    const int before = step - S::X_STAGES;  // whose place this takes
+    const int before = step - S::X_STAGES;  // the step whose stage this one overwrites
     if (before >= 0) barrier_wait(s.empty[before % S::STAGES], before / S::STAGES & 1);
     auto& x = s.x[step % S::X_STAGES];
     Barrier& full = s.x_full[step % S::X_STAGES];
@@ -98,7 +99,7 @@ template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stac
   }
 }
 
-// A warp's 16 of a warpgroup's rows of int8 weights, as wgmma takes them.
+// Converts a warp's 16 of the warpgroup's 64 rows of int8 weights to bfloat16, as left operands of wgmma.
 template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][4], const i8 (*w)[DEPTH]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u16* const upper = reinterpret_cast<const u16*>(w[(threadIdx.x >> 5) % 4 * 16 + g]);
@@ -110,7 +111,7 @@ template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][
   }
 }
 
-// A warpgroup's 64 rows of the block's part of y, term by term.
+// Computes a warpgroup's 64 rows of the block's part of y, with columns for each term of each vector.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS * S::COLUMNS / 2]) {
   typedef typename S::X X;
@@ -138,13 +139,13 @@ __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS
       for (int k = 0; k < IN_BOX; ++k) wgmma<X, N, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
     }
     wgmma_commit();
-    wgmma_wait<0>();  // weights come more slowly: what counts is room for them
+    wgmma_wait<0>();  // no overlap: weights arrive more slowly, and the stage should be free soon
     if ((threadIdx.x & 31) == 0) barrier_arrive(s.empty[stage]);
   }
   wgmma_keep(sums);
 }
 
-// The first numbers of four, where not all are `inside` one by one.
+// Stores the first `inside` of four numbers: at once if all four are inside and aligned, otherwise one by one.
 template <int TERMS, typename Y> __device__ __forceinline__ void store(Y* y, i64 apart, int inside, const float4& x) {
   if (inside >= 4 && (reinterpret_cast<u64>(y) | u64(TERMS > 1 ? apart * sizeof(Y) : 0)) % (4 * sizeof(Y)) == 0)
     return store4_terms<TERMS>(y, apart, x);
@@ -158,13 +159,13 @@ __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
-// Neighbouring rows of a column, from all who have a share of this block's K.
+// Four neighbouring rows from m on of column n of the block's part: the sum over the shares of K.
 template <class S> __device__ __forceinline__ float4 sum_of_shares(const S& s, int n, int m) {
   const float4 sum = load4(&s.parts[0][n][m]);
   return S::SHARES > 1 ? plus(sum, load4(&s.parts[S::SHARES - 1][n][m])) : sum;
 }
 
-// This block's part, as it is: who reads y adds all of them.
+// Stores this block's part of y. The kernel that reads y adds the parts.
 template <int SPLIT, class S>
 __device__ __forceinline__ void store_part(const S& s, const Args& args, const Stack& stack, const Tile& tile) {
   constexpr int QUADS = S::ROWS / 4;
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
         scales[half] = stack.scales[tile.rows.which * stack.M + min(tile.rows.row + row + 8 * half, int(stack.M) - 1)];
     float sums[TERMS<COLUMNS> * COLUMNS / 2] = {};
     multiply<T>(s, tile.steps.count, sums);
-    barrier_sync(1, CONSUMERS);  // the ring is free
+    barrier_sync(1, CONSUMERS);  // all stages have been read: the parts of y overwrite them
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
   constexpr int ITERATIONS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
   const int first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.rows.row + m;
   const int inside = int(stack.M) - row;
-  float4 sums[ITERATIONS] = {};  // all loads at once: another block's memory is far
+  float4 sums[ITERATIONS] = {};  // all loads are issued first: another block's memory has a long latency
 #pragma unroll
   for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
     const int n = tid / QUADS + iteration * (CONSUMERS / QUADS);

@@ -1,5 +1,5 @@
-// what      What a block of a decoding step has for each of its phases: norms, stages of weights, parts of the products
-//           of low rank.
+// what      Functions of a block of a decoding step (decode_few.cu): norms, access to the stages of weights, parts of
+//           the second products of a low rank.
 // smem      Shared, then the staging area
 // barriers  named barrier 1 of the threads that compute; a comment at each says what is complete
 #include "rwkv6/decode_split.cuh"
@@ -12,7 +12,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   Shared<STAGES>& s;
   float* const staging;
   const int D, tid;
-  int stage;  // of weights that is next, and the parity of its `full`
+  int stage;  // the next stage of weights, and the parity of its barrier `full`
   u32 parity;
 
   __device__ __forceinline__ DecodeBlock(const Args<T, S>& args, Shared<STAGES>& s, int next)
@@ -53,15 +53,15 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
   }
 
   // The sum of the warps' parts.
-  static __device__ __forceinline__ float together(const float (&parts)[WARPS]) {
+  static __device__ __forceinline__ float sum_of_parts(const float (&parts)[WARPS]) {
     float sum = 0.f;
 #pragma unroll
     for (int n = 0; n < WARPS; ++n) sum += parts[n];
     return sum;
   }
 
-  // The warps' parts of the sum of floats x [D] in shared memory, then those of the squares around the mean.
-  __device__ __forceinline__ void measure(const float* x) {
+  // Stores each warp's part of the sum of x [D] in s.sum, and of the sum of squares around the mean in s.squares.
+  __device__ __forceinline__ void sum_for_norm(const float* x) {
     const int warp = tid >> 5, lane = tid & 31;
     float sum = 0.f, squares = 0.f;
 #pragma unroll 4
@@ -72,7 +72,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     sum = warp_sum(sum);
     if (lane == 0) s.sum[warp] = sum;
     sync();  // the warps' sums are in shared memory
-    const float mean = together(s.sum) * (1.f / D);
+    const float mean = sum_of_parts(s.sum) * (1.f / D);
 #pragma unroll 4
     for (int j = 4 * tid; j < D; j += 4 * THREADS) {
       const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
@@ -80,10 +80,10 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     }
     squares = warp_sum(squares);
     if (lane == 0) s.squares[warp] = squares;
-    sync();  // so are those of the squares
+    sync();  // the warps' sums of squares are in shared memory
   }
 
-  // Four channels of LN(x), and of their mix with the old ones.
+  // Four channels of LN(x), from x; and of their mix with the previous token's, `old`.
   static __device__ __forceinline__ float4 normed(const float4& x, float mean, float scale, const Channels& c) {
     return {fmaf((x.x - mean) * scale, c.weight.x, c.bias.x), fmaf((x.y - mean) * scale, c.weight.y, c.bias.y),
             fmaf((x.z - mean) * scale, c.weight.z, c.bias.z), fmaf((x.w - mean) * scale, c.weight.w, c.bias.w)};
@@ -154,7 +154,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     s.parts[split * N + channel] = sum;
   }
 
-  // What a thread has of its channel of a head, but the gate.
+  // This thread's channel of a head, without its gate.
   __device__ __forceinline__ ChannelOfHead channel_of_head(i64 layer, int of_head) const {
     const i64 head = layer * D + of_head;
     return {args.decay[head + tid], 0.f, args.ln_x[2 * layer * D + of_head + tid],

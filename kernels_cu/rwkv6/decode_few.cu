@@ -44,25 +44,28 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   typedef typename Block::Operands Operands;
   typedef typename Block::Up Up;
   typedef typename Block::Word Word;
-  int turn;           // tiles so far: their sums take two places in s.parts in turn
+  int tile_count;     // tiles of all phases so far: even and odd ones use the two places in s.parts
   u64 likeliest = 0;  // key_of the lane's largest logit
 
-  __device__ __forceinline__ DecodeFew(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0, int turn = 0)
-      : Block(args, s, epoch, next), turn(turn) {}
+  __device__ __forceinline__ DecodeFew(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
+                                       int tile_count = 0)
+      : Block(args, s, epoch, next), tile_count(tile_count) {}
 
   static constexpr int GROUP = PACKED > 1 ? 2 : 1;  // stages multiplied at a time
   static constexpr int CHAINS =
       sizeof(T) == 4 ? 1 : STEPS;  // independent sums, so that products do not wait for one another
-  // How many stages of a vector a lane holds in registers. Digits of a short vector are held for all its tiles.
+  // How many stages of a vector a lane holds in registers. Digits of a vector of up to 2048 numbers are loaded once for
+  // all tiles.
   static constexpr int HELD = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
   static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
   typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
 
-  __device__ __forceinline__ float take(const Word* from) const {
-    Word found[1];
-    const Word* const one[1] = {from};
-    take_words(found, one, epoch);
-    return number(found[0]);
+  // Waits for a word, and returns its number.
+  __device__ __forceinline__ float take_number(const Word* from) const {
+    Word word[1];
+    const Word* const words[1] = {from};
+    take_words(word, words, epoch);
+    return number(word[0]);
   }
 
   // Waits for numbers [first, first + count) of an input, and stores their operands in the staging area.
@@ -75,8 +78,9 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
-  // Parts of xx: LN(x) of a mix; x after a mix; the last layer's x. The last one has words of its own, with all bits of
-  // the layer's number: a block that reads it may have read no earlier x, so that a parity could be an older layer's.
+  // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes that hold the
+  // whole number of the layer: a block that reads it may have read no earlier x, so that the parity could be that of an
+  // older layer.
   __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
   __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
   __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
@@ -119,34 +123,34 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
     Channels held[HELD];
     float4 old[HELD], second[HELD];
-    const auto ask = [&](int n, int j) {
+    const auto load_channels = [&](int n, int j) {
       held[n] = channels(norm, j), old[n] = load(norm.shift, j), second[n] = load(twice ? norm.maa + D : nullptr, j);
     };
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) ask(n, 4 * (tid + n * THREADS));
+    for (int n = 0; n < HELD; ++n) load_channels(n, 4 * (tid + n * THREADS));
     take_x(layer, phase);
-    Block::measure(floats());
-    const float mean = Block::together(s.sum) * inverse_D;
-    const float scale = inverse_root(Block::together(s.squares) * inverse_D + float(args.eps));
-    const auto put = [&](int n, int j) {
+    Block::sum_for_norm(floats());
+    const float mean = Block::sum_of_parts(s.sum) * inverse_D;
+    const float scale = inverse_root(Block::sum_of_parts(s.squares) * inverse_D + float(args.eps));
+    const auto store_mixes = [&](int n, int j) {
       if (j >= D) return;
       Channels& c = held[n];
       const float4 y = Block::normed(load4(floats() + j), mean, scale, c);
-      const auto mixed = [&](int vector, const float4& x) {
+      const auto store = [&](int vector, const float4& x) {
         if (DIGITS) *reinterpret_cast<float4*>(floats() + vector * D + j) = x;
         else Block::put_operands(D, vector, j, x);
       };
-      mixed(0, norm.shift ? Block::mixed(y, old[n], c) : y);
+      store(0, norm.shift ? Block::mixed(y, old[n], c) : y);
       c.part = second[n];
-      if (twice) mixed(1, Block::mixed(y, old[n], c));
+      if (twice) store(1, Block::mixed(y, old[n], c));
       if (!xx) return;
       put_word(xx + j, y.x, epoch), put_word(xx + j + 1, y.y, epoch);
       put_word(xx + j + 2, y.z, epoch), put_word(xx + j + 3, y.w, epoch);
     };
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) put(n, 4 * (tid + n * THREADS));
+    for (int n = 0; n < HELD; ++n) store_mixes(n, 4 * (tid + n * THREADS));
 #pragma unroll 1
-    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) ask(0, j), put(0, j);
+    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) load_channels(0, j), store_mixes(0, j);
     sync();  // the operands, or the numbers that become digits, are in shared memory
     if (DIGITS)
 #pragma unroll 1
@@ -207,8 +211,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~u32(token);
   }
 
-  // Finds the likeliest token of the grid; for the finishing warp, when it has all logits of the block.
-  __device__ __forceinline__ void choose() {
+  // Finds the likeliest token of the grid; for the finishing warp, after all logits of the block.
+  __device__ __forceinline__ void choose_token() {
     const u32 logit = __reduce_max_sync(0xffffffffu, u32(likeliest >> 32));
     const u32 token = __reduce_max_sync(0xffffffffu, likeliest >> 32 == logit ? u32(likeliest) : 0u);
     if ((tid & 31) > 0) return;
@@ -259,16 +263,16 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     }
   }
 
-  // The place of a tile's sums in s.parts, which has two of them, and the parity of the place's barriers.
-  struct Place {
+  // Which of the two places in s.parts a tile's sums have, and the parity of the place's barriers.
+  struct SumsPlace {
     int buffer;
     u32 parity;
   };
-  static __device__ __forceinline__ Place place_of(int turn) { return {turn & 1, u32(turn) >> 1 & 1}; }
+  static __device__ __forceinline__ SumsPlace place_of(int tile) { return {tile & 1, u32(tile) >> 1 & 1}; }
 
   // Waits until the sums of the place's previous tile have been read.
-  __device__ __forceinline__ void wait_for_place(int turn) {
-    const Place place = place_of(turn);
+  __device__ __forceinline__ void wait_for_place(int tile) {
+    const SumsPlace place = place_of(tile);
     barrier_wait(s.taken[place.buffer], place.parity ^ 1);
   }
 
@@ -280,24 +284,24 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     if (normed) ::normalise<T, S, STAGES>(args, s, layer, phase, epoch, tiles[0] == 0 && phase != HEAD);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
-    const int held = normed ? K : min(K, int(args.staged));  // numbers that are staged at a time
-    const bool whole = DIGITS && K <= HELD * Lane<T>::STAGE;
-    int staged = -1;  // the input that is in the staging area and, if `whole`, in registers
+    const int part = normed ? K : min(K, int(args.staged));          // numbers in the staging area at a time
+    const bool in_registers = DIGITS && K <= HELD * Lane<T>::STAGE;  // whether lanes hold the whole vector
+    int staged_input = -1;                                           // the input that is in the staging area
     Operands x[HELD];
 #pragma unroll 1
-    for (int n = 0; n < tiles.count(); ++n, ++turn) {
+    for (int n = 0; n < tiles.count(); ++n, ++tile_count) {
       const int input = input_of(phase, tiles[n]), vector = normed ? input : 0;
       float totals[4] = {};
       Sums sums = {};
 #pragma unroll 1
-      for (int start = 0; start < K; start += held) {
-        const int count = min(held, K - start);
-        if (staged != input || held < K) {
-          if (!normed) fetch(phase, input, start, held, count);
-          if (whole) Block::template load_stages<HELD>(x, vector, held, count, 0);
-          staged = input;
+      for (int start = 0; start < K; start += part) {
+        const int count = min(part, K - start);
+        if (staged_input != input || part < K) {
+          if (!normed) fetch(phase, input, start, part, count);
+          if (in_registers) Block::template load_stages<HELD>(x, vector, part, count, 0);
+          staged_input = input;
         }
-        if (whole) {
+        if (in_registers) {
 #pragma unroll
           for (int n = 0; n < HELD; n += GROUP) {
             if ((n + GROUP - 1) * Lane<T>::STAGE < count) multiply_slots<GROUP>(sums, x + n);
@@ -307,23 +311,23 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
           int k = 0;
 #pragma unroll 1
           for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE) {
-            Block::template load_stages<GROUP>(x, vector, held, count, k);
+            Block::template load_stages<GROUP>(x, vector, part, count, k);
             multiply_slots<GROUP>(sums, x);
           }
 #pragma unroll 1
           for (; k < count; k += Lane<T>::STAGE) {
-            Block::template load_stages<1>(x, vector, held, count, k);
+            Block::template load_stages<1>(x, vector, part, count, k);
             multiply_slots<1>(sums, x);
           }
         }
-        if (DIGITS || start + held >= K) add_sums(totals, sums, vector);
+        if (DIGITS || start + part >= K) add_sums(totals, sums, vector);
       }
-      const Place place = place_of(turn);
-      wait_for_place(turn);
+      const SumsPlace place = place_of(tile_count);
+      wait_for_place(tile_count);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int part = 2 * t + i % 2;
-        if (part < PARTS) s.parts[place.buffer][part][g + i / 2 * 8][warp] = totals[i];
+        const int column = 2 * t + i % 2;  // of the product: a part of the vector's numbers
+        if (column < PARTS) s.parts[place.buffer][column][g + i / 2 * 8][warp] = totals[i];
       }
       barrier_arrive(s.summed[place.buffer]);
     }
@@ -341,19 +345,19 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
     };
     float scale, next = scale_of(0);
 #pragma unroll 1
-    for (int n = 0; n < tiles.count(); ++n, ++turn) {
+    for (int n = 0; n < tiles.count(); ++n, ++tile_count) {
       scale = next, next = scale_of(n + 1);
       const int tile = tiles[n], input = input_of(phase, tile), at = tile * ROWS + m;
       const bool channel_mix = phase == FFN_VALUE, adds = (phase == OUTPUT || channel_mix) && m < ROWS && at < D;
-      const Word* const side[1] = {normed_words(channel_mix) + at};
+      const Word* const xx_words[1] = {normed_words(channel_mix) + at};
       Word xx[1] = {};
       float before = 0.f, gate = 1.f;
       if (adds) {
-        load_words(xx, side), before = args.x[at];
+        load_words(xx, xx_words), before = args.x[at];
         if (channel_mix) gate = number(args.gate[at]);  // this thread has written it
-        settle_words(xx, side, epoch);
+        settle_words(xx, xx_words, epoch);
       }
-      const Place place = place_of(turn);
+      const SumsPlace place = place_of(tile_count);
       barrier_wait(s.summed[place.buffer], place.parity);
       float parts[PARTS][WARPS / LANES], sum = 0.f;
 #pragma unroll
@@ -385,26 +389,27 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
   __device__ __forceinline__ void mix(i64 layer) {
     const int A = int(args.A), across = (D + CHANNELS - 1) / CHANNELS, units = 5 * across;
     const int split = tid / CHANNELS, channel = tid % CHANNELS;
-    wait_for_place(turn), wait_for_place(turn + 1);  // both places have been read: s.mix shares their memory
+    wait_for_place(tile_count),
+        wait_for_place(tile_count + 1);  // both places have been read: s.mix shares their memory
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
-      const bool inside = j < D, last = inside && split == 0;  // last: this thread adds the channel's parts
+      const bool inside = j < D, adds_parts = inside && split == 0;  // of the channel
       const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
       Up weight[PASS];
       Block::load_rows(weight, up, split, SPLITS, inside ? A : 0);
-      const float maa = last ? args.maa[(layer * 5 + c) * D + j] : 0.f;
-      const float old = last ? args.att_shift[(layer * args.P + row()) * D + j] : 0.f;
+      const float maa = adds_parts ? args.maa[(layer * 5 + c) * D + j] : 0.f;
+      const float old = adds_parts ? args.att_shift[(layer * args.P + row()) * D + j] : 0.f;
       Word xx[1];
-      const Word* const from_xx[1] = {normed_words(false) + (last ? j : 0)};
+      const Word* const from_xx[1] = {normed_words(false) + (adds_parts ? j : 0)};
       load_words(xx, from_xx);
 #pragma unroll 1
-      for (int n = tid; n < A; n += THREADS) staging[n] = take(args.low + c * A + n);
+      for (int n = tid; n < A; n += THREADS) staging[n] = take_number(args.low + c * A + n);
       settle_words(xx, from_xx, epoch);
       sync();  // `low` is in shared memory, and the previous unit's parts have been read
       Block::mix_parts(weight, up, inside, split, channel, staging);
       sync();  // the parts are in shared memory
-      if (!last) continue;
+      if (!adds_parts) continue;
       float sum = maa;
 #pragma unroll
       for (int i = 0; i < SPLITS; ++i) sum += s.mix[i][channel];
@@ -443,7 +448,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeOperands<
       if (tid < N) s.k[tid] = number(words[0]), s.v[tid] = number(words[1]), s.r[tid] = number(words[2]), s.u[tid] = u;
       if (tid < W) s.low[tid] = number(words[3]);
 #pragma unroll 1
-      for (int w = tid + THREADS; w < W; w += THREADS) s.low[w] = take(args.decay_low + w);
+      for (int w = tid + THREADS; w < W; w += THREADS) s.low[w] = take_number(args.decay_low + w);
       sync();  // the inputs are in shared memory
 
       Block::decay_parts(s, weight, up, split, splits, channel, N);
@@ -471,22 +476,22 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
   wait_for_previous();
   const u32 before = args.arrived[blockIdx.x];
   int next = 0;  // twice the next stage of weights, plus the parity of its barrier `full`
-  int turn = 0;
+  int tile_count = 0;
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
-    DecodeFew<T, S, STAGES> block(args, s, before + layer + 1, next, turn);
+    DecodeFew<T, S, STAGES> block(args, s, before + layer + 1, next, tile_count);
     const bool multiplies = phase != MIX && phase != TIME_MIX;
     if (finishes) {
       if (multiplies) block.finish_products(layer, phase);
-      if (phase == HEAD && args.tokens) block.choose();
+      if (phase == HEAD && args.tokens) block.choose_token();
     } else {
       if (n > args.first) sync();  // the previous phase's shared memory has been read
       if (phase == MIX) block.mix(layer);
       else if (phase == TIME_MIX) block.time_mix(layer);
       else block.products(layer, phase);
     }
-    next = block.stage * 2 + int(block.parity), turn = block.turn;
+    next = block.stage * 2 + int(block.parity), tile_count = block.tile_count;
   }
   barrier_sync(2, THREADS + 32);  // all threads have read args.arrived, which is overwritten
   if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);

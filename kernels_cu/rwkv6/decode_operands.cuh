@@ -1,26 +1,26 @@
 // what      The vectors of products in decode_few.cu: each warp converts the words or floats that it multiplies by to
 //           operands in the staging area, from which its lanes load them.
-// smem      the staging area: operands of one vector or two, [., count]; behind them the floats [D] of a norm
-// barriers  the warp's
+// smem      the staging area: operands of one or two vectors [parts, count]; after them the floats [D] of a norm
+// barriers  __syncwarp only
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
 
 template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBlock<T, S, STAGES> {
   typedef DecodeBlock<T, S, STAGES> Block;
   using Block::s, Block::staging, Block::D, Block::tid, Block::EACH, Block::PARTS;
-  const u32 epoch;  // of what this layer writes
+  const u32 epoch;  // the number that this layer's words carry
 
   __device__ __forceinline__ DecodeOperands(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next)
       : Block(args, s, next), epoch(epoch) {}
 
   static constexpr int WORDS = Split<T>::WORDS;
-  static constexpr bool HALVES = PARTS == 3, DIGITS = PARTS == 4;  // what parts of a number are, or else tf32
+  static constexpr bool HALVES = PARTS == 3, DIGITS = PARTS == 4;  // a number's parts: bfloat16, or digits; else tf32
   static constexpr int PACKED = HALVES ? 2 : DIGITS ? 4 : 1;       // numbers in a word of operands
   typedef Handed<T> Word;
   static constexpr int NEIGHBOURS = 16 / sizeof(Word);
   typedef u32 Operands[STEPS][WORDS];  // of a stage
 
-  // A norm's floats: behind the operands of two vectors, or, if these are floats, in their place.
+  // The floats of a norm: after the operands of two vectors, or, if operands are floats, in their place.
   __device__ __forceinline__ float* floats() const { return staging + (PACKED > 1 ? 2 * PARTS / PACKED * D : 0); }
 
   // Stores the operands of four neighbouring numbers of a vector, from number k on: a row for each of their bfloat16
@@ -41,24 +41,24 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
       *reinterpret_cast<float4*>(staging + vector * pitch + k) = x;
     }
   }
-  // The first bfloat16 numbers of x and y, which become the rests.
+  // The upper halves of x and y, two bfloat16 numbers, which are subtracted from x and y.
   static __device__ __forceinline__ u32 upper_halves(float& x, float& y) {
     const u32 upper[2] = {__float_as_uint(x) & 0xffff0000u, __float_as_uint(y) & 0xffff0000u};
     x -= __uint_as_float(upper[0]), y -= __uint_as_float(upper[1]);
     return upper[0] >> 16 | upper[1];
   }
 
-  // The largest magnitude so far, as bits, whose order is that of magnitudes.
-  static __device__ __forceinline__ u32 most_of(u32 most, const float4& x) {
+  // The largest of `largest` and the magnitudes of x, as bits, which have the order of the magnitudes.
+  static __device__ __forceinline__ u32 largest_of(u32 largest, const float4& x) {
     const auto magnitude = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
-    return max(max(most, max(magnitude(x.x), magnitude(x.y))), max(magnitude(x.z), magnitude(x.w)));
+    return max(max(largest, max(magnitude(x.x), magnitude(x.y))), max(magnitude(x.z), magnitude(x.w)));
   }
-  // Stores the unit of the digits of the warp's numbers, whose largest magnitude is `most`: a power of two, or NaN if a
-  // number is not finite.
-  __device__ __forceinline__ void put_unit(int vector, u32 most) {
-    most = __reduce_max_sync(0xffffffffu, max(most, 0x10000000u));
-    const float unit = __uint_as_float((most & 0x7f800000u) - (29u << 23));
-    if ((tid & 31) == 0) s.units[vector][tid >> 5] = most < 0x7f800000u ? unit : __uint_as_float(0x7fffffffu);
+  // Stores the unit of the digits of the warp's numbers, whose largest magnitude is `largest`: a power of two, or NaN
+  // if a number is not finite.
+  __device__ __forceinline__ void put_unit(int vector, u32 largest) {
+    largest = __reduce_max_sync(0xffffffffu, max(largest, 0x10000000u));
+    const float unit = __uint_as_float((largest & 0x7f800000u) - (29u << 23));
+    if ((tid & 31) == 0) s.units[vector][tid >> 5] = largest < 0x7f800000u ? unit : __uint_as_float(0x7fffffffu);
     __syncwarp();  // the unit is in shared memory
   }
 
@@ -91,7 +91,7 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
       if (GATED) take_words(gate, from_gates, epoch);
       take_words(found, from, epoch);
       float4 x[FOURS];
-      u32 most = 0;
+      u32 largest = 0;
 #pragma unroll
       for (int n = 0; n < FOURS; ++n) {
         float each[4];
@@ -101,9 +101,9 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
           each[i] = number(found[load][i % NEIGHBOURS]) * (GATED ? number(gate[load][i % NEIGHBOURS]) : 1.f);
         }
         x[n] = {each[0], each[1], each[2], each[3]};
-        most = most_of(most, x[n]);
+        largest = largest_of(largest, x[n]);
       }
-      if (DIGITS) put_unit(0, most);
+      if (DIGITS) put_unit(0, largest);
 #pragma unroll
       for (int n = 0; n < FOURS; ++n)
         if (start + n * 32 < groups && column(n) < count) put_operands(pitch, 0, column(n), x[n]);
@@ -119,19 +119,19 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
       for (int four = tid & 31; four < fours; four += 32)
         if (const int k = column_of(four); k < D) visit(k, load4(floats() + vector * D + k));
     };
-    u32 most = 0;
-    each([&](int, const float4& x) { most = most_of(most, x); });
-    put_unit(vector, most);
+    u32 largest = 0;
+    each([&](int, const float4& x) { largest = largest_of(largest, x); });
+    put_unit(vector, largest);
     each([&](int k, const float4& x) { put_operands(D, vector, k, x); });
     __syncwarp();  // the warp's digits are in the staging area
   }
 
-  // Loads the operands of the lane's column from number k on, of the `count` numbers in the staging area; zeros behind
+  // Loads the operands of the lane's column from number k on, of the `count` numbers in the staging area; zeros after
   // these, where operands of another warp may be.
   __device__ __forceinline__ void load_x(u32 (&x)[WORDS], int vector, int pitch, int count, int k) const {
     const int g = (tid & 31) >> 2, row = PACKED > 1 ? vector * PARTS + g : vector;
     const float* from = staging + (row * pitch + k) / PACKED;
-    const bool inside = k < count && g < PARTS;  // the other columns of products are nobody's
+    const bool inside = k < count && g < PARTS;  // the product's other columns are not used
     if constexpr (PACKED > 1) {
       load_words_of(x, from, inside);
     } else {

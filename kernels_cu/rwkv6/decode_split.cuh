@@ -1,11 +1,12 @@
-// what      Vectors as sums of numbers that tensor cores read exactly, and their products with 16 rows of weights.
-// numerics  three bfloat16 numbers hold a float beside bfloat16 weights; beside int8 ones four digits of 8 bits hold
-//           what of it counts in a sum; else two in tf32, as float32 weights are
+// what      Vectors split into sums of numbers that tensor cores read exactly, and their products with 16 rows of
+//           weights.
+// numerics  a number of x is the sum of three bfloat16 numbers (exact) with bfloat16 weights, of four digits of 8 bits
+//           with int8 weights, and of two tf32 numbers otherwise; float32 weights are two tf32 numbers, too
 // source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for the split; Ootomo,
 //           Ozaki and Yokota, "DGEMM on integer matrix multiplication unit", 2024, for the digits
 #include "rwkv6/decode_weights.cuh"
 
-// Of products with weights of type T.
+// The type of sums of products with weights of type T.
 template <typename T> struct Sum {
   typedef float Type;
 };
@@ -13,12 +14,12 @@ template <> struct Sum<i8> {
   typedef i32 Type;
 };
 
-// x as a sum of numbers that tensor cores read exactly, and 16 rows of weights by one of them: sums += w part, four
-// of the lane's columns in each of the sums.
+// How x is split into PARTS for weights of type T. multiply: sums += w part, for 16 rows of weights; each of the SUMS
+// has four of the lane's columns.
 template <typename T> struct Split {
   static constexpr int EACH = Lane<T>::EACH, PARTS = 2, WORDS = EACH, SUMS = EACH / 4;
 
-  // In tf32, the rest rounded to nearest by cutting it.
+  // The two tf32 numbers. Adding 0x1000 makes the tensor cores' cut of `rest` a rounding to nearest.
   static __device__ __forceinline__ u32 high(u32 x) { return x & 0xffffe000u; }
   static __device__ __forceinline__ u32 rest(u32 x) {
     return __float_as_uint(__uint_as_float(x) - __uint_as_float(high(x))) + 0x1000u;
@@ -48,7 +49,7 @@ template <typename T> struct Split {
   }
 };
 
-// In bfloat16, of which three hold a float; two neighbours a word.
+// Three bfloat16 numbers; two neighbours a word.
 template <> struct Split<bf16> {
   static constexpr int EACH = Lane<bf16>::EACH, PARTS = 3, WORDS = EACH / 2, SUMS = 2;
 
@@ -61,7 +62,7 @@ template <> struct Split<bf16> {
   }
 };
 
-// Beside int8 weights in four digits of base 256, from the lowest on, of a number of 31 bits; four neighbours a word.
+// For int8 weights: four digits of base 256, the lowest first, of a number of 31 bits; four neighbours a word.
 template <> struct Split<i8> {
   static constexpr int EACH = Lane<i8>::EACH, PARTS = 4, WORDS = EACH / 4, SUMS = 2;
 

@@ -1,22 +1,22 @@
 // what      The phases of a decoding step in decode_few.cu: which weights each of them multiplies by, how their rows
-//           are shared out to blocks, and the warps that copy them.
-// smem      Shared: stages for weights on their way, then what a phase needs
+//           are distributed over blocks, and the warps that copy weights to shared memory.
+// smem      Shared: the ring of stages of weights, and what a phase needs
 // barriers  mbarriers. full: a stage's weights have been copied; empty: all lanes have read them; summed, taken: see
 //           decode_few.cu
 //
 // The copying warps go through the weights of all phases, as far ahead as there are free stages: so weights are copied
 // while the other warps wait for other blocks. At most FLIGHT stages are being copied at a time, since other reads of
-// memory queue behind them.
+// memory wait for them.
 #include "rwkv6/time_mix.cuh"
 
 constexpr int ROWS = 16;
-constexpr int STEPS = 2;                                    // a stage
+constexpr int STEPS = 2;                                    // of a stage, along K
 constexpr int PIECE = STEPS * THREADS / 8 * 16;             // bytes of a row in a stage
 constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;  // of a unit of the mix
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
-// What blocks hand to each other of weights of type T: words, which each of them waits for by itself.
+// The type of the words by which blocks exchange results, for weights of type T.
 template <typename T> struct WordOf {
   typedef u32 Type;
 };
@@ -29,7 +29,7 @@ template <typename T> using Handed = typename WordOf<T>::Type;
 template <typename T, typename S> struct Args {
   typedef typename MultipliedAs<T>::Type Up;
   const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
-  // Of int8 weights a scale for each row; or null.
+  // int8: a scale for each row; otherwise null.
   const float *maa_down_scales, *decay_down_scales, *kvrg_scales, *output_scales, *ffn_key_scales,
       *ffn_receptance_scales, *ffn_value_scales, *head_scales;
   const Up *maa_up, *decay_up;
@@ -40,14 +40,17 @@ template <typename T, typename S> struct Args {
   Handed<T>*xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate;
   float *x, *logits;
   u32* arrived;
-  i64 L, P, D, H, N, A, W, F, V, staged, first, last;
+  i64 L, P, D, H, N, A, W, F, V;
+  i64 staged;       // numbers of an input in the staging area at a time
+  i64 first, last;  // phases to compute, counted over all layers
   double eps, group_eps;
-  i64* tokens;  // where the likeliest token goes, the lowest of equals; or null
-  u64* likeliest;
+  i64* tokens;     // the likeliest token, the lowest of equal ones; null: not wanted
+  u64* likeliest;  // of each block, and how many blocks have stored theirs
   u32* brought;
 };
 
-// This block's share of a phase's tiles of 16 rows: first to stop, then later to last, which are needed later.
+// A block's share of a phase's tiles of 16 rows: tiles first ... stop - 1, then later ... last - 1, whose results are
+// needed later.
 struct Tiles {
   int first, stop, later, last;
 
@@ -55,7 +58,8 @@ struct Tiles {
   __device__ __forceinline__ int operator[](int n) const {
     return n < stop - first ? first + n : n - stop + first + later;
   }
-  __device__ __forceinline__ Tiles behind(int begin) const { return {first + begin, stop + begin, 0, 0}; }
+  // The same tiles of a matrix whose first tile has number `begin`; and these tiles, then `more`.
+  __device__ __forceinline__ Tiles from(int begin) const { return {first + begin, stop + begin, 0, 0}; }
   __device__ __forceinline__ Tiles then(const Tiles& more) const { return {first, stop, more.first, more.stop}; }
 };
 
@@ -67,12 +71,12 @@ template <int STAGES> struct Shared {
   unsigned char ring[STAGES][2][ROWS / 2 * PIECE + 64];
   Barrier full[STAGES], empty[STAGES];
   Tiles tiles[PHASES + 1];               // of each phase
-  float units[2][WARPS];                 // of two vectors' lowest digits, by warps
-  Barrier summed[2], taken[2];           // where one warp adds the others' sums: they are there, they were read
+  float units[2][WARPS];                 // int8: of two vectors, the unit of each warp's digits
+  Barrier summed[2], taken[2];           // a tile's sums are in `parts`; the finishing warp has read them
   float sum[WARPS], squares[WARPS];      // the warps' parts of norms
-  union {                                // of phases in turn
-    float parts[2][4][ROWS][WARPS + 4];  // of products, by row
-    float mix[SPLITS][CHANNELS];
+  union {                                // phases use these in turn
+    float parts[2][4][ROWS][WARPS + 4];  // the warps' sums of a tile [place][part of a number][row][warp]
+    float mix[SPLITS][CHANNELS];         // parts of the mix's second product
   };
 
   __device__ __forceinline__ unsigned char* row(int stage, int row) { return ring[stage][row % 2] + row / 2 * PIECE; }
@@ -80,7 +84,7 @@ template <int STAGES> struct Shared {
 
 __device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
 
-// As equal shares as possible; the first blocks have one tile more, or the last ones.
+// Equal shares of tiles, up to one tile, which the first blocks have more, or the last ones.
 __device__ __forceinline__ Tiles share_to_first(int tiles, u32 block, u32 blocks) {
   const int each = tiles / int(blocks), more = tiles % int(blocks), first = int(block) * each + min(int(block), more);
   return {first, first + each + (int(block) < more), 0, 0};
@@ -90,8 +94,8 @@ __device__ __forceinline__ Tiles share_to_last(int tiles, u32 block, u32 blocks)
   return {tiles - mirrored.stop, tiles - mirrored.first, 0, 0};
 }
 
-// Shares such that every block has about as many tiles of a layer. Blocks with a head's time mix have no tiles of the
-// gate; the first low-rank product is on blocks that have no mix to compute next.
+// The block's share of a phase's tiles. All blocks have about as many tiles of a layer. Blocks that compute a head's
+// time mix have no tiles of the gate; the tiles of MIX_DOWN start at a block that has no unit of the mix after it.
 template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
@@ -100,19 +104,19 @@ template <typename T, typename S> __device__ __forceinline__ Tiles share_of(cons
     case MIX_DOWN:
       return share_to_first(tiles_of(5 * args.A), (block + blocks / 3) % blocks, blocks);
     case INPUTS: {
-      const int wanted = tiles_of(args.W) + 3 * D;              // the gate is wanted behind the time mix
+      const int wanted = tiles_of(args.W) + 3 * D;  // all but the gate, which is needed after the time mix only
       const u32 heads = args.H < blocks / 2 ? u32(args.H) : 0;  // blocks that have a time mix, and no gate
       const Tiles gates = block < heads ? Tiles{} : share_to_last(D, block - heads, blocks - heads);
-      return share_to_first(wanted, block, blocks).then(gates.behind(wanted));
+      return share_to_first(wanted, block, blocks).then(gates.from(wanted));
     }
     case OUTPUT:
     case FFN_VALUE:
       return block < with_keys ? share_to_first(D, block, with_keys) : Tiles{};
     case FFN_INPUTS:
-      // A block has the gate of the rows for which it has the value's matrix, and keys: who waits for all keys knows
-      // that every block has read the shift.
+      // A block has the gate of the rows whose `value` it computes. Every block here has keys: a block that has all
+      // keys knows that all blocks have read the shift.
       if (block >= with_keys) return {};
-      return share_to_first(F, block, with_keys).then(share_to_first(D, block, with_keys).behind(F));
+      return share_to_first(F, block, with_keys).then(share_to_first(D, block, with_keys).from(F));
     case HEAD:
       return share_to_first(tiles_of(args.V), block, blocks);
   }
@@ -123,7 +127,7 @@ template <typename T, typename S> __device__ __forceinline__ int depth_of(const 
   return int(phase == FFN_VALUE ? args.F : args.D);
 }
 
-// The first row of a tile, and the scales of its rows in int8.
+// A tile's first row of weights, and the scales of its rows (int8).
 template <typename T> struct TileRows {
   const T* weights;
   const float* scales;
@@ -210,7 +214,7 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 laye
 template <typename T, typename S, int STAGES>
 __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<STAGES>& s) {
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
-  const int first = ROWS * copier / COPIERS, count = ROWS * (copier + 1) / COPIERS - first;  // of its rows
+  const int first = ROWS * copier / COPIERS, count = ROWS * (copier + 1) / COPIERS - first;  // this warp's rows
   int stage = 0, latest = STAGES - FLIGHT;  // the copy of `latest` must be complete before that of `stage` starts
   u32 parity = 1;
 #pragma unroll 1

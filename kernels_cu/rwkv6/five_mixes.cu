@@ -1,10 +1,10 @@
-// what      The five inputs of the time mix of a step, their token shift mixed by the data: each block has all five, so
-//           that what they share is read once.
+// what      The five inputs of the time mix of a step, whose token shift is mixed by data. A block computes all five,
+//           so that xx and d are read once.
 // math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
-// shapes    low [PARTS, B, 5, A], whose sum over PARTS it is, up [5, A, D], maa [5, D], xx d [B, D], mixed [5, B, D]
+// shapes    low [PARTS, B, 5, A], to be summed over PARTS, up [5, A, D], maa [5, D], xx d [B, D], mixed [5, B, D]
 // grid      a block for every (TOKENS sequences, 128 channels), sequences slowest; a warp for every 16 of both
 // smem      Shared: `up` of the block's channels, tanh(low) in two terms
-// barriers  one: tanh(low) and `up` stand
+// barriers  one: tanh(low) and `up` are in shared memory
 // numerics  tensor cores: `up` as it is, tanh(low) as a sum of two numbers of its type; float32; rounded once
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
 // limits    D a multiple of 8; A even, up to RANK; all start on 16 bytes; sm_90a
@@ -23,14 +23,14 @@ template <typename T> struct Args {
 };
 
 template <typename T, int RANK, int TOKENS> struct Shared {
-  // No bank conflicts.
+  // + 8: no bank conflicts.
   T up[INPUTS * RANK][COLUMNS + 8], low[TERMS][TOKENS][INPUTS * RANK + 8];
 };
 
 template <typename T, int RANK, int TOKENS>
 __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2) rwkv6_five_mixes(const Args<T> args) {
   constexpr int THREADS = 16 * TOKENS;
-  constexpr int PAIRS = TOKENS * INPUTS * RANK / 2 / THREADS;  // of low a thread
+  constexpr int PAIRS = TOKENS * INPUTS * RANK / 2 / THREADS;  // pairs of `low` that a thread sums
   static_assert(TOKENS * INPUTS * RANK / 2 % THREADS == 0);
   auto& s = *reinterpret_cast<Shared<T, RANK, TOKENS>*>(dynamic_smem());
   launch_next();
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
     cp_async<16>(&s.up[row][column], inside ? args.up + i64(row / RANK * A + a) * D + start + column : args.up, inside);
   }
   cp_async_commit();
-  // A lane's channels are two pairs of neighbours; a warp's tokens begin there.
+  // A lane has channels own, own + 1, own + 8, own + 9, and tokens begin + g, begin + g + 8.
   const int own = warp % (COLUMNS / 16) * 16 + 2 * t, begin = warp / (COLUMNS / 16) * 16;
   const auto inside = [&](int pair) { return start + own + 8 * pair < D; };
   float2 maa[INPUTS][2];
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
       if (inside(pair)) maa[c][pair] = load2(args.maa + i64(c) * D + start + own + 8 * pair);
   wait_for_previous();
 
-  float2 low[PAIRS][PARTS], xx[2][2], d[2][2];  // all on their way at once
+  float2 low[PAIRS][PARTS], xx[2][2], d[2][2];  // all loads are issued before the first is used
 #pragma unroll
   for (int n = 0; n < PAIRS; ++n) {
     const int at = n * THREADS + tid, b = first + at / (INPUTS * RANK / 2), row = at % (INPUTS * RANK / 2) * 2;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
     store2(&s.low[1][token][row], {sum.x - to_float(T{u16(term)}), sum.y - to_float(T{u16(term >> 16)})});
   }
   cp_async_wait<0>();
-  __syncthreads();  // tanh(low) and `up` stand
+  __syncthreads();  // tanh(low) and `up` are in shared memory
 
 #pragma unroll
   for (int c = 0; c < INPUTS; ++c) {
@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(16 * TOKENS, RANK > 32 || TOKENS > 16 ? 1 : 2)
       u32 mixed[2];
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        const float2 &m = maa[c][pair], &x = xx[half][pair], &by = d[half][pair];
+        const float2 &m = maa[c][pair], &x = xx[half][pair], &shift = d[half][pair];
         mixed[pair] =
-            pack<T>(fmaf(by.x, m.x + sums[pair][2 * half], x.x), fmaf(by.y, m.y + sums[pair][2 * half + 1], x.y));
+            pack<T>(fmaf(shift.x, m.x + sums[pair][2 * half], x.x), fmaf(shift.y, m.y + sums[pair][2 * half + 1], x.y));
       }
-      // Of two lanes one has four neighbours then, and the other the next but four.
+      // Two lanes exchange a pair, so that each stores four neighbouring channels.
       const bool odd = t & 1;
       const u32 other = __shfl_xor_sync(0xffffffffu, odd ? mixed[0] : mixed[1], 1);
       const uint2 four = odd ? uint2{other, mixed[1]} : uint2{mixed[0], other};

@@ -1,21 +1,23 @@
-// what      A tile of f(low) up, tokens by 128 channels: what data adds to mixes and decays; f is tanh in RWKV-6.
-// numerics  tensor cores: half weights as they are, and f(low) as a sum of PARTS numbers of their type, of which
-//           three in bfloat16 and two in float16 hold a float32; float32 weights and f(low) as two tf32 numbers each
+// what      The second product of a low rank, f(low) up, of some tokens and 128 channels: the part of mixes and decays
+//           that depends on the data. f is tanh in RWKV-6.
+// numerics  tensor cores: half weights as they are, and f(low) as a sum of PARTS numbers of their type (three bfloat16,
+//           or two float16, hold a float32); float32 weights and f(low) as two tf32 numbers each
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-17; Ootomo and Yokota, 2022, for the split
 //
-// A warp has 16 channels of all tokens: two products' columns, in such an order that a lane has four neighbours.
+// A warp has 16 channels of all tokens, the columns of two products [16, 8], in such an order that a lane has four
+// neighbouring channels.
 #include "decode.cuh"
 #include "product.cuh"
 
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
 
-// The place of pair p of 16 neighbours in shared memory.
+// The index in shared memory of pair p of a warp's 16 channels.
 __device__ __forceinline__ int place_of_pair(int p) { return p % 2 * 8 + p / 2 * 2; }
 
-// PASS of the rank at a time.
+// Operands in shared memory: PASS numbers of the rank at a time.
 template <typename T, int TILES, int PARTS, int PASS = 32> struct alignas(16) LowRank {
-  T low[PARTS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // no bank conflicts
-  typedef uint4 Eight;                                                 // channels of a row of `up`
+  T low[PARTS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // + 8: no bank conflicts
+  typedef uint4 Eight;                                                 // eight channels of a row of `up`
 
   static __device__ __forceinline__ Eight eight(const T* from) { return *reinterpret_cast<const uint4*>(from); }
   __device__ __forceinline__ void put_up(int a, int column, const Eight& x) {
@@ -88,12 +90,12 @@ template <int TILES, int PARTS, int PASS> struct alignas(16) LowRank<float, TILE
   }
 };
 
-// tanh as exact as weights of type T.
+// tanh, as accurate as weights of type T need.
 template <typename T> struct Tanh {
   __device__ __forceinline__ float operator()(float x) const { return sizeof(T) == 4 ? tanhf(x) : tanh_approx(x); }
 };
 
-// The first of the lane's four channels; in every tile it has tokens lane / 4 and lane / 4 + 8.
+// The first of this lane's four channels, of 128 from `column` on. Of every tile it has tokens lane / 4, lane / 4 + 8.
 __device__ __forceinline__ i64 column_of_lane(i64 column) {
   return column + (threadIdx.x >> 5) * COLUMNS_OF_WARP + 4 * (threadIdx.x & 3);
 }
@@ -101,17 +103,18 @@ __device__ __forceinline__ i64 column_of_lane(i64 column) {
 template <int TILES> struct LowRankSums {
   float x[TILES][2][4];
 
-  // Of the lane's token lane / 4 + 8 half in a tile.
+  // Four channels of token lane / 4 + 8 half of a tile.
   __device__ __forceinline__ float4 of(int tile, int half) const {
     const auto& two = x[tile];
     return {two[0][2 * half], two[0][2 * half + 1], two[1][2 * half], two[1][2 * half + 1]};
   }
 };
 
-// low has `tokens` rows of `rank` numbers, so far apart, and is the sum of `parts` such arrays, MOST at most, each one
-// `part_apart` behind the one before; up has `rank` rows of D, of which this takes 128 from `column` on. `load_more`
-// sets out what its caller reads later, once the kernel before this one has ended.
-template <int MOST, int TILES, int PARTS, int PASS, typename T, typename A, typename F>
+// Returns activate(low) up. low: `tokens` rows of `rank` numbers, `apart` numbers apart; the sum of `parts` such
+// arrays, at most MAX_PARTS, which are `part_apart` numbers apart. up: `rank` rows of D, of which 128 columns from
+// `column` on are used. load_more: called after the previous kernel has ended, to start loads that the caller needs
+// later.
+template <int MAX_PARTS, int TILES, int PARTS, int PASS, typename T, typename A, typename F>
 __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS, PASS>& s, const float* low, i64 apart,
                                                        i64 parts, i64 part_apart, i64 tokens, const T* up, i64 rank,
                                                        i64 D, i64 column, const A& activate, const F& load_more) {
@@ -128,18 +131,18 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS, 
       if (start + row + n * ROWS < rank && column + j < D) eights[n] = s.eight(from);
     }
     wait_for_previous();
-    float from_parts[MOST][LOWS];  // all on their way at once
+    float from_parts[MAX_PARTS][LOWS];  // all loads are issued before the first is used
 #pragma unroll
     for (int n = 0; n < LOWS; ++n) {
       const int at = n * THREADS + threadIdx.x, token = at / PASS, a = at % PASS;
 #pragma unroll
-      for (int p = 0; p < MOST; ++p) {
+      for (int p = 0; p < MAX_PARTS; ++p) {
         const bool inside = (p == 0 || p < parts) && token < tokens && start + a < rank;
         from_parts[p][n] = inside ? low[p * part_apart + token * apart + start + a] : 0.f;
       }
     }
     load_more();
-    __syncthreads();  // the tiles may change
+    __syncthreads();  // the previous pass's operands have been read
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) { s.put_up(row + n * ROWS, j, eights[n]); }
 #pragma unroll
@@ -147,10 +150,10 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS, 
       const int at = n * THREADS + threadIdx.x;
       float sum = from_parts[0][n];
 #pragma unroll
-      for (int p = 1; p < MOST; ++p) sum += from_parts[p][n];
+      for (int p = 1; p < MAX_PARTS; ++p) sum += from_parts[p][n];
       s.put_low(at / PASS, at % PASS, activate(sum));
     }
-    __syncthreads();  // the tiles are in shared memory
+    __syncthreads();  // the operands are in shared memory
     s.multiply(sums.x);
   };
   i64 start = 0;

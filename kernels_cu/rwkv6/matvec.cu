@@ -3,16 +3,16 @@
 // shapes    each product: w [M, K], x [B, K], y [B, M]
 // grid      a block for every 16 rows of a product, products in turn; THREADS threads: a warp a slice of K, a
 //           lane 8 neighbours of every 32 in two rows
-// smem      Shared: the weights on their way and the warps' parts of y
-// barriers  one: the parts of y are there
+// smem      Shared: two stages of weights for each thread, and the warps' parts of y
+// barriers  one: the parts of y are in shared memory
 // numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, half weights as they are;
-//           float32 sums in a fixed order. A column does not depend on the others, so neither on B.
+//           float32 sums in a fixed order. A column does not depend on the others, and not on B.
 // source    Peng et al., 2024, "Eagle and Finch", for the products; include/product.cuh for the split
 // limits    B up to 8, K a multiple of 8; weights aligned to 16 bytes
 //
-// A lane copies its own operands of the tensor core: any order of k will do if W and x have the same. The
-// copies are under way before the kernel waits for x, two stages of 64 bytes a thread and 1024 threads a
-// multiprocessor: enough to hide the memory's latency at its full bandwidth, and no register is taken.
+// A lane copies its own operands of the tensor core: any order of k is right if W and x have the same. The copies are
+// under way before the kernel waits for x: two stages of 64 bytes a thread, with 1024 threads a multiprocessor. That is
+// enough to hide the memory's latency at its full bandwidth, and copies take no registers.
 #include "decode.cuh"
 #include "product.cuh"
 
@@ -30,7 +30,7 @@ template <typename T> struct Product {
 };
 
 template <typename T> struct Args {
-  Product<T> products[PRODUCTS];  // M = 0 where there are fewer
+  Product<T> products[PRODUCTS];  // M = 0: an unused one
   i64 B, K;
 };
 

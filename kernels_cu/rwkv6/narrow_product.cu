@@ -1,20 +1,22 @@
-// what      The product of few rows of weights with a batch's vectors, by blocks that take little room.
+// what      The product of few rows of weights with a batch's vectors, by blocks with little shared memory.
 // math      the sum of y_b's parts is W x_b
 // shapes    w [M, K] of type W, with int8 scales [M], x [B, K] of the type that W is multiplied as, y [PARTS, B, M]
 // grid      a block for every part of K of every 32 rows and VECTORS vectors, parts fastest, then rows; 256 threads:
-//           a warp has an eighth of the part, SLICE of K at a time, a lane neighbours of it in rows and vectors
+//           a warp has an eighth of every SLICE numbers of the part, a lane neighbours of K in rows and vectors
 // smem      Shared: the warps' sums
-// barriers  one: the warps' sums stand
+// barriers  one: the warps' sums are in shared memory
 // numerics  tensor cores: x and weights as they are, int8 ones as bfloat16 numbers; float32 sums in a fixed order,
 //           times the row's scale
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14, for the products
 // limits    K a multiple of 8, with int8 of 16; w and x start on 16 bytes; sm_90a
 //
-// Weights are in registers before x stands.
+// Weights are loaded to registers before x is complete.
 #include "decode.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 32, PARTS = 4;
-constexpr int STEP = 32, STEPS = 2, SLICE = WARPS * STEPS * STEP;  // of K: a warp's at a time, times, a block's
+constexpr int STEP = 32, STEPS = 2,
+              SLICE = WARPS * STEPS *
+                      STEP;  // numbers of K in a step; steps of a warp at a time; numbers of a block at a time
 
 template <typename W> struct Args {
   const W* w;
@@ -24,7 +26,7 @@ template <typename W> struct Args {
   i64 B, K, M;
 };
 
-// Eight neighbours as tensor cores take them.
+// Eight neighbours in the type that tensor cores multiply.
 template <typename T> __device__ __forceinline__ uint4 eight(const T* from) {
   if constexpr (sizeof(T) > 1) return *reinterpret_cast<const uint4*>(from);
   else {
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_narrow_product(const Args<W>
     for (int half = 0; half < VECTORS / 8; ++half)
       store2(&s.sums[warp][g + 8 * half][8 * n + 2 * t],
              {sums[half / 2][n][half % 2 * 2], sums[half / 2][n][half % 2 * 2 + 1]});
-  __syncthreads();  // the warps' sums stand
+  __syncthreads();  // the warps' sums are in shared memory
 #pragma unroll
   for (int n = tid; n < VECTORS * ROWS; n += THREADS) {
     const int of = n / ROWS, b = first + of, m = row + n % ROWS;

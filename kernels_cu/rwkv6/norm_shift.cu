@@ -1,4 +1,4 @@
-// what      The steps between two products: the channel mix's gate, layer norm, token shift, static mixes.
+// what      What a step computes between two products: the channel mix's gate, layer norm, token shift, static mixes.
 // math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
 // shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
 //           mixed [TERMS, C, B, D]. value, gate, xx and d, or maa and shift may be null: without a gate the sigmoid is
@@ -9,8 +9,8 @@
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
 // limits    D a multiple of 4, up to 2048 EACH; C up to MIXES, P up to PARTS. shift is read before the previous kernel
-//           has ended: between this launch and the last one that wrote it, a launch must have waited for its
-//           predecessor before it let the next one begin
+//           has ended. So between this launch and the one that last wrote shift there must be another launch that waits
+//           for its predecessor (wait_for_previous) before it calls launch_next
 #include "decode.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
@@ -23,7 +23,7 @@ template <typename X> struct Args {
   const float* bias;
   const float* maa;
   float* shift;
-  const i64* slots;  // or null: sequence b has row b of shift
+  const i64* slots;  // null: sequence b has row b of shift
   float* xx;
   float* d;
   X* mixed;
@@ -40,7 +40,7 @@ __device__ __forceinline__ float4 add_scaled(float4 a, float4 x, float4 b) {
   return {fmaf(x.x, b.x, a.x), fmaf(x.y, b.y, a.y), fmaf(x.z, b.z, a.z), fmaf(x.w, b.w, a.w)};
 }
 
-// The parameters of four channels, which the previous kernel does not write.
+// Four channels' parameters and shift, which the previous kernel does not write.
 template <int MIXES> struct Channels {
   float4 weight, bias, shift, maa[MIXES];
 };
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
       if (args.maa && c < args.C) found.maa[c] = load4(args.maa + c * D + j);
     return found;
   };
-  constexpr bool EARLY = EACH * (MIXES + 3) <= 10;  // whether there are registers for these early loads
+  constexpr bool EARLY = EACH * (MIXES + 3) <= 10;  // whether registers suffice to load them before the wait
   Channels<MIXES> channels[EACH];
 #pragma unroll
   for (int n = 0; n < EACH; ++n)
@@ -75,19 +75,19 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
     if (j >= D) continue;
     x[n] = load4(args.x + row + j);
     if (args.value) {
-      float4 parts[PARTS] = {}, open = {1.f, 1.f, 1.f, 1.f};  // all on their way at once
+      float4 parts[PARTS] = {}, factor = {1.f, 1.f, 1.f, 1.f};  // all loads are issued before the first is used
 #pragma unroll
       for (int p = 0; p < PARTS; ++p)
         if (p < args.P) parts[p] = load4(args.value + p * args.B * D + row + j);
       const float unit = args.squares ? UNIT_OF_SQUARES<X, TERMS> : 1.f;
       if (args.gate) {
         const float4 gate = load4(args.gate + row + j);
-        open = {sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w)};
+        factor = {sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w)};
       }
-      open = {unit * open.x, unit * open.y, unit * open.z, unit * open.w};
+      factor = {unit * factor.x, unit * factor.y, unit * factor.z, unit * factor.w};
 #pragma unroll
       for (int p = 1; p < PARTS; ++p) parts[0] = add_scaled(parts[0], {1.f, 1.f, 1.f, 1.f}, parts[p]);
-      x[n] = add_scaled(x[n], open, parts[0]);
+      x[n] = add_scaled(x[n], factor, parts[0]);
       store4(args.x + row + j, x[n]);
     }
     sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);

@@ -1,23 +1,25 @@
-// what      What products of weights with vectors have in common: stacks of them in one launch; weights as they come.
+// what      Shared by the kernels that multiply weights with a batch's vectors by wgmma: stacks of products in one
+//           launch, and how blocks share rows and K.
 // limits    sm_90a
 #include "decode.cuh"
 
 constexpr int STACKS = 2;
 constexpr int SWIZZLED = 128;  // bytes of a row in a box of weights or of vectors
 
+// What is stored: the product, relu(product)^2, or parts of the product that the reader adds.
 enum class Finish : i64 { Write, ReluSquared = 2, Parts };
 
-// Products that have their number of rows in common.
+// A stack: C products [M, K] with equal numbers of rows.
 struct Stack {
-  TensorMap w;  // boxes of some of K by a block's rows
-  TensorMap x;  // by its vectors, in all their terms
+  TensorMap w;  // boxes [a block's rows, a step of K]
+  TensorMap x;  // boxes [terms, a block's vectors, a step of K]
   void* y;
   const float* scales;  // [C, M] of int8 weights, or null
   i64 C, M;
   Finish finish;
 };
 
-// A block's rows of a product.
+// A block's rows: from `row` on of product `which` of a stack.
 struct RowTile {
   int stack, which, row;
 };
@@ -29,7 +31,7 @@ template <int ROWS> __device__ __forceinline__ RowTile rows_of_tile(const Stack 
   return {stack, tile / tiles, tile % tiles * ROWS};
 }
 
-// Steps through K of one of so many parts, and where they begin.
+// The steps along K of one of `parts` parts: the first number of K, and how many steps.
 struct Steps {
   int k, count;
 };

@@ -1,4 +1,4 @@
-// what      A head's time mix of one token by 256 threads, from the parts of its decay on: state, group norm, gate.
+// what      A head's time mix of one token by 256 threads: decay from its parts, state, group norm, gate.
 // barriers  named barrier 1 of the threads: parts of the decay, decay, parts of o, and the two sums of the group norm
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 18-19
@@ -8,7 +8,7 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
 
 struct TimeMixScratch {
   float k[MAX_N], v[MAX_N], r[MAX_N], u[MAX_N], decay[MAX_N], low[MAX_W];
-  float parts[4 * THREADS];  // [., N], of the decay, then of o
+  float parts[4 * THREADS];  // [parts, N]: of the decay, then of o
   float sum[WARPS], squares[WARPS];
 };
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ float sum_of_threads(float x, float (&parts)[WARPS], 
   return sum;
 }
 
-// A thread's part of a state: four columns, and every `groups`-th row, of which it holds the first ones in registers.
+// A thread's part of a state: four columns of every `groups`-th row. held: its first rows, loaded early if `busy`.
 constexpr int ROWS_HELD = 4;
 struct StatePart {
   int groups, group, column;
@@ -61,13 +61,13 @@ __device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& p
   store4(s.parts + group * N + column, o);
 }
 
-// What a thread has of its channel, below N: the decay's base, silu of the gate, the group norm's gain and bias.
+// A thread's channel, below N: the decay's base, silu of the gate, the group norm's gain and bias.
 struct ChannelOfHead {
   float decay, gate, gain, bias;
 };
 
-// y = GroupNorm(o) gate, which `store` takes channel by channel, once k v r u and the parts of the decay are on
-// their way to `s`.
+// Computes y = GroupNorm(o) gate, and calls store(channel, y). k, v, r, u and the parts of the decay must have been
+// stored in `s`; the first barrier here makes them visible.
 template <typename S, typename Store>
 __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, S* state, int N, int tid,
                                               const ChannelOfHead& channel, float eps, const Store& store) {

@@ -2,17 +2,17 @@
 //           once, and its first part is loaded before the previous kernel has ended.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
-// shapes    k v r gate [P, ., B, H, N], each one of the four arrays of a part, low [P, B, W], y [TERMS, B, H, N],
+// shapes    k v r gate [B, H, N], each the sum of P parts, 4 B H N numbers apart; low [P, B, W], y [TERMS, B, H, N],
 //           up [W, H, N], decay u weight bias [H, N], state [P, H, N, N], slots [B] or null; N = 64
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
 // smem      Shared, then tanh(low) of each warp, then `up` of a head
-// barriers  one: `up` is there
+// barriers  one: `up` is in shared memory
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 // limits    N = 64, W even; P = 1, or up to 2 if SEQUENCES is less than 8. States are read before the previous kernel
-//           has ended: between this launch and the last one that wrote them, a launch must have waited for its
-//           predecessor before it let the next one begin
+//           has ended. So between this launch and the one that last wrote them there must be another launch that waits
+//           for its predecessor (wait_for_previous) before it calls launch_next
 #include "rwkv6/time_mix_heads.cuh"
 #include "cards.cuh"
 
@@ -38,7 +38,7 @@ template <typename T, typename S, int TERMS, int SEQUENCES>
 __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES : 2)
     rwkv6_time_mix_batch(const Args<T, S> args) {
   constexpr bool ALL = SEQUENCES < 8, TWO = ALL;  // whether there are registers for all rows, and for two parts
-  constexpr int THREADS = 32 * SEQUENCES, HELD = ALL ? ROWS : ROWS / 2;  // rows of the state on their way
+  constexpr int THREADS = 32 * SEQUENCES, HELD = ALL ? ROWS : ROWS / 2;  // rows of the state whose loads are under way
   auto& s = *reinterpret_cast<Shared<SEQUENCES>*>(dynamic_smem());
   launch_next();
   const int W = int(args.W), B = int(args.B), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   if (state)
 #pragma unroll
     for (int n = 0; n < HELD; ++n) held[n] = load_four(place(n));
-  const int own = 2 * lane;  // and its neighbour: the lane's channels of the decay
+  const int own = 2 * lane;  // the first of two channels whose decay the lane computes
   const float2 z = load2(args.decay + head + own);
   const float2 u = load2(args.u + head + own);
   float4 gain, bias, open;  // of the lane's columns
@@ -99,13 +99,13 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   s.channels[warp][own + 1] = {k.y, r.y, decay.y, k.y * u.y};
   __syncwarp();
 
-  constexpr int AT_ONCE = BEFORE_SM90 || SINCE_SM100 ? 8 : 4;  // rows, as few registers as that takes there
+  constexpr int AT_ONCE = BEFORE_SM90 || SINCE_SM100 ? 8 : 4;  // rows whose channels are loaded at a time
   float4 o = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     const float4 old = float4(held[row % HELD]);
     if (row + HELD < ROWS) held[row % HELD] = load_four(place(row + HELD));
-    if (row % AT_ONCE == 0) __syncwarp();  // or all rows' channels are loaded first, and take registers
+    if (row % AT_ONCE == 0) __syncwarp();  // keeps the compiler from loading all rows' channels first
     const float4 c = s.channels[warp][row * GROUPS + group];
     store4(place(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));
   }

@@ -1,53 +1,54 @@
-// what      Products of weights with a batch's vectors, at the rate of the memory, or of the tensor cores.
-// math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
+// what      Products of weights with a large batch's vectors, at the rate of the memory or of the tensor cores.
+// math      y_b = W x_b, or y_b = relu(W x_b)^2, or parts of y_b whose sum is W x_b
 // shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [parts, C, B, M]; x of type T
-// grid      a cluster of HALVES blocks for every ROWS rows, part of K, and HALVES times VECTORS vectors; a block has a
-//           warpgroup for every 64 of its VECTORS, a thread that copies weights, and one for vectors
-// smem      Shared: W_STAGES of weights and X_STAGES of vectors on their way
-// barriers  full: a stage is there; empty: it may be written, here and in the block to which this one copies
+// grid      a cluster of HALVES blocks for every ROWS rows, part of K, and HALVES times VECTORS vectors. A block has a
+//           warpgroup for every 64 of its VECTORS, a thread that copies weights, and one that copies vectors
+// smem      Shared: a ring of W_STAGES of weights and one of X_STAGES of vectors
+// barriers  w_full, x_full: a stage has been copied; w_empty, x_empty: it has been read, here and, of weights, in the
+//           block to which this one copies
 // numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products
-// limits    K and M multiples of 8; all start on 16 bytes; sm_90a
+// limits    K and M multiples of 8; all arrays start on 16 bytes; sm_90a
 //
-// Two halves take turns to copy weights to both. Weights do not wait for the kernel before this one: as much of them as
-// there is room for is on its way when vectors come.
+// The two blocks of a cluster take turns to copy weights to both. Weights do not depend on the kernel before this one:
+// copies of as many as fit have been started when x is complete.
 #include "clusters.cuh"
 #include "rwkv6/products.cuh"
 #include "wgmma.cuh"
 
 constexpr int DEPTH = 64;
-constexpr int AHEAD = 4;  // steps for which pairs ask beyond their stages
+constexpr int AHEAD = 4;  // steps by which a cluster's blocks copy weights to L2 ahead of their stages
 
 struct Args {
-  Stack stacks[STACKS];  // C = 0 where there is one
+  Stack stacks[STACKS];  // C = 0: an unused stack
   i64 B, K, parts;
 };
 
 template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
   static constexpr int ROWS = ROWS_, HALVES = HALVES_, VECTORS = 64 * GROUPS, WARPS = 4 * GROUPS;
-  // Two blocks share a multiprocessor, unless there are as many vectors as keep its tensor cores busy. Where DEEP, a
-  // block has too much for that: it begins when the product before has ended there.
+  // With HALVES = 1 two blocks share a multiprocessor. DEEP: one stage more than that allows, so that a block starts
+  // when the previous product's block on its multiprocessor has ended.
   static constexpr int W_STAGES = HALVES > 1 ? 6 : 512 / ROWS + DEEP, X_STAGES = 6;
-  // Stages of weights that are being copied at a time until x is there. With more, the loads of the small kernels
-  // before this one would wait.
+  // Stages of weights that are being copied at a time until the previous kernel has ended. With more, its loads would
+  // wait.
   static constexpr int FLIGHT = HALVES == 1 ? 2 : W_STAGES;
-  static_assert(W_STAGES % HALVES == 0, "a stage has one block that copies to it");
+  static_assert(W_STAGES % HALVES == 0, "the same block always copies to a stage");
 };
 
 template <typename T, class S> struct Shared {
   T w[S::W_STAGES][S::ROWS][DEPTH], x[S::X_STAGES][S::VECTORS][DEPTH];  // in the 128-byte swizzle
   Barrier w_full[S::W_STAGES], w_empty[S::W_STAGES], x_full[S::X_STAGES], x_empty[S::X_STAGES];
-  volatile u64 started;  // whether the previous kernel has ended, so that x is there
+  volatile u64 started;  // whether the previous kernel has ended: x is complete
 };
 
-// Some rows of a product, some vectors and a part of K.
+// A block's work: rows of a product, vectors from `column` on, and a part of K.
 struct Tile {
   RowTile rows;
   int column, part;
   Steps steps;
 };
 
-// Whether this is the half that copies to a stage of weights.
+// Whether this block of the cluster copies to a stage of weights.
 template <class S> __device__ __forceinline__ bool copies(int stage) { return (blockIdx.x ^ stage) % S::HALVES == 0; }
 
 template <class S> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
@@ -58,7 +59,7 @@ template <class S> __device__ __forceinline__ Tile tile_of_block(const Args& arg
           steps_of_part<DEPTH>(args.K, part, parts)};
 }
 
-// One thread copies weights for all.
+// The loop of the thread that copies weights.
 template <class S, class Memory>
 __device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, const Tile& tile) {
 #pragma unroll 1
@@ -72,14 +73,14 @@ __device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, cons
       tensor_load_once(s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
     else if (copies<S>(stage))
       tensor_load_to((1 << S::HALVES) - 1, s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
-    // Two blocks' weights come to L2 before there is room for them.
+    // In a cluster, weights are copied to L2 before a stage is free for them.
     if (const int later = step + AHEAD;
         S::HALVES > 1 && step >= S::W_STAGES && later < tile.steps.count && copies<S>(later))
       tensor_prefetch(stack.w, tile.steps.k + later * DEPTH, tile.rows.row, tile.rows.which, 0);
   }
 }
 
-// Another one copies vectors, once the previous kernel has ended.
+// The loop of the thread that copies vectors, after the previous kernel has ended.
 template <class S, class Memory>
 __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, const Tile& tile) {
   prefetch_map(stack.x);
@@ -94,11 +95,12 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
   }
 }
 
-// A warpgroup's 64 vectors by the block's rows.
+// Computes the products of a warpgroup's 64 vectors with the block's rows.
 template <typename T, class S>
 __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sums)[S::ROWS / 2]) {
   const int lane = threadIdx.x & 31, first = threadIdx.x / 128 * 64;
-  // What is copied to once more is free for this block and for who copies: lanes tell them.
+  // Says that a step's stages have been read, if they are filled again: to this block and to the one that copies
+  // weights.
   const auto release = [&](int step) {
     const int w = step % S::W_STAGES, x = step % S::X_STAGES;
     if (step + S::W_STAGES < steps) {
@@ -124,8 +126,8 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
   wgmma_keep(sums);
 }
 
-// A warpgroup's lane has two neighbouring rows of two vectors in every eight rows. Two lanes exchange what they have of
-// 16 rows, so that each stores four neighbours.
+// Stores y. Of every eight rows a lane has two neighbours, of two vectors. Two lanes exchange numbers of 16 rows, so
+// that each stores four neighbours at once.
 template <int ROWS>
 __device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
   const bool odd = threadIdx.x & 1;
@@ -140,14 +142,14 @@ __device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, co
       const float2 upper = {sums[4 * n + 4 + 2 * half], sums[4 * n + 4 + 2 * half + 1]};
       const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
                             __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
-      // The lower eight rows are the even lanes'.
+      // Even lanes store numbers of the first eight rows, odd lanes of the other eight.
       const int first = row + 8 * n + (odd ? 8 - 2 : 0);
       if (inside && first < M)
         store4(to + first,
                odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y});
     }
     if constexpr (ROWS % 16) {
-      constexpr int n = ROWS / 8 - 1;  // has no neighbour
+      constexpr int n = ROWS / 8 - 1;  // the last eight rows, without another eight
       if (inside && row + 8 * n < M) store2(to + row + 8 * n, {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]});
     }
   }
@@ -156,18 +158,19 @@ __device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, co
 // x[i] of lane n among four neighbours becomes x[n] of lane i.
 __device__ __forceinline__ void transpose(u32 (&x)[4]) {
 #pragma unroll
-  for (int by = 1; by < 4; by *= 2) {
-    const bool upper = threadIdx.x & by;
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const bool upper = threadIdx.x & distance;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i & by) continue;
-      const u32 from_other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + by], by);
-      (upper ? x[i] : x[i + by]) = from_other;
+      if (i & distance) continue;
+      const u32 from_other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + distance], distance);
+      (upper ? x[i] : x[i + distance]) = from_other;
     }
   }
 }
 
-// The same in half precision: four lanes exchange what they have of 32 rows, so that each stores eight at once.
+// Stores relu(y)^2 in half precision. Four lanes exchange numbers of 32 rows, so that each stores eight neighbours at
+// once.
 template <int ROWS, typename T>
 __device__ __forceinline__ void store_squares(T* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
   row += 8 * (threadIdx.x & 3);
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
     }
     fence_async();  // bulk copies see the barriers
   }
-  // The barriers of both halves are initialised.
+  // The barriers of all blocks of the cluster are initialised.
   if constexpr (HALVES > 1) cluster_sync();
   else __syncthreads();
   const Tile tile = tile_of_block<S>(args);
@@ -225,5 +228,5 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
       store_squares<ROWS>(static_cast<T*>(stack.y) + at, stack.M, row, b, B, sums);
     else store<ROWS>(static_cast<float*>(stack.y) + at, stack.M, row, b, B, sums);
   }
-  if constexpr (HALVES > 1) cluster_leave();  // nobody copies or arrives where a block has ended
+  if constexpr (HALVES > 1) cluster_leave();  // no block ends while the other one may copy or arrive there
 }

@@ -10,7 +10,7 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// Tokens that are read before the first of them is written. A chunk of so many is read once, for both sums.
+// Tokens that are loaded before the first result is stored. A chunk of at most as many is loaded once, for both sums.
 template <typename G> constexpr int FLIGHT = sizeof(G) == 8 ? 32 : 64;
 
 template <typename G> struct Args {

@@ -21,7 +21,7 @@ template <typename T> struct Args {
   Rows<T> o;
   Shape shape;
   double scale;
-  i64 bytes;  // rows of qg, h, A, v and o are whole pieces of so many
+  i64 bytes;  // rows of qg, h, A, v and o are multiples of it
 };
 
 template <typename T> struct alignas(16) Stage {

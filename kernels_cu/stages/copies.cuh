@@ -1,5 +1,5 @@
-// what      Copies of rows of an array to a tile in shared memory, in the background where rows allow it, and products
-//           of tiles in tf32.
+// what      Copies of rows of an array to a tile in shared memory, by cp.async where the alignment allows it, and
+//           products of tiles in tf32.
 // numerics  EXACT (float32 data): an operand is two tf32 numbers, and three products keep 22 bits. Half data are tf32
 //           numbers; float32 operands beside them are rounded to tf32
 #include "fragments.cuh"
@@ -13,7 +13,7 @@ constexpr int THREADS = 128;
 template <typename T, int COLS> constexpr int LD = COLS + (sizeof(T) == 2 ? 8 : 4);
 
 // Starts to copy [ROWS, COLS] from rows of `width` numbers, which are `stride` apart; zeros from row `rows` and column
-// `width` on. All rows are whole pieces of BYTES.
+// `width` on. All rows are multiples of BYTES bytes.
 template <int BYTES, int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS < ACROSS ? 1 : THREADS / ACROSS;
@@ -39,7 +39,7 @@ __device__ __noinline__ void copy_small_pieces(T* tile, const T* from, i64 strid
   else copy_pieces<sizeof(T), ROWS, COLS, LD>(tile, from, stride, rows, width);
 }
 // Starts to copy [ROWS, COLS] of (batch, head) of `x` from row `first` and column `column` on; zeros from row `stop`
-// and column `width` on. All rows of x are whole pieces of `bytes`: 16, 8, 4 or 2.
+// and column `width` on. All rows of x are multiples of `bytes`: 16, 8, 4 or 2.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_tile(T* tile, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
                                           i64 column, i64 width, i64 bytes) {

@@ -20,7 +20,7 @@ template <typename T> struct Args {
   const float* initial;  // or null
   float* final;          // or null
   Shape shape;
-  i64 bytes;  // rows of kg and v are whole pieces of so many
+  i64 bytes;  // rows of kg and v are multiples of it
 };
 
 template <typename T> struct alignas(16) Stage {

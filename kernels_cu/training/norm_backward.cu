@@ -1,18 +1,19 @@
-// what      The gradients of a mix's beginning, back to the residual: of the token shift's C plain mixes, of the layer
-//           norm, and of what the mix before has added, whose own gradient comes out with it.
+// what      The gradient of the residual through the beginning of a mix: the token shift's C plain mixes, the layer
+//           norm, and the addition of the previous mix's result, whose gradient is computed, too.
 // math      G_t = dxx_t + sum_c dmixed_c,t - D_t + D_{t+1}, D_t = dd_t + sum_c dmixed_c,t maa_c, within a sequence
 //           dx = dy + the layer norm's pullback of G
 //           Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of drop(dx) by sigmoid(first) value,
-//           where value comes in units of UNIT_OF_SQUARES<T>
+//           value being stored in units of UNIT_OF_SQUARES<T>
 //           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
 // shapes    dxx dd xx [tokens, D] or null, dmixed [C, tokens, D], maa [C, D]; x dy dx [tokens, D], moments [tokens, 2];
 //           first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
 // grid      a block for every `each` tokens, one after the other; threads of 8 channels each
 // smem      the warps' parts of two sums, of even and odd tokens
-// barriers  one a token: its sums; two tokens later their places are used again
+// barriers  one a token: the warps' parts of its sums are in shared memory, where those of two tokens later overwrite
+//           them
 // numerics  float32, rounded once; sums always in the same order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 8, up to 8 THREADS; dy may be dx, or null where nothing comes from behind
+// limits    D a multiple of 8, up to 8 THREADS; dy may be dx; null: no gradient comes from later operations
 #include "training.cuh"
 
 template <typename T> struct Args {
@@ -66,13 +67,14 @@ template <typename T> struct Gated {
   }
 };
 
-// What a block knows of the token that it comes to next, and what it adds up over its own.
+// What a thread holds of the next token, and its sums over the block's tokens.
 template <int C> struct State {
   Eight direct, shifted;  // G without D_{t+1}, and D_t
   Eight before;           // xx of the token before
   Eight dweight, dbias, dmaa[C > 0 ? C : 1];
 
-  // Goes on to token t, the `first` of its sequence or not; its share of dmaa counts where it is the block's `own`.
+  // Loads token t. first: whether it is the first of its sequence; own: whether it is the block's, so that dmaa has its
+  // terms.
   template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool first, bool own) {
     const i64 D = args.D, j = 8 * threadIdx.x, at = t * D + j;
     direct = shifted = {};

@@ -67,7 +67,7 @@ __device__ __noinline__ bool sum_exceeds_growth(G (*panels)[CHUNK][PANELS]) {
   return __any_sync(0xffffffffu,
                     !(channel_sum(grown[0]) <= GROWTH_LIMIT<T>) | !(channel_sum(grown[1]) <= GROWTH_LIMIT<T>));
 }
-// Whether products would leave their range because of the chunk's gates: then the chunk goes token by token. The same
+// Whether products would leave their range because of the chunk's gates: then it is computed token by token. The same
 // for all lanes of the warp. gates: this lane's; panels: the same in shared memory.
 template <typename T, typename G, int PANELS>
 __device__ __forceinline__ bool exceeds_growth(const Gates<G>& gates, G (*panels)[CHUNK][PANELS]) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
   for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + lane_of_channel(), channel) = from_float<X>(x[m]);
 }
 
-// A chunk of the first pass (backward_queries.cu): S goes from before the chunk to after it; dq overwrites q, the query
+// A chunk of the first pass (backward_queries.cu): S becomes the state after the chunk; dq overwrites q, the query
 // share overwrites g. Stores `sums` of this lane's channels that are `inside` K. dA: times TF32_CORRECTION.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* sums, const bool (&inside)[2],
@@ -306,7 +306,7 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV
     *reinterpret_cast<float2*>(parts + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
 }
 
-// A chunk of the second pass (backward_keys.cu): C goes from after the chunk to before it; dk overwrites q, dg
+// A chunk of the second pass (backward_keys.cu): C becomes the gradient of the state before it; dk overwrites q, dg
 // overwrites g, dv overwrites v. end: sum_v S C, likewise; parts: [BC][BK / 16][BV] in shared memory; barrier: the
 // number of a named barrier of the 2 BK consumer threads; grew: see query_share_value.
 template <class ReadOrder, typename T, typename G, int BK, int BV>

@@ -1,14 +1,14 @@
-// what      Backward on Hopper under scalar decays, for sequences cut into segments: what each leaves
-//           behind in the state after it, and in the gradient of the state before it.
-// math      per chunk of 32, E_i the decay from its start to token i, L_j from behind token j to its end:
+// what      Backward on Hopper with one gate per token and head, for sequences cut into segments: of each segment the
+//           state after it and the gradient of the state before it, from a zero start.
+// math      per chunk of 32, E_i the decay from its start to token i, L_j from after token j to its end:
 //           S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T
 // shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states and decays as
 //           gated_sm90_backward_segments has them
-// grid      a block for every (direction, segment, head, 64 channels), directions slowest: where heads are so few that
-//           sequences are cut, blocks of all channels would leave half of the card idle; a warpgroup, and a warp that
+// grid      a block for every (direction, segment, head, 64 channels), directions slowest: sequences are cut if heads
+//           are few, and then blocks with all channels would leave half of the card idle; a warpgroup, and a warp that
 //           moves chunks and makes their decays
 // smem      Stage: a chunk's tokens
-// barriers  full: the tokens and decays are there; done: they have been read
+// barriers  full: the tokens have been copied, and the decays are stored; done: they have been read
 // numerics  products of bfloat16 numbers in float32: decayed ones as the sum of two
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16; K and V multiples of 8, V <= BV; BV of 64, 128; rows start on 16 bytes
@@ -19,7 +19,7 @@ struct Args {
   TensorMap q, k, v, do_;  // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const bf16> q_rows, k_rows, v_rows, do_rows;
   Rows<const float> g;
-  const float *initial, *dht;  // null where there is none
+  const float *initial, *dht;  // null: zero
   float *states, *decays;
   Shape shape;
   double scale;
