@@ -1,10 +1,12 @@
-// what      A feature map of every number: queries and keys of linear attention. The identity joins and spreads arrays.
+// what      A feature map of every number: queries and keys of linear attention. The identity
+//           copies arrays.
 // math      y = phi(x):  x,  elu(x) + 1,  max(x, 0)  or  exp(x)
-// shapes    x y [B, H, T, C]; where a stride of x is 0 one number serves a whole axis, the last one where `step` is 0
+// shapes    x y [B, H, T, C]; strides of x may be 0, `step`, that of the channels, too: x is then repeated along the
+//           axis
 // grid      a thread for every PIECE neighbours of y, or with `vectors` 0 for every number
 // smem      none
 // barriers  none
-// numerics  float32, of float64 float64
+// numerics  float32, for float64 data float64
 // source    Katharopoulos et al., 2020, section 3.2.1
 // limits    none
 #include "feature.cuh"

@@ -1,10 +1,10 @@
-// what      The gradient of a gate that all channels of a token share, from those of the channels.
+// what      The gradient of a gate that all channels of a token share: the sum of the channels' gradients.
 // math      dg = sum_c dg_channels_c
 // shapes    dg_channels [B, H, T, C] float32 or float64; dg [B, H, T, 1]
 // grid      a warp for every token
 // smem      none
 // barriers  none
-// numerics  float32, of float64 float64, always in the same order
+// numerics  float32, for float64 data float64; always in the same order
 // source    Yang et al., 2024, section 4.4
 // limits    none
 #include "ptx.cuh"

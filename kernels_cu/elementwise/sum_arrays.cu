@@ -1,12 +1,12 @@
-// what      The sum of arrays that lie one after the other: of u's gradients, which backward passes leave for every
-//           sequence or segment, and of a shared gate's gradients, which they leave for every tile of the state.
+// what      The sum of arrays that follow each other in memory: gradients of u, of which a backward pass stores one for
+//           every sequence or segment, or gradients of a shared gate, one for every tile of the state.
 // math      sum = sum_n array_n
-// shapes    arrays [N, H, K] float32 or float64; sum [H, K], whose rows may lie apart
+// shapes    arrays [N, H, K] float32 or float64; sum [H, K] with rows `row_stride` apart
 // grid      a warp for every 4 numbers of sum: each of 8 lanes adds every eighth array, then the 8 sums are
 //           added
 // smem      none
 // barriers  none
-// numerics  float32, of float64 float64, always in the same order
+// numerics  float32, for float64 data float64; always in the same order
 // source    Peng et al., 2024, eq. 18-19
 // limits    none
 #include "ptx.cuh"

@@ -19,9 +19,9 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, in
 #pragma unroll UNROLL
   for (int down = 0; down < ROWS; down += AT_ONCE) {
     if (ROWS % AT_ONCE && first + down >= ROWS) break;
-    T* const here = AT_ONCE % 8 ? place<COLS>(tile, first + down, col) : to + down * COLS;
-    if constexpr (BYTES >= 4) cp_async<BYTES>(here, from, down < rows);
-    else *here = down < rows ? *from : from_float<T>(0.f);
+    T* const row = AT_ONCE % 8 ? place<COLS>(tile, first + down, col) : to + down * COLS;
+    if constexpr (BYTES >= 4) cp_async<BYTES>(row, from, down < rows);
+    else *row = down < rows ? *from : from_float<T>(0.f);
     from += AT_ONCE * stride;
   }
 }

@@ -60,7 +60,7 @@ template <int LANES> struct LaneCoord {
   __device__ __forceinline__ LaneCoord(int thread = threadIdx.x) : head((thread & 31) / LANES), lane(thread % LANES) {}
 };
 
-// What a lane's head is: `tokens` tokens of head h of batch row b, from token `start` of the row on.
+// The work of a lane's head: `tokens` tokens of head h of batch row b, from token `start` of the row on.
 struct Work {
   i64 n;  // the sequence or segment, over the batch; -1: none
   int b, h, tokens;
@@ -68,8 +68,8 @@ struct Work {
 };
 // The work number `at` of a launch: head fastest, then sequence or segment. Of every `segments` segments in turn only
 // the first `computed` are counted. No tokens if there is no such work.
-__device__ __forceinline__ Work work_of(const Shape& shape, u32 at, u32 of = 1, u32 needed = 1) {
-  const u32 H = u32(shape.H), count = u32(shape.count), n = at / H / needed * of + at / H % needed;
+__device__ __forceinline__ Work work_of(const Shape& shape, u32 at, u32 segments = 1, u32 computed = 1) {
+  const u32 H = u32(shape.H), count = u32(shape.count), n = at / H / computed * segments + at / H % computed;
   if (n >= u32(shape.B) * count) return {-1, 0, 0, 0, 0};
   const Span span = tokens_of(shape, n % count);
   return {n, int(n / count), int(at % H), int(span.stop - span.start), span.start};

@@ -24,8 +24,8 @@ template <typename T> struct Args {
   Rows<T> o;
   const T *operands, *scores;
   const float* decays;
-  const float* initial;  // [N, H, K, V] or null
-  float* final;          // [N, H, K, V] or null
+  const float* initial;  // [N, H, K, V]; null: zero
+  float* final;          // [N, H, K, V]; null: not wanted
   Shape shape;
   double scale;
   i64 bytes;  // the largest of 16, 8, 4 and 2 of which all rows are multiples
@@ -89,12 +89,12 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     __syncthreads();  // the chunk has been copied; the previous one and its outputs have been read
     if (chunk + 1 < count) fetch(chunk + 1);
     cp_async_commit();
-    const auto& here = s.stages[chunk % STAGES];
-    const T* operands = here.operands + tile * 2 * TILE_SIZE;
+    const auto& in = s.stages[chunk % STAGES];
+    const T* operands = in.operands + tile * 2 * TILE_SIZE;
     {
       Output<T> o = {};
       add_state_outputs<1, T, WIDE>(o, S, operands);
-      if (tile == 0) add_score_outputs<WideScores, 1, BV>(o, here.scores, here.v, 16 * strip);
+      if (tile == 0) add_score_outputs<WideScores, 1, BV>(o, in.scores, in.v, 16 * strip);
       const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
 #pragma unroll
       for (int n = 0; n < C / 8; ++n)
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
           *reinterpret_cast<float2*>(&s.sums[tile][8 * n + g][16 * strip + 8 * side + 2 * t]) = {
               o[n / 2][side][n % 2 * 2], o[n / 2][side][n % 2 * 2 + 1]};
     }
-    update_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, here.v, here.decays + tile * WIDE, 16 * strip);
+    update_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, in.v, in.decays + tile * WIDE, 16 * strip);
     __syncthreads();  // the outputs over each tile are in shared memory
     const i64 token = span.start + C * chunk;
     const int rows = tokens - C * chunk;

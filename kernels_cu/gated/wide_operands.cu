@@ -22,7 +22,7 @@
 template <typename T, typename G> struct Args {
   Rows<const T> q, k;
   Rows<const G> g;
-  const float* u;  // [H, K] or null
+  const float* u;  // [H, K]; null for GLA
   T *operands, *scores;
   float* decays;
   Shape shape;

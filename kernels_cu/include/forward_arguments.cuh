@@ -5,8 +5,8 @@ template <typename T, typename G> struct ForwardArgs {
   Rows<const T> q, k, v;
   Rows<const G> g;
   Rows<T> o;
-  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
-  float* final;              // [N, H, K, V] or null
+  const float *u, *initial;  // [H, K], null for GLA; [N, H, K, V], null: zero
+  float* final;              // [N, H, K, V]; null: not wanted
   Shape shape;
   double scale;
 };

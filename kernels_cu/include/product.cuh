@@ -1,10 +1,10 @@
-// what      Warp products on tensor cores, as exact as the storage type deserves.
+// what      Products of a warp on tensor cores, as exact as the storage type.
 // numerics  EXACT (float32 data): each operand is split into two tf32 numbers and three products keep 22 bits.
-//           Otherwise (half data): one tf32 product; tf32 has float16's fraction and float32's range, so nothing
-//           overflows on the way that the result does not. Where both kinds meet, two products.
+//           Otherwise (half data): one tf32 product; tf32 has float16's fraction and float32's range, so no
+//           operand overflows. If one operand is EXACT and the other half data, two products.
 #include "tf32.cuh"
 
-// An operand's registers: N values as tf32 numbers, and if they are split, second ones.
+// An operand's registers: N values as tf32 numbers; if split, also their rests.
 template <bool SPLIT, int N> struct Operand {
   static constexpr bool EXACT = SPLIT;
   u32 high[N];

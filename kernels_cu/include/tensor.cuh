@@ -3,16 +3,16 @@
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-// exp of a gate: 0 for -inf and for whatever float32 has no normal number for.
+// exp of a gate: 0 for -inf, and if the result is below float32's normal numbers.
 __device__ __forceinline__ float decay_of(float gate) { return exp2_approx(gate * LOG2E); }
 
-// x e^sum, in two steps: a factor may leave the range where the result does not.
+// x e^sum, in two steps: e^sum may leave float32's range although the result does not.
 __device__ __forceinline__ float grown(float x, float sum) {
   const float half = exp2_approx(fminf(sum * (0.5f * LOG2E), 127.f));
   return x * half * half;
 }
 
-// What gates add up to where a state is forgotten: e^-48 of it (1.4e-21) changes nothing of like size in float32.
+// A state counts as forgotten if later gates add up to this: e^-48 of it (1.4e-21) changes no state of similar size.
 constexpr float FORGOTTEN_NATS = -48.f;
 
 // [B, H, T, last]: strides in elements, the last axis contiguous.
@@ -23,7 +23,7 @@ template <typename T> struct Rows {
   __device__ T* row(i64 batch, i64 head, i64 token) const { return p + batch * b + head * h + token * t; }
 };
 
-// What every kernel is told about the problem; `bounds` and `chunks` are null for dense batches.
+// The sizes of a problem, an argument of every kernel; `bounds` and `chunks` are null for dense batches.
 struct Shape {
   i64 B, H, T, K, V;
   i64 count;                // sequences in a row of the batch: 1 when dense, N when packed

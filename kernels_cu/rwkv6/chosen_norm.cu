@@ -1,4 +1,4 @@
-// what      Chosen rows, layer-normed: the embeddings of tokens, or what a head takes of some tokens of a prompt.
+// what      Layer norm of chosen rows: the embeddings of tokens, or the inputs of the head for some tokens of a prompt.
 // math      y_i = LN(x[chosen_i])
 // shapes    chosen [B] int64, x [V, D], weight bias [D], y [B, D]
 // grid      a block a row; 512 threads, up to 16 channels each

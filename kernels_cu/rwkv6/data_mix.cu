@@ -4,10 +4,10 @@
 //           sequences
 // grid      a block for every (16 TILES tokens, INPUTS of the five, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
-// barriers  two a pass over 32 of the rank: the tiles may change, and are there
+// barriers  two for every 32: the previous operands have been read | the operands are in shared memory
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once, or in three terms exactly
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
-// limits    D a multiple of 8; P = 1, or up to 8 where TILES and INPUTS are 1 and X is half
+// limits    D a multiple of 8; P = 1, or up to 8 if TILES and INPUTS are 1 and X is half
 #include "rwkv6/low_rank.cuh"
 
 template <typename T, typename X> struct Args {
@@ -20,8 +20,8 @@ template <typename T, typename X> struct Args {
   i64 tokens, D, A, P;
 };
 
-// Whether a block takes `low` in parts; several of them share a multiprocessor, where all parts' loads would take all
-// registers.
+// Whether `low` may be a sum of parts. Such blocks are small, so that several share a multiprocessor: otherwise the
+// loads of all parts would take all registers.
 template <typename X, int TILES, int INPUTS> constexpr bool IN_PARTS = sizeof(X) == 2 && TILES == 1 && INPUTS == 1;
 
 template <typename T, typename X, int PARTS, int TILES, int INPUTS, int TERMS>
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) r
   const i64 column = blockIdx.x % across * COLUMNS, input = rest % (5 / INPUTS) * INPUTS;
   const i64 first = rest / (5 / INPUTS) * (TILES * TILE_TOKENS), tokens = args.tokens - first;
   const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
-  constexpr bool EARLY = TILES == 1 && INPUTS == 1 && TERMS == 1;  // whether xx and d come before `low` is multiplied
+  constexpr bool EARLY = TILES == 1 && INPUTS == 1 && TERMS == 1;  // whether xx and d are loaded before the product
   float4 xx[TILES][2], d[TILES][2];
   const auto load_tokens = [&] {
 #pragma unroll

@@ -1,5 +1,5 @@
-// what      What data open of every token and channel: the log of the decay, and with four MATRICES (RWKV-7) the
-//           learning rate, the gate, and the share of the first layer's value.
+// what      Functions of the data for every token and channel: the log of the decay and, with four MATRICES (RWKV-7),
+//           the learning rate, the gate, and the share of the first layer's value.
 // math      RWKV-6, one matrix: w = -exp(base_w + tanh(low_w) up_w)
 //           RWKV-7: w = -exp(-1/2) sigmoid(base_w + tanh(low_w) up_w);  rate = sigmoid(base_a + low_a up_a)
 //           gate = sigmoid(low_g) up_g;  share = sigmoid(base_v + low_v up_v), or -1 in the first layer
@@ -8,7 +8,7 @@
 //           sequences
 // grid      a block for every (16 TILES tokens, one of MATRICES, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: PASS of the rank at a time
-// barriers  two a pass over them: the tiles may change, and are there
+// barriers  two for every PASS: the previous operands have been read | the operands are in shared memory
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    D a multiple of 8
@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(THREADS) rwkv6_openings(const Args<T, Y> args)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const i64 t = tile * TILE_TOKENS + half * 8 + token;
-      const i64 at = ((first + t) * D + j) / 4 * 4;  // a multiple of four, or numbers are stored one by one
+      const i64 at =
+          ((first + t) * D + j) / 4 * 4;  // rounded down to a multiple of four, so that four numbers are stored at once
       if (t >= tokens) continue;
       const float4 z = sums.of(tile, half);
       const float4 y = {opened(z.x, base.x), opened(z.y, base.y), opened(z.z, base.z), opened(z.w, base.w)};

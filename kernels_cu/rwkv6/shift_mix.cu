@@ -34,7 +34,7 @@ struct Shared {
   float2 sum[WARPS], squares[WARPS];  // of the token, and of the one before
 };
 
-// One row of x in registers: read, centred, scaled.
+// One row of x in registers: loads it, subtracts the mean, scales it.
 template <int EACH> struct Row {
   float4 x[EACH];
 

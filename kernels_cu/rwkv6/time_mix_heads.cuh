@@ -1,4 +1,4 @@
-// what      What the time mixes of heads of 64 channels share: a warp has a sequence's state of one head, a lane four
+// what      Shared by the time mixes of heads of 64 channels: a warp has a sequence's state of one head, a lane four
 //           columns of it and every second channel.
 // math      w = exp(-exp(decay + tanh(low) up));  y = GroupNorm_H(o) silu(gate)
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
@@ -6,7 +6,7 @@
 
 constexpr int N = 64;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
-constexpr int ROWS = N / GROUPS;                   // of a state a lane
+constexpr int ROWS = N / GROUPS;                   // rows of a state that a lane has
 
 // Decays of the two channels from `channel` on: z is their base, s_low[W] tanh(low) of the sequence, s_up[W, N] of the
 // head.

@@ -14,7 +14,8 @@
 #include "rwkv6/time_mix_arguments.cuh"
 #include "cards.cuh"
 
-// On a multiprocessor; 0 leaves it to the assembler, which else chooses so many on some cards that it spills registers.
+// Blocks on a multiprocessor, which bound registers; 0: no bound. Where a number is given, the assembler would choose
+// fewer registers and spill.
 constexpr int BLOCKS = BEFORE_SM90 ? 4 : 0;
 
 template <typename T, typename X, typename S, int TERMS>

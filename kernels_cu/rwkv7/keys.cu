@@ -1,8 +1,8 @@
-// what      What the recurrence takes of the tokens of prompts: keys that remove and that write, and mixed values.
+// what      Inputs of the recurrence for the tokens of prompts: keys that remove, keys that write, and mixed values.
 // math      v += (first - v) share;  kappa = k removal / |k removal| over each head
 //           a = -kappa;  b = kappa rate;  k = k (1 + (rate - 1) replacement)
-// shapes    k v rate share first a b [T, H, N], k and v in place; removal replacement [H, N]. A share of -1 says that
-//           the layer is the first one, which writes `first`
+// shapes    k v rate share first a b [T, H, N], k and v in place; removal replacement [H, N]. A share of -1 means
+//           the first layer, which writes `first`
 // grid      a warp a (token, head), PAIRS neighbouring channels a lane; 256 threads
 // smem      none
 // barriers  none

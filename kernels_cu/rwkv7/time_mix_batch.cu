@@ -12,14 +12,15 @@
 // barriers  none
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
-// limits    N = 64. States are read before the previous kernel has ended: between this launch and the last one that
-//           wrote them, a launch must have waited for its predecessor before it let the next one begin
+// limits    N = 64. States are read before the previous kernel has ended. So between this launch and the one that last
+//           wrote them there must be another launch that waits for its predecessor (wait_for_previous) before it
+//           calls launch_next
 #include "rwkv6/time_mix_heads.cuh"
 #include "rwkv7/time_mix_arguments.cuh"
 
 struct Shared {
-  float2 reads[N];   // kappa before its norm, and r decayed, of a channel
-  float4 writes[N];  // decay, kappa rate before the norm, key
+  float2 reads[N];   // of a channel: kappa before its division by the norm, and r times the decay
+  float4 writes[N];  // decay, kappa rate before the division, key
 };
 
 template <typename X, typename S, int TERMS>
@@ -27,10 +28,12 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   auto& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const int lane = threadIdx.x, column = lane % QUADS * 4, group = lane / QUADS;
-  const int own = 2 * lane;  // and its neighbour: the lane's channels of the keys
+  const int own = 2 * lane;  // the first of two channels whose keys the lane computes
   const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, at = b * D + head;
   S* const state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
-  const auto place = [&](int row) { return state + row * GROUPS * N + 4 * lane; };  // or stores are not of 16 bytes
+  const auto place = [&](int row) {
+    return state + row * GROUPS * N + 4 * lane;
+  };  // in one expression, so that stores have 16 bytes
   Four<S> held[ROWS];
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) held[row] = load_four(place(row));
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
   const float norm = fmaxf(sqrtf(dots.x), LEAST_NORM);
   __syncwarp();
 
-  constexpr int AT_ONCE = 4;  // rows, or all rows' channels are loaded first, and take registers
+  constexpr int AT_ONCE = 4;  // rows whose channels are loaded at a time, since registers are few
   float4 e = {}, o = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
@@ -72,7 +75,7 @@ __global__ void __launch_bounds__(32, 8) rwkv7_time_mix_batch(const Args<X, S> a
     const float4 old = float4(held[row]);
     e = add_scaled(e, c.x, old), o = add_scaled(o, c.y, old);
   }
-  const float scale = -1.f / (norm * norm);  // the second norm is that of the key which writes
+  const float scale = -1.f / (norm * norm);  // one factor of 1 / norm is that of the kappa which is written
   const auto erased = [&](float x) { return scale * (x + __shfl_xor_sync(0xffffffffu, x, QUADS)); };
   e = {erased(e.x), erased(e.y), erased(e.z), erased(e.w)};
 #pragma unroll

@@ -1,5 +1,5 @@
-// what      The time mix of one token: keys, state, group norm, bonus, gate; each state is read and written once, but
-//           for what a thread's registers do not hold of heads with more than 64 channels, which is read twice.
+// what      The time mix of one token: keys, state, group norm, bonus, gate; each state is read and written once. Of
+//           heads with more than 64 channels, the part that registers do not hold is read twice.
 // math      v += (first - v) share;  kappa = k removal / |k removal|;  key = k (1 + (rate - 1) replacement)
 //           e = S^T kappa;  S = diag(exp w) S - (kappa rate) e^T + key v^T;  o = S^T r, from the S before
 //           y = (GroupNorm_H(o) + (sum r key bonus) v) gate
@@ -9,8 +9,8 @@
 // grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every
 //           (1024 / N)-th channel each
 // smem      Scratch
-// barriers  four: the token and its sums; parts of e and o; and the two sums of the group norm, of which the first
-//           says that e is there too
+// barriers  four: the token and its sums are in shared memory | parts of e and o | the first sum of the group norm, and
+//           e | its second sum
 // numerics  float32; the state of type S is rounded when it is stored
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N a multiple of 4, up to 256
@@ -18,7 +18,7 @@
 #include "rwkv7/time_mix_arguments.cuh"
 #include "cards.cuh"
 
-// On a multiprocessor, for the assembler, which spills registers on some cards where it may choose itself.
+// Blocks on a multiprocessor, which bound registers: without a bound the assembler spills on some cards.
 constexpr int BLOCKS = BEFORE_SM90 ? 3 : 2;
 
 struct Scratch {
@@ -26,7 +26,7 @@ struct Scratch {
   float erased[MAX_N];
   float4 dots[WARPS];
   float sum[WARPS], squares[WARPS];
-  float parts[2][4 * THREADS];  // [., N], of e and of o
+  float parts[2][4 * THREADS];  // [parts, N]: of e and of o
 };
 
 template <typename X, typename S, int TERMS>
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv7_time_mix_step(const Arg
   if (busy) {
     float e = 0.f;
     for (int n = 0; n < groups; ++n) e += s.parts[0][n * N + tid], o += s.parts[1][n * N + tid];
-    e *= inverse * inverse;  // the second one is that of the key which writes
+    e *= inverse * inverse;  // one factor is that of the kappa which is written
     s.erased[tid] = e;
     o = fmaf(dots.z, v, fmaf(-dots.y, e, o));
   }

@@ -3,7 +3,7 @@
 // shapes    qg [B, H, T, K] and A [B, H, T, C] and h [B, H, NC, K, V] float32, v o [B, H, T, V]
 // grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; a warp has 16 rows
 // smem      STAGES times 64 x 32 of a left factor, 32 x 64 of a right one
-// barriers  one for every 32 of the inner axis: tiles have arrived, and those before the last are read
+// barriers  one for every 32 of the inner axis: the tiles have been copied, and the previous ones have been read
 // numerics  products: see copies.cuh; for half data qg, h and A are rounded to tf32 here, for the first time
 // source    Yang et al., 2024, eq. 5
 // limits    none
@@ -11,7 +11,7 @@
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
-constexpr int STEP = 32, TILE = 64, STAGES = 3;  // of the inner axis; rows, columns of a block; steps in memory
+constexpr int STEP = 32, TILE = 64, STAGES = 3;  // of the inner axis; rows and columns of a block; steps in memory
 
 template <typename T> struct Args {
   Rows<const float> qg;
@@ -62,7 +62,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
   const u32 head = chunk / NC % H, batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
   const i64 first = span.start + group * TILE;
-  if (first >= span.stop) return;  // the whole block: the chunk is a short tail
+  if (first >= span.stop) return;  // the chunk is a last, shorter one: no thread has a row
 
   // Steps over the channels, then over the tokens up to the last row's.
   const i64 stop = first + TILE < span.stop ? first + TILE : span.stop;
@@ -89,7 +89,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tiles have arrived; those of the last one are read
+    __syncthreads();  // this step's tiles have been copied; the previous step's have been read
     fetch(step + STAGES - 1);
     const Stage<T>& in = s.stages[step % STAGES];
     if (step < past) accumulate(acc, in, in.h);

@@ -11,7 +11,7 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-constexpr int FLIGHT = 4;  // tokens that are read before the first of them is written
+constexpr int FLIGHT = 4;  // tokens that are loaded before the first result is stored
 
 template <typename T> struct Args {
   Rows<const T> q, k;

@@ -3,7 +3,7 @@
 // shapes    kg b [B, H, T, K] float32, v [B, H, T, V], h [B, H, NC, K, V], initial and final [N, H, K, V], all float32
 // grid      a block for every (sequence, head, 64 channels, 64 columns of V), sequence slowest; a warp has 16 channels
 // smem      STAGES times 32 tokens of kg and v, and the gates of a chunk's channels
-// barriers  one every 32 tokens: they have arrived, and those before the last are read
+// barriers  one every 32 tokens: they have been copied, and the previous ones have been read
 // numerics  the state stays in float32 accumulators; products as in copies.cuh
 // source    Yang et al., 2024, eq. 4
 // limits    none
@@ -17,8 +17,8 @@ template <typename T> struct Args {
   Rows<const float> kg, b;
   Rows<const T> v;
   float* h;
-  const float* initial;  // or null
-  float* final;          // or null
+  const float* initial;  // null: zero
+  float* final;          // null: not wanted
   Shape shape;
   i64 bytes;  // rows of kg and v are multiples of it
 };
@@ -44,7 +44,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   const int row = int(k_tile) + 16 * warp + g, across = int(v_tile) + 2 * t;  // of the lane's first number
   const bool pairs = shape.V % 2 == 0;
 
-  // The lane's part of the state: f(its value, its offset in a state [K, V]) for each number that is inside.
+  // Calls f(number, its offset in a state [K, V]) for this lane's numbers of the state that are inside.
   float S[TILE / 8][4] = {};
   const auto each = [&](auto f) {
 #pragma unroll
@@ -91,7 +91,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
 #pragma unroll 1
   for (u32 step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tokens have arrived; those of the last one are read
+    __syncthreads();  // this step's tokens have been copied; the previous step's have been read
     fetch(step + STAGES - 1);
     const Stage<T>& in = s.stages[step % STAGES];
     if (step % each_chunk == 0) {

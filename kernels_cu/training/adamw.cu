@@ -6,7 +6,7 @@
 //           square; schedule [4]: rate, 1 - rate decay, c1, c2
 // grid      any number of blocks, which take turns; 512 threads of 8 elements each
 // smem      the warps' sums
-// barriers  one: the warps' sums are there
+// barriers  one: the warps' sums are in shared memory
 // numerics  float32, the copy rounded once
 // source    Loshchilov and Hutter, 2019, algorithm 2
 // limits    all start on 16 bytes, count and matrices are multiples of 8

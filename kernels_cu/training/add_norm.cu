@@ -1,4 +1,5 @@
-// what      The residual with what a mix adds to it, and its layer norm: where every mix of a training step begins.
+// what      Adds the previous mix's result to the residual, and computes its layer norm: the beginning of every mix of
+//           a training step.
 // math      y = x + drop(change), xx = LN(y)
 //           change = first (Added), sigmoid(first) value in units of UNIT_OF_SQUARES<T> (Gated);
 //           y = drop(table_token) (Embedded); y = x (Kept)
@@ -51,7 +52,8 @@ struct Gated {
 
 struct Embedded {
   template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64 t, i64 at, i64 j) {
-    Eight x = load8(args.table + args.read[t + t / args.T_] * args.D + j);  // a sequence has one token more, to predict
+    Eight x = load8(args.table + args.read[t + t / args.T_] * args.D +
+                    j);  // a row of `read` has one token more, the last to predict
     dropped(x, args.drop, at);
     return x;
   }

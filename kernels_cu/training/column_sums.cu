@@ -1,9 +1,10 @@
-// what      Adds up what the blocks of a kernel have summed of gradients that all tokens share.
+// what      Sums of columns: adds the parts that the blocks of another kernel computed of gradients that all tokens
+//           share.
 // math      first, then rest: [C, D] = sum_p parts[p]
 // shapes    parts [P, columns]; first takes `split` columns, rest the others
 // grid      a block for 32 columns; 1024 threads: 32 rows at a time
 // smem      Shared: a sum for every thread
-// barriers  one: the sums are there
+// barriers  one: the sums are in shared memory
 // numerics  float32, always in the same order
 // source    none
 // limits    none

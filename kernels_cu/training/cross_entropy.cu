@@ -1,4 +1,4 @@
-// what      The cross entropy of the wanted tokens, and its gradient in the place of the logits.
+// what      The cross entropy of the wanted tokens; its gradient overwrites the logits.
 // math      loss_t = log sum_v exp(logits_tv) - logits_t,wanted;
 //           logits_tv <- share (softmax(logits_t)_v - [v = wanted])
 // shapes    logits [tokens, V], losses [tokens], read [tokens / T, T + 1]

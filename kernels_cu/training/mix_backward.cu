@@ -3,7 +3,7 @@
 //           parts_c = sum_t dm_c of the block's tokens, which add up to dmaa_c
 // shapes    dmixed m [5, tokens, D], maa [5, D], xx dxx dd [tokens, D], parts [blocks, 5, D]
 // grid      a block for every `each` tokens, one after the other; threads of 8 channels each
-// smem      Shared: maa, so that no load has to wait for a store
+// smem      Shared: maa, so that no load of it has to wait for a store
 // barriers  one, without which the compiler would hold maa in registers
 // numerics  float32, rounded once; sums always in the same order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
@@ -29,13 +29,13 @@ template <int THREADS> struct Shared {
 
 template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> args) {
-  constexpr int TOGETHER = sizeof(T) == 4 ? 1 : MIXES;  // mixes whose loads are under way at a time
+  constexpr int TOGETHER = sizeof(T) == 4 ? 1 : MIXES;  // mixes whose loads are issued together
   Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
   const i64 D = args.D, j = 8 * threadIdx.x, apart = args.tokens * D;
   if (j < D)
 #pragma unroll
     for (int c = 0; c < MIXES; ++c) store8(s.maa[c] + j, load8(args.maa + c * D + j));
-  __syncthreads();  // keeps maa in shared memory: registers are for what is under way
+  __syncthreads();  // keeps the compiler from holding maa in registers, which loads under way need
   if (j >= D) return;
   Tokens mine(args.each, args.tokens, args.T_);
   Eight sums[MIXES] = {}, before = {};

@@ -3,7 +3,7 @@
 // shapes    x [count], parts [blocks]
 // grid      any number of blocks, which take turns; 512 threads of 8 elements each
 // smem      the warps' sums
-// barriers  one: the warps' sums are there
+// barriers  one: the warps' sums are in shared memory
 // numerics  float32, always in the same order
 // source    none
 // limits    x starts on 16 bytes, count a multiple of 8

@@ -31,8 +31,8 @@ template <typename T, typename G> struct Args {
   Rows<const T> q, k, v;
   Rows<const G> g, gv;
   Rows<T> o;
-  const float* initial;  // [N, H, K, V] or null
-  float* final;          // [N, H, K, V] or null
+  const float* initial;  // [N, H, K, V]; null: zero
+  float* final;          // [N, H, K, V]; null: not wanted
   Shape shape;
   double scale;
   float* sums;            // SplitChannels: o of the channels of earlier launches; null if one launch has all channels

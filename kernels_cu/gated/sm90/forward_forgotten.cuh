@@ -1,6 +1,6 @@
 // what      For SegmentState, Hopper's forward kernel that computes only the final states of segments: finds the first
 //           tokens of a segment that decay so much until its end that they may be skipped. It adds up log gates from
-//           the last token backwards. Heads of largest_gate models forget within one or two thousand tokens.
+//           the last token backwards. Heads of most trained models forget within one or two thousand tokens.
 // math      the latest token from which on the log gates of every channel sum to FORGOTTEN_NATS (-48) or less, if no
 //           gate is above 0
 // smem      `inputs` as boxes of gates, [CHUNK, BK] each; `operands` as sums of gates, [warp, channel]
