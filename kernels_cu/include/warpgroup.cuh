@@ -255,14 +255,14 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
   }
 }
 
-// S <- diag(by) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with S before
-// it is multiplied by `by`, the factors of this lane's two channels. EXACT: S is multiplied as the sum of two bfloat16
+// S <- diag(decays) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with S
+// before. decays: of this lane's two channels. EXACT: S is multiplied as the sum of two bfloat16
 // numbers, and f(block, rounded, remainders) is called for every 16 columns `block`; otherwise S is rounded to one
 // bfloat16 number, and f is not called. The product is made in groups of PART blocks of 16 columns, two groups under
 // way at a time, so that registers hold the bfloat16 numbers of two groups only. When the function returns, the last
 // groups are still under way: the caller must call wgmma_wait before it reads x or overwrites `tokens`.
 template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
-__device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&by)[2],
+__device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&decays)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
   static_assert(BV / 16 % PART == 0);
   constexpr int PARTS = BV / 16 / PART;
@@ -274,10 +274,10 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         float &a = from[2 * m], &b = from[2 * m + 1];
-        if (!READ_FIRST) a *= by[m & 1], b *= by[m & 1];
+        if (!READ_FIRST) a *= decays[m & 1], b *= decays[m & 1];
         rounded[part & 1][n][m] = pack<bf16>(a, b);
         if (EXACT) rest[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
-        if (READ_FIRST) a *= by[m & 1], b *= by[m & 1];
+        if (READ_FIRST) a *= decays[m & 1], b *= decays[m & 1];
       }
       if (EXACT) f(part * PART + n, rounded[part & 1][n], rest[part & 1][n]);
     }

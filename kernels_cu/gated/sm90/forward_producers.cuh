@@ -46,16 +46,16 @@ template <typename B> __device__ __forceinline__ uint2 packed(const float (&x)[4
   return {pack<B>(x[0], x[1]), pack<B>(x[2], x[3])};
 }
 // An operand at a border: x, 4 channels of the sub-chunk's row i, times the row's scale (forward_scales.cuh), rounded
-// to B. loaded: the row's 4 channels as they are in memory, of type T; same: whether x are the same numbers, so that
-// they need no rounding if T and B are one type.
+// to B. loaded: the row's 4 channels as they are in memory, of type T; undecayed: whether x are the same
+// numbers, so that they need no rounding if T and B are one type.
 template <typename T, typename B, class Scales>
-__device__ __forceinline__ uint2 border_operand(bool same, uint2 loaded, const float (&x)[4], const Scales& scales,
+__device__ __forceinline__ uint2 border_operand(bool undecayed, uint2 loaded, const float (&x)[4], const Scales& scales,
                                                 int i) {
   if constexpr (SCALED<Scales>) {
-    const float by = scales.of(i), y[4] = {x[0] * by, x[1] * by, x[2] * by, x[3] * by};
+    const float scale = scales.of(i), y[4] = {x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
     return packed<B>(y);
   }
-  return same && IS_BFLOAT16<T> == IS_BFLOAT16<B> ? loaded : packed<B>(x);
+  return undecayed && IS_BFLOAT16<T> == IS_BFLOAT16<B> ? loaded : packed<B>(x);
 }
 
 // The decays of channels over whole sub-chunks, in shared memory. The lanes of a sub-chunk write its decays
@@ -260,16 +260,16 @@ struct ChunkJob {
 // limit, or since an earlier chunk was OUT_OF_FLOAT16. OUT_OF_FLOAT16: a row of q or k exceeds float16's range, so that
 // the operands are wrong, and the next chunk's inputs are being copied over this chunk's. After GROWS and
 // OUT_OF_FLOAT16 the caller calls make_scaled or make_tokens.
-enum class Chunk { MADE, GROWS, OUT_OF_FLOAT16 };
+enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 
 // Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as this chunk's have
 // been read. SCALE: whether rows are scaled (forward_scales.cuh). scalar_gate: this lane's ScalarDecay of this chunk;
 // next_scalar_gate: set to that of the next chunk. scaled: whether an earlier chunk was OUT_OF_FLOAT16. GROWS is
 // returned only before any operand is stored.
 template <class Order, bool SCALE, class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
-                                            const ProducerCoord<BK>& coord, const ChunkJob& job, float scalar_gate,
-                                            float& next_scalar_gate, bool scaled) {
+__device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
+                                                  const ProducerCoord<BK>& coord, const ChunkJob& job,
+                                                  float scalar_gate, float& next_scalar_gate, bool scaled) {
   using P = ProducerCoord<BK>;
   constexpr int GATES = GATES_PER_TOKEN<G>;
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
@@ -336,7 +336,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
   const NeighbourDecay<T, Border, GATES> neighbour_decay(border_neighbour);
   if (job.fills) barrier_wait(s.empty[job.stage], job.fills - 1 & 1);  // consumers have read the stage
   if constexpr (Schedule::K_RANKS > 1) grows = wait_for_votes(s.votes, job.stage, job.fills & 1);
-  if (__builtin_expect(grows, false)) return Chunk::GROWS;
+  if (__builtin_expect(grows, false)) return ChunkResult::GROWS;
   if constexpr (Schedule::K_RANKS > 1) fetch_next_gates();
   barrier_wait(s.rows[coord.group], job.parity);  // q and k are in `in`
   if (job.partial()) clear_keys(s.inputs[coord.group], coord.first, job.partial(), coord.channel);
@@ -375,7 +375,8 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
     make_scores<WARPS, Order, Schedule, SCALE>(s.operands.scores(job.stage)[job.rank], scores, direct.scores,
                                                self_scores, s.operands.flip(job.stage), scale, warp, lane);
-    if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false)) return Chunk::OUT_OF_FLOAT16;
+    if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false))
+      return ChunkResult::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
       barrier_sync(PRODUCERS + coord.group, P::THREADS);  // all scores are in shared memory: one thread may send them
@@ -386,7 +387,7 @@ __device__ __forceinline__ Chunk make_chunk(Shared<Schedule, T, G, BK, BV>& s, c
     barrier_sync(PRODUCERS + coord.group, P::THREADS);  // keys and the sub-chunks' decays have been read
     fetch_next_rows();
   }
-  return Chunk::MADE;
+  return ChunkResult::MADE;
 }
 
 // Makes a chunk again, for which make_chunk returned GROWS or OUT_OF_FLOAT16, with rows scaled; token by token if its
@@ -401,7 +402,7 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
   const ChunkJob job{coord.group, 0, chunk, chunk + s.MAKERS, s.work.tokens, u32(stage), fills, parity};
   float next_scalar_gate;  // not used: the caller loads it itself
   if (make_chunk<Order, true>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate, false) !=
-      Chunk::MADE)
+      ChunkResult::MADE)
     make_tokens<Order>(s, args, producer, chunk, stage, fills, parity);
 }
 
@@ -443,9 +444,9 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       barrier_wait(s.gates[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first, job.partial(), coord.channel);
     }
-    const Chunk result = make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, scaled);
-    if (__builtin_expect(result != Chunk::MADE, false)) {
-      const bool inputs_lost = result == Chunk::OUT_OF_FLOAT16;
+    const ChunkResult result = make_chunk<Order, false>(s, args, coord, job, scalar_gate, next_scalar_gate, scaled);
+    if (__builtin_expect(result != ChunkResult::MADE, false)) {
+      const bool inputs_lost = result == ChunkResult::OUT_OF_FLOAT16;
       scaled |= inputs_lost;
       if constexpr (BORDER_IS_NARROWER<Schedule, T>)
         make_scaled<Order>(s, args, thread, chunk, stage, fills, job.parity, inputs_lost);
