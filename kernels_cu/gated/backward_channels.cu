@@ -617,19 +617,21 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     // it.
     Held<M> border16[2];
 #pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      const int m = 2 * half + x;
+    for (int in_half = 0; in_half < 2; ++in_half) {  // the half's blocks
+      const int m = 2 * half + in_half;
       float2 y[4];
-      load_channels(y, (x ? s.q : s.k) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
+      load_channels(y, (in_half ? s.q : s.k) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
       gates_of_block(m, [&](int p, float2 gates) {
         const Decays<ReadOrder> decays(decays_of(gates));
-        const float between = x == 0 && p < 2 ? half_decays[p & 1][1] : x == 1 && p >= 2 ? half_decays[p & 1][2] : 1.f;
-        border16[x].set(p, between * (x ? decays.start : decays.end) * y[p]);
+        const float between = in_half == 0 && p < 2    ? half_decays[p & 1][1]
+                              : in_half == 1 && p >= 2 ? half_decays[p & 1][2]
+                                                       : 1.f;
+        border16[in_half].set(p, between * (in_half ? decays.start : decays.end) * y[p]);
       });
     }
 #pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      const int m = 2 * half + x;
+    for (int in_half = 0; in_half < 2; ++in_half) {
+      const int m = 2 * half + in_half;
       float2 q[4], k[4];
       load_channels(q, s.q + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
       load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
@@ -671,7 +673,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         multiply_half(over_keys[1], keys.left(), dAs[1], 1);
         multiply_half(over_keys8, border8.left(), dAs[1], 0);
         if (grows(m)) put_pairs(over_keys, pair_sums[m].dq);
-        if (x) {
+        if (in_half) {
           load_right<true>(dAs, dA + 16 * (m - 1), LDA);
           multiply(over_keys16, border16[0].left(), dAs);
         }
@@ -684,7 +686,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           // subchunk: its number in this half; n: in the chunk.
-          const int octet = p & 1, second = p >> 1, subchunk = 2 * x + second, n = HALF * half + subchunk;
+          const int octet = p & 1, second = p >> 1, subchunk = 2 * in_half + second, n = HALF * half + subchunk;
           const float2 product = tokens_of(over_keys[second], octet),
                        near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * product);
           float2 sum = UNDO_NEAR_SCALE * (query_factor[p] * product), terms = {0.f, 0.f};
@@ -703,12 +705,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           const float state_term =
               add_part(STATE_CORRECTION * scale * product_of(half_decays[octet], 0, subchunk, decay_to_half[octet]) *
                            from_start[p],
-                       dq[x][second], 0);
+                       dq[in_half][second], 0);
           if (half) {
             other_half[octet] += state_term;
             add_part(from_half * from_start[p], over_keys32[second], 0);
           }
-          if (x) add_part(product_of(half_decays[octet], 2, subchunk) * from_start[p], over_keys16[second], 2);
+          if (in_half) add_part(product_of(half_decays[octet], 2, subchunk) * from_start[p], over_keys16[second], 2);
           if (second) add_part(from_start[p], over_keys8, subchunk);
           query_terms[p] = M::SPLIT ? terms : terms + near;
           near_query_terms[p] = near;
@@ -728,7 +730,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         multiply_half(over_queries[1], queries.left(), dAs[1], 1);
         multiply_half(over_queries8, border8.left(), dAs[0], 1);
         if (grows(m)) put_pairs(over_queries, pair_sums[m].dk);
-        if (!x) {
+        if (!in_half) {
           load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
           multiply(over_queries16, border16[1].left(), dAs);
         }
@@ -740,7 +742,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         __syncwarp();  // all lanes have read k of this block, which dk overwrites
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const int octet = p & 1, second = p >> 1, subchunk = 2 * x + second, n = HALF * half + subchunk;
+          const int octet = p & 1, second = p >> 1, subchunk = 2 * in_half + second, n = HALF * half + subchunk;
           const float2 product = tokens_of(over_queries[second], octet),
                        near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * product);
           float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * product), terms = {0.f, 0.f};
@@ -759,12 +761,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
             for (int later = HALF; later < SUBS; ++later) to_chunk_end *= decay_over(later, octet);
           }
-          const float state_term = add_part(to_chunk_end * to_end[p], dk[x][second], HALF);
+          const float state_term = add_part(to_chunk_end * to_end[p], dk[in_half][second], HALF);
           if (!half) {
             other_half[octet] += state_term;
             add_part(product_of(half_decays[octet], subchunk + 1, HALF) * to_end[p], over_queries32[second], HALF);
           }
-          if (!x) add_part(product_of(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[second], 2);
+          if (!in_half)
+            add_part(product_of(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[second], 2);
           if (!second) add_part(to_end[p], over_queries8, subchunk + 1);
           put_tokens(s.k, n, octet, sum + u[octet] * diagonal_of(n) * q[p]);
           // For the gates t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t)
@@ -809,11 +812,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       decay_to_half[octet] = product_of(half_decays[octet], 0, HALF);
     }
 #pragma unroll
-    for (int x = 0; x < BLOCKS / 2; ++x) {
+    for (int in_half = 0; in_half < BLOCKS / 2; ++in_half) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dq[x][n][i] = dq[2 + x][n][i], dk[x][n][i] = dk[2 + x][n][i];
+        for (int i = 0; i < 4; ++i)
+          dq[in_half][n][i] = dq[2 + in_half][n][i], dk[in_half][n][i] = dk[2 + in_half][n][i];
       }
     }
   }
