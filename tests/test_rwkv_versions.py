@@ -258,6 +258,12 @@ def test_a_version_that_is_none_is_refused(version, kind, weights, tmp_path):
         State(*kind(weights).initial_state().arrays, version=version).save(path)
 
 
+@pytest.mark.parametrize("how", [{"batches": (-1,)}, {"batches": ("1",)}, {"prompt": -1}, {"prompt": 1.5}])
+def test_what_is_warmed_up_is_counted(how, kind, weights):
+    with pytest.raises(ContractError, match="warm_up's .* is .*, expected a whole number from [01] up"):
+        kind(weights).warm_up(**how)
+
+
 # -- files ----------------------------------------------------------------------------------------------------------
 def to_web_rwkv(weights):
     turned = ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2")

@@ -20,6 +20,7 @@ from ...errors import ContractError, ContractTypeError, NotSupported
 from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
+from ..number_checks import whole
 from ..prompt_reading import read
 from ..quantised import Stored, collected, of_bits
 from ..sampling import Sampling
@@ -251,7 +252,9 @@ class Model:
         >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
         >>> model.warm_up(batches=(1, 8))
         """
-        if prompt:
+        owner = self.version.owner
+        batches = [whole(owner, "warm_up's batch", batch, 1) for batch in batches]
+        if prompt := whole(owner, "warm_up's prompt", prompt, 0):
             self.forward(np.zeros((1, prompt), np.int64), last=True)
         for batch in batches:
             self.forward(np.zeros((batch, 1), np.int64))
