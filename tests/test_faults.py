@@ -237,8 +237,12 @@ def test_a_signal_saves_the_training(number, trained, tmp_path, monkeypatch):
 
 
 def test_a_signal_before_the_first_step_says_how_to_go_on(trained, tmp_path, monkeypatch):
+    def warm_up(self):
+        shutil.rmtree(tmp_path / "out")
+        signal.raise_signal(signal.SIGTERM)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "warm_up", lambda self: signal.raise_signal(signal.SIGTERM))
+        patch.setattr(Training, "warm_up", warm_up)
         code, lines = trained(*SMALL)
     assert code == 128 + signal.SIGTERM and lines[-1].startswith("stopped at step 0. To go on: linattn-np train")
     assert trained("--resume", "--device", "cpu")[0] == 0 and kept(tmp_path / "out") == 4

@@ -349,6 +349,8 @@ def train(training, trained, options):
             with status("training ...") as show, nullcontext() if training.ranks.rank else compiling(show):
                 training.warm_up()
         except Ended:
+            if training.ranks.rank == 0:  # its files may have been removed meanwhile
+                save(training, Path(options.out), trained.file)
             tell_how_to_go_on(training, options)
             raise
     with deferred() as ended:
