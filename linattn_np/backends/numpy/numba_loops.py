@@ -195,61 +195,51 @@ def copy_token_scalars(x, first, tokens, tile):
 
 
 @njit(**LOOP)
-def tile_key_ranges(first_key, last_key, first, tokens, rows, key_ranges):
+def tile_key_ranges(first_key, last_key, first, tokens, key_ranges):
     """Fills key_ranges [2, padded rows]: the first key that each row sees, and the key after the last one.
 
-    Padding rows see no key. Returns the smallest range that holds the ranges of all rows.
+    Returns the smallest range that holds the ranges of all rows.
     """
     begin, end = first_key[first], last_key[first]
     for row in range(key_ranges.shape[1]):
         t = first + row % tokens
-        key_ranges[0, row], key_ranges[1, row] = first_key[t], last_key[t] if row < rows else 0
+        key_ranges[0, row], key_ranges[1, row] = first_key[t], last_key[t]
         begin, end = min(begin, first_key[t]), max(end, last_key[t])
     return begin, end
 
 
-@njit(**LOOP)
-def mask_scores(scores, first, key_ranges, rows):
-    """Sets scores [PANEL, padded rows] to -inf if the row does not see the key; the panel begins with key `first`."""
-    all_visible = True
-    for i in range(rows):
-        all_visible &= key_ranges[0, i] <= first and first + scores.shape[0] <= key_ranges[1, i]
-    if not all_visible:
-        for j in range(scores.shape[0]):
-            for i in range(scores.shape[1]):
-                visible = (key_ranges[0, i] <= first + j) & (first + j < key_ranges[1, i])
-                scores[j, i] = scores[j, i] if visible else float32(-np.inf)
+@njit(**INLINED)
+def sees(key_ranges, row, key):
+    return (key_ranges[0, row] <= key) & (key < key_ranges[1, row])
 
 
 @njit(**LOOP)
-def zero_or_nan(scores):
-    """0; NaN if a score is not finite: the maximum and exp would hide an overflow."""
-    total = float32(0)
+def cap_scores(scores, softcap, checks):
+    """scores = softcap tanh(scores / softcap), in place; checks [rows] becomes NaN where a score is not finite."""
     for j in range(scores.shape[0]):
         for i in range(scores.shape[1]):
-            total += scores[j, i] * float32(0)
-    return total
-
-
-@njit(**LOOP)
-def cap_scores(scores, softcap):
-    """scores = softcap tanh(scores / softcap), in place."""
-    for j in range(scores.shape[0]):
-        for i in range(scores.shape[1]):
+            checks[i] += scores[j, i] * float32(0)
             scores[j, i] = softcap * tanh(scores[j, i] / softcap)
 
 
 @njit(**LOOP)
-def weigh_scores(scores, maxima, sums, rescale):
-    """Replaces a panel's scores [PANEL, rows] by weights exp(score - row maximum), and updates the rows' statistics.
+def weigh_scores(scores, first, key_ranges, maxima, sums, rescale, checks):
+    """Replaces a panel's scores [keys, rows] by weights exp(score - row maximum), and updates the rows' statistics.
 
+    first : the panel's first key; the weight is 0 where the row does not see the key
     maxima, sums : [rows], each row's maximum score and sum of weights over all panels so far; updated in place
     rescale : [rows], filled with exp(old maximum - new maximum), by which the caller multiplies earlier outputs
+    checks : [rows], becomes NaN where a score is not finite: the maximum and exp would hide it
     """
+    some_hidden = False
     for i in range(scores.shape[1]):
         rescale[i] = maxima[i]
+        some_hidden |= not sees(key_ranges, i, first) or not sees(key_ranges, i, first + scores.shape[0] - 1)
     for j in range(scores.shape[0]):
         for i in range(scores.shape[1]):
+            checks[i] += scores[j, i] * float32(0)
+            if some_hidden:
+                scores[j, i] = scores[j, i] if sees(key_ranges, i, first + j) else float32(-np.inf)
             maxima[i] = maximum(scores[j, i], maxima[i])
     for i in range(scores.shape[1]):
         rescale[i] = exp(rescale[i] - maxima[i])
@@ -268,69 +258,60 @@ def tile_size(G, first, stop, most):
 
 
 @njit(**LOOP)
-def attention_forward(heads, q, keys, values, first_key, last_key, first, stop, softcap, scale, o, maxima, sums):
-    """`head_forward` for the key heads heads[0] to heads[1] - 1, which are the first axis of its arrays."""
-    finite = True
-    for head in range(heads[0], heads[1]):
-        arrays, results = (q[head], keys[head], values[head]), (o[head], maxima[head], sums[head])
-        finite &= head_forward(*arrays, first_key, last_key, first, stop, softcap, scale, *results)
-    return finite
+def attention_forward(heads, q, keys, values, first_key, last_key, begin, end, softcap, scale, o, maxima, sums):
+    """Fills o [heads, G, T, V] of the tokens `begin` to `end` - 1 for the key heads heads[0] to heads[1] - 1.
 
+    Returns whether it is all finite there. A row's o is NaN if one of its scores is not finite.
 
-@njit(**LOOP)
-def head_forward(q, keys, values, first_key, last_key, first, stop, softcap, scale, o, maxima, sums):
-    """Fills o [G, T, V] of the tokens `first` to `stop` - 1 for one key head. Returns whether these are all finite.
-
-    A tile's o is NaN if one of its scores is not finite.
-
-    q : [G, T, K]
-    keys, values : [panels, PANEL, K or V, rounded up to whole BLOCK_COLUMNS], padded with zeros
+    q : [heads, G, T, K]
+    keys, values : [heads, panels, PANEL, K or V, rounded up to whole BLOCK_COLUMNS], padded with zeros
     first_key, last_key : [T]; token t sees the keys from first_key[t] to last_key[t] - 1
-    softcap : scores are capped to +-softcap by tanh; 0 for none
-    maxima, sums : [G, T], each row's maximum score and sum of weights: on entry those of the attention sink (or the
-        lowest number and 0), on return those of all keys
+    softcap : scores are capped to +-softcap by tanh; None for none
+    maxima, sums : [heads, G, T], each row's maximum score and sum of weights: on entry those of the attention sink (or
+        the lowest number and 0), on return those of all keys
     """
-    G, K, check = q.shape[0], q.shape[2], float32(0)
-    while first < stop:
-        tokens, rows, padded_rows = tile_size(G, first, stop, TILE if q.shape[1] > SHORT else TILE // 2)
-        q_transposed, panel_scores = np.zeros((K, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
-        o_tile = np.zeros((padded_rows, values.shape[2]), float32)
-        tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
-        rescale, key_ranges = np.empty(padded_rows, float32), np.empty((2, padded_rows), np.int32)
-        copy_tokens(q, first, tokens, scale, q_transposed.T)
-        copy_token_scalars(maxima, first, tokens, tile_maxima)
-        copy_token_scalars(sums, first, tokens, tile_sums)
-        begin, end = tile_key_ranges(first_key, last_key, first, tokens, rows, key_ranges)
-        zero = float32(0)
-        for panel in range(begin // PANEL, -(-end // PANEL)):
-            count = min(PANEL, -(-(end - panel * PANEL) // BLOCK_ROWS) * BLOCK_ROWS)  # keys up to the last that is seen
-            scores = panel_scores[:count]
-            multiply(keys[panel], q_transposed, scores, K, False)
-            zero += zero_or_nan(scores)
-            if softcap > 0:
-                cap_scores(scores, softcap)
-            mask_scores(scores, panel * PANEL, key_ranges, rows)
-            weigh_scores(scores, tile_maxima, tile_sums, rescale)
+    (G, T, K), check = q.shape[1:], float32(0)
+    for head in range(heads[0], heads[1]):
+        first = begin
+        while first < end:
+            tokens, rows, padded_rows = tile_size(G, first, end, TILE if T > SHORT else TILE // 2)
+            q_transposed, panel_scores = np.zeros((K, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
+            o_tile, checks = np.zeros((padded_rows, values.shape[3]), float32), np.zeros(padded_rows, float32)
+            tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
+            rescale, key_ranges = np.empty(padded_rows, float32), np.empty((2, padded_rows), np.int32)
+            copy_tokens(q[head], first, tokens, scale, q_transposed.T)
+            copy_token_scalars(maxima[head], first, tokens, tile_maxima)
+            copy_token_scalars(sums[head], first, tokens, tile_sums)
+            first_seen, end_seen = tile_key_ranges(first_key, last_key, first, tokens, key_ranges)
+            for panel in range(first_seen // PANEL, -(-end_seen // PANEL)):
+                count = min(PANEL, -(-(end_seen - panel * PANEL) // BLOCK_ROWS) * BLOCK_ROWS)  # up to the last seen
+                scores = panel_scores[:count]
+                multiply(keys[head, panel], q_transposed, scores, K, False)
+                if softcap is not None:
+                    cap_scores(scores, softcap, checks)
+                weigh_scores(scores, panel * PANEL, key_ranges, tile_maxima, tile_sums, rescale, checks)
+                for row in range(rows):
+                    if rescale[row] != 1:
+                        for c in range(o_tile.shape[1]):
+                            o_tile[row, c] *= rescale[row]
+                multiply(scores.T, values[head, panel], o_tile, count, True)
             for row in range(rows):
-                if rescale[row] != 1:
-                    for c in range(o_tile.shape[1]):
-                        o_tile[row, c] *= rescale[row]
-            multiply(scores.T, values[panel], o_tile, count, True)
-        for row in range(rows):
-            g, t = row // tokens, first + row % tokens
-            maxima[g, t], sums[g, t] = tile_maxima[row], tile_sums[row]
-            sees_no_key = key_ranges[0, row] >= key_ranges[1, row]
-            inverse_sum = zero + float32(1) / (float32(1) if sees_no_key else tile_sums[row])
-            for c in range(o.shape[2]):
-                o[g, t, c] = o_tile[row, c] * inverse_sum
-                check += o[g, t, c] * float32(0)
-        first += tokens
+                g, t = row // tokens, first + row % tokens
+                maxima[head, g, t], sums[head, g, t] = tile_maxima[row], tile_sums[row]
+                sees_no_key = key_ranges[0, row] >= key_ranges[1, row]
+                inverse_sum = checks[row] + float32(1) / (float32(1) if sees_no_key else tile_sums[row])
+                for c in range(o.shape[3]):
+                    o[head, g, t, c] = o_tile[row, c] * inverse_sum
+                    check += o[head, g, t, c] * float32(0)
+            first += tokens
     return check == 0
 
 
 @njit(**LOOP)
 def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last_key, softcap, scale, dq, dk, dv):
-    """The gradients of `head_forward`, whose arguments these are. Returns whether they are all finite.
+    """The gradients of `attention_forward`, whose arguments these are, for one key head: arrays have no first axis.
+
+    Returns whether they are all finite.
 
     With the weights P = exp(score - maximum) / sum: dv = P^T do, dscore = P (do v^T - delta), dk = dscore^T q.
 
@@ -348,6 +329,7 @@ def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last
         dq_tile = np.zeros((padded_rows, dk.shape[2]), float32)
         tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
         tile_delta, key_ranges = np.zeros(padded_rows, float32), np.empty((2, padded_rows), np.int32)
+        checks = np.zeros(padded_rows, float32)
         copy_tokens(q, first, tokens, scale, q_tile)
         copy_tokens(q, first, tokens, scale, q_transposed.T)
         copy_tokens(do, first, tokens, float32(1), do_tile)
@@ -355,7 +337,7 @@ def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last
         copy_token_scalars(maxima, first, tokens, tile_maxima)
         copy_token_scalars(sums, first, tokens, tile_sums)
         copy_token_scalars(delta, first, tokens, tile_delta)
-        begin, end = tile_key_ranges(first_key, last_key, first, tokens, rows, key_ranges)
+        begin, end = tile_key_ranges(first_key, last_key, first, tokens, key_ranges)
         for row in range(rows):
             if key_ranges[0, row] >= key_ranges[1, row]:  # sees no key: its sum may be 0
                 tile_sums[row] = 1
@@ -365,20 +347,21 @@ def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last
             for j in range(PANEL):
                 for i in range(padded_rows):
                     dscores[j, i] -= tile_delta[i]
-            if softcap > 0:
-                cap_scores(weights, softcap)
+            if softcap is not None:
+                cap_scores(weights, softcap, checks)
                 for j in range(PANEL):
                     for i in range(padded_rows):
                         dscores[j, i] *= float32(1) - (weights[j, i] / softcap) * (weights[j, i] / softcap)
-            mask_scores(weights, panel * PANEL, key_ranges, rows)
             for j in range(PANEL):
                 for i in range(padded_rows):
-                    weights[j, i] = exp(weights[j, i] - tile_maxima[i]) / tile_sums[i]
+                    weight = exp(weights[j, i] - tile_maxima[i]) / tile_sums[i]
+                    weights[j, i] = weight if sees(key_ranges, i, panel * PANEL + j) else float32(0)
                     dscores[j, i] *= weights[j, i]
             multiply(weights, do_tile, dv[panel], rows, True)
             multiply(dscores, q_tile, dk[panel], rows, True)
             multiply(dscores.T, keys[panel], dq_tile, PANEL, True)
         for row in range(rows):
+            check += checks[row]
             for c in range(K):
                 dq[row // tokens, first + row % tokens, c] = scale * dq_tile[row, c]
                 check += dq_tile[row, c] * float32(0)
@@ -448,75 +431,6 @@ def broadcast_rows(x, count, to):
 
 
 @njit(**LOOP)
-def gated_row(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states):
-    """`gated_rows` for one row; its arrays come without their first axis. Returns whether the results can be used."""
-    K, V, padded_tokens, has_bonus = q.shape[1], v.shape[1], 0, u.shape[0] > 0
-    for n in range(table.shape[0]):
-        padded_tokens = max(padded_tokens, -(-(table[n, 1] - table[n, 0]) // BLOCK_COLUMNS) * BLOCK_COLUMNS)
-    padded_K, padded_V = -(-K // BLOCK_COLUMNS) * BLOCK_COLUMNS, -(-V // BLOCK_COLUMNS) * BLOCK_COLUMNS
-    gate_sums, decays = np.zeros((padded_tokens, g.shape[1]), float32), np.zeros((padded_tokens, K), float32)
-    queries, keys = np.zeros((padded_tokens, K), float32), np.zeros((padded_tokens, padded_K), float32)
-    keys_transposed = np.zeros((K, padded_tokens), float32)
-    values, scores = np.zeros((padded_tokens, padded_V), float32), np.zeros((padded_tokens, padded_tokens), float32)
-    state, outputs, check = np.zeros((padded_K, padded_V), float32), np.zeros(values.shape, float32), float32(0)
-    half_decay = np.zeros(K, float32)  # from before the chunk's first token to after its middle token
-    for n in range(table.shape[0]):
-        first, tokens = table[n, 0], table[n, 1] - table[n, 0]
-        if begins[n] >= 0:
-            for i in range(K):
-                for j in range(V):
-                    state[i, j] = initial[begins[n], i, j]
-        if states.shape[0] > 0:
-            for i in range(K):
-                for j in range(V):
-                    states[n, i, j] = state[i, j]
-        if not sum_gates_from_middle(g, first, tokens, min(padded_tokens // 2, tokens) - 1, gate_sums) <= limit:
-            return False
-        for i in range(K):
-            channel = i if g.shape[1] > 1 else 0
-            half_decay[i] = exp(g[first, channel] - gate_sums[0, channel])
-        exponentiate_rows(gate_sums, tokens)
-        broadcast_rows(gate_sums, tokens, decays)
-        for t in range(tokens):
-            for i in range(K):
-                queries[t, i] = q[first + t, i] * decays[t, i]
-                keys[t, i] = k[first + t, i] / decays[t, i]
-                keys_transposed[i, t] = keys[t, i]
-            for j in range(V):
-                values[t, j] = v[first + t, j]
-        if exclusive:
-            for t in range(tokens - 1, -1, -1):
-                for i in range(K):
-                    queries[t, i] = q[first + t, i] * (decays[t - 1, i] if t > 0 else float32(1) / half_decay[i])
-        multiply(queries, keys_transposed, scores, K, False)
-        for t in range(tokens):
-            for s in range(t + 1 - exclusive, padded_tokens):  # later keys; with `exclusive` the token's own, too
-                scores[t, s] = 0
-            if has_bonus:
-                for i in range(K):
-                    scores[t, t] += q[first + t, i] * u[i] * k[first + t, i]
-            for i in range(K):
-                queries[t, i] *= half_decay[i]
-                keys[t, i] *= decays[tokens - 1, i]
-        multiply(scores, values, outputs, tokens, False)
-        multiply(queries, state, outputs, K, True)
-        for t in range(tokens):
-            for j in range(V):
-                o[first + t, j] = scale * outputs[t, j]
-                check += outputs[t, j] * float32(0)
-        for i in range(K):
-            for j in range(V):
-                state[i, j] *= half_decay[i] * decays[tokens - 1, i]
-        multiply(keys.T, values, state, tokens, True)
-        if ends[n] >= 0:
-            for i in range(K):
-                for j in range(V):
-                    final[ends[n], i, j] = state[i, j]
-                    check += state[i, j] * float32(0)
-    return check == 0
-
-
-@njit(**LOOP)
 def gated_rows(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states, undone):
     """Fills o and the final states by chunks, and undone [rows] with the rows whose results must not be used.
 
@@ -529,6 +443,71 @@ def gated_rows(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, init
     initial, final : [rows, sequences, K, V]
     states : [rows, chunks, K, V], filled with the state before each chunk; or [rows, 0, K, V]
     """
+    K, V, padded_tokens = q.shape[2], v.shape[2], 0
+    for n in range(table.shape[0]):
+        padded_tokens = max(padded_tokens, -(-(table[n, 1] - table[n, 0]) // BLOCK_COLUMNS) * BLOCK_COLUMNS)
+    padded_K, padded_V = -(-K // BLOCK_COLUMNS) * BLOCK_COLUMNS, -(-V // BLOCK_COLUMNS) * BLOCK_COLUMNS
+    gate_sums, decays = np.zeros((padded_tokens, g.shape[2]), float32), np.zeros((padded_tokens, K), float32)
+    queries, keys = np.zeros((padded_tokens, K), float32), np.zeros((padded_tokens, padded_K), float32)
+    keys_transposed = np.zeros((K, padded_tokens), float32)
+    values, scores = np.zeros((padded_tokens, padded_V), float32), np.zeros((padded_tokens, padded_tokens), float32)
+    state, outputs = np.zeros((padded_K, padded_V), float32), np.zeros(values.shape, float32)
+    half_decay = np.zeros(K, float32)  # from before the chunk's first token to after its middle token
     for row in range(q.shape[0]):
-        arguments = q[row], k[row], v[row], g[row], u[row], table, begins, ends, limit, scale, exclusive
-        undone[row] = not gated_row(*arguments, initial[row], o[row], final[row], states[row])
+        check = float32(0)
+        for n in range(table.shape[0]):
+            first, tokens = table[n, 0], table[n, 1] - table[n, 0]
+            if begins[n] >= 0:
+                for i in range(K):
+                    for j in range(V):
+                        state[i, j] = initial[row, begins[n], i, j]
+            if states.shape[1] > 0:
+                for i in range(K):
+                    for j in range(V):
+                        states[row, n, i, j] = state[i, j]
+            middle = min(padded_tokens // 2, tokens) - 1
+            if not sum_gates_from_middle(g[row], first, tokens, middle, gate_sums) <= limit:
+                check = float32(np.nan)
+                break
+            for i in range(K):
+                channel = i if g.shape[2] > 1 else 0
+                half_decay[i] = exp(g[row, first, channel] - gate_sums[0, channel])
+            exponentiate_rows(gate_sums, tokens)
+            broadcast_rows(gate_sums, tokens, decays)
+            for t in range(tokens):
+                for i in range(K):
+                    queries[t, i] = q[row, first + t, i] * decays[t, i]
+                    keys[t, i] = k[row, first + t, i] / decays[t, i]
+                    keys_transposed[i, t] = keys[t, i]
+                for j in range(V):
+                    values[t, j] = v[row, first + t, j]
+            if exclusive:
+                for t in range(tokens - 1, -1, -1):
+                    for i in range(K):
+                        before = decays[t - 1, i] if t > 0 else float32(1) / half_decay[i]
+                        queries[t, i] = q[row, first + t, i] * before
+            multiply(queries, keys_transposed, scores, K, False)
+            for t in range(tokens):
+                for s in range(t + 1 - exclusive, padded_tokens):  # later keys; with `exclusive` the token's own, too
+                    scores[t, s] = 0
+                for i in range(u.shape[1]):
+                    scores[t, t] += q[row, first + t, i] * u[row, i] * k[row, first + t, i]
+                for i in range(K):
+                    queries[t, i] *= half_decay[i]
+                    keys[t, i] *= decays[tokens - 1, i]
+            multiply(scores, values, outputs, tokens, False)
+            multiply(queries, state, outputs, K, True)
+            for t in range(tokens):
+                for j in range(V):
+                    o[row, first + t, j] = scale * outputs[t, j]
+                    check += outputs[t, j] * float32(0)
+            for i in range(K):
+                for j in range(V):
+                    state[i, j] *= half_decay[i] * decays[tokens - 1, i]
+            multiply(keys.T, values, state, tokens, True)
+            if ends[n] >= 0:
+                for i in range(K):
+                    for j in range(V):
+                        final[row, ends[n], i, j] = state[i, j]
+                        check += state[i, j] * float32(0)
+        undone[row] = not check == 0

@@ -25,7 +25,7 @@ FEW_ROWS = 16  # with at most as many rows BLAS divides each product among the c
 PRODUCT = 1 << 18  # multiplications of the largest product that OpenBLAS computes on one core
 LARGEST_TILES = 1 << 16  # scores of one task's tiles, over all its batch entries and key heads
 TASKS = 8  # per core, in Numba's loops: causal tasks are of unequal length, because later queries see more keys
-LEAST_SCORES = 1 << 15  # per task, in Numba's loops
+LEAST_SCORES = 1 << 17  # per task, in Numba's loops: those of fewer take no longer than a thread takes to wake
 
 
 def run(problem, o):
@@ -382,7 +382,8 @@ class Compiled:
         self.B, self.HK, self.T, self.S = problem.shape("B HK T S")
         self.q = self.by_head(attention.q)
         self.keys, self.values = self.panels(attention.k), self.panels(attention.v)
-        self.softcap, self.scale = np.float32(attention.softcap), np.float32(problem.scale)
+        self.softcap = np.float32(attention.softcap) if attention.softcap else None
+        self.scale = np.float32(problem.scale)
         self.first_key, self.last_key = key_ranges(problem.spans, problem.options["key_spans"], attention.window)
 
     def by_head(self, x):
