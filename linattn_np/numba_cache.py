@@ -10,10 +10,12 @@ import hashlib
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from typing import Any
 
 try:
@@ -38,7 +40,8 @@ if any(word[:1] not in ("", "+", "-") for word in FEATURES):  # LLVM would abort
 if ALWAYS_THERE.intersection(word[1:] for word in FEATURES if word.startswith("-")):  # so it would here
     raise ImportError("NUMBA_CPU_FEATURES takes what every 64-bit processor has, and NumPy computes instead")
 
-COMPILING: list[Callable[[], object]] = []  # functions to call before a loop is compiled, which takes seconds
+COMPILING: list[Callable[[], object]] = []  # functions to call before a loop is compiled; without one, `say_once`
+COMPILES = "compiling loops for this CPU, once, which takes 5 to 30 s"
 DIGEST = hashlib.sha256().digest_size  # bytes behind what a file holds
 atexit.register(global_compiler_lock.acquire)  # LLVM would crash if a thread compiled while the process ends
 
@@ -47,7 +50,7 @@ def njit(**options):
     """`numba.njit` whose machine code is cached on the disk."""
 
     def decorate(function):
-        loop = numba.njit(**options)(function)
+        loop = numba.njit(no_cfunc_wrapper=True, **options)(function)  # none is called through a C pointer
         loop._cache = cache_of(function)
         loop.compile = signals_held()(loop.compile)
         return loop
@@ -91,9 +94,17 @@ def cache_of(function):
         return NoCache()
 
 
+@cache
+def say_once():
+    """Tells whoever calls from a terminal or a notebook why nothing happens for seconds."""
+    with suppress(Exception):  # stderr may be missing or closed
+        if sys.stderr.isatty() or hasattr(sys, "ps1"):
+            print(f"linattn_np: {COMPILES}", file=sys.stderr, flush=True)
+
+
 class NoCache(caching.NullCache):
     def load_overload(self, signature, context):
-        for tell in COMPILING:
+        for tell in COMPILING or [say_once]:
             tell()
 
 

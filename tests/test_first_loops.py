@@ -1,5 +1,6 @@
 """A text begins on NumPy where Numba's loops are not on the disk, and goes on by them once another process is done."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,7 @@ numba_cache = pytest.importorskip("linattn_np.numba_cache", reason="Numba is not
 
 def compile_a_loop():
     """What Numba does before it compiles: tells all who asked for it."""
-    for tell in numba_cache.COMPILING:
-        tell()
+    numba_cache.NoCache().load_overload(None, None)
 
 
 def model_of_a_cold_cache(progress=None):
@@ -76,3 +76,16 @@ def test_a_bar_moves_while_a_loop_is_compiled(monkeypatch):
         while len(lines) < 4:  # the first one clears the line before
             pass
     assert all(line.startswith("compiling [") for line in lines[1:])
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_call_says_once_that_it_compiles_where_somebody_may_watch(watched, monkeypatch, capsys):
+    numba_cache.say_once.cache_clear()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched)
+    with compiling(quiet):
+        compile_a_loop()
+    assert capsys.readouterr().err.startswith("compiling loops")  # the command's own line
+    compile_a_loop()
+    compile_a_loop()
+    assert capsys.readouterr().err == f"linattn_np: {numba_cache.COMPILES}\n" * watched
+    numba_cache.say_once.cache_clear()

@@ -51,8 +51,10 @@ def compiling(show):
     def tell():
         shown.done += 1
         if shown.done == 1:
+            from ..numba_cache import COMPILES
+
             show("")
-            say("compiling loops for this CPU, once, which takes 10 to 30 s")
+            say(COMPILES)
             ticks.enter_context(ticking(shown.draw))
 
     with ExitStack() as ticks, before_compiling(tell):

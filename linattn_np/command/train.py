@@ -18,7 +18,7 @@ import math
 import os
 import shlex
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -37,7 +37,7 @@ from ..models.tokenizers import Tokenizer
 from ..models.training import Settings, Training
 from ..models.versions import VERSIONS
 from .blas_threads import blas_for, where
-from .first_loops import compiling
+from .first_loops import before_compiling, compiling
 from .generate import tokenizer_of
 from .signals import Ended, deferred
 from .terminal import add_device, add_tokenizer, bar, details, say, status, to_write, told, whole
@@ -346,7 +346,7 @@ def train(training, trained, options):
     """
     if training.device == "cpu" and training.done < 1:
         try:
-            with status("training ...") as show, nullcontext() if training.ranks.rank else compiling(show):
+            with status("training ...") as show, before_compiling(str) if training.ranks.rank else compiling(show):
                 training.warm_up()
         except Ended:
             if training.ranks.rank == 0:  # its files may have been removed meanwhile
