@@ -1,13 +1,20 @@
 """The README and the documentation say what is so: their code runs, the tables match the package."""
 
+import json
 import re
+import shlex
+import shutil
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_files import zipped_pth
 
 import linattn_np
+from linattn_np.__main__ import main
+from linattn_np.models import austen
+from linattn_np.models.checkpoint import read
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -15,7 +22,26 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOTES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "kernels_cu").glob("*.md"))]
 LINK = re.compile(r"(?:\]\(|^\[\w+\]: )(?!http)([^)#\s]+)", re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = {f"{path.stem}-{n}": block for path in PAGES for n, block in enumerate(PYTHON.findall(path.read_text()))}
+
+COMMANDS = {path.stem: "".join(SHELL.findall(path.read_text())).replace("\\\n", "").splitlines() for path in PAGES}
+SHORTER = {  # added to a page's command: of an option the last value counts
+    "generate": ["--tokens", "3"],
+    "train": ["--steps", "1", "--batch", "1", "--context", "32"],
+    "compare": ["--longest", "512"],
+    "bench": ["--tokens", "64", "--heads", "1"],
+}
+NOT_RUN = {
+    "pip": "needs the network; .ci/run runs the README's",
+    "python": "benchmarks take minutes: test_benchmarks.py runs them small; releasing needs the network",
+    "/tmp/fresh/bin/pip": "needs the network",
+    "/tmp/fresh/bin/linattn-np": "is of a release",
+    "twine": "needs the network",
+    "git": "is of a release",
+    "mpiexec": "needs several hosts; on one a command runs here as one process, by test_training_ranks.py as several",
+    "torchrun": "needs torch; test_training_ranks.py has what it starts",
+}
 
 
 def no_device() -> str | None:
@@ -37,6 +63,31 @@ def test_code_runs(block, monkeypatch):
         pytest.importorskip("numba", reason="matrices in few bits need Numba on the CPU")
     monkeypatch.chdir(ROOT)
     exec(compile(BLOCKS[block], f"python block {block}", "exec"), {})
+
+
+@pytest.mark.parametrize("page", [page for page, lines in COMMANDS.items() if lines])
+def test_commands_run(page, tmp_path, monkeypatch):
+    """In a folder with the files that the pages name, in the page's order."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("novel.txt", "long.txt"):
+        Path(name).write_text(README)
+    Path("texts.jsonl").write_text("".join(json.dumps({"text": README[n : n + 999]}) + "\n" for n in range(9)))
+    Path("prompts.jsonl").write_text('{"prompt": "Emma was"}\n' * 2)
+    Path("folder").mkdir()
+    shutil.copy(austen(), "folder/model.safetensors")
+    Path("model.pth").write_bytes(zipped_pth(read(austen())))
+    for line in COMMANDS[page]:
+        line = re.sub(r"^mpiexec -n \d+ ", "", line)
+        line, _, stdin = line.partition(" < ")
+        program, *words = shlex.split(re.sub(r"--minutes \d+", "", line), comments=True) or ["#"]
+        if program != "linattn-np":
+            assert program in NOT_RUN, line
+            continue
+        if "int4" in line or "int8" in line or words[0] == "quantise":
+            pytest.importorskip("numba", reason="matrices in few bits need Numba on the CPU")
+        with open(stdin or "/dev/null") as file:
+            monkeypatch.setattr("sys.stdin", file)
+            assert main([*words, *SHORTER.get(words[0], [])]) == 0, line
 
 
 def test_the_loop_is_the_operator(rng):

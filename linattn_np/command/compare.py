@@ -1,6 +1,6 @@
 """Draws time and memory of softmax attention, GLA, RWKV-6 and retention against the length of the sequence.
 
-    linattn-np compare                                      on the GPU where there is one
+    linattn-np compare                                      # on the GPU where there is one
     linattn-np compare --device cpu --longest 8192 --out cpu.png
 
 One sequence, the same heads and widths for all; bfloat16 on a GPU, float32 on the CPU. Time is a call's, the median of

@@ -3,7 +3,7 @@
     linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
     linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
     linattn-np generate --load-state novel.npz --prompt " And then"
-    linattn-np generate --batch-file prompts.jsonl --output texts.jsonl --slots 8
+    linattn-np generate --batch-file prompts.jsonl --output written.jsonl --slots 8
 
 Ctrl-C, SIGTERM and SIGHUP keep what is finished: texts, lines and states.
 """

@@ -1,6 +1,5 @@
 """Writes a checkpoint of a model with a low-rank adapter merged into it. No torch.
 
-    linattn-np train --from model.pth --lora 16 --text texts.jsonl --out mine
     linattn-np merge --model model.pth --adapter mine/adapter.safetensors \\
         --out mine.safetensors
 

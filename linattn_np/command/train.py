@@ -4,8 +4,8 @@
     linattn-np train --text novel.txt --out novel --resume
     linattn-np generate --model novel/model.safetensors --prompt "Emma was"
     linattn-np train --from model.pth --lora 16 --text texts.jsonl --out mine
-    linattn-np train --from model.pth --state --text texts.jsonl --out mine
-    mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes
+    linattn-np train --from model.pth --state --text texts.jsonl --out begun
+    mpiexec -n 4 linattn-np train --text novel.txt --out shared    # four processes
 
 The last 5 % of the text are held out, or as much as 32 steps read where that is less: the loss on it is what is
 printed, in nats a byte, or a token with --from.
