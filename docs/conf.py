@@ -4,7 +4,6 @@ import inspect
 import os.path
 import re
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import linattn_np
@@ -40,12 +39,11 @@ def in_our_colours(config, script):
     matplotlib.rcParams.update(STYLE)
 
 
-WITHOUT_TORCH = find_spec("torch") is None  # then its pages are built, but not run
-
 sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "pages",
-    "filename_pattern": r"plot_(?!torch)" if WITHOUT_TORCH else r"plot_",
+    "filename_pattern": r"plot_(?!torch)",  # its picture is there without torch
+    "remove_config_comments": True,
     "download_all_examples": False,
     "show_memory": False,
     "min_reported_time": 1e6,
