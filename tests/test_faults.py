@@ -468,6 +468,18 @@ def test_a_fault_of_a_process_is_one_of_the_first(monkeypatch):
             cards.receive(SimpleNamespace(recv=sent.pop), 0, None)
 
 
+def test_a_signal_to_all_processes_is_no_fault_of_one(monkeypatch):
+    """As scancel and systemd send it: the exit code was 2, and the message that a process had ended."""
+
+    def recv():
+        raise EOFError
+
+    monkeypatch.setattr(signals.noted, "number", signal.SIGTERM)
+    with pytest.raises(signals.Ended) as ended:
+        cards.receive(SimpleNamespace(recv=recv), 1, SimpleNamespace(join=lambda: None, exitcode=-signal.SIGTERM))
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 # -- no threads -------------------------------------------------------------------------------------------------------
 def test_without_threads_one_does_it_all(monkeypatch):
     def start(self):

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 
 from .. import NotSupported
 from ..models.devices import check_device, cuda_devices, may_be_several, uses_cuda
-from .signals import NUMBERS, Ended, deferred
+from .signals import NUMBERS, Ended, deferred, noted
 from .terminal import told
 
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
@@ -168,6 +168,8 @@ def receive(pipe, card, process):
         kind, *found = pipe.recv()
     except EOFError:
         process.join()
+        if noted.number:  # which went to all processes
+            raise Ended(noted.number) from None
         raise OSError(f"the process of card {card} has ended with exit code {process.exitcode}") from None
     if kind == "failed":
         number, words = found
