@@ -468,6 +468,16 @@ def test_a_fault_of_a_process_is_one_of_the_first(monkeypatch):
             cards.receive(SimpleNamespace(recv=sent.pop), 0, None)
 
 
+def test_processes_that_are_stopped_end_too():
+    """They took no SIGTERM, and the first process waited for them for ever."""
+    with cards.Cards(time.sleep) as started:
+        started.begin(2)
+        processes = [process for _, process in started.started.values()]
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+
+
 def test_a_signal_to_all_processes_is_no_fault_of_one(monkeypatch):
     """As scancel and systemd send it: the exit code was 2, and the message that a process had ended."""
 

@@ -87,7 +87,7 @@ class Cards:
 
     def __exit__(self, *why):
         for _, process in self.started.values():
-            process.terminate()
+            process.kill()  # also one that is stopped
         for _, process in self.started.values():
             process.join()
 
