@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 
 class Transition(Enum):
     """The form of a token's transition, and of a segment's, which is a product of such: except that a product of
@@ -61,14 +63,15 @@ class Summary:
         return Summary(self.transition, own, factors)
 
     def transitioned(self, S):
-        """F S."""
+        """F S. What is 0 stays 0, also where growth makes F infinite; under a matrix, channels of zeros add nothing."""
         if not self.factors:
             return S
+        where = getattr(S, "__array_namespace__", lambda: np)().where
         F, *columns = (for_value_heads(factor, S.shape[1]) for factor in self.factors)
         if self.transition is Transition.RANK_ONE:
-            return F @ S
+            return where((S == 0).all(-1)[..., None, :], F.dtype.type(0), F) @ S
         F = F[..., None, None] if self.transition is Transition.SCALAR else F[..., None]
-        return (F * columns[0][..., None, :] if columns else F) * S
+        return where(S == 0, S, (F * columns[0][..., None, :] if columns else F) * S)
 
 
 def for_value_heads(factor, heads: int):

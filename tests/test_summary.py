@@ -50,6 +50,27 @@ def test_the_gradients_map_is_the_adjoint(transition, rng):
     assert np.isclose((dS * one.transitioned(S)).sum(), (back.transitioned(dS) * S).sum())
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("transition", list(Transition)[1:])
+def test_zeros_stay_where_a_segment_grows_out_of_range(transition, library, rng):
+    """Infinite factors, and what they make of zeros elsewhere in a matrix, meet nothing but 0 in the first channel."""
+    xp = pytest.importorskip(LIBRARIES[library])
+    S, factors = rng.standard_normal((N, 2 * H, K, V)), list(tokens(rng, transition)[0].factors)
+    if transition is Transition.SCALAR:
+        S[:], factors[0][:] = 0, np.inf
+    else:
+        S[:, :, 0], factors[0][..., 0] = 0, np.inf
+        if transition is Transition.RANK_ONE:
+            factors[0][..., 1, 0] = np.nan
+    with np.errstate(invalid="ignore"):
+        found = Summary(transition, (), tuple(map(xp.asarray, factors))).transitioned(xp.asarray(S))
+    if transition is Transition.RANK_ONE:
+        others = factors[0][..., 1:].repeat(2, axis=1) @ S[:, :, 1:]
+        np.testing.assert_allclose(found, others, rtol=1e-3, atol=1e-4)
+    else:
+        assert np.isfinite(found).all() and (np.asarray(found)[S == 0] == 0).all()
+
+
 def test_a_normaliser_never_decays(rng):
     one = Summary(Transition.NONE, (np.ones((N, H, K, V)), np.ones((N, H, K))))
     S, z = one.apply(one.apply(None))
